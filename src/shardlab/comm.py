@@ -1,0 +1,227 @@
+"""The collectives that our strategies may call: labelled in the profiler, counted in a ledger.
+
+Each takes a tensor and a process group and returns when the result is there; with
+``async_op=True`` it returns a ``Pending`` at once and the result is there after
+``pending.wait()``. PyTorch's own strategies call their collectives from C++: those are not
+in the ledger.
+
+What a ledger entry's ``bytes`` counts is Ψ, the whole tensor the collective is about (for
+all_gather its output, for reduce_scatter its input). ``wire_bytes`` is what the best
+algorithm makes one rank send.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup
+
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+# torch 2.13 renamed these two and warns on the old names; 2.11 has only the old ones.
+_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or getattr(
+    dist, "all_gather_into_tensor"  # noqa: B009
+)
+_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or getattr(
+    dist, "reduce_scatter_tensor"  # noqa: B009
+)
+
+
+@dataclass(slots=True)
+class Entry:
+    """One collective of one rank. Times are of the host's monotonic clock, in nanoseconds."""
+
+    seq: int
+    step: int | None
+    op: str
+    bytes: int
+    dtype: str
+    ranks: int
+    label: str
+    site: str  # file:line of the strategy that called
+    enqueue_ns: int
+    wait_ns: int | None = None  # when the strategy began to wait for it
+    done_ns: int | None = None  # when it had finished; none on NCCL, where the GPU alone knows
+    ready_ns: int | None = None  # when the wait was over and the strategy went on
+
+
+@dataclass
+class Ledger:
+    """Every collective of this rank, in order. Full entries for some steps, totals for all."""
+
+    entries: list[Entry] = field(default_factory=list)
+    step: int | None = None  # set by the loop's recorder; none outside a step
+    full_steps: int | None = None  # entries are kept for the first so many steps; none: always
+    calls: int = 0
+    bytes: int = 0
+
+    def open(self, op: str, tensor: Tensor, group: Group, label: str) -> Entry:
+        frame = sys._getframe(2)  # open <- the collective <- the strategy
+        entry = Entry(
+            seq=self.calls,
+            step=self.step,
+            op=op,
+            bytes=tensor.numel() * tensor.element_size(),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            ranks=group.size(),
+            label=label,
+            site=f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}",
+            enqueue_ns=time.perf_counter_ns(),
+        )
+        self.calls += 1
+        self.bytes += entry.bytes
+        if self.step is None or self.full_steps is None or self.step < self.full_steps:
+            self.entries.append(entry)
+        return entry
+
+    def take(self) -> list[dict[str, Any]]:
+        """The finished entries so far, as plain rows; they leave the ledger."""
+        finished = [e for e in self.entries if e.ready_ns is not None]
+        self.entries = [e for e in self.entries if e.ready_ns is None]
+        return [asdict(e) for e in finished]
+
+    def reset(self, full_steps: int | None = None) -> None:
+        self.__init__(full_steps=full_steps)  # type: ignore[misc]
+
+
+LEDGER = Ledger()  # a rank is a process: one ledger
+
+
+def wire_bytes(op: str, size: int, ranks: int) -> float:
+    """Bytes one rank must send for a collective on ``size`` bytes, by the best algorithm."""
+    share = (ranks - 1) / ranks
+    factor = {
+        "all_reduce": 2 * share,
+        "all_gather": share,
+        "reduce_scatter": share,
+        "broadcast": share,  # averaged over ranks: the tensor enters each rank but the source
+        "barrier": 0.0,
+    }
+    return factor[op] * size
+
+
+def _span(what: str, entry: Entry) -> AbstractContextManager[Any]:
+    """A span in the profiler, with the ledger's number, so that a trace can be joined to it."""
+    if not torch.autograd._profiler_enabled():  # the span costs ten microseconds, the question none
+        return nullcontext()
+    return torch.profiler.record_function(f"shardlab::{what} #{entry.seq} {entry.label}")
+
+
+class Pending:
+    """A collective under way. ``wait()`` must be called before its tensors are touched."""
+
+    def __init__(
+        self, entry: Entry, work: Any, group: Group, finish: Callable[[], None] | None = None
+    ) -> None:
+        self.entry = entry
+        self._work = work
+        self._finish = finish
+        if group.name() == "gloo":  # runs on a thread of its own, which stamps the end
+            work.get_future().add_done_callback(self._stamp)
+
+    def _stamp(self, _future: Any) -> None:
+        self.entry.done_ns = time.perf_counter_ns()
+
+    def wait(self) -> None:
+        entry = self.entry
+        if entry.ready_ns is not None:
+            return
+        entry.wait_ns = time.perf_counter_ns()
+        with _span(f"wait:{entry.op}", entry):
+            self._work.wait()
+            if self._finish is not None:
+                self._finish()
+        entry.ready_ns = time.perf_counter_ns()
+
+
+def _begin(
+    entry: Entry,
+    group: Group,
+    async_op: bool,
+    start: Callable[[], Any],
+    finish: Callable[[], None] | None = None,
+) -> Pending:
+    """Start a collective asynchronously; wait for it here unless ``async_op``."""
+    with _span(entry.op, entry):
+        pending = Pending(entry, start(), group, finish)
+    if not async_op:
+        pending.wait()
+    return pending
+
+
+def all_reduce(
+    tensor: Tensor, group: Group, *, op: str = "sum", label: str = "", async_op: bool = False
+) -> Pending:
+    """``tensor`` becomes, on each rank, the sum (max, min) of all ranks' tensors."""
+    entry = LEDGER.open("all_reduce", tensor, group, label)
+    reduction = _REDUCTIONS[op]
+    return _begin(
+        entry, group, async_op, lambda: dist.all_reduce(tensor, reduction, group, async_op=True)
+    )
+
+
+def broadcast(
+    tensor: Tensor, group: Group, *, label: str = "", async_op: bool = False
+) -> Pending:
+    """``tensor`` becomes, on each rank, that of the group's rank 0."""
+    entry = LEDGER.open("broadcast", tensor, group, label)
+    return _begin(
+        entry,
+        group,
+        async_op,
+        lambda: dist.broadcast(tensor, group=group, group_src=0, async_op=True),
+    )
+
+
+def all_gather(
+    output: Tensor, shard: Tensor, group: Group, *, label: str = "", async_op: bool = False
+) -> Pending:
+    """``output`` (ranks * n,) becomes every rank's ``shard`` (n,), in rank order."""
+    entry = LEDGER.open("all_gather", output, group, label)
+    return _begin(
+        entry, group, async_op, lambda: _gather_into(output, shard, group=group, async_op=True)
+    )
+
+
+def reduce_scatter(
+    shard: Tensor, tensor: Tensor, group: Group, *, label: str = "", async_op: bool = False
+) -> Pending:
+    """``shard`` (n,) becomes this rank's part of the sum of all ranks' ``tensor`` (ranks * n,).
+
+    Gloo's own is an all-reduce in disguise: twice the bytes. There, each rank sends each
+    other the part that is theirs (all-to-all), and sums what it received.
+    """
+    entry = LEDGER.open("reduce_scatter", tensor, group, label)
+    if group.name() != "gloo":
+        return _begin(
+            entry, group, async_op, lambda: _scatter_into(shard, tensor, group=group, async_op=True)
+        )
+    received = torch.empty_like(tensor)  # the price: a buffer of the full size while it runs
+    ranks = group.size()
+
+    def add_up() -> None:
+        torch.sum(received.view(ranks, -1), dim=0, out=shard.view(-1))
+
+    return _begin(
+        entry,
+        group,
+        async_op,
+        lambda: dist.all_to_all_single(received, tensor, group=group, async_op=True),
+        add_up,
+    )
+
+
+def barrier(group: Group, *, label: str = "", async_op: bool = False) -> Pending:
+    """Returns when every rank of the group is here."""
+    entry = LEDGER.open("barrier", torch.empty(0), group, label)
+    return _begin(entry, group, async_op, lambda: dist.barrier(group=group, async_op=True))

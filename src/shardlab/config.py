@@ -1,0 +1,325 @@
+"""What a run is: frozen dataclasses, read from YAML and flags, refused here if wrong.
+
+Precedence: the defaults below < the YAML file < flags. A value is checked when its section
+is built (type, range, name) and combinations when the whole is, so a ``Config`` that
+exists can be run, as far as can be told without a process group. No torch here: this is
+what ``shardlab --help`` and every refusal wait for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from shardlab import strategies, workloads
+from shardlab.data import sources
+from shardlab.errors import UsageError, unknown
+
+T = TypeVar("T")
+
+OPTIMIZERS = ("adamw", "adam", "sgd")
+PRECISIONS = ("fp32", "bf16", "fp64")
+DEVICES = ("auto", "cpu", "cuda")
+BACKENDS = ("auto", "gloo", "nccl")
+BATCH_SPLITS = ("exact", "uneven")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UsageError(message)
+
+
+def _one_of(key: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise unknown(key, value, known)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    workload: str = "gpt2"  # a name of ours, or your own: path/to/file.py:attr, package.module:attr
+    size: str | None = None  # a preset of the workload; none: the workload's own default
+    options: dict[str, Any] = field(default_factory=dict)  # passed to the workload by name
+
+    def __post_init__(self) -> None:
+        if ":" not in self.workload:
+            _one_of("workload", self.workload, workloads.WORKLOADS)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    source: str = sources.STDLIB  # "stdlib": the text of Python's own library; else shards (file, folder, glob)
+    seq_len: int | None = None  # tokens per sample; none: the model's context
+    shuffle: bool = True  # a new order each epoch, from seed and epoch alone
+
+    def __post_init__(self) -> None:
+        _require(
+            self.seq_len is None or self.seq_len >= 1,
+            f"data.seq_len must be at least 1, got {self.seq_len}",
+        )
+        if self.source != sources.STDLIB:
+            sources.find_shards(self.source)  # a missing path is refused here, before anything starts
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    steps: int = 20
+    global_batch: int = 8  # samples per optimizer step, over all ranks and micro-batches
+    accumulate: int = 1  # micro-batches per rank and step
+    batch_split: str = "exact"  # "uneven": ranks may get one sample more or less; the loss stays exact
+    optimizer: str = "adamw"
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    momentum: float = 0.0  # sgd only
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "global_batch", "accumulate"):
+            value = getattr(self, key)
+            _require(value >= 1, f"training.{key} must be at least 1, got {value}")
+        for key in ("learning_rate", "weight_decay", "momentum"):
+            value = getattr(self, key)
+            _require(0 <= value < float("inf"), f"training.{key} must be 0 or more, got {value}")
+        _require(self.seed >= 0, f"training.seed must be 0 or more, got {self.seed}")
+        _one_of("training.optimizer", self.optimizer, OPTIMIZERS)
+        _one_of("training.batch_split", self.batch_split, BATCH_SPLITS)
+        _require(
+            self.momentum == 0 or self.optimizer == "sgd",
+            f"training.momentum is for sgd; {self.optimizer} has no such setting",
+        )
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    compute: str = "fp32"  # bf16: autocast over fp32 weights; fp64: weights and compute, for proofs
+
+    def __post_init__(self) -> None:
+        _one_of("precision.compute", self.compute, PRECISIONS)
+
+
+@dataclass(frozen=True)
+class StrategyConfig:
+    name: str = "simple_ddp"
+    options: dict[str, Any] = field(default_factory=dict)  # passed to the strategy by name
+
+    def __post_init__(self) -> None:
+        if ":" not in self.name:
+            _one_of("strategy", self.name, strategies.STRATEGIES)
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    ledger_steps: int = 200  # steps whose collectives are written out one by one; later: totals
+
+    def __post_init__(self) -> None:
+        _require(
+            self.ledger_steps >= 0,
+            f"profile.ledger_steps must be 0 or more, got {self.ledger_steps}",
+        )
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    world: int | None = None  # ranks; none: torchrun's world, or 2 when we start the ranks
+    device: str = "auto"
+    backend: str = "auto"  # gloo on CPU or on a shared GPU, nccl with a GPU for each rank
+    port: int = 0  # 0: a free one
+    threads_per_rank: int = 1  # on CPU; 2 ranks on 2 cores want 1
+    timeout_s: float = 300.0  # a collective that waits longer ends the run
+
+    def __post_init__(self) -> None:
+        _require(
+            self.world is None or self.world >= 1,
+            f"launch.world must be at least 1, got {self.world}",
+        )
+        _require(0 <= self.port < 65536, f"launch.port must be 0 to 65535, got {self.port}")
+        _require(
+            self.threads_per_rank >= 1,
+            f"launch.threads_per_rank must be at least 1, got {self.threads_per_rank}",
+        )
+        _require(self.timeout_s > 0, f"launch.timeout_s must be above 0, got {self.timeout_s}")
+        _one_of("launch.device", self.device, DEVICES)
+        _one_of("launch.backend", self.backend, BACKENDS)
+        _require(
+            not (self.backend == "nccl" and self.device == "cpu"),
+            "the nccl backend needs GPUs; use launch.backend gloo with launch.device cpu",
+        )
+
+
+@dataclass(frozen=True)
+class OutputConfig:
+    dir: str | None = None  # this run's folder; none: runs/<time>-<workload>-<strategy>-w<world>
+    root: str = "runs"
+
+    def __post_init__(self) -> None:
+        if self.dir is not None:
+            folder = Path(self.dir)
+            _require(
+                not folder.exists() or (folder.is_dir() and not any(folder.iterdir())),
+                f"the output folder {folder} exists and is not empty; choose another",
+            )
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+
+    def __post_init__(self) -> None:
+        world = self.launch.world
+        if world is None:
+            return
+        _require(
+            world == 1 or self.strategy.name != "single",
+            f"strategy 'single' is one process; launch.world is {world}: use --world 1, "
+            "or another strategy",
+        )
+        check_batch(self.training, world)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    def with_overrides(self, overrides: Mapping[str, Any]) -> Config:
+        """A copy with ``{"training.steps": 3}`` applied, checked anew."""
+        return from_dict(_merged(self.to_dict(), overrides))
+
+
+def check_batch(training: TrainingConfig, world: int) -> None:
+    """Refuse a global batch that ``world`` ranks cannot share as asked."""
+    parts = world * training.accumulate
+    batch = training.global_batch
+    if training.batch_split == "uneven" or batch % parts == 0:
+        return
+    lower, upper = batch // parts * parts, (batch // parts + 1) * parts
+    near = f"{lower} or {upper}" if lower else str(upper)
+    raise UsageError(
+        f"a global batch of {batch} cannot be divided evenly over {world} ranks x "
+        f"{training.accumulate} micro-batches; use {near}, or training.batch_split: uneven"
+    )
+
+
+# ------------------------------------------------------------------ from YAML and flags
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1, but ``1e-4`` is a number (the standard wants a dot and a sign: ``1.0e-4``)."""
+
+    # A copy: the class attribute is shared, and adding to it would change every SafeLoader.
+    yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}  # noqa: RUF012
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def parse_value(text: str) -> Any:
+    """A flag's text as YAML would read it: ``3`` is a number, ``true`` a bool."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError:
+        return text
+
+
+def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """The file's config (or the defaults) with the overrides on top."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            content = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise UsageError(f"cannot read the config {path}: {reason}") from None
+        try:
+            loaded = yaml.load(content, Loader=_Loader)
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            where = f", line {mark.line + 1}" if mark else ""
+            problem = getattr(error, "problem", None) or "not YAML"
+            raise UsageError(f"{path}{where}: {problem}") from None
+        _require(
+            loaded is None or isinstance(loaded, dict),
+            f"{path}: a config is a mapping of sections, not a {type(loaded).__name__}",
+        )
+        values = loaded or {}
+    return from_dict(_merged(values, overrides or {}))
+
+
+def from_dict(values: Mapping[str, Any]) -> Config:
+    return _build(Config, values, "")
+
+
+def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with each ``section.key`` (or ``section.options.key``) set."""
+    result = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+    for dotted, value in overrides.items():
+        *parents, key = dotted.split(".")
+        _require(bool(parents), f"'{dotted}' is not section.key, as in training.steps")
+        node = result
+        for parent in parents:
+            child = node.get(parent)
+            node[parent] = dict(child) if isinstance(child, Mapping) else {}
+            node = node[parent]
+        node[key] = value
+    return result
+
+
+def _build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
+    """The dataclass ``cls`` from a mapping: unknown keys and wrong types are refused."""
+    assert dataclasses.is_dataclass(cls)
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]
+    arguments: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in names:
+            raise unknown(f"key in {where}" if where else "section", key, names)
+        path = f"{where}.{key}" if where else str(key)
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint):
+            value = {} if value is None else value
+            _require(isinstance(value, Mapping), f"{path} is a section, not a {_kind(value)}")
+            arguments[key] = _build(typing.cast(type[Any], hint), value, path)
+        else:
+            arguments[key] = _typed(value, hint, path)
+    return typing.cast(T, cls(**arguments))
+
+
+_WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", dict: "mapping"}
+
+
+def _kind(value: Any) -> str:
+    return _WORDS.get(type(value), "nothing" if value is None else type(value).__name__)
+
+
+def _typed(value: Any, hint: Any, path: str) -> Any:
+    """``value`` if it has the field's type. Nothing is converted but a whole number to a float."""
+    if isinstance(hint, types.UnionType):  # X | None
+        if value is None:
+            return None
+        hint = next(a for a in hint.__args__ if a is not type(None))
+    wanted: type = typing.get_origin(hint) or hint
+    if wanted is float and type(value) is int:
+        return float(value)
+    if wanted is dict and value is None:
+        return {}
+    if type(value) is not wanted:
+        raise UsageError(f"{path} must be a {_WORDS[wanted]}, got {_kind(value)}: {value!r}")
+    return value

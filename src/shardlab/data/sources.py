@@ -1,0 +1,81 @@
+"""Which token shards a run reads, found and checked without torch or numpy."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardlab.errors import UsageError
+
+STDLIB = "stdlib"  # the text of the Python standard library, as bytes: on every machine, no download
+STDLIB_BYTES = 8 << 20
+_NOT_TEXT = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib", "lib2to3"}
+
+
+def find_shards(source: str) -> list[Path]:
+    """The shard files of a file name, a folder (its ``*.bin``) or a glob, in name order."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        shards = sorted(path.glob("*.bin"))
+        what = f"the folder {path} holds no *.bin shard"
+    else:
+        shards = sorted(Path(p) for p in glob.glob(str(path)))  # noqa: PTH207 - absolute patterns
+        what = f"no such data: {path}"
+    if not shards:
+        raise UsageError(f"{what}; data.source is a shard, a folder or glob of them, or '{STDLIB}'")
+    return shards
+
+
+def cache_folder() -> Path:
+    """``$SHARDLAB_CACHE``, or ``~/.cache/shardlab``, or a temporary folder if neither can be written."""
+    folder = Path(os.environ.get("SHARDLAB_CACHE", "~/.cache/shardlab")).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    fallback = Path(tempfile.gettempdir()) / f"shardlab-{os.getuid()}"
+    fallback.mkdir(exist_ok=True)
+    return fallback
+
+
+def stdlib_text(limit: int = STDLIB_BYTES) -> bytes:
+    """Up to ``limit`` bytes of the standard library's source, in path order, NUL between files."""
+    root = Path(sysconfig.get_path("stdlib"))
+    parts: list[bytes] = []
+    size = 0
+    for path in _python_files(root):
+        parts.append(path.read_bytes() + b"\0")
+        size += len(parts[-1])
+        if size >= limit:
+            break
+    if size < 1 << 20:
+        raise UsageError(
+            f"this Python has no source text under {root}; name token shards with data.source"
+        )
+    return b"".join(parts)[:limit]
+
+
+def _python_files(root: Path) -> Iterator[Path]:
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = sorted(set(subfolders) - _NOT_TEXT)
+        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
+
+
+def stdlib_shard() -> Path:
+    """The standard library's text as a token shard (a byte is a token), made once per Python."""
+    from shardlab.data import tokens
+
+    version = ".".join(map(str, sys.version_info[:3]))
+    path = cache_folder() / f"stdlib-{version}-bytes.bin"
+    if not path.exists():
+        tokens.write_shard(path, memoryview(stdlib_text()))
+    return path

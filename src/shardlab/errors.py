@@ -1,0 +1,28 @@
+"""The two ways in which a command ends badly, and how a wrong name is answered."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UsageError(Exception):
+    """What the user asked for cannot be done; the message says why and what can. Exit code 2."""
+
+
+class RankFailure(Exception):
+    """A rank died or raised. Exit code 1."""
+
+    def __init__(self, rank: int, message: str, traceback: str | None = None) -> None:
+        super().__init__(f"rank {rank}: {message}")
+        self.rank = rank
+        self.message = message
+        self.traceback = traceback
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> UsageError:
+    """The refusal of a name, with the nearest right one, or all of them."""
+    names = list(known)
+    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(names) or 'none'}"
+    return UsageError(f"unknown {kind} '{name}'; {hint}")

@@ -1,0 +1,1 @@
+"""What is timed, what is weighed, and how."""

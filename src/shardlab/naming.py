@@ -1,0 +1,83 @@
+"""From a name or an import path to the object, and to its docstring without importing it."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardlab.errors import UsageError, unknown
+
+
+def resolve(name: str, known: Mapping[str, str], kind: str) -> Any:
+    """The object behind a name of ours, ``package.module:attr`` or ``path/to/file.py:attr``."""
+    path = name if ":" in name else known.get(name)
+    if path is None:
+        raise unknown(kind, name, known)
+    module_name, _, attribute = path.rpartition(":")
+    module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name)
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        names = [n for n in vars(module) if not n.startswith("_")]
+        raise unknown(f"name in {module_name}", attribute, names) from None
+
+
+def _import(module_name: str) -> Any:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # Only the user's own name is a usage error; a missing import inside it is a crash there.
+        if error.name and module_name.startswith(error.name):
+            raise UsageError(f"no module named '{error.name}' (in '{module_name}')") from None
+        raise
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise UsageError(f"no file {path}")
+    # A module name of its own, the same in each rank, so that its classes can be pickled.
+    digest = hashlib.sha1(str(path.resolve()).encode(), usedforsecurity=False).hexdigest()[:8]
+    name = f"shardlab_user_{path.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def check_options(target: Callable[..., Any], options: Mapping[str, Any], kind: str) -> None:
+    """Refuse an option that ``target`` does not take, with the nearest one it does."""
+    parameters = inspect.signature(target).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    for name in options:
+        if name not in known:
+            raise unknown(f"option of {kind}", name, known)
+
+
+def summary(import_path: str) -> str:
+    """The first line of the object's docstring, read from its source: nothing is imported."""
+    module_name, _, attribute = import_path.rpartition(":")
+    spec = importlib.util.find_spec(module_name)
+    assert spec is not None
+    assert spec.origin is not None
+    for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == attribute:
+            return (ast.get_docstring(node) or "").partition("\n")[0]
+    raise LookupError(import_path)

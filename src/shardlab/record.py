@@ -1,0 +1,222 @@
+"""The run folder: what a run leaves behind, and the boundary between running and looking.
+
+Everything that analyses or draws reads these files and nothing else. No torch is needed to
+read or mark a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardlab.errors import RankFailure
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shardlab.comm import Ledger
+    from shardlab.workloads.base import Batch
+    from shardlab.world import World
+
+README = """\
+# {title}
+
+| file | what it is |
+|---|---|
+| `config.yaml` | the resolved configuration; run it again with `shardlab train --config config.yaml --out DIR` |
+| `env.json` | versions, CPU, GPU, git commit, command |
+| `status.json` | running, finished, crashed (which rank, where) or interrupted |
+| `rank<r>.jsonl` | one line per optimizer step of rank r: loss, step time, data wait, samples, bytes, memory |
+| `ledger.rank<r>.jsonl` | one line per collective that our code called: sequence number, operation, bytes, dtype, label, call site, times |
+| `crash.txt` | only after a crash: the first failing rank and its traceback |
+
+Times ending in `_ns` are of the host's monotonic clock. `step_ms` covers forward, backward,
+communication and update; `data_ms` is the wait for the batch before it.
+"""
+
+
+def new_folder(root: Path, name: str, chosen: Path | None = None) -> Path:
+    """An empty folder: the chosen one, or ``root/<time>-<name>``."""
+    if chosen is not None:
+        chosen.mkdir(parents=True, exist_ok=True)
+        return chosen
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    for suffix in ("", *(f"-{i}" for i in range(2, 1000))):
+        folder = root / f"{stamp}-{name}{suffix}"
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:  # two runs in one second
+            continue
+    raise FileExistsError(root / f"{stamp}-{name}")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Whole or not at all: a reader never sees half a file."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    os.replace(part, path)  # noqa: PTH105
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file that may have been cut off in its last line."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def mark(folder: Path, state: str, **details: Any) -> None:
+    write_json(folder / "status.json", {"state": state, **details})
+
+
+def mark_crashed(folder: Path, failure: RankFailure) -> None:
+    """Say in the folder that the run crashed: which rank, after which step, and why."""
+    path = folder / f"rank{failure.rank}.jsonl"
+    steps = read_jsonl(path) if path.exists() else []
+    last = steps[-1]["step"] if steps else None
+    mark(folder, "crashed", rank=failure.rank, last_finished_step=last, reason=failure.message)
+    where = "before its first step was finished" if last is None else f"after step {last}"
+    text = failure.traceback or "(no traceback: the process was ended from outside)\n"
+    (folder / "crash.txt").write_text(
+        f"rank {failure.rank} failed {where}: {failure.message}\n\n{text}", encoding="utf-8"
+    )
+
+
+@dataclass
+class _Step:
+    """A step on its way to the file; on a GPU its loss and times are read when they are there."""
+
+    row: dict[str, Any]
+    loss: Tensor
+    events: tuple[Any, Any] | None  # CUDA events around the step
+
+
+class Recorder:
+    """Writes ``rank<r>.jsonl`` and the ledger as the loop goes.
+
+    On a GPU nothing here waits for the device while it may be busy: steps are timed by events
+    and written some steps later, so recording does not slow what it records.
+    """
+
+    LAG = 8  # steps that may be under way on a GPU before we wait for the oldest
+
+    def __init__(self, folder: Path, world: World, ledger: Ledger, total_steps: int) -> None:
+        self.world = world
+        self.ledger = ledger
+        self.total_steps = total_steps
+        self.rows: list[dict[str, Any]] = []
+        self._file = (folder / f"rank{world.rank}.jsonl").open("w", encoding="utf-8")
+        self._ledger_file = (folder / f"ledger.rank{world.rank}.jsonl").open("w", encoding="utf-8")
+        self._under_way: deque[_Step] = deque()
+        self._last_end = time.perf_counter_ns()
+        self._last_told = 0.0
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Also after a crash: what was measured is kept."""
+        try:
+            self._write(all_of_them=True)
+        finally:
+            self._file.close()
+            self._ledger_file.close()
+
+    @contextmanager
+    def step(self, number: int, microbatches: Sequence[Batch]) -> Iterator[None]:
+        """Times the step inside."""
+        ledger = self.ledger
+        calls, size = ledger.calls, ledger.bytes
+        ledger.step = number
+        start = time.perf_counter_ns()
+        events = self._cuda_events()
+        if events:
+            events[0].record()
+        yield
+        if events:
+            events[1].record()
+        end = time.perf_counter_ns()
+        ledger.step = None
+        self._row = {
+            "step": number,
+            "loss": None,
+            "step_ms": (end - start) / 1e6,
+            "data_ms": (start - self._last_end) / 1e6,
+            "samples": sum(b.samples for b in microbatches),
+            "targets": sum(b.count for b in microbatches),
+            "collectives": ledger.calls - calls,
+            "collective_bytes": ledger.bytes - size,
+            **self._memory(),
+        }
+        self._events = events
+        self._last_end = end
+
+    def loss(self, number: int, loss: Tensor) -> None:
+        """The loss of the step just made; its row is complete with this."""
+        assert self._row["step"] == number
+        self._under_way.append(_Step(self._row, loss, self._events))
+        self._write()
+
+    def _write(self, all_of_them: bool = False) -> None:
+        while self._under_way:
+            oldest = self._under_way[0]
+            if oldest.events:
+                if not (all_of_them or len(self._under_way) > self.LAG or oldest.events[1].query()):
+                    return
+                oldest.events[1].synchronize()
+                oldest.row["step_ms"] = oldest.events[0].elapsed_time(oldest.events[1])
+            oldest.row["loss"] = float(oldest.loss)
+            self._under_way.popleft()
+            self.rows.append(oldest.row)
+            self._file.write(json.dumps(oldest.row) + "\n")
+            self._file.flush()
+            self._tell(oldest.row)
+        for entry in self.ledger.take():
+            self._ledger_file.write(json.dumps(entry) + "\n")
+        self._ledger_file.flush()
+
+    def _tell(self, row: Mapping[str, Any]) -> None:
+        """Progress, from rank 0, ten times a second at most, and the last step always."""
+        now = time.monotonic()
+        is_last = row["step"] == self.total_steps - 1
+        if self.world.rank == 0 and (is_last or now - self._last_told > 0.1):
+            self._last_told = now
+            self.world.tell({**row, "steps": self.total_steps})
+
+    def _cuda_events(self) -> tuple[Any, Any] | None:
+        if self.world.device.type != "cuda":
+            return None
+        import torch
+
+        return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def _memory(self) -> dict[str, int]:
+        """Of the process (resident) on a CPU; of PyTorch's allocator, the peak so far, on a GPU."""
+        if self.world.device.type != "cuda":
+            return {"rss_bytes": resident_bytes()}
+        import torch
+
+        return {"cuda_peak_bytes": torch.cuda.max_memory_allocated(self.world.device)}
+
+
+def resident_bytes() -> int:
+    """The resident memory of this process now (Linux), or its peak so far (elsewhere)."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,13 @@
+"""The ladder: every strategy by name, in order of difficulty.
+
+A plain dict of import paths, not of classes, so that a name can be checked (and ``--help``
+answered) without importing torch. A strategy of your own goes by its import path, in the
+same notation: ``my_package.my_module:MyStrategy`` or ``path/to/file.py:MyStrategy``.
+"""
+
+STRATEGIES = {
+    "single": "shardlab.strategies.single:Single",
+    "simple_ddp": "shardlab.strategies.simple_ddp:SimpleDDP",
+    "simple_ddp_ga": "shardlab.strategies.simple_ddp_ga:SimpleDDPGradientAccumulation",
+    "pytorch_ddp": "shardlab.strategies.pytorch_ddp:PyTorchDDP",
+}

@@ -1,0 +1,109 @@
+"""The contract of a strategy, and the plain functions that strategies share.
+
+N ranks act as one. The gradient of a step is the sum of the losses of all targets, on all
+ranks and in all micro-batches, divided by their number. The number is agreed on before
+forward (it is known from the data), so unequal micro-batches, ragged labels and a rank with
+no samples at all come out exact; a mean of per-rank means would not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlab import comm
+from shardlab.workloads.base import Batch, LossFn
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Strategy(Protocol):
+    """N ranks acting as one. Owns model and optimizer from construction on.
+
+    After ``gradients()`` and ``step()``, ``full_params()`` equals what one plain process
+    would hold had it seen every rank's micro-batches.
+
+    Every rank calls with the same number of micro-batches, one or more; a rank with nothing
+    to do passes batches of zero rows. Options are keyword arguments of ``__init__``: one that
+    a strategy does not list is refused.
+    """
+
+    def __init__(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, loss_fn: LossFn, mesh: DeviceMesh
+    ) -> None: ...
+
+    def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
+        """Forward and backward of all micro-batches; the mean loss over the global batch."""
+        ...
+
+    def step(self) -> None:
+        """Update the parameters and drop the gradients."""
+        ...
+
+    def full_params(self) -> dict[str, Tensor]:
+        """Copies of every parameter and buffer, whole, by name. A collective."""
+        ...
+
+    def full_grads(self) -> dict[str, Tensor | None]:
+        """Copies of every gradient, whole, by name; between gradients() and step(). A collective."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model and optimizer by parameter name, loadable under another strategy and world."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def local_count(microbatches: Sequence[Batch], device: torch.device) -> Tensor:
+    """The number of targets on this rank: (), on the device."""
+    return torch.tensor(sum(b.count for b in microbatches), dtype=torch.float64).to(device)
+
+
+def global_count(microbatches: Sequence[Batch], device: torch.device, group: comm.Group) -> Tensor:
+    """The number of targets in the global batch, at least 1: (), on the device."""
+    count = local_count(microbatches, device)
+    comm.all_reduce(count, group, label="target count")
+    return count.clamp_(min=1.0)
+
+
+def global_mean(loss_sum: Tensor, total: Tensor, group: comm.Group) -> Tensor:
+    """The mean loss over the global batch, the same on every rank: ()."""
+    comm.all_reduce(loss_sum, group, label="loss")
+    return loss_sum / total
+
+
+def accumulate(
+    model: nn.Module, loss_fn: LossFn, microbatches: Sequence[Batch], divisor: Tensor
+) -> Tensor:
+    """Forward and backward of each micro-batch in turn; the gradients add up in ``p.grad``.
+
+    Each loss (a sum) is divided by ``divisor`` before backward. Returns their plain sum.
+    """
+    loss_sum = torch.zeros((), dtype=torch.float64, device=divisor.device)
+    for batch in microbatches:
+        loss = loss_fn(model, batch)  # ()
+        (loss / divisor).backward()
+        loss_sum = loss_sum + loss.detach()
+    return loss_sum
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that train, by name; a tied one once, under its first name."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def broadcast_model(model: nn.Module, group: comm.Group) -> None:
+    """Every rank starts from rank 0's parameters and buffers, whatever it was initialised with."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        comm.broadcast(tensor.data, group, label=f"init {name}")
+
+
+def broadcast_buffers(model: nn.Module, group: comm.Group) -> None:
+    """Buffers (BatchNorm's running statistics) follow rank 0's, as in DDP."""
+    for name, buffer in model.named_buffers():
+        comm.broadcast(buffer, group, label=f"buffer {name}")

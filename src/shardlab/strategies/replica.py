@@ -1,0 +1,67 @@
+"""What every strategy with whole replicas does alike. Only ``gradients`` tells them apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlab.strategies import base
+from shardlab.workloads.base import LossFn
+
+
+class Replica:
+    """A whole model and a whole optimizer on each rank: nothing of this communicates but buffers."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: base.MakeOptimizer,
+        loss_fn: LossFn,
+        mesh: DeviceMesh,
+    ) -> None:
+        self.model = model
+        self.loss_fn = loss_fn
+        self.group = mesh.get_group("dp")
+        self.params = base.trainable(model)
+        self.device = next(iter(self.params.values())).device
+        self.optimizer = make_optimizer(self.params.values())
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def full_params(self) -> dict[str, Tensor]:
+        base.broadcast_buffers(self.model, self.group)
+        tensors = (*self.model.named_parameters(), *self.model.named_buffers())
+        return {name: t.detach().clone() for name, t in tensors}
+
+    def full_grads(self) -> dict[str, Tensor | None]:
+        return {n: None if p.grad is None else p.grad.clone() for n, p in self.params.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        optimizer = {
+            name: {k: _copy(v) for k, v in self.optimizer.state[p].items()}
+            for name, p in self.params.items()
+            if p in self.optimizer.state
+        }
+        return {"model": self.full_params(), "optimizer": optimizer}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            tensor.copy_(state["model"][name])
+        # The optimizer numbers its parameters in the order it was given them.
+        numbered = {
+            i: {k: _copy(v) for k, v in state["optimizer"][name].items()}
+            for i, name in enumerate(self.params)
+            if name in state["optimizer"]
+        }
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

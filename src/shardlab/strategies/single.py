@@ -1,0 +1,36 @@
+"""Rung 0. The reference: one process, no communication."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlab.errors import UsageError
+from shardlab.strategies import base
+from shardlab.strategies.replica import Replica
+from shardlab.workloads.base import Batch, LossFn
+
+
+class Single(Replica):
+    """One plain process: what every other strategy must equal.
+
+    Schedule of a step: forward and backward of each micro-batch, then the update. Nothing
+    is communicated.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: base.MakeOptimizer,
+        loss_fn: LossFn,
+        mesh: DeviceMesh,
+    ) -> None:
+        if mesh.size() != 1:
+            raise UsageError(f"strategy 'single' is one process, this world has {mesh.size()}")
+        super().__init__(model, make_optimizer, loss_fn, mesh)
+
+    def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
+        total = base.local_count(microbatches, self.device)
+        return base.accumulate(self.model, self.loss_fn, microbatches, total) / total

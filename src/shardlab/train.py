@@ -1,0 +1,175 @@
+"""The loop, and what a rank builds before it can run it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardlab import comm, environment, naming
+from shardlab import config as configs
+from shardlab import world as worlds
+from shardlab.config import Config, TrainingConfig
+from shardlab.data import sampler
+from shardlab.errors import UsageError
+from shardlab.measure import stats
+from shardlab.record import README, Recorder, mark, new_folder, write_json
+from shardlab.strategies import STRATEGIES
+from shardlab.strategies.base import MakeOptimizer, Strategy
+from shardlab.workloads import WORKLOADS
+from shardlab.workloads.base import Batch, LossFn, Workload
+from shardlab.world import World
+
+
+def train(strategy: Strategy, steps: Iterable[Sequence[Batch]], record: Recorder) -> None:
+    """The loop of every strategy. It cannot tell them apart."""
+    for i, microbatches in enumerate(steps):
+        with record.step(i, microbatches):
+            loss = strategy.gradients(microbatches)
+            strategy.step()
+        record.loss(i, loss)
+
+
+def batches(workload: Workload, config: Config, world: World) -> Iterator[list[Batch]]:
+    """This rank's micro-batches of each step, on its device."""
+    dataset, training = workload.dataset, config.training
+    for step in range(training.steps):
+        ids = sampler.global_batch_ids(
+            step, training.global_batch, len(dataset), training.seed, config.data.shuffle
+        )
+        share = sampler.rank_share(ids, world.size, world.rank, training.accumulate)
+        yield [dataset.batch(part.tolist()).to(world.device) for part in share]
+
+
+# ------------------------------------------------------------------ building
+
+
+def build_workload(config: Config) -> Workload:
+    """The workload that the config names: ours, or the user's by import path."""
+    model = config.model
+    target = naming.resolve(model.workload, WORKLOADS, "workload")
+    options = dict(model.options)
+    if model.size is not None:
+        options["size"] = model.size
+    if isinstance(target, Workload):
+        if options:
+            raise UsageError(f"the workload {model.workload} is a value and takes no options")
+        return target
+    if not callable(target):
+        raise UsageError(
+            f"the workload {model.workload} is neither a Workload nor a function that returns one"
+        )
+    naming.check_options(target, options, f"workload {model.workload}")
+    workload = target(config.data, **options)
+    if not isinstance(workload, Workload):
+        raise UsageError(
+            f"the workload {model.workload} returned a {type(workload).__name__}, not a Workload"
+        )
+    return workload
+
+
+def build_strategy(config: Config, workload: Workload, world: World) -> Strategy:
+    """A model from the seed, owned by the strategy that the config names."""
+    make = naming.resolve(config.strategy.name, STRATEGIES, "strategy")
+    naming.check_options(make, config.strategy.options, f"strategy {config.strategy.name}")
+    worlds.seed(config.training.seed)
+    dtype = torch.float64 if config.precision.compute == "fp64" else torch.float32
+    # Initialised on the CPU, so that the same seed is the same model on every device.
+    model = workload.make_model().to(world.device, dtype)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError(f"the model of {workload.name} has no parameter that trains")
+    strategy: Strategy = make(
+        model,
+        make_optimizer(config.training),
+        in_precision(workload.loss, config.precision.compute),
+        world.mesh,
+        **config.strategy.options,
+    )
+    return strategy
+
+
+def make_optimizer(training: TrainingConfig) -> MakeOptimizer:
+    """A factory: a strategy that shards builds its optimizer over what it keeps."""
+    rate, decay = training.learning_rate, training.weight_decay
+    if training.optimizer == "sgd":
+        return functools.partial(
+            torch.optim.SGD, lr=rate, weight_decay=decay, momentum=training.momentum
+        )
+    kind = torch.optim.AdamW if training.optimizer == "adamw" else torch.optim.Adam
+    return functools.partial(kind, lr=rate, weight_decay=decay)
+
+
+def in_precision(loss_fn: LossFn, compute: str) -> LossFn:
+    """The loss function with its forward in autocast, for bf16. Every strategy gets it alike."""
+    if compute != "bf16":
+        return loss_fn
+
+    def autocast_loss(model: nn.Module, batch: Batch) -> Tensor:
+        device = next(model.parameters()).device.type
+        with torch.autocast(device, torch.bfloat16):
+            return loss_fn(model, batch)
+
+    return autocast_loss
+
+
+# ------------------------------------------------------------------ a rank's whole run
+
+
+def train_rank(world: World, values: dict[str, Any], command: str) -> dict[str, Any]:
+    """What ``shardlab train`` runs on every rank; returns the summary that it prints.
+
+    The folder is made only when model, data and strategy have been built: a run that is
+    refused leaves nothing behind.
+    """
+    config = configs.from_dict(values).with_overrides({"launch.world": world.size})
+    workload = build_workload(config)
+    comm.LEDGER.reset(full_steps=config.profile.ledger_steps)
+    strategy = build_strategy(config, workload, world)
+    folder = make_folder(config, workload, world, command)
+    world.tell({"folder": str(folder)})
+    with Recorder(folder, world, comm.LEDGER, config.training.steps) as recorder:
+        train(strategy, batches(workload, config, world), recorder)
+    rows_of_ranks = world.gather(recorder.rows)
+    if world.rank == 0:
+        mark(folder, "finished")
+    return {"folder": str(folder), **summary(rows_of_ranks, workload)}
+
+
+def make_folder(config: Config, workload: Workload, world: World, command: str) -> Path:
+    """The run folder, made and filled by rank 0 and known to all."""
+    folder: Path | None = None
+    if world.rank == 0:
+        strategy = config.strategy.name.rpartition(":")[2]
+        name = f"{workload.name}-{strategy}-w{world.size}"
+        try:
+            chosen = Path(config.output.dir) if config.output.dir else None
+            folder = new_folder(Path(config.output.root), name, chosen)
+            (folder / "config.yaml").write_text(
+                config.with_overrides({"output.dir": None}).to_yaml(), encoding="utf-8"
+            )
+            write_json(folder / "env.json", environment.describe(world.device, command))
+            (folder / "README.md").write_text(README.format(title=folder.name), encoding="utf-8")
+            mark(folder, "running")
+        except OSError as error:
+            raise UsageError(f"cannot write the run folder: {error}") from None
+    return Path(world.share(str(folder)))
+
+
+def summary(rows_of_ranks: list[list[dict[str, Any]]], workload: Workload) -> dict[str, Any]:
+    """The run in a few numbers. A step is as slow as its slowest rank; the first are warm-up."""
+    steps = list(zip(*rows_of_ranks, strict=True))
+    warmup = min(3, len(steps) // 4)
+    slowest_ms = [max(row["step_ms"] for row in rows) for rows in steps[warmup:]]
+    samples = sum(row["samples"] for row in steps[0])
+    return {
+        "steps": len(steps),
+        "warmup_steps": warmup,
+        "first_loss": steps[0][0]["loss"],
+        "loss": steps[-1][0]["loss"],
+        "step_ms": stats.spread(slowest_ms),
+        **stats.throughput(slowest_ms, samples, workload.tokens_per_sample),
+    }

@@ -1,0 +1,127 @@
+"""Who this process is among the ranks: rank, device, backend, mesh, seeds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlab.config import LaunchConfig
+from shardlab.errors import UsageError
+
+
+def _silent(_event: Mapping[str, Any]) -> None:
+    """Nobody listens."""
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's view. ``mesh`` has one axis, "dp"; its coordinate is the data rank."""
+
+    rank: int  # among all ranks of all hosts: the data rank
+    size: int
+    local_rank: int  # on this host: the device
+    device: torch.device
+    backend: str
+    mesh: DeviceMesh
+    tell: Callable[[Mapping[str, Any]], None] = field(default=_silent, compare=False)  # progress
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group("dp")
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's value, on every rank. For plain objects before and after the loop."""
+        box = [value]
+        dist.broadcast_object_list(box, group=self.group, group_src=0)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def first(self, size: int) -> World | None:
+        """A world of the first ``size`` ranks; none on the others. All ranks must call this."""
+        if size == self.size:
+            return self
+        group = dist.new_group(list(range(size)))
+        if self.rank >= size:
+            return None
+        return replace(self, size=size, mesh=_mesh(group, self.device))
+
+
+def join(
+    launch: LaunchConfig,
+    rank: int,
+    size: int,
+    local_rank: int,
+    local_size: int,
+    store: dist.Store | None = None,
+    tell: Callable[[Mapping[str, Any]], None] = _silent,
+) -> World:
+    """Take this process's place among the ranks. Without a store, the environment names it."""
+    device, backend = choose(launch, local_rank, local_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(launch.threads_per_rank)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=launch.timeout_s),
+        device_id=device if backend == "nccl" else None,
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    return World(rank, size, local_rank, device, backend, _mesh(group, device), tell)
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _mesh(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
+
+
+def choose(launch: LaunchConfig, local_rank: int, local_size: int) -> tuple[torch.device, str]:
+    """Device and backend of a rank, or why what was asked for cannot be had here."""
+    gpus = torch.cuda.device_count()
+    kind = launch.device
+    if kind == "auto":
+        kind = "cuda" if gpus else "cpu"
+    if kind == "cpu":
+        if launch.backend == "nccl":
+            raise UsageError("the nccl backend needs GPUs, and this machine has none; use gloo")
+        return torch.device("cpu"), "gloo"
+    if not gpus:
+        raise UsageError("launch.device is cuda, but PyTorch sees no GPU here; use cpu")
+    backend = launch.backend
+    if backend == "auto":
+        backend = "nccl" if local_size <= gpus and dist.is_nccl_available() else "gloo"
+    if backend == "nccl" and local_size > gpus:
+        raise UsageError(
+            f"{local_size} ranks with nccl need {local_size} GPUs, this machine has {gpus}; "
+            f"use --world {gpus}, or --backend gloo to let ranks share a GPU"
+        )
+    return torch.device("cuda", local_rank % gpus), backend
+
+
+def seed(value: int) -> None:
+    """The same on every rank: what must differ between ranks is the data, not the seed."""
+    random.seed(value)
+    np.random.seed(value % 2**32)
+    torch.manual_seed(value)
+
