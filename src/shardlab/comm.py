@@ -28,13 +28,15 @@ Group = dist.ProcessGroup
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
+
 # torch 2.13 renamed these two and warns on the old names; 2.11 has only the old ones.
-_gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or getattr(
-    dist, "all_gather_into_tensor"  # noqa: B009
-)
-_scatter_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or getattr(
-    dist, "reduce_scatter_tensor"  # noqa: B009
-)
+def _by_either_name(new: str, old: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(dist, new, None) or getattr(dist, old)
+    return function
+
+
+_gather_into = _by_either_name("all_gather_single", "all_gather_into_tensor")
+_scatter_into = _by_either_name("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 @dataclass(slots=True)
@@ -170,9 +172,7 @@ def all_reduce(
     )
 
 
-def broadcast(
-    tensor: Tensor, group: Group, *, label: str = "", async_op: bool = False
-) -> Pending:
+def broadcast(tensor: Tensor, group: Group, *, label: str = "", async_op: bool = False) -> Pending:
     """``tensor`` becomes, on each rank, that of the group's rank 0."""
     entry = LEDGER.open("broadcast", tensor, group, label)
     return _begin(

@@ -8,6 +8,7 @@ what ``shardlab --help`` and every refusal wait for.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 import types
@@ -55,7 +56,9 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    source: str = sources.STDLIB  # "stdlib": the text of Python's own library; else shards (file, folder, glob)
+    source: str = (
+        sources.STDLIB
+    )  # "stdlib": the text of Python's own library; else shards (file, folder, glob)
     seq_len: int | None = None  # tokens per sample; none: the model's context
     shuffle: bool = True  # a new order each epoch, from seed and epoch alone
 
@@ -65,7 +68,7 @@ class DataConfig:
             f"data.seq_len must be at least 1, got {self.seq_len}",
         )
         if self.source != sources.STDLIB:
-            sources.find_shards(self.source)  # a missing path is refused here, before anything starts
+            sources.find_shards(self.source)  # a missing path is refused before anything starts
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class TrainingConfig:
     steps: int = 20
     global_batch: int = 8  # samples per optimizer step, over all ranks and micro-batches
     accumulate: int = 1  # micro-batches per rank and step
-    batch_split: str = "exact"  # "uneven": ranks may get one sample more or less; the loss stays exact
+    batch_split: str = "exact"  # "uneven": some ranks get a sample less; the loss stays exact
     optimizer: str = "adamw"
     learning_rate: float = 1e-3
     weight_decay: float = 0.0
@@ -221,7 +224,7 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1, but ``1e-4`` is a number (the standard wants a dot and a sign: ``1.0e-4``)."""
 
     # A copy: the class attribute is shared, and adding to it would change every SafeLoader.
-    yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}  # noqa: RUF012
+    yaml_implicit_resolvers = copy.deepcopy(yaml.SafeLoader.yaml_implicit_resolvers)
 
 
 _Loader.add_implicit_resolver(

@@ -56,7 +56,11 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
     def git(*args: str) -> str:
         done = subprocess.run(
-            ["git", "-C", str(folder), *args], capture_output=True, text=True, check=True, timeout=10
+            ["git", "-C", str(folder), *args],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
         )
         return done.stdout.strip()
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import record
-from shardlab.config import LaunchConfig
+from shardlab.config import Config, LaunchConfig
 from shardlab.errors import RankFailure, UsageError
 
 Event = Mapping[str, Any]
@@ -73,6 +73,11 @@ def refuse_used_port(port: int) -> None:
             raise UsageError(
                 f"port {port} cannot be used: {error.strerror}; choose another, or 0 for a free one"
             ) from None
+
+
+def default_world(config: Config) -> int:
+    """How many ranks when nobody says: two, the fewest that communicate."""
+    return 1 if config.strategy.name == "single" else DEFAULT_WORLD
 
 
 # ------------------------------------------------------------------ the parent
@@ -186,7 +191,8 @@ class Ranks:
             if left is not None and left <= 0:
                 late = [str(r) for r in awaited if r not in results]
                 raise RankFailure(
-                    int(late[0]), f"no answer within {deadline_s:g} s (waiting for {', '.join(late)})"
+                    int(late[0]),
+                    f"no answer within {deadline_s:g} s (waiting for {', '.join(late)})",
                 )
             failures = self._listen(left, results, on_event)
         if failures:
@@ -301,7 +307,8 @@ def launch(
         environment = torchrun_environment()
         if environment is not None:
             return _run_joined(target, config, args, environment, listen)
-        with Ranks(config, config.world or DEFAULT_WORLD) as ranks:
+        assert config.world is not None
+        with Ranks(config, config.world) as ranks:
             return ranks.run(target, *args, on_event=listen)[0]
     except RankFailure as failure:
         if folder is not None:

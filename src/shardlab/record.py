@@ -11,11 +11,11 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from shardlab.errors import RankFailure
 
@@ -31,11 +31,11 @@ README = """\
 
 | file | what it is |
 |---|---|
-| `config.yaml` | the resolved configuration; run it again with `shardlab train --config config.yaml --out DIR` |
+| `config.yaml` | the resolved configuration; again: `shardlab train --config config.yaml` |
 | `env.json` | versions, CPU, GPU, git commit, command |
 | `status.json` | running, finished, crashed (which rank, where) or interrupted |
-| `rank<r>.jsonl` | one line per optimizer step of rank r: loss, step time, data wait, samples, bytes, memory |
-| `ledger.rank<r>.jsonl` | one line per collective that our code called: sequence number, operation, bytes, dtype, label, call site, times |
+| `rank<r>.jsonl` | a line per optimizer step of rank r: loss, times, samples, bytes, memory |
+| `ledger.rank<r>.jsonl` | a line per collective that our code called: what, where, when |
 | `crash.txt` | only after a crash: the first failing rank and its traceback |
 
 Times ending in `_ns` are of the host's monotonic clock. `step_ms` covers forward, backward,
@@ -104,7 +104,7 @@ class _Step:
 
 
 class Recorder:
-    """Writes ``rank<r>.jsonl`` and the ledger as the loop goes.
+    """Times the steps, and writes ``rank<r>.jsonl`` and the ledger if it is given a folder.
 
     On a GPU nothing here waits for the device while it may be busy: steps are timed by events
     and written some steps later, so recording does not slow what it records.
@@ -112,13 +112,14 @@ class Recorder:
 
     LAG = 8  # steps that may be under way on a GPU before we wait for the oldest
 
-    def __init__(self, folder: Path, world: World, ledger: Ledger, total_steps: int) -> None:
+    def __init__(self, folder: Path | None, world: World, ledger: Ledger, total_steps: int) -> None:
         self.world = world
         self.ledger = ledger
         self.total_steps = total_steps
         self.rows: list[dict[str, Any]] = []
-        self._file = (folder / f"rank{world.rank}.jsonl").open("w", encoding="utf-8")
-        self._ledger_file = (folder / f"ledger.rank{world.rank}.jsonl").open("w", encoding="utf-8")
+        self._files = ExitStack()
+        self._file = self._open(folder, f"rank{world.rank}.jsonl")
+        self._ledger_file = self._open(folder, f"ledger.rank{world.rank}.jsonl")
         self._under_way: deque[_Step] = deque()
         self._last_end = time.perf_counter_ns()
         self._last_told = 0.0
@@ -131,8 +132,12 @@ class Recorder:
         try:
             self._write(all_of_them=True)
         finally:
-            self._file.close()
-            self._ledger_file.close()
+            self._files.close()
+
+    def _open(self, folder: Path | None, name: str) -> TextIO | None:
+        if folder is None:
+            return None
+        return self._files.enter_context((folder / name).open("w", encoding="utf-8"))
 
     @contextmanager
     def step(self, number: int, microbatches: Sequence[Batch]) -> Iterator[None]:
@@ -180,12 +185,14 @@ class Recorder:
             oldest.row["loss"] = float(oldest.loss)
             self._under_way.popleft()
             self.rows.append(oldest.row)
-            self._file.write(json.dumps(oldest.row) + "\n")
-            self._file.flush()
+            if self._file:
+                self._file.write(json.dumps(oldest.row) + "\n")
+                self._file.flush()
             self._tell(oldest.row)
-        for entry in self.ledger.take():
-            self._ledger_file.write(json.dumps(entry) + "\n")
-        self._ledger_file.flush()
+        if self._ledger_file:
+            for entry in self.ledger.take():
+                self._ledger_file.write(json.dumps(entry) + "\n")
+            self._ledger_file.flush()
 
     def _tell(self, row: Mapping[str, Any]) -> None:
         """Progress, from rank 0, ten times a second at most, and the last step always."""

@@ -72,10 +72,17 @@ def build_workload(config: Config) -> Workload:
     return workload
 
 
+def resolve_strategy(config: Config) -> Any:
+    """The class of the strategy that the config names: ours, or the user's by import path."""
+    name = config.strategy.name
+    make = naming.resolve(name, STRATEGIES, "strategy")
+    naming.check_options(make, config.strategy.options, f"strategy {name}")
+    return make
+
+
 def build_strategy(config: Config, workload: Workload, world: World) -> Strategy:
     """A model from the seed, owned by the strategy that the config names."""
-    make = naming.resolve(config.strategy.name, STRATEGIES, "strategy")
-    naming.check_options(make, config.strategy.options, f"strategy {config.strategy.name}")
+    make = resolve_strategy(config)
     worlds.seed(config.training.seed)
     dtype = torch.float64 if config.precision.compute == "fp64" else torch.float32
     # Initialised on the CPU, so that the same seed is the same model on every device.

@@ -21,6 +21,9 @@ def _silent(_event: Mapping[str, Any]) -> None:
     """Nobody listens."""
 
 
+_first_groups: dict[int, dist.ProcessGroup] = {}  # by size: a group is made once per process
+
+
 @dataclass(frozen=True)
 class World:
     """One rank's view. ``mesh`` has one axis, "dp"; its coordinate is the data rank."""
@@ -53,7 +56,9 @@ class World:
         """A world of the first ``size`` ranks; none on the others. All ranks must call this."""
         if size == self.size:
             return self
-        group = dist.new_group(list(range(size)))
+        if size not in _first_groups:
+            _first_groups[size] = dist.new_group(list(range(size)))
+        group = _first_groups[size]
         if self.rank >= size:
             return None
         return replace(self, size=size, mesh=_mesh(group, self.device))
@@ -89,6 +94,7 @@ def join(
 
 def leave() -> None:
     if dist.is_initialized():
+        _first_groups.clear()
         dist.destroy_process_group()
 
 
@@ -124,4 +130,3 @@ def seed(value: int) -> None:
     random.seed(value)
     np.random.seed(value % 2**32)
     torch.manual_seed(value)
-

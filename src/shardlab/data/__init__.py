@@ -1,1 +1,1 @@
-"""Where samples come from: pure functions of (seed, epoch, position, rank), and the files behind."""
+"""Where samples come from: pure functions of (seed, epoch, position, rank), and files."""

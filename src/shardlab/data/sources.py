@@ -12,7 +12,9 @@ from pathlib import Path
 
 from shardlab.errors import UsageError
 
-STDLIB = "stdlib"  # the text of the Python standard library, as bytes: on every machine, no download
+STDLIB = (
+    "stdlib"  # the text of the Python standard library, as bytes: on every machine, no download
+)
 STDLIB_BYTES = 8 << 20
 _NOT_TEXT = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib", "lib2to3"}
 
@@ -34,7 +36,7 @@ def find_shards(source: str) -> list[Path]:
 
 
 def cache_folder() -> Path:
-    """``$SHARDLAB_CACHE``, or ``~/.cache/shardlab``, or a temporary folder if neither can be written."""
+    """``$SHARDLAB_CACHE``, or ``~/.cache/shardlab``, or a temporary folder."""
     folder = Path(os.environ.get("SHARDLAB_CACHE", "~/.cache/shardlab")).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)

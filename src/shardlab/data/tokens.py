@@ -29,7 +29,7 @@ Tokens = npt.NDArray[np.uint16]
 def write_shard(path: Path, tokens: Any) -> None:
     """Write token ids (0 to 65535) as one shard: whole, or not at all."""
     array = np.asarray(tokens)
-    if array.size and not (0 <= int(array.min()) and int(array.max()) < 1 << 16):
+    if array.size and not (int(array.min()) >= 0 and int(array.max()) < 1 << 16):
         raise ValueError("a shard holds token ids from 0 to 65535")
     header = np.zeros(256, dtype="<i4")
     header[:3] = MAGIC, VERSION, array.size
@@ -49,7 +49,9 @@ def open_shard(path: Path) -> Tokens:
     """The tokens of a shard, memory-mapped. A file that is not one is refused with the reason."""
     size = path.stat().st_size
     if size < HEADER:
-        raise UsageError(f"{path} is not a token shard: {size} bytes, less than the header's {HEADER}")
+        raise UsageError(
+            f"{path} is not a token shard: {size} bytes, less than the header's {HEADER}"
+        )
     magic, version, count = np.fromfile(path, dtype="<i4", count=3).tolist()
     if magic != MAGIC:
         raise UsageError(f"{path} is not a token shard: magic {magic}, not {MAGIC}")

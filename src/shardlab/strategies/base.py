@@ -49,7 +49,7 @@ class Strategy(Protocol):
         ...
 
     def full_grads(self) -> dict[str, Tensor | None]:
-        """Copies of every gradient, whole, by name; between gradients() and step(). A collective."""
+        """Copies of every gradient, whole, by name, before step() drops them. A collective."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

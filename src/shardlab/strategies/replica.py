@@ -13,7 +13,7 @@ from shardlab.workloads.base import LossFn
 
 
 class Replica:
-    """A whole model and a whole optimizer on each rank: nothing of this communicates but buffers."""
+    """A whole model and a whole optimizer on each rank."""
 
     def __init__(
         self,

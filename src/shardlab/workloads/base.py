@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A micro-batch. ``count`` targets enter its loss, known before forward; 0 rows, 0 count is legal."""
+    """A micro-batch. Zero rows with a count of 0 are legal: a rank may have nothing to do."""
 
     inputs: Any  # what the model is called with: a tensor, or a list or dict of them
     targets: Any
-    count: int
+    count: int  # targets that the loss sums over, known before forward
     samples: int
 
     def to(self, device: torch.device) -> Batch:

@@ -124,7 +124,9 @@ def gpt2(
     _check(shape)
     seq_len = data.seq_len or shape.context
     if seq_len > shape.context:
-        raise UsageError(f"data.seq_len {seq_len} is longer than the model's context {shape.context}")
+        raise UsageError(
+            f"data.seq_len {seq_len} is longer than the model's context {shape.context}"
+        )
     stdlib = data.source == sources.STDLIB
     shards = [sources.stdlib_shard()] if stdlib else sources.find_shards(data.source)
     return Workload(

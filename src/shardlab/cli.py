@@ -1,0 +1,309 @@
+"""The commands: parse, call one function, print. torch is imported only by what needs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+import shardlab
+from shardlab.errors import RankFailure, UsageError
+
+if TYPE_CHECKING:
+    from shardlab.config import Config
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="A laboratory for distributed training in PyTorch: run every data-parallel strategy on "
+    "one loop, compare them, and see that they equal one process.",
+)
+
+
+def main() -> None:
+    """The console script. Exit codes: 0 done, 1 a rank failed, 2 wrong input, 130 interrupted."""
+    # Before torch is imported: its profiler writes a line to stderr at each start below this level.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    try:
+        app()
+    except UsageError as error:
+        _end(2, f"error: {error}")
+    except RankFailure as failure:
+        if failure.traceback:
+            print(failure.traceback, file=sys.stderr, end="")
+        _end(1, f"error: {failure}")
+    except KeyboardInterrupt:
+        _end(130, "interrupted: every rank was ended")
+
+
+def _end(code: int, message: str) -> NoReturn:
+    print(message, file=sys.stderr)
+    raise SystemExit(code)
+
+
+def _command() -> str:
+    """The command as typed, for the record."""
+    return shlex.join(["shardlab", *sys.argv[1:]])
+
+
+# ------------------------------------------------------------------ flags that commands share
+
+CONFIG = typer.Option("--config", "-c", help="YAML file; flags override it.", metavar="FILE")
+SET = typer.Option(
+    "--set", "-s", help="Any setting: training.momentum=0.9, model.options.layers=6 (repeatable).",
+    metavar="KEY=VALUE",
+)  # fmt: skip
+WORLD = typer.Option("--world", "-w", help="Number of ranks.  [default: 2]", show_default=False)
+WORKLOAD = typer.Option(
+    "--workload", help="A name from `shardlab workloads`, or your own: path/to/file.py:attr."
+)
+SIZE = typer.Option("--size", help="The workload's size, e.g. gpt2's tiny, mini, small, xl.")
+DATA = typer.Option("--data", help="Token shards: a file, a folder or a glob.", metavar="PATH")
+SEQ_LEN = typer.Option("--seq-len", help="Tokens per sample.")
+GLOBAL_BATCH = typer.Option("--global-batch", "-b", help="Samples per step, over all ranks.")
+ACCUMULATE = typer.Option("--accumulate", help="Micro-batches per rank and step.")
+BATCH_SPLIT = typer.Option(
+    "--batch-split", help="exact: refuse a batch the ranks cannot share evenly; or uneven."
+)
+OPTIMIZER = typer.Option("--optimizer", help="adamw, adam or sgd.")
+LEARNING_RATE = typer.Option("--learning-rate", "--lr")
+PRECISION = typer.Option("--precision", help="fp32, bf16 (autocast) or fp64.")
+SEED = typer.Option("--seed")
+DEVICE = typer.Option("--device", help="auto, cpu or cuda.")
+BACKEND = typer.Option("--backend", help="auto, gloo or nccl.")
+PORT = typer.Option("--port", help="Where the ranks meet; 0: a free port.")
+OUT = typer.Option("--out", "-o", help="Folder for the files; new or empty.", metavar="DIR")
+QUIET = typer.Option("--quiet", "-q", help="No progress, no table: only where the files are.")
+JSON = typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")
+
+
+def _config(config: Path | None, settings: list[str] | None, flags: dict[str, Any]) -> Config:
+    """Defaults < file < --set < the named flags that were given."""
+    from shardlab import config as configs
+
+    overrides: dict[str, Any] = {}
+    for setting in settings or []:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise UsageError(f"--set {setting}: not KEY=VALUE, as in training.steps=5")
+        overrides[key] = configs.parse_value(value)
+    overrides |= {key: value for key, value in flags.items() if value is not None}
+    return configs.load(config, overrides)
+
+
+# ------------------------------------------------------------------ the commands
+
+
+@app.command()
+def train(
+    config: Annotated[Path | None, CONFIG] = None,
+    strategy: Annotated[
+        str | None, typer.Option("--strategy", help="A name from `shardlab strategies`.")
+    ] = None,
+    world: Annotated[int | None, WORLD] = None,
+    workload: Annotated[str | None, WORKLOAD] = None,
+    size: Annotated[str | None, SIZE] = None,
+    data: Annotated[str | None, DATA] = None,
+    seq_len: Annotated[int | None, SEQ_LEN] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps.")] = None,
+    global_batch: Annotated[int | None, GLOBAL_BATCH] = None,
+    accumulate: Annotated[int | None, ACCUMULATE] = None,
+    batch_split: Annotated[str | None, BATCH_SPLIT] = None,
+    optimizer: Annotated[str | None, OPTIMIZER] = None,
+    learning_rate: Annotated[float | None, LEARNING_RATE] = None,
+    precision: Annotated[str | None, PRECISION] = None,
+    seed: Annotated[int | None, SEED] = None,
+    device: Annotated[str | None, DEVICE] = None,
+    backend: Annotated[str | None, BACKEND] = None,
+    port: Annotated[int | None, PORT] = None,
+    settings: Annotated[list[str] | None, SET] = None,
+    out: Annotated[str | None, OUT] = None,
+    quiet: Annotated[bool, QUIET] = False,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Train with one strategy; the run folder keeps every step and every collective."""
+    from shardlab import launch
+    from shardlab.report import console
+
+    resolved = _config(
+        config,
+        settings,
+        {
+            "strategy.name": strategy,
+            "launch.world": world,
+            "model.workload": workload,
+            "model.size": size,
+            "data.source": data,
+            "data.seq_len": seq_len,
+            "training.steps": steps,
+            "training.global_batch": global_batch,
+            "training.accumulate": accumulate,
+            "training.batch_split": batch_split,
+            "training.optimizer": optimizer,
+            "training.learning_rate": learning_rate,
+            "precision.compute": precision,
+            "training.seed": seed,
+            "launch.device": device,
+            "launch.backend": backend,
+            "launch.port": port,
+            "output.dir": out,
+        },
+    )
+    environment = launch.torchrun_environment()
+    if environment is None and resolved.launch.world is None:
+        resolved = resolved.with_overrides({"launch.world": launch.default_world(resolved)})
+    speaks = (environment is None or environment["rank"] == 0) and not (quiet or as_json)
+    with console.training_progress(enabled=speaks) as on_event:
+        result = launch.launch(
+            "shardlab.train:train_rank",
+            resolved.launch,
+            resolved.to_dict(),
+            _command(),
+            on_event=on_event,
+        )
+    if result is None:  # a rank of torchrun's, but not the first
+        return
+    if as_json:
+        print(json.dumps(result))
+    elif quiet:
+        print(result["folder"])
+    else:
+        console.print_training(result)
+
+
+@app.command()
+def compare(
+    strategies: Annotated[
+        str | None,
+        typer.Option(
+            "--strategies",
+            help="Comma-separated; an option follows a colon: pytorch_ddp:bucket_mb=4.  "
+            "[default: all]",
+            show_default=False,
+        ),
+    ] = None,
+    config: Annotated[Path | None, CONFIG] = None,
+    world: Annotated[int | None, WORLD] = None,
+    workload: Annotated[str | None, WORKLOAD] = None,
+    size: Annotated[str | None, SIZE] = None,
+    data: Annotated[str | None, DATA] = None,
+    seq_len: Annotated[int | None, SEQ_LEN] = None,
+    global_batch: Annotated[int | None, GLOBAL_BATCH] = None,
+    accumulate: Annotated[int | None, ACCUMULATE] = None,
+    batch_split: Annotated[str | None, BATCH_SPLIT] = None,
+    precision: Annotated[str | None, PRECISION] = None,
+    seed: Annotated[int | None, SEED] = None,
+    device: Annotated[str | None, DEVICE] = None,
+    backend: Annotated[str | None, BACKEND] = None,
+    port: Annotated[int | None, PORT] = None,
+    repeats: Annotated[int, typer.Option(help="Interleaved visits to each strategy.")] = 3,
+    warmup: Annotated[int, typer.Option(help="Steps before the clock counts, per visit.")] = 3,
+    steps: Annotated[int, typer.Option(help="Timed steps per visit.")] = 10,
+    settings: Annotated[list[str] | None, SET] = None,
+    out: Annotated[str | None, OUT] = None,
+    quiet: Annotated[bool, QUIET] = False,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Measure strategies side by side: same model, data, seed and global batch."""
+    from shardlab import launch, record
+    from shardlab.measure import compare as comparison
+    from shardlab.report import compare as report
+    from shardlab.report import console
+    from shardlab.strategies import STRATEGIES
+
+    if launch.torchrun_environment() is not None:
+        raise UsageError("compare starts its own ranks; run it without torchrun")
+    resolved = _config(
+        config,
+        settings,
+        {
+            "model.workload": workload,
+            "model.size": size,
+            "data.source": data,
+            "data.seq_len": seq_len,
+            "training.global_batch": global_batch,
+            "training.accumulate": accumulate,
+            "training.batch_split": batch_split,
+            "precision.compute": precision,
+            "training.seed": seed,
+            "launch.device": device,
+            "launch.backend": backend,
+            "launch.port": port,
+            "output.dir": out,
+        },
+    )
+    plan = comparison.Plan(repeats=repeats, warmup=warmup, steps=steps)
+    specs = [s.strip() for s in strategies.split(",")] if strategies else list(STRATEGIES)
+    ranks = world or resolved.launch.world or launch.DEFAULT_WORLD
+    cells = comparison.cells_of(resolved, specs, ranks, plan)
+    with console.comparison_progress(enabled=not (quiet or as_json)) as on_progress:
+        result = comparison.compare(cells, plan, _command(), on_progress)
+    folder = record.new_folder(Path(resolved.output.root), "compare", _path(resolved.output.dir))
+    files = report.write(folder, result)
+    if as_json:
+        print(json.dumps(result))
+    elif quiet:
+        print(folder)
+    else:
+        console.print_comparison(result, files)
+    if all(cell["status"] != "ok" for cell in result["cells"]):
+        raise SystemExit(1)
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
+
+
+@app.command()
+def strategies(as_json: Annotated[bool, JSON] = False) -> None:
+    """List the strategies, in the order of the ladder."""
+    from shardlab.strategies import STRATEGIES
+
+    _list_names(STRATEGIES, "strategy", as_json)
+
+
+@app.command()
+def workloads(as_json: Annotated[bool, JSON] = False) -> None:
+    """List what can be trained."""
+    from shardlab.workloads import WORKLOADS
+
+    _list_names(WORKLOADS, "workload", as_json)
+
+
+def _list_names(known: dict[str, str], kind: str, as_json: bool) -> None:
+    from shardlab import naming
+    from shardlab.report import console
+
+    rows = {name: naming.summary(path) for name, path in known.items()}
+    if as_json:
+        print(json.dumps(rows))
+    else:
+        console.print_names(rows, kind)
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, JSON] = False) -> None:
+    """Say what this machine can run, and why not the rest. Starts two ranks to see."""
+    from shardlab import diagnosis
+    from shardlab.report import console
+
+    checks = diagnosis.examine()
+    if as_json:
+        print(json.dumps(checks))
+    else:
+        console.print_diagnosis(checks)
+    if any(check["status"] == "failed" for check in checks):
+        raise SystemExit(1)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(shardlab.__version__)

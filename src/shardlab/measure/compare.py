@@ -1,0 +1,308 @@
+"""Strategies side by side: the same model, data, seed and global batch, in one set of ranks.
+
+Timing is unprofiled, after a warm-up, in interleaved repeats: each repeat visits every
+strategy once, starting with another one each time, so that a machine that slows down slows
+all of them. A step counts as long as its slowest rank took. Memory is weighed in a pass of
+its own. This module's upper half runs in the parent and imports no torch; the lower half
+(the functions that take a ``World``) runs in the ranks.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from shardlab.config import Config, parse_value
+from shardlab.errors import RankFailure, UsageError
+from shardlab.launch import Ranks
+from shardlab.measure import stats
+
+if TYPE_CHECKING:
+    from shardlab.world import World
+
+SCHEMA = 1
+BASELINE = "single"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How often and how long each strategy is run."""
+
+    repeats: int = 3
+    warmup: int = 3
+    steps: int = 10  # timed, per repeat
+
+    def __post_init__(self) -> None:
+        for name, least in (("repeats", 1), ("warmup", 0), ("steps", 1)):
+            if getattr(self, name) < least:
+                raise UsageError(f"--{name} must be at least {least}, got {getattr(self, name)}")
+
+
+@dataclass
+class Cell:
+    """One row of the comparison: a strategy, its options, its world; then what was measured."""
+
+    config: Config
+    times_ms: list[list[float]] = field(default_factory=list)  # (repeats, steps): slowest rank
+    skews_ms: list[float] = field(default_factory=list)  # slowest minus fastest rank, per step
+    losses: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
+    samples: int = 0
+    tokens_per_sample: int | None = None
+    status: str = "ok"
+    reason: str | None = None
+
+    @property
+    def label(self) -> str:
+        options = ", ".join(f"{k}={v}" for k, v in self.config.strategy.options.items())
+        return f"{self.config.strategy.name} ({options})" if options else self.config.strategy.name
+
+
+def cells_of(config: Config, specs: list[str], world: int, plan: Plan) -> list[Cell]:
+    """A cell for each ``name`` or ``name:option=value:…``, all with the same global batch.
+
+    ``single`` is one process with every rank's micro-batches one after another: the very
+    same arithmetic, so that its loss is the others', with BatchNorm too.
+    """
+    cells = []
+    for spec in specs:
+        name, options = parse_spec(spec)
+        alone = name == BASELINE
+        accumulate = config.training.accumulate * (world if alone else 1)
+        cells.append(
+            Cell(
+                config.with_overrides(
+                    {
+                        "strategy.name": name,
+                        "strategy.options": options,
+                        "launch.world": 1 if alone else world,
+                        "training.accumulate": accumulate,
+                        "training.steps": plan.warmup + plan.steps,
+                    }
+                )
+            )
+        )
+    labels = [cell.label for cell in cells]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise UsageError(f"strategy {label} is named twice")
+    return cells
+
+
+def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """``pytorch_ddp:bucket_mb=4`` as a name and options. Import paths keep their own colon."""
+    name, *parts = spec.split(":")
+    while parts and "=" not in parts[0]:
+        name += ":" + parts.pop(0)
+    options = {}
+    for part in parts:
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise UsageError(f"'{part}' in '{spec}' is not option=value")
+        options[key] = parse_value(value)
+    return name, options
+
+
+def compare(
+    cells: list[Cell],
+    plan: Plan,
+    command: str,
+    on_progress: Callable[[str, int, int], None] = lambda _what, _done, _total: None,
+) -> dict[str, Any]:
+    """Run the plan and return the content of ``compare.json``. A cell that fails is a row."""
+    visits = list(_schedule(len(cells), plan.repeats))
+    total = len(visits) + len(cells)
+    with _World(cells) as world:
+        # What is wrong with any cell is wrong input: said before anything is measured.
+        for cell in cells:
+            world.run("check_cell", cell)
+        env = world.run("describe", cells[0], command)
+        for done, (repeat, index) in enumerate(visits):
+            cell = cells[index]
+            on_progress(f"{cell.label} · repeat {repeat + 1} of {plan.repeats}", done, total)
+            result = world.try_run("time_cell", cell)
+            if result is not None:
+                cell.times_ms.append(result["slowest_ms"][plan.warmup :])
+                cell.skews_ms += result["skew_ms"][plan.warmup :]
+                cell.losses = cell.losses or result["losses"]
+                cell.samples, cell.tokens_per_sample = (
+                    result["samples"],
+                    result["tokens_per_sample"],
+                )
+        for done, cell in enumerate(cells, start=len(visits)):
+            on_progress(f"{cell.label} · memory", done, total)
+            cell.peak_bytes = world.try_run("weigh_cell", cell)
+    on_progress("done", total, total)
+    return summarize(cells, plan, command, env)
+
+
+def _schedule(cells: int, repeats: int) -> Iterator[tuple[int, int]]:
+    """(repeat, cell): each repeat visits all, and starts one further."""
+    for repeat in range(repeats):
+        yield from ((repeat, (repeat + i) % cells) for i in range(cells))
+
+
+class _World:
+    """One set of ranks for all cells; replaced when a failing cell has taken it down."""
+
+    def __init__(self, cells: list[Cell]) -> None:
+        self.launch = cells[0].config.launch
+        self.size = max(cell.config.launch.world or 1 for cell in cells)
+        self.stack = ExitStack()
+        self.ranks: Ranks | None = None
+
+    def __enter__(self) -> _World:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stack.__exit__(*error)
+
+    def run(self, function: str, cell: Cell, *args: Any) -> Any:
+        """Rank 0's result of one of this module's functions."""
+        if self.ranks is None or not self.ranks.alive:
+            self.ranks = self.stack.enter_context(Ranks(self.launch, self.size))
+        target = f"{__name__}:{function}"
+        return self.ranks.run(target, cell.config.to_dict(), *args)[0]
+
+    def try_run(self, function: str, cell: Cell) -> Any:
+        """The same, but a failure is noted in the cell, which is then left alone."""
+        if cell.status != "ok":
+            return None
+        try:
+            return self.run(function, cell)
+        except (RankFailure, UsageError) as error:
+            cell.status = "failed" if isinstance(error, RankFailure) else "skipped"
+            cell.reason = str(error)
+            return None
+
+
+def summarize(
+    cells: list[Cell], plan: Plan, command: str, env: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The numbers of ``compare.json``, from what was measured. Pure."""
+    baseline = next((c for c in cells if c.config.strategy.name == BASELINE), cells[0])
+    config = cells[0].config
+    return {
+        "schema": SCHEMA,
+        "command": command,
+        "env": dict(env),
+        "baseline": baseline.label,
+        "workload": env["workload"],
+        "parameters": env["parameters"],
+        "global_batch": config.training.global_batch,
+        "repeats": plan.repeats,
+        "warmup_steps": plan.warmup,
+        "timed_steps": plan.steps,
+        "cells": [_row(cell, baseline) for cell in cells],
+    }
+
+
+def _row(cell: Cell, baseline: Cell) -> dict[str, Any]:
+    config = cell.config
+    row: dict[str, Any] = {
+        "strategy": config.strategy.name,
+        "label": cell.label,
+        "world": config.launch.world,
+        "options": dict(config.strategy.options),
+        "accumulate": config.training.accumulate,
+        "status": cell.status,
+        "reason": cell.reason,
+        "step_ms": None,
+        "step_ms_repeats": cell.times_ms,
+        "speed_to_baseline": None,
+        "skew_ms": None,
+        "samples_per_s": None,
+        "tokens_per_s": None,
+        "peak_bytes": None,
+        "loss": None,
+        "loss_difference": None,
+        "losses": cell.losses,
+    }
+    if cell.status != "ok" or not cell.times_ms:
+        return row
+    times = [ms for repeat in cell.times_ms for ms in repeat]
+    row["step_ms"] = stats.spread(times)
+    row["skew_ms"] = statistics.median(cell.skews_ms)
+    row |= stats.throughput(times, cell.samples, cell.tokens_per_sample)
+    row["peak_bytes"] = {"total": cell.peak_bytes}
+    row["loss"] = cell.losses[-1]
+    if baseline.status == "ok":
+        base_times = [ms for repeat in baseline.times_ms for ms in repeat]
+        row["speed_to_baseline"] = statistics.median(base_times) / row["step_ms"]["median"]
+        if baseline.config.strategy.name == BASELINE:  # else there is no reference to differ from
+            row["loss_difference"] = abs(cell.losses[-1] - baseline.losses[-1])
+    return row
+
+
+# ------------------------------------------------------------------ in the ranks
+
+
+def describe(world: World, values: dict[str, Any], command: str) -> dict[str, Any]:
+    """Where this runs, and what."""
+    from shardlab import environment, train
+
+    workload = train.build_workload(_config(values))
+    parameters = sum(p.numel() for p in workload.make_model().parameters())
+    return {
+        **environment.describe(world.device, command),
+        "backend": world.backend,
+        "workload": workload.name,
+        "parameters": parameters,
+    }
+
+
+def check_cell(_world: World, values: dict[str, Any]) -> None:
+    """Refuse unknown options, sizes and data before anything is measured."""
+    from shardlab import train
+
+    config = _config(values)
+    train.resolve_strategy(config)
+    train.build_workload(config)
+
+
+def time_cell(world: World, values: dict[str, Any]) -> dict[str, Any] | None:
+    """Build the cell's strategy from the seed and run warm-up and timed steps."""
+    member = world.first(_config(values).launch.world or 1)
+    return None if member is None else _run(member, _config(values))
+
+
+def weigh_cell(world: World, values: dict[str, Any]) -> int | None:
+    """The peak over building and three steps: optimizer state exists from the second on."""
+    from shardlab.measure.memory import peak_bytes
+
+    config = _config(values).with_overrides({"training.steps": 3})
+    member = world.first(config.launch.world or 1)
+    if member is None:
+        return None
+    _, peak = peak_bytes(member.device, lambda: _run(member, config))
+    peaks: list[int] = member.gather(peak)
+    return max(peaks)
+
+
+def _config(values: dict[str, Any]) -> Config:
+    from shardlab.config import from_dict
+
+    return from_dict(values)
+
+
+def _run(world: World, config: Config) -> dict[str, Any]:
+    from shardlab import train
+    from shardlab.comm import LEDGER
+    from shardlab.record import Recorder
+
+    LEDGER.reset(full_steps=0)
+    workload = train.build_workload(config)
+    strategy = train.build_strategy(config, workload, world)
+    with Recorder(None, world, LEDGER, config.training.steps) as recorder:
+        train.train(strategy, train.batches(workload, config, world), recorder)
+    steps = list(zip(*world.gather([row["step_ms"] for row in recorder.rows]), strict=True))
+    return {
+        "slowest_ms": [max(ranks) for ranks in steps],
+        "skew_ms": [max(ranks) - min(ranks) for ranks in steps],
+        "losses": [row["loss"] for row in recorder.rows],
+        "samples": config.training.global_batch,
+        "tokens_per_sample": workload.tokens_per_sample,
+    }

@@ -1,0 +1,1 @@
+"""Numbers to terminal tables and self-contained pages. Draws, never computes; no torch."""

@@ -1,0 +1,123 @@
+"""What a person sees while a command runs and when it ends. Progress goes to stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from shardlab.report import terminal
+
+
+def _errors() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+def _out() -> Console:
+    return Console(highlight=False)
+
+
+@contextmanager
+def _bar(description: str) -> Iterator[tuple[Progress, Any]]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=_errors(), transient=True) as progress:
+        yield progress, progress.add_task(description, total=None)
+
+
+@contextmanager
+def training_progress(enabled: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """A bar on a terminal; in a log, a line now and then."""
+    if not enabled:
+        yield lambda _event: None
+        return
+    console = _errors()
+    if not console.is_terminal:
+        yield lambda event: _log_line(console, event)
+        return
+    with _bar("starting the ranks") as (progress, task):
+
+        def on_event(event: Mapping[str, Any]) -> None:
+            if "step" in event:
+                text = f"loss {event['loss']:.4f}  {event['step_ms']:.0f} ms/step"
+                progress.update(
+                    task, description=text, completed=event["step"] + 1, total=event["steps"]
+                )
+
+        yield on_event
+
+
+def _log_line(console: Console, event: Mapping[str, Any]) -> None:
+    """The first step, every tenth part of the run, and the last."""
+    if "step" not in event:
+        return
+    step, steps = event["step"], event["steps"]
+    if step in (0, steps - 1) or (step + 1) % max(1, steps // 10) == 0:
+        console.print(
+            f"step {step + 1}/{steps}  loss {event['loss']:.4f}  {event['step_ms']:.1f} ms"
+        )
+
+
+@contextmanager
+def comparison_progress(enabled: bool) -> Iterator[Callable[[str, int, int], None]]:
+    if not enabled:
+        yield lambda _what, _done, _total: None
+        return
+    console = _errors()
+    if not console.is_terminal:
+        yield lambda what, done, total: console.print(f"[{done}/{total}] {what}", markup=False)
+        return
+    with _bar("starting the ranks") as (progress, task):
+        yield lambda what, done, total: progress.update(
+            task, description=escape(what), completed=done, total=total
+        )
+
+
+def print_training(result: Mapping[str, Any]) -> None:
+    time = result["step_ms"]
+    rate = (
+        f"{result['samples_per_s']:,.1f} samples/s"
+        if result["tokens_per_s"] is None
+        else f"{result['tokens_per_s']:,.0f} tokens/s"
+    )
+    out = _out()
+    out.print(
+        f"{result['steps']} steps: loss {result['first_loss']:.4f} → {result['loss']:.4f}, "
+        f"{time['median']:.1f} ms/step (p10–p90 {time['p10']:.1f}–{time['p90']:.1f}), {rate}"
+    )
+    out.print(f"files: {result['folder']}", soft_wrap=True, markup=False)
+
+
+def print_comparison(result: Mapping[str, Any], files: Mapping[str, Path]) -> None:
+    out = _out()
+    out.print(terminal.compare_table(result))
+    out.print(terminal.verdict(result), markup=False)
+    for path in files.values():
+        out.print(f"  {path}", soft_wrap=True, markup=False)
+
+
+def print_names(rows: Mapping[str, str], kind: str) -> None:
+    table = Table(box=None, pad_edge=False)
+    table.add_column(kind, style="bold", no_wrap=True)
+    table.add_column("what it is")
+    for name, summary in rows.items():
+        table.add_row(name, escape(summary))
+    _out().print(table)
+
+
+def print_diagnosis(checks: Sequence[Mapping[str, str]]) -> None:
+    marks = {"ok": "[green]✓[/]", "missing": "[yellow]–[/]", "failed": "[red]✗[/]"}
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for check in checks:
+        table.add_row(marks[check["status"]], f"[bold]{check['name']}[/]", escape(check["detail"]))
+    _out().print(table)

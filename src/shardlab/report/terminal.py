@@ -1,0 +1,160 @@
+"""A comparison in the terminal: a table that fits 80 columns, and the answer in words."""
+
+from __future__ import annotations
+
+import math
+
+from rich import box
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from shardlab.report import format as fmt
+from shardlab.report.format import Cell, Result
+
+
+def compare_table(result: Result) -> Table:
+    """One row per strategy; why a row has no numbers is said below, over the full width."""
+    table = Table(
+        title=f"{result['workload']} · {fmt.compact(result['parameters'])} parameters · "
+        f"global batch {result['global_batch']} · speed against {result['baseline']}",
+        title_style="bold",
+        title_justify="left",
+        caption=_reasons(result),
+        caption_style=Style.null(),
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),  # columns lie closer than rich would have them, for 80 columns
+        pad_edge=False,
+        show_edge=False,
+    )
+    table.add_column("strategy", overflow="fold", min_width=12)
+    table.add_column("world", justify="right", no_wrap=True)
+    table.add_column("step\nms p10–p90", justify="right")  # wraps if the numbers are very long
+    for header in (
+        "speed",
+        fmt.rate_name(result),
+        "peak\nmemory",
+        "final\nloss",
+        "against\nsingle",
+    ):
+        table.add_column(header, justify="right", no_wrap=True)
+    for cell in result["cells"]:
+        is_baseline = cell["label"] == result["baseline"]
+        table.add_row(*_row(cell, result), style="bold" if is_baseline else "")
+    return table
+
+
+def _row(cell: Cell, result: Result) -> list[Text]:
+    # Text, not str: rich would read the brackets in a label as markup.
+    label, world = Text(cell["label"]), Text(str(cell["world"]))
+    step_ms = cell["step_ms"]
+    if step_ms is None:
+        return [
+            label,
+            world,
+            Text(cell["status"], "red" if cell["status"] == "failed" else "yellow"),
+        ]
+    differs = fmt.agrees(cell, result) is False
+    return [
+        label,
+        world,
+        Text.assemble(fmt.number(step_ms["median"]), " ", (fmt.spread(step_ms), "dim not bold")),
+        Text(fmt.speed(cell["speed_to_baseline"]), "green" if cell is fmt.fastest(result) else ""),
+        Text(fmt.compact(cell[fmt.rate_key(result)])),
+        Text(fmt.size(fmt.peak(cell))),
+        Text(fmt.loss(cell["loss"])),
+        Text(
+            ("≠ " if differs else "") + fmt.difference(cell["loss_difference"]),
+            "red" if differs else "",
+        ),
+    ]
+
+
+def _reasons(result: Result) -> Text | None:
+    lines = [
+        Text.assemble(
+            (f"{cell['label']} {cell['status']}: ", "bold"), cell["reason"] or "no reason"
+        )
+        for cell in result["cells"]
+        if cell["step_ms"] is None
+    ]
+    return Text("\n").join([Text(), *lines]) if lines else None
+
+
+def verdict(result: Result) -> str:
+    """The answer in a few plain sentences: speed, memory, agreement, and what has no numbers."""
+    cells = fmt.measured(result)
+    missing = _missing(result)
+    if not cells:
+        return f"No strategy finished: {missing}."
+    sentences = [_speed(result), _memory_and_loss(result), missing]
+    return " ".join(f"{sentence}." for sentence in sentences if sentence)
+
+
+def _speed(result: Result) -> str:
+    cells, first = fmt.measured(result), fmt.fastest(result)
+    assert first is not None
+    time = f"{fmt.number(first['step_ms']['median'])} ms a step"
+    if len(cells) == 1:
+        return f"{first['label']} took {time}"
+    if first["label"] == result["baseline"]:
+        text = f"{first['label']}, the baseline, was fastest at {time}"
+    else:
+        text = f"{first['label']} was fastest at {time}"
+        if first["speed_to_baseline"] is not None:
+            text += f", {fmt.speed(first['speed_to_baseline'])} as fast as {result['baseline']}"
+    rivals = [
+        cell["label"]
+        for cell in cells
+        if cell is not first and cell["step_ms"]["p10"] <= first["step_ms"]["p90"]
+    ]
+    if rivals:
+        text += f", though its spread overlaps that of {fmt.names(rivals)}"
+    return text
+
+
+def _memory_and_loss(result: Result) -> str:
+    return "; ".join(part for part in (_memory(result), _agreement(result)) if part)
+
+
+def _memory(result: Result) -> str:
+    peaks = {c["label"]: p for c in fmt.measured(result) if (p := fmt.peak(c)) is not None}
+    if not peaks:
+        return ""
+    least = fmt.size(min(peaks.values()))
+    # A few bytes are no difference: what reads the same is the same.
+    lean = [label for label, value in peaks.items() if fmt.size(value) == least]
+    if len(lean) == len(peaks):
+        return f"{'Each' if len(peaks) > 1 else 'It'} held {least} of memory at its peak"
+    return f"{fmt.names(lean)} needed the least memory, {least} on the fullest rank"
+
+
+def _agreement(result: Result) -> str:
+    reference = fmt.baseline(result)
+    others = [cell for cell in fmt.measured(result) if cell is not reference]
+    if not others:
+        return ""
+    if reference["loss_difference"] is None:
+        return "the losses are unchecked, for single was not measured"
+    if not math.isfinite(reference["loss"]):
+        return f"the losses are unchecked, for that of single is {reference['loss']}"
+    apart = [cell for cell in others if not fmt.agrees(cell, result)]
+    if not apart:
+        return "every final loss agrees with that of single"
+    largest = fmt.difference(max(cell["loss_difference"] for cell in apart))
+    if len(apart) == 1:
+        return f"the final loss of {apart[0]['label']} differs from that of single by {largest}"
+    labels = fmt.names([cell["label"] for cell in apart])
+    return f"the final losses of {labels} differ from that of single, by up to {largest}"
+
+
+def _missing(result: Result) -> str:
+    """``a and b failed, c was skipped``"""
+    parts = []
+    for status, verb in (("failed", " failed"), ("skipped", " was skipped")):
+        labels = [cell["label"] for cell in result["cells"] if cell["status"] == status]
+        if labels:
+            verb = verb.replace("was", "were") if len(labels) > 1 else verb
+            parts.append(fmt.names(labels) + verb)
+    return ", ".join(parts)

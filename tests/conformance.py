@@ -1,0 +1,165 @@
+"""A strategy against one plain process: the law that every strategy must obey.
+
+``conform`` runs the strategy on real ranks, each initialised differently, on every toy, and
+returns what differs from the reference: a plain loop that sees all ranks' micro-batches one
+after another and knows nothing of shardlab's strategies.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+import toys
+from shardlab import naming
+from shardlab.launch import Ranks
+from shardlab.strategies import STRATEGIES
+from shardlab.workloads.base import Batch
+from shardlab.world import World
+
+STEPS = 3
+TOLERANCE = 1e-10
+
+Arrays = dict[str, np.ndarray | None]
+
+
+@dataclass(frozen=True)
+class Case:
+    toy: str
+    micro: int
+    optimizer: str
+
+
+@dataclass
+class Trajectory:
+    """What a run looked like: a loss, the gradients and the tensors after each step."""
+
+    losses: list[float]
+    grads: list[Arrays]
+    params: list[Arrays]
+
+
+ALL_CASES = [
+    Case(*c) for c in itertools.product(toys.TOYS, (1, 2, 3), ("sgd", "adamw"))
+]
+
+
+def make_optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer]:
+    if name == "sgd":
+        return functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    # A decay, so that an unused parameter with a zero gradient instead of none would show.
+    return functools.partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
+
+
+def arrays(tensors: dict[str, torch.Tensor | None]) -> Arrays:
+    return {n: None if t is None else t.detach().numpy().copy() for n, t in tensors.items()}
+
+
+@functools.cache
+def reference(case: Case, world: int) -> Trajectory:
+    """One plain process. Buffers follow rank 0's, as DDP's do."""
+    model = toys.build(case.toy, seed=0)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    optimizer = make_optimizer(case.optimizer)(trained.values())
+    result = Trajectory([], [], [])
+    for step in range(STEPS):
+        share = [[toys.batch(step, r, m) for m in range(case.micro)] for r in range(world)]
+        count = sum(b.count for batches in share for b in batches)
+        start = {n: b.clone() for n, b in model.named_buffers()}
+        total, buffers_of_rank_0 = 0.0, start
+        for rank, batches in enumerate(share):
+            _set_buffers(model, start)
+            for b in batches:
+                loss = toys.loss(model, b)
+                (loss / count).backward()
+                total += float(loss.detach())
+            if rank == 0:
+                buffers_of_rank_0 = {n: b.clone() for n, b in model.named_buffers()}
+        _set_buffers(model, buffers_of_rank_0)
+        result.losses.append(total / count)
+        result.grads.append(arrays({n: p.grad for n, p in trained.items()}))
+        optimizer.step()
+        optimizer.zero_grad()
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        result.params.append(arrays(dict(tensors)))
+    return result
+
+
+@torch.no_grad()
+def _set_buffers(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.copy_(values[name])
+
+
+def run_cases(
+    world: World, strategy: Any, cases: Sequence[Case], options: dict[str, Any]
+) -> list[Trajectory]:
+    """On a rank: the same, by the strategy. Each rank starts from other weights."""
+    make = naming.resolve(strategy, STRATEGIES, "strategy") if isinstance(strategy, str) else strategy
+    results = []
+    for case in cases:
+        model = toys.build(case.toy, seed=world.rank)
+        instance = make(model, make_optimizer(case.optimizer), toys.loss, world.mesh, **options)
+        result = Trajectory([], [], [])
+        for step in range(STEPS):
+            microbatches: list[Batch] = [
+                toys.batch(step, world.rank, m) for m in range(case.micro)
+            ]
+            result.losses.append(float(instance.gradients(microbatches)))
+            result.grads.append(arrays(instance.full_grads()))
+            instance.step()
+            result.params.append(arrays(instance.full_params()))
+        results.append(result)
+    return results
+
+
+def conform(
+    ranks: Ranks,
+    strategy: Any,
+    cases: Sequence[Case] = ALL_CASES,
+    options: dict[str, Any] | None = None,
+) -> list[str]:
+    """What is wrong with the strategy in this world; nothing, if it is right."""
+    by_rank = ranks.run(run_cases, strategy, cases, options or {}, deadline_s=100)
+    complaints = []
+    for i, case in enumerate(cases):
+        expected = reference(case, ranks.size)
+        for rank, results in enumerate(by_rank):
+            complaint = first_difference(results[i], expected)
+            if complaint:
+                complaints.append(f"{case} rank {rank}: {complaint}")
+        if not _identical([results[i] for results in by_rank]):
+            complaints.append(f"{case}: the ranks' parameters are not bitwise equal")
+    return complaints
+
+
+def first_difference(actual: Trajectory, expected: Trajectory) -> str | None:
+    for step in range(STEPS):
+        error = abs(actual.losses[step] - expected.losses[step])
+        if not error <= TOLERANCE:
+            return f"step {step}: the loss is off by {error:.1e}"
+        for what in ("grads", "params"):
+            got: Arrays = getattr(actual, what)[step]
+            want: Arrays = getattr(expected, what)[step]
+            if got.keys() != want.keys():
+                return f"step {step}: {what} has names {sorted(got)}, not {sorted(want)}"
+            for name in want:
+                a, b = got[name], want[name]
+                if (a is None) != (b is None):
+                    return f"step {step}: {what} {name} is {a}, not {b}"
+                if a is not None and b is not None and not np.allclose(a, b, rtol=0, atol=TOLERANCE):
+                    return f"step {step}: {what} {name} is off by {np.abs(a - b).max():.1e}"
+    return None
+
+
+def _identical(trajectories: list[Trajectory]) -> bool:
+    first = trajectories[0].params[-1]
+    return all(
+        np.array_equal(first[n], t.params[-1][n]) for t in trajectories[1:] for n in first
+    )

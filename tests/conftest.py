@@ -1,0 +1,35 @@
+"""Ranks shared by all tests: started once per world size, replaced when a test took them down."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from shardlab.config import LaunchConfig
+from shardlab.launch import Ranks
+
+# Commands that tests start must not inherit what a launcher around pytest may have set.
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(name, None)
+
+torch.set_num_threads(1)
+
+GetRanks = Callable[[int], Ranks]
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[GetRanks]:
+    """``ranks(2)`` is a world of two Gloo ranks on the CPU."""
+    worlds: dict[int, Ranks] = {}
+
+    def get(size: int) -> Ranks:
+        if size not in worlds or not worlds[size].alive:
+            worlds[size] = Ranks(LaunchConfig(device="cpu", timeout_s=60), size)
+        return worlds[size]
+
+    yield get
+    for world in worlds.values():
+        world.close()

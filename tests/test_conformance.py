@@ -1,0 +1,45 @@
+"""Every strategy equals one plain process, and every planted bug is caught."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance import ALL_CASES, Case, conform
+from conftest import GetRanks
+from saboteurs import SABOTEURS
+from shardlab.strategies import STRATEGIES
+
+FEW_CASES = [c for c in ALL_CASES if c.micro == 2 and c.optimizer == "adamw"]
+OPTIONS = {"pytorch_ddp": {"find_unused_parameters": True}}
+WORLDS = [
+    (name, world)
+    for name in STRATEGIES
+    for world in (1, 2, 3, 4)
+    if world == 1 or name != "single"
+]
+
+
+@pytest.mark.parametrize(("strategy", "world"), WORLDS)
+def test_equals_one_process(strategy: str, world: int, ranks: GetRanks) -> None:
+    assert conform(ranks(world), strategy, ALL_CASES, OPTIONS.get(strategy)) == []
+
+
+def test_pytorch_ddp_as_recommended(ranks: GetRanks) -> None:
+    """Without the search for unused parameters, which the comparison does not pay for."""
+    cases = [c for c in FEW_CASES if c.toy != "unused"]
+    assert conform(ranks(2), "pytorch_ddp", cases) == []
+
+
+@pytest.mark.parametrize("saboteur", SABOTEURS, ids=lambda s: s.__name__)
+def test_catches(saboteur: type, ranks: GetRanks) -> None:
+    complaints = conform(ranks(2), saboteur, FEW_CASES)
+    assert complaints, f"nobody noticed: {saboteur.__doc__}"
+
+
+def test_the_bug_shows_where_it_should(ranks: GetRanks) -> None:
+    """A saboteur is not caught by accident: what it does not touch is right."""
+    from saboteurs import NoBufferBroadcast, ReducesOnlyTheLast
+
+    plain = [Case("mlp", 1, "sgd")]
+    assert conform(ranks(2), ReducesOnlyTheLast, plain) == []
+    assert conform(ranks(2), NoBufferBroadcast, plain) == []
