@@ -45,9 +45,7 @@ class Trajectory:
     params: list[Arrays]
 
 
-ALL_CASES = [
-    Case(*c) for c in itertools.product(toys.TOYS, (1, 2, 3), ("sgd", "adamw"))
-]
+ALL_CASES = [Case(*c) for c in itertools.product(toys.TOYS, (1, 2, 3), ("sgd", "adamw"))]
 
 
 def make_optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer]:
@@ -101,16 +99,16 @@ def run_cases(
     world: World, strategy: Any, cases: Sequence[Case], options: dict[str, Any]
 ) -> list[Trajectory]:
     """On a rank: the same, by the strategy. Each rank starts from other weights."""
-    make = naming.resolve(strategy, STRATEGIES, "strategy") if isinstance(strategy, str) else strategy
+    make = (
+        naming.resolve(strategy, STRATEGIES, "strategy") if isinstance(strategy, str) else strategy
+    )
     results = []
     for case in cases:
         model = toys.build(case.toy, seed=world.rank)
         instance = make(model, make_optimizer(case.optimizer), toys.loss, world.mesh, **options)
         result = Trajectory([], [], [])
         for step in range(STEPS):
-            microbatches: list[Batch] = [
-                toys.batch(step, world.rank, m) for m in range(case.micro)
-            ]
+            microbatches: list[Batch] = [toys.batch(step, world.rank, m) for m in range(case.micro)]
             result.losses.append(float(instance.gradients(microbatches)))
             result.grads.append(arrays(instance.full_grads()))
             instance.step()
@@ -153,13 +151,15 @@ def first_difference(actual: Trajectory, expected: Trajectory) -> str | None:
                 a, b = got[name], want[name]
                 if (a is None) != (b is None):
                     return f"step {step}: {what} {name} is {a}, not {b}"
-                if a is not None and b is not None and not np.allclose(a, b, rtol=0, atol=TOLERANCE):
+                if (
+                    a is not None
+                    and b is not None
+                    and not np.allclose(a, b, rtol=0, atol=TOLERANCE)
+                ):
                     return f"step {step}: {what} {name} is off by {np.abs(a - b).max():.1e}"
     return None
 
 
 def _identical(trajectories: list[Trajectory]) -> bool:
     first = trajectories[0].params[-1]
-    return all(
-        np.array_equal(first[n], t.params[-1][n]) for t in trajectories[1:] for n in first
-    )
+    return all(np.array_equal(first[n], t.params[-1][n]) for t in trajectories[1:] for n in first)

@@ -12,10 +12,7 @@ from shardlab.strategies import STRATEGIES
 FEW_CASES = [c for c in ALL_CASES if c.micro == 2 and c.optimizer == "adamw"]
 OPTIONS = {"pytorch_ddp": {"find_unused_parameters": True}}
 WORLDS = [
-    (name, world)
-    for name in STRATEGIES
-    for world in (1, 2, 3, 4)
-    if world == 1 or name != "single"
+    (name, world) for name in STRATEGIES for world in (1, 2, 3, 4) if world == 1 or name != "single"
 ]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 import shardlab
-from shardlab.errors import RankFailure, UsageError
+from shardlab.errors import Interrupted, RankFailure, UsageError
 
 if TYPE_CHECKING:
     from shardlab.config import Config
@@ -39,7 +39,7 @@ def main() -> None:
         if failure.traceback:
             print(failure.traceback, file=sys.stderr, end="")
         _end(1, f"error: {failure}")
-    except KeyboardInterrupt:
+    except Interrupted:
         _end(130, "interrupted: every rank was ended")
 
 

@@ -12,12 +12,12 @@ algorithm makes one rank send.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ class Ledger:
             dtype=str(tensor.dtype).removeprefix("torch."),
             ranks=group.size(),
             label=label,
-            site=f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}",
+            site=f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}",  # noqa: PTH119
             enqueue_ns=time.perf_counter_ns(),
         )
         self.calls += 1
@@ -90,10 +90,14 @@ class Ledger:
         """The finished entries so far, as plain rows; they leave the ledger."""
         finished = [e for e in self.entries if e.ready_ns is not None]
         self.entries = [e for e in self.entries if e.ready_ns is None]
-        return [asdict(e) for e in finished]
+        return [{name: getattr(e, name) for name in Entry.__slots__} for e in finished]
 
     def reset(self, full_steps: int | None = None) -> None:
-        self.__init__(full_steps=full_steps)  # type: ignore[misc]
+        """Begin anew, as at the start of a run."""
+        self.entries = []
+        self.step = None
+        self.full_steps = full_steps
+        self.calls = self.bytes = 0
 
 
 LEDGER = Ledger()  # a rank is a process: one ledger

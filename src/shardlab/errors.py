@@ -1,4 +1,4 @@
-"""The two ways in which a command ends badly, and how a wrong name is answered."""
+"""The ways in which a command ends badly, and how a wrong name is answered."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ class RankFailure(Exception):
         self.rank = rank
         self.message = message
         self.traceback = traceback
+
+
+class Interrupted(Exception):
+    """Ctrl-C, and every rank was ended. Exit code 130. (Typer swallows KeyboardInterrupt.)"""
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UsageError:

@@ -24,11 +24,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from shardlab import record
 from shardlab.config import Config, LaunchConfig
-from shardlab.errors import RankFailure, UsageError
+from shardlab.errors import Interrupted, RankFailure, UsageError
 
 Event = Mapping[str, Any]
 # A function of a rank, named so that naming it imports nothing: "package.module:function".
@@ -109,9 +109,8 @@ class Ranks:
             for pipe in self._pipes[1:]:
                 pipe.send(port)
             self._collect()
-        except BaseException:
-            self.kill()
-            raise
+        except BaseException as error:
+            self._end_with(error)
 
     def __enter__(self) -> Ranks:
         return self
@@ -147,9 +146,8 @@ class Ranks:
                 with contextlib.suppress(BrokenPipeError):  # a dead rank: found out below
                     pipe.send((target, args))
             return self._collect(on_event=on_event, deadline_s=deadline_s)
-        except BaseException:
-            self.kill()
-            raise
+        except BaseException as error:
+            self._end_with(error)
 
     def close(self) -> None:
         """Ask the ranks to leave, and see that they do."""
@@ -160,6 +158,12 @@ class Ranks:
         for process in self._processes:
             process.join(max(0.0, limit - time.monotonic()))
         self.kill()
+
+    def _end_with(self, error: BaseException) -> NoReturn:
+        self.kill()
+        if isinstance(error, KeyboardInterrupt):
+            raise Interrupted from None
+        raise error
 
     def kill(self) -> None:
         """End every rank and whatever it started, now."""
@@ -303,18 +307,21 @@ def launch(
         folder = Path(event["folder"]) if "folder" in event else folder
         on_event(event)
 
+    def mark(failure: RankFailure) -> None:
+        if folder is not None:
+            record.mark_crashed(folder, failure)
+
     try:
         environment = torchrun_environment()
         if environment is not None:
-            return _run_joined(target, config, args, environment, listen)
+            return _run_joined(target, config, args, environment, listen, mark)
         assert config.world is not None
         with Ranks(config, config.world) as ranks:
             return ranks.run(target, *args, on_event=listen)[0]
     except RankFailure as failure:
-        if folder is not None:
-            record.mark_crashed(folder, failure)
+        mark(failure)
         raise
-    except KeyboardInterrupt:
+    except Interrupted:
         if folder is not None:
             record.mark(folder, "interrupted")
         raise
@@ -326,6 +333,7 @@ def _run_joined(
     args: tuple[Any, ...],
     environment: Mapping[str, int],
     listen: Callable[[Event], None],
+    mark: Callable[[RankFailure], None],
 ) -> Any:
     """This process as one rank of torchrun's world."""
     from torch.distributed import PrefixStore, rendezvous
@@ -333,15 +341,16 @@ def _run_joined(
     from shardlab import world as worlds
 
     rank, size = environment["rank"], environment["size"]
-    if config.world not in (None, size):
-        raise UsageError(
-            f"launch.world is {config.world}, but torchrun has started {size} ranks; leave it out"
-        )
     store, _, _ = next(rendezvous("env://", rank, size))
     # After a restart the old world's addresses are still in torchrun's store: a new name space.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"shardlab/{attempt}", store)
     try:
+        if config.world not in (None, size):
+            raise UsageError(
+                f"launch.world is {config.world}, but torchrun has started {size} ranks; "
+                "leave it out"
+            )
         world = worlds.join(config, **environment, store=store, tell=listen)
         result = _resolve(target)(world, *args)
         worlds.leave()
@@ -349,6 +358,9 @@ def _run_joined(
     except Exception as error:
         failure = _Failure.of(rank, *_as_message(error))
         if failure.is_victim:
+            # torchrun may end us while we wait for the cause to speak: say what we know now.
+            assert isinstance(failure.error, RankFailure)
+            mark(failure.error)
             time.sleep(GRACE_S)
         # The first to say so speaks for all; the others leave without a word.
         with contextlib.suppress(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,7 @@ def train_rank(world: World, values: dict[str, Any], command: str) -> dict[str, 
 def make_folder(config: Config, workload: Workload, world: World, command: str) -> Path:
     """The run folder, made and filled by rank 0 and known to all."""
     folder: Path | None = None
+    pids = world.gather(os.getpid())  # for a debugger, or for whoever must end a rank by hand
     if world.rank == 0:
         strategy = config.strategy.name.rpartition(":")[2]
         name = f"{workload.name}-{strategy}-w{world.size}"
@@ -160,7 +162,7 @@ def make_folder(config: Config, workload: Workload, world: World, command: str) 
             )
             write_json(folder / "env.json", environment.describe(world.device, command))
             (folder / "README.md").write_text(README.format(title=folder.name), encoding="utf-8")
-            mark(folder, "running")
+            mark(folder, "running", pids=pids)
         except OSError as error:
             raise UsageError(f"cannot write the run folder: {error}") from None
     return Path(world.share(str(folder)))

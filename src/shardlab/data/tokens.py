@@ -49,9 +49,7 @@ def open_shard(path: Path) -> Tokens:
     """The tokens of a shard, memory-mapped. A file that is not one is refused with the reason."""
     size = path.stat().st_size
     if size < HEADER:
-        raise UsageError(
-            f"{path} is not a token shard: {size} bytes, less than the header's {HEADER}"
-        )
+        raise UsageError(f"{path} is not a token shard: {size} bytes, its header alone is {HEADER}")
     magic, version, count = np.fromfile(path, dtype="<i4", count=3).tolist()
     if magic != MAGIC:
         raise UsageError(f"{path} is not a token shard: magic {magic}, not {MAGIC}")

@@ -57,9 +57,9 @@ def difference(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.2g}"
 
 
-def count(amount: int, noun: str) -> str:
+def count(amount: int, noun: str, plural: str | None = None) -> str:
     """``1 step``, ``10 steps``."""
-    return f"{amount} {noun}" if amount == 1 else f"{amount} {noun}s"
+    return f"{amount:,} {noun if amount == 1 else plural or noun + 's'}"
 
 
 def names(labels: Sequence[str], at_most: int = 3) -> str:
@@ -91,6 +91,13 @@ def peak(cell: Cell) -> int | None:
     """Bytes on the fullest rank."""
     value: int | None = (cell["peak_bytes"] or {}).get("total")
     return value
+
+
+def leanest(result: Result) -> list[Cell]:
+    """Those that need the least memory. A few bytes are no difference: as read, not to the byte."""
+    peaks = [(cell, value) for cell in measured(result) if (value := peak(cell)) is not None]
+    least = min((value for _, value in peaks), default=None)
+    return [cell for cell, value in peaks if size(value) == size(least)]
 
 
 def agrees(cell: Cell, result: Result) -> bool | None:

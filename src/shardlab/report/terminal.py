@@ -119,15 +119,14 @@ def _memory_and_loss(result: Result) -> str:
 
 
 def _memory(result: Result) -> str:
-    peaks = {c["label"]: p for c in fmt.measured(result) if (p := fmt.peak(c)) is not None}
-    if not peaks:
+    lean = fmt.leanest(result)
+    if not lean:
         return ""
-    least = fmt.size(min(peaks.values()))
-    # A few bytes are no difference: what reads the same is the same.
-    lean = [label for label, value in peaks.items() if fmt.size(value) == least]
-    if len(lean) == len(peaks):
-        return f"{'Each' if len(peaks) > 1 else 'It'} held {least} of memory at its peak"
-    return f"{fmt.names(lean)} needed the least memory, {least} on the fullest rank"
+    least = fmt.size(fmt.peak(lean[0]))
+    if len(lean) == len(fmt.measured(result)):
+        return f"{'Each' if len(lean) > 1 else 'It'} held {least} of memory at its peak"
+    labels = fmt.names([cell["label"] for cell in lean])
+    return f"{labels} needed the least memory, {least} on the fullest rank"
 
 
 def _agreement(result: Result) -> str:

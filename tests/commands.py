@@ -1,0 +1,87 @@
+"""Running the commands as a user does: in processes of their own, with deadlines."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SHARDLAB = [sys.executable, "-m", "shardlab"]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """This environment, with the interpreter's own folder first on the path."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "COLUMNS": "120", **changes}
+
+
+def run(
+    *command: str, cwd: Path, timeout: float = 100, **env: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=timeout
+    )
+
+
+def shardlab(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return run(*SHARDLAB, *args, cwd=cwd, **env)
+
+
+def start(*command: str, cwd: Path) -> subprocess.Popen[str]:
+    """In the background, in a process group of its own."""
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_steps(root: Path, steps: int, timeout: float = 60) -> dict[str, Any]:
+    """The status of the only run under ``root``, once its rank 1 has made some steps."""
+    limit = time.monotonic() + timeout
+    while time.monotonic() < limit:
+        for rows in root.glob("*/rank1.jsonl"):
+            if len(rows.read_text().splitlines()) >= steps:
+                status: dict[str, Any] = json.loads((rows.parent / "status.json").read_text())
+                return status
+        time.sleep(0.05)
+    raise TimeoutError(f"no {steps} steps under {root}: {list(root.glob('*/*'))}")
+
+
+def wait_until_gone(pids: list[int], timeout: float = 5) -> list[int]:
+    """Those of the processes that are still there after a while."""
+    limit = time.monotonic() + timeout
+    left = pids
+    while left and time.monotonic() < limit:
+        left = [pid for pid in left if is_alive(pid)]
+        time.sleep(0.02)
+    return left
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"  # dead, and waiting to be noticed
+
+
+def descendants(pid: int) -> list[int]:
+    """The process's children, theirs, and so on (Linux)."""
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[1]) == pid:
+            children.append(int(stat.parent.name))
+    return children + [g for c in children for g in descendants(c)]

@@ -1,0 +1,160 @@
+"""The collectives give what they promise, and the ledger counts them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import GetRanks
+from shardlab import comm
+from shardlab.world import World
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
+
+
+def every_collective(world: World, dtype: torch.dtype, async_op: bool) -> dict[str, list[float]]:
+    comm.LEDGER.reset()
+    mine = torch.arange(4 * world.size).to(dtype) + 10 * world.rank  # (4 * ranks,)
+    summed, largest, sent = mine.clone(), mine.clone(), mine.clone()
+    gathered = torch.empty(3 * world.size, dtype=dtype)
+    shard = torch.empty(4, dtype=dtype)
+    pending = [
+        comm.all_reduce(summed, world.group, async_op=async_op),
+        comm.all_reduce(largest, world.group, op="max", async_op=async_op),
+        comm.broadcast(sent, world.group, async_op=async_op),
+        comm.all_gather(gathered, mine[:3], world.group, async_op=async_op),
+        comm.reduce_scatter(shard, mine, world.group, async_op=async_op),
+        comm.barrier(world.group, async_op=async_op),
+    ]
+    for p in pending:
+        p.wait()
+    return {
+        "sum": summed.tolist(),
+        "max": largest.tolist(),
+        "broadcast": sent.tolist(),
+        "gather": gathered.tolist(),
+        "scatter": shard.tolist(),
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+def test_results(world: int, async_op: bool, ranks: GetRanks) -> None:
+    base = torch.arange(4 * world)
+    inputs = torch.stack([base + 10 * r for r in range(world)])  # (ranks, 4 * ranks)
+    for dtype in DTYPES:
+        results = ranks(world).run(every_collective, dtype, async_op)
+        for rank, result in enumerate(results):
+            assert result["sum"] == inputs.sum(0).tolist()
+            assert result["max"] == inputs.amax(0).tolist()
+            assert result["broadcast"] == inputs[0].tolist()
+            assert result["gather"] == inputs[:, :3].flatten().tolist()
+            assert result["scatter"] == inputs.sum(0)[4 * rank : 4 * rank + 4].tolist()
+
+
+def ledger_of(world: World, async_op: bool) -> list[dict[str, Any]]:
+    every_collective(world, torch.float32, async_op)
+    return comm.LEDGER.take()
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+def test_the_ledger(async_op: bool, ranks: GetRanks) -> None:
+    for rows in ranks(2).run(ledger_of, async_op):
+        assert [r["seq"] for r in rows] == list(range(6))
+        assert [r["op"] for r in rows] == [
+            "all_reduce", "all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier",
+        ]  # fmt: skip
+        # Ψ: the whole tensor, 8 floats; for all_gather its output, 6.
+        assert [r["bytes"] for r in rows] == [32, 32, 32, 24, 32, 0]
+        assert {r["ranks"] for r in rows} == {2}
+        assert all(r["site"].startswith("test_comm.py:") for r in rows)
+        for row in rows:
+            assert row["enqueue_ns"] <= row["wait_ns"] <= row["ready_ns"]
+            # The end is stamped by Gloo's own thread, which may come to it after the waiter.
+            assert row["done_ns"] is None or row["enqueue_ns"] <= row["done_ns"]
+
+
+def completed_while_away(world: World) -> tuple[bool, int]:
+    """An asynchronous collective ends before anyone waits for it, and the ledger knows when."""
+    import time
+
+    comm.LEDGER.reset()
+    pending = comm.all_reduce(torch.ones(8), world.group, async_op=True)
+    limit = time.monotonic() + 20
+    while pending.entry.done_ns is None and time.monotonic() < limit:
+        time.sleep(0.001)
+    pending.wait()
+    pending.wait()  # twice is harmless
+    entry = pending.entry
+    assert entry.done_ns is not None
+    assert entry.wait_ns is not None
+    return entry.done_ns < entry.wait_ns, len(comm.LEDGER.take())
+
+
+def test_completion_is_seen_without_waiting(ranks: GetRanks) -> None:
+    assert ranks(2).run(completed_while_away) == [(True, 1)] * 2
+
+
+def loopback_bytes(world: World, op: str, size: int) -> int:
+    """Bytes that crossed the loopback device while one collective ran on all ranks."""
+    tensor = torch.ones(size, dtype=torch.uint8)
+    shard = torch.empty(size // world.size, dtype=torch.uint8)
+
+    def collective() -> None:
+        if op == "reduce_scatter":
+            comm.reduce_scatter(shard, tensor, world.group)
+        else:
+            comm.all_reduce(tensor, world.group)
+
+    collective()  # connections
+    counts = []
+    for _ in range(3):  # other traffic only adds: the least is ours
+        comm.barrier(world.group)
+        before = _sent_on_loopback()
+        comm.barrier(world.group)
+        collective()
+        comm.barrier(world.group)
+        counts.append(_sent_on_loopback() - before)
+    return min(counts)
+
+
+def _sent_on_loopback() -> int:
+    from pathlib import Path
+
+    return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text())
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_reduce_scatter_is_a_true_one(world: int, ranks: GetRanks) -> None:
+    """On the wire Ψ(n-1)/n per rank, half of all_reduce's; Gloo's own sends as much as that."""
+    size = 16 << 20
+    for op in ("all_reduce", "reduce_scatter"):
+        sent = ranks(world).run(loopback_bytes, op, size)[0]
+        promised = comm.wire_bytes(op, size, world) * world
+        assert sent == pytest.approx(promised, rel=0.05), op
+
+
+def profiled(world: World) -> list[str]:
+    comm.LEDGER.reset()
+    with torch.profiler.profile() as profile:
+        comm.all_reduce(torch.ones(4), world.group, label="grad head")
+    return [event.name for event in profile.events() if "shardlab" in event.name]
+
+
+def test_the_profiler_sees_the_ledgers_number(ranks: GetRanks) -> None:
+    names = ["shardlab::all_reduce #0 grad head", "shardlab::wait:all_reduce #0 grad head"]
+    assert ranks(2).run(profiled) == [names, names]
+
+
+def two_steps(world: World) -> tuple[int, int, list[int | None]]:
+    comm.LEDGER.reset(full_steps=1)
+    for step in range(2):
+        comm.LEDGER.step = step
+        comm.all_reduce(torch.ones(2), world.group)
+    return comm.LEDGER.calls, comm.LEDGER.bytes, [row["step"] for row in comm.LEDGER.take()]
+
+
+def test_later_steps_are_only_counted(ranks: GetRanks) -> None:
+    assert ranks(1).run(two_steps) == [(2, 16, [0])]
