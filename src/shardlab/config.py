@@ -301,7 +301,7 @@ def _build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
             _require(isinstance(value, Mapping), f"{path} is a section, not a {_kind(value)}")
             arguments[key] = _build(typing.cast(type[Any], hint), value, path)
         else:
-            arguments[key] = _typed(value, hint, path)
+            arguments[key] = typed(value, hint, path)
     return typing.cast(T, cls(**arguments))
 
 
@@ -312,7 +312,7 @@ def _kind(value: Any) -> str:
     return _WORDS.get(type(value), "nothing" if value is None else type(value).__name__)
 
 
-def _typed(value: Any, hint: Any, path: str) -> Any:
+def typed(value: Any, hint: Any, path: str) -> Any:
     """``value`` if it has the field's type. Nothing is converted but a whole number to a float."""
     if isinstance(hint, types.UnionType):  # X | None
         if value is None:

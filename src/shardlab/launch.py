@@ -321,9 +321,9 @@ def launch(
     except RankFailure as failure:
         mark(failure)
         raise
-    except Interrupted:
-        if folder is not None:
-            record.mark(folder, "interrupted")
+    except (Interrupted, UsageError) as error:
+        if folder is not None:  # refused in mid-run: a strategy that cannot do what the model needs
+            record.mark(folder, "interrupted", reason=str(error) or "Ctrl-C")
         raise
 
 

@@ -12,7 +12,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardlab.config import typed
 from shardlab.errors import UsageError, unknown
+
+_TYPES = (int, float, str, bool)
+PLAIN = (*_TYPES, *(kind | None for kind in _TYPES))
 
 
 def resolve(name: str, known: Mapping[str, str], kind: str) -> Any:
@@ -61,14 +65,17 @@ def _load_file(path: Path) -> Any:
 
 
 def check_options(target: Callable[..., Any], options: Mapping[str, Any], kind: str) -> None:
-    """Refuse an option that ``target`` does not take, with the nearest one it does."""
-    parameters = inspect.signature(target).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return
-    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    for name in options:
+    """Refuse an option that ``target`` does not take, or not as such a value.
+
+    Options are the keyword-only parameters; those annotated as a plain type are checked.
+    """
+    parameters = inspect.signature(target, eval_str=True).parameters.values()
+    known = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY}
+    for name, value in options.items():
         if name not in known:
             raise unknown(f"option of {kind}", name, known)
+        if known[name] in PLAIN:
+            typed(value, known[name], f"{kind}'s {name}")
 
 
 def summary(import_path: str) -> str:

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardlab.config import Config, parse_value
+from shardlab.config import Config, check_batch, parse_value
 from shardlab.errors import RankFailure, UsageError
 from shardlab.launch import Ranks
 from shardlab.measure import stats
@@ -67,6 +67,7 @@ def cells_of(config: Config, specs: list[str], world: int, plan: Plan) -> list[C
     ``single`` is one process with every rank's micro-batches one after another: the very
     same arithmetic, so that its loss is the others', with BatchNorm too.
     """
+    check_batch(config.training, world)
     cells = []
     for spec in specs:
         name, options = parse_spec(spec)

@@ -148,12 +148,13 @@ def _step_chart(result: Result) -> StepChart:
     cells = fmt.measured(result)
     best = min(cell["step_ms"]["median"] for cell in cells)
     near = [cell for cell in cells if cell["step_ms"]["median"] <= FAR * best]
-    times: list[float] = [
-        ms for cell in near for repeat in cell["step_ms_repeats"] for ms in repeat
-    ]
-    low, p90 = min(times), max(cell["step_ms"]["p90"] for cell in near)
-    high = min(max(times), p90 + 0.2 * (p90 - low))  # one stalled step does not stretch the axis
-    margin = 0.04 * (high - low) or 0.1 * high
+    times = [ms for cell in near for repeat in cell["step_ms_repeats"] for ms in repeat]
+    low: float = min(times)
+    p90: float = max(cell["step_ms"]["p90"] for cell in near)
+    high: float = min(
+        max(times), p90 + 0.2 * (p90 - low)
+    )  # one stalled step does not stretch the axis
+    margin = 0.04 * (high - low) or 0.1 * high or 1.0
     low, high = max(low - margin, 0), high + margin
     every = math.ceil(result["timed_steps"] / DOTS_PER_REPEAT)
 
@@ -309,9 +310,9 @@ ELSEWHERE = {"command", "workload", "parameters"}  # the page has them in other 
 
 def _environment_rows(env: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Name and text, in our order; then what a later version may have added."""
-    for key in (*ENVIRONMENT_NAMES, *(env.keys() - ENVIRONMENT_NAMES - ELSEWHERE)):
+    for key in dict.fromkeys((*ENVIRONMENT_NAMES, *env)):
         value = env.get(key)
-        if value is None or value == []:
+        if value is None or value == [] or key in ELSEWHERE:
             continue
         if key == "memory_bytes":
             text = fmt.size(value)

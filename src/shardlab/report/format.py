@@ -13,13 +13,13 @@ NOTHING = "–"
 LOSS_TOLERANCE = 1e-4  # of the loss: beyond the rounding of another order of summation
 
 
-def number(value: float | None) -> str:
-    """Three significant digits, or all the whole ones: 0.273, 27.3, 6,295."""
+def number(value: float | None, like: float | None = None) -> str:
+    """Three significant digits (of ``like``, if given), or all the whole ones: 0.273, 6,295."""
     if value is None:
         return NOTHING
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
-    rounded = float(f"{value:.3g}")  # 9.996 is 10.0, not 10.00
+    rounded = float(f"{like or value:.3g}")  # 9.996 is 10.0, not 10.00
     decimals = max(0, 2 - math.floor(math.log10(abs(rounded))))
     return f"{value:,.{decimals}f}"
 
@@ -42,7 +42,7 @@ def size(value: float | None) -> str:
 
 
 def spread(step_ms: Mapping[str, float]) -> str:
-    return f"{number(step_ms['p10'])}–{number(step_ms['p90'])}"
+    return f"{number(step_ms['p10'], like=step_ms['p90'])}–{number(step_ms['p90'])}"
 
 
 def speed(value: float | None) -> str:

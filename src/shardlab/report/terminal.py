@@ -135,9 +135,9 @@ def _agreement(result: Result) -> str:
     if not others:
         return ""
     if reference["loss_difference"] is None:
-        return "the losses are unchecked, for single was not measured"
+        return "the losses were not checked, as single was not measured"
     if not math.isfinite(reference["loss"]):
-        return f"the losses are unchecked, for that of single is {reference['loss']}"
+        return f"the losses were not checked, as that of single is {reference['loss']}"
     apart = [cell for cell in others if not fmt.agrees(cell, result)]
     if not apart:
         return "every final loss agrees with that of single"

@@ -1,0 +1,384 @@
+"""The views of a comparison, from a result made by hand: no torch, no ranks."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from shardlab.report import compare, terminal
+from shardlab.report import format as fmt
+
+MISSING = (
+    "step_ms", "speed_to_baseline", "skew_ms", "samples_per_s", "tokens_per_s", "peak_bytes",
+    "loss", "loss_difference",
+)  # fmt: skip
+
+
+def cell(
+    strategy: str, ms: float, mib: float = 80, loss: float = 5.0, **more: Any
+) -> dict[str, Any]:
+    return {
+        "strategy": strategy,
+        "label": strategy,
+        "world": 1 if strategy == "single" else 2,
+        "options": {},
+        "accumulate": 1,
+        "status": "ok",
+        "reason": None,
+        "step_ms": {"median": ms, "p10": 0.97 * ms, "p90": 1.04 * ms, "n": 4},
+        "step_ms_repeats": [[ms, 0.97 * ms], [1.04 * ms, ms]],
+        "speed_to_baseline": 200 / ms,
+        "skew_ms": 0.5,
+        "samples_per_s": 8e3 / ms,
+        "tokens_per_s": 8e3 * 128 / ms,
+        "peak_bytes": {"total": int(mib * 2**20)},
+        "loss": loss,
+        "loss_difference": abs(loss - 5.0),
+        "losses": [7.0, 6.0, loss],
+    } | more
+
+
+def without_numbers(strategy: str, status: str, reason: str) -> dict[str, Any]:
+    """As a cell is that failed in its second visit: what the first one left is still there."""
+    return cell(strategy, 100) | dict.fromkeys(MISSING) | {"status": status, "reason": reason}
+
+
+def result_of(*cells: dict[str, Any]) -> dict[str, Any]:
+    names = [c["label"] for c in cells]
+    return {
+        "schema": 1,
+        "command": "shardlab compare --world 2",
+        "env": {
+            "time": "2026-11-15T03:32:37+00:00",
+            "command": "shardlab compare --world 2",
+            "shardlab": "0.1.0",
+            "git": {"commit": "d277b3a1020482f2cdb24385b28e9a82497e37f2", "dirty": True},
+            "torch": "2.13.0",
+            "memory_bytes": 2**34,
+            "device": "cpu",
+            "gpus": [],
+            "cuda": None,
+            "backend": "gloo",
+            "workload": "gpt2-mini",
+            "parameters": 3_257_856,
+            "something new": "shown too",
+        },
+        "baseline": "single" if "single" in names else names[0],
+        "workload": "gpt2-mini",
+        "parameters": 3_257_856,
+        "global_batch": 8,
+        "repeats": 2,
+        "warmup_steps": 1,
+        "timed_steps": 2,
+        "cells": list(cells),
+    }
+
+
+def without_single(*cells: dict[str, Any]) -> dict[str, Any]:
+    return result_of(*(c | {"loss_difference": None} for c in cells))
+
+
+@pytest.fixture
+def result() -> dict[str, Any]:
+    return result_of(
+        cell("single", 200),
+        cell("simple_ddp", 125, mib=70),
+        cell("pytorch_ddp", 100, label="pytorch_ddp (bucket_mb=4)", options={"bucket_mb": 4}),
+        without_numbers("zero3", "failed", "rank 1: RuntimeError: the shard is [gone]"),
+        without_numbers("fsdp2", "skipped", "needs another torch"),
+    )
+
+
+NANS = {"loss": float("nan"), "loss_difference": float("nan"), "losses": [7.0, float("nan")] * 2}
+ONE_STEP = {"step_ms_repeats": [[100.0]], "losses": [5.0]}
+MANY_STEPS = {"step_ms_repeats": [[100.0] * 999]}
+BARE_ENV = {"shardlab": "0", "time": "2026", "git": None, "device": "cpu", "backend": "gloo"}
+UNUSUAL = {
+    "all failed": result_of(without_numbers("single", "failed", "rank 0: gone")),
+    "baseline failed": result_of(
+        without_numbers("single", "failed", "rank 0: gone"),
+        cell("simple_ddp", 100, speed_to_baseline=None, loss_difference=None),
+    ),
+    "no single": without_single(cell("simple_ddp", 100), cell("pytorch_ddp", 90)),
+    "one step": result_of(cell("single", 100, **ONE_STEP)) | {"warmup_steps": 0, "timed_steps": 1},
+    "many steps": result_of(cell("single", 100, **MANY_STEPS)) | {"timed_steps": 999},
+    "no tokens": result_of(cell("single", 100, tokens_per_s=None)),
+    "no memory": result_of(cell("single", 100, peak_bytes={"total": None})),
+    "one loss is nan": result_of(cell("single", 100), cell("simple_ddp", 90, **NANS)),
+    "all losses are nan": result_of(cell("single", 100, **NANS), cell("simple_ddp", 90, **NANS)),
+    "no git": result_of(cell("single", 100)) | {"env": BARE_ENV},
+}
+
+
+def drawn(result: dict[str, Any], width: int = 80) -> str:
+    console = Console(width=width, file=None, color_system=None)
+    with console.capture() as capture:
+        console.print(terminal.compare_table(result))
+    return capture.get()
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+# ------------------------------------------------------------------ numbers as text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.2731, "0.273"), (9.996, "10.0"), (27.31, "27.3"), (6294.9, "6,295"), (None, "–"),
+     (float("nan"), "nan"), (float("inf"), "inf")],
+)  # fmt: skip
+def test_number(value: float | None, text: str) -> None:
+    assert fmt.number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0 B"), (1023, "1,023 B"), (1024, "1.00 KiB"), (89_680_124, "85.5 MiB"),
+     (9.1e9, "8.48 GiB"), (5 * 2**50, "5,120 TiB"), (None, "–")],
+)  # fmt: skip
+def test_size(value: float | None, text: str) -> None:
+    assert fmt.size(value) == text
+
+
+def test_compact_spread_and_names() -> None:
+    assert fmt.spread({"p10": 97.02, "p90": 104.1}) == "97–104"
+    assert [fmt.compact(v) for v in (999_999, 3_257_856, 1.5e9)] == ["999,999", "3.26M", "1.50B"]
+    assert fmt.names(["a"]) == "a"
+    assert fmt.names(["a", "b"]) == "a and b"
+    assert fmt.names(["a", "b", "c", "d"]) == "a, b, c and d"
+    assert fmt.names(["a", "b", "c", "d", "e"]) == "a, b, c and 2 others"
+
+
+# ------------------------------------------------------------------ terminal
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_table_has_a_row_for_each_strategy(result: dict[str, Any], width: int) -> None:
+    text = drawn(result, width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    row = next(line for line in text.splitlines() if line.startswith("simple_ddp"))
+    assert words(row) == "simple_ddp 2 125 121–130 1.60× 8,192 70.0 MiB 5.0000 0"
+    assert "tokens/s" in text
+
+
+def test_table_says_why_a_row_has_no_numbers(result: dict[str, Any]) -> None:
+    text = words(drawn(result))
+    assert "zero3 2 failed" in text
+    assert "zero3 failed: rank 1: RuntimeError: the shard is [gone]" in text  # no markup is read
+    assert "fsdp2 skipped: needs another torch" in text
+
+
+def test_table_marks_a_loss_that_differs() -> None:
+    text = drawn(result_of(cell("single", 200), cell("wrong", 100, loss=5.5)))
+    assert "≠ 0.5" in text
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_table_of_the_unusual(name: str) -> None:
+    assert UNUSUAL[name]["cells"][0]["label"] in drawn(UNUSUAL[name])
+
+
+def test_verdict(result: dict[str, Any]) -> None:
+    assert terminal.verdict(result) == (
+        "pytorch_ddp (bucket_mb=4) was fastest at 100 ms a step, 2.00× as fast as single. "
+        "simple_ddp needed the least memory, 70.0 MiB on the fullest rank; every final loss agrees "
+        "with that of single. zero3 failed, fsdp2 was skipped."
+    )
+
+
+def test_verdict_when_the_lead_is_within_the_spread() -> None:
+    text = terminal.verdict(result_of(cell("single", 200), cell("a", 100), cell("b", 102)))
+    assert "though its spread overlaps that of b." in text
+
+
+def test_verdict_when_the_baseline_is_fastest() -> None:
+    text = terminal.verdict(result_of(cell("single", 200), cell("slow", 300)))
+    assert text.startswith("single, the baseline, was fastest at 200 ms a step.")
+    assert "Each held 80.0 MiB of memory" in text
+
+
+@pytest.mark.parametrize(
+    ("loss", "agrees"), [(5.0, True), (5.0004, True), (5.0006, False), (float("nan"), False)]
+)
+def test_losses_agree_within_a_ten_thousandth(loss: float, agrees: bool) -> None:
+    text = terminal.verdict(result_of(cell("single", 200), cell("other", 100, loss=loss)))
+    assert ("every final loss agrees" in text) is agrees
+    assert ("the final loss of other differs from that of single by" in text) is not agrees
+
+
+def test_verdict_names_all_that_differ() -> None:
+    cells = (cell("single", 200), cell("a", 100, loss=5.1), cell("b", 100, loss=5.25))
+    text = terminal.verdict(result_of(*cells))
+    assert "the final losses of a and b differ from that of single, by up to 0.25." in text
+
+
+def test_verdict_when_all_failed() -> None:
+    cells = [without_numbers(name, "failed", "gone") for name in ("single", "simple_ddp")]
+    assert terminal.verdict(result_of(*cells)) == (
+        "No strategy finished: single and simple_ddp failed."
+    )
+
+
+@pytest.mark.parametrize("name", ["no single", "baseline failed"])
+def test_verdict_without_single_checks_no_loss(name: str) -> None:
+    text = terminal.verdict(UNUSUAL[name])
+    assert "agrees" not in text
+    assert ("the losses were not checked, as single was not measured" in text) or (
+        name != "no single"
+    )
+
+
+# ------------------------------------------------------------------ files
+
+
+def test_files_are_written_whole(result: dict[str, Any], tmp_path: Path) -> None:
+    files = compare.write(tmp_path, result)
+    assert files == {
+        "json": tmp_path / "compare.json",
+        "csv": tmp_path / "compare.csv",
+        "html": tmp_path / "report.html",
+    }
+    assert set(tmp_path.iterdir()) == set(files.values())  # no part is left behind
+    assert json.loads(files["json"].read_text(encoding="utf-8")) == result
+    assert files["csv"].read_text(encoding="utf-8") == compare.csv_text(result)
+    assert files["html"].read_text(encoding="utf-8").endswith("</html>")
+    compare.write(tmp_path, result)  # over the old ones
+
+
+def test_csv_reads_back(result: dict[str, Any]) -> None:
+    rows = list(csv.DictReader(compare.csv_text(result).splitlines()))
+    assert [row["label"] for row in rows] == [c["label"] for c in result["cells"]]
+    tuned, failed = rows[2], rows[3]
+    assert json.loads(tuned["options"]) == {"bucket_mb": 4}
+    assert float(tuned["step_ms_median"]) == 100
+    assert float(tuned["step_ms_p90"]) == 104
+    assert int(tuned["peak_bytes_total"]) == 80 * 2**20
+    assert tuned["workload"] == "gpt2-mini"
+    assert failed["status"] == "failed"
+    assert failed["reason"] == "rank 1: RuntimeError: the shard is [gone]"
+    assert failed["step_ms_median"] == failed["loss"] == ""
+
+
+class Page(HTMLParser):
+    """What a browser would see: the tags, their attributes, and whether each is closed."""
+
+    VOID = frozenset({"meta", "link", "wbr"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not {"style", "script"} & set(self._open):
+            self.text.append(data)
+
+
+def test_page_has_the_answer_the_rows_and_the_reasons(result: dict[str, Any]) -> None:
+    page = Page(compare.html(result))
+    text = words("".join(page.text))
+    for expected in (
+        terminal.verdict(result),
+        "rank 1: RuntimeError: the shard is [gone]",
+        "shardlab compare --world 2",
+        "d277b3a10204, with uncommitted changes",
+        "shown too",  # of the environment, though this version does not know its name
+        "all 3 are within 0.01% of the loss of single: exactly the same",
+    ):
+        assert expected in text
+    labels = [value for name, value in page.attributes if name == "aria-label"]
+    assert "simple_ddp: median 125 ms, p10 to p90 121–130 ms, 4 steps" in labels
+    assert page.tags.count("h1") == page.tags.count("caption") == 1
+
+
+def test_page_escapes_what_it_is_given(result: dict[str, Any]) -> None:
+    evil = "<script>alert(1)</script>"
+    scripts = Page(compare.html(result)).tags.count("script")
+    for cell_ in result["cells"]:
+        cell_["strategy"] = cell_["label"] = evil + cell_["label"]
+        cell_["reason"] = cell_["reason"] and evil
+    result |= {"command": evil, "workload": evil, "baseline": result["cells"][0]["label"]}
+    result["env"]["torch"] = evil
+    text = compare.html(result)
+    assert evil not in text
+    assert Page(text).tags.count("script") == scripts
+
+
+def test_page_needs_no_network(result: dict[str, Any]) -> None:
+    text = compare.html(result)
+    assert not re.search(r"https?:|@import|url\(|fetch\(|XMLHttpRequest", text)
+    references = [value for name, value in Page(text).attributes if name in ("src", "href")]
+    assert references == ["data:,"]
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_page_of_the_unusual(name: str) -> None:
+    text = "".join(Page(compare.html(UNUSUAL[name])).text)
+    assert "How it was measured" in text
+    assert ("Step time" in text) is (name != "all failed")
+    assert "None" not in text
+
+
+def test_step_chart_keeps_the_others_apart_when_one_is_far_behind() -> None:
+    result = result_of(cell("single", 800), cell("a", 100), cell("b", 110))
+    stalled = copy.deepcopy(result)
+    stalled["cells"][1]["step_ms_repeats"][0][0] = 5000.0
+    chart = compare._step_chart(stalled)
+    single, a, b = chart.rows
+    assert single.beyond
+    assert chart.baseline is None
+    assert chart.stalls == 1
+    assert 0 < a.median < b.median - 20
+    for row in (a, b):
+        assert all(0 <= dot.x <= 100 for dot in row.dots)
+
+
+def test_step_chart_draws_a_limited_number_of_dots() -> None:
+    chart = compare._step_chart(UNUSUAL["many steps"])
+    assert chart.every == 10
+    assert len(chart.rows[0].dots) == compare.DOTS_PER_REPEAT
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "texts"),
+    [(0, 300, "0 50 100 150 200 250 300"), (3.6, 5.4, "4.0 4.5 5.0"), (1, 1, "")],
+)
+def test_ticks_are_round(low: float, high: float, texts: str) -> None:
+    assert [tick.text for tick in compare._ticks(low, high)] == texts.split()
+
+
+def test_reports_need_no_torch() -> None:
+    code = (
+        "import sys; from shardlab.report import compare, terminal; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,202 @@
+"""The mechanism of each strategy: what it sends and when, and what it refuses."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import toys
+from conformance import arrays, make_optimizer
+from conftest import GetRanks
+from shardlab import comm, naming
+from shardlab.errors import RankFailure, UsageError
+from shardlab.strategies import STRATEGIES
+from shardlab.strategies.base import Strategy
+from shardlab.world import World
+
+PARALLEL = [name for name in STRATEGIES if name != "single"]
+
+
+def build(name: str, toy: str, world: World, seed: int = 0, **options: Any) -> Any:
+    make = naming.resolve(name, STRATEGIES, "strategy")
+    return make(toys.build(toy, seed), make_optimizer("adamw"), toys.loss, world.mesh, **options)
+
+
+def microbatches(step: int, rank: int, micro: int) -> list[Any]:
+    return [toys.batch(step, rank, m) for m in range(micro)]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_five_minute_read(name: str) -> None:
+    """Under 200 lines, the schedule in the docstring, the contract's methods all there."""
+    make = naming.resolve(name, STRATEGIES, "strategy")
+    path = Path(inspect.getfile(make))
+    assert len(path.read_text().splitlines()) < 200
+    assert "Schedule" in (make.__doc__ or "")
+    methods = [m for m in vars(Strategy) if not m.startswith("_")]
+    assert methods
+    for method in methods:
+        assert callable(getattr(make, method))
+
+
+def step_ledger(world: World, name: str, toy: str, micro: int) -> list[dict[str, Any]]:
+    strategy = build(name, toy, world)
+    comm.LEDGER.reset()
+    strategy.gradients(microbatches(0, world.rank, micro))
+    strategy.step()
+    return comm.LEDGER.take()
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize(("name", "syncs"), [("simple_ddp", "each"), ("simple_ddp_ga", "once")])
+def test_what_a_step_sends(name: str, syncs: str, micro: int, ranks: GetRanks) -> None:
+    """Ψ per micro-batch or per step, one call per parameter, and two words besides."""
+    size = sum(p.numel() * 8 for p in toys.build("mlp", 0).parameters())
+    rounds = micro if syncs == "each" else 1
+    for rows in ranks(2).run(step_ledger, name, "mlp", micro):
+        assert {r["op"] for r in rows} == {"all_reduce"}
+        kinds = Counter(r["label"].split()[0] for r in rows)
+        assert kinds == {"target": 1, "used": rounds, "grad": 4 * rounds, "loss": 1}
+        gradients = [r for r in rows if r["label"].startswith("grad")]
+        assert sum(r["bytes"] for r in gradients) == size * rounds
+
+
+def test_single_sends_nothing(ranks: GetRanks) -> None:
+    (rows,) = ranks(1).run(step_ledger, "single", "mlp", 2)
+    assert rows == []
+
+
+def test_every_rank_sends_the_same(ranks: GetRanks) -> None:
+    """Though they use different parameters: a difference would pair wrong tensors, or hang."""
+    for toy in toys.TOYS:
+        runs = ranks(2).run(step_ledger, "simple_ddp_ga", toy, 1)
+        first, second = ([(r["op"], r["bytes"], r["label"]) for r in rows] for rows in runs)
+        assert first == second
+
+
+# ------------------------------------------------------------------ parameters without gradient
+
+
+class OneRankOnly(torch.nn.Module):
+    """``extra`` is used on the ranks whose data says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 3)
+        self.extra = torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        return out + self.extra(x) if len(x) == toys.ROWS else out
+
+
+def unused_on_rank_1(world: World, options: dict[str, Any]) -> dict[str, Any]:
+    from shardlab.strategies.pytorch_ddp import PyTorchDDP
+    from shardlab.workloads.base import Batch
+
+    torch.manual_seed(0)
+    strategy = PyTorchDDP(
+        OneRankOnly().double(), make_optimizer("adamw"), toys.loss, world.mesh, **options
+    )
+    rows = toys.ROWS - world.rank
+    x = torch.ones(rows, 6, dtype=torch.float64)
+    strategy.gradients([Batch(x, torch.zeros(rows, dtype=torch.long), rows, rows)])
+    return arrays(strategy.full_grads())
+
+
+def test_ddp_names_the_parameter_it_would_wait_for(ranks: GetRanks) -> None:
+    """Plain DDP hangs here: rank 0 waits for a bucket that rank 1 will never fill."""
+    with pytest.raises(UsageError) as caught:
+        ranks(2).run(unused_on_rank_1, {}, deadline_s=30)
+    assert "'extra.bias' got no gradient on rank 1" in str(caught.value)
+    assert "find_unused_parameters: true" in str(caught.value)
+
+
+def test_ddp_that_looks_for_unused_parameters_is_right(ranks: GetRanks) -> None:
+    first, second = ranks(2).run(unused_on_rank_1, {"find_unused_parameters": True}, deadline_s=30)
+    assert all(np.array_equal(first[n], second[n]) for n in first)
+    assert first["extra.weight"].any()
+
+
+def unused_in_the_last_microbatch(world: World) -> None:
+    """``extra`` has a gradient, from the first micro-batch: that must not hide the problem."""
+    from shardlab.strategies.pytorch_ddp import PyTorchDDP
+    from shardlab.workloads.base import Batch
+
+    strategy = PyTorchDDP(OneRankOnly(), make_optimizer("sgd"), toys.loss, world.mesh)
+    for _ in range(2):
+        strategy.gradients(
+            [
+                Batch(torch.ones(rows, 6), torch.zeros(rows, dtype=torch.long), rows, rows)
+                for rows in (toys.ROWS, toys.ROWS - 1)
+            ]
+        )
+
+
+def test_ddp_sees_through_accumulation(ranks: GetRanks) -> None:
+    with pytest.raises(UsageError, match="got no gradient"):
+        ranks(2).run(unused_in_the_last_microbatch, deadline_s=30)
+
+
+def bad_bucket(world: World) -> None:
+    build("pytorch_ddp", "mlp", world, bucket_mb=0)
+
+
+def single_on_two(world: World) -> None:
+    build("single", "mlp", world)
+
+
+def test_refusals(ranks: GetRanks) -> None:
+    with pytest.raises(UsageError, match="bucket_mb must be above 0"):
+        ranks(1).run(bad_bucket)
+    with pytest.raises(UsageError, match="this world has 2"):
+        ranks(2).run(single_on_two)
+
+
+# ------------------------------------------------------------------ state
+
+
+def train_then_hand_over(world: World, first: str, second: str) -> tuple[Any, Any]:
+    """Two steps under one strategy and two under another, beside four under the first."""
+    whole = build(first, "buffers", world)
+    for step in range(4):
+        whole.gradients(microbatches(step, world.rank, 2))
+        whole.step()
+    part = build(first, "buffers", world)
+    for step in range(2):
+        part.gradients(microbatches(step, world.rank, 2))
+        part.step()
+    state = part.state_dict()
+    rest = build(second, "buffers", world, seed=99)  # every tensor must come from the state
+    rest.load_state_dict(state)
+    for step in range(2, 4):
+        rest.gradients(microbatches(step, world.rank, 2))
+        rest.step()
+    part.step()  # the state was a copy: what becomes of its source does not matter
+    return arrays(whole.full_params()), arrays(rest.full_params())
+
+
+@pytest.mark.parametrize("second", PARALLEL)
+@pytest.mark.parametrize("first", PARALLEL)
+def test_state_moves_between_strategies(first: str, second: str, ranks: GetRanks) -> None:
+    for whole, handed in ranks(2).run(train_then_hand_over, first, second):
+        for name in whole:
+            np.testing.assert_allclose(handed[name], whole[name], rtol=0, atol=1e-12, err_msg=name)
+
+
+def unequal_microbatches(world: World) -> None:
+    """One rank is told of one micro-batch more: it must end, not hang."""
+    strategy = build("simple_ddp", "mlp", world)
+    strategy.gradients(microbatches(0, world.rank, 1 + world.rank))
+    strategy.step()
+
+
+def test_a_rank_with_more_to_do_does_not_hang_for_ever(ranks: GetRanks) -> None:
+    with pytest.raises(RankFailure):
+        ranks(2).run(unequal_microbatches, deadline_s=3)
