@@ -180,6 +180,11 @@ def test_table_says_why_a_row_has_no_numbers(result: dict[str, Any]) -> None:
     assert "fsdp2 skipped: needs another torch" in text
 
 
+def test_table_reads_no_markup(result: dict[str, Any]) -> None:
+    result["workload"] = result["cells"][1]["label"] = "[red]x[/red]"
+    assert drawn(result).count("[red]x[/red]") == 2
+
+
 def test_table_marks_a_loss_that_differs() -> None:
     text = drawn(result_of(cell("single", 200), cell("wrong", 100, loss=5.5)))
     assert "≠ 0.5" in text

@@ -192,10 +192,8 @@ def test_a_workload_that_is_not_one(
 
 def test_a_crash_shows_its_traceback_once(tmp_path: Path) -> None:
     """And the folder keeps it."""
-    crashing = OWN.replace("return 100", "return 100").replace(
-        "    x = torch",
-        "    if 7 in ids: raise ValueError('planted in sample 7')\n        x = torch",
-    )
+    planted = "if 7 in ids: raise ValueError('planted in sample 7')\n        x = torch"
+    crashing = OWN.replace("x = torch", planted)
     assert crashing != OWN
     (tmp_path / "own.py").write_text(crashing)
     done = commands.shardlab(

@@ -129,7 +129,7 @@ def train(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Train with one strategy; the run folder keeps every step and every collective."""
-    from shardlab import launch
+    from shardlab import launch, record
     from shardlab.report import console
 
     resolved = _config(
@@ -171,7 +171,7 @@ def train(
     if result is None:  # a rank of torchrun's, but not the first
         return
     if as_json:
-        print(json.dumps(result))
+        print(record.json_text(result))
     elif quiet:
         print(result["folder"])
     else:
@@ -248,7 +248,7 @@ def compare(
     folder = record.new_folder(Path(resolved.output.root), "compare", _path(resolved.output.dir))
     files = report.write(folder, result)
     if as_json:
-        print(json.dumps(result))
+        print(record.json_text(result))
     elif quiet:
         print(folder)
     else:

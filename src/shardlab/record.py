@@ -7,6 +7,7 @@ read or mark a folder.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections import deque
@@ -59,11 +60,30 @@ def new_folder(root: Path, name: str, chosen: Path | None = None) -> Path:
     raise FileExistsError(root / f"{stamp}-{name}")
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_text(path: Path, text: str) -> None:
     """Whole or not at all: a reader never sees half a file."""
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    part.write_text(text, encoding="utf-8", newline="\n")
     os.replace(part, path)  # noqa: PTH105
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json_text(value, indent=1) + "\n")
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Strict JSON: it has no NaN or infinity, so a loss that is one becomes null."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -186,7 +206,7 @@ class Recorder:
             self._under_way.popleft()
             self.rows.append(oldest.row)
             if self._file:
-                self._file.write(json.dumps(oldest.row) + "\n")
+                self._file.write(json_text(oldest.row) + "\n")
                 self._file.flush()
             self._tell(oldest.row)
         if self._ledger_file:

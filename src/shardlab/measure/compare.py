@@ -197,6 +197,7 @@ def summarize(
         "repeats": plan.repeats,
         "warmup_steps": plan.warmup,
         "timed_steps": plan.steps,
+        "config": config.to_dict(),
         "cells": [_row(cell, baseline) for cell in cells],
     }
 
@@ -220,6 +221,7 @@ def _row(cell: Cell, baseline: Cell) -> dict[str, Any]:
         "peak_bytes": None,
         "loss": None,
         "loss_difference": None,
+        "loss_difference_max": None,
         "losses": cell.losses,
     }
     if cell.status != "ok" or not cell.times_ms:
@@ -234,7 +236,10 @@ def _row(cell: Cell, baseline: Cell) -> dict[str, Any]:
         base_times = [ms for repeat in baseline.times_ms for ms in repeat]
         row["speed_to_baseline"] = statistics.median(base_times) / row["step_ms"]["median"]
         if baseline.config.strategy.name == BASELINE:  # else there is no reference to differ from
-            row["loss_difference"] = abs(cell.losses[-1] - baseline.losses[-1])
+            pairs = zip(cell.losses, baseline.losses, strict=True)
+            differences = [abs(a - b) for a, b in pairs]
+            row["loss_difference"] = differences[-1]
+            row["loss_difference_max"] = max(differences)
     return row
 
 

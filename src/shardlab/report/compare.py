@@ -10,7 +10,6 @@ import csv
 import io
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -19,7 +18,7 @@ from typing import Any
 
 import jinja2
 
-from shardlab.record import write_json
+from shardlab.record import write_json, write_text
 from shardlab.report import format as fmt
 from shardlab.report.format import Cell, Result
 from shardlab.report.terminal import verdict
@@ -40,15 +39,9 @@ def write(folder: Path, result: dict[str, Any]) -> dict[str, Path]:
         "html": folder / "report.html",
     }
     write_json(files["json"], result)
-    _write_text(files["csv"], csv_text(result))
-    _write_text(files["html"], html(result))
+    write_text(files["csv"], csv_text(result))
+    write_text(files["html"], html(result))
     return files
-
-
-def _write_text(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8", newline="\n")
-    os.replace(part, path)  # noqa: PTH105
 
 
 def csv_text(result: Result) -> str:

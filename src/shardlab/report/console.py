@@ -101,6 +101,7 @@ def print_training(result: Mapping[str, Any]) -> None:
 def print_comparison(result: Mapping[str, Any], files: Mapping[str, Path]) -> None:
     out = _out()
     out.print(terminal.compare_table(result))
+    out.print()
     out.print(terminal.verdict(result), markup=False)
     for path in files.values():
         out.print(f"  {path}", soft_wrap=True, markup=False)

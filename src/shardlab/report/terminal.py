@@ -16,8 +16,10 @@ from shardlab.report.format import Cell, Result
 def compare_table(result: Result) -> Table:
     """One row per strategy; why a row has no numbers is said below, over the full width."""
     table = Table(
-        title=f"{result['workload']} · {fmt.compact(result['parameters'])} parameters · "
-        f"global batch {result['global_batch']} · speed against {result['baseline']}",
+        title=Text(  # not str: rich would read brackets in a name as markup
+            f"{result['workload']} · {fmt.compact(result['parameters'])} parameters · "
+            f"global batch {result['global_batch']} · speed against {result['baseline']}"
+        ),
         title_style="bold",
         title_justify="left",
         caption=_reasons(result),
@@ -31,13 +33,8 @@ def compare_table(result: Result) -> Table:
     table.add_column("strategy", overflow="fold", min_width=12)
     table.add_column("world", justify="right", no_wrap=True)
     table.add_column("step\nms p10–p90", justify="right")  # wraps if the numbers are very long
-    for header in (
-        "speed",
-        fmt.rate_name(result),
-        "peak\nmemory",
-        "final\nloss",
-        "against\nsingle",
-    ):
+    rate = fmt.rate_name(result)
+    for header in ("speed", rate, "peak\nmemory", "final\nloss", "against\nsingle"):
         table.add_column(header, justify="right", no_wrap=True)
     for cell in result["cells"]:
         is_baseline = cell["label"] == result["baseline"]
@@ -46,15 +43,11 @@ def compare_table(result: Result) -> Table:
 
 
 def _row(cell: Cell, result: Result) -> list[Text]:
-    # Text, not str: rich would read the brackets in a label as markup.
     label, world = Text(cell["label"]), Text(str(cell["world"]))
     step_ms = cell["step_ms"]
     if step_ms is None:
-        return [
-            label,
-            world,
-            Text(cell["status"], "red" if cell["status"] == "failed" else "yellow"),
-        ]
+        style = "red" if cell["status"] == "failed" else "yellow"
+        return [label, world, Text(cell["status"], style)]
     differs = fmt.agrees(cell, result) is False
     return [
         label,

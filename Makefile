@@ -1,0 +1,43 @@
+# Two commands do everything on a machine that has Python 3.11+ and make:
+#   make compare   set up, then compare the strategies on this machine
+#   make test      set up, then run every check and test
+# The environment lives in .venv and is made again only when what it is made from changes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help setup compare test lint clean
+
+help:
+	@echo "make compare   measure the data-parallel strategies on this machine (about a minute)"
+	@echo "make test      lint, type-check and run every test"
+	@echo "make setup     only create $(VENV) and install"
+	@echo "make lint      only ruff and mypy"
+	@echo "make clean     remove $(VENV), caches and runs/"
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) found; name one: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python 3.11 or newer is needed, $(PYTHON) is {v[0]}.{v[1]}; name another: make PYTHON=python3.12")'
+	@echo "creating $(VENV) and installing shardlab into it (once; PyTorch is large)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+	@echo "ready: $(BIN)/shardlab"
+
+compare: $(READY)
+	$(BIN)/shardlab compare
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: $(READY) lint
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
