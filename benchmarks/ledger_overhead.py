@@ -3,8 +3,8 @@
     python benchmarks/ledger_overhead.py [--out FILE]
 
 "Without" calls torch.distributed directly, so the difference is all that ``shardlab.comm``
-adds: the entry, its times, and the row that is written. Prints the median of each and the
-ratio, and how long the bookkeeping takes by itself.
+adds: the entry, its times, and the row that is written. Prints the median of each, the
+ratio with its 95% interval, and how long the bookkeeping takes by itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from shardlab import config as configs
 from shardlab.launch import Ranks
 
-ROUNDS = 60
+ROUNDS = 150
 
 
 class _Done:
@@ -76,9 +76,19 @@ def measure(world: Any, values: dict[str, Any]) -> dict[str, Any]:
             for k, t in times.items()
         },
         "ratio": medians["with"] / medians["without"],
+        "ratio_95": _interval(times["with"], times["without"]),
         "bookkeeping_us_per_collective": each_us,
         "bookkeeping_share_of_step": each_us * calls / 1e3 / medians["without"],
     }
+
+
+def _interval(a: list[float], b: list[float]) -> list[float]:
+    """95% bootstrap interval of the ratio of medians."""
+    import numpy as np
+
+    draw = np.random.default_rng(0)
+    medians = [np.median(draw.choice(x, (2000, len(x))), axis=1) for x in (a, b)]
+    return [float(q) for q in np.percentile(medians[0] / medians[1], [2.5, 97.5])]
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Your own model, data and loss in shardlab:
 
-    shardlab compare --workload examples/your_model.py:workload
+shardlab compare --workload examples/your_model.py:workload
 """
 
 import torch

@@ -80,6 +80,7 @@ def result_of(*cells: dict[str, Any]) -> dict[str, Any]:
         "repeats": 2,
         "warmup_steps": 1,
         "timed_steps": 2,
+        "config": {"precision": {"compute": "fp32"}},
         "cells": list(cells),
     }
 

@@ -82,7 +82,7 @@ def _gpu_checks(gpus: list[str], has_nccl: bool) -> list[Check]:
     names = ", ".join(gpus)
     checks = [_check("ok", "GPU", f"{len(gpus)}: {names}; more ranks can share them over gloo")]
     if has_nccl:
-        checks.append(_check("ok", "nccl", f"up to {len(gpus)} ranks, one for each GPU"))
+        checks.append(_check("ok", "nccl", "a rank for each GPU"))
     else:
         checks.append(_check("missing", "nccl", "this PyTorch was built without it: use gloo"))
     return checks

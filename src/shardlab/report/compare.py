@@ -268,7 +268,7 @@ def _loss_note(cells: Sequence[Cell], result: Result) -> str:
         return "There is no finite loss of single to compare with."
     if len(cells) == 1:
         return ""
-    tolerance = f"{fmt.LOSS_TOLERANCE:.2%} of the loss"
+    tolerance = f"{100 * fmt.tolerance(result):g}% of the loss"
     apart = [cell["label"] for cell in cells if not fmt.agrees(cell, result)]
     if apart:
         verb = "is" if len(apart) == 1 else "are"

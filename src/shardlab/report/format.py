@@ -10,7 +10,8 @@ Cell = Mapping[str, Any]  # one row of compare.json
 Result = Mapping[str, Any]  # the content of compare.json
 
 NOTHING = "–"
-LOSS_TOLERANCE = 1e-4  # of the loss: beyond the rounding of another order of summation
+# Of the loss, by the precision it was computed in: above what another order of summation does.
+LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-2}
 
 
 def number(value: float | None, like: float | None = None) -> str:
@@ -105,7 +106,12 @@ def agrees(cell: Cell, result: Result) -> bool | None:
     reference = baseline(result)["loss"]
     if cell["loss_difference"] is None or not math.isfinite(reference):
         return None
-    return bool(cell["loss_difference"] <= LOSS_TOLERANCE * abs(reference))
+    return bool(cell["loss_difference"] <= tolerance(result) * abs(reference))
+
+
+def tolerance(result: Result) -> float:
+    """How far a loss may be from that of ``single``, as a share of it."""
+    return LOSS_TOLERANCE[result["config"]["precision"]["compute"]]
 
 
 def rate_key(result: Result) -> str:

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Every strategy on a GPU: one rank over NCCL, then two ranks that share it over Gloo.
+#   bash benchmarks/gpu_smoke.sh DIR
+set -uo pipefail
+out=${1:?where to put the results}
+run() { echo "+ $*"; "$@" || echo "FAILED with $?: $*"; }
+run python -m shardlab doctor
+for world in 1 2; do
+  run python -m shardlab compare --device cuda --world $world --size small --seq-len 256 \
+    --global-batch 8 --repeats 2 --warmup 3 --steps 5 --out "$out/fp32-w$world"
+done
+run python -m shardlab compare --device cuda --world 1 --size small --precision bf16 \
+  --global-batch 8 --repeats 2 --warmup 3 --steps 5 --out "$out/bf16-w1"
+run python -m shardlab train --device cuda --world 2 --global-batch 5 --batch-split uneven \
+  --size small --seq-len 64 --steps 3 --out "$out/uneven-w2"
+run python -m shardlab train --device cuda --world 2 --backend nccl --out "$out/refused"
