@@ -15,15 +15,6 @@ import commands
 ROOT = Path(__file__).parent.parent
 NEEDED = ["Makefile", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"]
 FOLDERS = ["src", "examples", ".venv"]
-    "Makefile",
-    "pyproject.toml",
-    "constraints.txt",
-    "README.md",
-    "LICENSE",
-    "src",
-    "examples",
-    ".venv",
-]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 INSTALL = "pip install -c constraints.txt ."
 
