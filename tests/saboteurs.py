@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,8 +65,8 @@ class ReducesOnlyTheLast(Right):
 class NoBroadcast(Right):
     """Each rank starts from its own weights (buffers are still sent, each step)."""
 
-    def __init__(self, *args: object) -> None:
-        Replica.__init__(self, *args)  # type: ignore[arg-type]
+    def __init__(self, *args: Any, **options: Any) -> None:
+        Replica.__init__(self, *args, **options)
 
 
 class NoBufferBroadcast(Right):

@@ -15,6 +15,7 @@ from typing import Any
 from shardlab.config import typed
 from shardlab.errors import UsageError, unknown
 
+NOT_OPTIONS = ("rule", "blocks")  # of a strategy: they come from other parts of the config
 _TYPES = (int, float, str, bool)
 PLAIN = (*_TYPES, *(kind | None for kind in _TYPES))
 
@@ -70,7 +71,11 @@ def check_options(target: Callable[..., Any], options: Mapping[str, Any], kind: 
     Options are the keyword-only parameters; those annotated as a plain type are checked.
     """
     parameters = inspect.signature(target, eval_str=True).parameters.values()
-    known = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY}
+    known = {
+        p.name: p.annotation
+        for p in parameters
+        if p.kind is p.KEYWORD_ONLY and p.name not in NOT_OPTIONS
+    }
     for name, value in options.items():
         if name not in known:
             raise unknown(f"option of {kind}", name, known)

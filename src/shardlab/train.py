@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from shardlab.measure import stats
 from shardlab.record import README, Recorder, mark, new_folder, write_json
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.base import MakeOptimizer, Strategy
+from shardlab.strategies.update import Rule
 from shardlab.workloads import WORKLOADS
 from shardlab.workloads.base import Batch, LossFn, Workload
 from shardlab.world import World
@@ -90,12 +92,16 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
     model = workload.make_model().to(world.device, dtype)
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError(f"the model of {workload.name} has no parameter that trains")
+    options = dict(config.strategy.options)
+    if "blocks" in inspect.signature(make).parameters:
+        options["blocks"] = workload.blocks
     strategy: Strategy = make(
         model,
         make_optimizer(config.training),
         in_precision(workload.loss, config.precision.compute),
         world.mesh,
-        **config.strategy.options,
+        rule=Rule(),
+        **options,
     )
     return strategy
 

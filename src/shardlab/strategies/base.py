@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import comm
+from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch, LossFn
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -29,11 +30,18 @@ class Strategy(Protocol):
 
     Every rank calls with the same number of micro-batches, one or more; a rank with nothing
     to do passes batches of zero rows. Options are keyword arguments of ``__init__``: one that
-    a strategy does not list is refused.
+    a strategy does not list is refused. A strategy that works block by block also lists
+    ``blocks``, the names of the modules that the workload calls its blocks.
     """
 
     def __init__(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, loss_fn: LossFn, mesh: DeviceMesh
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        loss_fn: LossFn,
+        mesh: DeviceMesh,
+        *,
+        rule: Rule,
     ) -> None: ...
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:

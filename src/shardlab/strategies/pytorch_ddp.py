@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardlab.errors import UsageError
 from shardlab.strategies import base
 from shardlab.strategies.replica import Replica
+from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch, LossFn
 
 
@@ -40,10 +41,11 @@ class PyTorchDDP(Replica):
         loss_fn: LossFn,
         mesh: DeviceMesh,
         *,
+        rule: Rule = Rule(),
         bucket_mb: float = 25.0,
         find_unused_parameters: bool = False,
     ) -> None:
-        super().__init__(model, make_optimizer, loss_fn, mesh)
+        super().__init__(model, make_optimizer, loss_fn, mesh, rule=rule)
         if not bucket_mb > 0:
             raise UsageError(f"pytorch_ddp's bucket_mb must be above 0, got {bucket_mb}")
         self.ranks = mesh.size()
@@ -64,7 +66,7 @@ class PyTorchDDP(Replica):
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
         total = base.global_count(microbatches, self.device, self.group)
         # DDP divides the sum over ranks by their number; we want the sum.
-        divisor = total / self.ranks
+        divisor = self.update.divisor(total) / self.ranks
         *head, last = microbatches
         with self.ddp.no_sync():  # around forward too: DDP decides there whether to communicate
             loss_sum = base.accumulate(self.ddp, self.loss_fn, head, divisor)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab.strategies import base
+from shardlab.strategies.update import Rule, Update
 from shardlab.workloads.base import LossFn
 
 
@@ -21,6 +22,8 @@ class Replica:
         make_optimizer: base.MakeOptimizer,
         loss_fn: LossFn,
         mesh: DeviceMesh,
+        *,
+        rule: Rule = Rule(),
     ) -> None:
         self.model = model
         self.loss_fn = loss_fn
@@ -28,9 +31,10 @@ class Replica:
         self.params = base.trainable(model)
         self.device = next(iter(self.params.values())).device
         self.optimizer = make_optimizer(self.params.values())
+        self.update = Update(self.optimizer, rule)
 
     def step(self) -> None:
-        self.optimizer.step()
+        self.update([p.grad for p in self.params.values() if p.grad is not None])
         self.optimizer.zero_grad(set_to_none=True)
 
     def full_params(self) -> dict[str, Tensor]:
@@ -39,7 +43,8 @@ class Replica:
         return {name: t.detach().clone() for name, t in tensors}
 
     def full_grads(self) -> dict[str, Tensor | None]:
-        return {n: None if p.grad is None else p.grad.clone() for n, p in self.params.items()}
+        scale = self.update.scale
+        return {n: None if p.grad is None else p.grad / scale for n, p in self.params.items()}
 
     def state_dict(self) -> dict[str, Any]:
         optimizer = {
@@ -47,7 +52,8 @@ class Replica:
             for name, p in self.params.items()
             if p in self.optimizer.state
         }
-        return {"model": self.full_params(), "optimizer": optimizer}
+        update = self.update.state_dict()
+        return {"model": self.full_params(), "optimizer": optimizer, "update": update}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -61,6 +67,7 @@ class Replica:
         }
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+        self.update.load_state_dict(state["update"])
 
 
 def _copy(value: Any) -> Any:

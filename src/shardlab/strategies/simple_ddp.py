@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlab import comm
 from shardlab.strategies import base
 from shardlab.strategies.replica import Replica
+from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch, LossFn
 
 
@@ -39,17 +40,20 @@ class SimpleDDP(Replica):
         make_optimizer: base.MakeOptimizer,
         loss_fn: LossFn,
         mesh: DeviceMesh,
+        *,
+        rule: Rule = Rule(),
     ) -> None:
-        super().__init__(model, make_optimizer, loss_fn, mesh)
+        super().__init__(model, make_optimizer, loss_fn, mesh, rule=rule)
         base.broadcast_model(model, self.group)
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
         base.broadcast_buffers(self.model, self.group)
         total = base.global_count(microbatches, self.device, self.group)
+        divisor = self.update.divisor(total)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         summed: dict[str, Tensor] = {}  # of the micro-batches so far, over all ranks
         for batch in microbatches:
-            loss_sum += base.accumulate(self.model, self.loss_fn, [batch], total)
+            loss_sum += base.accumulate(self.model, self.loss_fn, [batch], divisor)
             all_reduce_gradients(self.params, self.group)
             # Set aside what is summed already: the next all-reduce would count it n times.
             for name, p in self.params.items():

@@ -32,6 +32,7 @@ class SimpleDDPGradientAccumulation(SimpleDDP):
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
         base.broadcast_buffers(self.model, self.group)
         total = base.global_count(microbatches, self.device, self.group)
-        loss_sum = base.accumulate(self.model, self.loss_fn, microbatches, total)
+        divisor = self.update.divisor(total)
+        loss_sum = base.accumulate(self.model, self.loss_fn, microbatches, divisor)
         all_reduce_gradients(self.params, self.group)
         return base.global_mean(loss_sum, total, self.group)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlab.errors import UsageError
 from shardlab.strategies import base
 from shardlab.strategies.replica import Replica
+from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch, LossFn
 
 
@@ -26,11 +27,14 @@ class Single(Replica):
         make_optimizer: base.MakeOptimizer,
         loss_fn: LossFn,
         mesh: DeviceMesh,
+        *,
+        rule: Rule = Rule(),
     ) -> None:
         if mesh.size() != 1:
             raise UsageError(f"strategy 'single' is one process, this world has {mesh.size()}")
-        super().__init__(model, make_optimizer, loss_fn, mesh)
+        super().__init__(model, make_optimizer, loss_fn, mesh, rule=rule)
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
         total = base.local_count(microbatches, self.device)
-        return base.accumulate(self.model, self.loss_fn, microbatches, total) / total
+        divisor = self.update.divisor(total)
+        return base.accumulate(self.model, self.loss_fn, microbatches, divisor) / total

@@ -1,0 +1,94 @@
+"""From gradients to new parameters: unscale, clip, schedule, step. The same for all strategies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlab import comm
+
+
+def constant(_step: int) -> float:
+    return 1.0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is asked for beside the optimizer itself."""
+
+    clip_norm: float | None = None  # the largest norm of the whole gradient, over all shards
+    loss_scale: float | None = None  # fp16: the factor to start with; none: no scaling
+    schedule: Callable[[int], float] = constant  # learning-rate factor of a step, from 0
+
+
+class Update:
+    """Owns the optimizer. Every decision is made from numbers that all ranks share.
+
+    fp16 gradients vanish below 6e-8, so the loss is multiplied by ``scale`` before backward and
+    the gradients are divided by it here. If the norm of the whole gradient is not finite the
+    step is skipped and the scale halved; after ``GROW_AFTER`` good steps it doubles. The norm is
+    that of the summed gradient, so ranks cannot disagree.
+    """
+
+    GROW_AFTER = 2000
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule) -> None:
+        self.optimizer = optimizer
+        self.rule = rule
+        self.rates = [group["lr"] for group in optimizer.param_groups]
+        self.steps = 0  # taken; skipped ones do not count
+        self.scale = rule.loss_scale or 1.0
+        self.good_steps = 0  # since the scale last changed
+
+    def divisor(self, total: Tensor) -> Tensor:
+        """What a loss is divided by before backward: the global count, less the loss scale."""
+        return total / self.scale
+
+    @torch.no_grad()
+    def __call__(self, gradients: Sequence[Tensor], sharded_over: comm.Group | None = None) -> bool:
+        """Update from these gradients: all of them, or this rank's part. False: it was skipped."""
+        rule = self.rule
+        if rule.clip_norm is not None or rule.loss_scale is not None:
+            norm = global_norm(gradients, sharded_over) / self.scale  # ()
+            if rule.loss_scale is not None and not math.isfinite(float(norm)):
+                self.scale, self.good_steps = self.scale / 2, 0
+                return False
+            factor = torch.ones_like(norm) / self.scale
+            if rule.clip_norm is not None:
+                factor *= (rule.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as in PyTorch
+            torch._foreach_mul_(list(gradients), factor.to(gradients[0].dtype))
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * rule.schedule(self.steps)
+        self.optimizer.step()
+        self.steps += 1
+        self.good_steps += 1
+        if rule.loss_scale is not None and self.good_steps >= self.GROW_AFTER:
+            self.scale, self.good_steps = self.scale * 2, 0
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps, self.scale = state["steps"], state["scale"]
+        self.good_steps = state["good_steps"]
+
+
+def global_norm(gradients: Sequence[Tensor], sharded_over: comm.Group | None) -> Tensor:
+    """The 2-norm of the whole gradient: (), float64 where the device has it.
+
+    Shards hold disjoint parts of it, so their squares add up over the ranks; replicas hold all.
+    """
+    device = gradients[0].device if gradients else torch.device("cpu")
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    if gradients:
+        norms = torch._foreach_norm([g.float() if g.dtype.itemsize < 4 else g for g in gradients])
+        squares += torch.stack([n.double() for n in norms]).square().sum()
+    if sharded_over is not None:
+        comm.all_reduce(squares, sharded_over, label="gradient norm")
+    return squares.sqrt()
