@@ -9,5 +9,8 @@ STRATEGIES = {
     "single": "shardlab.strategies.single:Single",
     "simple_ddp": "shardlab.strategies.simple_ddp:SimpleDDP",
     "simple_ddp_ga": "shardlab.strategies.simple_ddp_ga:SimpleDDPGradientAccumulation",
+    "simple_ddp_hook": "shardlab.strategies.simple_ddp_hook:SimpleDDPHook",
+    "simple_ddp_async": "shardlab.strategies.simple_ddp_async:SimpleDDPAsync",
+    "bucket_ddp_async": "shardlab.strategies.bucket_ddp_async:BucketDDPAsync",
     "pytorch_ddp": "shardlab.strategies.pytorch_ddp:PyTorchDDP",
 }

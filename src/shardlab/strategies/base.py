@@ -85,6 +85,25 @@ def global_mean(loss_sum: Tensor, total: Tensor, group: comm.Group) -> Tensor:
     return loss_sum / total
 
 
+def global_mean_and_unused(
+    loss_sum: Tensor, total: Tensor, names: Iterable[str], used: set[str], group: comm.Group
+) -> tuple[Tensor, list[str]]:
+    """The mean loss, and the parameters that got a gradient on no rank, in one small message.
+
+    A rank that used them all knows that nobody's are unused, and need not look (on a GPU to look
+    is to wait for the device).
+    """
+    names = list(names)
+    mask = torch.tensor([float(name in used) for name in names], dtype=torch.float64)
+    message = torch.cat([loss_sum.reshape(1), mask.to(loss_sum.device)])  # (1 + names,)
+    comm.all_reduce(message, group, label="loss and used parameters")
+    unused: list[str] = []
+    if len(used) < len(names):
+        counts = message[1:].tolist()
+        unused = [name for name, count in zip(names, counts, strict=True) if count == 0]
+    return message[0] / total, unused
+
+
 def accumulate(
     model: nn.Module, loss_fn: LossFn, microbatches: Sequence[Batch], divisor: Tensor
 ) -> Tensor:

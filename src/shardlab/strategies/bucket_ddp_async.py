@@ -1,0 +1,129 @@
+"""Rung 5. Few large messages: gradients live in flat buckets, sent when full."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlab import comm
+from shardlab.errors import UsageError
+from shardlab.strategies import base
+from shardlab.strategies.flat import Layout, buckets_of
+from shardlab.strategies.ready import InOrder
+from shardlab.strategies.simple_ddp import SimpleDDP
+from shardlab.strategies.update import Rule
+from shardlab.workloads.base import Batch, LossFn
+
+
+class BucketDDPAsync(SimpleDDP):
+    """All-reduce whole buckets of gradients, each launched by the hook of its last gradient.
+
+    Schedule, for n ranks and Ψ bytes of gradients:
+
+        at construction     broadcast parameters and buffers from rank 0
+        first step          learn the order in which gradients come; broadcast rank 0's order;
+                            lay out the buckets; all_reduce them          Ψ, after backward
+        before forward      broadcast buffers from rank 0 (if the model has any)
+                            all_reduce the number of targets              8 bytes
+        all but the last    forward, backward                             nothing
+        the last            forward; backward, and as soon as a bucket's last gradient is in,
+                            all_reduce the bucket, asynchronously         Ψ
+        after backward      wait for all of them
+                            all_reduce the loss and which parameters got a gradient
+        step                update                                        nothing
+
+    Cost: Ψ per step in Ψ/bucket_mb messages, hidden behind backward but for the last bucket.
+    The gradients are views into the buckets, so nothing is copied; Ψ bytes stay allocated.
+    Buckets filled in forward order would all be ready last, and nothing would overlap.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: base.MakeOptimizer,
+        loss_fn: LossFn,
+        mesh: DeviceMesh,
+        *,
+        rule: Rule = Rule(),
+        bucket_mb: float = 8.0,
+        first_bucket_mb: float = 1.0,
+    ) -> None:
+        super().__init__(model, make_optimizer, loss_fn, mesh, rule=rule)
+        if not (bucket_mb > 0 and first_bucket_mb > 0):
+            raise UsageError("bucket_ddp_async's bucket sizes must be above 0")
+        self.cap, self.first_cap = int(bucket_mb * 2**20), int(first_bucket_mb * 2**20)
+        self.arrivals: dict[str, None] = {}  # whose gradient came in this step, in that order
+        self.is_last = False  # micro-batch of the step
+        self.buckets: list[Tensor] = []  # (elements,) each; none before the first step's end
+        self.views: dict[str, Tensor] = {}  # each gradient's place in its bucket
+        self.bucket_of: dict[str, int] = {}
+        self.under_way: list[comm.Pending] = []
+        for name, p in self.params.items():
+            p.register_post_accumulate_grad_hook(partial(self._arrived, name))
+
+    def _arrived(self, name: str, _parameter: nn.Parameter) -> None:
+        self.arrivals[name] = None
+        if self.is_last and self.buckets:
+            self.queue.arrived(self.bucket_of[name])
+
+    def _launch(self, bucket: int) -> None:
+        tensor = self.buckets[bucket]
+        label = f"bucket {bucket}"
+        self.under_way.append(comm.all_reduce(tensor, self.group, label=label, async_op=True))
+
+    def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
+        base.broadcast_buffers(self.model, self.group)
+        total = base.global_count(microbatches, self.device, self.group)
+        divisor = self.update.divisor(total)
+        *head, last = microbatches
+        self.arrivals.clear()
+        loss_sum = base.accumulate(self.model, self.loss_fn, head, divisor)
+        if self.buckets:
+            self.queue.start()
+        self.is_last = True
+        loss_sum += base.accumulate(self.model, self.loss_fn, [last], divisor)
+        self.is_last = False
+        if not self.buckets:
+            self._lay_out()
+        self.queue.flush()
+        for pending in self.under_way:
+            pending.wait()
+        self.under_way.clear()
+        used = set(self.arrivals)
+        mean, unused = base.global_mean_and_unused(loss_sum, total, self.params, used, self.group)
+        for name in unused:
+            self.params[name].grad = None  # not zero: the optimizer must skip it
+        return mean
+
+    def step(self) -> None:
+        self.update([p.grad for p in self.params.values() if p.grad is not None])
+        torch._foreach_zero_(self.buckets)
+        for name, p in self.params.items():
+            p.grad = self.views[name]
+
+    @torch.no_grad()
+    def _lay_out(self) -> None:
+        """Buckets in the order of readiness that rank 0 saw, with the first step's gradients in."""
+        names = list(self.params)
+        seen = [*self.arrivals, *(n for n in reversed(names) if n not in self.arrivals)]
+        order = torch.tensor([names.index(name) for name in seen], device=self.device)
+        comm.broadcast(order, self.group, label="order of gradients")
+        ordered = [names[i] for i in order.tolist()]
+        sizes = []
+        for params in buckets_of(self.params, ordered, self.cap, self.first_cap):
+            layout = Layout.of(params, ranks=1)
+            first = next(iter(params.values()))
+            flat = torch.zeros(layout.size, dtype=first.dtype, device=first.device)
+            for name, p in params.items():
+                view = layout.view(flat, name)
+                if p.grad is not None:
+                    view.copy_(p.grad)
+                p.grad = self.views[name] = view
+                self.bucket_of[name] = len(self.buckets)
+            self.buckets.append(flat)
+            sizes.append(len(params))
+        self.queue = InOrder(sizes, self._launch)

@@ -1,0 +1,95 @@
+"""Rung 3. Communicate from inside backward: each gradient as soon as it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlab import comm
+from shardlab.strategies import base
+from shardlab.strategies.ready import InOrder
+from shardlab.strategies.simple_ddp import SimpleDDP
+from shardlab.strategies.update import Rule
+from shardlab.workloads.base import Batch, LossFn
+
+
+class SimpleDDPHook(SimpleDDP):
+    """All-reduce each gradient in the hook that backward calls when it is ready, and wait.
+
+    Schedule, for n ranks and Ψ bytes of gradients:
+
+        at construction     broadcast parameters and buffers from rank 0
+        before forward      broadcast buffers from rank 0 (if the model has any)
+                            all_reduce the number of targets            8 bytes
+        all but the last    forward, backward                           nothing
+        the last            forward; backward, and in each gradient's hook
+                            all_reduce it, waiting for it               Ψ
+        after backward      all_reduce the loss and which parameters got a gradient
+        step                update                                      nothing
+
+    Cost: Ψ per step, as ``simple_ddp_ga``. It starts earlier but hides nothing: backward stands
+    still while a gradient travels. That is what ``simple_ddp_async`` mends.
+
+    The hook gets the *parameter*, with the sum of all micro-batches in its ``.grad``; to reduce
+    the argument itself would average the weights. It must be silent until the last micro-batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: base.MakeOptimizer,
+        loss_fn: LossFn,
+        mesh: DeviceMesh,
+        *,
+        rule: Rule = Rule(),
+    ) -> None:
+        super().__init__(model, make_optimizer, loss_fn, mesh, rule=rule)
+        # Backward makes gradients roughly in the reverse of forward's order.
+        self.order = list(reversed(self.params))
+        self.queue = InOrder([1] * len(self.order), self.launch)
+        self.used: set[str] = set()  # what got a gradient on this rank, in this step
+        self.is_last = False  # micro-batch of the step
+        for i, name in enumerate(self.order):
+            self.params[name].register_post_accumulate_grad_hook(partial(self._arrived, i))
+
+    def _arrived(self, i: int, _parameter: nn.Parameter) -> None:
+        self.used.add(self.order[i])
+        if self.is_last:
+            self.queue.arrived(i)
+
+    def launch(self, i: int) -> None:
+        """All-reduce gradient i. A rank that has none takes part with zeros."""
+        p = self.params[self.order[i]]
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        self.reduce(self.order[i], p.grad)
+
+    def reduce(self, name: str, gradient: Tensor) -> None:
+        comm.all_reduce(gradient, self.group, label=f"grad {name}")
+
+    def finish(self) -> None:
+        """Nothing is under way: every hook has waited."""
+
+    def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
+        base.broadcast_buffers(self.model, self.group)
+        total = base.global_count(microbatches, self.device, self.group)
+        divisor = self.update.divisor(total)
+        *head, last = microbatches
+        self.used.clear()
+        self.queue.start()
+        loss_sum = base.accumulate(self.model, self.loss_fn, head, divisor)
+        self.is_last = True
+        loss_sum += base.accumulate(self.model, self.loss_fn, [last], divisor)
+        self.is_last = False
+        self.queue.flush()
+        self.finish()
+        mean, unused = base.global_mean_and_unused(
+            loss_sum, total, self.params, self.used, self.group
+        )
+        for name in unused:
+            self.params[name].grad = None  # not zero: the optimizer must skip it
+        return mean
