@@ -8,6 +8,7 @@ after another and knows nothing of shardlab's strategies.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -102,9 +103,12 @@ def run_cases(
     make = (
         naming.resolve(strategy, STRATEGIES, "strategy") if isinstance(strategy, str) else strategy
     )
+    by_block = "blocks" in inspect.signature(make).parameters
     results = []
     for case in cases:
         model = toys.build(case.toy, seed=world.rank)
+        if by_block:
+            options = {**options, "blocks": toys.BLOCKS[case.toy]}
         instance = make(model, make_optimizer(case.optimizer), toys.loss, world.mesh, **options)
         result = Trajectory([], [], [])
         for step in range(STEPS):

@@ -25,6 +25,8 @@ PARALLEL = [name for name in STRATEGIES if name != "single"]
 
 def build(name: str, toy: str, world: World, seed: int = 0, **options: Any) -> Any:
     make = naming.resolve(name, STRATEGIES, "strategy")
+    if "blocks" in inspect.signature(make).parameters:
+        options["blocks"] = toys.BLOCKS[toy]
     return make(toys.build(toy, seed), make_optimizer("adamw"), toys.loss, world.mesh, **options)
 
 

@@ -96,6 +96,16 @@ TOYS: dict[str, type[nn.Module]] = {
 }
 
 
+# The units of sharding: modules that every forward comes to.
+BLOCKS = {
+    "mlp": ("layers.0", "layers.2"),
+    "tied_frozen": ("frozen",),
+    "buffers": ("layer", "norm", "head"),
+    "odd": ("wide", "narrow"),
+    "unused": ("layer",),
+}
+
+
 def build(toy: str, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return TOYS[toy]().double()

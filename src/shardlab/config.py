@@ -23,11 +23,13 @@ import yaml
 from shardlab import strategies, workloads
 from shardlab.data import sources
 from shardlab.errors import UsageError, unknown
+from shardlab.schedule import SCHEDULES
 
 T = TypeVar("T")
 
 OPTIMIZERS = ("adamw", "adam", "sgd")
-PRECISIONS = ("fp32", "bf16", "fp64")
+PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+LOSS_SCALE = 65536.0  # what fp16 starts with when nobody says; it halves itself where too large
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
 BATCH_SPLITS = ("exact", "uneven")
@@ -81,6 +83,12 @@ class TrainingConfig:
     learning_rate: float = 1e-3
     weight_decay: float = 0.0
     momentum: float = 0.0  # sgd only
+    schedule: str = "constant"  # "cosine": the rate falls to min_rate of itself over the run
+    warmup_steps: int = 0  # the rate rises in a line over so many steps, before either
+    min_rate: float = 0.0  # cosine only: a fraction of the learning rate
+    clip_norm: float | None = None  # the largest norm of the whole gradient; none: any
+    activation_checkpointing: bool = False  # blocks are computed again in backward, not kept
+    compile: bool = False  # torch.compile, block by block
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -90,21 +98,52 @@ class TrainingConfig:
         for key in ("learning_rate", "weight_decay", "momentum"):
             value = getattr(self, key)
             _require(0 <= value < float("inf"), f"training.{key} must be 0 or more, got {value}")
-        _require(self.seed >= 0, f"training.seed must be 0 or more, got {self.seed}")
+        for key in ("seed", "warmup_steps"):
+            value = getattr(self, key)
+            _require(value >= 0, f"training.{key} must be 0 or more, got {value}")
         _one_of("training.optimizer", self.optimizer, OPTIMIZERS)
         _one_of("training.batch_split", self.batch_split, BATCH_SPLITS)
         _require(
             self.momentum == 0 or self.optimizer == "sgd",
             f"training.momentum is for sgd; {self.optimizer} has no such setting",
         )
+        _one_of("training.schedule", self.schedule, SCHEDULES)
+        _require(
+            self.warmup_steps <= self.steps,
+            f"training.warmup_steps {self.warmup_steps} is longer than the run of {self.steps} "
+            "steps",
+        )
+        _require(
+            0 <= self.min_rate <= 1,
+            f"training.min_rate is a fraction of the learning rate, 0 to 1, got {self.min_rate}",
+        )
+        _require(
+            self.min_rate == 0 or self.schedule == "cosine",
+            f"training.min_rate is for the cosine schedule; {self.schedule} does not fall",
+        )
+        _require(
+            self.clip_norm is None or 0 < self.clip_norm < float("inf"),
+            f"training.clip_norm must be above 0, got {self.clip_norm}",
+        )
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    compute: str = "fp32"  # bf16: autocast over fp32 weights; fp64: weights and compute, for proofs
+    # bf16, fp16: autocast over fp32 weights; fp64: weights and compute, for proofs
+    compute: str = "fp32"
+    loss_scale: float | None = None  # fp16 only: the factor to start with; none: 65536
 
     def __post_init__(self) -> None:
         _one_of("precision.compute", self.compute, PRECISIONS)
+        if self.loss_scale is not None:
+            _require(
+                self.compute == "fp16",
+                f"precision.loss_scale is for fp16; gradients in {self.compute} do not vanish",
+            )
+            _require(
+                0 < self.loss_scale < float("inf"),
+                f"precision.loss_scale must be above 0, got {self.loss_scale}",
+            )
 
 
 @dataclass(frozen=True)

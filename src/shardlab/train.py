@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardlab import comm, environment, naming
 from shardlab import config as configs
 from shardlab import world as worlds
-from shardlab.config import Config, TrainingConfig
+from shardlab.config import LOSS_SCALE, Config, TrainingConfig
 from shardlab.data import sampler
 from shardlab.errors import UsageError
 from shardlab.measure import stats
 from shardlab.record import README, Recorder, mark, new_folder, write_json
+from shardlab.schedule import learning_rate_factor
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.base import MakeOptimizer, Strategy
 from shardlab.strategies.update import Rule
@@ -92,6 +94,7 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
     model = workload.make_model().to(world.device, dtype)
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError(f"the model of {workload.name} has no parameter that trains")
+    prepare_blocks(model, workload, config.training)
     options = dict(config.strategy.options)
     if "blocks" in inspect.signature(make).parameters:
         options["blocks"] = workload.blocks
@@ -100,7 +103,7 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
         make_optimizer(config.training),
         in_precision(workload.loss, config.precision.compute),
         world.mesh,
-        rule=Rule(),
+        rule=make_rule(config),
         **options,
     )
     return strategy
@@ -117,17 +120,71 @@ def make_optimizer(training: TrainingConfig) -> MakeOptimizer:
     return functools.partial(kind, lr=rate, weight_decay=decay)
 
 
+def make_rule(config: Config) -> Rule:
+    """What the config asks of every update beside the optimizer."""
+    training, precision = config.training, config.precision
+    return Rule(
+        clip_norm=training.clip_norm,
+        loss_scale=(precision.loss_scale or LOSS_SCALE) if precision.compute == "fp16" else None,
+        schedule=functools.partial(
+            learning_rate_factor,
+            total=training.steps,
+            warmup=training.warmup_steps,
+            kind=training.schedule,
+            floor=training.min_rate,
+        ),
+    )
+
+
 def in_precision(loss_fn: LossFn, compute: str) -> LossFn:
-    """The loss function with its forward in autocast, for bf16. Every strategy gets it alike."""
-    if compute != "bf16":
+    """The loss function with its forward in autocast, for bf16 and fp16. All strategies get it."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(compute)
+    if dtype is None:
         return loss_fn
 
     def autocast_loss(model: nn.Module, batch: Batch) -> Tensor:
         device = next(model.parameters()).device.type
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, dtype):
             return loss_fn(model, batch)
 
     return autocast_loss
+
+
+def prepare_blocks(model: nn.Module, workload: Workload, training: TrainingConfig) -> None:
+    """Compile and checkpoint block by block, before the strategy owns the model.
+
+    Only the instance's ``forward`` is replaced, no module is wrapped: parameters keep their
+    names, and a strategy's hooks on a block run around it. What they gather before a block's
+    backward is thus there when checkpointing computes the block's forward again.
+    """
+    blocks = [model.get_submodule(name) for name in workload.blocks]
+    if training.compile:
+        _refuse_without_compiler(next(model.parameters()).device)
+        for module in blocks or [model]:
+            module.forward = torch.compile(module.forward)
+    if training.activation_checkpointing:
+        if not blocks:
+            raise UsageError(
+                f"training.activation_checkpointing works block by block, and the workload "
+                f"{workload.name} names no blocks"
+            )
+        for block in blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _refuse_without_compiler(device: torch.device) -> None:
+    """On a CPU, torch.compile writes C++. (On a GPU Triton brings its own.)"""
+    if device.type != "cpu":
+        return
+    from torch._inductor import cpp_builder, exc  # half a second
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        raise UsageError(
+            "training.compile needs a C++ compiler on a CPU, and there is none; install g++, or "
+            "name yours in the environment variable CXX"
+        ) from None
 
 
 # ------------------------------------------------------------------ a rank's whole run

@@ -279,7 +279,7 @@ def weigh_cell(world: World, values: dict[str, Any]) -> int | None:
     """The peak over building and three steps: optimizer state exists from the second on."""
     from shardlab.measure.memory import peak_bytes
 
-    config = _config(values).with_overrides({"training.steps": 3})
+    config = _config(values).with_overrides({"training.steps": 3, "training.warmup_steps": 0})
     member = world.first(config.launch.world or 1)
     if member is None:
         return None

@@ -12,5 +12,8 @@ STRATEGIES = {
     "simple_ddp_hook": "shardlab.strategies.simple_ddp_hook:SimpleDDPHook",
     "simple_ddp_async": "shardlab.strategies.simple_ddp_async:SimpleDDPAsync",
     "bucket_ddp_async": "shardlab.strategies.bucket_ddp_async:BucketDDPAsync",
+    "zero1": "shardlab.strategies.zero1:Zero1",
+    "zero2": "shardlab.strategies.zero2:Zero2",
+    "zero3": "shardlab.strategies.zero3:Zero3",
     "pytorch_ddp": "shardlab.strategies.pytorch_ddp:PyTorchDDP",
 }

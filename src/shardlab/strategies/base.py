@@ -8,17 +8,19 @@ no samples at all come out exact; a mean of per-rank means would not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import comm
+from shardlab.errors import unknown
 from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch, LossFn
 
+T = TypeVar("T")
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -65,6 +67,13 @@ class Strategy(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def option(name: str, value: str, known: Mapping[str, T]) -> T:
+    """What a strategy's option stands for, or its refusal with the nearest right word."""
+    if value not in known:
+        raise unknown(name, value, known)
+    return known[value]
 
 
 def local_count(microbatches: Sequence[Batch], device: torch.device) -> Tensor:

@@ -40,6 +40,7 @@ class Update:
     def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule) -> None:
         self.optimizer = optimizer
         self.rule = rule
+        self.device = optimizer.param_groups[0]["params"][0].device
         self.rates = [group["lr"] for group in optimizer.param_groups]
         self.steps = 0  # taken; skipped ones do not count
         self.scale = rule.loss_scale or 1.0
@@ -54,14 +55,15 @@ class Update:
         """Update from these gradients: all of them, or this rank's part. False: it was skipped."""
         rule = self.rule
         if rule.clip_norm is not None or rule.loss_scale is not None:
-            norm = global_norm(gradients, sharded_over) / self.scale  # ()
+            norm = global_norm(gradients, self.device, sharded_over) / self.scale  # ()
             if rule.loss_scale is not None and not math.isfinite(float(norm)):
                 self.scale, self.good_steps = self.scale / 2, 0
                 return False
             factor = torch.ones_like(norm) / self.scale
             if rule.clip_norm is not None:
                 factor *= (rule.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as in PyTorch
-            torch._foreach_mul_(list(gradients), factor.to(gradients[0].dtype))
+            if gradients:  # a rank may have none: all its parameters unused, or no shard
+                torch._foreach_mul_(list(gradients), factor.to(gradients[0].dtype))
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * rule.schedule(self.steps)
         self.optimizer.step()
@@ -79,12 +81,13 @@ class Update:
         self.good_steps = state["good_steps"]
 
 
-def global_norm(gradients: Sequence[Tensor], sharded_over: comm.Group | None) -> Tensor:
+def global_norm(
+    gradients: Sequence[Tensor], device: torch.device, sharded_over: comm.Group | None
+) -> Tensor:
     """The 2-norm of the whole gradient: (), float64 where the device has it.
 
     Shards hold disjoint parts of it, so their squares add up over the ranks; replicas hold all.
     """
-    device = gradients[0].device if gradients else torch.device("cpu")
     squares = torch.zeros((), dtype=torch.float64, device=device)
     if gradients:
         norms = torch._foreach_norm([g.float() if g.dtype.itemsize < 4 else g for g in gradients])

@@ -1,0 +1,1 @@
+"""What strategies cost, as formulas: what is claimed before anything is measured."""

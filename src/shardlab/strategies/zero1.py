@@ -1,0 +1,158 @@
+"""Rung 6. ZeRO-1: every rank keeps and updates only its share of the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlab import comm
+from shardlab.errors import UsageError
+from shardlab.strategies import base
+from shardlab.strategies.flat import buckets_of
+from shardlab.strategies.ready import InOrder
+from shardlab.strategies.sharded import Sharded, Unit
+from shardlab.strategies.update import Rule
+from shardlab.workloads.base import Batch, LossFn
+
+
+class Zero1(Sharded):
+    """Reduce-scatter the gradients, update one share of the parameters, all-gather the rest.
+
+    Schedule, for n ranks and Ψ bytes of gradients (and as many of parameters):
+
+        at construction     broadcast parameters and buffers from rank 0
+        before forward      wait for the parameters; broadcast buffers (if the model has any)
+                            all_reduce the number of targets              8 bytes
+        all but the last    forward, backward                             nothing
+        the last            forward; backward, and as soon as a bucket's last gradient is in,
+                            reduce_scatter the bucket, asynchronously     Ψ
+        after backward      wait for all of them
+                            all_reduce the loss and which parameters got a gradient
+        step                update this rank's shard of each bucket
+                            all_gather each bucket's parameters, asynchronously   Ψ
+
+    Cost: Ψ(n-1)/n twice on the wire, together exactly an all-reduce, which is these two halves.
+    (To all-reduce the gradients and gather the parameters besides would cost half as much again.)
+    Memory: parameters Ψ, gradients Ψ, and of the optimizer's state one n-th.
+
+    Parameters and gradients live in flat buckets, views of which the model uses; a rank's shard
+    is the same slice of each bucket, so both collectives work in place. The layout must be known
+    when the optimizer is built, so buckets follow the reverse of the parameters' order.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: base.MakeOptimizer,
+        loss_fn: LossFn,
+        mesh: DeviceMesh,
+        *,
+        rule: Rule = Rule(),
+        bucket_mb: float = 8.0,
+        first_bucket_mb: float = 1.0,
+    ) -> None:
+        super().__init__(model, make_optimizer, loss_fn, mesh, rule)
+        if not (bucket_mb > 0 and first_bucket_mb > 0):
+            raise UsageError(f"{type(self).__name__}: bucket sizes must be above 0")
+        caps = int(bucket_mb * 2**20), int(first_bucket_mb * 2**20)
+        units = []
+        for i, params in enumerate(buckets_of(self.params, reversed(self.params), *caps)):
+            unit = Unit(f"bucket {i}", params, self.group)
+            with torch.no_grad():
+                flat = unit.flatten(params)  # (padded,)
+            for name, view in unit.split(flat).items():
+                params[name].data = view
+            unit.full = flat
+            unit.shard = unit.layout.of_rank(flat, self.rank)
+            units.append(unit)
+            self.allocate_gradients(unit)
+        self.own(units)
+        self.is_last = False  # micro-batch of the step
+        self.queue = InOrder([len(unit.params) for unit in units], self.launch)
+        self.scatters: list[comm.Pending] = []
+        self.gathers: list[comm.Pending] = []
+        for i, unit in enumerate(units):
+            for name, p in unit.params.items():
+                p.register_post_accumulate_grad_hook(partial(self.arrived, i, name))
+
+    def allocate_gradients(self, unit: Unit) -> None:
+        """The gradients of a bucket, end to end, for good; this rank's shard is a slice of them."""
+        unit.full_grad = torch.zeros(unit.layout.padded, **unit.like)
+        unit.grad = unit.layout.of_rank(unit.full_grad, self.rank)
+        for name, view in unit.split(unit.full_grad).items():
+            unit.params[name].grad = view
+
+    def drop_gradients(self, unit: Unit) -> None:
+        assert unit.full_grad is not None
+        unit.full_grad.zero_()
+
+    def arrived(self, bucket: int, name: str, _parameter: nn.Parameter) -> None:
+        self.used.add(name)
+        if self.is_last:
+            self.queue.arrived(bucket)
+
+    def launch(self, bucket: int) -> None:
+        unit = self.units[bucket]
+        assert unit.grad is not None
+        assert unit.full_grad is not None
+        self.scatters.append(
+            comm.reduce_scatter(
+                unit.grad, unit.full_grad, self.group, label=f"grad {unit.label}", async_op=True
+            )
+        )
+
+    def settle(self) -> None:
+        """Wait for what is under way."""
+        for pending in (*self.scatters, *self.gathers):
+            pending.wait()
+        self.scatters.clear()
+        self.gathers.clear()
+
+    def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
+        self.settle()
+        base.broadcast_buffers(self.model, self.group)
+        total = base.global_count(microbatches, self.device, self.group)
+        divisor = self.update.divisor(total)
+        *head, last = microbatches
+        self.used.clear()
+        self.queue.start()
+        loss_sum = base.accumulate(self.model, self.loss_fn, head, divisor)
+        self.is_last = True
+        loss_sum += base.accumulate(self.model, self.loss_fn, [last], divisor)
+        self.is_last = False
+        self.queue.flush()
+        self.settle()
+        mean, self.unused = base.global_mean_and_unused(
+            loss_sum, total, self.params, self.used, self.group
+        )
+        return mean
+
+    def step(self) -> None:
+        self.update_shards()
+        for unit in reversed(self.units):  # forward needs the last buckets first
+            assert unit.full is not None
+            self.gathers.append(
+                comm.all_gather(
+                    unit.full, unit.shard, self.group, label=f"params {unit.label}", async_op=True
+                )
+            )
+        for unit in self.units:
+            self.drop_gradients(unit)  # while the parameters travel
+
+    def full_params(self) -> dict[str, Tensor]:
+        """What this rank's model holds, once the parameters of the others are in."""
+        self.settle()
+        base.broadcast_buffers(self.model, self.group)
+        tensors = (*self.model.named_parameters(), *self.model.named_buffers())
+        return {name: t.detach().clone() for name, t in tensors}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.settle()
+        super().load_state_dict(state)
+        for unit in self.units:
+            assert unit.full is not None
+            comm.all_gather(unit.full, unit.shard, self.group, label=f"params {unit.label}")

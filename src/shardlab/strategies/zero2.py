@@ -1,0 +1,86 @@
+"""Rung 7. ZeRO-2: gradients too are kept only for one's own share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardlab.strategies import base
+from shardlab.strategies.sharded import DTYPES, Unit
+from shardlab.strategies.update import Rule
+from shardlab.strategies.zero1 import Zero1
+from shardlab.workloads.base import Batch, LossFn
+
+
+class Zero2(Zero1):
+    """Reduce-scatter each bucket of gradients as backward fills it, and free it at once.
+
+    Schedule, for n ranks, Ψ bytes of gradients and k micro-batches:
+
+        at construction     broadcast parameters and buffers from rank 0
+        before forward      wait for the parameters; broadcast buffers (if the model has any)
+                            all_reduce the number of targets              8 bytes
+        each micro-batch    forward; backward: a gradient moves into its bucket's buffer (made
+                            when its first gradient comes), and when the last is in,
+                            reduce_scatter the bucket, asynchronously     Ψ
+                            add the result to this rank's shard, free the buffer
+        after the last      all_reduce the loss and which parameters got a gradient
+        step                update this rank's shard of each bucket
+                            all_gather each bucket's parameters, asynchronously   Ψ
+
+    Cost: (k+1)Ψ(n-1)/n on the wire: with accumulation the gradients must travel each time, for
+    there is no room to add them up. Memory: parameters Ψ; of gradients and optimizer state one
+    n-th, plus the buckets under way, of which there are at most ``IN_FLIGHT``. A ZeRO-2 that frees
+    only after backward has ZeRO-1's peak.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: base.MakeOptimizer,
+        loss_fn: LossFn,
+        mesh: DeviceMesh,
+        *,
+        rule: Rule = Rule(),
+        bucket_mb: float = 8.0,
+        first_bucket_mb: float = 1.0,
+        comm_dtype: str = "fp32",
+    ) -> None:
+        super().__init__(
+            model, make_optimizer, loss_fn, mesh, rule=rule,
+            bucket_mb=bucket_mb, first_bucket_mb=first_bucket_mb,
+        )  # fmt: skip
+        self.comm_dtype = base.option("zero2's comm_dtype", comm_dtype, DTYPES)
+
+    def allocate_gradients(self, unit: Unit) -> None:
+        """Nothing until backward."""
+
+    def drop_gradients(self, unit: Unit) -> None:
+        unit.grad = None
+
+    def arrived(self, bucket: int, name: str, parameter: nn.Parameter) -> None:
+        self.move_gradient(self.units[bucket], name, parameter)
+        self.queue.arrived(bucket)
+
+    def launch(self, bucket: int) -> None:
+        self.scatter(self.units[bucket])
+
+    def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
+        self.settle()
+        base.broadcast_buffers(self.model, self.group)
+        total = base.global_count(microbatches, self.device, self.group)
+        divisor = self.update.divisor(total)
+        self.used.clear()
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        for batch in microbatches:
+            self.queue.start()
+            loss_sum += base.accumulate(self.model, self.loss_fn, [batch], divisor)
+            self.queue.flush()
+            self.receive_all()
+        mean, self.unused = base.global_mean_and_unused(
+            loss_sum, total, self.params, self.used, self.group
+        )
+        return mean

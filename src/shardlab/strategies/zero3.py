@@ -1,0 +1,195 @@
+"""Rung 8. ZeRO-3: parameters too are kept only for one's own share, and gathered for use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
+
+from shardlab import comm
+from shardlab.errors import UsageError
+from shardlab.strategies import base
+from shardlab.strategies.ready import InOrder
+from shardlab.strategies.sharded import DTYPES, Sharded, Unit
+from shardlab.strategies.update import Rule
+from shardlab.workloads.base import Batch, LossFn
+
+
+class Zero3(Sharded):
+    """Gather a block's parameters just before they are used, and free them right after.
+
+    A unit is a block that the workload names, or the root: all that lies outside of blocks.
+    Schedule, for n ranks, Ψ bytes of parameters and as many of gradients, each micro-batch:
+
+        at construction     broadcast parameters and buffers from rank 0; keep one n-th of each unit
+        before forward      broadcast buffers (if the model has any); all_reduce the target count
+        forward             before a unit: all_gather its parameters, having prefetched them
+                            during the one before                         Ψ
+                            after a block: free them (not the last: backward begins with it)
+        backward            before a block: all_gather its parameters again, prefetched  Ψ
+                            after a unit's last gradient: free its parameters,
+                            reduce_scatter its gradients, asynchronously  Ψ
+                            add the result to this rank's shard
+        after the last      all_reduce the loss and which parameters got a gradient
+        step                update this rank's shard: nothing to send
+
+    Cost: 3Ψ(n-1)/n on the wire per micro-batch, less what is gathered once (root, last block).
+    Memory: of everything one n-th, plus two blocks' parameters and gradients. To gather the whole
+    model before forward would have ZeRO-2's peak and none of its speed.
+
+    Freeing means to shrink the storage to nothing: what autograd saved are views of the same
+    storage, and they are whole again when the unit has been gathered for backward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: base.MakeOptimizer,
+        loss_fn: LossFn,
+        mesh: DeviceMesh,
+        *,
+        rule: Rule = Rule(),
+        blocks: Sequence[str] = (),
+        comm_dtype: str = "fp32",
+    ) -> None:
+        super().__init__(model, make_optimizer, loss_fn, mesh, rule)
+        self.comm_dtype = base.option("zero3's comm_dtype", comm_dtype, DTYPES)
+        self.own([self._shard(label, params) for label, params in units_of(model, blocks).items()])
+        self.gathers: dict[str, comm.Pending] = {}  # under way, by label
+        self.seen: set[str] = set()  # the units that this micro-batch's forward came to
+        self.in_backward = False
+        self.backward_order = [*reversed(self.units[1:]), self.units[0]]
+        trained = [sum(p.requires_grad for p in u.params.values()) for u in self.backward_order]
+        self.queue = InOrder(trained, self._launch)
+        for i, unit in enumerate(self.units):
+            module = model.get_submodule(unit.label) if i else model
+            module.register_forward_pre_hook(partial(self._before_forward, i))
+            if i:
+                module.register_forward_hook(partial(self._after_forward, i))
+        for i, unit in enumerate(self.backward_order):
+            for name, p in unit.params.items():
+                if p.requires_grad:
+                    p.register_post_accumulate_grad_hook(partial(self._arrived, i, name))
+
+    @torch.no_grad()
+    def _shard(self, label: str, params: dict[str, nn.Parameter]) -> Unit:
+        unit = Unit(label, params, self.group, like=next(self.model.parameters()))
+        flat = unit.flatten(params)  # (padded,)
+        unit.shard = unit.layout.of_rank(flat, self.rank).clone()
+        unit.full = flat.to(self.comm_dtype or flat.dtype)
+        for name, view in unit.split(unit.full).items():
+            params[name].data = view
+        self._free(unit)
+        return unit
+
+    # ------------------------------------------------------------ parameters come and go
+
+    def _gather(self, unit: Unit) -> None:
+        """Start to put the unit's parameters together, unless they are here or on their way."""
+        assert unit.full is not None
+        storage = unit.full.untyped_storage()
+        if storage.size() or not unit.params:  # a model that is all blocks has an empty root
+            return
+        storage.resize_(unit.layout.padded * unit.full.element_size())
+        shard = unit.shard.to(unit.full.dtype)
+        label = f"params {unit.label or 'root'}"
+        self.gathers[unit.label] = comm.all_gather(
+            unit.full, shard, self.group, label=label, async_op=True
+        )
+
+    def _await(self, unit: Unit) -> None:
+        self._gather(unit)
+        if unit.label in self.gathers:
+            self.gathers.pop(unit.label).wait()
+
+    def _free(self, unit: Unit) -> None:
+        assert unit.full is not None
+        unit.full.untyped_storage().resize_(0)
+
+    def _before_forward(self, i: int, _module: nn.Module, _inputs: Any) -> None:
+        self.seen.add(self.units[i].label)
+        self._await(self.units[i])
+        if i + 1 < len(self.units) and not self.in_backward:  # there it is a recomputation
+            self._gather(self.units[i + 1])
+
+    def _after_forward(self, i: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if self.in_backward:
+            return
+        tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        for tensor in tensors:
+            tensor.register_hook(partial(self._before_backward, i))
+        if not tensors or i + 1 < len(self.units):
+            self._free(self.units[i])
+
+    def _before_backward(self, i: int, _gradient: Tensor) -> None:
+        """Backward has come to block i, and so is done with the one after it."""
+        self.in_backward = True
+        self._await(self.units[i])
+        if i + 1 < len(self.units):
+            self._free(self.units[i + 1])
+        if i > 1:  # the root is still here
+            self._gather(self.units[i - 1])
+
+    # ------------------------------------------------------------ the step
+
+    def _arrived(self, i: int, name: str, parameter: nn.Parameter) -> None:
+        self.move_gradient(self.backward_order[i], name, parameter)
+        self.queue.arrived(i)
+
+    def _launch(self, i: int) -> None:
+        if self.queue.needs[i]:  # else the whole unit is frozen
+            self.scatter(self.backward_order[i])
+
+    def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
+        base.broadcast_buffers(self.model, self.group)
+        total = base.global_count(microbatches, self.device, self.group)
+        divisor = self.update.divisor(total)
+        self.used.clear()
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        for batch in microbatches:
+            self.queue.start()
+            self.seen.clear()
+            loss_sum += base.accumulate(self.model, self.loss_fn, [batch], divisor)
+            self._refuse_unseen()
+            self.queue.flush()
+            self.receive_all()
+            self.in_backward = False
+            for unit in self.units:
+                self._free(unit)
+        mean, self.unused = base.global_mean_and_unused(
+            loss_sum, total, self.params, self.used, self.group
+        )
+        return mean
+
+    def _refuse_unseen(self) -> None:
+        """The other ranks gathered it with us, or wait for us to: neither can be put right."""
+        for unit in self.units:
+            if unit.label not in self.seen:
+                raise UsageError(
+                    f"zero3: forward did not come to block '{unit.label}' on rank {self.rank}; "
+                    "leave it out of the workload's blocks"
+                )
+
+    def step(self) -> None:
+        self.update_shards()
+        for unit in self.units:
+            unit.grad = None
+
+
+def units_of(model: nn.Module, blocks: Sequence[str]) -> dict[str, dict[str, nn.Parameter]]:
+    """The root, whose name is "", and each block with the parameters that are its alone."""
+    units: dict[str, dict[str, nn.Parameter]] = {"": {}, **{block: {} for block in blocks}}
+    owners: dict[nn.Parameter, set[str]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(p, name)
+        inside = [block for block in blocks if name.startswith(f"{block}.")]
+        owners.setdefault(p, set()).add(inside[0] if inside else "")
+    for p, name in names.items():
+        units[owners[p].pop() if len(owners[p]) == 1 else ""][name] = p
+    return {label: params for label, params in units.items() if params or not label}
