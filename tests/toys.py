@@ -57,11 +57,13 @@ class Buffers(nn.Module):
 
 
 class Odd(nn.Module):
-    """Sizes that nothing divides: a scalar, one element, primes."""
+    """Sizes that nothing divides: one element, primes."""
+
+    SCALE_SHAPE: tuple[int, ...] = (1,)
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.rand(()))
+        self.scale = nn.Parameter(torch.rand(self.SCALE_SHAPE))
         self.shift = nn.Parameter(torch.rand(1))
         self.wide = nn.Linear(6, 13)
         self.narrow = nn.Linear(13, 3)
@@ -69,6 +71,12 @@ class Odd(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (rows, 6)
         out: Tensor = self.narrow(torch.tanh(self.wide(x) * self.scale + self.shift))
         return out
+
+
+class Scalar(Odd):
+    """A parameter without dimensions."""
+
+    SCALE_SHAPE = ()
 
 
 class Unused(nn.Module):
@@ -92,6 +100,7 @@ TOYS: dict[str, type[nn.Module]] = {
     "tied_frozen": TiedFrozen,
     "buffers": Buffers,
     "odd": Odd,
+    "scalar": Scalar,
     "unused": Unused,
 }
 
@@ -102,6 +111,7 @@ BLOCKS = {
     "tied_frozen": ("frozen",),
     "buffers": ("layer", "norm", "head"),
     "odd": ("wide", "narrow"),
+    "scalar": ("wide", "narrow"),
     "unused": ("layer",),
 }
 

@@ -152,8 +152,11 @@ class StrategyConfig:
     options: dict[str, Any] = field(default_factory=dict)  # passed to the strategy by name
 
     def __post_init__(self) -> None:
-        if ":" not in self.name:
-            _one_of("strategy", self.name, strategies.STRATEGIES)
+        known = strategies.STRATEGIES
+        if self.name in strategies.ALIASES:
+            object.__setattr__(self, "name", strategies.ALIASES[self.name])
+        elif ":" not in self.name and self.name not in known:
+            raise unknown("strategy", self.name, [*known, *strategies.ALIASES])
 
 
 @dataclass(frozen=True)

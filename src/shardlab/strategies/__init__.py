@@ -16,4 +16,16 @@ STRATEGIES = {
     "zero2": "shardlab.strategies.zero2:Zero2",
     "zero3": "shardlab.strategies.zero3:Zero3",
     "pytorch_ddp": "shardlab.strategies.pytorch_ddp:PyTorchDDP",
+    "pytorch_zero1": "shardlab.strategies.pytorch_zero1:PyTorchZero1",
+    "pytorch_zero2": "shardlab.strategies.pytorch_zero2:PyTorchZero2",
+    "pytorch_zero3": "shardlab.strategies.pytorch_zero3:PyTorchZero3",
+    "pytorch_hsdp": "shardlab.strategies.pytorch_hsdp:PyTorchHSDP",
+}
+
+# The words of PyTorch's first FSDP, for those who know them.
+ALIASES = {
+    "NO_SHARD": "pytorch_ddp",
+    "SHARD_GRAD_OP": "pytorch_zero2",
+    "FULL_SHARD": "pytorch_zero3",
+    "HYBRID_SHARD": "pytorch_hsdp",
 }

@@ -1,0 +1,66 @@
+"""PyTorch's hybrid: fully_shard inside groups of ranks, replicas between the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardlab.errors import UsageError
+from shardlab.strategies import base
+from shardlab.strategies.pytorch_fsdp import PyTorchFSDP
+from shardlab.strategies.update import Rule
+from shardlab.workloads.base import LossFn
+
+
+class PyTorchHSDP(PyTorchFSDP):
+    """PyTorch's own (FSDP2, HYBRID_SHARD): sharded over s ranks, replicated over n/s groups.
+
+    Schedule, for Ψ bytes of parameters and as many of gradients, each micro-batch
+    (* called by PyTorch, not in our ledger):
+
+        at construction     broadcast parameters and buffers from rank 0; shard each parameter
+        before forward      broadcast buffers (if the model has any); all_reduce the target count
+        forward             all_gather each block's parameters within the group; free them *  Ψ
+        backward            all_gather them again within the group *                          Ψ
+                            reduce_scatter its gradients within the group *                   Ψ
+                            all_reduce this rank's shard of them between the groups *        Ψ/s
+        after the last      all_reduce the loss
+        step                update this rank's shards
+
+    Cost: 3Ψ(s-1)/s inside a group, where links are fast, and only 2(Ψ/s)(g-1)/g between the
+    g = n/s groups, where they are slow. Memory: one s-th, not one n-th.
+    """
+
+    RESHARD_AFTER_FORWARD = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: base.MakeOptimizer,
+        loss_fn: LossFn,
+        mesh: DeviceMesh,
+        *,
+        rule: Rule = Rule(),
+        blocks: Sequence[str] = (),
+        comm_dtype: str = "fp32",
+        shards: int = 2,
+    ) -> None:
+        self.shards = min(shards, mesh.size())
+        super().__init__(
+            model, make_optimizer, loss_fn, mesh, rule=rule, blocks=blocks, comm_dtype=comm_dtype
+        )
+
+    def shard_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        """(groups, shards): neighbours shard, as ranks of one host are neighbours."""
+        if self.shards < 1 or mesh.size() % self.shards:
+            raise UsageError(
+                f"pytorch_hsdp: {mesh.size()} ranks cannot form groups of {self.shards}; "
+                "set its option shards to a divisor"
+            )
+        if mesh.size() != dist.get_world_size():
+            raise UsageError("pytorch_hsdp makes process groups of its own: it needs every rank")
+        shape = (mesh.size() // self.shards, self.shards)
+        return init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))

@@ -1,0 +1,84 @@
+"""PyTorch's ZeRO-1: DistributedDataParallel with ZeroRedundancyOptimizer."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from shardlab.errors import UsageError
+from shardlab.strategies import base
+from shardlab.strategies.pytorch_ddp import PyTorchDDP
+from shardlab.strategies.update import Rule
+from shardlab.workloads.base import LossFn
+
+
+class PyTorchZero1(PyTorchDDP):
+    """PyTorch's own: DDP's gradients, and an optimizer whose state is spread over the ranks.
+
+    Schedule, for n ranks and Ψ bytes of gradients (* called by PyTorch, not in our ledger):
+
+        at construction     broadcast parameters and buffers from rank 0 *
+        before forward      broadcast buffers from rank 0 (if the model has any) *
+                            all_reduce the number of targets            8 bytes
+        all but the last    forward and backward under no_sync          nothing
+        the last            forward; backward, all_reduce each bucket when it is full *   Ψ
+        after backward      all_reduce the loss                         8 bytes
+        step                update the parameters that are this rank's
+                            broadcast each rank's parameters *          Ψ
+
+    Cost: 3Ψ(n-1)/n on the wire, half as much again as ``zero1``: every rank gets the whole
+    gradient though it needs one n-th. Parameters are dealt out whole, so the shares are uneven.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: base.MakeOptimizer,
+        loss_fn: LossFn,
+        mesh: DeviceMesh,
+        *,
+        rule: Rule = Rule(),
+        bucket_mb: float = 25.0,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        if not isinstance(make_optimizer, functools.partial):
+            raise UsageError("pytorch_zero1 needs its optimizer as a functools.partial of a class")
+        group, kind, settings = mesh.get_group("dp"), make_optimizer.func, make_optimizer.keywords
+        super().__init__(
+            model,
+            lambda params: ZeroRedundancyOptimizer(list(params), kind, group, **settings),  # type: ignore[arg-type]
+            loss_fn,
+            mesh,
+            rule=rule,
+            bucket_mb=bucket_mb,
+            find_unused_parameters=find_unused_parameters,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Each rank's part of the optimizer's state, put together by name."""
+        local = super().state_dict()
+        parts: list[Any] = [None] * self.group.size()
+        torch.distributed.all_gather_object(parts, self._local_state(), group=self.group)
+        local["optimizer"] = {name: state for part in parts for name, state in part.items()}
+        return local
+
+    def _local_state(self) -> dict[str, dict[str, Any]]:
+        state = self.optimizer.optim.state  # type: ignore[attr-defined]
+        return {name: dict(state[p]) for name, p in self.params.items() if p in state}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            tensor.copy_(state["model"][name])
+        mine = self.optimizer.optim  # type: ignore[attr-defined]
+        owned = {p for group in mine.param_groups for p in group["params"]}
+        mine.state.clear()
+        for name, p in self.params.items():
+            if p in owned and name in state["optimizer"]:
+                mine.state[p] = {k: v.clone() for k, v in state["optimizer"][name].items()}
+        self.update.load_state_dict(state["update"])
