@@ -12,6 +12,7 @@ algorithm makes one rank send.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -133,10 +134,7 @@ class Pending:
         self._work = work
         self._finish = finish
         if group.name() == "gloo":  # runs on a thread of its own, which stamps the end
-            work.get_future().add_done_callback(self._stamp)
-
-    def _stamp(self, _future: Any) -> None:
-        self.entry.done_ns = time.perf_counter_ns()
+            work.get_future().add_done_callback(functools.partial(_stamp, entry))
 
     def wait(self) -> None:
         entry = self.entry
@@ -148,6 +146,12 @@ class Pending:
             if self._finish is not None:
                 self._finish()
         entry.ready_ns = time.perf_counter_ns()
+        self._work = self._finish = None  # and with them the tensors that they hold
+
+
+def _stamp(entry: Entry, _future: Any) -> None:
+    """On Gloo's thread. It knows the entry alone: to hold more would keep tensors alive."""
+    entry.done_ns = time.perf_counter_ns()
 
 
 def _begin(

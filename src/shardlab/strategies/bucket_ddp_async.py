@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import comm
-from shardlab.errors import UsageError
 from shardlab.strategies import base
 from shardlab.strategies.flat import Layout, buckets_of
 from shardlab.strategies.ready import InOrder
@@ -36,8 +35,9 @@ class BucketDDPAsync(SimpleDDP):
                             all_reduce the loss and which parameters got a gradient
         step                update                                        nothing
 
-    Cost: Ψ per step in Ψ/bucket_mb messages, hidden behind backward but for the last bucket.
-    The gradients are views into the buckets, so nothing is copied; Ψ bytes stay allocated.
+    Cost: Ψ per step in a few messages, hidden behind backward but for the last bucket.
+    Backward's results are written into the buckets once, where they are added up, sent and read by
+    the optimizer: nothing is packed or unpacked. Ψ bytes stay allocated.
     Buckets filled in forward order would all be ready last, and nothing would overlap.
     """
 
@@ -49,13 +49,12 @@ class BucketDDPAsync(SimpleDDP):
         mesh: DeviceMesh,
         *,
         rule: Rule = Rule(),
-        bucket_mb: float = 8.0,
+        bucket_mb: float | None = None,
         first_bucket_mb: float = 1.0,
     ) -> None:
         super().__init__(model, make_optimizer, loss_fn, mesh, rule=rule)
-        if not (bucket_mb > 0 and first_bucket_mb > 0):
-            raise UsageError("bucket_ddp_async's bucket sizes must be above 0")
-        self.cap, self.first_cap = int(bucket_mb * 2**20), int(first_bucket_mb * 2**20)
+        self.bucket_mb = bucket_mb, first_bucket_mb
+        buckets_of({}, (), *self.bucket_mb)  # refuse a wrong size now, not after the first step
         self.arrivals: dict[str, None] = {}  # whose gradient came in this step, in that order
         self.is_last = False  # micro-batch of the step
         self.buckets: list[Tensor] = []  # (elements,) each; none before the first step's end
@@ -65,12 +64,21 @@ class BucketDDPAsync(SimpleDDP):
         for name, p in self.params.items():
             p.register_post_accumulate_grad_hook(partial(self._arrived, name))
 
-    def _arrived(self, name: str, _parameter: nn.Parameter) -> None:
+    def _arrived(self, name: str, parameter: nn.Parameter) -> None:
+        is_first = name not in self.arrivals
         self.arrivals[name] = None
-        if self.is_last and self.buckets:
+        if not self.buckets:
+            return
+        if is_first:  # in this step: over what the bucket held, so nothing has to be zeroed
+            assert parameter.grad is not None
+            parameter.grad = self.views[name].copy_(parameter.grad)
+        if self.is_last:
             self.queue.arrived(self.bucket_of[name])
 
     def _launch(self, bucket: int) -> None:
+        for name, view in self.views.items():
+            if self.bucket_of[name] == bucket and name not in self.arrivals:
+                self.params[name].grad = view.zero_()  # unused here, perhaps not elsewhere
         tensor = self.buckets[bucket]
         label = f"bucket {bucket}"
         self.under_way.append(comm.all_reduce(tensor, self.group, label=label, async_op=True))
@@ -99,12 +107,6 @@ class BucketDDPAsync(SimpleDDP):
             self.params[name].grad = None  # not zero: the optimizer must skip it
         return mean
 
-    def step(self) -> None:
-        self.update([p.grad for p in self.params.values() if p.grad is not None])
-        torch._foreach_zero_(self.buckets)
-        for name, p in self.params.items():
-            p.grad = self.views[name]
-
     @torch.no_grad()
     def _lay_out(self) -> None:
         """Buckets in the order of readiness that rank 0 saw, with the first step's gradients in."""
@@ -114,7 +116,7 @@ class BucketDDPAsync(SimpleDDP):
         comm.broadcast(order, self.group, label="order of gradients")
         ordered = [names[i] for i in order.tolist()]
         sizes = []
-        for params in buckets_of(self.params, ordered, self.cap, self.first_cap):
+        for params in buckets_of(self.params, ordered, *self.bucket_mb):
             layout = Layout.of(params, ranks=1)
             first = next(iter(params.values()))
             flat = torch.zeros(layout.size, dtype=first.dtype, device=first.device)

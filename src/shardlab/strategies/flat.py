@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardlab.errors import UsageError
+
 
 class Piece(NamedTuple):
     """The part of one parameter that lies in one rank's shard."""
@@ -69,22 +71,39 @@ class Layout:
         return pieces
 
 
-def buckets_of(
-    params: Mapping[str, nn.Parameter], order: Iterable[str], cap_bytes: int, first_bytes: int
-) -> list[dict[str, nn.Parameter]]:
-    """Parameters in the given order, cut into buckets of about ``cap_bytes``.
+LARGEST_BUCKET_MB = 25.0  # beyond, a message's latency no longer matters (DDP's size)
 
-    The first is smaller: it is full sooner, so communication starts sooner. Dtypes do not mix.
+
+def buckets_of(
+    params: Mapping[str, nn.Parameter],
+    order: Iterable[str],
+    bucket_mb: float | None,
+    first_bucket_mb: float,
+    parts: int = 8,
+) -> list[dict[str, nn.Parameter]]:
+    """Parameters in the given order, cut into buckets of about ``bucket_mb``.
+
+    By default one of ``parts`` of them all, so that a small model too has some to overlap. The
+    first is smaller: it is full sooner, so communication starts sooner. Dtypes do not mix.
     """
+    if bucket_mb is None:
+        total = sum(p.numel() * p.element_size() for p in params.values())
+        bucket_mb = min(LARGEST_BUCKET_MB, total / parts / 2**20)
+    elif not bucket_mb > 0:
+        raise UsageError(f"bucket_mb must be above 0, got {bucket_mb}")
+    if not first_bucket_mb > 0:
+        raise UsageError(f"first_bucket_mb must be above 0, got {first_bucket_mb}")
+    cap_bytes, limit = bucket_mb * 2**20, min(first_bucket_mb, bucket_mb) * 2**20
     buckets: list[dict[str, nn.Parameter]] = []
-    held, limit, dtype = 0, first_bytes, None
+    held, dtype = 0, None
     for name in order:
         p = params[name]
-        if not buckets or held >= limit or p.dtype != dtype:
+        size = p.numel() * p.element_size()
+        if not buckets or held + size > limit or p.dtype != dtype:
             if buckets:
                 limit = cap_bytes
             buckets.append({})
             held, dtype = 0, p.dtype
         buckets[-1][name] = p
-        held += p.numel() * p.element_size()
+        held += size
     return buckets

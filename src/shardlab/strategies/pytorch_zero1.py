@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from shardlab.errors import UsageError
 from shardlab.strategies import base
 from shardlab.strategies.pytorch_ddp import PyTorchDDP
 from shardlab.strategies.update import Rule
 from shardlab.workloads.base import LossFn
+
+with warnings.catch_warnings():  # its package still scripts functional optimizers on import
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
 class PyTorchZero1(PyTorchDDP):

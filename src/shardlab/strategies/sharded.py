@@ -62,7 +62,7 @@ class Sharded:
     process would, and so that optimizer state has names. They are views: nothing is copied.
     """
 
-    IN_FLIGHT = 2  # units whose gradients may be on their way at one time: each holds a buffer
+    IN_FLIGHT = 1  # units whose gradients may be on their way at one time: each holds a buffer
 
     def __init__(
         self,
@@ -124,10 +124,11 @@ class Sharded:
         """From backward's own tensor, which is freed, into the unit's buffer."""
         self.used.add(name)
         assert parameter.grad is not None
-        unit.layout.view(self._buffer(unit), name).copy_(parameter.grad)
+        unit.layout.view(self.buffer(unit), name).copy_(parameter.grad)
         parameter.grad = None
 
-    def _buffer(self, unit: Unit) -> Tensor:
+    def buffer(self, unit: Unit) -> Tensor:
+        """Room for the unit's gradients, made when the first of them comes: (padded,)."""
         if unit.full_grad is None:
             dtype = self.comm_dtype or unit.like["dtype"]
             unit.full_grad = torch.zeros(unit.layout.padded, dtype=dtype, device=self.device)
@@ -135,13 +136,13 @@ class Sharded:
 
     def scatter(self, unit: Unit) -> None:
         """Reduce-scatter the unit's gradients, asynchronously; at most IN_FLIGHT at a time."""
-        full = self._buffer(unit)
+        while len(self.in_flight) >= self.IN_FLIGHT:
+            self.receive()
+        full = self.buffer(unit)
         shard = torch.empty(unit.layout.shard, dtype=full.dtype, device=full.device)
         label = f"grad {unit.label}"
         pending = comm.reduce_scatter(shard, full, self.group, label=label, async_op=True)
         self.in_flight.append((unit, shard, pending))
-        while len(self.in_flight) > self.IN_FLIGHT:
-            self.receive()
 
     def receive(self) -> None:
         """The oldest unit under way: add it to this rank's shard, and free its buffer."""

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import comm
 from shardlab.strategies import base
+from shardlab.strategies.compress import Compressor, compressor
 from shardlab.strategies.replica import Replica
 from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch, LossFn
@@ -31,7 +32,8 @@ class SimpleDDP(Replica):
 
     Cost: Ψ per micro-batch (2Ψ(n-1)/n on the wire), all of it exposed: nothing computes while
     it runs. One call per parameter pays the latency of each. It knows nothing of gradient
-    accumulation: k micro-batches cost k times the bytes, which ``simple_ddp_ga`` mends.
+    accumulation: k micro-batches cost k times the bytes, which ``simple_ddp_ga`` mends. With
+    ``compress`` Ψ shrinks, at a price in accuracy: see ``compress.py``.
     """
 
     def __init__(
@@ -42,8 +44,11 @@ class SimpleDDP(Replica):
         mesh: DeviceMesh,
         *,
         rule: Rule = Rule(),
+        compress: str = "none",
+        powersgd_rank: int | None = None,
     ) -> None:
         super().__init__(model, make_optimizer, loss_fn, mesh, rule=rule)
+        self.compressor = compressor(compress, powersgd_rank, rule)
         base.broadcast_model(model, self.group)
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
@@ -54,7 +59,7 @@ class SimpleDDP(Replica):
         summed: dict[str, Tensor] = {}  # of the micro-batches so far, over all ranks
         for batch in microbatches:
             loss_sum += base.accumulate(self.model, self.loss_fn, [batch], divisor)
-            all_reduce_gradients(self.params, self.group)
+            all_reduce_gradients(self.params, self.group, self.compressor)
             # Set aside what is summed already: the next all-reduce would count it n times.
             for name, p in self.params.items():
                 if p.grad is not None:
@@ -65,7 +70,9 @@ class SimpleDDP(Replica):
         return base.global_mean(loss_sum, total, self.group)
 
 
-def all_reduce_gradients(params: dict[str, nn.Parameter], group: comm.Group) -> None:
+def all_reduce_gradients(
+    params: dict[str, nn.Parameter], group: comm.Group, by: Compressor = Compressor()
+) -> None:
     """Each gradient becomes its sum over the ranks. Every loss was divided by the global count
     already, so the sum is the mean over all targets: no division by n.
 
@@ -82,4 +89,4 @@ def all_reduce_gradients(params: dict[str, nn.Parameter], group: comm.Group) -> 
         if is_used:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-            comm.all_reduce(p.grad, group, label=f"grad {name}")
+            by.all_reduce(name, p.grad, group, label=f"grad {name}")

@@ -34,5 +34,5 @@ class SimpleDDPGradientAccumulation(SimpleDDP):
         total = base.global_count(microbatches, self.device, self.group)
         divisor = self.update.divisor(total)
         loss_sum = base.accumulate(self.model, self.loss_fn, microbatches, divisor)
-        all_reduce_gradients(self.params, self.group)
+        all_reduce_gradients(self.params, self.group, self.compressor)
         return base.global_mean(loss_sum, total, self.group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import comm
-from shardlab.errors import UsageError
 from shardlab.strategies import base
 from shardlab.strategies.flat import buckets_of
 from shardlab.strategies.ready import InOrder
@@ -39,8 +39,9 @@ class Zero1(Sharded):
     (To all-reduce the gradients and gather the parameters besides would cost half as much again.)
     Memory: parameters Ψ, gradients Ψ, and of the optimizer's state one n-th.
 
-    Parameters and gradients live in flat buckets, views of which the model uses; a rank's shard
-    is the same slice of each bucket, so both collectives work in place. The layout must be known
+    Parameters and gradients live in flat buckets, views of which the model uses (those of the
+    gradients from backward to update); a rank's shard is the same slice of each bucket, so both
+    collectives work in place. The layout must be known
     when the optimizer is built, so buckets follow the reverse of the parameters' order.
     """
 
@@ -52,15 +53,13 @@ class Zero1(Sharded):
         mesh: DeviceMesh,
         *,
         rule: Rule = Rule(),
-        bucket_mb: float = 8.0,
+        bucket_mb: float | None = None,
         first_bucket_mb: float = 1.0,
     ) -> None:
         super().__init__(model, make_optimizer, loss_fn, mesh, rule)
-        if not (bucket_mb > 0 and first_bucket_mb > 0):
-            raise UsageError(f"{type(self).__name__}: bucket sizes must be above 0")
-        caps = int(bucket_mb * 2**20), int(first_bucket_mb * 2**20)
+        order = reversed(self.params)
         units = []
-        for i, params in enumerate(buckets_of(self.params, reversed(self.params), *caps)):
+        for i, params in enumerate(buckets_of(self.params, order, bucket_mb, first_bucket_mb)):
             unit = Unit(f"bucket {i}", params, self.group)
             with torch.no_grad():
                 flat = unit.flatten(params)  # (padded,)
@@ -69,39 +68,34 @@ class Zero1(Sharded):
             unit.full = flat
             unit.shard = unit.layout.of_rank(flat, self.rank)
             units.append(unit)
-            self.allocate_gradients(unit)
         self.own(units)
         self.is_last = False  # micro-batch of the step
         self.queue = InOrder([len(unit.params) for unit in units], self.launch)
-        self.scatters: list[comm.Pending] = []
+        self.scatters: deque[comm.Pending] = deque()
         self.gathers: list[comm.Pending] = []
         for i, unit in enumerate(units):
             for name, p in unit.params.items():
                 p.register_post_accumulate_grad_hook(partial(self.arrived, i, name))
 
-    def allocate_gradients(self, unit: Unit) -> None:
-        """The gradients of a bucket, end to end, for good; this rank's shard is a slice of them."""
-        unit.full_grad = torch.zeros(unit.layout.padded, **unit.like)
-        unit.grad = unit.layout.of_rank(unit.full_grad, self.rank)
-        for name, view in unit.split(unit.full_grad).items():
-            unit.params[name].grad = view
-
-    def drop_gradients(self, unit: Unit) -> None:
-        assert unit.full_grad is not None
-        unit.full_grad.zero_()
-
-    def arrived(self, bucket: int, name: str, _parameter: nn.Parameter) -> None:
-        self.used.add(name)
+    def arrived(self, bucket: int, name: str, parameter: nn.Parameter) -> None:
+        """A gradient's first micro-batch goes into its bucket; the others are added there."""
+        if name not in self.used:
+            assert parameter.grad is not None
+            unit = self.units[bucket]
+            parameter.grad = unit.layout.view(self.buffer(unit), name).copy_(parameter.grad)
+            self.used.add(name)
         if self.is_last:
             self.queue.arrived(bucket)
 
     def launch(self, bucket: int) -> None:
         unit = self.units[bucket]
-        assert unit.grad is not None
-        assert unit.full_grad is not None
+        full = self.buffer(unit)
+        unit.grad = unit.layout.of_rank(full, self.rank)  # in place: the rest is not needed again
+        while len(self.scatters) >= self.IN_FLIGHT:  # over Gloo each holds a buffer
+            self.scatters.popleft().wait()
         self.scatters.append(
             comm.reduce_scatter(
-                unit.grad, unit.full_grad, self.group, label=f"grad {unit.label}", async_op=True
+                unit.grad, full, self.group, label=f"grad {unit.label}", async_op=True
             )
         )
 
@@ -141,7 +135,9 @@ class Zero1(Sharded):
                 )
             )
         for unit in self.units:
-            self.drop_gradients(unit)  # while the parameters travel
+            unit.grad = unit.full_grad = None
+            for p in unit.params.values():
+                p.grad = None
 
     def full_params(self) -> dict[str, Tensor]:
         """What this rank's model holds, once the parameters of the others are in."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab.strategies import base
-from shardlab.strategies.sharded import DTYPES, Unit
+from shardlab.strategies.sharded import DTYPES
 from shardlab.strategies.update import Rule
 from shardlab.strategies.zero1 import Zero1
 from shardlab.workloads.base import Batch, LossFn
@@ -45,7 +45,7 @@ class Zero2(Zero1):
         mesh: DeviceMesh,
         *,
         rule: Rule = Rule(),
-        bucket_mb: float = 8.0,
+        bucket_mb: float | None = None,
         first_bucket_mb: float = 1.0,
         comm_dtype: str = "fp32",
     ) -> None:
@@ -54,12 +54,6 @@ class Zero2(Zero1):
             bucket_mb=bucket_mb, first_bucket_mb=first_bucket_mb,
         )  # fmt: skip
         self.comm_dtype = base.option("zero2's comm_dtype", comm_dtype, DTYPES)
-
-    def allocate_gradients(self, unit: Unit) -> None:
-        """Nothing until backward."""
-
-    def drop_gradients(self, unit: Unit) -> None:
-        unit.grad = None
 
     def arrived(self, bucket: int, name: str, parameter: nn.Parameter) -> None:
         self.move_gradient(self.units[bucket], name, parameter)

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 from shardlab import comm
 from shardlab.errors import UsageError
 from shardlab.strategies import base
-from shardlab.strategies.ready import InOrder
 from shardlab.strategies.sharded import DTYPES, Sharded, Unit
 from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch, LossFn
@@ -31,8 +30,9 @@ class Zero3(Sharded):
         forward             before a unit: all_gather its parameters, having prefetched them
                             during the one before                         Ψ
                             after a block: free them (not the last: backward begins with it)
-        backward            before a block: all_gather its parameters again, prefetched  Ψ
-                            after a unit's last gradient: free its parameters,
+        backward            before a block: all_gather its parameters again, prefetched
+                            when the one before was half done             Ψ
+                            after a unit: free its parameters,
                             reduce_scatter its gradients, asynchronously  Ψ
                             add the result to this rank's shard
         after the last      all_reduce the loss and which parameters got a gradient
@@ -40,7 +40,7 @@ class Zero3(Sharded):
 
     Cost: 3Ψ(n-1)/n on the wire per micro-batch, less what is gathered once (root, last block).
     Memory: of everything one n-th, plus two blocks' parameters and gradients. To gather the whole
-    model before forward would have ZeRO-2's peak and none of its speed.
+    model before forward would have ZeRO-2's peak at ZeRO-3's price.
 
     Freeing means to shrink the storage to nothing: what autograd saved are views of the same
     storage, and they are whole again when the unit has been gathered for backward.
@@ -63,15 +63,13 @@ class Zero3(Sharded):
         self.gathers: dict[str, comm.Pending] = {}  # under way, by label
         self.seen: set[str] = set()  # the units that this micro-batch's forward came to
         self.in_backward = False
-        self.backward_order = [*reversed(self.units[1:]), self.units[0]]
-        trained = [sum(p.requires_grad for p in u.params.values()) for u in self.backward_order]
-        self.queue = InOrder(trained, self._launch)
+        self.arrived: list[tuple[Unit, str, nn.Parameter]] = []  # gradients, not yet moved
+        self.last_scattered = len(self.units)  # units from here on have sent their gradients
         for i, unit in enumerate(self.units):
             module = model.get_submodule(unit.label) if i else model
             module.register_forward_pre_hook(partial(self._before_forward, i))
             if i:
                 module.register_forward_hook(partial(self._after_forward, i))
-        for i, unit in enumerate(self.backward_order):
             for name, p in unit.params.items():
                 if p.requires_grad:
                     p.register_post_accumulate_grad_hook(partial(self._arrived, i, name))
@@ -112,9 +110,16 @@ class Zero3(Sharded):
         unit.full.untyped_storage().resize_(0)
 
     def _before_forward(self, i: int, _module: nn.Module, _inputs: Any) -> None:
-        self.seen.add(self.units[i].label)
         self._await(self.units[i])
-        if i + 1 < len(self.units) and not self.in_backward:  # there it is a recomputation
+        if self.in_backward:  # a recomputation
+            return
+        if self.units[i].label in self.seen:
+            raise UsageError(
+                f"zero3: block '{self.units[i].label}' runs twice in one forward; leave it out of "
+                "the workload's blocks"
+            )
+        self.seen.add(self.units[i].label)
+        if i + 1 < len(self.units):
             self._gather(self.units[i + 1])
 
     def _after_forward(self, i: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -127,23 +132,46 @@ class Zero3(Sharded):
             self._free(self.units[i])
 
     def _before_backward(self, i: int, _gradient: Tensor) -> None:
-        """Backward has come to block i, and so is done with the one after it."""
-        self.in_backward = True
-        self._await(self.units[i])
-        if i + 1 < len(self.units):
-            self._free(self.units[i + 1])
-        if i > 1:  # the root is still here
-            self._gather(self.units[i - 1])
+        """Backward has come to block i, and so is done with those after it.
 
-    # ------------------------------------------------------------ the step
+        What is sent, and in which order, depends on blocks alone, never on which gradients a
+        rank happened to have: gather i, scatter i+1, gather i-1, scatter i …
+        """
+        self.in_backward = True
+        self._gather(self.units[i])
+        self._scatter_down_to(i + 1)
+        self._await(self.units[i])
 
     def _arrived(self, i: int, name: str, parameter: nn.Parameter) -> None:
-        self.move_gradient(self.backward_order[i], name, parameter)
-        self.queue.arrived(i)
+        """Half way through a block, the gradients of the one before have had time to travel.
 
-    def _launch(self, i: int) -> None:
-        if self.queue.needs[i]:  # else the whole unit is frozen
-            self.scatter(self.backward_order[i])
+        When their buffers are free there is room for this block's, and to prefetch the next.
+        """
+        self.arrived.append((self.units[i], name, parameter))
+        self.counts[i] += 1
+        is_half_way = self.counts[i] == (len(self.units[i].params) // 2 if i > 1 else 1)
+        if is_half_way:
+            self.receive_all()
+        if not self.in_flight:
+            self._move_arrived()
+        if is_half_way and i > 1:  # the root is still here
+            self._gather(self.units[i - 1])
+
+    def _move_arrived(self) -> None:
+        for unit, name, parameter in self.arrived:
+            self.move_gradient(unit, name, parameter)
+        self.arrived.clear()
+
+    def _scatter_down_to(self, first: int) -> None:
+        """Free the parameters of units that backward is done with, and send their gradients."""
+        self._move_arrived()
+        for i in range(self.last_scattered - 1, first - 1, -1):
+            self._free(self.units[i])
+            if any(p.requires_grad for p in self.units[i].params.values()):
+                self.scatter(self.units[i])
+        self.last_scattered = min(self.last_scattered, first)
+
+    # ------------------------------------------------------------ the step
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
         base.broadcast_buffers(self.model, self.group)
@@ -152,15 +180,14 @@ class Zero3(Sharded):
         self.used.clear()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in microbatches:
-            self.queue.start()
             self.seen.clear()
+            self.counts = [0] * len(self.units)
+            self.last_scattered = len(self.units)
             loss_sum += base.accumulate(self.model, self.loss_fn, [batch], divisor)
             self._refuse_unseen()
-            self.queue.flush()
+            self._scatter_down_to(0)
             self.receive_all()
             self.in_backward = False
-            for unit in self.units:
-                self._free(unit)
         mean, self.unused = base.global_mean_and_unused(
             loss_sum, total, self.params, self.used, self.group
         )

@@ -1,0 +1,149 @@
+"""Our rungs against PyTorch's own: speed and peak memory, side by side on 2 Gloo ranks.
+
+    python benchmarks/ladder.py [--link 4gbit] [--pairs zero1,zero2] [--out FILE]
+
+Both strategies of a pair live in the same ranks and take turns, step by step, on the same
+batches of a GPT with 10.8 M parameters, so that a machine that slows down slows both. Prints the
+median step of each with p10–p90, the ratio of speeds with its 95% bootstrap interval, and the
+peak of tensor memory. With --link (Linux, root) all of it runs in a private network namespace
+whose loopback is limited to that rate: there, communication is slow but costs the CPU little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from shardlab import config as configs
+from shardlab.launch import Ranks
+
+PAIRS = {
+    "bucket_ddp_async": ("pytorch_ddp", 1.00),
+    "zero1": ("pytorch_zero1", 1.05),
+    "zero2": ("pytorch_zero2", 1.05),
+    "zero3": ("pytorch_zero3", 1.05),
+}
+WARMUP = 3
+
+
+def take_turns(world: Any, ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """Step times of both, as long as the slowest rank took: {"ours": [...], "theirs": [...]}."""
+    from shardlab import comm, environment, train
+
+    settings = {"ours": configs.from_dict(ours), "theirs": configs.from_dict(theirs)}
+    config = settings["ours"]
+    workload = train.build_workload(config)
+    strategies = {k: train.build_strategy(c, workload, world) for k, c in settings.items()}
+    times: dict[str, list[float]] = {"ours": [], "theirs": []}
+    losses: dict[str, float] = {}
+    for i, microbatches in enumerate(train.batches(workload, config, world)):
+        for kind in ("ours", "theirs") if i % 2 else ("theirs", "ours"):
+            comm.barrier(world.group)
+            start = time.perf_counter()
+            losses[kind] = float(strategies[kind].gradients(microbatches))
+            strategies[kind].step()
+            settle = getattr(strategies[kind], "settle", None)
+            if settle is not None:
+                settle()  # what a strategy leaves under way is its own to pay for
+            if i >= WARMUP:
+                times[kind].append((time.perf_counter() - start) * 1e3)
+        comm.LEDGER.reset()
+    slowest = {
+        kind: [max(ranks) for ranks in zip(*world.gather(mine), strict=True)]
+        for kind, mine in times.items()
+    }
+    env = environment.describe(world.device, " ".join(["python", *sys.argv]))
+    return {"times": slowest, "losses": losses, "env": env}
+
+
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    import numpy as np
+
+    from shardlab.measure.stats import spread
+
+    ours, theirs = result["times"]["ours"], result["times"]["theirs"]
+    draw = np.random.default_rng(0)
+    medians = [np.median(draw.choice(t, (4000, len(t))), axis=1) for t in (theirs, ours)]
+    low, high = np.percentile(medians[0] / medians[1], [2.5, 97.5])
+    return {
+        "ours_ms": spread(ours),
+        "theirs_ms": spread(theirs),
+        "speed_ratio": float(np.median(theirs) / np.median(ours)),
+        "speed_ratio_95": [float(low), float(high)],
+        "losses": result["losses"],
+    }
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    from shardlab.measure import compare
+
+    overrides = {
+        "model.size": arguments.size,
+        "data.seq_len": arguments.seq_len,
+        "training.global_batch": arguments.global_batch,
+        "training.steps": WARMUP + arguments.steps,
+        "launch.world": 2,
+    }
+    rows, env = [], None
+    for name in arguments.pairs.split(","):
+        ours_name, options = compare.parse_spec(name)
+        twin, target = PAIRS[ours_name]
+        ours = configs.load(
+            None, {**overrides, "strategy.name": ours_name, "strategy.options": options}
+        )
+        theirs = configs.load(None, {**overrides, "strategy.name": twin})
+        with Ranks(ours.launch, 2) as ranks:
+            result = ranks.run(take_turns, ours.to_dict(), theirs.to_dict())[0]
+            weigh = "shardlab.measure.compare:weigh_cell"
+            peaks = [ranks.run(weigh, c.to_dict())[0] for c in (ours, theirs)]
+        env = env or result["env"]
+        row = {"ours": name, "theirs": twin, "target": target, **summary(result)}
+        row |= {"ours_peak_bytes": peaks[0], "theirs_peak_bytes": peaks[1]}
+        rows.append(row)
+        low, high = row["speed_ratio_95"]
+        print(
+            f"{name:>24} {row['ours_ms']['median']:7.1f} ms  {twin:>14} "
+            f"{row['theirs_ms']['median']:7.1f} ms  speed {row['speed_ratio']:.3f}x "
+            f"[{low:.3f}, {high:.3f}] target {target:.2f}  peak "
+            f"{peaks[0] / 2**20:.1f} / {peaks[1] / 2**20:.1f} MiB",
+            flush=True,
+        )
+    return {"link": arguments.link, "settings": overrides, "env": env, "pairs": rows}
+
+
+def inside_a_slow_link(rate: str) -> None:
+    """Run this command again in a network namespace whose loopback has that rate."""
+    for tool in ("unshare", "ip", "tc"):
+        if shutil.which(tool) is None:
+            sys.exit(f"--link needs {tool} (packages util-linux and iproute2)")
+    limit = f"tc qdisc add dev lo root tbf rate {rate} burst 1mb latency 100ms"
+    script = f'ip link set lo up && {limit} && exec "$@"'
+    os.environ["SHARDLAB_SLOW_LINK"] = rate
+    os.execvp("unshare", ["unshare", "--net", "sh", "-c", script, "sh", sys.executable, *sys.argv])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--pairs", default=",".join(PAIRS), help="ours, comma-separated")
+    parser.add_argument("--link", help="limit the loopback, e.g. 4gbit")
+    parser.add_argument("--size", default="midi")
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--global-batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.link and "SHARDLAB_SLOW_LINK" not in os.environ:
+        inside_a_slow_link(arguments.link)
+    result = run(arguments)
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
