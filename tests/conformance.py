@@ -11,14 +11,14 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 import toys
-from shardlab import naming
+from shardlab import comm, naming
 from shardlab.launch import Ranks
 from shardlab.strategies import STRATEGIES
 from shardlab.workloads.base import Batch
@@ -41,9 +41,10 @@ class Case:
 class Trajectory:
     """What a run looked like: a loss, the gradients and the tensors after each step."""
 
-    losses: list[float]
-    grads: list[Arrays]
-    params: list[Arrays]
+    losses: list[float] = field(default_factory=list)
+    grads: list[Arrays] = field(default_factory=list)
+    params: list[Arrays] = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)  # collectives that gradients() left
 
 
 ALL_CASES = [Case(*c) for c in itertools.product(toys.TOYS, (1, 2, 3), ("sgd", "adamw"))]
@@ -66,7 +67,7 @@ def reference(case: Case, world: int) -> Trajectory:
     model = toys.build(case.toy, seed=0)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = make_optimizer(case.optimizer)(trained.values())
-    result = Trajectory([], [], [])
+    result = Trajectory()
     for step in range(STEPS):
         share = [[toys.batch(step, r, m) for m in range(case.micro)] for r in range(world)]
         count = sum(b.count for batches in share for b in batches)
@@ -110,10 +111,12 @@ def run_cases(
         if by_block:
             options = {**options, "blocks": toys.BLOCKS[case.toy]}
         instance = make(model, make_optimizer(case.optimizer), toys.loss, world.mesh, **options)
-        result = Trajectory([], [], [])
+        result = Trajectory()
         for step in range(STEPS):
             microbatches: list[Batch] = [toys.batch(step, world.rank, m) for m in range(case.micro)]
+            comm.LEDGER.reset()
             result.losses.append(float(instance.gradients(microbatches)))
+            result.unfinished += [e.label for e in comm.LEDGER.entries if e.ready_ns is None]
             result.grads.append(arrays(instance.full_grads()))
             instance.step()
             result.params.append(arrays(instance.full_params()))
@@ -133,6 +136,9 @@ def conform(
     for i, case in enumerate(cases):
         expected = reference(case, ranks.size)
         for rank, results in enumerate(by_rank):
+            if results[i].unfinished:
+                label = results[i].unfinished[0]
+                complaints.append(f"{case} rank {rank}: nobody waited for '{label}'")
             complaint = first_difference(results[i], expected)
             if complaint:
                 complaints.append(f"{case} rank {rank}: {complaint}")

@@ -7,13 +7,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardlab import comm
 from shardlab.strategies import base
+from shardlab.strategies.bucket_ddp_async import BucketDDPAsync
+from shardlab.strategies.compress import Compressor
+from shardlab.strategies.ready import InOrder
 from shardlab.strategies.replica import Replica
 from shardlab.strategies.simple_ddp import all_reduce_gradients
+from shardlab.strategies.simple_ddp_async import SimpleDDPAsync
 from shardlab.strategies.simple_ddp_ga import SimpleDDPGradientAccumulation as Right
+from shardlab.strategies.simple_ddp_hook import SimpleDDPHook
+from shardlab.strategies.zero1 import Zero1
 from shardlab.workloads.base import Batch
 
 
@@ -67,6 +73,7 @@ class NoBroadcast(Right):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         Replica.__init__(self, *args, **options)
+        self.compressor = Compressor()
 
 
 class NoBufferBroadcast(Right):
@@ -113,3 +120,60 @@ SABOTEURS = [
     MeanOfMeans,
     ReadsAnothersData,
 ]
+
+
+# ------------------------------------------------------------------ the higher rungs
+
+
+class BucketTooEarly(BucketDDPAsync):
+    """A bucket is sent when its first gradient is in, not its last."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, bucket_mb=1.0, **options)  # all of a toy in one bucket
+
+    def _lay_out(self) -> None:
+        super()._lay_out()
+        self.queue = InOrder([1] * len(self.buckets), self._launch)
+
+
+class NobodyWaits(SimpleDDPAsync):
+    """The update reads gradients that are still on their way."""
+
+    def finish(self) -> None:
+        self.under_way.clear()
+
+
+class EveryMicrobatch(SimpleDDPHook):
+    """The hook does not know the last micro-batch: what is summed already is summed again."""
+
+    def _arrived(self, i: int, parameter: nn.Parameter) -> None:
+        self.used.add(self.order[i])
+        comm.all_reduce(parameter.grad, self.group)  # type: ignore[arg-type]
+
+    def launch(self, i: int) -> None:
+        p = self.params[self.order[i]]
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+
+
+class ShardOffByOne(Zero1):
+    """A rank updates its shard with the gradient of the elements next to it."""
+
+    def update_shards(self) -> None:
+        for unit in self.units:
+            if unit.grad is not None:
+                unit.grad = torch.roll(unit.grad, 1)
+        super().update_shards()
+
+
+class ForgetsToGather(Zero1):
+    """Each rank updates its own shard and goes on with the others' old parameters."""
+
+    def step(self) -> None:
+        self.update_shards()
+        for unit in self.units:
+            unit.grad = unit.full_grad = None
+            for p in unit.params.values():
+                p.grad = None
+
+
+RUNG_SABOTEURS = [BucketTooEarly, NobodyWaits, EveryMicrobatch, ShardOffByOne, ForgetsToGather]

@@ -6,14 +6,15 @@ import pytest
 
 from conformance import ALL_CASES, Case, conform
 from conftest import GetRanks
-from saboteurs import SABOTEURS
+from saboteurs import RUNG_SABOTEURS, SABOTEURS
+from shardlab.errors import RankFailure
 from shardlab.strategies import STRATEGIES
 
 FSDP = ("pytorch_zero2", "pytorch_zero3", "pytorch_hsdp")
 FEW_CASES = [c for c in ALL_CASES if c.micro == 2 and c.optimizer == "adamw"]
 OPTIONS = {name: {"find_unused_parameters": True} for name in ("pytorch_ddp", "pytorch_zero1")}
 # What FSDP2 refuses (a test of its own below): parameters without dimensions or gradient.
-REFUSED = {name: ("scalar", "unused") for name in STRATEGIES if name in FSDP}
+REFUSED = {name: ("scalar", "unused", "branches") for name in STRATEGIES if name in FSDP}
 WORLDS = [
     (name, world) for name in STRATEGIES for world in (1, 2, 3, 4) if world == 1 or name != "single"
 ]
@@ -28,13 +29,16 @@ def test_equals_one_process(strategy: str, world: int, ranks: GetRanks) -> None:
 
 def test_pytorch_ddp_as_recommended(ranks: GetRanks) -> None:
     """Without the search for unused parameters, which the comparison does not pay for."""
-    cases = [c for c in FEW_CASES if c.toy != "unused"]
+    cases = [c for c in FEW_CASES if c.toy not in ("unused", "branches")]
     assert conform(ranks(2), "pytorch_ddp", cases) == []
 
 
-@pytest.mark.parametrize("saboteur", SABOTEURS, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("saboteur", [*SABOTEURS, *RUNG_SABOTEURS], ids=lambda s: s.__name__)
 def test_catches(saboteur: type, ranks: GetRanks) -> None:
-    complaints = conform(ranks(2), saboteur, FEW_CASES)
+    try:
+        complaints = conform(ranks(2), saboteur, FEW_CASES)
+    except RankFailure as failure:  # ranks out of step: a crash is caught too
+        complaints = [str(failure)]
     assert complaints, f"nobody noticed: {saboteur.__doc__}"
 
 

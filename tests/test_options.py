@@ -34,6 +34,7 @@ STEPS = 4
 RATE = 0.1
 COSINE = functools.partial(learning_rate_factor, total=STEPS, warmup=2, kind="cosine", floor=0.1)
 WORLDS = [(name, world) for name in STRATEGIES for world in ((1,) if name == "single" else (2, 3))]
+WORLDS.append(("pytorch_hsdp", 4))  # two copies of the shards: their squares count once
 PARALLEL = [name for name in STRATEGIES if name != "single"]
 
 
@@ -49,8 +50,10 @@ def build(
 ) -> Any:
     """SGD: an error in the gradient's size shows, where Adam would hide it."""
     make = naming.resolve(name, STRATEGIES, "strategy")
-    by_block = "blocks" in inspect.signature(make).parameters
-    options = {"blocks": toys.BLOCKS[toy]} if by_block else {}
+    parameters = inspect.signature(make).parameters
+    options: dict[str, Any] = {"blocks": toys.BLOCKS[toy]} if "blocks" in parameters else {}
+    if "shards" in parameters and world.size % 2:
+        options["shards"] = world.size  # groups of two cannot be formed
     optimizer = functools.partial(torch.optim.SGD, lr=RATE)
     model = toys.build(toy, seed).to(dtype)
     return make(model, optimizer, loss, world.mesh, rule=rule, **options)

@@ -95,6 +95,32 @@ class Unused(nn.Module):
         return out
 
 
+class Branch(nn.Module):
+    """A block of which the data decides how much is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main = nn.Linear(6, 6)
+        self.extra = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:  # (rows, 6)
+        out: Tensor = torch.tanh(self.main(x))
+        return out + self.extra(x) if len(x) and x[0, 0] > 0 else out
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Branch() for _ in range(3))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # (rows, 6)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
 TOYS: dict[str, type[nn.Module]] = {
     "mlp": MLP,
     "tied_frozen": TiedFrozen,
@@ -102,6 +128,7 @@ TOYS: dict[str, type[nn.Module]] = {
     "odd": Odd,
     "scalar": Scalar,
     "unused": Unused,
+    "branches": Branches,
 }
 
 
@@ -113,6 +140,7 @@ BLOCKS = {
     "odd": ("wide", "narrow"),
     "scalar": ("wide", "narrow"),
     "unused": ("layer",),
+    "branches": ("blocks.0", "blocks.1", "blocks.2"),
 }
 
 

@@ -257,6 +257,94 @@ def compare(
         raise SystemExit(1)
 
 
+@app.command()
+def prove(
+    strategies: Annotated[
+        str | None,
+        typer.Option(
+            "--strategies",
+            help="Comma-separated, with options as in compare; your own by import path.  "
+            "[default: all]",
+            show_default=False,
+        ),
+    ] = None,
+    config: Annotated[Path | None, CONFIG] = None,
+    world: Annotated[
+        str | None,
+        typer.Option(
+            "--world", "-w", help="Numbers of ranks: 2,4.  [default: 2]", show_default=False
+        ),
+    ] = None,
+    workload: Annotated[str | None, WORKLOAD] = None,
+    size: Annotated[str | None, SIZE] = None,
+    data: Annotated[str | None, DATA] = None,
+    seq_len: Annotated[int | None, SEQ_LEN] = None,
+    global_batch: Annotated[int | None, GLOBAL_BATCH] = None,
+    accumulate: Annotated[
+        int | None,
+        typer.Option(
+            "--accumulate",
+            help="Micro-batches per rank and step.  [default: 2]",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int | None, SEED] = None,
+    device: Annotated[str | None, DEVICE] = None,
+    backend: Annotated[str | None, BACKEND] = None,
+    port: Annotated[int | None, PORT] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
+    settings: Annotated[list[str] | None, SET] = None,
+    out: Annotated[str | None, OUT] = None,
+    quiet: Annotated[bool, QUIET] = False,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Prove that strategies equal one process, and hold, send and overlap what they claim."""
+    from shardlab import launch, record
+    from shardlab import prove as proofs
+    from shardlab.report import console
+    from shardlab.report import proof as report
+    from shardlab.strategies import STRATEGIES
+
+    if launch.torchrun_environment() is not None:
+        raise UsageError("prove starts its own ranks; run it without torchrun")
+    resolved = proofs.small(
+        _config(
+            config,
+            settings,
+            {
+                "model.workload": workload,
+                "model.size": size,
+                "data.source": data,
+                "data.seq_len": seq_len,
+                "training.steps": steps,
+                "training.global_batch": global_batch,
+                "training.accumulate": accumulate,
+                "training.seed": seed,
+                "launch.device": device,
+                "launch.backend": backend,
+                "launch.port": port,
+                "output.dir": out,
+            },
+        ),
+        accumulate,
+    )
+    specs = [s.strip() for s in strategies.split(",")] if strategies else list(STRATEGIES)
+    worlds = proofs.worlds_of(world, resolved)
+    cases = proofs.cases_of(resolved, specs, worlds)
+    with console.comparison_progress(enabled=not (quiet or as_json)) as on_progress:
+        result = proofs.prove(cases, worlds, _command(), on_progress)
+    folder = record.new_folder(Path(resolved.output.root), "prove", _path(resolved.output.dir))
+    record.write_json(folder / "prove.json", result)
+    if as_json:
+        print(record.json_text(result))
+    elif quiet:
+        print(folder)
+    else:
+        report.show(result, folder / "prove.json")
+    if not result["verdicts"] or not all(v["pass"] for v in result["verdicts"]):
+        raise SystemExit(1)
+
+
 def _path(text: str | None) -> Path | None:
     return None if text is None else Path(text)
 

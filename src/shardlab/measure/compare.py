@@ -32,8 +32,8 @@ class Plan:
     """How often and how long each strategy is run."""
 
     repeats: int = 3
-    warmup: int = 3
-    steps: int = 10  # timed, per repeat
+    warmup: int = 2
+    steps: int = 8  # timed, per repeat
 
     def __post_init__(self) -> None:
         for name, least in (("repeats", 1), ("warmup", 0), ("steps", 1)):

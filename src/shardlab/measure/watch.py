@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
 
-BACKWARD = "shardlab::backward"
+BACKWARD, SETTLE = "shardlab::backward", "shardlab::settle"
+LOOKS = 10  # at what is held, at most, until it is the same twice
 # PyTorch's own names for what is launched, ours, and which argument is the whole tensor. They
 # are in the profiler's trace for every backend, whoever launched them, in Python or in C++.
 _LAUNCHES = {
@@ -41,31 +46,47 @@ class Message:
     ranks: int | None = None  # none: the profiler cannot tell
 
 
+class Running(NamedTuple):
+    """A collective at work on a thread of Gloo's. (NCCL's are kernels, and not looked for.)"""
+
+    op: str
+    bytes: int
+    begin_ns: int
+    end_ns: int
+
+
 @dataclass
 class Sent:
     messages: list[Message] = field(default_factory=list)
     backward_ns: tuple[int, int] | None = None  # the last: its begin and end
-    running: list[tuple[int, int, int]] = field(default_factory=list)  # (begin, end, bytes): Gloo's
+    running: list[Running] = field(default_factory=list)
 
 
-def sent_by(work: Callable[[], T]) -> tuple[T, Sent]:
-    """The result of ``work`` and the collectives that it launched, in order."""
+def sent_by(work: Callable[[], None], settle: Callable[[], None]) -> Sent:
+    """The collectives that ``work`` launched, in order.
+
+    ``settle`` waits for what it left under way, and is not counted: a collective that ends after
+    the profiler has crashes the process (torch 2.13).
+    """
     with (
-        backward_marked(),
+        around_backward(lambda: record_function(BACKWARD)),
         profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler,
     ):
-        result = work()
-    sent = Sent()
+        work()
+        with record_function(SETTLE):
+            settle()
     events = sorted(walk(profiler), key=lambda event: event.start_time_ns)
+    limit = next(event.start_time_ns for event in events if event.name == SETTLE)
+    sent = Sent()
     for event in events:
         if event.name == BACKWARD:
             sent.backward_ns = (event.start_time_ns, event.end_time_ns)
         elif event.name.startswith("gloo:"):
-            size = _size(event.typed[1].inputs)
-            sent.running.append((event.start_time_ns, event.end_time_ns, size))
-        elif event.name in _LAUNCHES:
+            op, size = event.name.removeprefix("gloo:"), _size(event.typed[1].inputs)
+            sent.running.append(Running(op, size, event.start_time_ns, event.end_time_ns))
+        elif event.name in _LAUNCHES and event.start_time_ns < limit:
             sent.messages.append(_message(event))
-    return result, sent
+    return sent
 
 
 def _message(event: Any) -> Message:
@@ -101,15 +122,15 @@ def walk(profiler: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def backward_marked() -> Iterator[None]:
-    """Each backward is a span in the profile."""
+def around_backward(span: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Each backward runs inside a new ``span()``."""
     original = torch.autograd.backward
 
-    def marked(*args: Any, **options: Any) -> None:
-        with record_function(BACKWARD):
+    def spanned(*args: Any, **options: Any) -> None:
+        with span():
             original(*args, **options)
 
-    torch.autograd.backward = marked
+    torch.autograd.backward = spanned
     try:
         yield
     finally:
@@ -140,6 +161,16 @@ class Alive:
         gc.unfreeze()
 
     def weigh(self, model: nn.Module) -> Held:
+        """What is held, once Gloo's threads have let go of what they have done."""
+        held = self._weigh(model)
+        for _ in range(LOOKS):
+            time.sleep(0.01)
+            before, held = held, self._weigh(model)
+            if held == before:
+                break
+        return held
+
+    def _weigh(self, model: nn.Module) -> Held:
         gc.collect()
         # By the type: to ask an object itself may run its code.
         things = gc.get_objects()
@@ -175,56 +206,58 @@ def _storages(tensors: Any) -> dict[int, int]:
 
 @dataclass
 class Phase:
-    held: int  # bytes allocated since the first phase and not released
-    peak: int  # the most that were held beyond those at the beginning
-    forward_peak: int | None  # the same before the first backward; none: not known
+    held: int  # bytes of what was made since the first phase and is still there, at the end
+    peak: int  # the most there was beyond what there was at the beginning
+    forward_peak: int | None  # the same before the first backward
 
 
-class Memory:
-    """Follows every allocation over several phases, those of C++ too.
+class Memory(TorchDispatchMode):
+    """Follows the storage of every tensor that is made, in C++ too, until it is gone.
 
-    Nothing may be released between phases. On a CPU the profiler notes each allocation, which
-    slows the work: do not time it.
+    The profiler would miss releases on Gloo's own threads. To look slows the work: do not time it.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.held: dict[int, int] = {}  # bytes by address
-        if device.type == "cuda":
-            self.before = torch.cuda.memory_allocated(device)
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive: dict[int, StorageWeakRef] = {}
+        self.total = self.peak = 0  # of the last count; the total is an upper bound in between
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._note(getattr(leaf, "_local_tensor", leaf))
+        return result
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.alive:
+            self.alive[storage._cdata] = StorageWeakRef(storage)
+            self.total += storage.nbytes()
+        # Something may have been released, or given a new size, since the last count.
+        if self.total > self.peak:
+            self.peak = max(self.peak, self.count())
+
+    def count(self) -> int:
+        self.total = 0
+        for key, reference in list(self.alive.items()):
+            storage: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self.alive[key]
+            else:
+                self.total += storage.nbytes()
+        return self.total
 
     def phase(self, work: Callable[[], T]) -> tuple[T, Phase]:
-        if self.device.type == "cuda":
-            return self._phase_on_gpu(work)
-        with (
-            backward_marked(),
-            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
-        ):
-            result = work()
-            gc.collect()
-        kind = torch._C._profiler._EventType.Allocation
-        total = first = sum(self.held.values())
-        peak, forward_peak = total, None
-        for event in sorted(walk(profiler), key=lambda event: event.start_time_ns):
-            if event.name == BACKWARD and forward_peak is None:
-                forward_peak = peak - first
-            tag, details = event.typed
-            if tag != kind or details.device.type != "cpu":
-                continue
-            if details.alloc_size > 0:
-                total += details.alloc_size - self.held.pop(details.ptr, 0)
-                self.held[details.ptr] = details.alloc_size
-                peak = max(peak, total)
-            else:
-                total -= self.held.pop(details.ptr, 0)
-        return result, Phase(total, peak - first, forward_peak)
+        before = self.peak = self.count()
+        forward: list[int] = []
 
-    def _phase_on_gpu(self, work: Callable[[], T]) -> tuple[T, Phase]:
-        torch.cuda.synchronize(self.device)
-        first = torch.cuda.memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        result = work()
+        @contextmanager
+        def note_peak() -> Iterator[None]:
+            forward.append(self.peak - before)
+            yield
+
+        with around_backward(note_peak), self:
+            result = work()
         gc.collect()
-        torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device) - first
-        return result, Phase(torch.cuda.memory_allocated(self.device) - self.before, peak, None)
+        return result, Phase(self.count(), self.peak - before, forward[0] if forward else None)

@@ -28,11 +28,9 @@ class Parameter:
         return math.prod(self.shape) * self.itemsize
 
     def padded(self, parts: int) -> int:
-        """Bytes once its rows are dealt out evenly, as FSDP2 does it."""
-        if not self.shape or not self.bytes:
-            return self.bytes * parts
-        rows = self.shape[0]
-        return self.bytes // rows * -(-rows // parts) * parts
+        """Bytes once its rows are dealt out evenly, as fully_shard does it."""
+        rows = self.shape[0] if self.shape else 1
+        return self.bytes // max(rows, 1) * -(-rows // parts) * parts
 
 
 @dataclass(frozen=True)
@@ -40,9 +38,11 @@ class Job:
     """A model and how it is run: what the formulas need to know."""
 
     params: tuple[Parameter, ...]
+    buffers: int  # bytes
     ranks: int
     micro: int
     state: int  # tensors that the optimizer keeps for each parameter: two for Adam
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the strategy
 
     @property
     def held(self) -> int:
@@ -54,19 +54,14 @@ class Job:
         """Ψ: bytes of those that train."""
         return sum(p.bytes for p in self.params if p.trains)
 
-    def of(self, block: str | None) -> int:
-        """Bytes of the parameters of a block, of the root (""), or of every block (None)."""
-        return sum(p.bytes for p in self.params if (p.block if block is None else p.block == block))
-
 
 Bytes = Callable[[Job], float]
-NOTHING: Mapping[str, Bytes] = {}
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Of one rank. ``moved`` is by collective, in bytes of the tensors it is about (Ψ, not yet
-    what that makes on the wire)."""
+    """Of one rank. ``moved`` is by collective, in bytes of the tensors that it is about; what
+    that makes on the wire follows from the collective and the ranks that take part."""
 
     moved: Mapping[str, Bytes] = field(default_factory=dict)
     overlap: str = "none"  # or "some": whether gradients are sent before backward has ended
@@ -76,19 +71,27 @@ class Claim:
     keeps_gradients: bool = False  # their buffers stay allocated from step to step
     # The most that gradients() may hold beyond what is there between steps; none: no promise.
     peak: Bytes | None = None
+    groups: Callable[[Job], Mapping[str, int]] = lambda _job: {}  # ranks, where not all take part
 
     def of(self, job: Job) -> dict[str, Any]:
-        """The claim in numbers, as the proof's report has it."""
-        moved = {op: wire_bytes(op, round(size(job)), job.ranks) for op, size in self.moved.items()}
+        """The claim in numbers."""
+        among = self.groups(job)
+        gradients = self.gradients(job)
         return {
             "params": self.params(job),
-            "gradients": self.gradients(job),
+            "gradients": gradients,
             "optimizer": self.optimizer(job),
-            "kept": self.gradients(job) if self.keeps_gradients else 0,
+            "kept": gradients if self.keeps_gradients else 0,
             "peak": None if self.peak is None else self.peak(job),
-            "moved": moved,
+            "moved": {
+                op: wire_bytes(op, round(size(job)), among.get(op, job.ranks))
+                for op, size in self.moved.items()
+            },
             "overlap": self.overlap,
         }
+
+
+# ------------------------------------------------------------------ formulas
 
 
 def once(job: Job) -> float:
@@ -99,26 +102,75 @@ def each_time(job: Job) -> float:
     return job.micro * job.psi
 
 
-def a_share(size: Bytes) -> Bytes:
-    """One n-th, and an element of padding for the last rank's sake is not counted."""
+def one_nth(size: Bytes) -> Bytes:
     return lambda job: size(job) / job.ranks
 
 
-def shard_and_half(job: Job) -> float:
-    """This rank's gradients, and a few blocks or buckets on their way: with all of the gradients
-    or all of the parameters besides it would be Ψ more, so half of that tells them apart."""
-    return job.psi / job.ranks + job.held / 2
+def a_few_units(job: Job) -> float:
+    """This rank's gradients, and what is on its way: some blocks or buckets. All parameters, or
+    all gradients, would be the whole of ``held``; in a model of many blocks some are much less."""
+    return job.psi / job.ranks + 0.6 * job.held
 
 
-def gathered_in_zero3(job: Job) -> float:
-    """All parameters for forward; for backward again, but not the root and the last block,
-    which are still there."""
+def gathered_by_zero3(job: Job) -> float:
+    """All parameters for forward, and again for backward but for what is still there: the root
+    and the last block."""
     blocks = list(dict.fromkeys(p.block for p in job.params if p.block))
-    last = job.of(blocks[-1]) if blocks else 0
-    return job.micro * (job.held + job.of(None) - last)
+    kept = {"", *blocks[-1:]}
+    again = sum(p.bytes for p in job.params if p.block not in kept)
+    return job.micro * (job.held + again)
 
+
+def dealt_out(job: Job) -> float:
+    """ZeroRedundancyOptimizer gives each parameter, the largest first, to the rank with the least:
+    the share of the fullest."""
+    shares = [0] * job.ranks
+    for size in sorted((p.bytes for p in job.params if p.trains), reverse=True):
+        shares[shares.index(min(shares))] += size
+    return job.state * max(shares)
+
+
+def all_ranks(job: Job) -> int:
+    return job.ranks
+
+
+def within_group(job: Job) -> int:
+    """Hybrid sharding: the ranks of one group."""
+    shards: int = job.options.get("shards", 2)
+    return min(shards, job.ranks)
+
+
+def fully_sharded(
+    gathers: int,
+    peak: Bytes,
+    parts: Callable[[Job], int] = all_ranks,
+    moved: Mapping[str, Bytes] | None = None,
+    groups: Callable[[Job], Mapping[str, int]] = lambda _job: {},
+) -> Claim:
+    """FSDP2: every parameter cut into parts, gathered so many times for each micro-batch."""
+
+    def padded(job: Job, only_trained: bool = False) -> int:
+        return sum(p.padded(parts(job)) for p in job.params if p.trains or not only_trained)
+
+    return Claim(
+        {
+            "all_gather": lambda job: gathers * job.micro * padded(job),
+            "reduce_scatter": lambda job: job.micro * padded(job, only_trained=True),
+            **(moved or {}),
+        },
+        "some",
+        params=lambda job: padded(job) / parts(job),
+        gradients=lambda job: padded(job, only_trained=True) / parts(job),
+        optimizer=lambda job: job.state * padded(job, only_trained=True) / parts(job),
+        peak=peak,
+        groups=groups,
+    )
+
+
+# ------------------------------------------------------------------ the table
 
 FULL = Claim()
+
 CLAIMS: dict[str, Claim] = {
     "single": FULL,
     "simple_ddp": Claim({"all_reduce": each_time}),
@@ -129,23 +181,44 @@ CLAIMS: dict[str, Claim] = {
     "zero1": Claim(
         {"reduce_scatter": once, "all_gather": once},
         "some",
-        optimizer=a_share(FULL.optimizer),
+        optimizer=one_nth(FULL.optimizer),
         keeps_gradients=True,
     ),
     "zero2": Claim(
         {"reduce_scatter": each_time, "all_gather": once},
         "some",
-        gradients=a_share(FULL.gradients),
-        optimizer=a_share(FULL.optimizer),
-        peak=shard_and_half,
+        gradients=one_nth(FULL.gradients),
+        optimizer=one_nth(FULL.optimizer),
+        peak=a_few_units,
     ),
     "zero3": Claim(
-        {"reduce_scatter": each_time, "all_gather": gathered_in_zero3},
+        {"reduce_scatter": each_time, "all_gather": gathered_by_zero3},
         "some",
-        params=a_share(FULL.params),
-        gradients=a_share(FULL.gradients),
-        optimizer=a_share(FULL.optimizer),
-        peak=shard_and_half,
+        params=one_nth(FULL.params),
+        gradients=one_nth(FULL.gradients),
+        optimizer=one_nth(FULL.optimizer),
+        peak=a_few_units,
     ),
     "pytorch_ddp": Claim({"all_reduce": once}, "some", keeps_gradients=True),
+    "pytorch_zero1": Claim(
+        {"all_reduce": once, "broadcast": once},
+        "some",
+        optimizer=dealt_out,
+        keeps_gradients=True,
+    ),
+    # Parameters stay for backward: the whole of them is there once.
+    "pytorch_zero2": fully_sharded(1, peak=lambda job: job.held + a_few_units(job)),
+    "pytorch_zero3": fully_sharded(2, peak=a_few_units),
+    "pytorch_hsdp": fully_sharded(
+        2,
+        # The parts of the other replicas' gradients come besides.
+        peak=lambda job: 2 * job.psi / within_group(job) + 0.6 * job.held,
+        parts=within_group,
+        moved={"all_reduce": lambda job: job.micro * job.psi / within_group(job)},
+        groups=lambda job: {
+            "all_gather": within_group(job),
+            "reduce_scatter": within_group(job),
+            "all_reduce": job.ranks // within_group(job),
+        },
+    ),
 }

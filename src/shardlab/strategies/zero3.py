@@ -154,7 +154,7 @@ class Zero3(Sharded):
             self.receive_all()
         if not self.in_flight:
             self._move_arrived()
-        if is_half_way and i > 1:  # the root is still here
+        if i > 1 and self.counts[i] == len(self.units[i].params) * 3 // 4:  # the root is still here
             self._gather(self.units[i - 1])
 
     def _move_arrived(self) -> None:

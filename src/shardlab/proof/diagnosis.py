@@ -1,0 +1,182 @@
+"""Why a strategy does not equal one process, as far as the numbers tell. Pure, no torch.
+
+The most telling is the *mixture*: how often each micro-batch of each rank is in the gradients.
+Right is once each. Every classic mistake has a pattern of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardlab.report import format as fmt
+
+# In units of last place of a tensor's largest value. Another order of summation moves a gradient
+# by tens; Adam divides what should be zero by itself and makes millions of it. A mistake is 1e12.
+TOLERANCE_ULP = 2.0**26
+
+Mixture = Sequence[Sequence[float | None]]  # [rank][micro-batch]; none: it had no gradient
+
+
+def first_difference(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The earliest difference on any rank, with the ranks that have one."""
+    for models in zip(*(e["models"] for e in ranks), strict=True):
+        found = [(m["first"], rank) for rank, m in enumerate(models) if m["first"] is not None]
+        if found:
+            first, rank = min(found, key=lambda f: (_number(f[0]["step"]), f[1]))
+            step = first["step"]
+            return {
+                **first,
+                "model": models[0]["label"],
+                "rank": rank,
+                "ranks": [r for other, r in found if other["step"] == step],
+                "world": len(ranks),
+                "counts": None if step is None else models[0]["counts"][step],
+            }
+    return None
+
+
+def _number(step: int | None) -> int:
+    return -1 if step is None else step  # none: before the first
+
+
+def explain(first: Mapping[str, Any]) -> str:
+    """In a line: what differs first, where, and the cause if it can be told."""
+    name, kind, step = first["tensor"], first["kind"], first["step"]
+    if step is None:
+        if 0 not in first["ranks"]:
+            return (
+                f"{_on(first)} starts from other weights ('{name}'): equal on rank 0 only, so "
+                "nothing was broadcast"
+            )
+        return f"before the first step '{name}' is not what rank 0 was given, {_cause(first)}"
+    where = (
+        f"step {step} of {first['model']}, {kind} '{name}'"
+        if name
+        else f"step {step} of {first['model']}, {kind}"
+    )
+    return f"{where}: {_cause(first)}"
+
+
+def _on(first: Mapping[str, Any]) -> str:
+    ranks = first["ranks"]
+    if len(ranks) == first["world"]:
+        return "every rank"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {fmt.names([str(r) for r in ranks])}"
+
+
+def _cause(first: Mapping[str, Any]) -> str:
+    if "missing" in first:
+        return "it is missing" if first["missing"] else "one process has no such tensor"
+    if "none" in first:
+        if first["none"] == "one process":
+            return "it is there, in one process it is None and the optimizer skips it"
+        return "it is None, in one process it is there"
+    if "shapes" in first:
+        return f"its shape is {first['shapes'][0]}, not {first['shapes'][1]}"
+    if not first["finite"]:
+        return "it is not finite"
+    if first["kind"] == "gradient" and first.get("mixture"):
+        counts = first["counts"]
+        micro = len(counts[0])
+        flat = first["mixture"]
+        mixture = [flat[r * micro : (r + 1) * micro] for r in range(len(counts))]
+        return mixed(mixture, counts, first["rank"])
+    return _by_elements(first)
+
+
+def _by_elements(first: Mapping[str, Any]) -> str:
+    off = f"off by {first['error']:.1e} ({first['ulp']:.1e} ulp)"
+    only = "" if len(first["ranks"]) == first["world"] else f" on {_on(first)} only"
+    if first["kind"] == "buffer":
+        return f"{off}{only}: buffers do not follow rank 0's"
+    if first["shift"]:
+        return f"{off}{only}: values are shifted by one element, as by a shard's offset off by one"
+    elements, of = first["elements"], first["of"]
+    if elements <= max(8, 0.01 * of) and of > 16:
+        place = f"{elements} of {of:,} elements, {first['first']} to {first['last']}"
+        edge = ", at the edge of a shard" if _at_edge(first) else ""
+        return f"{off}{only}, in only {place}{edge}"
+    if first["ratio"] is not None and not _is(first["ratio"], 1):
+        return f"{off}{only}: exactly {_times(first['ratio'])}"
+    if first["kind"] == "parameter":
+        return f"{off}{only}, though the gradients are equal: look at the update"
+    return f"{off}{only}"
+
+
+def _at_edge(first: Mapping[str, Any]) -> bool:
+    """Whether what differs lies where a tensor is cut into as many parts as there are ranks."""
+    cuts = [first["of"] * i / first["world"] for i in range(1, first["world"])]
+    return any(first["first"] - 2 <= cut <= first["last"] + 2 for cut in cuts)
+
+
+# ------------------------------------------------------------------ patterns of the mixture
+
+
+def mixed(mixture: Mixture, counts: Sequence[Sequence[int]], rank: int) -> str:
+    """What is wrong with a gradient that has each micro-batch in it so many times."""
+    ranks, micro = len(mixture), len(mixture[0])
+    known = [(r, m, c) for r, row in enumerate(mixture) for m, c in enumerate(row) if c is not None]
+    total = sum(map(sum, counts))
+
+    def fits(rule: Any) -> bool:
+        return all(_is(c, rule(r, m)) for r, m, c in known)
+
+    factor = known[0][2]
+    if fits(lambda _r, _m: factor):
+        return f"gradients are exactly {_times(factor)}: {_factor(factor, ranks, micro)}"
+    if fits(lambda r, _m: float(r == rank)):
+        return "each rank has the gradients of its own data only: they are not reduced"
+    last = micro - 1
+    if fits(lambda r, m: float(r == rank or m == last)):
+        return (
+            f"only the last of {micro} micro-batches is reduced over the ranks; of the others "
+            "each rank has its own"
+        )
+    for only, word in ((last, "last"), (0, "first")):
+        if fits(lambda _r, m, only=only: float(m == only)):
+            return f"only the {word} of {micro} micro-batches is in it"
+    final = known[-1][2]
+    if ranks > 1 and fits(lambda _r, m: final * float(ranks) ** (last - m)):
+        return (
+            "each micro-batch's gradient is reduced again with every later one: the sum so far is "
+            "all-reduced after each"
+        )
+    if fits(lambda r, _m: total / (ranks * sum(counts[r]))):
+        return "each rank divides by its own count: a mean of means, wrong when counts differ"
+    if fits(lambda r, _m: total / sum(counts[r])):
+        return "each rank divides by its own count, and the sum over ranks is not averaged"
+    if fits(lambda r, m: total / (ranks * micro * counts[r][m])):
+        return "each micro-batch divides by its own count: a mean of means, wrong when they differ"
+    lost = sorted({r for r, _, _ in known if all(_is(c, 0) for s, _, c in known if s == r)})
+    if lost and rank not in lost:
+        others = [c for r, _, c in known if r not in lost]
+        if all(_is(c, others[0]) for c in others) and others[0] > 1.5:
+            return (
+                f"the data of rank {fmt.names([str(r) for r in lost])} is not in it, the rest "
+                f"{_times(others[0])}: ranks read the same samples"
+            )
+    wrong = [(r, m, c) for r, m, c in known if not _is(c, 1)]
+    shown = [f"micro-batch {m} of rank {r} counts {_times(c)}" for r, m, c in wrong]
+    return fmt.names(shown, at_most=2)
+
+
+def _factor(factor: float, ranks: int, micro: int) -> str:
+    reasons = {
+        ranks: "summed over the ranks, not averaged",
+        1 / ranks: "divided by the number of ranks once too often",
+        micro: "summed over the micro-batches, not averaged",
+        1 / micro: "divided by the number of micro-batches once too often",
+        ranks * micro: "summed over ranks and micro-batches, not averaged",
+        1 / (ranks * micro): "divided by ranks and micro-batches once too often",
+    }
+    found = [why for value, why in reasons.items() if value != 1 and _is(factor, value)]
+    return found[0] if found else "a wrong factor"
+
+
+def _is(value: float, wanted: float) -> bool:
+    return abs(value - wanted) <= 1e-5 * max(1.0, abs(wanted))
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.4g}x" if not _is(factor, round(factor)) else f"{round(factor)}.0x"

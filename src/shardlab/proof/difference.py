@@ -1,0 +1,171 @@
+"""A run of a strategy beside one process: how far apart, and what the difference looks like."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlab.proof.diagnosis import TOLERANCE_ULP
+from shardlab.proof.subjects import Reference, sample
+
+Tensors = Mapping[str, Tensor | None]
+
+# A gradient that is zero in theory (a bias before a normalisation) is pure rounding: it is not
+# measured by its own size but by this part of the largest.
+FLOOR = 2.0**-20
+
+
+@dataclass
+class Trail:
+    """A run as seen from outside."""
+
+    reference: Reference | None
+    digests: dict[str, str] = field(default_factory=dict)  # of every tensor of every step
+    first: dict[str, Any] | None = None  # difference from one process
+    worst: dict[str, Any] = field(default_factory=lambda: {"ulp": 0.0, "where": None})
+    unwaited: list[str] = field(default_factory=list)  # collectives still under way after step()
+
+    def start(self, tensors: Tensors) -> None:
+        """Before the first step."""
+        self._note(None, "parameter", tensors)
+        if self.reference is not None:
+            self._compare(None, "parameter", tensors, self.reference.start)
+
+    def gradients(self, step: int, loss: Tensor, gradients: Tensors) -> None:
+        self._note(step, "loss", {"": loss})
+        self._note(step, "gradient", gradients)
+        if self.reference is None:
+            return
+        want, is_new = self.reference, self.first is None
+        self._compare(step, "gradient", gradients, want.gradients[step])
+        if is_new and self.first is not None:  # says more about the cause than the loss
+            self.first["mixture"] = mixture_of(gradients, want.parts[step], self.first["tensor"])
+        self._compare(step, "loss", {"": loss}, {"": want.losses[step]})
+
+    def tensors(self, step: int, tensors: Tensors) -> None:
+        """Parameters and buffers after the step."""
+        self._note(step, "parameter", tensors)
+        if self.reference is not None:
+            self._compare(step, "parameter", tensors, self.reference.tensors[step])
+
+    def _note(self, step: int | None, kind: str, tensors: Tensors) -> None:
+        for name, tensor in tensors.items():
+            content = b"none" if tensor is None else tensor.detach().cpu().numpy().tobytes()
+            digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+            self.digests[_place(step, kind, name)] = digest
+
+    def _compare(self, step: int | None, kind: str, got: Tensors, want: Tensors) -> None:
+        """Keep the largest error, and the first that is too large."""
+        floor = FLOOR * max(
+            (t.abs().max().item() for t in want.values() if t is not None and t.numel()),
+            default=0.0,
+        )
+        for name in (*want, *(name for name in got if name not in want)):
+            if name not in got or name not in want:
+                error, looks = math.inf, {"missing": name not in got}
+            else:
+                error, looks = ulps(got[name], want[name], floor), {}
+            if not error <= self.worst["ulp"]:
+                self.worst = {"ulp": error, "where": _place(step, kind, name)}
+            if self.first is None and not error <= TOLERANCE_ULP:
+                looks = looks or compare(got[name], want[name], floor)
+                self.first = {"step": step, "kind": kind, "tensor": name, **looks}
+
+
+def _place(step: int | None, kind: str, name: str) -> str:
+    when = "start" if step is None else f"step {step}"
+    return f"{when}: {kind} {name}".rstrip()
+
+
+def unit(want: Tensor, floor: float) -> float:
+    """The unit of last place of the tensor's largest value."""
+    return math.ulp(max(want.double().abs().max().item(), floor))
+
+
+def ulps(got: Tensor | None, want: Tensor | None, floor: float = 0.0) -> float:
+    """The largest error, in units of last place of the reference's largest value."""
+    if got is None or want is None:
+        return 0.0 if got is want else math.inf
+    if got.shape != want.shape:
+        return math.inf
+    if not want.numel():
+        return 0.0
+    error = (got.double() - want.double()).abs().max().item()
+    return error / unit(want, floor) if math.isfinite(error) else math.inf
+
+
+def compare(got: Tensor | None, want: Tensor | None, floor: float = 0.0) -> dict[str, Any]:
+    """Two tensors that differ, side by side."""
+    if got is None or want is None:
+        return {"none": "one process" if want is None else "the strategy"}
+    if got.shape != want.shape:
+        return {"shapes": [list(got.shape), list(want.shape)]}
+    a, b = got.double().reshape(-1), want.double().reshape(-1)
+    allowed = TOLERANCE_ULP * unit(want, floor)
+    differs = ~((a - b).abs() <= allowed)
+    where = differs.nonzero().reshape(-1)
+
+    def is_shifted(by: int) -> bool:
+        return ((a.roll(-by) - b)[differs].abs() <= allowed).double().mean().item() > 0.9
+
+    return {
+        "error": (a - b).abs().max().item(),
+        "ulp": ulps(got, want, floor),
+        "ratio": _ratio(a, b),
+        "elements": len(where),
+        "of": len(a),
+        "first": int(where[0]),
+        "last": int(where[-1]),
+        "shift": next((s for s in (1, -1) if len(where) > 2 and is_shifted(s)), 0),
+        "finite": bool(a.isfinite().all()),
+    }
+
+
+def _ratio(a: Tensor, b: Tensor) -> float | None:
+    """What ``b`` was multiplied with to give ``a``, if with one number."""
+    if not (a.isfinite().all() and b.norm() > 0):
+        return None
+    ratio = (a @ b / (b @ b)).item()
+    return ratio if (a - ratio * b).norm() <= 1e-7 * a.norm() else None
+
+
+def mixture_of(
+    got: Tensors, parts: Sequence[Mapping[str, Tensor]], tensor: str
+) -> list[float | None] | None:
+    """How often each micro-batch of each rank is in the gradients: all once, if they are right.
+
+    By least squares over sampled elements, of all gradients or, if that explains nothing, of
+    ``tensor`` alone. A micro-batch without a gradient has no number.
+    """
+    known = [name for name, gradient in got.items() if gradient is not None]
+    return _fit(got, parts, known) or _fit(got, parts, [n for n in known if n == tensor])
+
+
+def _fit(
+    got: Tensors, parts: Sequence[Mapping[str, Tensor]], names: Sequence[str]
+) -> list[float | None] | None:
+    samples = {n: sample(gradient) for n in names if (gradient := got[n]) is not None}
+    if not samples:
+        return None
+    target = torch.cat(list(samples.values())).cpu()  # (elements,)
+    columns = [
+        torch.cat([part.get(n, torch.zeros_like(s)) for n, s in samples.items()]).cpu()
+        for part in parts
+    ]
+    real = [i for i, column in enumerate(columns) if column.abs().max() > 0]
+    if not real or len(target) <= len(real) or not target.isfinite().all():
+        return None
+    matrix = torch.stack([columns[i] for i in real], dim=1)  # (elements, micro-batches)
+    answer = torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution
+    if (matrix @ answer - target[:, None]).norm() > 1e-7 * target.norm():
+        return None
+    found: list[float | None] = [None] * len(parts)
+    for i, value in zip(real, answer.flatten().tolist(), strict=True):
+        found[i] = value
+    return found

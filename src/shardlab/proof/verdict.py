@@ -1,0 +1,277 @@
+"""From what was measured on every rank to a verdict with its reason, in a line. Pure, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from shardlab.proof import diagnosis
+from shardlab.report import format as fmt
+
+Evidence = Mapping[str, Any]  # of one rank, as proof.evidence returns it
+Check = dict[str, Any]  # {"pass", "claimed", "measured", "message"}
+
+CHECKS = ("equal", "state", "bytes", "overlap", "reproducible")
+# Of a claim in bytes: what padding makes of it. Half or twice as much is another strategy.
+STATE_TOLERANCE = 0.01
+SENT_TOLERANCE = 0.02
+
+
+def judge(ranks: Sequence[Evidence]) -> dict[str, Check]:
+    """The five checks of one strategy in one world."""
+    return {
+        "equal": equal(ranks),
+        "state": state(ranks),
+        "bytes": sent(ranks),
+        "overlap": overlap(ranks),
+        "reproducible": reproducible(ranks),
+    }
+
+
+def failed(reason: str) -> dict[str, Check]:
+    """The checks of a strategy that did not get through."""
+    return {name: _check(False, None, None, reason) for name in CHECKS}
+
+
+def _check(passed: bool, claimed: Any, measured: Any, message: str) -> Check:
+    return {"pass": passed, "claimed": claimed, "measured": measured, "message": message}
+
+
+# ------------------------------------------------------------------ equal to one process
+
+
+def equal(ranks: Sequence[Evidence]) -> Check:
+    first = diagnosis.first_difference(ranks)
+    worst, model = max(
+        ((m["worst"], m["label"]) for e in ranks for m in e["models"]), key=lambda w: w[0]["ulp"]
+    )
+    claimed = {"max_ulp": diagnosis.TOLERANCE_ULP}
+    measured = {
+        "max_ulp": worst["ulp"],
+        "where": worst["where"] and f"{model}, {worst['where']}",
+        "first_difference": first,
+    }
+    unwaited = [u for e in ranks for m in e["models"] for u in m["unwaited"]]
+    waits = f"nobody waits for {unwaited[0]}" if unwaited else ""
+    if first is not None:
+        message = "; ".join(part for part in (diagnosis.explain(first), waits) if part)
+        return _check(False, claimed, measured, message)
+    if unwaited:
+        return _check(False, claimed, measured, f"equal by luck: {waits}")
+    models = fmt.names([m["label"] for m in ranks[0]["models"]])
+    steps = fmt.count(ranks[0]["models"][0]["steps"], "step")
+    error = "to the last bit" if worst["ulp"] == 0 else f"within {fmt.number(worst['ulp'])} ulp"
+    return _check(True, claimed, measured, f"{error} of one process, {steps} of {models}")
+
+
+# ------------------------------------------------------------------ holds what it claims
+
+
+def state(ranks: Sequence[Evidence]) -> Check:
+    claimed, of_stack = ranks[0]["claimed"], ranks[0]["claimed_of_stack"]
+    kinds = ("params", "gradients", "optimizer", "kept")
+    fullest = {kind: max(e["held"][kind] for e in ranks) for kind in kinds}
+    stack = {kind: max(e["stack"][kind] for e in ranks) for kind in ("resident", "peak")}
+    is_replica = ranks[0]["replica"] is not None
+    measured = {
+        **fullest,
+        "stack": stack,
+        "replicated": is_replica,
+        "ranks": [e["held"] for e in ranks],
+    }
+    wanted = claimed and {
+        **{kind: claimed[kind] for kind in kinds},
+        "stack": {"resident": _resident(ranks[0]), "peak": of_stack["peak"]},
+    }
+    problem = _ranks_disagree(ranks)
+    if problem is None and claimed is not None:
+        problem = next(_misheld(ranks, fullest, stack), None)
+    if problem is not None:
+        return _check(False, wanted, measured, problem)
+    parts = [f"{fmt.size(fullest[k])} of {k}" for k in ("params", "gradients", "optimizer")]
+    return _check(True, wanted, measured, f"each rank holds {', '.join(parts)}")
+
+
+def _resident(evidence: Evidence) -> float:
+    """Of the stack, between steps."""
+    claim, buffers = evidence["claimed_of_stack"], evidence["stack"]["buffers"]
+    total: float = claim["params"] + claim["optimizer"] + claim["kept"] + buffers
+    return total
+
+
+def _ranks_disagree(ranks: Sequence[Evidence]) -> str | None:
+    for models in zip(*(e["models"] for e in ranks), strict=True):
+        for place, digest in models[0]["digests"].items():
+            other = next(
+                (r for r, m in enumerate(models) if m["digests"].get(place) != digest), None
+            )
+            if other is not None:
+                where = f"{models[0]['label']}, {place}"
+                return f"ranks 0 and {other} do not have the same: {where}"
+    if len({e["replica"] for e in ranks}) > 1:
+        return "the replicas that the ranks compute with are not bitwise equal"
+    return None
+
+
+def _misheld(
+    ranks: Sequence[Evidence], fullest: Mapping[str, int], stack: Mapping[str, int]
+) -> Iterator[str]:
+    claimed, full = ranks[0]["claimed"], ranks[0]["full"]
+    slack = _slack(full)
+    if not _at_most(fullest["kept"], claimed["kept"], STATE_TOLERANCE, slack):
+        yield (
+            f"between steps {fmt.size(fullest['kept'])} are held beside parameters and optimizer "
+            f"state, not {fmt.size(claimed['kept'])}: gradients that are not freed?"
+        )
+    names = {
+        "params": "the parameters",
+        "optimizer": "the optimizer state",
+        "gradients": "the gradients",
+    }
+    for kind, name in names.items():
+        held, wanted = fullest[kind], claimed[kind]
+        fits = _at_most if kind == "gradients" else _near  # nobody minds that some are gone
+        if fits(held, wanted, STATE_TOLERANCE, slack):
+            continue
+        if wanted < full[kind] and _near(held, full[kind], STATE_TOLERANCE, slack):
+            verb = "are" if name.endswith("s") else "is"
+            yield f"{name} on each rank {verb} full size, {fmt.size(held)}: nothing is sharded"
+        yield f"{name} on the fullest rank: {fmt.size(held)}, not {fmt.size(wanted)}"
+    resident = _resident(ranks[0])
+    if not _at_most(stack["resident"], resident, STATE_TOLERANCE, _slack(ranks[0]["stack"])):
+        yield (
+            f"on the stack {fmt.size(stack['resident'])} are held between steps, not "
+            f"{fmt.size(resident)}"
+        )
+    allowed = ranks[0]["claimed_of_stack"]["peak"]
+    if allowed is not None and stack["peak"] > allowed:
+        yield _too_high(ranks, stack["peak"], allowed)
+
+
+def _too_high(ranks: Sequence[Evidence], peak: int, allowed: float) -> str:
+    """A peak during gradients(), and whether it came with the parameters or the gradients."""
+    text = (
+        f"gradients() holds {fmt.size(peak)} beyond what is there between steps, "
+        f"more than {fmt.size(allowed)}"
+    )
+    in_forward = max(e["stack"]["forward_peak"] or 0 for e in ranks)
+    if in_forward > 0.9 * ranks[0]["stack"]["params"]:
+        return f"{text}: it gathers the whole model for forward"
+    return f"{text}: full gradients are kept until backward ends"
+
+
+def _slack(full: Mapping[str, int]) -> int:
+    """Small things beside the tensors themselves: Adam's step of each, a loss, a count."""
+    return 512 + 64 * full["tensors"]
+
+
+def _at_most(value: float, wanted: float, share: float, slack: float) -> bool:
+    return value <= (1 + share) * wanted + slack
+
+
+def _near(value: float, wanted: float, share: float, slack: float) -> bool:
+    return abs(value - wanted) <= share * wanted + slack
+
+
+# ------------------------------------------------------------------ sends what it claims
+
+
+def sent(ranks: Sequence[Evidence]) -> Check:
+    first = ranks[0]
+    claimed = None if first["claimed"] is None else first["claimed"]["moved"]
+    measured = {"source": first["source"], **first["sent"]}
+    for rank, evidence in enumerate(ranks[1:], start=1):
+        if evidence["sent"] != first["sent"]:
+            message = f"ranks 0 and {rank} do not send the same collectives"
+            return _check(False, claimed, measured, message)
+    if claimed is not None:
+        problem = next(_missent(first), None)
+        if problem is not None:
+            return _check(False, claimed, measured, problem)
+    large = {op: s for op, s in first["sent"].items() if s["messages"]}
+    parts = [
+        f"{op} {fmt.size(s['bytes'] + s['small_bytes'])} in {fmt.count(s['messages'], 'message')}"
+        for op, s in large.items()
+    ]
+    per_step = f"{', '.join(parts) or 'nothing'} sent by each rank in a step"
+    return _check(True, claimed, measured, per_step)
+
+
+def _missent(evidence: Evidence) -> Iterator[str]:
+    claimed, full = evidence["claimed"]["moved"], evidence["full"]
+    nothing = {"bytes": 0.0, "messages": 0, "small_bytes": 0.0}
+    for op in dict.fromkeys((*claimed, *evidence["sent"])):
+        found, wanted = evidence["sent"].get(op, nothing), claimed.get(op, 0.0)
+        # A small message may be a gradient or a count: the claim may lie anywhere between.
+        low, high = found["bytes"], found["bytes"] + found["small_bytes"]
+        slack = 8 * evidence["ranks"] * max(1, found["messages"])  # padding
+        if op == "broadcast":  # buffers, in each forward at most
+            slack += evidence["micro"] * full["buffers"]
+        margin = SENT_TOLERANCE * wanted + slack
+        if low <= wanted + margin and high >= wanted - margin:
+            continue
+        yield _how_missent(op, high, wanted, evidence)
+
+
+def _how_missent(op: str, found: float, wanted: float, evidence: Evidence) -> str:
+    micro = evidence["micro"]
+    if not found:
+        others = [o for o, s in evidence["sent"].items() if s["messages"] and o != op]
+        instead = fmt.names(others or ["nothing"])
+        return f"no {op} was sent, {fmt.size(wanted)} are claimed; sent: {instead}"
+    if not wanted:
+        return f"{fmt.size(found)} of {op} were sent, of which nothing is claimed"
+    text = f"{op} sent {fmt.size(found)} per rank and step, {found / wanted:.2f}x the claim"
+    if micro > 1 and _near(found / wanted, micro, SENT_TOLERANCE, 0):
+        return f"{text}: it communicates in each of the {micro} micro-batches, not once"
+    if micro > 1 and _near(found / wanted, 1 / micro, SENT_TOLERANCE, 0):
+        return f"{text}: it communicates once, not in each of the {micro} micro-batches"
+    return text
+
+
+# ------------------------------------------------------------------ overlaps as it claims
+
+
+def overlap(ranks: Sequence[Evidence]) -> Check:
+    claimed = None if ranks[0]["claimed"] is None else ranks[0]["claimed"]["overlap"]
+    least = min(ranks, key=lambda e: e["overlap"]["share"] or 0.0)["overlap"]
+    most = max(ranks, key=lambda e: e["overlap"]["share"] or 0.0)["overlap"]
+    measured = most if claimed == "none" else least
+    share = measured["share"]
+    if share is None:
+        text = "no gradients were sent"
+    else:
+        text = f"{share:.0%} of the gradients' bytes launched before backward ended"
+        if measured["exposed_ms"] is not None:
+            text += f", {fmt.number(measured['exposed_ms'])} ms of sending came after"
+    if claimed == "none" and share:
+        return _check(False, claimed, measured, f"no overlap is claimed, but {text}")
+    if claimed == "some" and not share:
+        return _check(False, claimed, measured, f"overlap is claimed, but {text}")
+    return _check(True, claimed, measured, text)
+
+
+# ------------------------------------------------------------------ twice the same
+
+
+def reproducible(ranks: Sequence[Evidence]) -> Check:
+    changed = [
+        (m["label"], m["changed"], rank)
+        for rank, e in enumerate(ranks)
+        for m in e["models"]
+        if m["changed"] is not None
+    ]
+    count = sum(len(m["digests"]) for m in ranks[0]["models"])
+    measured = {"bitwise_equal": not changed, "tensors": count}
+    if changed:
+        label, place, rank = changed[0]
+        message = (
+            f"two runs differ, first in {label}, {place} on rank {rank}: "
+            "something random, or read before it is there"
+        )
+        return _check(False, True, {**measured, "first": f"{label}, {place}"}, message)
+    return _check(True, True, measured, f"two runs agree in every bit of {count} tensors")
+
+
+def passes(checks: Mapping[str, Check]) -> bool:
+    return all(check["pass"] for check in checks.values())

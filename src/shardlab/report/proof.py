@@ -1,0 +1,120 @@
+"""A proof in the terminal: a row of checks for each strategy, and below it what failed and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardlab.report import format as fmt
+
+Result = Mapping[str, Any]  # the content of prove.json
+Verdict = Mapping[str, Any]
+
+
+def show(result: Result, path: Path) -> None:
+    out = Console(highlight=False)
+    out.print(table(result))
+    out.print()
+    for line in reasons(result):
+        out.print(line)
+    out.print(summary(result), markup=False)
+    out.print(f"  {path}", soft_wrap=True, markup=False)
+
+
+def table(result: Result) -> Table:
+    """One row per strategy and world, for 80 columns."""
+    env, training = result["env"], result["config"]["training"]
+    proof = Table(
+        title=Text(
+            f"{env['workload']} · {fmt.compact(env['parameters'])} parameters in float64 · "
+            f"{fmt.count(training['steps'], 'step')} of {training['accumulate']} micro-batches"
+        ),
+        title_style="bold",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+    proof.add_column("strategy", overflow="fold", min_width=16)
+    proof.add_column("world", justify="right", no_wrap=True)
+    headers = ("equal to\none process", "state\nper rank", "bytes sent\nper step")
+    for header in (*headers, "overlap", "repro-\nducible"):
+        proof.add_column(header, no_wrap=True)
+    for verdict in result["verdicts"]:
+        style = "" if verdict["pass"] else "bold"
+        label = Text(verdict["label"])  # not str: rich would read brackets in it as markup
+        proof.add_row(label, str(verdict["world"]), *_cells(verdict), style=style)
+    return proof
+
+
+def _cells(verdict: Verdict) -> list[Text]:
+    checks = verdict["checks"]
+    return [_cell(check, _number(name, check["measured"])) for name, check in checks.items()]
+
+
+def _cell(check: Mapping[str, Any], text: str) -> Text:
+    mark, style = ("✓", "green") if check["pass"] else ("✗", "red")
+    return Text.assemble((mark, style), " ", (text, "" if check["pass"] else style))
+
+
+def _number(name: str, measured: Any) -> str:
+    """The one number that says most about a check."""
+    if measured is None:
+        return ""
+    if name == "equal":
+        if measured["first_difference"] is not None:
+            return "differs"
+        ulp = measured["max_ulp"]
+        return "exact" if ulp == 0 else f"{fmt.compact(ulp)} ulp"
+    if name == "state":
+        return fmt.size(measured["params"] + measured["gradients"] + measured["optimizer"])
+    if name == "bytes":
+        sent = [op for op in measured.values() if isinstance(op, Mapping)]
+        total = sum(op["bytes"] + op["small_bytes"] for op in sent)
+        return fmt.size(total)
+    if name == "overlap":
+        return fmt.NOTHING if measured["share"] is None else f"{measured['share']:.0%}"
+    return ""
+
+
+def reasons(result: Result) -> list[Text]:
+    """What failed or was skipped, and why, in a line each."""
+    failed = [
+        Text.assemble((f"{v['label']}, world {v['world']}, {name}: ", "bold"), check["message"])
+        for v in result["verdicts"]
+        for name, check in _failures(v).items()
+    ]
+    skipped = [
+        Text.assemble((f"{s['label']}, world {s['world']}, skipped: ", "bold"), s["reason"])
+        for s in result["skipped"]
+    ]
+    return failed + skipped
+
+
+def _failures(verdict: Verdict) -> dict[str, Any]:
+    """The checks that failed; once, if all of them for the same reason."""
+    failures = {n: check for n, check in verdict["checks"].items() if not check["pass"]}
+    if len({check["message"] for check in failures.values()}) == 1 and len(failures) > 1:
+        return {"every check": next(iter(failures.values()))}
+    return failures
+
+
+def summary(result: Result) -> str:
+    """The answer in a sentence."""
+    failed = [f"{v['label']} (world {v['world']})" for v in result["verdicts"] if not v["pass"]]
+    total = len(result["verdicts"])
+    if not total:
+        return "Nothing was proved."
+    if failed:
+        verb = "does" if len(failed) == 1 else "do"
+        rest = f"{total - len(failed)} of {total} proved"
+        return f"{fmt.names(failed)} {verb} not do what is claimed; {rest}."
+    what = "It does" if total == 1 else f"All {total} do"
+    return f"{what} what is claimed."
