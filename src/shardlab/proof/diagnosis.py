@@ -133,6 +133,8 @@ def mixed(mixture: Mixture, counts: Sequence[Sequence[int]], rank: int) -> str:
             f"only the last of {micro} micro-batches is reduced over the ranks; of the others "
             "each rank has its own"
         )
+    if fits(lambda r, m: float(r == rank or m < last)):
+        return "the last micro-batch of the other ranks is not in it: it was sent too early"
     for only, word in ((last, "last"), (0, "first")):
         if fits(lambda _r, m, only=only: float(m == only)):
             return f"only the {word} of {micro} micro-batches is in it"
@@ -162,15 +164,15 @@ def mixed(mixture: Mixture, counts: Sequence[Sequence[int]], rank: int) -> str:
 
 
 def _factor(factor: float, ranks: int, micro: int) -> str:
-    reasons = {
-        ranks: "summed over the ranks, not averaged",
-        1 / ranks: "divided by the number of ranks once too often",
-        micro: "summed over the micro-batches, not averaged",
-        1 / micro: "divided by the number of micro-batches once too often",
-        ranks * micro: "summed over ranks and micro-batches, not averaged",
-        1 / (ranks * micro): "divided by ranks and micro-batches once too often",
-    }
-    found = [why for value, why in reasons.items() if value != 1 and _is(factor, value)]
+    reasons = (
+        (ranks, "summed over the ranks, not averaged"),
+        (1 / ranks, "divided by the number of ranks once too often"),
+        (micro, "summed over the micro-batches, not averaged"),
+        (1 / micro, "divided by the number of micro-batches once too often"),
+        (ranks * micro, "summed over ranks and micro-batches, not averaged"),
+        (1 / (ranks * micro), "divided by ranks and micro-batches once too often"),
+    )
+    found = [why for value, why in reasons if value != 1 and _is(factor, value)]
     return found[0] if found else "a wrong factor"
 
 

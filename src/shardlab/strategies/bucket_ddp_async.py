@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import comm
 from shardlab.strategies import base
+from shardlab.strategies.compress import Waitable
 from shardlab.strategies.flat import Layout, buckets_of
 from shardlab.strategies.ready import InOrder
 from shardlab.strategies.simple_ddp import SimpleDDP
@@ -51,16 +52,22 @@ class BucketDDPAsync(SimpleDDP):
         rule: Rule = Rule(),
         bucket_mb: float | None = None,
         first_bucket_mb: float = 1.0,
+        compress: str = "none",
+        powersgd_rank: int | None = None,
     ) -> None:
-        super().__init__(model, make_optimizer, loss_fn, mesh, rule=rule)
+        super().__init__(
+            model, make_optimizer, loss_fn, mesh,
+            rule=rule, compress=compress, powersgd_rank=powersgd_rank,
+        )  # fmt: skip
         self.bucket_mb = bucket_mb, first_bucket_mb
         buckets_of({}, (), *self.bucket_mb)  # refuse a wrong size now, not after the first step
         self.arrivals: dict[str, None] = {}  # whose gradient came in this step, in that order
         self.is_last = False  # micro-batch of the step
         self.buckets: list[Tensor] = []  # (elements,) each; none before the first step's end
         self.views: dict[str, Tensor] = {}  # each gradient's place in its bucket
+        self.names: list[list[str]] = []  # of the parameters in each bucket
         self.bucket_of: dict[str, int] = {}
-        self.under_way: list[comm.Pending] = []
+        self.under_way: list[Waitable] = []
         for name, p in self.params.items():
             p.register_post_accumulate_grad_hook(partial(self._arrived, name))
 
@@ -76,12 +83,14 @@ class BucketDDPAsync(SimpleDDP):
             self.queue.arrived(self.bucket_of[name])
 
     def _launch(self, bucket: int) -> None:
-        for name, view in self.views.items():
-            if self.bucket_of[name] == bucket and name not in self.arrivals:
-                self.params[name].grad = view.zero_()  # unused here, perhaps not elsewhere
-        tensor = self.buckets[bucket]
-        label = f"bucket {bucket}"
-        self.under_way.append(comm.all_reduce(tensor, self.group, label=label, async_op=True))
+        parts = {name: self.views[name] for name in self.names[bucket]}
+        for name in parts.keys() - self.arrivals.keys():
+            self.params[name].grad = parts[name].zero_()  # unused here, perhaps not elsewhere
+        self.under_way.append(
+            self.compressor.all_reduce_bucket(
+                parts, self.buckets[bucket], self.group, label=f"bucket {bucket}", async_op=True
+            )
+        )
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
         base.broadcast_buffers(self.model, self.group)
@@ -115,7 +124,6 @@ class BucketDDPAsync(SimpleDDP):
         order = torch.tensor([names.index(name) for name in seen], device=self.device)
         comm.broadcast(order, self.group, label="order of gradients")
         ordered = [names[i] for i in order.tolist()]
-        sizes = []
         for params in buckets_of(self.params, ordered, *self.bucket_mb):
             layout = Layout.of(params, ranks=1)
             first = next(iter(params.values()))
@@ -127,5 +135,5 @@ class BucketDDPAsync(SimpleDDP):
                 p.grad = self.views[name] = view
                 self.bucket_of[name] = len(self.buckets)
             self.buckets.append(flat)
-            sizes.append(len(params))
-        self.queue = InOrder(sizes, self._launch)
+            self.names.append(list(params))
+        self.queue = InOrder([len(names) for names in self.names], self._launch)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from torch import Tensor
-
-from shardlab import comm
+from shardlab.strategies import base
+from shardlab.strategies.compress import Waitable
 from shardlab.strategies.simple_ddp_hook import SimpleDDPHook
+from shardlab.strategies.update import Rule
+from shardlab.workloads.base import LossFn
 
 
 class SimpleDDPAsync(SimpleDDPHook):
@@ -29,13 +31,28 @@ class SimpleDDPAsync(SimpleDDPHook):
     parameter: a bias of a few bytes pays the latency of a matrix. ``bucket_ddp_async`` mends that.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.under_way: list[comm.Pending] = []
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: base.MakeOptimizer,
+        loss_fn: LossFn,
+        mesh: DeviceMesh,
+        *,
+        rule: Rule = Rule(),
+        compress: str = "none",
+        powersgd_rank: int | None = None,
+    ) -> None:
+        super().__init__(
+            model, make_optimizer, loss_fn, mesh,
+            rule=rule, compress=compress, powersgd_rank=powersgd_rank,
+        )  # fmt: skip
+        self.under_way: list[Waitable] = []
 
     def reduce(self, name: str, gradient: Tensor) -> None:
         self.under_way.append(
-            comm.all_reduce(gradient, self.group, label=f"grad {name}", async_op=True)
+            self.compressor.all_reduce(
+                name, gradient, self.group, label=f"grad {name}", async_op=True
+            )
         )
 
     def finish(self) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlab import comm
 from shardlab.strategies import base
 from shardlab.strategies.ready import InOrder
 from shardlab.strategies.simple_ddp import SimpleDDP
@@ -46,8 +45,13 @@ class SimpleDDPHook(SimpleDDP):
         mesh: DeviceMesh,
         *,
         rule: Rule = Rule(),
+        compress: str = "none",
+        powersgd_rank: int | None = None,
     ) -> None:
-        super().__init__(model, make_optimizer, loss_fn, mesh, rule=rule)
+        super().__init__(
+            model, make_optimizer, loss_fn, mesh,
+            rule=rule, compress=compress, powersgd_rank=powersgd_rank,
+        )  # fmt: skip
         # Backward makes gradients roughly in the reverse of forward's order.
         self.order = list(reversed(self.params))
         self.queue = InOrder([1] * len(self.order), self.launch)
@@ -69,7 +73,7 @@ class SimpleDDPHook(SimpleDDP):
         self.reduce(self.order[i], p.grad)
 
     def reduce(self, name: str, gradient: Tensor) -> None:
-        comm.all_reduce(gradient, self.group, label=f"grad {name}")
+        self.compressor.all_reduce(name, gradient, self.group, label=f"grad {name}")
 
     def finish(self) -> None:
         """Nothing is under way: every hook has waited."""
