@@ -34,7 +34,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "PyTorch's powersgd rank 2": (TWIN, {"compress": "powersgd", "powersgd_rank": 2}),
     "PyTorch's powersgd rank 4": (TWIN, {"compress": "powersgd", "powersgd_rank": 4}),
 }
-LEARNING_RATES = {"adamw": 1e-3, "adam": 1e-3, "sgd": 0.3}
+LEARNING_RATES = {"adamw": 1e-3, "adam": 1e-3, "sgd": 0.1}
 POINTS = 40  # of a loss curve
 
 

@@ -15,7 +15,7 @@ import commands
 from shardlab.strategies import STRATEGIES
 from shardlab.workloads import WORKLOADS
 
-COMMANDS = ["train", "compare", "strategies", "workloads", "doctor", "version"]
+COMMANDS = ["train", "compare", "prove", "strategies", "workloads", "doctor", "version"]
 
 
 def test_help_is_fast_and_needs_no_torch() -> None:

@@ -28,6 +28,9 @@ from shardlab.world import World
 OURS = ["simple_ddp", "simple_ddp_ga"]
 SHAPES = {"matrix": (12, 9), "conv": (8, 3, 3, 3), "vector": (7,), "thin": (20, 2), "scalar": ()}
 STEPS = 6
+WITHOUT_GPU = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="PyTorch's PowerSGD hook refuses CPU ranks beside a GPU"
+)
 
 
 def gradients(step: int, rank: int) -> dict[str, Tensor]:
@@ -223,7 +226,7 @@ def train_toy(
     [
         *itertools.product(OURS, ("fp16", "bf16", "powersgd")),
         ("pytorch_ddp", "fp16"),  # bf16 is for NCCL only: its refusal is tested below
-        ("pytorch_ddp", "powersgd"),
+        pytest.param("pytorch_ddp", "powersgd", marks=WITHOUT_GPU),
     ],
 )
 def test_replicas_stay_equal(name: str, compress: str, ranks: GetRanks) -> None:
@@ -289,6 +292,7 @@ def several_buckets(world: World) -> Arrays:
     return arrays(strategy.full_params())
 
 
+@WITHOUT_GPU
 def test_pytorchs_powersgd_does_not_mix_up_its_buckets(ranks: GetRanks) -> None:
     """On Gloo it does, left to itself: wrong pairs of all-reduces, an abort or a hang."""
     first, second = ranks(2).run(several_buckets, deadline_s=60)
@@ -367,6 +371,17 @@ def test_refuses(
         ranks(1).run(just_build, name, toy, rule, options)
     assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def build_beside_a_gpu(world: World) -> None:
+    torch.cuda.is_available = lambda: True
+    just_build(world, "pytorch_ddp", "mlp", Rule(), POWER)
+
+
+def test_pytorchs_powersgd_on_a_cpu_beside_a_gpu_is_refused(ranks: GetRanks) -> None:
+    """Its hook synchronises "the" GPU whenever there is one, and raises for a CPU's bucket."""
+    with pytest.raises(UsageError, match="fails for ranks on the CPU where there is a GPU"):
+        ranks(1).run(build_beside_a_gpu)
 
 
 def test_single_has_nothing_to_compress() -> None:

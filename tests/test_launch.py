@@ -15,7 +15,7 @@ import torch
 
 import commands
 from conftest import GetRanks
-from shardlab import comm
+from shardlab import comm, launch
 from shardlab.config import LaunchConfig
 from shardlab.errors import RankFailure, UsageError
 from shardlab.launch import Ranks
@@ -94,6 +94,19 @@ def test_events_arrive(ranks: GetRanks) -> None:
 
 def test_share_and_gather(ranks: GetRanks) -> None:
     assert ranks(3).run(shared) == [("from 0", [0, 10, 20])] * 3
+
+
+def test_a_slow_parent_mixes_no_answers_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank alone names its port and is ready at once: two answers wait, to two questions."""
+    wait = launch.connection.wait
+
+    def late(*args: Any) -> Any:
+        time.sleep(1)
+        return wait(*args)
+
+    monkeypatch.setattr(launch.connection, "wait", late)
+    with Ranks(LAUNCH, 1) as alone:
+        assert alone.run(who, deadline_s=20)[0][:2] == (0, 1)
 
 
 def test_a_smaller_world_inside(ranks: GetRanks) -> None:

@@ -179,6 +179,13 @@ def test_a_schedule_reaches_the_optimizer(ranks: GetRanks) -> None:
     assert rates == pytest.approx([1.0, 2.0, 2 * half[0], 2 * half[1]])
 
 
+def test_memory_is_weighed_whatever_the_warm_up(ranks: GetRanks) -> None:
+    """Three steps are enough for that, and would be too few for this warm-up."""
+    overrides = {"model.size": "tiny", "training.warmup_steps": 5, "launch.world": 1}
+    config = configs.load(None, {**overrides, "strategy.name": "single"})
+    assert ranks(1).run("shardlab.measure.compare:weigh_cell", config.to_dict())[0]
+
+
 def rates_of_a_run(world: World, overrides: dict[str, Any]) -> list[float]:
     return [s.optimizer.param_groups[0]["lr"] for s in steps_of(world, overrides)]
 

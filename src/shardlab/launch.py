@@ -232,6 +232,7 @@ class Ranks:
                             on_event(value)
                     elif kind == "result":
                         results[rank] = value
+                        break  # what follows is the next call's: alone, rank 0 is soon ready
                     else:
                         failures.append(_Failure.of(rank, kind, value))
             except (EOFError, ConnectionResetError):  # it closed its end: it is dead or dying

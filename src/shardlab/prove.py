@@ -92,6 +92,11 @@ def cases_of(config: Config, specs: Sequence[str], worlds: Sequence[int]) -> lis
     return cases
 
 
+def cases_in(size: int, cases: Sequence[Case], worlds: Sequence[int]) -> list[Case]:
+    """Those that are run on so many ranks. ``single`` takes one of the first that are started."""
+    return [c for c in cases if c.world == size or (c.world not in worlds and size == worlds[0])]
+
+
 def prove(
     cases: Sequence[Case],
     worlds: Sequence[int],
@@ -107,16 +112,13 @@ def prove(
     done = 0
     for size in worlds:
         with RankSet(launch, size) as ranks:
-            mine = [c for c in cases if c.world == size or (c.world == 1 and size == worlds[0])]
+            mine = cases_in(size, cases, worlds)
             # What is wrong with any case is wrong input: said before anything is measured.
             for case in mine:
                 ranks.run("shardlab.measure.compare:check_cell", case.config.to_dict())
-            env = (
-                env
-                or ranks.run(
-                    "shardlab.measure.compare:describe", mine[0].config.to_dict(), command
-                )[0]
-            )
+            if env is None:
+                values = mine[0].config.to_dict()
+                env = ranks.run("shardlab.measure.compare:describe", values, command)[0]
             for case in mine:
                 on_progress(f"{case.label} · world {case.world}", done, len(cases))
                 done += 1
@@ -130,12 +132,11 @@ def prove(
                     continue
                 verdicts.append({**_of(case), "pass": verdict.passes(checks), "checks": checks})
     on_progress("done", done, len(cases))
-    config = cases[0].config
     return {
         "schema": SCHEMA,
         "command": command,
         "env": env,
-        "config": config.to_dict(),
+        "config": cases[0].config.to_dict(),
         "verdicts": verdicts,
         "skipped": skipped,
     }

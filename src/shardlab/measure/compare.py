@@ -49,7 +49,7 @@ class Cell:
     times_ms: list[list[float]] = field(default_factory=list)  # (repeats, steps): slowest rank
     skews_ms: list[float] = field(default_factory=list)  # slowest minus fastest rank, per step
     losses: list[float] = field(default_factory=list)
-    peak_bytes: int | None = None
+    peak_bytes: dict[str, int] | None = None
     samples: int = 0
     tokens_per_sample: int | None = None
     status: str = "ok"
@@ -230,7 +230,7 @@ def _row(cell: Cell, baseline: Cell) -> dict[str, Any]:
     row["step_ms"] = stats.spread(times)
     row["skew_ms"] = statistics.median(cell.skews_ms)
     row |= stats.throughput(times, cell.samples, cell.tokens_per_sample)
-    row["peak_bytes"] = {"total": cell.peak_bytes}
+    row["peak_bytes"] = cell.peak_bytes or {"total": None}
     row["loss"] = cell.losses[-1]
     if baseline.status == "ok":
         base_times = [ms for repeat in baseline.times_ms for ms in repeat]
@@ -275,17 +275,31 @@ def time_cell(world: World, values: dict[str, Any]) -> dict[str, Any] | None:
     return None if member is None else _run(member, _config(values))
 
 
-def weigh_cell(world: World, values: dict[str, Any]) -> int | None:
+def weigh_cell(world: World, values: dict[str, Any]) -> dict[str, int] | None:
     """The peak over building and three steps: optimizer state exists from the second on."""
-    from shardlab.measure.memory import peak_bytes
+    from shardlab import train
+    from shardlab.measure import memory
 
     config = _config(values).with_overrides({"training.steps": 3, "training.warmup_steps": 0})
     member = world.first(config.launch.world or 1)
     if member is None:
         return None
-    _, peak = peak_bytes(member.device, lambda: _run(member, config))
-    peaks: list[int] = member.gather(peak)
-    return max(peaks)
+    causes = memory.Causes()
+
+    def work() -> None:
+        workload = train.build_workload(config)
+        strategy = train.build_strategy(config, workload, member)
+        for microbatches in train.batches(workload, config, member):
+            with causes.step():
+                strategy.gradients(microbatches)
+            causes.look(with_gradients=True)
+            strategy.step()
+            causes.look(with_gradients=False)
+        # A collective that ends after the profiler has crashes the process (torch 2.13).
+        getattr(strategy, "settle", lambda: None)()
+
+    _, allocations = memory.trace(member.device, work)
+    return memory.by_cause(member.gather(causes.of(memory.at_peak(allocations))))
 
 
 def _config(values: dict[str, Any]) -> Config:

@@ -1,42 +1,80 @@
-"""Peak memory: what the allocator held at its fullest, not what is left afterwards."""
+"""Peak memory: what tensors held at the fullest moment, and what for; not what is left."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardlab.measure import watch
 
 T = TypeVar("T")
 
+CAUSES = ("parameters", "optimizer", "gradients", "buckets", "activations", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """A piece of memory and its life. Times are of the wall clock, in nanoseconds."""
+
+    address: int
+    size: int
+    begin: int
+    end: int | None  # none: still there
+
 
 def peak_bytes(device: torch.device, work: Callable[[], T]) -> tuple[T, int]:
-    """The result of ``work`` and the most bytes that its tensors held at one time.
+    """The result of ``work`` and the most bytes that its tensors held at one time."""
+    result, allocations = trace(device, work)
+    return result, sum(a.size for a in at_peak(allocations))
 
-    Counts what ``work`` allocates, so let it build what is to be weighed. On a GPU PyTorch's
-    allocator keeps the peak; on a CPU it keeps none, so the profiler notes each allocation.
-    That slows the work: do not time it. What Gloo allocates for itself is not in either.
+
+def trace(device: torch.device, work: Callable[[], T]) -> tuple[T, list[Allocation]]:
+    """The result of ``work`` and every allocation it made.
+
+    It counts what ``work`` allocates, so let it build what is to be weighed. On a CPU the profiler
+    notes each allocation, on a GPU PyTorch's own allocator does. Both slow the work: do not time
+    it. What Gloo and NCCL allocate for themselves is not in it.
     """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        result = work()
-        torch.cuda.synchronize(device)
-        return result, torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.memory._record_memory_history(context=None, stacks="python", max_entries=10**6)
+        try:
+            result = work()
+            torch.cuda.synchronize(device)
+            events = torch.cuda.memory._snapshot(device)["device_traces"][device.index or 0]
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
+        return result, lives(
+            (e["time_us"] * 1000, e["addr"], e["size"] * (1 if e["action"] == "alloc" else -1))
+            for e in events
+            if e["action"] in ("alloc", "free_completed")
+        )
     with (
         _lingering_waits(),
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
         result = work()
-    kineto = profiler.profiler.kineto_results
-    return result, _peak(sorted(_allocations(kineto.experimental_event_tree())))
+    is_allocation = torch._C._profiler._EventType.Allocation
+    return result, lives(
+        sorted(
+            (event.start_time_ns, event.typed[1].ptr, event.typed[1].alloc_size)
+            for event in watch.walk(profiler)
+            if event.typed[0] == is_allocation and event.typed[1].device.type == "cpu"
+        )
+    )
 
 
 @contextmanager
@@ -60,25 +98,110 @@ def _lingering_waits() -> Iterator[None]:
         dist.Work.wait = wait  # type: ignore[method-assign]
 
 
-def _allocations(events: list[Any]) -> Iterator[tuple[int, int, int]]:
-    """(time, address, bytes) of each allocation, negative bytes for a release."""
-    for event in events:
-        tag, details = event.typed
-        if tag == torch._C._profiler._EventType.Allocation and details.device.type == "cpu":
-            yield event.start_time_ns, details.ptr, details.alloc_size
-        yield from _allocations(event.children)
+def lives(events: Any) -> list[Allocation]:
+    """Allocations from (time, address, bytes), in order, negative bytes for a release.
 
+    The profiler's own running total is no use: it forgets releases between two profiles.
+    """
+    held: dict[int, tuple[int, int]] = {}
+    done: list[Allocation] = []
 
-def _peak(allocations: list[tuple[int, int, int]]) -> int:
-    """The profiler's own running total is no use: it forgets releases between two profiles."""
-    held: dict[int, int] = {}
-    total = peak = 0
-    for _time, address, size in allocations:
+    def release(address: int, now: int) -> None:
+        if address in held:  # else it was there before us
+            size, begin = held.pop(address)
+            done.append(Allocation(address, size, begin, now))
+
+    for now, address, size in events:
+        release(address, now)  # also if it is given out again: then it was released unseen
         if size > 0:
-            total -= held.pop(address, 0)  # released unseen, or it could not be given out again
-            held[address] = size
-            total += size
-            peak = max(peak, total)
-        else:
-            total -= held.pop(address, 0)  # what was there before is not ours
-    return peak
+            held[address] = size, now
+    return done + [Allocation(a, size, begin, None) for a, (size, begin) in held.items()]
+
+
+def at_peak(allocations: Sequence[Allocation]) -> list[Allocation]:
+    """Those that were there when there was most."""
+    changes = [(a.begin, a.size) for a in allocations]
+    changes += [(a.end, -a.size) for a in allocations if a.end is not None]
+    total = most = when = 0
+    for now, size in sorted(changes):
+        total += size
+        if total > most:
+            most, when = total, now
+    return [a for a in allocations if a.begin <= when and (a.end is None or a.end > when)]
+
+
+# ------------------------------------------------------------------ what for
+
+
+@dataclass
+class Causes:
+    """Looks, during a step, at what the memory is for. Addresses mean something only at a time."""
+
+    looks: list[tuple[int, str, set[int]]] = field(default_factory=list)  # (time, cause, addresses)
+    forwards: list[tuple[int, int]] = field(default_factory=list)  # begin and end
+
+    def look(self, *, with_gradients: bool) -> None:
+        """Which tensors are parameters and optimizer state now; the rest, if asked, gradients."""
+        now = time.time_ns()
+        found = watch.addresses()
+        self.looks.append((now, "parameters", found["params"]))
+        self.looks.append((now, "optimizer", found["optimizer"]))
+        if with_gradients:
+            self.looks.append((now, "gradients", found["rest"]))
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around ``gradients()``: forward is what comes before each backward."""
+        began = time.time_ns()
+
+        @contextmanager
+        def backward() -> Iterator[None]:
+            nonlocal began
+            self.forwards.append((began, time.time_ns()))
+            self.look(with_gradients=False)
+            yield
+            began = time.time_ns()
+
+        with watch.around_backward(backward), _Collectives(self):
+            yield
+
+    def of(self, allocations: Sequence[Allocation]) -> dict[str, int]:
+        """Bytes by cause, of allocations that were there at one time."""
+        by_address: dict[int, list[tuple[int, str]]] = {}
+        for now, cause, addresses in self.looks:
+            for address in addresses:
+                by_address.setdefault(address, []).append((now, cause))
+        starts = [begin for begin, _ in self.forwards]
+        result = dict.fromkeys(CAUSES, 0)
+        for a in allocations:
+            seen = {
+                cause
+                for now, cause in by_address.get(a.address, ())
+                if a.begin <= now and (a.end is None or now < a.end)
+            }
+            i = bisect_right(starts, a.begin) - 1
+            made_in_forward = i >= 0 and a.begin < self.forwards[i][1]
+            named = next((c for c in CAUSES if c in seen), None)
+            result[named or ("activations" if made_in_forward else "other")] += a.size
+        return result
+
+
+class _Collectives(TorchDispatchMode):
+    """Notes which memory collectives work on: buckets, and blocks put together for use."""
+
+    def __init__(self, causes: Causes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.causes = causes
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+            addresses = {t.untyped_storage().data_ptr() for t in tensors}
+            self.causes.looks.append((time.time_ns(), "buckets", addresses))
+        return func(*args, **(kwargs or {}))
+
+
+def by_cause(peaks: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Of the fullest rank, with the total."""
+    totals = [{"total": sum(peak.values()), **peak} for peak in peaks]
+    return max(totals, key=lambda peak: peak["total"])

@@ -172,22 +172,32 @@ class Alive:
 
     def _weigh(self, model: nn.Module) -> Held:
         gc.collect()
-        # By the type: to ask an object itself may run its code.
-        things = gc.get_objects()
-        tensors = [t for t in things if issubclass(type(t), Tensor)]
-        optimizers = [t for t in things if issubclass(type(t), torch.optim.Optimizer)]
-        params = [t for t in tensors if isinstance(t, nn.Parameter)]
-        # A gradient that only C++ holds becomes an object when asked for.
-        tensors += [p.grad for p in params if p.grad is not None]
-        states = [v for o in optimizers for entry in o.state.values() for v in entry.values()]
-        state = [value for value in states if isinstance(value, Tensor)]
         seen = set(_storages(model.buffers()))
         held = {}
-        for name, group in (("optimizer", state), ("params", params), ("rest", tensors)):
+        for name, group in living_tensors().items():
             found = _storages(group)
             held[name] = sum(size for where, size in found.items() if where not in seen)
             seen |= found.keys()
         return Held(**held)
+
+
+def living_tensors() -> dict[str, list[Tensor]]:
+    """Every tensor that Python knows of: optimizer state, parameters, and all (the rest)."""
+    # By the type: to ask an object itself may run its code.
+    things = gc.get_objects()
+    tensors = [t for t in things if issubclass(type(t), Tensor)]
+    optimizers = [t for t in things if issubclass(type(t), torch.optim.Optimizer)]
+    params: list[Tensor] = [t for t in tensors if isinstance(t, nn.Parameter)]
+    # A gradient that only C++ holds becomes an object when asked for.
+    tensors += [p.grad for p in params if p.grad is not None]
+    states = [v for o in optimizers for entry in o.state.values() for v in entry.values()]
+    state = [value for value in states if isinstance(value, Tensor)]
+    return {"optimizer": state, "params": params, "rest": tensors}
+
+
+def addresses() -> dict[str, set[int]]:
+    """Where their storages lie, by what they are for."""
+    return {name: set(_storages(group)) for name, group in living_tensors().items()}
 
 
 def _storages(tensors: Any) -> dict[int, int]:

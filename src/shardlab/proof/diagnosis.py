@@ -91,8 +91,11 @@ def _by_elements(first: Mapping[str, Any]) -> str:
     if first["kind"] == "buffer":
         return f"{off}{only}: buffers do not follow rank 0's"
     if first["shift"]:
-        return f"{off}{only}: values are shifted by one element, as by a shard's offset off by one"
+        return f"{off}{only}: shifted by one element, as by a shard's offset that is off by one"
     elements, of = first["elements"], first["of"]
+    if first["stale"]:
+        part = "it was" if elements == of else f"{elements:,} of {of:,} elements were"
+        return f"{off}{only}: {part} not updated in this step; were the shards gathered?"
     if elements <= max(8, 0.01 * of) and of > 16:
         place = f"{elements} of {of:,} elements, {first['first']} to {first['last']}"
         edge = ", at the edge of a shard" if _at_edge(first) else ""

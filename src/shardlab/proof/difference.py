@@ -52,7 +52,9 @@ class Trail:
         """Parameters and buffers after the step."""
         self._note(step, "parameter", tensors)
         if self.reference is not None:
-            self._compare(step, "parameter", tensors, self.reference.tensors[step])
+            want = self.reference
+            before = want.tensors[step - 1] if step else want.start
+            self._compare(step, "parameter", tensors, want.tensors[step], before)
 
     def _note(self, step: int | None, kind: str, tensors: Tensors) -> None:
         for name, tensor in tensors.items():
@@ -60,7 +62,14 @@ class Trail:
             digest = hashlib.blake2b(content, digest_size=8).hexdigest()
             self.digests[_place(step, kind, name)] = digest
 
-    def _compare(self, step: int | None, kind: str, got: Tensors, want: Tensors) -> None:
+    def _compare(
+        self,
+        step: int | None,
+        kind: str,
+        got: Tensors,
+        want: Tensors,
+        before: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """Keep the largest error, and the first that is too large."""
         floor = FLOOR * max(
             (t.abs().max().item() for t in want.values() if t is not None and t.numel()),
@@ -74,7 +83,8 @@ class Trail:
             if not error <= self.worst["ulp"]:
                 self.worst = {"ulp": error, "where": _place(step, kind, name)}
             if self.first is None and not error <= TOLERANCE_ULP:
-                looks = looks or compare(got[name], want[name], floor)
+                old = None if before is None else before.get(name)
+                looks = looks or compare(got[name], want[name], floor, old)
                 self.first = {"step": step, "kind": kind, "tensor": name, **looks}
 
 
@@ -100,19 +110,25 @@ def ulps(got: Tensor | None, want: Tensor | None, floor: float = 0.0) -> float:
     return error / unit(want, floor) if math.isfinite(error) else math.inf
 
 
-def compare(got: Tensor | None, want: Tensor | None, floor: float = 0.0) -> dict[str, Any]:
-    """Two tensors that differ, side by side."""
+def compare(
+    got: Tensor | None, want: Tensor | None, floor: float = 0.0, before: Tensor | None = None
+) -> dict[str, Any]:
+    """Two tensors that differ, side by side; ``before``: what they were a step ago."""
     if got is None or want is None:
         return {"none": "one process" if want is None else "the strategy"}
     if got.shape != want.shape:
         return {"shapes": [list(got.shape), list(want.shape)]}
     a, b = got.double().reshape(-1), want.double().reshape(-1)
+    old = torch.zeros_like(b) if before is None else before.double().reshape(-1)
     allowed = TOLERANCE_ULP * unit(want, floor)
     differs = ~((a - b).abs() <= allowed)
     where = differs.nonzero().reshape(-1)
 
     def is_shifted(by: int) -> bool:
-        return ((a.roll(-by) - b)[differs].abs() <= allowed).double().mean().item() > 0.9
+        """The values, or what the step has added to them."""
+        pairs = ((a.roll(-by), b), ((a - old).roll(-by), b - old))
+        close = [(x - y)[differs].abs() <= allowed for x, y in pairs]
+        return max(c.double().mean().item() for c in close) > 0.9
 
     return {
         "error": (a - b).abs().max().item(),
@@ -123,6 +139,7 @@ def compare(got: Tensor | None, want: Tensor | None, floor: float = 0.0) -> dict
         "first": int(where[0]),
         "last": int(where[-1]),
         "shift": next((s for s in (1, -1) if len(where) > 2 and is_shifted(s)), 0),
+        "stale": before is not None and bool((a == old)[differs].all()),
         "finite": bool(a.isfinite().all()),
     }
 

@@ -34,7 +34,7 @@ from shardlab.workloads.base import Batch
 from shardlab.world import World
 
 WATCHED = -1  # the ledger's number for the step that is watched
-SETTLE_S = 0.02
+SETTLE_S = 5.0
 GRADIENT_OPS = ("all_reduce", "reduce_scatter", "all_to_all")
 Work = Callable[[], Any]
 
@@ -224,6 +224,7 @@ def _model(subject: Subject, trail: Trail, again: Trail) -> dict[str, Any]:
         "worst": trail.worst,
         "unwaited": trail.unwaited,
         "digests": trail.digests,
+        "compared": len(again.digests),
         "changed": next(changed, None),
     }
 
@@ -270,7 +271,12 @@ def _watch(
 
     def settle() -> None:
         strategy.full_params()  # whoever has sent for parameters waits for them here
-        time.sleep(SETTLE_S)  # and whoever waits for nothing must not be cut off
+        limit = time.monotonic() + SETTLE_S  # and whoever waits for nothing is not cut off
+        while time.monotonic() < limit and any(
+            e.ready_ns is None and e.done_ns is None for e in comm.LEDGER.entries
+        ):
+            time.sleep(0.01)
+        time.sleep(0.02)
 
     sent = watch.sent_by(step, settle)
     entries = [entry for entry in comm.LEDGER.entries if entry.step == WATCHED]
@@ -302,10 +308,11 @@ def _overlap(
     source: str, messages: Sequence[Message], sent: watch.Sent, small: int
 ) -> dict[str, Any]:
     """Which part of the gradients was launched before backward ended, and what came after it."""
-    assert sent.backward_ns is not None
-    begin, end = sent.backward_ns
     gradients = [m for m in messages if m.op in GRADIENT_OPS and m.bytes >= small]
     total = sum(m.bytes for m in gradients)
+    if sent.backward_ns is None:  # it was not torch.autograd.backward
+        return {"source": source, "messages": len(gradients), "share": None, "exposed_ms": None}
+    begin, end = sent.backward_ns
     early = [m for m in gradients if m.launched_ns < end]
     late = [r for r in sent.running if r.op in GRADIENT_OPS and r.bytes >= small and r.end_ns > end]
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -82,12 +83,7 @@ class PyTorchDDP(Replica):
                 )
             self.ddp.register_comm_hook(self.group, default_hooks.bf16_compress_hook)
         elif compress == "powersgd":
-            for name, p in self.params.items():
-                if p.dim() == 0:
-                    raise UsageError(
-                        f"pytorch_ddp: PyTorch's PowerSGD hook cannot take parameter '{name}', "
-                        "which has no dimensions; use another strategy's"
-                    )
+            self._refuse_for_powersgd()
             state = powerSGD_hook.PowerSGDState(
                 self.group,
                 matrix_approximation_rank=rank,
@@ -96,6 +92,20 @@ class PyTorchDDP(Replica):
                 orthogonalization_epsilon=1e-8,  # a gradient of zeros would become NaN
             )
             self.ddp.register_comm_hook(state, _powersgd_one_by_one)
+
+    def _refuse_for_powersgd(self) -> None:
+        """What PyTorch's hook would fail on in the third step."""
+        scalars = [name for name, p in self.params.items() if p.dim() == 0]
+        if scalars:
+            raise UsageError(
+                f"pytorch_ddp: PyTorch's PowerSGD hook cannot take parameter '{scalars[0]}', which "
+                "has no dimensions; use another strategy's"
+            )
+        if self.device.type == "cpu" and torch.cuda.is_available():
+            raise UsageError(
+                "pytorch_ddp: PyTorch's PowerSGD hook fails for ranks on the CPU where there is a "
+                "GPU; use launch.device: cuda, or set CUDA_VISIBLE_DEVICES to nothing"
+            )
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
         total = base.global_count(microbatches, self.device, self.group)

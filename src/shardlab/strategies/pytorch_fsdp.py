@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from shardlab import comm
 from shardlab.errors import UsageError
 from shardlab.strategies import base
 from shardlab.strategies.sharded import DTYPES
@@ -149,8 +150,20 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """A copy of the whole of it. A collective, if it is sharded."""
-    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
+    """A copy of the whole of it. A collective, if it is sharded.
+
+    fully_shard deals out rows: each rank has ceil(rows / n), the last ones fewer or none. (Its own
+    ``full_tensor`` crashes with CUDA tensors over Gloo, torch 2.11.)
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    group, local = tensor.device_mesh.get_group(-1), tensor.to_local()
+    rows = -(-len(tensor) // group.size())
+    padded = local.new_zeros(rows, *local.shape[1:])
+    padded[: len(local)] = local
+    full = local.new_empty(rows * group.size(), *local.shape[1:])
+    comm.all_gather(full, padded, group, label="full")
+    return full[: len(tensor)].clone()
 
 
 def _like(whole: Tensor, tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ class PyTorchZero3(PyTorchFSDP):
         at construction     broadcast parameters and buffers from rank 0; shard each parameter
         before forward      broadcast buffers (if the model has any); all_reduce the target count
         forward             all_gather each block's parameters, prefetching the next;
-                            free them after it (not the root's) *                         Ψ
+                            free them after it *                                          Ψ
         backward            all_gather each block's parameters again, prefetched *        Ψ
                             reduce_scatter its gradients; free both *                     Ψ
         after the last      all_reduce the loss

@@ -45,6 +45,8 @@ class Zero1(Sharded):
     when the optimizer is built, so buckets follow the reverse of the parameters' order.
     """
 
+    BUCKETS = 8  # about so many, unless their size is given
+
     def __init__(
         self,
         model: nn.Module,
@@ -57,9 +59,9 @@ class Zero1(Sharded):
         first_bucket_mb: float = 1.0,
     ) -> None:
         super().__init__(model, make_optimizer, loss_fn, mesh, rule)
-        order = reversed(self.params)
+        sizes = bucket_mb, first_bucket_mb, self.BUCKETS
         units = []
-        for i, params in enumerate(buckets_of(self.params, order, bucket_mb, first_bucket_mb)):
+        for i, params in enumerate(buckets_of(self.params, reversed(self.params), *sizes)):
             unit = Unit(f"bucket {i}", params, self.group)
             with torch.no_grad():
                 flat = unit.flatten(params)  # (padded,)
