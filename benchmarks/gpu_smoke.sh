@@ -6,6 +6,7 @@ out=${1:?where to put the results}
 run() { echo "+ $*"; "$@" || echo "FAILED with $?: $*"; }
 run python -m shardlab doctor
 for world in 1 2; do
+  run python -m shardlab prove --device cuda --world $world --out "$out/prove-w$world"
   run python -m shardlab compare --device cuda --world $world --size small --seq-len 256 \
     --global-batch 8 --repeats 2 --warmup 3 --steps 5 --out "$out/fp32-w$world"
 done

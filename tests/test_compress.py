@@ -25,7 +25,13 @@ from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch
 from shardlab.world import World
 
-OURS = ["simple_ddp", "simple_ddp_ga"]
+OURS = [
+    "simple_ddp",
+    "simple_ddp_ga",
+    "simple_ddp_hook",
+    "simple_ddp_async",
+    "bucket_ddp_async",
+]
 SHAPES = {"matrix": (12, 9), "conv": (8, 3, 3, 3), "vector": (7,), "thin": (20, 2), "scalar": ()}
 STEPS = 6
 WITHOUT_GPU = pytest.mark.skipif(

@@ -158,6 +158,12 @@ class StrategyConfig:
         elif ":" not in self.name and self.name not in known:
             raise unknown("strategy", self.name, [*known, *strategies.ALIASES])
 
+    @property
+    def label(self) -> str:
+        """As it is shown: the name, and what sets it apart from others of that name."""
+        options = ", ".join(f"{key}={value}" for key, value in self.options.items())
+        return f"{self.name} ({options})" if options else self.name
+
 
 @dataclass(frozen=True)
 class ProfileConfig:

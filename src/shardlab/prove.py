@@ -33,8 +33,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        options = ", ".join(f"{k}={v}" for k, v in self.config.strategy.options.items())
-        return f"{self.config.strategy.name} ({options})" if options else self.config.strategy.name
+        return self.config.strategy.label
 
 
 def small(config: Config, accumulate: int | None) -> Config:

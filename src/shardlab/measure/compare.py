@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardlab.config import Config, check_batch, parse_value
 from shardlab.errors import RankFailure, UsageError
-from shardlab.launch import Ranks
 from shardlab.measure import stats
+from shardlab.measure.rankset import RankSet
 
 if TYPE_CHECKING:
     from shardlab.world import World
@@ -57,8 +56,7 @@ class Cell:
 
     @property
     def label(self) -> str:
-        options = ", ".join(f"{k}={v}" for k, v in self.config.strategy.options.items())
-        return f"{self.config.strategy.name} ({options})" if options else self.config.strategy.name
+        return self.config.strategy.label
 
 
 def cells_of(config: Config, specs: list[str], world: int, plan: Plan) -> list[Cell]:
@@ -116,15 +114,16 @@ def compare(
     """Run the plan and return the content of ``compare.json``. A cell that fails is a row."""
     visits = list(_schedule(len(cells), plan.repeats))
     total = len(visits) + len(cells)
-    with _World(cells) as world:
+    size = max(cell.config.launch.world or 1 for cell in cells)
+    with RankSet(cells[0].config.launch, size) as ranks:
         # What is wrong with any cell is wrong input: said before anything is measured.
         for cell in cells:
-            world.run("check_cell", cell)
-        env = world.run("describe", cells[0], command)
+            _run_on_ranks(ranks, "check_cell", cell)
+        env = _run_on_ranks(ranks, "describe", cells[0], command)
         for done, (repeat, index) in enumerate(visits):
             cell = cells[index]
             on_progress(f"{cell.label} · repeat {repeat + 1} of {plan.repeats}", done, total)
-            result = world.try_run("time_cell", cell)
+            result = _try_on_ranks(ranks, "time_cell", cell)
             if result is not None:
                 cell.times_ms.append(result["slowest_ms"][plan.warmup :])
                 cell.skews_ms += result["skew_ms"][plan.warmup :]
@@ -135,7 +134,7 @@ def compare(
                 )
         for done, cell in enumerate(cells, start=len(visits)):
             on_progress(f"{cell.label} · memory", done, total)
-            cell.peak_bytes = world.try_run("weigh_cell", cell)
+            cell.peak_bytes = _try_on_ranks(ranks, "weigh_cell", cell)
     on_progress("done", total, total)
     return summarize(cells, plan, command, env)
 
@@ -146,38 +145,21 @@ def _schedule(cells: int, repeats: int) -> Iterator[tuple[int, int]]:
         yield from ((repeat, (repeat + i) % cells) for i in range(cells))
 
 
-class _World:
-    """One set of ranks for all cells; replaced when a failing cell has taken it down."""
+def _run_on_ranks(ranks: RankSet, function: str, cell: Cell, *args: Any) -> Any:
+    """Rank 0's result of one of this module's functions."""
+    return ranks.run(f"{__name__}:{function}", cell.config.to_dict(), *args)[0]
 
-    def __init__(self, cells: list[Cell]) -> None:
-        self.launch = cells[0].config.launch
-        self.size = max(cell.config.launch.world or 1 for cell in cells)
-        self.stack = ExitStack()
-        self.ranks: Ranks | None = None
 
-    def __enter__(self) -> _World:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.stack.__exit__(*error)
-
-    def run(self, function: str, cell: Cell, *args: Any) -> Any:
-        """Rank 0's result of one of this module's functions."""
-        if self.ranks is None or not self.ranks.alive:
-            self.ranks = self.stack.enter_context(Ranks(self.launch, self.size))
-        target = f"{__name__}:{function}"
-        return self.ranks.run(target, cell.config.to_dict(), *args)[0]
-
-    def try_run(self, function: str, cell: Cell) -> Any:
-        """The same, but a failure is noted in the cell, which is then left alone."""
-        if cell.status != "ok":
-            return None
-        try:
-            return self.run(function, cell)
-        except (RankFailure, UsageError) as error:
-            cell.status = "failed" if isinstance(error, RankFailure) else "skipped"
-            cell.reason = str(error)
-            return None
+def _try_on_ranks(ranks: RankSet, function: str, cell: Cell) -> Any:
+    """The same, but a failure is noted in the cell, which is then left alone."""
+    if cell.status != "ok":
+        return None
+    try:
+        return _run_on_ranks(ranks, function, cell)
+    except (RankFailure, UsageError) as error:
+        cell.status = "failed" if isinstance(error, RankFailure) else "skipped"
+        cell.reason = str(error)
+        return None
 
 
 def summarize(
