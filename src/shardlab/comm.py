@@ -56,6 +56,7 @@ class Entry:
     wait_ns: int | None = None  # when the strategy began to wait for it
     done_ns: int | None = None  # when it had finished; none on NCCL, where the GPU alone knows
     ready_ns: int | None = None  # when the wait was over and the strategy went on
+    launches: int = 1  # messages that the backend was given for it
 
 
 @dataclass
@@ -131,10 +132,11 @@ class Pending:
         self, entry: Entry, work: Any, group: Group, finish: Callable[[], None] | None = None
     ) -> None:
         self.entry = entry
-        self._work = work
+        self._works: list[Any] = work if isinstance(work, list) else [work]
         self._finish = finish
-        if group.name() == "gloo":  # runs on a thread of its own, which stamps the end
-            work.get_future().add_done_callback(functools.partial(_stamp, entry))
+        if group.name() == "gloo":  # runs on threads of its own; the last to end stamps last
+            for part in self._works:
+                part.get_future().add_done_callback(functools.partial(_stamp, entry))
 
     def wait(self) -> None:
         entry = self.entry
@@ -142,11 +144,12 @@ class Pending:
             return
         entry.wait_ns = time.perf_counter_ns()
         with _span(f"wait:{entry.op}", entry):
-            self._work.wait()
+            for work in self._works:
+                work.wait()
             if self._finish is not None:
                 self._finish()
         entry.ready_ns = time.perf_counter_ns()
-        self._work = self._finish = None  # and with them the tensors that they hold
+        self._works, self._finish = [], None  # and with them the tensors that they hold
 
 
 def _stamp(entry: Entry, _future: Any) -> None:
@@ -194,10 +197,28 @@ def broadcast(tensor: Tensor, group: Group, *, label: str = "", async_op: bool =
 def all_gather(
     output: Tensor, shard: Tensor, group: Group, *, label: str = "", async_op: bool = False
 ) -> Pending:
-    """``output`` (ranks * n,) becomes every rank's ``shard`` (n,), in rank order."""
+    """``output`` (ranks * n,) becomes every rank's ``shard`` (n,), in rank order.
+
+    Gloo's own goes through a buffer of the output's size and copies. There, each rank broadcasts
+    its part in place: as many bytes, no buffer, and about half the time (see docs/log.md).
+    """
     entry = LEDGER.open("all_gather", output, group, label)
+    if group.name() != "gloo":
+        return _begin(
+            entry, group, async_op, lambda: _gather_into(output, shard, group=group, async_op=True)
+        )
+    parts = output.view(group.size(), -1)  # (ranks, n)
+    if parts[group.rank()].data_ptr() != shard.data_ptr():
+        parts[group.rank()].copy_(shard.flatten())
+    entry.launches = group.size()
     return _begin(
-        entry, group, async_op, lambda: _gather_into(output, shard, group=group, async_op=True)
+        entry,
+        group,
+        async_op,
+        lambda: [
+            dist.broadcast(part, group=group, group_src=source, async_op=True)
+            for source, part in enumerate(parts)
+        ],
     )
 
 

@@ -70,6 +70,12 @@ def cases_of(config: Config, specs: Sequence[str], worlds: Sequence[int]) -> lis
     for world in worlds:
         for spec in specs:
             name, options = parse_spec(spec)
+            for key, exact in (("compress", "none"), ("comm_dtype", "fp32")):
+                if options.get(key, exact) != exact:
+                    raise UsageError(
+                        f"{key}={options[key]} rounds what is sent: it cannot equal one process, "
+                        "and there is nothing to prove; leave it out"
+                    )
             size = 1 if name == BASELINE else world
             case = Case(
                 config.with_overrides(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import json
 import time
 from collections import defaultdict
@@ -280,10 +281,14 @@ def _watch(
 
     sent = watch.sent_by(step, settle)
     entries = [entry for entry in comm.LEDGER.entries if entry.step == WATCHED]
-    if len(entries) != len(sent.messages):
+    if sum(entry.launches for entry in entries) != len(sent.messages):
         return "profiler", sent.messages, sent
-    pairs = zip(entries, sent.messages, strict=True)
-    return "ledger", [Message(e.op, e.bytes, m.launched_ns, e.ranks) for e, m in pairs], sent
+    launched = iter(sent.messages)
+    messages = []
+    for entry in entries:
+        first, *_ = itertools.islice(launched, entry.launches)
+        messages.append(Message(entry.op, entry.bytes, first.launched_ns, entry.ranks))
+    return "ledger", messages, sent
 
 
 def _by_op(

@@ -1,0 +1,76 @@
+"""The peak of memory, what it is made of, and that it falls from rung to rung."""
+
+from __future__ import annotations
+
+import pytest
+
+from conftest import GetRanks
+from shardlab import config as configs
+from shardlab.measure.memory import Allocation, Causes, at_peak, by_cause, lives
+
+WEIGH = "shardlab.measure.compare:weigh_cell"
+
+
+def test_lives_of_allocations() -> None:
+    events = [(1, 0xA, 10), (2, 0xB, 20), (3, 0xA, -10), (4, 0xB, 5), (5, 0xC, -7)]
+    assert lives(events) == [
+        Allocation(0xA, 10, 1, 3),
+        Allocation(0xB, 20, 2, 4),  # released unseen: its address was given out again
+        Allocation(0xB, 5, 4, None),
+    ]  # what was there before, at 0xC, is not ours
+
+
+def test_the_peak_is_a_moment() -> None:
+    first, second = Allocation(1, 10, 0, 5), Allocation(2, 20, 3, None)
+    after = Allocation(3, 9, 5, None)
+    assert at_peak([first, second, after]) == [first, second]
+    assert at_peak([]) == []
+
+
+def test_causes_follow_time_not_addresses_alone() -> None:
+    causes = Causes(
+        looks=[(10, "parameters", {1}), (20, "gradients", {1, 2}), (15, "buckets", {3})],
+        forwards=[(11, 14)],
+    )
+    allocations = [
+        Allocation(1, 100, 0, None),  # a parameter, though the gradients' look saw it too
+        Allocation(2, 50, 12, None),
+        Allocation(2, 7, 12, 13),  # gone before anyone looked: made in forward
+        Allocation(3, 30, 14, 16),
+        Allocation(9, 1, 16, None),
+    ]
+    assert causes.of(allocations) == {
+        "parameters": 100, "optimizer": 0, "gradients": 50, "buckets": 30, "activations": 7,
+        "other": 1,
+    }  # fmt: skip
+    fullest = by_cause([{"parameters": 1}, {"parameters": 1, "other": 2}])
+    assert fullest == {"total": 3, "parameters": 1, "other": 2}
+
+
+@pytest.mark.timeout(200)
+def test_the_peak_falls_from_rung_to_rung(ranks: GetRanks) -> None:
+    """At 4 ranks, on a GPT whose parameters outweigh its activations."""
+    peaks = {}
+    for name in ("simple_ddp", "zero1", "zero2", "zero3"):
+        config = configs.load(
+            None,
+            {
+                "model.size": "mini",
+                "model.options.layers": 8,
+                "data.seq_len": 16,
+                "training.global_batch": 4,
+                "launch.world": 4,
+                "strategy.name": name,
+            },
+        )
+        peaks[name] = ranks(4).run(WEIGH, config.to_dict(), deadline_s=150)[0]
+    totals = [peak["total"] for peak in peaks.values()]
+    assert totals == sorted(totals, reverse=True)
+    assert len(set(totals)) == 4
+    for peak in peaks.values():
+        assert peak["total"] == sum(v for k, v in peak.items() if k != "total")
+    # Adam keeps two numbers for each parameter: on one rank all of them, or a quarter.
+    whole = peaks["simple_ddp"]["optimizer"]
+    assert whole == pytest.approx(2 * peaks["simple_ddp"]["parameters"], rel=0.01)
+    for name in ("zero1", "zero2", "zero3"):
+        assert peaks[name]["optimizer"] == pytest.approx(whole / 4, rel=0.01)
