@@ -22,7 +22,9 @@ WORLDS = [
 
 @pytest.mark.parametrize(("strategy", "world"), WORLDS)
 def test_equals_one_process(strategy: str, world: int, ranks: GetRanks) -> None:
-    cases = [c for c in ALL_CASES if c.toy not in REFUSED.get(strategy, ())]
+    # Four ranks on two cores pay milliseconds for each collective: there, one case of each toy.
+    pool = FEW_CASES if world == 4 else ALL_CASES
+    cases = [c for c in pool if c.toy not in REFUSED.get(strategy, ())]
     options = {"shards": 3} if (strategy, world) == ("pytorch_hsdp", 3) else OPTIONS.get(strategy)
     assert conform(ranks(world), strategy, cases, options) == []
 
