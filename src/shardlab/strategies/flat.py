@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -107,3 +107,17 @@ def buckets_of(
         buckets[-1][name] = p
         held += size
     return buckets
+
+
+def units_of(model: nn.Module, blocks: Sequence[str]) -> dict[str, dict[str, nn.Parameter]]:
+    """The root, whose name is "", and each block with the parameters that are its alone."""
+    units: dict[str, dict[str, nn.Parameter]] = {"": {}, **{block: {} for block in blocks}}
+    owners: dict[nn.Parameter, set[str]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(p, name)
+        inside = [block for block in blocks if name.startswith(f"{block}.")]
+        owners.setdefault(p, set()).add(inside[0] if inside else "")
+    for p, name in names.items():
+        units[owners[p].pop() if len(owners[p]) == 1 else ""][name] = p
+    return {label: params for label, params in units.items() if params or not label}

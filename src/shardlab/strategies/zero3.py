@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from shardlab import comm
 from shardlab.errors import UsageError
 from shardlab.strategies import base
+from shardlab.strategies.flat import units_of
 from shardlab.strategies.sharded import DTYPES, Sharded, Unit
 from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch, LossFn
@@ -39,8 +40,7 @@ class Zero3(Sharded):
         step                update this rank's shard: nothing to send
 
     Cost: 3Ψ(n-1)/n on the wire per micro-batch, less what is gathered once (root, last block).
-    Memory: of everything one n-th, plus two blocks' parameters and gradients. To gather the whole
-    model before forward would have ZeRO-2's peak at ZeRO-3's price.
+    Memory: of everything one n-th, plus two blocks' parameters and gradients.
 
     Freeing means to shrink the storage to nothing: what autograd saved are views of the same
     storage, and they are whole again when the unit has been gathered for backward.
@@ -85,8 +85,6 @@ class Zero3(Sharded):
         self._free(unit)
         return unit
 
-    # ------------------------------------------------------------ parameters come and go
-
     def _gather(self, unit: Unit) -> None:
         """Start to put the unit's parameters together, unless they are here or on their way."""
         assert unit.full is not None
@@ -94,8 +92,7 @@ class Zero3(Sharded):
         if storage.size() or not unit.params:  # a model that is all blocks has an empty root
             return
         storage.resize_(unit.layout.padded * unit.full.element_size())
-        shard = unit.shard.to(unit.full.dtype)
-        label = f"params {unit.label or 'root'}"
+        shard, label = unit.shard.to(unit.full.dtype), f"params {unit.label or 'root'}"
         self.gathers[unit.label] = comm.all_gather(
             unit.full, shard, self.group, label=label, async_op=True
         )
@@ -114,10 +111,7 @@ class Zero3(Sharded):
         if self.in_backward:  # a recomputation
             return
         if self.units[i].label in self.seen:
-            raise UsageError(
-                f"zero3: block '{self.units[i].label}' runs twice in one forward; leave it out of "
-                "the workload's blocks"
-            )
+            self._refuse(self.units[i], "ran twice in one forward")
         self.seen.add(self.units[i].label)
         if i + 1 < len(self.units):
             self._gather(self.units[i + 1])
@@ -149,8 +143,7 @@ class Zero3(Sharded):
         """
         self.arrived.append((self.units[i], name, parameter))
         self.counts[i] += 1
-        is_half_way = self.counts[i] == (len(self.units[i].params) // 2 if i > 1 else 1)
-        if is_half_way:
+        if self.counts[i] == (len(self.units[i].params) // 2 if i > 1 else 1):
             self.receive_all()
         if not self.in_flight:
             self._move_arrived()
@@ -171,8 +164,6 @@ class Zero3(Sharded):
                 self.scatter(self.units[i])
         self.last_scattered = min(self.last_scattered, first)
 
-    # ------------------------------------------------------------ the step
-
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
         base.broadcast_buffers(self.model, self.group)
         total = base.global_count(microbatches, self.device, self.group)
@@ -184,7 +175,9 @@ class Zero3(Sharded):
             self.counts = [0] * len(self.units)
             self.last_scattered = len(self.units)
             loss_sum += base.accumulate(self.model, self.loss_fn, [batch], divisor)
-            self._refuse_unseen()
+            for unit in self.units:
+                if unit.label not in self.seen:
+                    self._refuse(unit, "was not run")
             self._scatter_down_to(0)
             self.receive_all()
             self.in_backward = False
@@ -193,30 +186,14 @@ class Zero3(Sharded):
         )
         return mean
 
-    def _refuse_unseen(self) -> None:
+    def _refuse(self, unit: Unit, why: str) -> None:
         """The other ranks gathered it with us, or wait for us to: neither can be put right."""
-        for unit in self.units:
-            if unit.label not in self.seen:
-                raise UsageError(
-                    f"zero3: forward did not come to block '{unit.label}' on rank {self.rank}; "
-                    "leave it out of the workload's blocks"
-                )
+        raise UsageError(
+            f"zero3: block '{unit.label}' {why} on rank {self.rank}; leave it out of the "
+            "workload's blocks"
+        )
 
     def step(self) -> None:
         self.update_shards()
         for unit in self.units:
             unit.grad = None
-
-
-def units_of(model: nn.Module, blocks: Sequence[str]) -> dict[str, dict[str, nn.Parameter]]:
-    """The root, whose name is "", and each block with the parameters that are its alone."""
-    units: dict[str, dict[str, nn.Parameter]] = {"": {}, **{block: {} for block in blocks}}
-    owners: dict[nn.Parameter, set[str]] = {}
-    names: dict[nn.Parameter, str] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(p, name)
-        inside = [block for block in blocks if name.startswith(f"{block}.")]
-        owners.setdefault(p, set()).add(inside[0] if inside else "")
-    for p, name in names.items():
-        units[owners[p].pop() if len(owners[p]) == 1 else ""][name] = p
-    return {label: params for label, params in units.items() if params or not label}
