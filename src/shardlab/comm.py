@@ -200,7 +200,7 @@ def all_gather(
     """``output`` (ranks * n,) becomes every rank's ``shard`` (n,), in rank order.
 
     Gloo's own goes through a buffer of the output's size and copies. There, each rank broadcasts
-    its part in place: as many bytes, no buffer, and about half the time (see docs/log.md).
+    its part in place: as many bytes, no buffer, and less time.
     """
     entry = LEDGER.open("all_gather", output, group, label)
     if group.name() != "gloo":
