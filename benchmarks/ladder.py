@@ -42,7 +42,9 @@ def take_turns(world: Any, ours: dict[str, Any], theirs: dict[str, Any]) -> dict
     strategies = {k: train.build_strategy(c, workload, world) for k, c in settings.items()}
     times: dict[str, list[float]] = {"ours": [], "theirs": []}
     losses: dict[str, float] = {}
+    comm.LEDGER.reset(full_steps=0)  # as in a comparison's timed steps: totals only
     for i, microbatches in enumerate(train.batches(workload, config, world)):
+        comm.LEDGER.step = i
         for kind in ("ours", "theirs") if i % 2 else ("theirs", "ours"):
             comm.barrier(world.group)
             start = time.perf_counter()
@@ -53,7 +55,6 @@ def take_turns(world: Any, ours: dict[str, Any], theirs: dict[str, Any]) -> dict
                 settle()  # what a strategy leaves under way is its own to pay for
             if i >= WARMUP:
                 times[kind].append((time.perf_counter() - start) * 1e3)
-        comm.LEDGER.reset()
     slowest = {
         kind: [max(ranks) for ranks in zip(*world.gather(mine), strict=True)]
         for kind, mine in times.items()

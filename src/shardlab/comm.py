@@ -84,9 +84,13 @@ class Ledger:
         )
         self.calls += 1
         self.bytes += entry.bytes
-        if self.step is None or self.full_steps is None or self.step < self.full_steps:
+        if self.keeps_entries:
             self.entries.append(entry)
         return entry
+
+    @property
+    def keeps_entries(self) -> bool:
+        return self.step is None or self.full_steps is None or self.step < self.full_steps
 
     def take(self) -> list[dict[str, Any]]:
         """The finished entries so far, as plain rows; they leave the ledger."""
@@ -134,7 +138,9 @@ class Pending:
         self.entry = entry
         self._works: list[Any] = work if isinstance(work, list) else [work]
         self._finish = finish
-        if group.name() == "gloo":  # runs on threads of its own; the last to end stamps last
+        # Gloo runs on threads of its own; the last part to end stamps last. Such a callback waits
+        # for Python's lock, and costs backward 2 ms each: only where somebody will read the stamp.
+        if group.name() == "gloo" and LEDGER.keeps_entries:
             for part in self._works:
                 part.get_future().add_done_callback(functools.partial(_stamp, entry))
 
@@ -239,7 +245,12 @@ def reduce_scatter(
     ranks = group.size()
 
     def add_up() -> None:
-        torch.sum(received.view(ranks, -1), dim=0, out=shard.view(-1))
+        first, *rest = received.view(ranks, -1)  # (n,) each
+        total = shard.view(-1)
+        if not rest:
+            total.copy_(first)
+        for i, part in enumerate(rest):  # a third of the time of torch.sum over two rows
+            torch.add(total if i else first, part, out=total)
 
     return _begin(
         entry,

@@ -32,8 +32,8 @@ class BucketDDPAsync(SimpleDDP):
         all but the last    forward, backward                             nothing
         the last            forward; backward, and as soon as a bucket's last gradient is in,
                             all_reduce the bucket, asynchronously         Ψ
-        after backward      wait for all of them
-                            all_reduce the loss and which parameters got a gradient
+        after backward      all_reduce the loss and which parameters got a gradient
+                            wait for all of them
         step                update                                        nothing
 
     Cost: Ψ per step in a few messages, hidden behind backward but for the last bucket.
@@ -107,11 +107,11 @@ class BucketDDPAsync(SimpleDDP):
         if not self.buckets:
             self._lay_out()
         self.queue.flush()
+        used = set(self.arrivals)
+        mean, unused = base.global_mean_and_unused(loss_sum, total, self.params, used, self.group)
         for pending in self.under_way:
             pending.wait()
         self.under_way.clear()
-        used = set(self.arrivals)
-        mean, unused = base.global_mean_and_unused(loss_sum, total, self.params, used, self.group)
         for name in unused:
             self.params[name].grad = None  # not zero: the optimizer must skip it
         return mean

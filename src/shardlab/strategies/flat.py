@@ -79,7 +79,7 @@ def buckets_of(
     order: Iterable[str],
     bucket_mb: float | None,
     first_bucket_mb: float,
-    parts: int = 8,
+    parts: int = 4,
 ) -> list[dict[str, nn.Parameter]]:
     """Parameters in the given order, cut into buckets of about ``bucket_mb``.
 

@@ -30,8 +30,8 @@ class Zero1(Sharded):
         all but the last    forward, backward                             nothing
         the last            forward; backward, and as soon as a bucket's last gradient is in,
                             reduce_scatter the bucket, asynchronously     Ψ
-        after backward      wait for all of them
-                            all_reduce the loss and which parameters got a gradient
+        after backward      all_reduce the loss and which parameters got a gradient
+                            wait for all of them
         step                update this rank's shard of each bucket
                             all_gather each bucket's parameters, asynchronously   Ψ
 
@@ -121,10 +121,10 @@ class Zero1(Sharded):
         loss_sum += base.accumulate(self.model, self.loss_fn, [last], divisor)
         self.is_last = False
         self.queue.flush()
-        self.settle()
         mean, self.unused = base.global_mean_and_unused(
             loss_sum, total, self.params, self.used, self.group
         )
+        self.settle()
         return mean
 
     def step(self) -> None:
