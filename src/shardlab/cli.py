@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
@@ -79,6 +80,18 @@ SEED = typer.Option("--seed")
 DEVICE = typer.Option("--device", help="auto, cpu or cuda.")
 BACKEND = typer.Option("--backend", help="auto, gloo or nccl.")
 PORT = typer.Option("--port", help="Where the ranks meet; 0: a free port.")
+PROFILE = typer.Option(
+    "--profile",
+    help="Traces of some steps of each rank, in traces/rank<r>/: 1 step left alone, 1 warm-up, 3 "
+    "kept (--set profile.active=5 and the like). Recorded steps are slower, by a tenth or so; "
+    "--set profile.shapes=true costs little more, profile.memory=true doubles the file, "
+    "profile.stacks=true makes it ten times as large and the steps some times slower.",
+)
+PROFILE_AFTER = typer.Option(
+    "--profile",
+    help="Traces of each strategy, in <strategy>/traces/rank<r>/, taken after everything was timed "
+    "and weighed, so that no number is of a profiled step. Options as in train.",
+)
 OUT = typer.Option("--out", "-o", help="Folder for the files; new or empty.", metavar="DIR")
 QUIET = typer.Option("--quiet", "-q", help="No progress, no table: only where the files are.")
 JSON = typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")
@@ -123,6 +136,7 @@ def train(
     device: Annotated[str | None, DEVICE] = None,
     backend: Annotated[str | None, BACKEND] = None,
     port: Annotated[int | None, PORT] = None,
+    profile: Annotated[bool, PROFILE] = False,
     settings: Annotated[list[str] | None, SET] = None,
     out: Annotated[str | None, OUT] = None,
     quiet: Annotated[bool, QUIET] = False,
@@ -153,6 +167,7 @@ def train(
             "launch.device": device,
             "launch.backend": backend,
             "launch.port": port,
+            "profile.enabled": profile or None,
             "output.dir": out,
         },
     )
@@ -206,6 +221,7 @@ def compare(
     repeats: Annotated[int, typer.Option(help="Interleaved visits to each strategy.")] = 3,
     warmup: Annotated[int, typer.Option(help="Steps before the clock counts, per visit.")] = 2,
     steps: Annotated[int, typer.Option(help="Timed steps per visit.")] = 8,
+    profile: Annotated[bool, PROFILE_AFTER] = False,
     settings: Annotated[list[str] | None, SET] = None,
     out: Annotated[str | None, OUT] = None,
     quiet: Annotated[bool, QUIET] = False,
@@ -236,21 +252,31 @@ def compare(
             "launch.device": device,
             "launch.backend": backend,
             "launch.port": port,
+            "profile.enabled": profile or None,
             "output.dir": out,
         },
     )
-    plan = comparison.Plan(repeats=repeats, warmup=warmup, steps=steps)
+    plan = comparison.Plan(
+        repeats=repeats,
+        warmup=warmup,
+        steps=steps,
+        profile=resolved.profile if resolved.profile.enabled else None,
+    )
     specs = [s.strip() for s in strategies.split(",")] if strategies else list(STRATEGIES)
     ranks = world or resolved.launch.world or launch.DEFAULT_WORLD
     cells = comparison.cells_of(resolved, specs, ranks, plan)
+
+    @functools.cache  # made when there is something to write, so a refusal leaves nothing behind
+    def folder() -> Path:
+        return record.new_folder(Path(resolved.output.root), "compare", _path(resolved.output.dir))
+
     with console.comparison_progress(enabled=not (quiet or as_json)) as on_progress:
-        result = comparison.compare(cells, plan, _command(), on_progress)
-    folder = record.new_folder(Path(resolved.output.root), "compare", _path(resolved.output.dir))
-    files = report.write(folder, result)
+        result = comparison.compare(cells, plan, _command(), on_progress, folder)
+    files = report.write(folder(), result)
     if as_json:
         print(record.json_text(result))
     elif quiet:
-        print(folder)
+        print(folder())
     else:
         console.print_comparison(result, files)
     if all(cell["status"] != "ok" for cell in result["cells"]):

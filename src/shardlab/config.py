@@ -58,9 +58,9 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    source: str = (
-        sources.STDLIB
-    )  # "stdlib": the text of Python's own library; else shards (file, folder, glob)
+    # "auto": the workload's own (the text of Python's library, or what `shardlab data` fetched);
+    # "stdlib": that text; else a file, folder or glob
+    source: str = sources.AUTO
     seq_len: int | None = None  # tokens per sample; none: the model's context
     shuffle: bool = True  # a new order each epoch, from seed and epoch alone
 
@@ -69,8 +69,7 @@ class DataConfig:
             self.seq_len is None or self.seq_len >= 1,
             f"data.seq_len must be at least 1, got {self.seq_len}",
         )
-        if self.source != sources.STDLIB:
-            sources.find_shards(self.source)  # a missing path is refused before anything starts
+        sources.check(self.source)  # a missing path is refused before anything starts
 
 
 @dataclass(frozen=True)
@@ -168,12 +167,43 @@ class StrategyConfig:
 @dataclass(frozen=True)
 class ProfileConfig:
     ledger_steps: int = 200  # steps whose collectives are written out one by one; later: totals
+    enabled: bool = False  # --profile: traces of some steps, by PyTorch's profiler
+    wait: int = 1  # steps left alone before each window
+    warmup: int = 1  # then recorded, counted and thrown away
+    active: int = 3  # then recorded and kept
+    repeat: int = 1  # windows
+    shapes: bool = False  # of every operator's arguments; what each costs: docs/capture.md
+    stacks: bool = False  # the Python calls around every operator
+    memory: bool = False  # every allocation and release
+    memory_snapshot: bool = False  # GPU only: a file for PyTorch's memory viewer
 
     def __post_init__(self) -> None:
-        _require(
-            self.ledger_steps >= 0,
-            f"profile.ledger_steps must be 0 or more, got {self.ledger_steps}",
-        )
+        for key, least in (
+            ("ledger_steps", 0), ("wait", 0), ("warmup", 1), ("active", 1), ("repeat", 1)
+        ):  # fmt: skip
+            value = getattr(self, key)
+            atleast = "0 or more" if least == 0 else f"at least {least}"
+            why = " (it is counted, to say how large the trace will be)" if key == "warmup" else ""
+            _require(value >= least, f"profile.{key} must be {atleast}{why}, got {value}")
+        for key in ("shapes", "stacks", "memory", "memory_snapshot"):
+            _require(
+                self.enabled or not getattr(self, key),
+                f"profile.{key} is for a profiled run; add --profile, or profile.enabled: true",
+            )
+
+    @property
+    def window(self) -> int:
+        """Steps from the beginning of one window to that of the next."""
+        return self.wait + self.warmup + self.active
+
+    def part(self, step: int) -> str:
+        """What of a window a step is: wait, warmup, active; or none: outside."""
+        if not 0 <= step < self.repeat * self.window:
+            return "none"
+        place = step % self.window
+        if place < self.wait:
+            return "wait"
+        return "warmup" if place < self.wait + self.warmup else "active"
 
 
 @dataclass(frozen=True)
@@ -230,6 +260,13 @@ class Config:
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def __post_init__(self) -> None:
+        needed = self.profile.repeat * self.profile.window
+        _require(
+            not self.profile.enabled or self.training.steps >= needed,
+            f"the profile needs {needed} steps ({self.profile.repeat} x {self.profile.wait} wait + "
+            f"{self.profile.warmup} warmup + {self.profile.active} active), and training.steps is "
+            f"{self.training.steps}",
+        )
         world = self.launch.world
         if world is None:
             return

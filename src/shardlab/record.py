@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardlab.comm import Ledger
+    from shardlab.trace.capture import Capture
     from shardlab.workloads.base import Batch
     from shardlab.world import World
 
@@ -37,6 +38,7 @@ README = """\
 | `status.json` | running, finished, crashed (which rank, where) or interrupted |
 | `rank<r>.jsonl` | a line per optimizer step of rank r: loss, times, samples, bytes, memory |
 | `ledger.rank<r>.jsonl` | a line per collective that our code called: what, where, when |
+| `traces/rank<r>/` | only with `--profile`: PyTorch profiler traces; `shardlab trace analyze .` |
 | `crash.txt` | only after a crash: the first failing rank and its traceback |
 
 Times ending in `_ns` are of the host's monotonic clock. `step_ms` covers forward, backward,
@@ -132,8 +134,16 @@ class Recorder:
 
     LAG = 8  # steps that may be under way on a GPU before we wait for the oldest
 
-    def __init__(self, folder: Path | None, world: World, ledger: Ledger, total_steps: int) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        world: World,
+        ledger: Ledger,
+        total_steps: int,
+        capture: Capture | None = None,
+    ) -> None:
         self.world = world
+        self.capture = capture
         self.ledger = ledger
         self.total_steps = total_steps
         self.rows: list[dict[str, Any]] = []
@@ -145,10 +155,13 @@ class Recorder:
         self._last_told = 0.0
 
     def __enter__(self) -> Recorder:
+        self._between_steps(0)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Also after a crash: what was measured is kept."""
+        """Also after a crash: what was measured is kept. A trace under way is not: to stop the
+        profiler while collectives hang could end the process before it has said what happened.
+        """
         try:
             self._write(all_of_them=True)
         finally:
@@ -165,6 +178,7 @@ class Recorder:
         ledger = self.ledger
         calls, size = ledger.calls, ledger.bytes
         ledger.step = number
+        profiled = self.capture is not None and self.capture.recording
         start = time.perf_counter_ns()
         events = self._cuda_events()
         if events:
@@ -183,10 +197,18 @@ class Recorder:
             "targets": sum(b.count for b in microbatches),
             "collectives": ledger.calls - calls,
             "collective_bytes": ledger.bytes - size,
+            "profiled": profiled,
             **self._memory(),
         }
         self._events = events
         self._last_end = end
+        self._between_steps(number + 1)
+
+    def _between_steps(self, number: int) -> None:
+        """Where windows of the profiler open and close; what that takes is in no step's time."""
+        if self.capture is not None:
+            self.capture.boundary(number)
+            self._last_end = time.perf_counter_ns()
 
     def loss(self, number: int, loss: Tensor) -> None:
         """The loss of the step just made; its row is complete with this."""

@@ -25,6 +25,7 @@ from shardlab.schedule import learning_rate_factor
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.base import MakeOptimizer, Strategy
 from shardlab.strategies.update import Rule
+from shardlab.trace import capture
 from shardlab.workloads import WORKLOADS
 from shardlab.workloads.base import Batch, LossFn, Workload
 from shardlab.world import World
@@ -199,15 +200,32 @@ def train_rank(world: World, values: dict[str, Any], command: str) -> dict[str, 
     config = configs.from_dict(values).with_overrides({"launch.world": world.size})
     workload = build_workload(config)
     comm.LEDGER.reset(full_steps=config.profile.ledger_steps)
+    capture.check(config.profile, world.device)
     strategy = build_strategy(config, workload, world)
     folder = make_folder(config, workload, world, command)
     world.tell({"folder": str(folder)})
-    with Recorder(folder, world, comm.LEDGER, config.training.steps) as recorder:
+    traces = make_capture(config, world, strategy, folder)
+    with Recorder(folder, world, comm.LEDGER, config.training.steps, traces) as recorder:
         train(strategy, batches(workload, config, world), recorder)
     rows_of_ranks = world.gather(recorder.rows)
     if world.rank == 0:
         mark(folder, "finished")
-    return {"folder": str(folder), **summary(rows_of_ranks, workload)}
+    return {
+        "folder": str(folder),
+        **summary(rows_of_ranks, workload),
+        "traces": None if traces is None else traces.summary(),
+    }
+
+
+def make_capture(
+    config: Config, world: World, strategy: Strategy, folder: Path
+) -> capture.Capture | None:
+    """What records the windows that the config asks for, if it asks."""
+    if not config.profile.enabled:
+        return None
+    return capture.Capture(
+        config.profile, world, comm.LEDGER, strategy, folder, config.strategy.label
+    )
 
 
 def make_folder(config: Config, workload: Workload, world: World, command: str) -> Path:
@@ -232,10 +250,14 @@ def make_folder(config: Config, workload: Workload, world: World, command: str) 
 
 
 def summary(rows_of_ranks: list[list[dict[str, Any]]], workload: Workload) -> dict[str, Any]:
-    """The run in a few numbers. A step is as slow as its slowest rank; the first are warm-up."""
+    """The run in a few numbers. A step is as slow as its slowest rank; the first are warm-up.
+
+    Steps under the profiler are slower and do not count, unless there are no others.
+    """
     steps = list(zip(*rows_of_ranks, strict=True))
     warmup = min(3, len(steps) // 4)
-    slowest_ms = [max(row["step_ms"] for row in rows) for rows in steps[warmup:]]
+    timed = [rows for rows in steps[warmup:] if not rows[0]["profiled"]] or steps[warmup:]
+    slowest_ms = [max(row["step_ms"] for row in rows) for rows in timed]
     samples = sum(row["samples"] for row in steps[0])
     return {
         "steps": len(steps),

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
-from shardlab.config import Config, check_batch, parse_value
+from shardlab.config import Config, ProfileConfig, check_batch, parse_value
 from shardlab.errors import RankFailure, UsageError
 from shardlab.measure import stats
 from shardlab.measure.rankset import RankSet
@@ -33,6 +34,7 @@ class Plan:
     repeats: int = 3
     warmup: int = 2
     steps: int = 8  # timed, per repeat
+    profile: ProfileConfig | None = None  # traces, after all is timed; none: none
 
     def __post_init__(self) -> None:
         for name, least in (("repeats", 1), ("warmup", 0), ("steps", 1)):
@@ -49,6 +51,7 @@ class Cell:
     skews_ms: list[float] = field(default_factory=list)  # slowest minus fastest rank, per step
     losses: list[float] = field(default_factory=list)
     peak_bytes: dict[str, int] | None = None
+    traces: dict[str, Any] | None = None  # files and bytes, or why there are none
     samples: int = 0
     tokens_per_sample: int | None = None
     status: str = "ok"
@@ -73,7 +76,7 @@ def cells_of(config: Config, specs: list[str], world: int, plan: Plan) -> list[C
         accumulate = config.training.accumulate * (world if alone else 1)
         cells.append(
             Cell(
-                config.with_overrides(
+                replace(config, profile=ProfileConfig()).with_overrides(  # never while timing
                     {
                         "strategy.name": name,
                         "strategy.options": options,
@@ -110,10 +113,14 @@ def compare(
     plan: Plan,
     command: str,
     on_progress: Callable[[str, int, int], None] = lambda _what, _done, _total: None,
+    folder: Callable[[], Path] | None = None,
 ) -> dict[str, Any]:
-    """Run the plan and return the content of ``compare.json``. A cell that fails is a row."""
+    """Run the plan and return the content of ``compare.json``. A cell that fails is a row.
+
+    Traces, if the plan asks for them, are taken last, below ``folder()``.
+    """
     visits = list(_schedule(len(cells), plan.repeats))
-    total = len(visits) + len(cells)
+    total = len(visits) + len(cells) * (2 if plan.profile else 1)
     size = max(cell.config.launch.world or 1 for cell in cells)
     with RankSet(cells[0].config.launch, size) as ranks:
         # What is wrong with any cell is wrong input: said before anything is measured.
@@ -135,6 +142,10 @@ def compare(
         for done, cell in enumerate(cells, start=len(visits)):
             on_progress(f"{cell.label} · memory", done, total)
             cell.peak_bytes = _try_on_ranks(ranks, "weigh_cell", cell)
+        if plan.profile is not None and folder is not None:
+            for done, cell in enumerate(cells, start=len(visits) + len(cells)):
+                on_progress(f"{cell.label} · traces", done, total)
+                cell.traces = _profile(ranks, cell, plan.profile, folder())
     on_progress("done", total, total)
     return summarize(cells, plan, command, env)
 
@@ -160,6 +171,26 @@ def _try_on_ranks(ranks: RankSet, function: str, cell: Cell) -> Any:
         cell.status = "failed" if isinstance(error, RankFailure) else "skipped"
         cell.reason = str(error)
         return None
+
+
+def _profile(
+    ranks: RankSet, cell: Cell, profile: ProfileConfig, folder: Path
+) -> dict[str, Any] | None:
+    """The cell's traces. What was measured stays measured if this fails."""
+    if cell.status != "ok":
+        return None
+    config = replace(
+        cell.config,
+        profile=profile,
+        training=replace(cell.config.training, steps=profile.repeat * profile.window),
+    )
+    try:
+        return cast(
+            "dict[str, Any]",
+            ranks.run(f"{__name__}:profile_cell", config.to_dict(), str(folder))[0],
+        )
+    except (RankFailure, UsageError) as error:
+        return {"reason": str(error)}
 
 
 def summarize(
@@ -205,6 +236,7 @@ def _row(cell: Cell, baseline: Cell) -> dict[str, Any]:
         "loss_difference": None,
         "loss_difference_max": None,
         "losses": cell.losses,
+        "traces": cell.traces,
     }
     if cell.status != "ok" or not cell.times_ms:
         return row
@@ -282,6 +314,29 @@ def weigh_cell(world: World, values: dict[str, Any]) -> dict[str, int] | None:
 
     _, allocations = memory.trace(member.device, work)
     return memory.by_cause(member.gather(causes.of(memory.at_peak(allocations))))
+
+
+def profile_cell(world: World, values: dict[str, Any], folder: str) -> dict[str, Any] | None:
+    """A short run under the profiler, its traces in ``<folder>/<strategy>/traces``."""
+    from shardlab import train
+    from shardlab.comm import LEDGER
+    from shardlab.record import Recorder
+    from shardlab.trace import capture
+
+    config = _config(values)
+    member = world.first(config.launch.world or 1)
+    if member is None:
+        return None
+    LEDGER.reset()
+    workload = train.build_workload(config)
+    strategy = train.build_strategy(config, workload, member)
+    own = Path(folder) / capture.folder_name(config.strategy.label)
+    own.mkdir(exist_ok=True)
+    traces = train.make_capture(config, member, strategy, own)
+    assert traces is not None
+    with Recorder(own, member, LEDGER, config.training.steps, traces) as recorder:
+        train.train(strategy, train.batches(workload, config, member), recorder)
+    return {"folder": str(own), **traces.summary()}
 
 
 def _config(values: dict[str, Any]) -> Config:

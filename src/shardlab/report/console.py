@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from shardlab.report import format as fmt
 from shardlab.report import terminal
 
 
@@ -48,6 +49,7 @@ def training_progress(enabled: bool) -> Iterator[Callable[[Mapping[str, Any]], N
     with _bar("starting the ranks") as (progress, task):
 
         def on_event(event: Mapping[str, Any]) -> None:
+            _announce(progress.console, event)
             if "step" in event:
                 text = f"loss {event['loss']:.4f}  {event['step_ms']:.0f} ms/step"
                 progress.update(
@@ -57,8 +59,15 @@ def training_progress(enabled: bool) -> Iterator[Callable[[Mapping[str, Any]], N
         yield on_event
 
 
+def _announce(console: Console, event: Mapping[str, Any]) -> None:
+    if "trace_bytes_estimated" in event:
+        size = fmt.size(event["trace_bytes_estimated"])
+        console.print(f"recording: the traces will take about {size} per rank")
+
+
 def _log_line(console: Console, event: Mapping[str, Any]) -> None:
     """The first step, every tenth part of the run, and the last."""
+    _announce(console, event)
     if "step" not in event:
         return
     step, steps = event["step"], event["steps"]
@@ -96,6 +105,12 @@ def print_training(result: Mapping[str, Any]) -> None:
         f"{time['median']:.1f} ms/step (p10–p90 {time['p10']:.1f}–{time['p90']:.1f}), {rate}"
     )
     out.print(f"files: {result['folder']}", soft_wrap=True, markup=False)
+    if traces := result.get("traces"):
+        out.print(
+            f"traces: {fmt.count(len(traces['files']), 'file')}, {fmt.size(traces['bytes'])} "
+            f"(estimated {fmt.size(traces['estimated_bytes'])}); to see where the time went:"
+        )
+        out.print(f"  shardlab trace analyze {result['folder']}", soft_wrap=True, markup=False)
 
 
 def print_comparison(result: Mapping[str, Any], files: Mapping[str, Path]) -> None:
@@ -105,6 +120,14 @@ def print_comparison(result: Mapping[str, Any], files: Mapping[str, Path]) -> No
     out.print(terminal.verdict(result), markup=False)
     for path in files.values():
         out.print(f"  {path}", soft_wrap=True, markup=False)
+    for cell in result["cells"]:
+        if (traces := cell["traces"]) is None:
+            continue
+        if "reason" in traces:
+            out.print(f"no traces of {cell['label']}: {traces['reason']}", markup=False)
+        else:
+            size = fmt.size(traces["bytes"])
+            out.print(f"  {traces['folder']}  {size}", soft_wrap=True, markup=False)
 
 
 def print_names(rows: Mapping[str, str], kind: str) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import comm
 from shardlab.errors import unknown
+from shardlab.phases import BACKWARD, FORWARD, phase
 from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch, LossFn
 
@@ -122,8 +123,10 @@ def accumulate(
     """
     loss_sum = torch.zeros((), dtype=torch.float64, device=divisor.device)
     for batch in microbatches:
-        loss = loss_fn(model, batch)  # ()
-        (loss / divisor).backward()
+        with phase(FORWARD):
+            loss = loss_fn(model, batch)  # ()
+        with phase(BACKWARD):
+            (loss / divisor).backward()
         loss_sum = loss_sum + loss.detach()
     return loss_sum
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardlab import comm
+from shardlab.phases import OPTIMIZER, phase
 
 
 def constant(_step: int) -> float:
@@ -53,6 +54,10 @@ class Update:
     @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor], sharded_over: comm.Group | None = None) -> bool:
         """Update from these gradients: all of them, or this rank's part. False: it was skipped."""
+        with phase(OPTIMIZER):
+            return self._update(gradients, sharded_over)
+
+    def _update(self, gradients: Sequence[Tensor], sharded_over: comm.Group | None) -> bool:
         rule = self.rule
         if rule.clip_norm is not None or rule.loss_scale is not None:
             norm = global_norm(gradients, self.device, sharded_over) / self.scale  # ()
