@@ -1,0 +1,291 @@
+"""The plain tables that trace analysis returns. Rows are frozen dataclasses; times are integer
+nanoseconds (``_ns``) on the rank's own clock, or microseconds (``_us``) where they are results.
+
+``Trace`` is what parsing leaves of one file: columns, not objects, because a trace of a GPU run
+has millions of events. Everything else is small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+# What an event is, from the profiler's category. (``Events.kind`` holds these numbers.)
+KERNEL, MEMCPY, MEMSET, SYNC, RUNTIME, CPU_OP, ANNOTATION, GPU_ANNOTATION, OTHER = range(9)
+KINDS = (
+    "kernel", "memcpy", "memset", "sync", "runtime", "cpu_op", "annotation", "gpu_annotation",
+    "other",
+)  # fmt: skip
+PHASES = ("forward", "backward", "optimizer", "other")
+
+
+@dataclass(frozen=True)
+class Events:
+    """One row per complete event that was kept, in the file's order: columns of equal length."""
+
+    name: NDArray[np.int32]  # index into Trace.names
+    kind: NDArray[np.int8]  # KERNEL, MEMCPY, ...
+    start_ns: Ints
+    dur_ns: Ints
+    tid: NDArray[np.int32]  # index into Trace.threads: one (process, thread) each
+    stream: NDArray[np.int32]  # -1: none
+    device: NDArray[np.int16]  # -1: none
+    correlation: Ints  # links a launch on the host to its kernel; -1: none
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+    @property
+    def end_ns(self) -> Ints:
+        return self.start_ns + self.dur_ns
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step as the trace marks it (``ProfilerStep#12``), made contiguous.
+
+    A step lasts until the next begins. The last lasts until its marker's end, or until the last
+    GPU event that was launched in it.
+    """
+
+    number: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class CommArgs:
+    """What the profiler (NCCL, or Gloo with shapes) says of a collective beside its times."""
+
+    event: int  # row in Events
+    collective: str = ""  # NCCL's name: allreduce, _allgather_base
+    dtype: str = ""
+    in_elements: int = -1
+    out_elements: int = -1
+    group_size: int = -1
+    group: str = ""
+    group_ranks: str = ""
+    seq: int = -1
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """One allocation or release, from a ``[memory]`` event."""
+
+    at_ns: int
+    bytes: int  # negative: released
+    total_allocated: int  # -1: not said
+    total_reserved: int
+    device: str  # "cpu", "cuda:0"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One trace file: one rank, one window."""
+
+    path: Path
+    rank: int
+    world: int | None
+    device: str  # "gpu" if anything ran on one, else "cpu"
+    events: Events
+    names: tuple[str, ...]
+    threads: tuple[tuple[int | str, int | str], ...]  # (pid, tid)
+    steps: tuple[Step, ...]
+    comm_args: tuple[CommArgs, ...]
+    memory: tuple[MemoryPoint, ...]
+    metadata: Mapping[str, Any]  # the file's top-level keys, without the events
+    base_ns: int  # baseTimeNanoseconds: added to a time, it gives Unix time
+    truncated: bool
+    warnings: tuple[str, ...]
+
+    @property
+    def shardlab(self) -> Mapping[str, Any]:
+        """What our capture stamped (rank, world, strategy, steps ...); empty in foreign traces."""
+        stamp = self.metadata.get("shardlab")
+        return stamp if isinstance(stamp, Mapping) else {}
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Where one step of one rank went.
+
+    wall = compute + exposed_comm + wait + memory + idle_host + idle, checked. ``hidden_comm`` lies
+    inside compute; comm = hidden_comm + exposed_comm + wait. Definitions: docs/traces.md.
+    ``step`` is None in the sum over a rank's steps. A rank with several GPUs: their mean.
+    """
+
+    rank: int
+    step: int | None
+    steps: int
+    wall_us: float
+    compute_us: float
+    exposed_comm_us: float
+    wait_us: float
+    memory_us: float
+    idle_host_us: float
+    idle_us: float
+    hidden_comm_us: float
+    comm_us: float
+
+    @property
+    def overlap_pct(self) -> float | None:
+        """The part of communication that compute hid. None: there was no communication."""
+        return 100 * self.hidden_comm_us / self.comm_us if self.comm_us else None
+
+
+PARTS = ("compute_us", "exposed_comm_us", "wait_us", "memory_us", "idle_host_us", "idle_us")
+
+
+@dataclass(frozen=True)
+class Participant:
+    """One rank's part in a collective. Times are nanoseconds on the common, aligned clock."""
+
+    rank: int
+    ready_ns: int | None  # its tensors were ready: the call (None: the trace does not say)
+    start_ns: int  # this rank was in: the kernel or the Gloo worker began
+    end_ns: int
+    wait_us: float  # until the last rank was in
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective, matched across the ranks whose traces are there."""
+
+    id: str  # "0:12": group and number within it
+    matched_by: str  # "ledger", "seq" (NCCL's), "order", "alone" (one rank's trace only)
+    kind: str  # all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, ...
+    label: str  # bucket or block, where the trace says
+    group: str
+    step: int | None
+    phase: str  # of PHASES, on the rank that was last
+    bytes: int | None
+    dtype: str
+    group_size: int | None
+    participants: tuple[Participant, ...]
+    last_rank: int | None  # who came last; None if only one rank's trace is there
+    skew_us: float  # from the first rank in to the last
+    transfer_us: float  # all ranks in, until the last was out
+    wait_us: float  # summed over ranks
+    algorithm_gbps: float | None  # bytes / transfer
+    bus_gbps: float | None  # corrected by (n-1)/n, as nccl-tests do
+
+
+@dataclass(frozen=True)
+class CollectiveSummary:
+    """Collectives of one kind, or of one label."""
+
+    name: str
+    count: int
+    bytes: int | None
+    time_us: float  # summed over collectives: from the first in to the last out
+    transfer_us: float
+    wait_us: float
+    algorithm_gbps: float | None
+    bus_gbps: float | None
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """How long one rank made the others wait, in one phase of the step."""
+
+    rank: int
+    phase: str
+    collectives: int  # in which it came last, and somebody waited
+    others_waited_us: float  # summed over the other ranks
+    worst_us: float  # the longest that one rank waited for it
+    worst_collective: str  # its id
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A rank's memory on one device, from ``[memory]`` events."""
+
+    rank: int
+    device: str
+    peak_bytes: int
+    peak_at_ns: int
+    peak_step: int | None
+    peak_phase: str
+    p50_bytes: int
+    p95_bytes: int
+    resident_bytes: int  # the least over the steps: what is never given back
+    at_ns: Ints  # the timeline
+    bytes: Ints
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A question to the trace, and the time a step would then take."""
+
+    question: str
+    step_us: float
+    now_us: float
+    assumption: str
+
+    @property
+    def speedup(self) -> float:
+        return self.now_us / self.step_us if self.step_us else float("inf")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A GPU kernel, or an operator on a CPU, over the steps of one rank."""
+
+    rank: int
+    name: str
+    kind: str  # compute, communication, memory
+    count: int
+    sum_us: float
+    mean_us: float
+    min_us: float
+    max_us: float
+    std_us: float
+
+
+@dataclass(frozen=True)
+class Hta:
+    """HTA's temporal breakdown and overlap of one rank; None where it has none (CPU traces).
+
+    ``rules`` names HTA's rules that would change these numbers (see docs/traces.md).
+    """
+
+    rank: int
+    idle_time_us: float | None
+    compute_time_us: float | None
+    non_compute_time_us: float | None
+    kernel_time_us: float | None
+    comm_comp_overlap_pctg: float | None
+    rules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Spans of one rank for a timeline: not overlapping, in order, on the common clock."""
+
+    rank: int
+    lane: str  # compute, comm, wait, memory, steps; on GPUs of one rank: "compute cuda:1"
+    start_ns: Ints
+    end_ns: Ints
+    names: tuple[str, ...]  # one for each span, or empty where spans were merged
+
+
+def row(item: Any) -> dict[str, Any]:
+    """A row as a plain dict, for JSON and CSV; arrays become lists."""
+    values = asdict(item)
+    for field in fields(item):
+        if isinstance(values[field.name], np.ndarray):
+            values[field.name] = values[field.name].tolist()
+    if isinstance(item, Breakdown):
+        values["overlap_pct"] = item.overlap_pct
+    if isinstance(item, WhatIf):
+        values["speedup"] = item.speedup
+    return values
