@@ -1,4 +1,4 @@
-"""Which token shards a run reads, found and checked without torch or numpy."""
+"""Where data lies on this machine, found and checked without torch or numpy."""
 
 from __future__ import annotations
 
@@ -15,8 +15,22 @@ from shardlab.errors import UsageError
 STDLIB = (
     "stdlib"  # the text of the Python standard library, as bytes: on every machine, no download
 )
+AUTO = "auto"  # whatever the workload reads when nobody says: downloaded data, or the embedded text
 STDLIB_BYTES = 8 << 20
 _NOT_TEXT = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib", "lib2to3"}
+
+
+WORDS = (AUTO, STDLIB, "synthetic")  # sources that are no path
+
+
+def check(source: str) -> None:
+    """Refuse a source that is nowhere; what is in it, the workload checks."""
+    path = Path(source).expanduser()
+    if source in WORDS or path.exists() or glob.glob(str(path)):  # noqa: PTH207 - absolute
+        return
+    raise UsageError(
+        f"no such data: {path}; data.source is a file, folder or glob, or one of {', '.join(WORDS)}"
+    )
 
 
 def find_shards(source: str) -> list[Path]:
@@ -47,6 +61,11 @@ def cache_folder() -> Path:
     fallback = Path(tempfile.gettempdir()) / f"shardlab-{os.getuid()}"
     fallback.mkdir(exist_ok=True)
     return fallback
+
+
+def cached(name: str) -> Path:
+    """Where `shardlab data NAME` puts a data set, and "auto" looks for it."""
+    return cache_folder() / "data" / name
 
 
 def stdlib_text(limit: int = STDLIB_BYTES) -> bytes:

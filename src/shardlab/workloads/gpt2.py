@@ -127,7 +127,7 @@ def gpt2(
         raise UsageError(
             f"data.seq_len {seq_len} is longer than the model's context {shape.context}"
         )
-    stdlib = data.source == sources.STDLIB
+    stdlib = data.source in (sources.AUTO, sources.STDLIB)
     shards = [sources.stdlib_shard()] if stdlib else sources.find_shards(data.source)
     return Workload(
         name=f"gpt2-{size}",

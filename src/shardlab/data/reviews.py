@@ -1,0 +1,160 @@
+"""Reviews with a rating: Yelp Review Full in its published formats, and a set that needs no hub.
+
+Yelp Review Full: parquet as on the hub, the original ``train.csv`` (rating 1 to 5 and text,
+no header), or JSON lines. Movie reviews: a CSV with the header text, label, source.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardlab.data import sources
+from shardlab.errors import UsageError, unknown
+
+SPLITS = ("train", "test")
+FORMATS = (".parquet", ".csv", ".jsonl", ".json")
+HOLD_OUT = 10  # of a file that has no split of its own, every tenth row is the test
+
+Row = tuple[str, int]  # text, label from 0
+
+
+@dataclass(frozen=True)
+class Reviews:
+    texts: list[str]
+    labels: list[int]  # 0 to classes - 1
+    classes: int
+
+
+def load(source: str = sources.AUTO, split: str = "train", *, limit: int | None = None) -> Reviews:
+    """The reviews of a split, all or ``limit`` of them, evenly spread (files come sorted by label).
+
+    ``source`` is a file, a folder with a file per split (``train*``, ``test*``, at any depth) or
+    with one file for both, or "auto": what `shardlab data yelp` has downloaded.
+    """
+    if split not in SPLITS:
+        raise unknown("split", split, SPLITS)
+    files, every_tenth = _files(source, split)
+    classes = 2 if _is_binary(files[0]) else 5
+    texts: list[str] = []
+    labels: list[int] = []
+    for file in files:
+        for number, (text, label) in enumerate(_rows(file)):
+            if every_tenth and (number % HOLD_OUT == HOLD_OUT - 1) != (split == "test"):
+                continue
+            if not 0 <= label < classes:
+                raise UsageError(f"{file}: the rating in row {number + 1} is not one of {classes}")
+            texts.append(text)
+            labels.append(label)
+    if not texts:
+        raise UsageError(f"{files[0]} holds no reviews")
+    if limit is not None and limit < len(texts):
+        chosen = [i * len(texts) // limit for i in range(limit)]
+        texts, labels = [texts[i] for i in chosen], [labels[i] for i in chosen]
+    return Reviews(texts, labels, classes)
+
+
+def _files(source: str, split: str) -> tuple[list[Path], bool]:
+    """The files of a split, and whether they are cut in two by row."""
+    if source == sources.AUTO:
+        path = sources.cached("yelp")
+        if not path.is_dir():
+            raise UsageError(
+                "reviews have not been downloaded: run `shardlab data yelp`, or name a file or "
+                "folder of them with data.source"
+            )
+    else:
+        path = Path(source).expanduser()
+        if not path.exists():
+            raise UsageError(f"no such data: {path}")
+    if path.is_file() and not path.name.startswith(SPLITS):
+        return [path], True
+    # A file named train.csv stands for its folder: its test is beside it.
+    suffixes = (path.suffix,) if path.is_file() else FORMATS
+    folder = path.parent if path.is_file() else path
+    for suffix in suffixes:
+        found = sorted(folder.rglob(f"*{suffix}"))
+        mine = [f for f in found if f.name.startswith(split)]
+        if mine:
+            return mine, False
+        whole = [f for f in found if not f.name.startswith(SPLITS)]
+        if whole and path.is_dir() and len(found) == 1:
+            return whole, True
+    raise UsageError(
+        f"{folder} holds no {split} reviews: no {split}*{{{', '.join(suffixes)}}} in it"
+    )
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    readers = {".parquet": _parquet, ".csv": _csv, ".jsonl": _json_lines, ".json": _json_lines}
+    if path.suffix not in readers:
+        raise UsageError(f"{path}: reviews are read from {', '.join(FORMATS)}")
+    return readers[path.suffix](path)
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise UsageError(
+            f"{path} is parquet, which needs pyarrow: pip install 'shardlab[text]'"
+        ) from None
+    try:
+        file = parquet.ParquetFile(path)
+        for part in file.iter_batches(columns=["text", "label"]):
+            yield from _labelled(part.to_pylist(), path)
+    except (OSError, ValueError, KeyError) as error:  # pyarrow's errors are of these kinds
+        raise UsageError(f"{path} is not Yelp Review Full in parquet: {error}") from None
+
+
+def _json_lines(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8") as file:
+        try:
+            yield from _labelled((json.loads(line) for line in file if line.strip()), path)
+        except json.JSONDecodeError as error:
+            raise UsageError(f"{path} is not JSON lines: {error}") from None
+
+
+def _labelled(rows: Iterable[Mapping[str, Any]], path: Path) -> Iterator[Row]:
+    """Rows with ``text`` and ``label`` (0 to 4), or ``stars`` (1 to 5) as in Yelp's own dump."""
+    for number, row in enumerate(rows):
+        try:
+            label = int(row["label"]) if "label" in row else int(row["stars"]) - 1
+            yield unescape(row["text"]), label
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise UsageError(f"{path}: row {number + 1} has no text and label") from None
+
+
+def _csv(path: Path) -> Iterator[Row]:
+    """By its first line: a header that names text and label, or rating and text without one."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = csv.reader(file)
+        number = 0
+        try:
+            for number, row in enumerate(rows):
+                if number == 0 and "text" in row and "label" in row:
+                    text_at, label_at, first, escaped = row.index("text"), row.index("label"), 0, 0
+                    continue
+                if number == 0:
+                    text_at, label_at, first, escaped = 1, 0, 1, 1
+                text = row[text_at]
+                yield unescape(text) if escaped else text, int(row[label_at]) - first
+        except (csv.Error, IndexError, ValueError) as error:
+            raise UsageError(f"{path}: row {number + 1} is not a review: {error}") from None
+
+
+def _is_binary(path: Path) -> bool:
+    """Movie reviews are good or bad; they come with the header text, label, source."""
+    if path.suffix != ".csv":
+        return False
+    with path.open(encoding="utf-8", newline="") as file:
+        return next(csv.reader(file), []) == ["text", "label", "source"]
+
+
+def unescape(text: str) -> str:
+    """Yelp's texts carry their line breaks and quotes escaped, in every format."""
+    return text.replace("\\n", "\n").replace('\\""', '"').replace('\\"', '"')
