@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 from shardlab.config import DataConfig
+from shardlab.data.tokens import write_shard
 from shardlab.errors import UsageError
-from shardlab.workloads.gpt2 import GPT2, SIZES, Shape, gpt2, next_token_loss
+from shardlab.workloads import huggingface
+from shardlab.workloads.base import count_flops
+from shardlab.workloads.gpt2 import (
+    GPT2,
+    SIZES,
+    Shape,
+    flops_per_token,
+    gpt2,
+    load_model,
+    next_token_loss,
+    save_model,
+)
 
 PUBLISHED = {
     "small": 124_439_808,
@@ -111,3 +126,163 @@ def test_refuses(options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         gpt2(data, **options)  # type: ignore[arg-type]
     assert message in str(caught.value)
+
+
+# ------------------------------------------------------------------ FLOPs and the held-out part
+
+
+@pytest.mark.parametrize("shape", [SIZES["tiny"], SIZES["small"], Shape(3, 4, 128, 96, 1000)])
+def test_flops_are_those_that_pytorch_counts(shape: Shape) -> None:
+    seq_len = shape.context // 2
+    data = gpt2(DataConfig(source="synthetic", seq_len=seq_len), size="tiny", context=seq_len)
+    counted = count_flops(lambda: GPT2(shape), next_token_loss, data.dataset.batch([0, 1]))
+    assert flops_per_token(shape, seq_len) * seq_len == pytest.approx(counted, rel=0.01)
+
+
+def test_the_held_out_tokens_are_not_trained_on(tmp_path: Path) -> None:
+    for i in range(2):  # the split falls into the second shard
+        write_shard(tmp_path / f"part_{i}.bin", np.arange(i * 5000, (i + 1) * 5000))
+    options = {"layers": 1, "heads": 1, "dim": 8, "context": 16, "vocab": 10_000}
+    workload = gpt2(DataConfig(source=str(tmp_path)), held_out=0.2, **options)  # type: ignore[arg-type]
+    held_out = workload.held_out
+    assert held_out is not None
+    seen = [
+        {int(t) for i in range(len(d)) for part in _tokens(d.batch([i])) for t in part}
+        for d in (workload.dataset, held_out)
+    ]
+    assert not seen[0] & seen[1]
+    assert len(held_out) == round(0.2 * (9_999 // 16))
+    assert max(seen[0]) < min(seen[1])
+
+
+def _tokens(batch: object) -> list[list[int]]:
+    return [batch.inputs.flatten().tolist(), batch.targets.flatten().tolist()]  # type: ignore[attr-defined]
+
+
+def test_shards_called_val_are_the_held_out_ones(tmp_path: Path) -> None:
+    write_shard(tmp_path / "fineweb_val_000000.bin", np.full(100, 7))
+    write_shard(tmp_path / "fineweb_train_000001.bin", np.full(1000, 3))
+    workload = gpt2(DataConfig(source=str(tmp_path)), size="tiny", context=16)
+    assert workload.held_out is not None
+    assert set(workload.held_out.batch([0, 1]).inputs.flatten().tolist()) == {7}
+    ids = range(len(workload.dataset))
+    assert set(workload.dataset.batch(ids).inputs.flatten().tolist()) == {3}
+
+
+# ------------------------------------------------------------------ Hugging Face's format
+
+
+def _theirs(shape: Shape) -> torch.nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=shape.layers,
+        n_head=shape.heads,
+        n_embd=shape.dim,
+        n_positions=shape.context,
+        vocab_size=shape.vocab,
+    )
+    model: torch.nn.Module = transformers.GPT2LMHeadModel(config).eval()
+    with torch.no_grad():  # random, so that a bias or a norm in the wrong place shows
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.02)
+    return model
+
+
+def test_logits_equal_those_of_transformers(tmp_path: Path) -> None:
+    """Theirs through our reader, and ours through theirs, by way of files."""
+    torch.manual_seed(1)
+    shape = SIZES["tiny"]
+    theirs = _theirs(shape)
+    theirs.save_pretrained(tmp_path / "theirs")  # type: ignore[operator]
+    ours = load_model(tmp_path / "theirs")
+    tokens = torch.randint(0, shape.vocab, (3, shape.context))
+    save_model(tmp_path / "ours", ours.state_dict(), shape)
+    again = type(theirs).from_pretrained(tmp_path / "ours").eval()  # type: ignore[attr-defined]
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        assert torch.allclose(ours(tokens), expected, atol=1e-5)
+        assert torch.equal(again(tokens).logits, expected)
+
+
+def test_logits_of_gpt2_small_equal_those_of_transformers() -> None:
+    torch.manual_seed(1)
+    theirs = _theirs(SIZES["small"])
+    state = theirs.state_dict()
+    with torch.device("meta"):
+        ours = GPT2(SIZES["small"])
+    ours.load_state_dict(huggingface.from_huggingface(state), assign=True)
+    tokens = torch.randint(0, SIZES["small"].vocab, (1, 48))
+    with torch.no_grad():
+        assert torch.allclose(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
+    back = huggingface.to_huggingface(ours.state_dict())
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
+
+
+def test_names_go_there_and_back() -> None:
+    model = GPT2(SIZES["tiny"])
+    state = model.state_dict()
+    back = huggingface.from_huggingface(huggingface.to_huggingface(state))
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
+    with pytest.raises(UsageError, match=r"'h.0.extra.weight' is no tensor of a GPT-2"):
+        huggingface.from_huggingface({"h.0.extra.weight": torch.zeros(1)})
+    # The hub's own file has no prefix, and carries the causal mask.
+    old = {"wte.weight": torch.zeros(2, 2), "h.0.attn.bias": torch.ones(1, 1, 4, 4)}
+    assert huggingface.from_huggingface(old).keys() == {"wte.weight", "head.weight"}
+
+
+def test_safetensors_files_are_those_of_the_library(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    kinds = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
+    tensors = {f"t{i}": torch.rand(3, i + 1).mul(9).to(dtype) for i, dtype in enumerate(kinds)}
+    tensors["scalar"] = torch.tensor(2.5)
+    huggingface.save_safetensors(tmp_path / "ours.safetensors", tensors)
+    library.save_file(tensors, tmp_path / "theirs.safetensors")
+    for read in (
+        library.load_file(tmp_path / "ours.safetensors"),
+        huggingface.load_safetensors(tmp_path / "theirs.safetensors"),
+    ):
+        assert read.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(read[name], tensor), name
+            assert read[name].dtype == tensor.dtype
+
+
+def test_damaged_weights_are_refused(tmp_path: Path) -> None:
+    model, shape = GPT2(SIZES["tiny"]), SIZES["tiny"]
+    save_model(tmp_path / "m", model.state_dict(), shape)
+    path = tmp_path / "m" / "model.safetensors"
+    whole = path.read_bytes()
+    for content, message in [
+        (whole[:-10], "does not fit into it"),
+        (whole[:100], "cut off"),
+        (b"\x05\0\0\0\0\0\0\0{oops" + whole, "not a safetensors file"),
+    ]:
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match=message):
+            load_model(tmp_path / "m")
+    path.rename(tmp_path / "m" / "pytorch_model.bin")
+    with pytest.raises(UsageError, match=r"no \*.safetensors file \(a pickle can run code"):
+        load_model(tmp_path / "m")
+
+
+def test_training_starts_from_weights(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = GPT2(SIZES["tiny"])
+    save_model(tmp_path / "start", model.state_dict(), SIZES["tiny"])
+    data = DataConfig(source="synthetic")
+    workload = gpt2(data, weights=str(tmp_path / "start"))
+    assert workload.name == "gpt2-start"
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(workload.make_model().parameters(), model.parameters(), strict=True)
+    )
+    with pytest.raises(UsageError, match=r"the weights in .* are of Shape"):
+        gpt2(data, size="mini", weights=str(tmp_path / "start"))
+    config = tmp_path / "start" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "n_layer": 3}))
+    with pytest.raises(UsageError, match=r"'blocks.2.ln_1.weight' is missing"):
+        gpt2(data, weights=str(tmp_path / "start")).make_model()
+    with pytest.raises(UsageError, match=r"cannot read .*nowhere.config.json"):
+        gpt2(data, weights=str(tmp_path / "nowhere"))

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,12 @@ def _to(value: Any, device: torch.device) -> Any:
 LossFn = Callable[[nn.Module, Batch], Tensor]
 
 
+# What evaluation adds up over the held-out samples, by name: sums, never means. "loss" is told per
+# target (batch.count), "correct" as accuracy, per sample, as is any other quantity.
+Sums = dict[str, Tensor]
+Evaluate = Callable[[nn.Module, Batch], Sums]
+
+
 class Dataset(Protocol):
     def __len__(self) -> int: ...
 
@@ -55,3 +62,56 @@ class Workload:
     dataset: Dataset
     tokens_per_sample: int | None = None  # none: throughput is told in samples
     blocks: tuple[str, ...] = ()  # names of the modules to shard or checkpoint one by one
+    held_out: Dataset | None = None  # samples that are never trained on; none: no evaluation
+    evaluate: Evaluate | None = None  # none: the loss alone
+    flops_per_sample: float | None = None  # of forward and backward; none: not known
+    couples_ranks: str | None = None  # what in forward looks at other ranks' samples, if anything
+
+
+class Part:
+    """A run of another data set's samples, under their numbers from 0 on."""
+
+    def __init__(self, whole: Dataset, first: int, length: int) -> None:
+        self.whole = whole
+        self.first = first
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def batch(self, ids: Sequence[int]) -> Batch:
+        return self.whole.batch([self.first + int(i) for i in ids])
+
+
+def hold_out(whole: Dataset, fraction: float) -> tuple[Dataset, Dataset | None]:
+    """The first samples to train on and the last to evaluate on, one between them left out.
+
+    Left out, because a window of a token stream ends with the first token of the next.
+    """
+    kept = max(1, round(len(whole) * fraction))
+    if len(whole) < kept + 2:
+        return whole, None
+    return Part(whole, 0, len(whole) - kept - 1), Part(whole, len(whole) - kept, kept)
+
+
+def classify(model: nn.Module, batch: Batch) -> Sums:
+    """Loss and right answers of a classifier: logits (samples, classes), targets (samples,)."""
+    logits = model(batch.inputs)
+    return {
+        "loss": F.cross_entropy(logits, batch.targets, reduction="sum"),
+        "correct": (logits.argmax(1) == batch.targets).sum(),
+    }
+
+
+def classification_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch.inputs), batch.targets, reduction="sum")
+
+
+def count_flops(make_model: Callable[[], nn.Module], loss: LossFn, batch: Batch) -> float:
+    """Of forward and backward per sample, counted on PyTorch's meta device: nothing is computed."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    meta = torch.device("meta")
+    with meta, FlopCounterMode(display=False) as counter:
+        loss(make_model(), batch.to(meta)).backward()  # type: ignore[no-untyped-call]
+    return counter.get_total_flops() / batch.samples

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,9 @@ from shardlab.config import DataConfig
 from shardlab.data import sources
 from shardlab.data.tokens import TokenDataset
 from shardlab.errors import UsageError, unknown
-from shardlab.workloads.base import Batch, Workload
+from shardlab.workloads import huggingface
+from shardlab.workloads.base import Batch, Dataset, Sums, Workload, hold_out
+from shardlab.workloads.synthetic import SYNTHETIC, Tokens
 
 
 @dataclass(frozen=True)
@@ -106,37 +110,120 @@ def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum")
 
 
+def next_token_sums(model: nn.Module, batch: Batch) -> Sums:
+    return {"loss": next_token_loss(model, batch)}
+
+
+def flops_per_token(shape: Shape, seq_len: int) -> float:
+    """Of forward and backward: 6 for each weight of a matrix product, 12 for each of a token's
+    scores and channels. The embeddings' look-up costs none; the tied head is a product.
+    """
+    weights = 12 * shape.layers * shape.dim**2 + shape.vocab * shape.dim
+    return 6 * weights + 12 * shape.layers * shape.dim * seq_len
+
+
 def gpt2(
     data: DataConfig,
     *,
-    size: str = "mini",
+    size: str | None = None,
     layers: int | None = None,
     heads: int | None = None,
     dim: int | None = None,
     context: int | None = None,
     vocab: int | None = None,
+    weights: str | None = None,
+    held_out: float = 0.01,
 ) -> Workload:
     """GPT-2, next-token loss on token shards; sizes tiny, mini, midi, small, medium, large, xl."""
-    if size not in SIZES:
+    if size is not None and size not in SIZES:
         raise unknown("gpt2 size", size, SIZES)
+    folder = None if weights is None else Path(weights).expanduser()
+    start = SIZES[size or "mini"] if folder is None or size else _shape_of(folder)
     given = {"layers": layers, "heads": heads, "dim": dim, "context": context, "vocab": vocab}
-    shape = replace(SIZES[size], **{k: v for k, v in given.items() if v is not None})
+    shape = replace(start, **{k: v for k, v in given.items() if v is not None})
     _check(shape)
+    if folder is not None and shape != _shape_of(folder):
+        raise UsageError(f"the weights in {folder} are of {_shape_of(folder)}, not {shape}")
     seq_len = data.seq_len or shape.context
     if seq_len > shape.context:
         raise UsageError(
             f"data.seq_len {seq_len} is longer than the model's context {shape.context}"
         )
-    stdlib = data.source in (sources.AUTO, sources.STDLIB)
-    shards = [sources.stdlib_shard()] if stdlib else sources.find_shards(data.source)
+    train, test = _split(data.source, seq_len, shape.vocab, held_out)
     return Workload(
-        name=f"gpt2-{size}",
-        make_model=lambda: GPT2(shape),
+        name=f"gpt2-{size or ('mini' if folder is None else folder.name)}",
+        make_model=lambda: GPT2(shape) if folder is None else load_model(folder),
         loss=next_token_loss,
-        dataset=TokenDataset(shards, seq_len, shape.vocab),
+        dataset=train,
         tokens_per_sample=seq_len,
         blocks=tuple(f"blocks.{i}" for i in range(shape.layers)),
+        held_out=test,
+        evaluate=next_token_sums,
+        flops_per_sample=seq_len * flops_per_token(shape, seq_len),
     )
+
+
+def _split(
+    source: str, seq_len: int, vocab: int, fraction: float
+) -> tuple[Dataset, Dataset | None]:
+    """To train on, and to evaluate on: the shards called ``_val_``, or the end of the stream."""
+    if not 0 <= fraction <= 0.5:
+        raise UsageError(f"gpt2's held_out is a fraction of the data, 0 to 0.5, got {fraction}")
+    if source == SYNTHETIC:
+        return Tokens(seq_len, vocab, "train"), Tokens(seq_len, vocab, "test")
+    embedded = source in (sources.AUTO, sources.STDLIB)
+    shards = [sources.stdlib_shard()] if embedded else sources.find_shards(source)
+    validation = [path for path in shards if "_val_" in path.name]
+    if validation and len(validation) < len(shards):
+        training = [path for path in shards if path not in validation]
+        return TokenDataset(training, seq_len, vocab), TokenDataset(validation, seq_len, vocab)
+    whole = TokenDataset(shards, seq_len, vocab)
+    return hold_out(whole, fraction) if fraction else (whole, None)
+
+
+# ------------------------------------------------------------------ Hugging Face's format
+
+# Our words for a shape, and theirs.
+_THEIR_WORDS = {
+    "layers": "n_layer",
+    "heads": "n_head",
+    "dim": "n_embd",
+    "context": "n_positions",
+    "vocab": "vocab_size",
+}
+
+
+def load_model(folder: Path) -> GPT2:
+    """A GPT-2 from a folder of Hugging Face's: ``config.json`` and ``*.safetensors``."""
+    shape = _shape_of(folder)
+    model = GPT2(shape)
+    state = huggingface.from_huggingface(huggingface.load_folder(folder))
+    wanted = model.state_dict()
+    for name, tensor in wanted.items():
+        if name not in state or state[name].shape != tensor.shape:
+            what = "is missing" if name not in state else f"has shape {tuple(state[name].shape)}"
+            raise UsageError(
+                f"{folder}: '{name}' {what}, where {tuple(tensor.shape)} belongs by its config"
+            )
+    if more := state.keys() - wanted.keys():
+        raise UsageError(f"{folder}: '{min(more)}' has no place in the model of its config")
+    model.load_state_dict(state)
+    return model
+
+
+def save_model(folder: Path, state: Mapping[str, Tensor], shape: Shape) -> None:
+    """A folder that ``transformers.GPT2LMHeadModel.from_pretrained`` reads."""
+    words = {theirs: getattr(shape, ours) for ours, theirs in _THEIR_WORDS.items()}
+    huggingface.save_gpt2(folder, state, **words)
+
+
+def _shape_of(folder: Path) -> Shape:
+    config = huggingface.read_config(folder)
+    if config.get("model_type") != "gpt2":
+        raise UsageError(f"{folder} holds a '{config.get('model_type')}', not a gpt2")
+    theirs = {"n_positions": 1024, "vocab_size": 50257, "n_layer": 12, "n_head": 12, "n_embd": 768}
+    theirs |= config  # what a config leaves out is the small model's
+    return Shape(**{ours: theirs[word] for ours, word in _THEIR_WORDS.items()})
 
 
 def _check(shape: Shape) -> None:
