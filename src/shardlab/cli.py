@@ -129,6 +129,13 @@ def train(
     global_batch: Annotated[int | None, GLOBAL_BATCH] = None,
     accumulate: Annotated[int | None, ACCUMULATE] = None,
     batch_split: Annotated[str | None, BATCH_SPLIT] = None,
+    epoch: Annotated[
+        str | None,
+        typer.Option(help="How an epoch ends: continuous, padded, dropped or exact."),
+    ] = None,
+    audit_data: Annotated[
+        bool, typer.Option("--audit-data", help="Say which samples were repeated or missed.")
+    ] = False,
     optimizer: Annotated[str | None, OPTIMIZER] = None,
     learning_rate: Annotated[float | None, LEARNING_RATE] = None,
     precision: Annotated[str | None, PRECISION] = None,
@@ -160,6 +167,8 @@ def train(
             "training.global_batch": global_batch,
             "training.accumulate": accumulate,
             "training.batch_split": batch_split,
+            "data.epoch": epoch,
+            "data.audit": audit_data or None,
             "training.optimizer": optimizer,
             "training.learning_rate": learning_rate,
             "precision.compute": precision,

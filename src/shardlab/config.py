@@ -33,6 +33,8 @@ LOSS_SCALE = 65536.0  # what fp16 starts with when nobody says; it halves itself
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
 BATCH_SPLITS = ("exact", "uneven")
+CONTINUOUS = "continuous"
+EPOCHS = (CONTINUOUS, "padded", "dropped", "exact")  # shardlab.data.sampler tells what they are
 
 
 def _require(condition: bool, message: str) -> None:
@@ -63,12 +65,19 @@ class DataConfig:
     source: str = sources.AUTO
     seq_len: int | None = None  # tokens per sample; none: the model's context
     shuffle: bool = True  # a new order each epoch, from seed and epoch alone
+    # What becomes of the samples that fill no whole batch at an epoch's end. "continuous": the next
+    # epoch fills it up; "padded": samples of this one again; "dropped"; "exact": a short batch
+    epoch: str = CONTINUOUS
+    prefetch: int = 2  # steps whose batches are prepared ahead, in a thread; 0: none
+    audit: bool = False  # count what is fed; say after the run what was repeated or missed
 
     def __post_init__(self) -> None:
         _require(
             self.seq_len is None or self.seq_len >= 1,
             f"data.seq_len must be at least 1, got {self.seq_len}",
         )
+        _one_of("data.epoch", self.epoch, EPOCHS)
+        _require(self.prefetch >= 0, f"data.prefetch must be 0 or more, got {self.prefetch}")
         sources.check(self.source)  # a missing path is refused before anything starts
 
 

@@ -39,6 +39,7 @@ README = """\
 | `rank<r>.jsonl` | a line per optimizer step of rank r: loss, times, samples, bytes, memory |
 | `ledger.rank<r>.jsonl` | a line per collective that our code called: what, where, when |
 | `traces/rank<r>/` | only with `--profile`: PyTorch profiler traces; `shardlab trace analyze .` |
+| `audit.json` | only after `--audit-data`: how often each sample was fed, epoch by epoch |
 | `crash.txt` | only after a crash: the first failing rank and its traceback |
 
 Times ending in `_ns` are of the host's monotonic clock. `step_ms` covers forward, backward,
@@ -215,6 +216,7 @@ class Recorder:
         assert self._row["step"] == number
         self._under_way.append(_Step(self._row, loss, self._events))
         self._write()
+        self._last_end = time.perf_counter_ns()  # writing is no wait for data
 
     def _write(self, all_of_them: bool = False) -> None:
         while self._under_way:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import statistics
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from shardlab import comm, environment, naming
 from shardlab import config as configs
 from shardlab import world as worlds
 from shardlab.config import LOSS_SCALE, Config, TrainingConfig
-from shardlab.data import sampler
+from shardlab.data import audit as audits
+from shardlab.data import loader, sampler
+from shardlab.data.audit import Audit
 from shardlab.errors import UsageError
 from shardlab.measure import stats
 from shardlab.record import README, Recorder, mark, new_folder, write_json
@@ -40,15 +44,45 @@ def train(strategy: Strategy, steps: Iterable[Sequence[Batch]], record: Recorder
         record.loss(i, loss)
 
 
-def batches(workload: Workload, config: Config, world: World) -> Iterator[list[Batch]]:
-    """This rank's micro-batches of each step, on its device."""
-    dataset, training = workload.dataset, config.training
-    for step in range(training.steps):
-        ids = sampler.global_batch_ids(
-            step, training.global_batch, len(dataset), training.seed, config.data.shuffle
-        )
-        share = sampler.rank_share(ids, world.size, world.rank, training.accumulate)
-        yield [dataset.batch(part.tolist()).to(world.device) for part in share]
+def batches(
+    workload: Workload, config: Config, world: World, audit: Audit | None = None
+) -> Generator[list[Batch], None, None]:
+    """This rank's micro-batches of each step, on its device; ``audit`` notes what was taken."""
+    order = data_order(workload, config)
+    sampler.check_epoch(order.length, order.global_batch, order.mode)
+    return _batches(workload, config, world, order, audit)
+
+
+def data_order(workload: Workload, config: Config) -> loader.Order:
+    training = config.training
+    return loader.Order(
+        length=len(workload.dataset),
+        global_batch=training.global_batch,
+        accumulate=training.accumulate,
+        seed=training.seed,
+        shuffle=config.data.shuffle,
+        mode=config.data.epoch,
+    )
+
+
+def _batches(
+    workload: Workload, config: Config, world: World, order: loader.Order, audit: Audit | None
+) -> Generator[list[Batch], None, None]:
+    steps = loader.load(
+        workload.dataset,
+        order,
+        config.training.steps,
+        ranks=world.size,
+        rank=world.rank,
+        device=world.device,
+        dtype=torch.float64 if config.precision.compute == "fp64" else None,
+        depth=config.data.prefetch,
+    )
+    with closing(steps):
+        for step in steps:
+            if audit is not None:
+                audit.note(step.read, sum(b.count for b in step.microbatches))
+            yield step.microbatches
 
 
 # ------------------------------------------------------------------ building
@@ -205,16 +239,37 @@ def train_rank(world: World, values: dict[str, Any], command: str) -> dict[str, 
     folder = make_folder(config, workload, world, command)
     world.tell({"folder": str(folder)})
     traces = make_capture(config, world, strategy, folder)
-    with Recorder(folder, world, comm.LEDGER, config.training.steps, traces) as recorder:
-        train(strategy, batches(workload, config, world), recorder)
+    audit = Audit() if config.data.audit else None
+    steps = batches(workload, config, world, audit)
+    with (
+        Recorder(folder, world, comm.LEDGER, config.training.steps, traces) as recorder,
+        closing(steps),  # also after a crash: no thread is left behind
+    ):
+        train(strategy, steps, recorder)
     rows_of_ranks = world.gather(recorder.rows)
+    audited = None if audit is None else judge_data(audit, workload, config, world)
     if world.rank == 0:
+        if audited is not None:
+            write_json(folder / "audit.json", audited)
         mark(folder, "finished")
     return {
         "folder": str(folder),
         **summary(rows_of_ranks, workload),
+        "audit": audited,
         "traces": None if traces is None else traces.summary(),
     }
+
+
+def judge_data(audit: Audit, workload: Workload, config: Config, world: World) -> dict[str, Any]:
+    """The audit of all ranks: what was fed, and how often."""
+    return audits.judge(
+        world.gather(audit.notes()),
+        length=len(workload.dataset),
+        global_batch=config.training.global_batch,
+        mode=config.data.epoch,
+        tokens_per_sample=workload.tokens_per_sample,
+        left_over_tokens=getattr(workload.dataset, "left_over", None),
+    )
 
 
 def make_capture(
@@ -258,12 +313,14 @@ def summary(rows_of_ranks: list[list[dict[str, Any]]], workload: Workload) -> di
     warmup = min(3, len(steps) // 4)
     timed = [rows for rows in steps[warmup:] if not rows[0]["profiled"]] or steps[warmup:]
     slowest_ms = [max(row["step_ms"] for row in rows) for rows in timed]
-    samples = sum(row["samples"] for row in steps[0])
+    # The last batch of an exact epoch may be short; the median step's is not.
+    samples = statistics.median_high(sum(row["samples"] for row in rows) for rows in timed)
     return {
         "steps": len(steps),
         "warmup_steps": warmup,
         "first_loss": steps[0][0]["loss"],
         "loss": steps[-1][0]["loss"],
         "step_ms": stats.spread(slowest_ms),
+        "data_ms": stats.spread([max(row["data_ms"] for row in rows) for rows in timed]),
         **stats.throughput(slowest_ms, samples, workload.tokens_per_sample),
     }

@@ -137,7 +137,12 @@ def users(config: Config, ranks: int, device: torch.device) -> Subject:
     steps = []
     for step in range(training.steps):
         ids = sampler.global_batch_ids(
-            step, training.global_batch, len(dataset), training.seed, config.data.shuffle
+            step,
+            training.global_batch,
+            len(dataset),
+            training.seed,
+            config.data.shuffle,
+            config.data.epoch,
         )
         shares = [sampler.rank_share(ids, ranks, r, training.accumulate) for r in range(ranks)]
         steps.append([[_double(dataset.batch(i.tolist())).to(device) for i in s] for s in shares])

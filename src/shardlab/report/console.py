@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from shardlab.report import audit, terminal
 from shardlab.report import format as fmt
-from shardlab.report import terminal
 
 
 def _errors() -> Console:
@@ -104,6 +104,13 @@ def print_training(result: Mapping[str, Any]) -> None:
         f"{result['steps']} steps: loss {result['first_loss']:.4f} → {result['loss']:.4f}, "
         f"{time['median']:.1f} ms/step (p10–p90 {time['p10']:.1f}–{time['p90']:.1f}), {rate}"
     )
+    wait = result["data_ms"]
+    out.print(
+        f"waiting for data: {wait['median']:.2f} ms/step (p10–p90 {wait['p10']:.2f}–"
+        f"{wait['p90']:.2f}), beside the step"
+    )
+    for line in audit.sentences(result["audit"]) if result["audit"] else ():
+        out.print(line, soft_wrap=True, markup=False)
     out.print(f"files: {result['folder']}", soft_wrap=True, markup=False)
     if traces := result.get("traces"):
         out.print(

@@ -1,0 +1,177 @@
+"""From sample numbers to batches on the device, ahead of the step that needs them.
+
+A background thread prepares the next steps' micro-batches while the loop computes; what the
+loop still waits is a step's ``data_ms``. Order and content are the sampler's, whatever the
+depth: a data set is a function of sample numbers (one that draws from torch's global random
+state instead would share it with the model, from another thread: give it data.prefetch 0).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from shardlab.data import sampler
+from shardlab.workloads.base import Batch, Dataset
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class AugmentedDataset(Protocol):
+    """A data set whose samples look different in each epoch (a random crop, say)."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, ids: Sequence[int]) -> Batch: ...
+
+    def batch_in(self, ids: Sequence[int], epochs: Sequence[int]) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is read when: the sampler's arguments, less the step."""
+
+    length: int
+    global_batch: int
+    accumulate: int
+    seed: int
+    shuffle: bool
+    mode: str
+
+    def share(self, step: int, ranks: int, rank: int) -> list[sampler.Draw]:
+        """The micro-batches of one rank in a step, as numbers."""
+        whole = sampler.draw(
+            step, self.global_batch, self.length, self.seed, self.shuffle, self.mode
+        )
+        parts = [sampler.rank_share(values, ranks, rank, self.accumulate) for values in whole]
+        return [sampler.Draw(ids, epochs) for ids, epochs in zip(*parts, strict=True)]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step's micro-batches, and the samples they were made of."""
+
+    microbatches: list[Batch]
+    read: list[sampler.Draw]
+    copied: Any = None  # a CUDA event: the copies to the device are done; none: nothing to wait for
+
+
+def load(
+    dataset: Dataset,
+    order: Order,
+    steps: int,
+    *,
+    ranks: int,
+    rank: int,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    depth: int = 0,
+) -> Generator[Step, None, None]:
+    """A rank's steps, ``depth`` of them prepared ahead; floating-point tensors as ``dtype``.
+
+    Close it (or exhaust it) and its thread has ended. An error in the data set is raised where
+    its step would have come, with the traceback of the thread.
+    """
+    sampler.check_epoch(order.length, order.global_batch, order.mode)
+
+    def prepare(step: int) -> Step:
+        read = order.share(step, ranks, rank)
+        return Step([cast(fetch(dataset, part), dtype) for part in read], read)
+
+    if depth == 0:
+        for step in map(prepare, range(steps)):
+            yield replace(step, microbatches=[b.to(device) for b in step.microbatches])
+    elif device.type == "cuda":
+        stream = torch.cuda.Stream(device)
+        for step in ahead(lambda i: _copy(prepare(i), device, stream), steps, depth):
+            yield _arrived(step, device)
+    else:
+        yield from ahead(prepare, steps, depth)
+
+
+def fetch(dataset: Dataset, part: sampler.Draw) -> Batch:
+    if isinstance(dataset, AugmentedDataset):
+        return dataset.batch_in(part.ids.tolist(), part.epochs.tolist())
+    return dataset.batch(part.ids.tolist())
+
+
+def ahead(make: Callable[[int], T], count: int, depth: int) -> Generator[T, None, None]:
+    """``make(0)``, ``make(1)``, … in order, up to ``depth`` of them made ahead by one thread.
+
+    An executor, because it cannot be left waiting: a thread that has nothing to do ends with
+    the process, also when this generator was dropped by a crash.
+    """
+    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardlab-data")
+    try:
+        under_way: deque[Future[T]] = deque(pool.submit(make, i) for i in range(min(depth, count)))
+        for i in range(count):
+            value = under_way.popleft().result()
+            if i + depth < count:
+                under_way.append(pool.submit(make, i + depth))
+            yield value
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+# ------------------------------------------------------------------ tensors
+
+
+def cast(batch: Batch, dtype: torch.dtype | None) -> Batch:
+    """Its floating-point tensors in the model's precision; token ids and labels stay."""
+    if dtype is None:
+        return batch
+    return _map(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def _copy(step: Step, device: torch.device, stream: torch.cuda.Stream) -> Step:
+    """In the thread: to page-locked memory, then to the GPU on a stream of its own.
+
+    From pageable memory the copy would go through a buffer and stall the host; on the stream
+    of the computation it would queue behind it.
+    """
+    torch.cuda.set_device(device)  # the current device is a thread's own
+
+    def send(tensor: Tensor) -> Tensor:
+        pinned = tensor if tensor.is_cuda or not tensor.numel() else tensor.pin_memory()
+        return pinned.to(device, non_blocking=True)
+
+    with torch.cuda.stream(stream):
+        microbatches = [_map(batch, send) for batch in step.microbatches]
+        copied = torch.cuda.Event()
+        copied.record(stream)
+    return replace(step, microbatches=microbatches, copied=copied)
+
+
+def _arrived(step: Step, device: torch.device) -> Step:
+    """In the loop: the computation's stream waits for the copies; the host does not."""
+    current = torch.cuda.current_stream(device)
+    current.wait_event(step.copied)
+
+    def keep(tensor: Tensor) -> Tensor:
+        # Else its memory could be given to the next copy while this step still reads it.
+        tensor.record_stream(current)
+        return tensor
+
+    for batch in step.microbatches:
+        _map(batch, keep)
+    return step
+
+
+def _map(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    def walk(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return change(value)
+        if isinstance(value, dict):
+            return {k: walk(v) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(walk(v) for v in value)
+        return value
+
+    return replace(batch, inputs=walk(batch.inputs), targets=walk(batch.targets))
