@@ -1,0 +1,609 @@
+"""Traces as one page that needs nothing else: the answer in words, charts, tables, a timeline.
+
+The numbers come from the ``TraceSet``; here they are put into sentences and places. Charts use
+percentages across and pixels down, so that they stretch with the window while their text keeps
+its size. The timeline's spans travel as binary columns in base64: 13 bytes each.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import numpy as np
+from markupsafe import Markup
+
+from shardlab import __version__
+from shardlab.record import write_text
+from shardlab.report import format as fmt
+from shardlab.trace import model
+
+if TYPE_CHECKING:
+    from shardlab.trace import TraceSet
+
+MAX_SPANS = 80_000  # on the timeline: about a megabyte
+MAX_NAMES = 20_000
+MAX_NAME = 160  # characters: names of templated kernels are longer than a screen
+MAX_STACKS = 64  # rows of the stacked chart
+MAX_COLLECTIVES = 48  # rows of the bucket timeline
+MAX_ROWS = 200  # of a table
+CURVE_POINTS = 500
+
+PART_NAMES = {
+    "compute_us": "compute",
+    "exposed_comm_us": "exposed communication",
+    "wait_us": "waiting for a slower rank",
+    "memory_us": "memory copies",
+    "idle_host_us": "idle, the host was late",
+    "idle_us": "other idle",
+}
+NOTABLE = 0.03  # of the step: less waiting than this is not worth a name
+
+
+def write_html(path: Path, traces: TraceSet) -> None:
+    """The page, whole or not there at all."""
+    write_text(path, html(traces))
+
+
+def html(traces: TraceSet) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("shardlab.report"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    ranks = traces.breakdown(per="rank")
+    steps = traces.breakdown(per="step")
+    collectives = traces.collectives()
+    timeline = _timeline(traces)
+    memory = traces.memory()
+    return environment.get_template("trace.html.j2").render(
+        fmt=fmt,
+        ms=ms,
+        css=_asset("trace.css"),
+        js=_asset("trace.js"),
+        version=__version__,
+        title=title(traces, ranks),
+        verdict=verdict(traces),
+        facts=_facts(traces, ranks, timeline),
+        parts=PART_NAMES,
+        ranks=ranks,
+        stacks=_stacks(ranks, steps),
+        timeline=timeline,
+        by_kind=traces.collective_summary(by="kind")[:MAX_ROWS],
+        by_label=[row for row in traces.collective_summary(by="label") if row.name][:MAX_ROWS],
+        buckets=_buckets(collectives, traces, steps),
+        stragglers=traces.stragglers(),
+        several_ranks=len(ranks) > 1,
+        n_steps=_steps(ranks),
+        memory=memory,
+        curves=_curves(memory, traces),
+        what_if=traces.what_if(),
+        kernels=_kernels(traces),
+        warnings=list(traces.warnings)[:MAX_ROWS],
+        files=[str(trace.path) for trace in traces.traces],
+    )
+
+
+def _asset(name: str) -> Markup:
+    """A file of ours beside the template. Not from a trace, so not escaped."""
+    text = resources.files("shardlab.report").joinpath("templates", name).read_text("utf-8")
+    return Markup(text)
+
+
+def ms(us: float | None) -> str:
+    """Microseconds as milliseconds, for reading."""
+    return fmt.NOTHING if us is None else fmt.number(us / 1000)
+
+
+# ------------------------------------------------------------------ the answer
+
+
+def title(traces: TraceSet, ranks: Sequence[model.Breakdown]) -> str:
+    stamps = {str(t.shardlab.get("strategy", "")) for t in traces.traces} - {""}
+    name = fmt.names(sorted(stamps)) if stamps else traces.traces[0].path.parent.name or "Traces"
+    return (
+        f"{name}: where {fmt.count(_steps(ranks), 'step')} on {fmt.count(len(ranks), 'rank')} went"
+    )
+
+
+def verdict(traces: TraceSet) -> str:
+    """Where a step's time went, who was slow, and what was hidden: the answer, in words."""
+    ranks = traces.breakdown(per="rank")
+    return " ".join(
+        part for part in (_went(ranks), _slow(traces, ranks), _hidden(traces, ranks)) if part
+    )
+
+
+def _steps(ranks: Sequence[model.Breakdown]) -> int:
+    return max((row.steps for row in ranks), default=0)
+
+
+def _step_us(row: model.Breakdown) -> float:
+    return row.wall_us / max(row.steps, 1)
+
+
+def _went(ranks: Sequence[model.Breakdown]) -> str:
+    wall = sum(row.wall_us for row in ranks)
+    if not wall:
+        return "The traces hold no time at all."
+    shares = {part: sum(getattr(row, part) for row in ranks) / wall for part in PART_NAMES}
+    said = [(share, PART_NAMES[part]) for part, share in shares.items() if share >= 0.005]
+    said.sort(reverse=True)
+    texts = [f"{100 * share:.0f}% {name}" for share, name in said]
+    listed = fmt.names(texts, at_most=len(texts))
+    return f"A step took {ms(statistics.mean(map(_step_us, ranks)))} ms on average: {listed}."
+
+
+def _slow(traces: TraceSet, ranks: Sequence[model.Breakdown]) -> str:
+    if len(ranks) == 1:
+        return "With the trace of one rank, waiting for others cannot be told from communication."
+    waited = {row.rank: 0.0 for row in ranks}
+    worst: dict[int, model.Straggler] = {}
+    for straggler in traces.stragglers():
+        rank = straggler.rank
+        waited[rank] = waited.get(rank, 0.0) + straggler.others_waited_us
+        if rank not in worst or straggler.others_waited_us > worst[rank].others_waited_us:
+            worst[rank] = straggler
+    rank, total = max(waited.items(), key=lambda item: item[1])
+    others = max(len(ranks) - 1, 1)
+    per_step = total / others / max(_steps(ranks), 1)
+    if per_step < NOTABLE * statistics.mean(map(_step_us, ranks)):
+        return "No rank made the others wait for long."
+    everyone = sum(waited.values())
+    if total < 0.6 * everyone:
+        return (
+            f"The ranks waited for each other in turn, {ms(everyone / others / _steps(ranks))} ms "
+            "a step: none is the slow one."
+        )
+    phase = worst[rank].phase
+    where = f", mostly in {phase}" if phase in ("forward", "backward") else ""
+    if phase == "optimizer":
+        where = ", mostly in the optimizer"
+    return f"Rank {rank} is the slow one: each other rank waited {ms(per_step)} ms a step for it{where}."
+
+
+def _hidden(_traces: TraceSet, ranks: Sequence[model.Breakdown]) -> str:
+    comm = sum(row.comm_us for row in ranks)
+    if not comm:
+        return "There was no communication."
+    hidden = sum(row.hidden_comm_us for row in ranks)
+    if hidden < 0.005 * comm:
+        return "None of the communication was hidden behind compute."
+    return f"{100 * hidden / comm:.0f}% of the communication was hidden behind compute."
+
+
+def _facts(
+    traces: TraceSet, ranks: Sequence[model.Breakdown], timeline: dict[str, Any]
+) -> list[tuple[str, str]]:
+    first = traces.traces[0]
+    slowest = max(ranks, key=_step_us)
+    overlaps = [row.overlap_pct for row in ranks if row.overlap_pct is not None]
+    facts = [
+        ("step, slowest rank", f"{ms(_step_us(slowest))} ms"),
+        ("steps", str(_steps(ranks))),
+        ("ranks", _ranks_text(traces, ranks)),
+        ("overlap", f"{statistics.mean(overlaps):.0f}%" if overlaps else fmt.NOTHING),
+        ("device", first.device.upper()),
+        ("spans drawn", f"{timeline['spans']:,}"),
+    ]
+    if run := first.shardlab.get("run"):
+        facts.insert(0, ("run", str(run)))
+    return facts
+
+
+def _ranks_text(traces: TraceSet, ranks: Sequence[model.Breakdown]) -> str:
+    world = max((t.world or 0 for t in traces.traces), default=0)
+    return f"{len(ranks)} of {world}" if world > len(ranks) else str(len(ranks))
+
+
+# ------------------------------------------------------------------ layout of the charts
+
+
+@dataclass(frozen=True)
+class Segment:
+    part: str
+    x: float  # percent
+    width: float
+    us: float
+
+
+@dataclass(frozen=True)
+class StackRow:
+    rank: int
+    step: int | None
+    wall_us: float
+    segments: list[Segment]
+    hidden: tuple[float, float]  # x and width, inside compute, at its end
+    text: str  # all of it in words
+
+
+@dataclass(frozen=True)
+class Stacks:
+    rows: list[StackRow]
+    per_step: bool
+    ticks: list[tuple[float, str]]
+    parts: list[str]  # those that appear, for the legend
+    has_hidden: bool
+
+
+def _stacks(ranks: Sequence[model.Breakdown], steps: Sequence[model.Breakdown]) -> Stacks:
+    per_step = len(steps) <= MAX_STACKS
+    shown = steps if per_step else ranks
+    values = [
+        (row, 1 if row.step is not None else max(row.steps, 1))
+        for row in sorted(shown, key=lambda r: (r.rank, -1 if r.step is None else r.step))
+    ]
+    most = max((row.wall_us / n for row, n in values), default=0) or 1.0
+    rows = []
+    for row, n in values:
+        x, segments = 0.0, []
+        for part in PART_NAMES:
+            us = getattr(row, part) / n
+            width = 100 * us / most
+            if width > 0:
+                segments.append(Segment(part, x, width, us))
+            x += width
+        compute = 100 * row.compute_us / n / most
+        hidden = 100 * row.hidden_comm_us / n / most
+        said = ", ".join(f"{PART_NAMES[s.part]} {ms(s.us)} ms" for s in segments)
+        if hidden:
+            said += f"; {ms(row.hidden_comm_us / n)} ms of communication behind compute"
+        rows.append(
+            StackRow(
+                row.rank, row.step, row.wall_us / n, segments, (compute - hidden, hidden), said
+            )
+        )
+    return Stacks(
+        rows,
+        per_step,
+        _ticks(most / 1000),
+        [part for part in PART_NAMES if any(s.part == part for r in rows for s in r.segments)],
+        any(row.hidden[1] for row in rows),
+    )
+
+
+def _ticks(high: float, about: int = 6) -> list[tuple[float, str]]:
+    """Round numbers from 0 to ``high``: place in percent, text."""
+    if high <= 0:
+        return []
+    power = 10.0 ** math.floor(math.log10(high / about))
+    step = next(power * factor for factor in (1, 2, 5, 10) if high <= power * factor * about)
+    decimals = max(0, -math.floor(math.log10(step)))
+    count = math.floor(high / step * (1 + 1e-9))
+    return [(100 * i * step / high, f"{i * step:,.{decimals}f}") for i in range(count + 1)]
+
+
+@dataclass(frozen=True)
+class Track:
+    """One rank's part in one collective, in percent of the step."""
+
+    rank: int
+    ready: float | None
+    start: float
+    arrived: float  # all ranks are in: the wait ends, the transfer begins
+    end: float
+
+
+@dataclass(frozen=True)
+class BucketRow:
+    kind: str
+    label: str
+    id: str
+    tracks: list[Track]
+    text: str
+
+
+@dataclass(frozen=True)
+class Buckets:
+    step: int
+    rows: list[BucketRow]
+    left_out: int
+    ticks: list[tuple[float, str]]
+    phases: list[tuple[str, float, float]]  # of the first rank: name, x, width
+
+
+def _buckets(
+    collectives: Sequence[model.Collective], traces: TraceSet, steps: Sequence[model.Breakdown]
+) -> Buckets | None:
+    """The collectives of the step of median length, from ready to finished."""
+    numbers = {c.step for c in collectives if c.step is not None}
+    walls: dict[int, float] = {}
+    for row in steps:
+        if row.step is not None and row.step in numbers:
+            walls[row.step] = max(walls.get(row.step, 0.0), row.wall_us)
+    if not walls:
+        return None
+    step = sorted(walls, key=lambda number: (walls[number], number))[(len(walls) - 1) // 2]
+    chosen = [c for c in collectives if c.step == step and c.participants]
+    low, high = _step_span(traces, step, chosen)
+
+    def place(ns: float) -> float:
+        return min(max(100 * (ns - low) / (high - low), 0.0), 100.0)
+
+    kept = sorted(chosen, key=lambda c: max(p.end_ns - p.start_ns for p in c.participants))
+    kept = kept[-MAX_COLLECTIVES:]
+    kept.sort(key=lambda c: min(p.start_ns for p in c.participants))
+    rows = []
+    for c in kept:
+        tracks = [
+            Track(
+                p.rank,
+                None if p.ready_ns is None else place(p.ready_ns),
+                place(p.start_ns),
+                place(min(p.start_ns + 1000 * p.wait_us, p.end_ns)),
+                place(p.end_ns),
+            )
+            for p in c.participants
+        ]
+        last = f", rank {c.last_rank} last" if c.last_rank is not None and c.skew_us > 0 else ""
+        text = f"transfer {ms(c.transfer_us)} ms, waits {ms(c.wait_us)} ms{last}"
+        rows.append(BucketRow(c.kind, c.label, c.id, tracks, text))
+    ticks = _ticks((high - low) / 1e6)
+    return Buckets(step, rows, len(chosen) - len(kept), ticks, [])
+
+
+def _step_span(
+    traces: TraceSet, step: int, collectives: Sequence[model.Collective]
+) -> tuple[int, int]:
+    """From the first rank's begin of a step to the last's end, on the common clock."""
+    low = min(p.start_ns for c in collectives for p in c.participants)
+    high = max(p.end_ns for c in collectives for p in c.participants)
+    for trace in traces.traces:
+        shift = _shift(traces, trace)
+        for s in trace.steps:
+            if s.number == step:
+                low, high = min(low, s.start_ns + shift), max(high, s.end_ns + shift)
+    return low, max(high, low + 1)
+
+
+def _shift(traces: TraceSet, trace: model.Trace) -> int:
+    """What turns a trace's own times into the common clock's: where its steps lie on a lane."""
+    if not trace.steps:
+        return 0
+    own = np.array([s.start_ns for s in trace.steps])
+    for lane in traces.lanes():
+        if lane.rank == trace.rank and lane.lane == "steps" and len(lane.start_ns):
+            if len(lane.start_ns) == len(own):
+                return int(lane.start_ns[0] - own[0])
+            # Several windows of a rank: ours is the one whose steps have these lengths.
+            gaps = np.diff(own)
+            for i in range(len(lane.start_ns) - len(own) + 1):
+                if np.array_equal(np.diff(lane.start_ns[i : i + len(own)]), gaps):
+                    return int(lane.start_ns[i] - own[0])
+    return 0
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    memory: model.Memory
+    path: str  # in a square of 100 by 100
+    peak_x: float
+    peak_y: float
+    steps: list[tuple[int, float]]  # number and place
+
+
+@dataclass(frozen=True)
+class Curves:
+    rows: list[MemoryCurve]
+    ticks: list[tuple[float, str]]  # from the bottom
+
+
+def _curves(memory: Sequence[model.Memory], traces: TraceSet) -> Curves | None:
+    shown = [m for m in memory if len(m.at_ns) > 1][:16]
+    if not shown:
+        return None
+    most = max(int(m.bytes.max()) for m in shown) or 1
+    unit, name = max(
+        (u for u in ((1, "B"), (1 << 10, "KiB"), (1 << 20, "MiB"), (1 << 30, "GiB"))
+         if most >= u[0]), key=lambda u: u[0], default=(1, "B"),
+    )  # fmt: skip
+    ticks = [(100 - x, f"{text} {name}") for x, text in _ticks(most / unit, about=4)]
+    rows = []
+    for m in shown:
+        low, high = int(m.at_ns[0]), max(int(m.at_ns[-1]), int(m.at_ns[0]) + 1)
+        at = (m.at_ns - low) / (high - low)
+        path = _steps_path(at, m.bytes / most)
+        marks = []
+        for trace in traces.traces:
+            if trace.rank == m.rank:
+                shift = _shift(traces, trace)
+                for s in trace.steps:
+                    x = (s.start_ns + shift - low) / (high - low)
+                    if 0 <= x <= 1:
+                        marks.append((s.number, 100 * x))
+        peak_x = min(max(100 * (m.peak_at_ns - low) / (high - low), 0.0), 100.0)
+        rows.append(MemoryCurve(m, path, peak_x, 100 * (1 - m.peak_bytes / most), marks[:24]))
+    return Curves(rows, ticks)
+
+
+def _steps_path(x: Any, y: Any) -> str:
+    """A staircase; where points are closer than can be seen, their least and their most."""
+    columns = np.minimum((x * CURVE_POINTS).astype(np.int64), CURVE_POINTS - 1)
+    parts = []
+    for column in np.unique(columns):
+        values = y[columns == column]
+        place = 100 * column / CURVE_POINTS
+        for value in dict.fromkeys((float(values[0]), float(values.max()), float(values.min()),
+                                    float(values[-1]))):  # fmt: skip
+            parts.append(f"{place:.1f} {100 * (1 - value):.2f}")
+    if not parts:
+        return ""
+    return "M" + " L".join(parts) + f" L100 {100 * (1 - float(y[-1])):.2f}"
+
+
+def _kernels(traces: TraceSet) -> list[dict[str, Any]]:
+    """The top operators, ranks taken together: per rank and step."""
+    together: dict[tuple[str, str], list[float]] = {}
+    ranks = traces.breakdown(per="rank")
+    steps = sum(row.steps for row in ranks) or 1
+    for kernel in traces.kernels(top=40):
+        entry = together.setdefault((kernel.name, kernel.kind), [0.0, 0.0, 0.0])
+        entry[0] += kernel.count
+        entry[1] += kernel.sum_us
+        entry[2] = max(entry[2], kernel.max_us)
+    wall = sum(row.wall_us for row in ranks) or 1
+    rows = [
+        {
+            "name": name,
+            "kind": kind,
+            "count": count / steps,
+            "us": total / steps,
+            "mean_us": total / count,
+            "max_us": longest,
+            "share": 100 * total / wall,
+        }
+        for (name, kind), (count, total, longest) in together.items()
+        if count
+    ]
+    rows.sort(key=lambda row: -row["us"])
+    return rows[:25]
+
+
+# ------------------------------------------------------------------ the timeline
+
+
+@dataclass(frozen=True)
+class _Lane:
+    rank: int
+    name: str
+    start: model.Ints
+    end: model.Ints
+    names: Sequence[str]
+
+
+def _timeline(traces: TraceSet) -> dict[str, Any]:
+    """Spans as columns: for each lane start and length (32 bits) and the number of its name."""
+    lanes = list(_lanes(traces))
+    spans = sum(len(lane.start) for lane in lanes)
+    # Above the cap the longest stay: a span shorter than this is left out, and the page says so.
+    shortest = 0
+    if spans > MAX_SPANS:
+        lengths = np.concatenate([lane.end - lane.start for lane in lanes if lane.name != "steps"])
+        shortest = int(np.partition(lengths, -MAX_SPANS)[-MAX_SPANS]) + 1
+    low = min((int(lane.start.min()) for lane in lanes if len(lane.start)), default=0)
+    high = max((int(lane.end.max()) for lane in lanes if len(lane.end)), default=1)
+    unit = max(1, math.ceil((high - low) / (2**32 - 1)))
+    names: dict[str, int] = {}
+    out: list[dict[str, Any]] = []
+    drawn = 0
+    for lane in lanes:
+        keep = np.ones(len(lane.start), dtype=bool)
+        if lane.name != "steps":
+            keep = lane.end - lane.start >= shortest
+        start = ((lane.start[keep] - low) // unit).astype("<u4")
+        length = ((lane.end - lane.start)[keep] // unit).astype("<u4")
+        chosen = [lane.names[i] for i in np.flatnonzero(keep)] if len(lane.names) else []
+        numbers = np.array([_number(name, names) for name in chosen], dtype="<u2")
+        drawn += len(start)
+        out.append(
+            {
+                "rank": lane.rank,
+                "lane": lane.name,
+                "start": _base64(start),
+                "length": _base64(length),
+                "name": _base64(numbers) if len(numbers) else None,
+            }
+        )
+    return {
+        "unit_ns": unit,
+        "duration": (high - low) // unit,
+        "lanes": out,
+        "names": list(names),
+        "spans": drawn,
+        "left_out": spans - drawn,
+        "shortest_us": shortest / 1000,
+    }
+
+
+def _number(name: str, names: dict[str, int]) -> int:
+    if len(name) > MAX_NAME:
+        name = name[: MAX_NAME - 1] + "…"
+    if name not in names and len(names) >= MAX_NAMES:
+        name = "(another name)"
+    return names.setdefault(name, len(names))
+
+
+def _base64(array: Any) -> str:
+    return base64.b64encode(array.tobytes()).decode("ascii")
+
+
+ORDER = ("steps", "phases", "compute", "operators", "kernels", "comm", "wait", "memory")
+
+
+def _lanes(traces: TraceSet) -> Iterable[_Lane]:
+    """The analysis' lanes, in our order, with phases, and operators where compute has no names."""
+    lanes: dict[tuple[int, str], list[_Lane]] = {}
+    for lane in traces.lanes():
+        key = (lane.rank, lane.lane)
+        lanes.setdefault(key, []).append(
+            _Lane(lane.rank, lane.lane, lane.start_ns, lane.end_ns, lane.names)
+        )
+    for trace in traces.traces:
+        own = [
+            lane for (rank, _), several in lanes.items() if rank == trace.rank for lane in several
+        ]
+        named = any(lane.name.startswith("compute") and len(lane.names) for lane in own)
+        for extra in _extra(traces, trace, with_operators=not named):
+            lanes.setdefault((trace.rank, extra.name), []).append(extra)
+
+    def order(key: tuple[int, str]) -> tuple[int, int, str]:
+        kind = key[1].partition(" ")[0]
+        return key[0], ORDER.index(kind) if kind in ORDER else len(ORDER), key[1]
+
+    for key in sorted(lanes, key=order):
+        several = [lane for lane in lanes[key] if len(lane.start)]
+        if not several:
+            continue
+        start = np.concatenate([lane.start for lane in several])
+        end = np.concatenate([lane.end for lane in several])
+        names = [name for lane in several for name in lane.names]
+        by_start = np.argsort(start, kind="stable")
+        if len(names) == len(start):
+            names = [names[i] for i in by_start]
+        else:
+            names = []
+        yield _Lane(key[0], key[1], start[by_start], end[by_start], names)
+
+
+def _extra(traces: TraceSet, trace: model.Trace, with_operators: bool) -> Iterable[_Lane]:
+    events, shift = trace.events, _shift(traces, trace)
+    if not len(events):
+        return
+    names = np.array(trace.names, dtype=object)
+    phases = [i for i, name in enumerate(trace.names) if name in model.PHASES]
+    rows = np.flatnonzero((events.kind == model.ANNOTATION) & np.isin(events.name, phases))
+    if len(rows):
+        yield _lane_of(trace, "phases", rows, shift, names)
+    if not with_operators:
+        return
+    if trace.device == "gpu":
+        kernels = np.flatnonzero(events.kind == model.KERNEL)
+        for stream in np.unique(events.stream[kernels]):
+            rows = kernels[events.stream[kernels] == stream]
+            yield _lane_of(trace, f"kernels stream {stream}", rows, shift, names)
+        return
+    operators = np.flatnonzero(events.kind == model.CPU_OP)
+    if len(operators):
+        busiest = np.bincount(events.tid[operators]).argmax()
+        rows = operators[events.tid[operators] == busiest]
+        rows = rows[np.lexsort((-events.dur_ns[rows], events.start_ns[rows]))]
+        leaf = np.ones(len(rows), dtype=bool)  # it is one if the next does not begin inside it
+        leaf[:-1] = events.start_ns[rows[1:]] >= events.end_ns[rows[:-1]]
+        yield _lane_of(trace, "operators", rows[leaf], shift, names)
+
+
+def _lane_of(trace: model.Trace, lane: str, rows: Any, shift: int, names: Any) -> _Lane:
+    events = trace.events
+    start = events.start_ns[rows] + shift
+    return _Lane(
+        trace.rank, lane, start, start + events.dur_ns[rows], list(names[events.name[rows]])
+    )
