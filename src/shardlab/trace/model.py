@@ -30,13 +30,17 @@ PHASES = ("forward", "backward", "optimizer", "other")
 
 @dataclass(frozen=True)
 class Events:
-    """One row per complete event that was kept, in the file's order: columns of equal length."""
+    """One row per complete event that was kept: columns of equal length, in no order.
+
+    On a GPU run the operators on the host are not kept: nothing that is computed needs them, and
+    they are most of the file. Python's call stacks and the arrows between events never are.
+    """
 
     name: NDArray[np.int32]  # index into Trace.names
     kind: NDArray[np.int8]  # KERNEL, MEMCPY, ...
     start_ns: Ints
     dur_ns: Ints
-    tid: NDArray[np.int32]  # index into Trace.threads: one (process, thread) each
+    tid: NDArray[np.int32]  # index into Trace.threads
     stream: NDArray[np.int32]  # -1: none
     device: NDArray[np.int16]  # -1: none
     correlation: Ints  # links a launch on the host to its kernel; -1: none
@@ -78,14 +82,18 @@ class CommArgs:
 
 
 @dataclass(frozen=True)
-class MemoryPoint:
-    """One allocation or release, from a ``[memory]`` event."""
+class MemoryEvents:
+    """Allocations and releases, from ``[memory]`` events: columns."""
 
-    at_ns: int
-    bytes: int  # negative: released
-    total_allocated: int  # -1: not said
-    total_reserved: int
-    device: str  # "cpu", "cuda:0"
+    at_ns: Ints
+    bytes: Ints  # negative: released
+    total_allocated: Ints  # after it; -1: not said
+    total_reserved: Ints
+    device_type: Ints  # as PyTorch numbers them: 0 CPU, 1 CUDA
+    device_id: Ints
+
+    def __len__(self) -> int:
+        return len(self.at_ns)
 
 
 @dataclass(frozen=True)
@@ -98,12 +106,15 @@ class Trace:
     device: str  # "gpu" if anything ran on one, else "cpu"
     events: Events
     names: tuple[str, ...]
-    threads: tuple[tuple[int | str, int | str], ...]  # (pid, tid)
+    threads: tuple[int | str, ...]  # as the trace calls them; a GPU's are its streams
+    main_thread: int  # index into threads: the one with the step markers; -1: none
+    pid: int | str | None  # of the process that marked the steps
     steps: tuple[Step, ...]
     comm_args: tuple[CommArgs, ...]
-    memory: tuple[MemoryPoint, ...]
+    memory: MemoryEvents
     metadata: Mapping[str, Any]  # the file's top-level keys, without the events
     base_ns: int  # baseTimeNanoseconds: added to a time, it gives Unix time
+    rounded: bool  # timestamps are floats in the file: HTA rounds them to microseconds
     truncated: bool
     warnings: tuple[str, ...]
 

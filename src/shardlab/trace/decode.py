@@ -1,0 +1,502 @@
+"""From the text of events to columns: only what is needed, and as little Python as can be.
+
+Most events are of one of a few categories, and msgspec picks the class by the category: arrows
+and call stacks become empty objects, a kernel's arguments three numbers and the description of a
+collective. Text that does not fit (no category, an unknown one, a number written as a string, a
+begin without its end) is decoded again, event by event, by a slower decoder that takes anything.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Union
+
+import msgspec
+import numpy as np
+from msgspec import Raw, Struct, field
+
+from shardlab.trace.model import (
+    ANNOTATION,
+    CPU_OP,
+    GPU_ANNOTATION,
+    KERNEL,
+    MEMCPY,
+    MEMSET,
+    OTHER,
+    RUNTIME,
+    SYNC,
+    CommArgs,
+    Events,
+    Floats,
+    Ints,
+    MemoryEvents,
+)  # fmt: skip
+
+GPU = {
+    "kernel": KERNEL, "Kernel": KERNEL, "collective_comm": KERNEL, "mtia_ccp_events": KERNEL,
+    "gpu_memcpy": MEMCPY, "Memcpy": MEMCPY, "gpu_memset": MEMSET, "Memset": MEMSET,
+    "cuda_sync": SYNC,
+}  # fmt: skip
+HOST = {
+    "cuda_runtime": RUNTIME, "cuda_driver": RUNTIME, "Runtime": RUNTIME, "hip_runtime": RUNTIME,
+    "xpu_runtime": RUNTIME, "xpu_driver": RUNTIME, "mtia_runtime": RUNTIME,
+    "privateuse1_runtime": RUNTIME, "privateuse1_driver": RUNTIME, "glow_runtime": RUNTIME,
+}  # fmt: skip
+NAMED = {"user_annotation": ANNOTATION, "gpu_user_annotation": GPU_ANNOTATION}
+OPERATORS = {"cpu_op": CPU_OP, "Operator": CPU_OP}
+IGNORED = (
+    "ac2g", "async_cpu_to_gpu", "async_gpu", "fwdbwd", "forward_backward", "python_function",
+    "Trace", "overhead", "cuda_profiler_range", "gpu_pm_counter",
+)  # fmt: skip
+INSTANT = "cpu_instant_event"
+NO_CATEGORY = "M"  # put in where it is missing: names of processes and threads, and marks
+
+# Below it, a float holds a nanosecond in a number of microseconds; above it the digits are read.
+EXACT_US = float(2**43)
+
+
+class _Args(Struct, gc=False, frozen=True):
+    """Of a GPU event. Numbers as floats: see ``_column``."""
+
+    stream: float = -1.0
+    correlation: float = -1.0
+    device: float = -1.0
+    collective: str | None = field(name="Collective name", default=None)
+    in_elements: int | str = field(name="In msg nelems", default=-1)
+    out_elements: int | str = field(name="Out msg nelems", default=-1)
+    group_size: int | str = field(name="Group size", default=-1)
+    dtype: str = ""
+    group: str = field(name="Process Group Name", default="")
+    group_ranks: str = field(name="Process Group Ranks", default="")
+    seq: int | str | None = field(name="Seq", default=None)
+    number: int | str | None = field(name="seq", default=None)
+
+
+class _AnyArgs(Struct, gc=False):
+    """What any event may say, whatever the type."""
+
+    stream: Any = None
+    correlation: Any = None
+    device: Any = None
+    collective: Any = field(name="Collective name", default=None)
+    in_elements: Any = field(name="In msg nelems", default=None)
+    out_elements: Any = field(name="Out msg nelems", default=None)
+    group_size: Any = field(name="Group size", default=None)
+    dtype: Any = None
+    group: Any = field(name="Process Group Name", default=None)
+    group_ranks: Any = field(name="Process Group Ranks", default=None)
+    seq: Any = field(name="Seq", default=None)
+    number: Any = field(name="seq", default=None)
+    dims: Any = field(name="Input Dims", default=None)
+    types: Any = field(name="Input type", default=None)
+    bytes: Any = field(name="Bytes", default=None)
+    total_allocated: Any = field(name="Total Allocated", default=None)
+    total_reserved: Any = field(name="Total Reserved", default=None)
+    device_type: Any = field(name="Device Type", default=None)
+    device_id: Any = field(name="Device Id", default=None)
+
+
+class _Launch(Struct, gc=False, frozen=True):
+    correlation: float = -1.0
+
+
+class _MemoryArgs(Struct, gc=False, frozen=True):
+    bytes: float = field(name="Bytes", default=0.0)
+    total_allocated: float = field(name="Total Allocated", default=-1.0)
+    total_reserved: float = field(name="Total Reserved", default=-1.0)
+    device_type: float = field(name="Device Type", default=-1.0)
+    device_id: float = field(name="Device Id", default=-1.0)
+
+
+class _Event(Struct, gc=False):
+    """Anything at all."""
+
+    ph: Any = None
+    cat: Any = None
+    name: Any = None
+    pid: Any = None
+    tid: Any = None
+    ts: Any = None
+    dur: Any = None
+    args: Raw = Raw(b"null")
+
+
+_NO_ARGS = {"gpu": _Args(), "host": _Launch(), "instant": _MemoryArgs()}
+
+
+class _Classes:
+    """The decoder of a file's events, by whether operators are kept and how times are read."""
+
+    def __init__(self, operators: bool, digits: bool) -> None:
+        number: Any = Raw if digits else float
+        time = [("ts", number, Raw(b"-1") if digits else -1.0), ("dur", float, -1.0)]
+        thread = [("name", str, ""), ("tid", int | str, -1)]
+        self.kinds: dict[type, tuple[str, int]] = {}
+        ignored = {**dict.fromkeys(IGNORED, OTHER), NO_CATEGORY: OTHER}
+        ignored |= {} if operators else OPERATORS
+        self._add(ignored, "ignored", [])
+        self._add(GPU, "gpu", [("name", str, ""), *time, ("args", _Args, _NO_ARGS["gpu"])])
+        self._add(HOST, "host", [*thread, *time, ("args", _Launch, _NO_ARGS["host"])])
+        self._add(
+            NAMED, "named", [*thread, *time, ("pid", int | str, -1), ("args", Raw, Raw(b"null"))]
+        )
+        if operators:
+            self._add(OPERATORS, "operator", [*thread, *time])
+        self._add({INSTANT: OTHER}, "instant", [time[0], ("args", _MemoryArgs, _MemoryArgs())])
+        self.ignored = frozenset(c for c, (group, _) in self.kinds.items() if group == "ignored")
+        self.decode = msgspec.json.Decoder(list[Union[tuple(self.kinds)]]).decode  # type: ignore[misc]  # noqa: UP007
+
+    def _add(self, categories: dict[str, int], group: str, fields: list[Any]) -> None:
+        for category, kind in categories.items():
+            cls = msgspec.defstruct(f"_{category}", fields, tag_field="cat", tag=category, gc=False)
+            self.kinds[cls] = (group, kind)
+
+
+_anything = msgspec.json.Decoder(list[_Event])
+_any_args = msgspec.json.Decoder(_AnyArgs | None)
+_pack = msgspec.msgpack.Encoder().encode
+_PACKED = np.dtype([("type", "u1"), ("value", ">f8")])
+
+
+def _column(values: list[float]) -> Floats:
+    """A list of floats as an array, by way of msgpack: a sixth of the time of ``np.array``."""
+    count = len(values)
+    header = 1 if count < 16 else 3 if count < 65536 else 5
+    packed: Floats = np.frombuffer(_pack(values), _PACKED, offset=header)["value"]
+    return packed.astype(np.float64)
+
+
+def to_ns(us: Floats) -> Ints:
+    """Microseconds below ``EXACT_US``, or whole ones, to the exact nanosecond."""
+    whole = np.floor(us)
+    return whole.astype(np.int64) * 1000 + np.rint((us - whole) * 1000).astype(np.int64)
+
+
+def digits_to_ns(texts: Sequence[bytes]) -> Ints:
+    """``1712195495519689.047`` to nanoseconds without a float, which would keep a quarter of a
+    microsecond."""
+    size = len(texts[0])
+    if {len(text) for text in texts} == {size} and size > 5:  # as a profiler writes them
+        table = np.frombuffer(b"".join(texts), np.uint8).reshape(-1, size).astype(np.int64) - 48
+        point = table[:, -4] == ord(".") - 48
+        table = np.delete(table, size - 4, axis=1)
+        if point.all() and ((table >= 0) & (table <= 9)).all():
+            powers: Ints = 10 ** np.arange(size - 2, -1, -1, dtype=np.int64)
+            whole_table: Ints = table @ powers
+            return whole_table
+    result = np.empty(len(texts), np.int64)
+    for i, text in enumerate(texts):
+        whole, _, part = text.partition(b".")
+        if part.isdigit() or not part:
+            try:
+                result[i] = int(whole) * 1000 + int(part[:3].ljust(3, b"0"))
+                continue
+            except ValueError:
+                pass
+        result[i] = round(float(text.strip(b'"')) * 1000)
+    return result
+
+
+class Columns:
+    """Collects events; ``events()`` at the end. One object reads one file."""
+
+    def __init__(self, operators: bool) -> None:
+        self.operators = operators
+        self.names: dict[str, int] = {}
+        self.threads: dict[int | str, int] = {}
+        self.comm_args: list[CommArgs] = []
+        self.pids: dict[int, int | str] = {}  # of annotations, by row
+        self.float_times = False
+        self.rows = 0
+        self._digits = False
+        self._classes = _Classes(operators, digits=False)
+        self._parts: list[tuple[Any, ...]] = []
+        self._memory: list[tuple[Any, ...]] = []
+        self._open: dict[tuple[Any, Any], list[_Event]] = defaultdict(list)  # begun, not ended
+
+    # ------------------------------------------------------------------ text in
+
+    def decode(self, text: bytes) -> None:
+        """Take an array of events. Raises DecodeError if it is not one."""
+        # A kernel by Triton is also an operator that has a stream: HTA counts both.
+        if not self.operators and b'"kernel_backend"' in text:
+            self._decode_anything(text)
+            return
+        try:
+            events = self._classes.decode(text)
+        except msgspec.ValidationError:
+            try:
+                events = self._classes.decode(_with_category(text))
+            except msgspec.DecodeError:
+                self._decode_anything(text)
+                return
+        grouped: dict[type, list[Any]] = defaultdict(list)
+        ignored = self._classes.ignored
+        for event in events:
+            if (cls := type(event)) not in ignored:
+                grouped[cls].append(event)
+        times = {cls: self._times(group) for cls, group in grouped.items()}
+        if not self._digits and any(self._needs_digits(us) for us, _ in times.values()):
+            self._digits, self._classes = True, _Classes(self.operators, digits=True)
+            self.decode(text)
+            return
+        if any((dur < 0).any() for _, dur in times.values()):
+            self._decode_anything(text)
+            return
+        for cls, group in grouped.items():
+            name, kind = self._classes.kinds[cls]
+            start, dur = times[cls]
+            start_ns = start if self._digits else to_ns(start)
+            if name == "instant":
+                self._add_memory(start_ns, [e.args for e in group])
+            else:
+                self._add(name, kind, group, start_ns, to_ns(dur))
+
+    def _times(self, events: list[Any]) -> tuple[Any, Floats]:
+        """Starts (in ns if digits were read, else µs) and durations in µs."""
+        instant = not hasattr(events[0], "dur")
+        dur = np.zeros(len(events)) if instant else _column([e.dur for e in events])
+        if self._digits:
+            return digits_to_ns([bytes(e.ts) for e in events]), dur
+        return _column([e.ts for e in events]), dur
+
+    def _needs_digits(self, us: Floats) -> bool:
+        fractional = bool((us != np.floor(us)).any())
+        self.float_times = self.float_times or fractional
+        return fractional and float(us.max()) >= EXACT_US
+
+    def _add(self, group: str, kind: int, events: list[Any], start: Ints, dur: Ints) -> None:
+        count = len(events)
+        stream = device = correlation = np.full(count, -1.0)
+        thread = np.full(count, -1, np.int32)
+        if group == "gpu":
+            args = [e.args for e in events]
+            stream = _column([a.stream for a in args])
+            device = _column([a.device for a in args])
+            correlation = _column([a.correlation for a in args])
+            for i, a in enumerate(args):
+                if a.collective is not None:
+                    self.comm_args.append(_describe(self.rows + i, a))
+        else:
+            thread = self._thread_ids([e.tid for e in events])
+        if group == "host":
+            correlation = _column([e.args.correlation for e in events])
+        if group == "named":
+            self._add_annotations(events)
+        self._append(
+            self._name_ids([e.name for e in events]), kind, start, dur, thread,
+            stream, device, correlation,
+        )  # fmt: skip
+
+    def _add_annotations(self, events: list[Any]) -> None:
+        for i, event in enumerate(events):
+            if event.name.startswith("ProfilerStep"):
+                self.pids[self.rows + i] = event.pid
+            elif event.name.startswith(("gloo:", "nccl:")):
+                args = _any_args.decode(event.args)
+                if args is not None and args.dims:
+                    self.comm_args.append(_describe(self.rows + i, args))
+
+    def _append(
+        self, name: Any, kind: Any, start: Ints, dur: Ints, thread: Any, stream: Any,
+        device: Any, correlation: Any,
+    ) -> None:  # fmt: skip
+        count = len(start)
+        kinds = np.full(count, kind, np.int8) if np.isscalar(kind) else kind
+        self._parts.append(
+            (
+                name, kinds, start, dur, thread, stream.astype(np.int32),
+                device.astype(np.int16), correlation.astype(np.int64),
+            )
+        )  # fmt: skip
+        self.rows += count
+
+    def _add_memory(self, at_ns: Ints, args: list[_MemoryArgs]) -> None:
+        self._memory.append(
+            (
+                at_ns,
+                *(
+                    np.array([getattr(a, name) for a in args], np.int64)
+                    for name in (
+                        "bytes", "total_allocated", "total_reserved", "device_type", "device_id"
+                    )
+                ),
+            )
+        )  # fmt: skip
+
+    def _name_ids(self, names: list[str]) -> Any:
+        ids = self.names
+        try:
+            return np.array([ids[name] for name in names], np.int32)
+        except KeyError:
+            return np.array([ids.setdefault(name, len(ids)) for name in names], np.int32)
+
+    def _thread_ids(self, threads: list[int | str]) -> Any:
+        ids = self.threads
+        return np.array([ids.setdefault(thread, len(ids)) for thread in threads], np.int32)
+
+    # ------------------------------------------------------------------ anything at all
+
+    def _decode_anything(self, text: bytes) -> None:
+        """The slow way, for what does not fit the classes."""
+        rows: list[tuple[Any, ...]] = []
+        memory: list[tuple[int, _AnyArgs]] = []
+        for event in _anything.decode(text):
+            if event.ph in ("B", "E"):
+                begun = self._open[(event.pid, event.tid)]
+                if event.ph == "B":
+                    begun.append(event)
+                    continue
+                if not begun:
+                    continue
+                end, event = event.ts, begun.pop()
+                start, stop = _ns(event.ts), _ns(end)
+            else:
+                start = _ns(event.ts)
+                dur = _ns(event.dur)
+                stop = None if start is None or dur is None else start + dur
+            if start is None:
+                continue
+            self.float_times = self.float_times or start % 1000 != 0
+            if event.cat == INSTANT:
+                if (args := _loose_args(event)) is not None and args.bytes is not None:
+                    memory.append((start, args))
+                continue
+            kind = _KINDS.get(event.cat)
+            if kind is None or stop is None or stop < start or not isinstance(event.name, str):
+                continue
+            self._take_anything(rows, event, kind, start, stop)
+        if memory:
+            times = np.array([at for at, _ in memory], np.int64)
+            self._add_memory(times, [_loose_memory(args) for _, args in memory])
+        if rows:
+            name, kinds, start_ns, dur_ns, thread, stream, device, correlation = zip(
+                *rows, strict=True
+            )
+            self._append(
+                self._name_ids(list(name)), np.array(kinds, np.int8), np.array(start_ns, np.int64),
+                np.array(dur_ns, np.int64), np.array(thread, np.int32), np.array(stream),
+                np.array(device), np.array(correlation),
+            )  # fmt: skip
+
+    def _take_anything(
+        self, rows: list[tuple[Any, ...]], event: _Event, kind: int, start: int, stop: int
+    ) -> None:
+        args = _loose_args(event) or _AnyArgs()
+        stream = _number(args.stream)
+        if kind == CPU_OP and stream < 0 and not self.operators:
+            return
+        at = self.rows + len(rows)
+        gpu = event.cat in GPU
+        communicates = gpu and args.collective is not None
+        if communicates or (event.name.startswith(("gloo:", "nccl:")) and args.dims):
+            self.comm_args.append(_describe(at, args))
+        if event.name.startswith("ProfilerStep"):
+            self.pids[at] = event.pid
+        known = isinstance(event.tid, int | str) and not gpu
+        thread = self.threads.setdefault(event.tid, len(self.threads)) if known else -1
+        rows.append(
+            (
+                event.name, kind, start, stop - start, thread, stream, _number(args.device),
+                _number(args.correlation),
+            )
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ columns out
+
+    def events(self) -> Events:
+        types = ("i4", "i1", "i8", "i8", "i4", "i4", "i2", "i8")
+        if not self._parts:
+            return Events(*(np.empty(0, kind) for kind in types))
+        columns = []
+        for i in range(len(types)):
+            columns.append(np.concatenate([part[i] for part in self._parts]))
+        self._parts.clear()
+        return Events(*columns)
+
+    def memory(self) -> MemoryEvents:
+        if not self._memory:
+            return MemoryEvents(*(np.empty(0, np.int64) for _ in range(6)))
+        return MemoryEvents(*(np.concatenate([part[i] for part in self._memory]) for i in range(6)))
+
+
+_KINDS = GPU | HOST | NAMED | OPERATORS
+
+
+def _with_category(text: bytes) -> bytes:
+    """Give one to what has none: the names of processes and threads, and global marks."""
+    mark = b'"cat":"' + NO_CATEGORY.encode() + b'"'
+    for phase in (b'"ph": "M"', b'"ph":"M"', b'"ph": "i"', b'"ph":"i"'):
+        text = text.replace(phase, mark)
+    return text
+
+
+def _loose_args(event: _Event) -> _AnyArgs | None:
+    try:
+        args: _AnyArgs | None = _any_args.decode(event.args)
+        return args
+    except msgspec.DecodeError:
+        return None
+
+
+def _loose_memory(args: _AnyArgs) -> _MemoryArgs:
+    return _MemoryArgs(
+        _number(args.bytes), _number(args.total_allocated), _number(args.total_reserved),
+        _number(args.device_type), _number(args.device_id),
+    )  # fmt: skip
+
+
+def _number(value: Any, default: int = -1) -> int:
+    """A number, perhaps written as a string."""
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return default
+
+
+def _ns(us: Any) -> int | None:
+    if isinstance(us, int):
+        return us * 1000
+    try:
+        return int(to_ns(np.array([float(us)]))[0])
+    except (TypeError, ValueError):
+        return None
+
+
+_BYTES = {
+    "float": 4, "double": 8, "half": 2, "bfloat16": 2, "c10::half": 2, "c10::bfloat16": 2,
+    "long": 8, "int": 4, "short": 2, "char": 1, "byte": 1, "bool": 1, "long int": 8,
+    "signed char": 1, "unsigned char": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "complexfloat": 8, "complexdouble": 16,
+}  # fmt: skip
+
+
+def bytes_of(dtype: str) -> int | None:
+    """Of one element, by any of the names that profilers give to types."""
+    return _BYTES.get(dtype.lower())
+
+
+def _describe(row: int, args: Any) -> CommArgs:
+    """A collective's arguments; from the shapes of its tensors where NCCL's are not there."""
+    dims, types = getattr(args, "dims", None), getattr(args, "types", None)
+    elements, dtype = _number(args.in_elements), args.dtype if isinstance(args.dtype, str) else ""
+    if elements < 0 and isinstance(dims, list):
+        elements = sum(int(np.prod(d)) for d in dims if isinstance(d, list) and _flat(d))
+    if not dtype and isinstance(types, list) and types and isinstance(types[0], str):
+        dtype = types[0]
+    return CommArgs(
+        row,
+        collective=args.collective if isinstance(args.collective, str) else "",
+        dtype=dtype,
+        in_elements=elements,
+        out_elements=_number(args.out_elements),
+        group_size=_number(args.group_size),
+        group=str(args.group or ""),
+        group_ranks=str(args.group_ranks or ""),
+        seq=_number(args.seq if args.seq is not None else args.number),
+    )
+
+
+def _flat(dims: list[Any]) -> bool:
+    return bool(dims) and all(isinstance(d, int) for d in dims)

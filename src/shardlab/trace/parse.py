@@ -1,0 +1,180 @@
+"""One trace file to one ``Trace``: events, steps, and whose they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from shardlab.trace.decode import Columns
+from shardlab.trace.model import (
+    ANNOTATION,
+    CPU_OP,
+    KERNEL,
+    MEMCPY,
+    MEMSET,
+    RUNTIME,
+    Events,
+    Step,
+    Trace,
+)
+from shardlab.trace.stream import EventText
+
+_STEP = re.compile(r"ProfilerStep\s*#\s*(\d+)")
+_RANK_IN_NAME = re.compile(r"(?:rank|worker|node)[-_ ]?(\d+)", re.IGNORECASE)
+_RANK = re.compile(rb'"rank"\s*:\s*(\d+)')
+_WORLD = re.compile(rb'"world_size"\s*:\s*(\d+)')
+PAUSE = 0.5  # of a step: a longer gap between two markers is the profiler's pause, not the step's
+
+
+def parse(path: Path, *, whole: bool = False) -> Trace:
+    """Read a trace. ``whole``: take one without step markers as one step.
+
+    Operators on the host are most of a GPU trace and not needed there; if it turns out that the
+    GPU did nothing, the file is read again with them.
+    """
+    text = EventText(path)
+    operators = not _names_a_gpu(text.head)
+    columns = Columns(operators)
+    text.decode(columns.decode)
+    events = columns.events()
+    on_gpu = bool(np.isin(events.kind, (KERNEL, MEMCPY, MEMSET)).any())
+    if not on_gpu and not operators:
+        text, columns = EventText(path), Columns(operators=True)
+        text.decode(columns.decode)
+        events = columns.events()
+    comm_args = columns.comm_args
+    if on_gpu and operators:
+        keep = (events.kind != CPU_OP) | (events.stream >= 0)
+        events, comm_args, columns.pids = _only(events, keep, comm_args, columns.pids)
+    names = tuple(columns.names)
+    metadata, warnings = _metadata(text), []
+    if text.cut:
+        warnings.append(f"{path.name}: {text.cut}; {len(events):,} events before that were read")
+    if text.unreadable:
+        warnings.append(f"{path.name}: {text.unreadable:,} events are not valid JSON, left out")
+    steps, marker = _steps(events, names, on_gpu)
+    if not steps and whole and len(events):
+        steps = (Step(0, int(events.start_ns.min()), int(events.end_ns.max())),)
+    rank, world = _identity(metadata, path)
+    return Trace(
+        path=path,
+        rank=-1 if rank is None else rank,
+        world=world,
+        device="gpu" if on_gpu else "cpu",
+        events=events,
+        names=names,
+        threads=tuple(columns.threads),
+        main_thread=-1 if marker is None else int(events.tid[marker]),
+        pid=None if marker is None else columns.pids.get(marker),
+        steps=steps,
+        comm_args=tuple(comm_args),
+        memory=columns.memory(),
+        metadata=metadata,
+        base_ns=_integer(metadata.get("baseTimeNanoseconds")) or 0,
+        rounded=columns.float_times,
+        truncated=bool(text.cut),
+        warnings=tuple(warnings),
+    )
+
+
+def _names_a_gpu(head: bytes) -> bool:
+    found = re.search(rb'"deviceProperties"\s*:\s*\[\s*(.)', head)
+    return found is not None and found[1] == b"{"
+
+
+def _only(events: Events, keep: Any, comm_args: list[Any], pids: dict[int, Any]) -> Any:
+    """The rows to keep, and what refers to rows by number."""
+    place = np.cumsum(keep) - 1
+    columns = (getattr(events, name)[keep] for name in Events.__dataclass_fields__)
+    return (
+        Events(*columns),
+        [replace(a, event=int(place[a.event])) for a in comm_args if keep[a.event]],
+        {int(place[row]): pid for row, pid in pids.items() if keep[row]},
+    )
+
+
+# ------------------------------------------------------------------ what is around the events
+
+
+def _metadata(text: EventText) -> dict[str, Any]:
+    """The file's top-level keys. What is damaged is read for the rank at least."""
+    found: dict[str, Any] = {}
+    head = text.head.strip().removeprefix(b"\xef\xbb\xbf").rstrip(b", \t\r\n")
+    tail = text.tail.strip().lstrip(b", \t\r\n")
+    for part in (head + b"}" if head else b"{}", b"{" + tail if tail else b"{}"):
+        try:
+            found |= msgspec.json.decode(part, type=dict[str, Any])
+        except msgspec.DecodeError:
+            rank, world = _RANK.search(part), _WORLD.search(part)
+            if rank:
+                found.setdefault("distributedInfo", {})["rank"] = int(rank[1])
+            if world:
+                found.setdefault("distributedInfo", {})["world_size"] = int(world[1])
+    return found
+
+
+def _identity(metadata: Mapping[str, Any], path: Path) -> tuple[int | None, int | None]:
+    """Rank and world: as stamped by us or by PyTorch, else from the name of file or folder."""
+    for key, size in (("shardlab", "world"), ("distributedInfo", "world_size")):
+        stamp = metadata.get(key)
+        if isinstance(stamp, Mapping) and (rank := _integer(stamp.get("rank"))) is not None:
+            return rank, _integer(stamp.get(size))
+    for name in (path.name, path.parent.name):
+        if found := _RANK_IN_NAME.search(name):
+            return int(found[1]), None
+    return None, None
+
+
+def _integer(value: Any) -> int | None:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return None
+
+
+# ------------------------------------------------------------------ steps
+
+
+def _steps(
+    events: Events, names: Sequence[str], on_gpu: bool
+) -> tuple[tuple[Step, ...], int | None]:
+    """The optimizer steps, and the row of the first one's marker.
+
+    Markers on the GPU's side are not used: they begin late and end late.
+    """
+    numbers = {i: int(found[1]) for i, name in enumerate(names) if (found := _STEP.match(name))}
+    if not numbers:
+        return (), None
+    rows = np.flatnonzero((events.kind == ANNOTATION) & np.isin(events.name, list(numbers)))
+    rows = rows[np.argsort(events.start_ns[rows], kind="stable")]
+    steps: list[Step] = []
+    for i, row in enumerate(rows):
+        start, end = int(events.start_ns[row]), int(events.end_ns[row])
+        if steps and start < steps[-1].end_ns:  # a second thread or process marks the same step
+            if end > steps[-1].end_ns and numbers[int(events.name[row])] != steps[-1].number:
+                steps[-1] = Step(steps[-1].number, steps[-1].start_ns, start)
+            else:
+                continue
+        follows = int(events.start_ns[rows[i + 1]]) if i + 1 < len(rows) else None
+        if follows is not None and end < follows <= end + PAUSE * (end - start):
+            end = follows
+        elif on_gpu and (follows is None or follows > end):
+            end = max(end, _gpu_end(events, start, end))
+            end = end if follows is None else min(end, follows)
+        steps.append(Step(numbers[int(events.name[row])], start, end))
+    return tuple(steps), int(rows[0]) if len(rows) else None
+
+
+def _gpu_end(events: Events, start: int, end: int) -> int:
+    """When the last GPU event that was launched between ``start`` and ``end`` ended."""
+    launches = (events.kind == RUNTIME) & (events.start_ns >= start) & (events.start_ns < end)
+    launched = np.unique(events.correlation[launches])
+    gpu = np.isin(events.kind, (KERNEL, MEMCPY, MEMSET)) & (events.correlation >= 0)
+    gpu &= np.isin(events.correlation, launched[launched >= 0])
+    return int(events.end_ns[gpu].max()) if gpu.any() else end
