@@ -66,7 +66,10 @@ WORKLOAD = typer.Option(
     "--workload", help="A name from `shardlab workloads`, or your own: path/to/file.py:attr."
 )
 SIZE = typer.Option("--size", help="The workload's size, e.g. gpt2's tiny, mini, small, xl.")
-DATA = typer.Option("--data", help="Token shards: a file, a folder or a glob.", metavar="PATH")
+DATA = typer.Option(
+    "--data", help="Token shards, images or reviews: a file, a folder, a glob; or synthetic.",
+    metavar="PATH",
+)  # fmt: skip
 SEQ_LEN = typer.Option("--seq-len", help="Tokens per sample.")
 GLOBAL_BATCH = typer.Option("--global-batch", "-b", help="Samples per step, over all ranks.")
 ACCUMULATE = typer.Option("--accumulate", help="Micro-batches per rank and step.")
@@ -76,6 +79,9 @@ BATCH_SPLIT = typer.Option(
 OPTIMIZER = typer.Option("--optimizer", help="adamw, adam or sgd.")
 LEARNING_RATE = typer.Option("--learning-rate", "--lr")
 PRECISION = typer.Option("--precision", help="fp32, bf16 (autocast) or fp64.")
+EVALUATE = typer.Option(
+    "--evaluate-every", help="Steps between evaluations on the held-out samples; 0: at the end."
+)
 SEED = typer.Option("--seed")
 DEVICE = typer.Option("--device", help="auto, cpu or cuda.")
 BACKEND = typer.Option("--backend", help="auto, gloo or nccl.")
@@ -139,6 +145,7 @@ def train(
     optimizer: Annotated[str | None, OPTIMIZER] = None,
     learning_rate: Annotated[float | None, LEARNING_RATE] = None,
     precision: Annotated[str | None, PRECISION] = None,
+    evaluate_every: Annotated[int | None, EVALUATE] = None,
     seed: Annotated[int | None, SEED] = None,
     device: Annotated[str | None, DEVICE] = None,
     backend: Annotated[str | None, BACKEND] = None,
@@ -172,6 +179,7 @@ def train(
             "training.optimizer": optimizer,
             "training.learning_rate": learning_rate,
             "precision.compute": precision,
+            "training.evaluate_every": evaluate_every,
             "training.seed": seed,
             "launch.device": device,
             "launch.backend": backend,

@@ -32,6 +32,7 @@ PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 LOSS_SCALE = 65536.0  # what fp16 starts with when nobody says; it halves itself where too large
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
+COMPILE = ("none", "blocks", "model")
 BATCH_SPLITS = ("exact", "uneven")
 CONTINUOUS = "continuous"
 EPOCHS = (CONTINUOUS, "padded", "dropped", "exact")  # shardlab.data.sampler tells what they are
@@ -96,7 +97,11 @@ class TrainingConfig:
     min_rate: float = 0.0  # cosine only: a fraction of the learning rate
     clip_norm: float | None = None  # the largest norm of the whole gradient; none: any
     activation_checkpointing: bool = False  # blocks are computed again in backward, not kept
-    compile: bool = False  # torch.compile, block by block
+    # torch.compile. "blocks": each by itself, so that gradients still come one block at a time.
+    # "model": as one, which is faster, but all gradients come at the end and nothing overlaps.
+    compile: str = "none"
+    evaluate_every: int | None = None  # steps; 0: after the last alone; none: never
+    evaluate_samples: int | None = None  # the first so many of the held-out ones; none: all
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -109,6 +114,18 @@ class TrainingConfig:
         for key in ("seed", "warmup_steps"):
             value = getattr(self, key)
             _require(value >= 0, f"training.{key} must be 0 or more, got {value}")
+        _require(
+            self.evaluate_every is None or self.evaluate_every >= 0,
+            f"training.evaluate_every must be 0 or more, got {self.evaluate_every}",
+        )
+        _require(
+            self.evaluate_samples is None or self.evaluate_samples >= 1,
+            f"training.evaluate_samples must be at least 1, got {self.evaluate_samples}",
+        )
+        _require(
+            self.evaluate_samples is None or self.evaluate_every is not None,
+            "training.evaluate_samples is for a run that evaluates; set training.evaluate_every",
+        )
         _one_of("training.optimizer", self.optimizer, OPTIMIZERS)
         _one_of("training.batch_split", self.batch_split, BATCH_SPLITS)
         _require(
@@ -116,6 +133,7 @@ class TrainingConfig:
             f"training.momentum is for sgd; {self.optimizer} has no such setting",
         )
         _one_of("training.schedule", self.schedule, SCHEDULES)
+        _one_of("training.compile", self.compile, COMPILE)
         _require(
             self.warmup_steps <= self.steps,
             f"training.warmup_steps {self.warmup_steps} is longer than the run of {self.steps} "
@@ -275,6 +293,11 @@ class Config:
             f"the profile needs {needed} steps ({self.profile.repeat} x {self.profile.wait} wait + "
             f"{self.profile.warmup} warmup + {self.profile.active} active), and training.steps is "
             f"{self.training.steps}",
+        )
+        _require(
+            not (self.profile.enabled and self.training.evaluate_every),
+            "an evaluation between steps would be in the profile; with --profile, evaluate at the "
+            "end: training.evaluate_every 0",
         )
         world = self.launch.world
         if world is None:

@@ -20,7 +20,8 @@ from shardlab.measure.rankset import RankSet
 from shardlab.proof import verdict
 
 SCHEMA = 1
-SMALLEST = {"gpt2": "tiny"}  # the size that is proved on, unless another is asked for
+# The size that is proved on, unless another is asked for.
+SMALLEST = {"gpt2": "tiny", "resnet_cifar10": "tiny", "causal_lm": "tiny"}
 TIMEOUT_S = 60.0  # a collective of so small a model that waits longer hangs
 
 
@@ -120,6 +121,7 @@ def prove(
             mine = cases_in(size, cases, worlds)
             # What is wrong with any case is wrong input: said before anything is measured.
             for case in mine:
+                ranks.run("shardlab.proof.subjects:check", case.config.to_dict())
                 ranks.run("shardlab.measure.compare:check_cell", case.config.to_dict())
             if env is None:
                 values = mine[0].config.to_dict()

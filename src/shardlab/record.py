@@ -40,6 +40,7 @@ README = """\
 | `ledger.rank<r>.jsonl` | a line per collective that our code called: what, where, when |
 | `traces/rank<r>/` | only with `--profile`: PyTorch profiler traces; `shardlab trace analyze .` |
 | `audit.json` | only after `--audit-data`: how often each sample was fed, epoch by epoch |
+| `evaluation.jsonl` | only if the run evaluated: a line per evaluation on the held-out samples |
 | `crash.txt` | only after a crash: the first failing rank and its traceback |
 
 Times ending in `_ns` are of the host's monotonic clock. `step_ms` covers forward, backward,
@@ -148,9 +149,11 @@ class Recorder:
         self.ledger = ledger
         self.total_steps = total_steps
         self.rows: list[dict[str, Any]] = []
+        self.evaluations: list[dict[str, Any]] = []
         self._files = ExitStack()
         self._file = self._open(folder, f"rank{world.rank}.jsonl")
         self._ledger_file = self._open(folder, f"ledger.rank{world.rank}.jsonl")
+        self._folder = folder
         self._under_way: deque[_Step] = deque()
         self._last_end = time.perf_counter_ns()
         self._last_told = 0.0
@@ -217,6 +220,17 @@ class Recorder:
         self._under_way.append(_Step(self._row, loss, self._events))
         self._write()
         self._last_end = time.perf_counter_ns()  # writing is no wait for data
+
+    def evaluated(self, finished: int, result: Mapping[str, Any]) -> None:
+        """An evaluation after so many steps. What it took is in no step's time."""
+        row = {"steps": finished, **result}
+        self.evaluations.append(row)
+        if self.world.rank == 0:
+            if self._folder is not None:
+                with (self._folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json_text(row) + "\n")
+            self.world.tell({"evaluation": row})
+        self._last_end = time.perf_counter_ns()
 
     def _write(self, all_of_them: bool = False) -> None:
         while self._under_way:

@@ -274,13 +274,19 @@ def describe(world: World, values: dict[str, Any], command: str) -> dict[str, An
     }
 
 
-def check_cell(_world: World, values: dict[str, Any]) -> None:
+def check_cell(world: World, values: dict[str, Any]) -> None:
     """Refuse unknown options, sizes and data before anything is measured."""
     from shardlab import train
 
     config = _config(values)
     train.resolve_strategy(config)
-    train.build_workload(config)
+    workload = train.build_workload(config)
+    if workload.couples_ranks and config.strategy.name == BASELINE and world.size > 1:
+        raise UsageError(
+            f"{BASELINE} would run each rank's samples by themselves, but {workload.name} looks at "
+            f"all ranks' together ({workload.couples_ranks}): its loss would be another. Leave out "
+            f"{BASELINE} or {workload.couples_ranks}"
+        )
 
 
 def time_cell(world: World, values: dict[str, Any]) -> dict[str, Any] | None:

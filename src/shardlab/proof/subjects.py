@@ -15,12 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardlab import config as configs
 from shardlab import train
 from shardlab import world as worlds
 from shardlab.config import Config
 from shardlab.data import sampler
+from shardlab.errors import UsageError
 from shardlab.plan import claims
 from shardlab.workloads.base import Batch, Workload
+from shardlab.world import World
 
 SAMPLES = 64  # elements of each gradient that a diagnosis looks at
 
@@ -131,6 +134,16 @@ def stack(ranks: int, seed: int, device: torch.device) -> Subject:
 # ------------------------------------------------------------------ the user's
 
 
+def check(_world: World, values: dict[str, Any]) -> None:
+    """Refuse a model for which one process at a time is no reference."""
+    workload = train.build_workload(configs.from_dict(values))
+    if workload.couples_ranks:
+        raise UsageError(
+            f"the reference of a proof runs each rank's samples by themselves, but {workload.name} "
+            f"looks at all ranks' together: leave out {workload.couples_ranks}"
+        )
+
+
 def users(config: Config, ranks: int, device: torch.device) -> Subject:
     workload = train.build_workload(config)
     training, dataset = config.training, workload.dataset
@@ -180,7 +193,7 @@ def refer(subject: Subject, config: Config, device: torch.device) -> Reference:
     worlds.seed(subject.seed)
     model = subject.workload.make_model().to(device, torch.float64)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    optimizer = train.make_optimizer(config.training)(trained.values())
+    optimizer = train.make_optimizer(config.training, device)(trained.values())
     result = Reference(_tensors(model))
     for shares in subject.steps:
         count = max(1, sum(batch.count for share in shares for batch in share))

@@ -63,6 +63,8 @@ def _announce(console: Console, event: Mapping[str, Any]) -> None:
     if "trace_bytes_estimated" in event:
         size = fmt.size(event["trace_bytes_estimated"])
         console.print(f"recording: the traces will take about {size} per rank")
+    if "evaluation" in event:
+        console.print(f"held out: {evaluation_text(event['evaluation'])}", highlight=False)
 
 
 def _log_line(console: Console, event: Mapping[str, Any]) -> None:
@@ -109,6 +111,8 @@ def print_training(result: Mapping[str, Any]) -> None:
         f"waiting for data: {wait['median']:.2f} ms/step (p10–p90 {wait['p10']:.2f}–"
         f"{wait['p90']:.2f}), beside the step"
     )
+    if evaluations := result["evaluations"]:
+        out.print(f"held out: {evaluation_text(evaluations[-1])}")
     for line in audit.sentences(result["audit"]) if result["audit"] else ():
         out.print(line, soft_wrap=True, markup=False)
     out.print(f"files: {result['folder']}", soft_wrap=True, markup=False)
@@ -118,6 +122,13 @@ def print_training(result: Mapping[str, Any]) -> None:
             f"(estimated {fmt.size(traces['estimated_bytes'])}); to see where the time went:"
         )
         out.print(f"  shardlab trace analyze {result['folder']}", soft_wrap=True, markup=False)
+
+
+def evaluation_text(row: Mapping[str, Any]) -> str:
+    """``loss 2.3010, accuracy 0.1250 (360 samples, after 20 steps)``."""
+    beside = ("steps", "samples", "targets", "seconds")
+    numbers = (f"{name} {value:.4f}" for name, value in row.items() if name not in beside)
+    return f"{', '.join(numbers)} ({row['samples']:,} samples, after {row['steps']} steps)"
 
 
 def print_comparison(result: Mapping[str, Any], files: Mapping[str, Path]) -> None:

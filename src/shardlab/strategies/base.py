@@ -22,6 +22,7 @@ from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch, LossFn
 
 T = TypeVar("T")
+Infer = Callable[[nn.Module, Batch], T]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardlab import comm
@@ -81,6 +81,16 @@ class PyTorchFSDP:
         grads = [p.grad for p in self.params.values() if p.grad is not None]
         self.update([_local(g) for g in grads], sharded_over=self.mesh.get_group(-1))
         self.optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def infer(self, function: base.Infer[base.T], batch: Batch) -> base.T:
+        """``function(model, batch)`` without gradients. Every rank calls it, with rows or none."""
+        result = function(self.model, batch)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # there is no backward that would
+        self.names.clear()
+        return result
 
     # ------------------------------------------------------------ a parameter without a gradient
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab.strategies import base
 from shardlab.strategies.update import Rule, Update
-from shardlab.workloads.base import LossFn
+from shardlab.workloads.base import Batch, LossFn
 
 
 class Replica:
@@ -36,6 +36,11 @@ class Replica:
     def step(self) -> None:
         self.update([p.grad for p in self.params.values() if p.grad is not None])
         self.optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def infer(self, function: base.Infer[base.T], batch: Batch) -> base.T:
+        """``function(model, batch)`` without gradients. Every rank calls it, with rows or none."""
+        return function(self.model, batch)
 
     def full_params(self) -> dict[str, Tensor]:
         base.broadcast_buffers(self.model, self.group)

@@ -15,7 +15,7 @@ from shardlab.errors import UsageError
 from shardlab.strategies import base
 from shardlab.strategies.flat import Layout, Piece
 from shardlab.strategies.update import Rule, Update
-from shardlab.workloads.base import LossFn
+from shardlab.workloads.base import Batch, LossFn
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}  # that gradients (ZeRO-3: parameters) travel in
 
@@ -49,6 +49,11 @@ class Unit:
         for name, tensor in tensors.items():
             self.layout.view(flat, name).copy_(tensor)
         return flat
+
+    def free(self) -> None:
+        """Shrink the storage of the whole parameters to nothing."""
+        assert self.full is not None
+        self.full.untyped_storage().resize_(0)
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """The parameters' places in a full buffer (padded,), by name."""
@@ -100,6 +105,17 @@ class Sharded:
         nothing = nn.Parameter(torch.zeros(0, device=self.device))
         self.optimizer = self.make_optimizer(mine or [nothing])
         self.update = Update(self.optimizer, self.rule)
+
+    def settle(self) -> None:
+        """Between steps: wait for what is under way, free what is not kept."""
+
+    @torch.no_grad()
+    def infer(self, function: base.Infer[base.T], batch: Batch) -> base.T:
+        """``function(model, batch)`` without gradients. Every rank calls it, with rows or none."""
+        self.settle()
+        result = function(self.model, batch)
+        self.settle()
+        return result
 
     def trained_pieces(self) -> Iterator[tuple[Unit, Piece, nn.Parameter]]:
         for unit in self.units:

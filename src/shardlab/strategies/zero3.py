@@ -82,7 +82,7 @@ class Zero3(Sharded):
         unit.full = flat.to(self.comm_dtype or flat.dtype)
         for name, view in unit.split(unit.full).items():
             params[name].data = view
-        self._free(unit)
+        unit.free()
         return unit
 
     def _gather(self, unit: Unit) -> None:
@@ -102,9 +102,13 @@ class Zero3(Sharded):
         if unit.label in self.gathers:
             self.gathers.pop(unit.label).wait()
 
-    def _free(self, unit: Unit) -> None:
-        assert unit.full is not None
-        unit.full.untyped_storage().resize_(0)
+    def settle(self) -> None:
+        """After a forward without backward: wait for what is under way, free every unit."""
+        while self.gathers:
+            self.gathers.popitem()[1].wait()
+        for unit in self.units:
+            unit.free()
+        self.seen.clear()
 
     def _before_forward(self, i: int, _module: nn.Module, _inputs: Any) -> None:
         self._await(self.units[i])
@@ -123,7 +127,7 @@ class Zero3(Sharded):
         for tensor in tensors:
             tensor.register_hook(partial(self._before_backward, i))
         if not tensors or i + 1 < len(self.units):
-            self._free(self.units[i])
+            self.units[i].free()
 
     def _before_backward(self, i: int, _gradient: Tensor) -> None:
         """Backward has come to block i, and so is done with those after it.
@@ -159,7 +163,7 @@ class Zero3(Sharded):
         """Free the parameters of units that backward is done with, and send their gradients."""
         self._move_arrived()
         for i in range(self.last_scattered - 1, first - 1, -1):
-            self._free(self.units[i])
+            self.units[i].free()
             if any(p.requires_grad for p in self.units[i].params.values()):
                 self.scatter(self.units[i])
         self.last_scattered = min(self.last_scattered, first)
@@ -172,12 +176,10 @@ class Zero3(Sharded):
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in microbatches:
             self.seen.clear()
-            self.counts = [0] * len(self.units)
-            self.last_scattered = len(self.units)
+            self.counts, self.last_scattered = [0] * len(self.units), len(self.units)
             loss_sum += base.accumulate(self.model, self.loss_fn, [batch], divisor)
-            for unit in self.units:
-                if unit.label not in self.seen:
-                    self._refuse(unit, "was not run")
+            for unit in (u for u in self.units if u.label not in self.seen):
+                self._refuse(unit, "was not run")
             self._scatter_down_to(0)
             self.receive_all()
             self.in_backward = False
@@ -188,10 +190,8 @@ class Zero3(Sharded):
 
     def _refuse(self, unit: Unit, why: str) -> None:
         """The other ranks gathered it with us, or wait for us to: neither can be put right."""
-        raise UsageError(
-            f"zero3: block '{unit.label}' {why} on rank {self.rank}; leave it out of the "
-            "workload's blocks"
-        )
+        where = f"on rank {self.rank}; leave it out of the workload's blocks"
+        raise UsageError(f"zero3: block '{unit.label}' {why} {where}")
 
     def step(self) -> None:
         self.update_shards()

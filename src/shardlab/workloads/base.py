@@ -62,6 +62,7 @@ class Workload:
     dataset: Dataset
     tokens_per_sample: int | None = None  # none: throughput is told in samples
     blocks: tuple[str, ...] = ()  # names of the modules to shard or checkpoint one by one
+    compile_also: tuple[str, ...] = ()  # modules outside the blocks that are worth compiling
     held_out: Dataset | None = None  # samples that are never trained on; none: no evaluation
     evaluate: Evaluate | None = None  # none: the loss alone
     flops_per_sample: float | None = None  # of forward and backward; none: not known

@@ -1,0 +1,67 @@
+"""What the image workloads share: real images, or others brought into their shape."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import numpy as np
+
+from shardlab.data import images, sources
+from shardlab.data.images import ImageDataset, ImageSet
+from shardlab.errors import UsageError, unknown
+from shardlab.workloads import synthetic
+from shardlab.workloads.synthetic import SYNTHETIC
+
+Shape = tuple[int, int, int]  # channels, height, width
+
+
+def datasets(
+    name: str, source: str, shape: Shape, augment: bool
+) -> tuple[ImageDataset, ImageDataset]:
+    """The images to train on, and those held out."""
+    if name not in images.KINDS:
+        raise unknown("option dataset", name, images.KINDS)
+    sets = [fit(_load(name, source, split), shape) for split in images.SPLITS]
+    train, test = (
+        ImageDataset(s.images, s.labels, s.mean, s.std, augment=augment and split == "train")
+        for s, split in zip(sets, images.SPLITS, strict=True)
+    )
+    return train, test
+
+
+def default_dataset(name: str, source: str) -> str:
+    """``name``, or scikit-learn's digits where nothing else can be had without a download."""
+    if source != sources.AUTO or sources.cached(name).is_dir():
+        return name
+    return "digits" if importlib.util.find_spec("sklearn") else name
+
+
+def _load(name: str, source: str, split: str) -> ImageSet:
+    if source == SYNTHETIC:
+        return synthetic.images(name, split)
+    try:
+        return images.load(name, source, split)
+    except UsageError as error:
+        if source != sources.AUTO:
+            raise
+        raise UsageError(f"{error}; or use data.source=synthetic") from None
+
+
+def fit(images: ImageSet, shape: Shape) -> ImageSet:
+    """Smaller images enlarged by a whole factor and framed in black; grey ones in every channel."""
+    channels, height, width = shape
+    _, own, h, w = images.images.shape
+    if (own, h, w) == shape:
+        return images
+    if own not in (1, channels) or h > height or w > width:
+        raise UsageError(f"images of shape {(own, h, w)} do not fit into a model for {shape}")
+    factor = min(height // h, width // w)
+    pixels = images.images.repeat(factor, axis=2).repeat(factor, axis=3)
+    top, left = (height - h * factor) // 2, (width - w * factor) // 2
+    framed = np.zeros((len(pixels), own, height, width), dtype=np.uint8)
+    framed[:, :, top : top + h * factor, left : left + w * factor] = pixels
+    more = channels // own
+    return replace(
+        images, images=framed.repeat(more, axis=1), mean=images.mean * more, std=images.std * more
+    )
