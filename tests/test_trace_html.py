@@ -1,4 +1,4 @@
-"""The page of a trace analysis: what it says, that it is harmless, and that it works in a browser."""
+"""The page of a trace analysis: what it says, that it is harmless, that it works in a browser."""
 
 from __future__ import annotations
 

@@ -168,7 +168,8 @@ def _slow(traces: TraceSet, ranks: Sequence[model.Breakdown]) -> str:
     where = f", mostly in {phase}" if phase in ("forward", "backward") else ""
     if phase == "optimizer":
         where = ", mostly in the optimizer"
-    return f"Rank {rank} is the slow one: each other rank waited {ms(per_step)} ms a step for it{where}."
+    waits = f"each other rank waited {ms(per_step)} ms a step for it{where}"
+    return f"Rank {rank} is the slow one: {waits}."
 
 
 def _hidden(_traces: TraceSet, ranks: Sequence[model.Breakdown]) -> str:
@@ -186,12 +187,12 @@ def _facts(
 ) -> list[tuple[str, str]]:
     first = traces.traces[0]
     slowest = max(ranks, key=_step_us)
-    overlaps = [row.overlap_pct for row in ranks if row.overlap_pct is not None]
+    comm, hidden = (sum(getattr(row, n) for row in ranks) for n in ("comm_us", "hidden_comm_us"))
     facts = [
         ("step, slowest rank", f"{ms(_step_us(slowest))} ms"),
         ("steps", str(_steps(ranks))),
         ("ranks", _ranks_text(traces, ranks)),
-        ("overlap", f"{statistics.mean(overlaps):.0f}%" if overlaps else fmt.NOTHING),
+        ("overlap", f"{100 * hidden / comm:.0f}%" if comm else fmt.NOTHING),
         ("device", first.device.upper()),
         ("spans drawn", f"{timeline['spans']:,}"),
     ]
@@ -451,7 +452,7 @@ def _kernels(traces: TraceSet) -> list[dict[str, Any]]:
         entry[1] += kernel.sum_us
         entry[2] = max(entry[2], kernel.max_us)
     wall = sum(row.wall_us for row in ranks) or 1
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "name": name,
             "kind": kind,
@@ -464,8 +465,7 @@ def _kernels(traces: TraceSet) -> list[dict[str, Any]]:
         for (name, kind), (count, total, longest) in together.items()
         if count
     ]
-    rows.sort(key=lambda row: -row["us"])
-    return rows[:25]
+    return sorted(rows, key=lambda row: row["us"], reverse=True)[:25]
 
 
 # ------------------------------------------------------------------ the timeline
@@ -501,7 +501,7 @@ def _timeline(traces: TraceSet) -> dict[str, Any]:
             keep = lane.end - lane.start >= shortest
         start = ((lane.start[keep] - low) // unit).astype("<u4")
         length = ((lane.end - lane.start)[keep] // unit).astype("<u4")
-        chosen = [lane.names[i] for i in np.flatnonzero(keep)] if len(lane.names) else []
+        chosen = [lane.names[int(i)] for i in np.flatnonzero(keep)] if len(lane.names) else []
         numbers = np.array([_number(name, names) for name in chosen], dtype="<u2")
         drawn += len(start)
         out.append(
@@ -567,10 +567,7 @@ def _lanes(traces: TraceSet) -> Iterable[_Lane]:
         end = np.concatenate([lane.end for lane in several])
         names = [name for lane in several for name in lane.names]
         by_start = np.argsort(start, kind="stable")
-        if len(names) == len(start):
-            names = [names[i] for i in by_start]
-        else:
-            names = []
+        names = [names[i] for i in by_start] if len(names) == len(start) else []
         yield _Lane(key[0], key[1], start[by_start], end[by_start], names)
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 # What an event of a trace takes in the compressed file: measured, see docs/capture.md.
 BYTES_PER_EVENT = 21
+SHAPES_FACTOR = 1.4  # with the shapes of its arguments
 COMPRESSION = 5  # of 1 to 9: beyond it the time doubles for three percent of the size
 
 
@@ -137,10 +138,12 @@ class Capture:
         profiler = self._stop()
         profiler.stop_trace()
         assert profiler.profiler is not None
+        assert profiler.profiler.kineto_results is not None
         events = len(profiler.profiler.kineto_results.events())
         if self.estimated_bytes is None:
             kept = self.profile.active * self.profile.repeat
-            self.estimated_bytes = round(events / steps * kept * BYTES_PER_EVENT)
+            size = BYTES_PER_EVENT * (SHAPES_FACTOR if self.profile.shapes else 1)
+            self.estimated_bytes = round(events / steps * kept * size)
             if self.world.rank == 0:
                 self.world.tell({"trace_bytes_estimated": self.estimated_bytes})
 

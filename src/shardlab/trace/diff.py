@@ -1,0 +1,228 @@
+"""Two runs side by side: what became faster or slower, by part, phase, collective and operator.
+
+All times are per step and per rank, so that runs of different length and size can be compared.
+Pure: two ``TraceSet``s in, plain rows out.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardlab.trace import model
+
+if TYPE_CHECKING:
+    from shardlab.trace import TraceSet
+
+SCHEMA = 1
+NOISE = 0.02  # of the step: a smaller difference is none
+PARTS = {
+    "compute_us": "compute",
+    "exposed_comm_us": "exposed communication",
+    "wait_us": "waiting for a slower rank",
+    "memory_us": "memory copies",
+    "idle_host_us": "idle, the host was late",
+    "idle_us": "other idle",
+}
+GROUPS = ("part", "phase", "collective", "label", "operator")
+
+
+@dataclass(frozen=True)
+class Value:
+    """Per step and rank."""
+
+    us: float = 0.0
+    count: float | None = None
+    bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing in both runs; zero time where a run does not have it."""
+
+    group: str  # of GROUPS, or "step"
+    name: str
+    a: Value
+    b: Value
+
+    @property
+    def change_us(self) -> float:
+        return self.b.us - self.a.us
+
+    @property
+    def ratio(self) -> float | None:
+        return self.b.us / self.a.us if self.a.us else None
+
+
+@dataclass(frozen=True)
+class Diff:
+    a: str  # what the runs are called
+    b: str
+    step: Row
+    rows: tuple[Row, ...]  # in each group the largest change first
+    notes: tuple[str, ...]  # what makes the comparison unequal
+
+    def of(self, group: str) -> list[Row]:
+        return [row for row in self.rows if row.group == group]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of diff.json."""
+        return {
+            "schema": SCHEMA,
+            "a": self.a,
+            "b": self.b,
+            "sentence": sentence(self),
+            "notes": list(self.notes),
+            "step": _plain(self.step),
+            "rows": [_plain(row) for row in self.rows],
+        }
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    return {**asdict(row), "change_us": row.change_us, "ratio": row.ratio}
+
+
+def diff(a: TraceSet, b: TraceSet, names: tuple[str, str] = ("A", "B")) -> Diff:
+    """What changed from ``a`` to ``b``."""
+    sides: dict[str, Callable[[TraceSet], Mapping[str, Value]]] = {
+        "part": _parts,
+        "phase": _phases,
+        "collective": lambda traces: _collectives(traces, lambda c: c.kind),
+        "label": lambda traces: _collectives(traces, lambda c: c.label),
+        "operator": _operators,
+    }
+    rows: list[Row] = []
+    for group in GROUPS:
+        left, right = sides[group](a), sides[group](b)
+        both = [
+            Row(group, name, left.get(name, Value()), right.get(name, Value()))
+            for name in {**left, **right}
+        ]
+        rows += sorted(both, key=lambda row: abs(row.change_us), reverse=True)
+    step = Row("step", "step", _step(a), _step(b))
+    return Diff(*names, step, tuple(rows), tuple(_notes(a, b, rows)))
+
+
+def sentence(diff: Diff) -> str:
+    """The answer in words: how much, and what most of it is."""
+    change, was = diff.step.change_us, diff.step.a.us
+    both = f"{was / 1000:.3g} ms against {diff.step.b.us / 1000:.3g} ms a step"
+    if abs(change) < NOISE * was:
+        return f"{diff.b} and {diff.a} take the same time: {both}."
+    word = "faster" if change < 0 else "slower"
+    first = f"{diff.b} is {100 * abs(change) / was:.0f}% {word} than {diff.a}: {both}."
+    reasons = [
+        f"{abs(row.change_us) / 1000:.3g} ms {'less' if row.change_us < 0 else 'more'} {row.name}"
+        for row in diff.of("part")
+        if row.change_us * change > 0 and abs(row.change_us) > 0.1 * abs(change)
+    ]
+    against = [
+        f"{abs(row.change_us) / 1000:.3g} ms {'less' if row.change_us < 0 else 'more'} {row.name}"
+        for row in diff.of("part")
+        if row.change_us * change < 0 and abs(row.change_us) > 0.1 * abs(change)
+    ]
+    second = f" It has {_and(reasons)}" if reasons else ""
+    if second and against:
+        second += f", but {_and(against)}"
+    return first + (second + "." if second else "")
+
+
+def _and(parts: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+
+
+# ------------------------------------------------------------------ one side
+
+
+def _step(traces: TraceSet) -> Value:
+    rows = traces.breakdown(per="rank")
+    return Value(statistics.mean(row.wall_us / max(row.steps, 1) for row in rows))
+
+
+def _parts(traces: TraceSet) -> dict[str, Value]:
+    rows = traces.breakdown(per="rank")
+    return {
+        name: Value(statistics.mean(getattr(row, part) / max(row.steps, 1) for row in rows))
+        for part, name in PARTS.items()
+    }
+
+
+def _phases(traces: TraceSet) -> dict[str, Value]:
+    """On the host: on a GPU the time to launch a phase, not to run it."""
+    times: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    steps = 0
+    for trace in traces.traces:
+        steps += len(trace.steps)
+        if not trace.steps:
+            continue
+        events = trace.events
+        inside = (events.start_ns >= trace.steps[0].start_ns) & (
+            events.start_ns < trace.steps[-1].end_ns
+        )
+        for number, name in enumerate(trace.names):
+            if name in model.PHASES:
+                found = inside & (events.name == number) & (events.kind == model.ANNOTATION)
+                times[name] += float(events.dur_ns[found].sum()) / 1000
+                counts[name] += int(np.count_nonzero(found))
+    return {name: Value(times[name] / steps, counts[name] / steps) for name in times if steps}
+
+
+def _collectives(traces: TraceSet, name_of: Callable[[model.Collective], str]) -> dict[str, Value]:
+    """The time that a rank spent in them, waiting for others included."""
+    rank_steps = sum(row.steps for row in traces.breakdown(per="rank")) or 1
+    times: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    sizes: dict[str, int | None] = defaultdict(int)
+    for collective in traces.collectives():
+        name = name_of(collective)
+        if not name:
+            continue
+        for part in collective.participants:
+            times[name] += (part.end_ns - part.start_ns) / 1000
+            counts[name] += 1
+            known = sizes[name]
+            sizes[name] = (
+                None if known is None or collective.bytes is None else known + collective.bytes
+            )
+    return {
+        name: Value(
+            times[name] / rank_steps,
+            counts[name] / rank_steps,
+            None if (size := sizes[name]) is None else size / rank_steps,
+        )
+        for name in times
+    }
+
+
+def _operators(traces: TraceSet) -> dict[str, Value]:
+    rank_steps = sum(row.steps for row in traces.breakdown(per="rank")) or 1
+    times: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    for kernel in traces.kernels(top=1_000_000):
+        times[kernel.name] += kernel.sum_us
+        counts[kernel.name] += kernel.count
+    return {name: Value(times[name] / rank_steps, counts[name] / rank_steps) for name in times}
+
+
+def _notes(a: TraceSet, b: TraceSet, rows: list[Row]) -> list[str]:
+    """What a reader must know before believing the numbers."""
+    notes = []
+    for what, of in (
+        ("ranks", lambda t: len({trace.rank for trace in t.traces})),
+        ("device", lambda t: t.traces[0].device),
+    ):
+        left, right = of(a), of(b)
+        if left != right:
+            notes.append(f"the runs differ in {what}: {left} and {right}")
+    if not set(_operators(a)) & set(_operators(b)) and any(r.group == "operator" for r in rows):
+        notes.append("the runs have no operator in common: are they the same model?")
+    few = min(row.steps for t in (a, b) for row in t.breakdown(per="rank"))
+    if few < 3:
+        notes.append(f"a rank has {few} steps only: small differences are chance")
+    return notes
