@@ -326,7 +326,7 @@ def test_mixed_precision_is_near_fp32_and_not_it(name: str, compute: str, ranks:
     rounded = ranks(2).run(losses, {"strategy.name": name, "precision.compute": compute})[0]
     assert rounded != exact
     assert rounded == pytest.approx(exact, rel=1e-3)
-    assert rounded[-1] < rounded[0] - 0.2
+    assert rounded[-1] < rounded[0] - 0.1
 
 
 def small_gradients(world: World, scale: float) -> float:
@@ -431,12 +431,13 @@ def graphs_and_params(world: World, overrides: dict[str, Any]) -> tuple[int, Arr
 def test_compile(no_blocks: str, ranks: GetRanks) -> None:
     """Blocks of one kind share one graph; a model without blocks is compiled whole."""
     gpt2 = {"strategy.name": "pytorch_ddp", "training.optimizer": "sgd"}
-    for overrides in (gpt2, {**gpt2, "model.workload": no_blocks, "model.size": None}):
+    bare = {**gpt2, "model.workload": no_blocks, "model.size": None}
+    for overrides, expected in ((gpt2, 2), (bare, 1)):  # gpt2: a block, and the head with its loss
         graphs, plain = ranks(2).run(graphs_and_params, overrides)[0]
         assert graphs == 0
-        compiled = {**overrides, "training.compile": True}
+        compiled = {**overrides, "training.compile": "blocks"}
         graphs, fast = ranks(2).run(graphs_and_params, compiled, deadline_s=300)[0]
-        assert graphs == 1
+        assert graphs == expected
         close(fast, plain, 1e-5)
 
 
@@ -446,10 +447,22 @@ def test_compile_under_every_strategy(name: str, ranks: GetRanks) -> None:
     """And checkpointed: what the compiled block needs is there when backward calls it again."""
     overrides = {"strategy.name": name, "training.optimizer": "sgd", "model.options.layers": 4}
     plain = ranks(2).run(final_params, overrides)[0]
-    overrides |= {"training.compile": True, "training.activation_checkpointing": True}
+    overrides |= {"training.compile": "blocks", "training.activation_checkpointing": True}
     fast = ranks(2).run(final_params, overrides, deadline_s=300)[0]
     close(fast, plain, 1e-5)
     assert any((fast[n] != plain[n]).any() for n in plain), "eager and compiled round alike?"
+
+
+@pytest.mark.timeout(400)
+def test_compile_as_one(ranks: GetRanks) -> None:
+    overrides = {"strategy.name": "bucket_ddp_async", "training.optimizer": "sgd"}
+    plain = ranks(2).run(final_params, overrides)[0]
+    overrides |= {"training.compile": "model", "training.activation_checkpointing": True}
+    graphs, fast = ranks(2).run(graphs_and_params, overrides, deadline_s=300)[0]
+    assert graphs == 1
+    close(fast, plain, 1e-5)
+    with pytest.raises(UsageError, match="zero3 works block by block, and a model that is"):
+        ranks(2).run(final_params, {**overrides, "strategy.name": "zero3"})
 
 
 def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,7 +475,7 @@ def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) 
     workload = training.build_workload(configs.load(None, {"model.size": "tiny"}))
     with pytest.raises(UsageError, match="needs a C\\+\\+ compiler on a CPU"):
         training.prepare_blocks(
-            workload.make_model(), workload, configs.TrainingConfig(compile=True)
+            workload.make_model(), workload, configs.TrainingConfig(compile="blocks")
         )
 
 
@@ -485,7 +498,7 @@ def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) 
         ),
         ({"training.min_rate": 0.1}, "training.min_rate is for the cosine schedule"),
         ({"training.schedule": "cosine", "training.min_rate": 2}, "0 to 1, got 2.0"),
-        ({"training.compile": 1}, "training.compile must be a true or false"),
+        ({"training.compile": "block"}, "unknown training.compile 'block'; did you mean 'blocks'"),
         ({"precision.loss_scale": 8}, "precision.loss_scale is for fp16; gradients in fp32"),
         ({"precision.compute": "fp16", "precision.loss_scale": 0}, "must be above 0, got 0.0"),
     ],
@@ -516,3 +529,12 @@ def test_a_loss_is_cast_only_where_asked() -> None:
     for compute, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         batch = Batch(torch.ones(1, 2), None, 1, 1)
         assert training.in_precision(loss, compute)(model, batch).dtype in (dtype, torch.float32)
+
+
+def test_fp16_that_never_becomes_finite_ends_the_run() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    update = Update(torch.optim.SGD([parameter]), Rule(loss_scale=1.0))
+    with pytest.raises(FloatingPointError, match="not finite even with a loss scale of 0.00390625"):
+        for _ in range(20):
+            update([torch.full((2,), torch.nan)])
+    assert parameter.tolist() == [1, 1]

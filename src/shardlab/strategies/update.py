@@ -13,6 +13,8 @@ from torch import Tensor
 from shardlab import comm
 from shardlab.phases import OPTIMIZER, phase
 
+SMALLEST_SCALE = 2.0**-8  # gradients that overflow below are wrong, not large
+
 
 def constant(_step: int) -> float:
     return 1.0
@@ -63,6 +65,11 @@ class Update:
             norm = global_norm(gradients, self.device, sharded_over) / self.scale  # ()
             if rule.loss_scale is not None and not math.isfinite(float(norm)):
                 self.scale, self.good_steps = self.scale / 2, 0
+                if self.scale < SMALLEST_SCALE:
+                    raise FloatingPointError(
+                        "fp16 gradients are not finite even with a loss scale of "
+                        f"{self.scale * 2}: the loss itself overflows; try precision bf16"
+                    )
                 return False
             factor = torch.ones_like(norm) / self.scale
             if rule.clip_norm is not None:
@@ -82,8 +89,14 @@ class Update:
         return {"steps": self.steps, "scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Last, when the optimizer's own state is in place."""
         self.steps, self.scale = state["steps"], state["scale"]
         self.good_steps = state["good_steps"]
+        inner = getattr(self.optimizer, "optim", self.optimizer)  # of PyTorch's ZeRO-1
+        for held in inner.state.values():
+            if "step" in held:  # a fused optimizer counts on the GPU, the others do on the CPU
+                where = self.device if inner.defaults.get("fused") else torch.device("cpu")
+                held["step"] = held["step"].to(where)
 
 
 def global_norm(

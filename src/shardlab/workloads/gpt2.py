@@ -73,6 +73,24 @@ class Block(nn.Module):
         return out
 
 
+class Head(nn.Linear):
+    """The logits of each position; or, given the targets, the sum of their losses."""
+
+    TILE = 64  # GPU matrix products are fast on multiples of it, and 50257 is prime
+
+    def forward(self, input: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is None:
+            return F.linear(input, self.weight)  # (batch, seq, vocab)
+        padding = -self.out_features % self.TILE
+        if not (padding and input.is_cuda and torch.compiler.is_compiling()):
+            logits = F.linear(input, self.weight)
+        else:  # compiled, the padding's columns cost nothing: they are masked on the fly
+            logits = F.linear(input, F.pad(self.weight, (0, 0, 0, padding)))
+            is_token = torch.arange(logits.shape[-1], device=logits.device) < self.out_features
+            logits = logits.float().masked_fill(~is_token, -torch.inf)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
 class GPT2(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -81,7 +99,7 @@ class GPT2(nn.Module):
         self.wpe = nn.Embedding(shape.context, shape.dim)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.ln_f = nn.LayerNorm(shape.dim)
-        self.head = nn.Linear(shape.dim, shape.vocab, bias=False)
+        self.head = Head(shape.dim, shape.vocab, bias=False)
         self.head.weight = self.wte.weight  # tied: one parameter, two gradients that add up
         self.apply(self._init)
         # Each block adds to the residual stream twice: keep its variance from growing with depth.
@@ -96,18 +114,26 @@ class GPT2(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def forward(self, tokens: Tensor) -> Tensor:  # (batch, seq)
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits (batch, seq, vocab) of tokens (batch, seq); given targets, their summed loss.
+
+        The loss is in here to be compiled with the rest: on a GPU the logits are the largest
+        tensor by far, and would be read and written several times more.
+        """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.wte(tokens) + self.wpe(positions)  # (batch, seq, dim)
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
+            x = x.bfloat16()  # else the residual stream, which every layer reads, is twice as large
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.ln_f(x))  # (batch, seq, vocab)
-        return logits
+        out: Tensor = self.head(self.ln_f(x), targets)
+        return out
 
 
 def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
-    logits = model(batch.inputs)
-    return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum")
+    loss: Tensor = model(batch.inputs, batch.targets)
+    return loss
 
 
 def next_token_sums(model: nn.Module, batch: Batch) -> Sums:
@@ -157,6 +183,7 @@ def gpt2(
         dataset=train,
         tokens_per_sample=seq_len,
         blocks=tuple(f"blocks.{i}" for i in range(shape.layers)),
+        compile_also=("head",),
         held_out=test,
         evaluate=next_token_sums,
         flops_per_sample=seq_len * flops_per_token(shape, seq_len),
