@@ -1,0 +1,293 @@
+"""HTA's numbers: temporal breakdown, overlap, kernel types, idle time; by its definitions.
+
+By default they are exact. HTA's own figures differ where one of the rules below applies, each an
+error of HTA's that docs/traces.md describes; ``compat=True`` applies them all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardlab.trace.intervals import Intervals, union
+from shardlab.trace.model import (
+    ANNOTATION,
+    CPU_OP,
+    GPU_ANNOTATION,
+    KERNEL,
+    MEMCPY,
+    MEMSET,
+    RUNTIME,
+    SYNC,
+    Bools,
+    Hta,
+    Ints,
+    Trace,
+)
+
+ROUNDING = "ns-rounding"  # start rounded up and end down to whole microseconds
+FLOATS = "float64-timestamps"  # microseconds since 1970 in a float: a quarter of one is kept
+OPERATORS = "stream-on-operator"  # an operator on the host that names a stream is GPU work
+SYNCS = "sync-is-work"  # waiting for a stream or an event keeps the GPU busy
+GPU_MARKERS = "gpu-step-markers"  # the last step begins where its marker on the GPU does
+MERGED = "gpus-merged"  # the GPUs of one process are one
+NAMES = "kind-by-name"  # hip* is communication; *Sync*, *dma*, *Memcpy* and *Memset* no compute
+RULES = (ROUNDING, FLOATS, OPERATORS, SYNCS, GPU_MARKERS, MERGED, NAMES)
+
+COMMUNICATION, MEMORY, COMPUTATION, OTHER = range(4)
+TYPES = ("COMMUNICATION", "MEMORY", "COMPUTATION", "OTHER")
+
+_HTA_COMM = re.compile(r"(^nccl.*)|(^hip)|(^hccl)|(.*ncclKernel.*)")
+_HTA_MEMORY = re.compile(r"(^(hip)?Memcpy)|(^(hip)?Memset)|(^dma)")
+_HTA_NO_COMPUTE = re.compile(
+    r"(^nccl)|(.*Memcpy)|(.*Memset)|(.*dma)|(^.*Sync)|(^Stream Wait Event)|(cuda.*LaunchKernel)"
+    r"|(^runFunction)|(^hip)|(^job_exe)|(^packet)|(^pe_exe)|(^cpum_exe_subgraph)|(^hccl)"
+    r"|(^collective_subgraph_execution)"
+)
+_COMM = re.compile(
+    r"^(void )?(nccl|rccl|hccl|msccl)|ncclKernel|ncclDevKernel|mscclKernel|mscclpp|nvshmem"
+    r"|(one|two)_shot_all_reduce|multimem_(all|one)_|cross_device_reduce",
+    re.IGNORECASE,
+)
+
+
+def is_communication(name: str) -> bool:
+    """Whether a GPU kernel of this name moves data between GPUs."""
+    return _COMM.search(name) is not None
+
+
+def _type_by_name(name: str) -> int:
+    if _HTA_COMM.match(name):
+        return COMMUNICATION
+    if _HTA_MEMORY.match(name):
+        return MEMORY
+    return OTHER if _HTA_NO_COMPUTE.match(name) else COMPUTATION
+
+
+@dataclass(frozen=True)
+class GpuEvents:
+    """The GPU events that HTA looks at, by the chosen rules; times in ns."""
+
+    row: Ints  # in Trace.events
+    start: Ints
+    end: Ints
+    type: Ints  # of TYPES
+    device: Ints
+
+    def busy(self, type_: int | None = None, device: int | None = None) -> Intervals:
+        chosen = np.ones(len(self.row), bool)
+        if type_ is not None:
+            chosen &= self.type == type_
+        if device is not None:
+            chosen &= self.device == device
+        return union(self.start[chosen], self.end[chosen])
+
+
+def gpu_events(
+    trace: Trace, rules: Sequence[str] = (), steps_in_set: int | None = None
+) -> GpuEvents:
+    """What HTA calls GPU events: with two or more steps, those launched before the last.
+
+    ``steps_in_set``: over all ranks that are analysed together, as HTA counts them.
+    """
+    events = trace.events
+    wanted = np.isin(events.kind, (KERNEL, MEMCPY, MEMSET))
+    # HTA knows a GPU event by its stream.
+    if SYNCS in rules:
+        wanted |= (events.kind == SYNC) & (events.stream >= 0)
+    if OPERATORS in rules:
+        wanted |= (events.kind == CPU_OP) & (events.stream >= 0)
+    if (steps_in_set or len({step.number for step in trace.steps})) >= 2:
+        wanted &= _launched_before_last_step(trace, GPU_MARKERS in rules)
+    row = np.flatnonzero(wanted)
+    start, end = events.start_ns[row], events.end_ns[row]
+    if ROUNDING in rules or FLOATS in rules:
+        start, end = _hta_times(start, end, trace.rounded, ROUNDING in rules)
+    device = events.device[row].astype(np.int64)
+    if MERGED in rules:
+        device = np.zeros(len(row), np.int64)
+    return GpuEvents(row, start, end, _types(trace, row, NAMES in rules), device)
+
+
+def _launched_before_last_step(trace: Trace, gpu_markers: bool) -> Bools:
+    """Rows whose launch is in the trace and came before the last step's marker."""
+    events = trace.events
+    marks = np.zeros(len(trace.names), bool)
+    marks[[i for i, name in enumerate(trace.names) if name.startswith("ProfilerStep#")]] = True
+    kinds = (ANNOTATION, GPU_ANNOTATION) if gpu_markers else (ANNOTATION,)
+    markers = np.isin(events.kind, kinds) & marks[events.name]
+    if not markers.any():
+        return np.ones(len(events), bool)
+    last = events.start_ns[markers].max()
+    on_host = np.isin(events.kind, (RUNTIME, ANNOTATION, GPU_ANNOTATION, CPU_OP))
+    early = on_host & (events.start_ns < last)
+    launched = events.correlation[early & (events.correlation >= 0)]
+    by_launch = (events.correlation >= 0) & np.isin(events.correlation, launched)
+    # An operator on the host that names a stream was not launched: its own time counts.
+    operators = (events.kind == CPU_OP) & (events.correlation < 0) & early
+    result: Bools = (by_launch & ~on_host) | operators
+    return result
+
+
+def _hta_times(start: Ints, end: Ints, floats: bool, rounded: bool) -> tuple[Ints, Ints]:
+    """Times as HTA has them: floats of microseconds, then rounded; back in ns."""
+    if not floats:
+        return start, end
+    start_us = start // 1000 + (start % 1000) / 1000
+    end_us = start_us + (end - start) / 1000
+    if rounded:
+        start_us, end_us = np.ceil(start_us), np.floor(end_us)
+        return start_us.astype(np.int64) * 1000, end_us.astype(np.int64) * 1000
+    return _float_ns(start_us), _float_ns(end_us)
+
+
+def _float_ns(us: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Ints:
+    whole = np.floor(us)
+    return whole.astype(np.int64) * 1000 + np.rint((us - whole) * 1000).astype(np.int64)
+
+
+def _types(trace: Trace, row: Ints, by_name: bool) -> Ints:
+    events = trace.events
+    if by_name:
+        of_name = np.array([_type_by_name(name) for name in trace.names] or [0], np.int64)
+        return of_name[events.name[row]]
+    comm = np.array([is_communication(name) for name in trace.names] or [False])
+    kind = events.kind[row]
+    result = np.where(comm[events.name[row]], COMMUNICATION, COMPUTATION)
+    result[(kind == MEMCPY) | (kind == MEMSET)] = MEMORY
+    result[kind == SYNC] = OTHER
+    return result
+
+
+# ------------------------------------------------------------------ the numbers
+
+
+def temporal(trace: Trace, *, compat: bool = False, steps_in_set: int | None = None) -> Hta:
+    """Temporal breakdown and overlap of one rank; names the rules that would change them."""
+    if compat:
+        return _numbers(trace, RULES, steps_in_set)
+    exact = _numbers(trace, (), steps_in_set)
+    changed = tuple(
+        rule
+        for rule in _applicable(trace)
+        if _differs(exact, _numbers(trace, (rule,), steps_in_set))
+    )
+    return Hta(**{**vars(exact), "rules": changed})
+
+
+def quick(trace: Trace, *, compat: bool = False, steps_in_set: int | None = None) -> Hta:
+    """The same without asking which rules matter."""
+    return _numbers(trace, RULES if compat else (), steps_in_set)
+
+
+def _numbers(trace: Trace, rules: Sequence[str], steps_in_set: int | None) -> Hta:
+    gpu = gpu_events(trace, rules, steps_in_set)
+    if not len(gpu.row):
+        return Hta(trace.rank, None, None, None, None, None)
+    devices = np.unique(gpu.device)
+    idle = compute = kernel = comm_time = overlap = 0
+    if ROUNDING in rules:
+        return _rounded_numbers(trace.rank, gpu)
+    for device in devices.tolist():
+        mine = gpu.device == device
+        busy = gpu.busy(device=device)
+        span = int(gpu.end[mine].max() - gpu.start[mine].min())
+        computing = gpu.busy(COMPUTATION, device)
+        communicating = gpu.busy(COMMUNICATION, device)
+        kernel += span
+        idle += span - busy.length
+        compute += computing.length
+        comm_time += communicating.length
+        overlap += (computing & communicating).length
+    scale = 1000 * len(devices)  # several GPUs: their mean
+    return Hta(
+        trace.rank,
+        idle_time_us=idle / scale,
+        compute_time_us=compute / scale,
+        non_compute_time_us=(kernel - idle - compute) / scale,
+        kernel_time_us=kernel / scale,
+        comm_comp_overlap_pctg=100 * overlap / comm_time if comm_time else None,
+    )
+
+
+def _rounded_numbers(rank: int, gpu: GpuEvents) -> Hta:
+    """As HTA computes them: a kernel of less than a microsecond may end before it begins, and
+    then counts negative."""
+    merged = {
+        kind: _hta_merge(gpu.start[chosen], gpu.end[chosen])
+        for kind, chosen in (
+            (None, np.ones(len(gpu.row), bool)),
+            (COMPUTATION, gpu.type == COMPUTATION),
+            (COMMUNICATION, gpu.type == COMMUNICATION),
+        )
+    }
+    length = {kind: int((end - start).sum()) for kind, (start, end) in merged.items()}
+    span = int(merged[None][1][-1] - merged[None][0][0])
+    (comm_start, comm_end), (comp_start, comp_end) = merged[COMMUNICATION], merged[COMPUTATION]
+    times = np.concatenate([comm_start, comm_end, comp_start, comp_end])
+    sizes = [len(comm_start), len(comm_end), len(comp_start), len(comp_end)]
+    change = np.repeat([1, -1, 2, -2], sizes)
+    order = np.argsort(times, kind="stable")
+    both = np.cumsum(change[order])[:-1] == 3
+    overlap = int(np.diff(times[order])[both].sum())
+    idle, compute = span - length[None], length[COMPUTATION]
+    return Hta(
+        rank,
+        idle_time_us=idle / 1000,
+        compute_time_us=compute / 1000,
+        non_compute_time_us=(span - idle - compute) / 1000,
+        kernel_time_us=span / 1000,
+        comm_comp_overlap_pctg=(
+            100 * overlap / length[COMMUNICATION] if length[COMMUNICATION] else None
+        ),
+    )
+
+
+def _hta_merge(start: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """HTA's union of spans, which keeps those that end before they begin."""
+    if not len(start):
+        return start, end
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], end[order]
+    before = np.maximum.accumulate(end)
+    first = np.concatenate([[True], start[1:] > before[:-1]])
+    return start[first], np.maximum.reduceat(end, np.flatnonzero(first))
+
+
+def _applicable(trace: Trace) -> list[str]:
+    """The rules that can matter to this trace: the others need not be tried."""
+    events = trace.events
+    rules = [NAMES]
+    if trace.rounded:
+        rules.append(ROUNDING)
+        if len(events) and int(events.start_ns.max()) > 2**43 * 1000:
+            rules.append(FLOATS)
+    if ((events.kind == CPU_OP) & (events.stream >= 0)).any():
+        rules.append(OPERATORS)
+    if (events.kind == SYNC).any():
+        rules.append(SYNCS)
+    if (events.kind == GPU_ANNOTATION).any():
+        rules.append(GPU_MARKERS)
+    gpu = np.isin(events.kind, (KERNEL, MEMCPY, MEMSET))
+    if len(np.unique(events.device[gpu])) > 1:
+        rules.append(MERGED)
+    return [rule for rule in RULES if rule in rules]
+
+
+def _differs(a: Hta, b: Hta) -> bool:
+    """By more than a hundredth of a percentage point of anything."""
+
+    def parts(x: Hta) -> list[float]:
+        whole = x.kernel_time_us or 1
+        values = (x.idle_time_us, x.compute_time_us, x.non_compute_time_us)
+        return [100 * (v or 0) / whole for v in values] + [x.comm_comp_overlap_pctg or 0]
+
+    if (a.kernel_time_us is None) != (b.kernel_time_us is None):
+        return True
+    whole_a, whole_b = a.kernel_time_us or 1, b.kernel_time_us or 1
+    if abs(whole_a - whole_b) > 1e-4 * whole_a:
+        return True
+    return any(abs(x - y) > 0.01 for x, y in zip(parts(a), parts(b), strict=True))
