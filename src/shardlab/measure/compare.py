@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from shardlab.config import Config, ProfileConfig, check_batch, parse_value
+from shardlab.config import Config, OutputConfig, ProfileConfig, check_batch, parse_value
 from shardlab.errors import RankFailure, UsageError
 from shardlab.measure import stats
 from shardlab.measure.rankset import RankSet
@@ -182,7 +182,10 @@ def _profile(
     config = replace(
         cell.config,
         profile=profile,
-        training=replace(cell.config.training, steps=profile.repeat * profile.window),
+        training=replace(
+            cell.config.training, steps=profile.repeat * profile.window, warmup_steps=0
+        ),
+        output=OutputConfig(),  # the folder is no longer empty, and that is right here
     )
     try:
         return cast(
