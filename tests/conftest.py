@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+import browser
 from shardlab.config import LaunchConfig
 from shardlab.launch import Ranks
 
@@ -33,3 +34,14 @@ def ranks() -> Iterator[GetRanks]:
     yield get
     for world in worlds.values():
         world.close()
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Browser]:
+    """A browser without a network, for the pages that we write; skipped where there is none."""
+    program, reason = browser.find()
+    if program is None:
+        pytest.skip(f"no browser: {reason}")
+    opened = browser.Browser(program, tmp_path_factory.mktemp("profile"))
+    yield opened
+    opened.close()

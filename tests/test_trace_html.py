@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +80,6 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
 
 
 # ------------------------------------------------------------------ in a browser
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Browser]:
-    program, reason = browser.find()
-    if program is None:
-        pytest.skip(f"no browser: {reason}")
-    opened = browser.Browser(program, tmp_path_factory.mktemp("profile"))
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(scope="module")

@@ -139,7 +139,7 @@ def print_comparison(result: Mapping[str, Any], files: Mapping[str, Path]) -> No
     for path in files.values():
         out.print(f"  {path}", soft_wrap=True, markup=False)
     for cell in result["cells"]:
-        if (traces := cell["traces"]) is None:
+        if (traces := cell.get("traces")) is None:
             continue
         if "reason" in traces:
             out.print(f"no traces of {cell['label']}: {traces['reason']}", markup=False)
