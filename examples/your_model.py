@@ -5,9 +5,8 @@ shardlab compare --workload examples/your_model.py:workload
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from shardlab.workloads.base import Batch, Workload
+from shardlab.workloads.base import Batch, Workload, classification_loss, classify
 
 
 class Model(nn.Module):
@@ -22,8 +21,9 @@ class Model(nn.Module):
 class Data:
     """Samples by number. No numbers make a batch of no rows: a rank may have nothing to do."""
 
-    x = torch.randn(10_000, 64, generator=torch.Generator().manual_seed(0))
-    y = x[:, :10].argmax(1)
+    def __init__(self, samples: int, seed: int) -> None:
+        self.x = torch.randn(samples, 64, generator=torch.Generator().manual_seed(seed))
+        self.y = self.x[:, :10].argmax(1)
 
     def __len__(self) -> int:
         return len(self.x)
@@ -32,9 +32,8 @@ class Data:
         return Batch(inputs=self.x[ids], targets=self.y[ids], count=len(ids), samples=len(ids))
 
 
-def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The sum over the batch, not its mean: shardlab divides by the count of the global batch."""
-    return F.cross_entropy(model(batch.inputs), batch.targets, reduction="sum")
-
-
-workload = Workload(name="my-model", make_model=Model, loss=loss, dataset=Data())
+workload = Workload(
+    name="my-model", make_model=Model, dataset=Data(10_000, seed=0), held_out=Data(1_000, seed=1),
+    loss=classification_loss,  # the sum over the batch: shardlab divides by the global count
+    evaluate=classify,  # more sums: loss and correct answers
+)  # fmt: skip

@@ -115,7 +115,8 @@ def test_one_global_batch_whatever_the_world(ranks: GetRanks) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
 def test_optimizers(optimizer: str, ranks: GetRanks) -> None:
-    overrides = {"training.optimizer": optimizer, "training.learning_rate": 1e-2}
+    rate = 0.1 if optimizer == "sgd" else 1e-2
+    overrides = {"training.optimizer": optimizer, "training.learning_rate": rate}
     (values,) = ranks(1).run(losses, overrides)
     assert values[-1] < values[0]
 

@@ -30,7 +30,7 @@ from shardlab.strategies import STRATEGIES
 from shardlab.strategies.base import Infer, MakeOptimizer, Strategy, T
 from shardlab.strategies.update import Rule
 from shardlab.trace import capture
-from shardlab.workloads import WORKLOADS, batchnorm
+from shardlab.workloads import WORKLOADS, batchnorm, custom
 from shardlab.workloads.base import Batch, Workload
 from shardlab.world import World
 
@@ -91,24 +91,14 @@ def _batches(
 def build_workload(config: Config) -> Workload:
     """The workload that the config names: ours, or the user's by import path."""
     model = config.model
-    target = naming.resolve(model.workload, WORKLOADS, "workload")
     options = dict(model.options)
     if model.size is not None:
         options["size"] = model.size
-    if isinstance(target, Workload):
-        if options:
-            raise UsageError(f"the workload {model.workload} is a value and takes no options")
-        return target
-    if not callable(target):
-        raise UsageError(
-            f"the workload {model.workload} is neither a Workload nor a function that returns one"
-        )
-    naming.check_options(target, options, f"workload {model.workload}")
-    workload = target(config.data, **options)
-    if not isinstance(workload, Workload):
-        raise UsageError(
-            f"the workload {model.workload} returned a {type(workload).__name__}, not a Workload"
-        )
+    if ":" in model.workload:
+        return custom.build(model.workload, config.data, options)
+    make = naming.resolve(model.workload, WORKLOADS, "workload")
+    naming.check_options(make, options, f"workload {model.workload}")
+    workload: Workload = make(config.data, **options)
     return workload
 
 
