@@ -139,8 +139,10 @@ def _copy(step: Step, device: torch.device, stream: torch.cuda.Stream) -> Step:
     torch.cuda.set_device(device)  # the current device is a thread's own
 
     def send(tensor: Tensor) -> Tensor:
-        pinned = tensor if tensor.is_cuda or not tensor.numel() else tensor.pin_memory()
-        return pinned.to(device, non_blocking=True)
+        if not tensor.is_cuda and tensor.numel():
+            # Contiguous, or the copy would first make it so in memory that is not page-locked.
+            tensor = tensor.contiguous().pin_memory()
+        return tensor.to(device, non_blocking=True)
 
     with torch.cuda.stream(stream):
         microbatches = [_map(batch, send) for batch in step.microbatches]

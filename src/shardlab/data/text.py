@@ -204,7 +204,7 @@ def read_documents(path: Path) -> list[str] | None:
 _CUT = re.compile(r"(?<=\S\n)(?=\S)")
 
 
-def pieces(text: str, size: int = PIECE) -> Iterator[str]:
+def pieces(text: str, size: int) -> Iterator[str]:
     """The text in parts that can be encoded apart and give the same tokens.
 
     Cut only behind a single line break between two words: there the encoding cuts anyway.
@@ -358,7 +358,7 @@ def _fill(
                     skipped += 1
                     continue
                 for document in found:
-                    for piece in pieces(document):
+                    for piece in pieces(document, PIECE):
                         waiting.append((pool.submit(_work, piece), done))
                     waiting.append((None, done))
                     documents += 1
