@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -175,7 +175,7 @@ def temporal(trace: Trace, *, compat: bool = False, steps_in_set: int | None = N
         for rule in _applicable(trace)
         if _differs(exact, _numbers(trace, (rule,), steps_in_set))
     )
-    return Hta(**{**vars(exact), "rules": changed})
+    return replace(exact, rules=changed)
 
 
 def quick(trace: Trace, *, compat: bool = False, steps_in_set: int | None = None) -> Hta:
@@ -210,6 +210,7 @@ def _numbers(trace: Trace, rules: Sequence[str], steps_in_set: int | None) -> Ht
         non_compute_time_us=(kernel - idle - compute) / scale,
         kernel_time_us=kernel / scale,
         comm_comp_overlap_pctg=100 * overlap / comm_time if comm_time else None,
+        comm_us=comm_time / scale,
     )
 
 
@@ -243,6 +244,26 @@ def _rounded_numbers(rank: int, gpu: GpuEvents) -> Hta:
         comm_comp_overlap_pctg=(
             100 * overlap / length[COMMUNICATION] if length[COMMUNICATION] else None
         ),
+        comm_us=length[COMMUNICATION] / 1000,
+    )
+
+
+def added(a: Hta, b: Hta) -> Hta:
+    """Two windows of one rank."""
+    if a.kernel_time_us is None or b.kernel_time_us is None:
+        return a if b.kernel_time_us is None else b
+    comm = a.comm_us + b.comm_us
+    hidden = sum((x.comm_comp_overlap_pctg or 0.0) * x.comm_us for x in (a, b))
+    times = {
+        f"{part}_us": (getattr(a, f"{part}_us") or 0) + (getattr(b, f"{part}_us") or 0)
+        for part in ("idle_time", "compute_time", "non_compute_time", "kernel_time")
+    }
+    return replace(
+        a,
+        **times,
+        comm_comp_overlap_pctg=hidden / comm if comm else None,
+        rules=tuple(rule for rule in RULES if rule in a.rules + b.rules),
+        comm_us=comm,
     )
 
 

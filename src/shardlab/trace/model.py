@@ -211,9 +211,11 @@ class Straggler:
     rank: int
     phase: str
     collectives: int  # in which it came last, and somebody waited
-    others_waited_us: float  # summed over the other ranks
-    worst_us: float  # the longest that one rank waited for it
+    others_waited_us: float  # inside collectives, summed over the other ranks
+    lost_us: float  # of that, what no computation covered
+    worst_us: float  # the longest that one rank waited for it in one collective
     worst_collective: str  # its id
+    worst_label: str  # its kind and label
 
 
 @dataclass(frozen=True)
@@ -263,6 +265,27 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class KernelType:
+    """HTA's kernel types: GPU time by what ran, alone or at once, over all ranks."""
+
+    type: str  # COMPUTATION, "COMPUTATION overlapping COMMUNICATION", ...
+    sum_us: float
+    percentage: float
+
+
+@dataclass(frozen=True)
+class Idle:
+    """HTA's idle time of one stream, by cause."""
+
+    rank: int
+    device: int
+    stream: int
+    host_wait_us: float  # the next kernel was launched after this one had ended
+    kernel_wait_us: float  # under 30 µs: what it takes to start the next
+    other_us: float
+
+
+@dataclass(frozen=True)
 class Hta:
     """HTA's temporal breakdown and overlap of one rank; None where it has none (CPU traces).
 
@@ -276,6 +299,7 @@ class Hta:
     kernel_time_us: float | None
     comm_comp_overlap_pctg: float | None
     rules: tuple[str, ...] = ()
+    comm_us: float = 0.0  # what the overlap is a part of
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,93 @@
+"""Where each step of each rank went. The parts add up to wall time, which is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import numpy as np
+
+from shardlab.trace.activity import Device
+from shardlab.trace.intervals import NOTHING, Intervals
+from shardlab.trace.model import PARTS, Breakdown, Ints, Trace
+
+TOLERANCE = 1e-3  # of wall time
+
+
+class BreakdownError(AssertionError):
+    """The parts do not add up: an error of ours, never of the trace."""
+
+
+def per_step(
+    trace: Trace, devices: Sequence[Device], waits: Intervals = NOTHING
+) -> list[Breakdown]:
+    """One row for each step. ``waits``: when this rank was in a collective and others were not.
+
+    Computation covers communication, which covers copies, which cover idle time: a moment counts
+    once, for the first of these that it is.
+    """
+    edges = np.array([t for s in trace.steps for t in (s.start_ns, s.end_ns)], np.int64)
+    sums = np.zeros((len(trace.steps), 8))
+    for device in devices:
+        sums += _parts(device, waits, edges)
+    sums /= 1000 * len(devices)  # ns to µs; several GPUs: their mean
+    rows = []
+    for step, (compute, exposed, wait, memory, host, idle, hidden, wall) in zip(
+        trace.steps, sums.tolist(), strict=True
+    ):
+        rows.append(
+            Breakdown(
+                trace.rank, step.number, 1, wall, compute, exposed, wait, memory, host, idle,
+                hidden, hidden + exposed + wait,
+            )
+        )  # fmt: skip
+    for row in rows:
+        check(row)
+    return rows
+
+
+def _parts(
+    device: Device, waits: Intervals, edges: Ints
+) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """(steps, 8) in ns: compute, exposed, wait, memory, idle_host, idle, hidden, wall."""
+    exposed = device.comm - device.compute
+    waiting = exposed & waits
+    communicating = exposed - waits
+    copying = device.memory - device.compute - device.comm
+    busy = device.compute | device.comm | device.memory
+    host = device.late - busy
+    hidden = device.comm & device.compute
+    columns = [
+        part.lengths(edges)[::2]
+        for part in (device.compute, communicating, waiting, copying, host, busy, hidden)
+    ]
+    wall = np.diff(edges)[::2]
+    compute, communicating_ns, waiting_ns, copying_ns, host_ns, busy_ns, hidden_ns = columns
+    idle = wall - busy_ns - host_ns
+    return np.stack(
+        [compute, communicating_ns, waiting_ns, copying_ns, host_ns, idle, hidden_ns, wall], axis=1
+    ).astype(np.float64)
+
+
+def check(row: Breakdown) -> None:
+    """Every analysis does this: parts sum to wall time, none is negative."""
+    parts = [getattr(row, name) for name in PARTS]
+    if abs(sum(parts) - row.wall_us) > TOLERANCE * row.wall_us + 1e-3 or min(parts) < -1e-6:
+        raise BreakdownError(f"rank {row.rank}, step {row.step}: {parts} is not {row.wall_us}")
+
+
+def per_rank(rows: Sequence[Breakdown]) -> list[Breakdown]:
+    """The sum over each rank's steps."""
+    ranks = sorted({row.rank for row in rows})
+    result = []
+    for rank in ranks:
+        mine = [row for row in rows if row.rank == rank]
+        times = {
+            f.name: sum(getattr(row, f.name) for row in mine)
+            for f in fields(Breakdown)
+            if f.name.endswith("_us")
+        }
+        total = Breakdown(rank=rank, step=None, steps=len(mine), **times)
+        check(total)
+        result.append(total)
+    return result

@@ -1,0 +1,342 @@
+"""The traces of one run, and the questions that can be asked of them. Answers are plain tables."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from shardlab.errors import UsageError, unknown
+from shardlab.trace import (
+    activity,
+    breakdown,
+    collectives,
+    find,
+    hta,
+    kernels,
+    memory,
+    parse,
+    stream,
+    whatif,
+)  # fmt: skip
+from shardlab.trace.intervals import NOTHING, Intervals
+from shardlab.trace.model import (
+    Breakdown,
+    Collective,
+    CollectiveSummary,
+    Hta,
+    Idle,
+    Kernel,
+    KernelType,
+    Lane,
+    Memory,
+    Straggler,
+    Trace,
+    WhatIf,
+    row,
+)  # fmt: skip
+
+SCHEMA = 1
+HTA = (
+    "idle_time_us", "compute_time_us", "non_compute_time_us", "kernel_time_us",
+    "comm_comp_overlap_pctg",
+)  # fmt: skip
+SMALL = 24 << 20  # bytes of files: less is read sooner than a process is started
+
+
+def load(
+    paths: str | Path | Sequence[str | Path],
+    select: str = "latest",
+    jobs: int | None = None,
+    whole: bool = False,
+) -> TraceSet:
+    """The traces of one run: a run folder, a folder of traces, or files.
+
+    ``select``: ``latest`` takes each rank's last window (of the newest run, if there are
+    several), ``all`` every window. ``jobs``: processes that read files; None: as many as there
+    are cores. ``whole``: take a trace without step markers as one step.
+    """
+    found = load_runs(paths, select, jobs, whole)
+    if len(found) > 1:
+        raise UsageError(
+            f"{len(found)} runs there; load one of them, or all with shardlab.trace.load_runs"
+        )
+    return found[0]
+
+
+def load_runs(
+    paths: str | Path | Sequence[str | Path],
+    select: str = "latest",
+    jobs: int | None = None,
+    whole: bool = False,
+) -> list[TraceSet]:
+    """As ``load``, for every run that is found."""
+    if isinstance(paths, str | Path):
+        paths = [paths]
+    if jobs is not None and jobs < 1:
+        raise UsageError(f"--jobs {jobs}: at least one process must read")
+    return [_load_run(files, select, jobs, whole) for files in find.runs(paths, select)]
+
+
+def _load_run(files: Sequence[Path], select: str, jobs: int | None, whole: bool) -> TraceSet:
+    traces, warnings = [], []
+    for path, trace in zip(files, _parse_all(files, jobs, whole), strict=True):
+        if isinstance(trace, stream.NotATrace):
+            if len(files) == 1:
+                raise trace
+            warnings.append(f"{path.name} is not a trace: left out")
+        else:
+            traces.append(trace)
+    if not traces:
+        raise UsageError(f"no traces: {files[0]} and the other files there are not traces")
+    for trace in traces:
+        warnings += trace.warnings
+        if not trace.steps:
+            why = f" ({trace.warnings[0]})" if trace.truncated else ""
+            raise UsageError(
+                f"{trace.path} has no steps: it has no ProfilerStep# markers{why}; to take it "
+                "whole as one step, give --whole"
+            )
+    traces, more = find.numbered(traces)
+    by_rank = find.one_run(traces)
+    windows = max(len(windows) for windows in by_rank.values())
+    if select == "latest":
+        by_rank = {rank: windows[-1:] for rank, windows in by_rank.items()}
+    chosen = [trace for rank in sorted(by_rank) for trace in by_rank[rank]]
+    if select == "latest" and windows > 1:
+        more.append(f"{windows} windows were recorded; this is the last (--select all: every one)")
+    return TraceSet(tuple(chosen), tuple(warnings + more))
+
+
+def _parse_all(files: Sequence[Path], jobs: int | None, whole: bool) -> list[Any]:
+    """Each file's Trace, or why it is none. In processes, if the files are large."""
+    read = functools.partial(_parse_one, whole=whole)
+    size = sum(path.stat().st_size * (10 if path.suffix == ".gz" else 1) for path in files)
+    workers = min(jobs or os.cpu_count() or 1, len(files))
+    if workers == 1 or (jobs is None and size < SMALL):
+        return [read(path) for path in files]
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        return list(pool.map(read, files))
+
+
+def _parse_one(path: Path, whole: bool) -> Trace | stream.NotATrace:
+    try:
+        return parse.parse(path, whole=whole)
+    except stream.NotATrace as error:
+        return error
+
+
+class TraceSet:
+    """One run's traces, one per rank and window. Each answer is computed once, when asked for."""
+
+    def __init__(self, traces: tuple[Trace, ...], warnings: tuple[str, ...] = ()) -> None:
+        self.traces = traces
+        self._warnings = warnings
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({trace.rank for trace in self.traces}))
+
+    @property
+    def world(self) -> int | None:
+        return next((t.world for t in self.traces if t.world is not None), None)
+
+    @property
+    def device(self) -> str:
+        """``gpu`` or ``cpu``."""
+        return self.traces[0].device
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the reader should know: cut files, ranks that are missing, what cannot be known."""
+        notes = [*self._warnings, *(w for m in self._matched for w in m.warnings)]
+        if len(self.ranks) == 1 and self.world != 1 and self.collectives():
+            notes.append(
+                "one rank's trace alone: how long it waited for others cannot be known, and is in "
+                "exposed communication"
+            )
+        elif self.world is not None and len(self.ranks) < self.world:
+            notes.append(f"traces of {len(self.ranks)} of {self.world} ranks")
+        return tuple(notes)
+
+    # ------------------------------------------------------------------ shared by the answers
+
+    @functools.cached_property
+    def _windows(self) -> list[list[Trace]]:
+        """The traces that were recorded together: one per rank."""
+        by_rank: dict[int, list[Trace]] = defaultdict(list)
+        for trace in self.traces:
+            by_rank[trace.rank].append(trace)
+        count = max(len(windows) for windows in by_rank.values())
+        return [[w[i] for w in by_rank.values() if i < len(w)] for i in range(count)]
+
+    @functools.cached_property
+    def _matched(self) -> list[collectives.Matched]:
+        return [collectives.match(window) for window in self._windows]
+
+    @functools.cached_property
+    def _activity(self) -> dict[int, list[activity.Device]]:
+        return {id(trace): activity.devices(trace) for trace in self.traces}
+
+    def _in_windows(self) -> list[tuple[Trace, Intervals, int]]:
+        """Every trace, when it waited for others, and what its clock is ahead by."""
+        return [
+            (trace, matched.waits.get(trace.rank, NOTHING), matched.offsets[trace.rank])
+            for window, matched in zip(self._windows, self._matched, strict=True)
+            for trace in window
+        ]
+
+    # ------------------------------------------------------------------ the answers
+
+    def breakdown(self, per: str = "step") -> tuple[Breakdown, ...]:
+        """Where the time went, for each rank and step, or (``per="rank"``) over all steps."""
+        if per not in ("step", "rank"):
+            raise unknown("breakdown per", per, ("step", "rank"))
+        return self._breakdown if per == "step" else tuple(breakdown.per_rank(self._breakdown))
+
+    @functools.cached_property
+    def _breakdown(self) -> tuple[Breakdown, ...]:
+        rows = [
+            found
+            for trace, waits, _ in self._in_windows()
+            for found in breakdown.per_step(trace, self._activity[id(trace)], waits)
+        ]
+        return tuple(sorted(rows, key=lambda found: found.rank))
+
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every collective, matched across ranks, in order of time."""
+        return tuple(found for matched in self._matched for found in matched.collectives)
+
+    def collective_summary(self, by: str = "kind") -> tuple[CollectiveSummary, ...]:
+        """Count, bytes, time and bandwidth, by ``kind`` or by ``label`` (bucket, block)."""
+        return collectives.summarize([c for c in self.collectives() if c.step is not None], by)
+
+    def stragglers(self) -> tuple[Straggler, ...]:
+        """Which rank made others wait, how long, in which phase; the worst first."""
+        totals: dict[tuple[int, str], Straggler] = {}
+        for window, matched in zip(self._windows, self._matched, strict=True):
+            lost = {}
+            for trace in window:
+                exposed = NOTHING
+                for device in self._activity[id(trace)]:
+                    exposed |= device.comm - device.compute
+                lost[trace.rank] = exposed
+            for found in collectives.stragglers(matched, lost):
+                key = found.rank, found.phase
+                totals[key] = _added(totals[key], found) if key in totals else found
+        return tuple(sorted(totals.values(), key=lambda s: -s.others_waited_us))
+
+    def memory(self) -> tuple[Memory, ...]:
+        """Memory over time, where it was recorded."""
+        return tuple(found for trace in self.traces for found in memory.timelines(trace))
+
+    def what_if(self) -> tuple[WhatIf, ...]:
+        return whatif.what_if(self.breakdown())
+
+    def kernels(self, top: int = 10) -> tuple[Kernel, ...]:
+        """Each rank's longest kernels; on a CPU its operators, by the time in them alone."""
+        return tuple(found for trace in self.traces for found in kernels.longest(trace, top))
+
+    def kernel_types(self) -> tuple[KernelType, ...]:
+        """HTA's: time in computation, communication, memory and their overlaps, over all ranks."""
+        return kernels.types(self.traces, self._steps_in_set)
+
+    def idle(self) -> tuple[Idle, ...]:
+        """HTA's idle time of each stream: waiting for the host, between kernels, other."""
+        return tuple(r for t in self.traces for r in kernels.idle(t, self._steps_in_set))
+
+    def hta(self, compat: bool = False) -> tuple[Hta, ...]:
+        """HTA's temporal breakdown and overlap: exact, or (``compat``) by HTA's own rules."""
+        by_rank: dict[int, Hta] = {}
+        for trace in self.traces:  # several windows of a rank: their sum
+            found = hta.temporal(trace, compat=compat, steps_in_set=self._steps_in_set)
+            known = by_rank.get(trace.rank)
+            by_rank[trace.rank] = found if known is None else hta.added(known, found)
+        return tuple(by_rank[rank] for rank in self.ranks)
+
+    @property
+    def _steps_in_set(self) -> int:
+        return len({step.number for trace in self.traces for step in trace.steps})
+
+    def lanes(self) -> tuple[Lane, ...]:
+        """Spans for a timeline on one clock: each rank's steps, compute, comm, wait, memory."""
+        result = []
+        for trace, waits, offset in self._in_windows():
+            starts = [step.start_ns - offset for step in trace.steps]
+            result.append(_lane(trace.rank, "steps", starts,
+                                [step.end_ns - offset for step in trace.steps],
+                                [f"step {step.number}" for step in trace.steps]))  # fmt: skip
+            several = len(self._activity[id(trace)]) > 1
+            for device in self._activity[id(trace)]:
+                for name, part in (
+                    ("compute", device.compute),
+                    ("comm", device.comm),
+                    ("wait", (device.comm - device.compute) & waits),
+                    ("memory", device.memory),
+                ):
+                    lane = f"{name} {device.name}" if several else name
+                    result.append(_lane(trace.rank, lane, part.start - offset, part.end - offset))
+        return tuple(result)
+
+    def summary(self, hta_compat: bool = False) -> dict[str, Any]:
+        """The content of summary.json, schema 1; docs/traces.md describes it."""
+        exact = {found.rank: found for found in self.hta(compat=hta_compat)}
+        ranks = []
+        for total in self.breakdown(per="rank"):
+            times = row(total)
+            del times["step"]
+            about = row(exact[total.rank])
+            ranks.append(
+                {
+                    **times,
+                    "hta": {
+                        k: v for k, v in about.items() if k not in ("rank", "rules", "comm_us")
+                    },
+                }
+            )
+        return {
+            "schema": SCHEMA,
+            "ranks": ranks,
+            "collectives": [row(item) for item in self.collectives()],
+            "stragglers": [row(item) for item in self.stragglers()],
+            "world": self.world,
+            "device": self.device,
+            "strategy": self.traces[0].shardlab.get("strategy"),
+            "hta_compat": hta_compat,
+            "hta_rules": {str(rank): list(exact[rank].rules) for rank in sorted(exact)},
+            "steps": [row(item) for item in self.breakdown()],
+            "collective_summary": {
+                by: [row(item) for item in self.collective_summary(by)] for by in ("kind", "label")
+            },
+            "memory": [
+                {k: v for k, v in row(item).items() if k not in ("at_ns", "bytes")}
+                for item in self.memory()
+            ],
+            "what_if": [row(item) for item in self.what_if()],
+            "kernels": [row(item) for item in self.kernels()],
+            "kernel_types": [row(item) for item in self.kernel_types()],
+            "idle": [row(item) for item in self.idle()],
+            "warnings": list(self.warnings),
+        }
+
+
+def _lane(rank: int, lane: str, start: Any, end: Any, names: Sequence[str] = ()) -> Lane:
+    import numpy as np
+
+    return Lane(rank, lane, np.asarray(start, np.int64), np.asarray(end, np.int64), tuple(names))
+
+
+def _added(a: Straggler, b: Straggler) -> Straggler:
+    worst = max((a, b), key=lambda s: s.worst_us)
+    return replace(
+        worst,
+        collectives=a.collectives + b.collectives,
+        others_waited_us=a.others_waited_us + b.others_waited_us,
+        lost_us=a.lost_us + b.lost_us,
+    )
