@@ -303,7 +303,10 @@ def weigh_cell(world: World, values: dict[str, Any]) -> dict[str, int] | None:
     from shardlab import train
     from shardlab.measure import memory
 
-    config = _config(values).with_overrides({"training.steps": 3, "training.warmup_steps": 0})
+    config = _config(values).with_overrides(
+        # Nothing is prepared ahead: whether a thread is done with it at the peak is chance.
+        {"training.steps": 3, "training.warmup_steps": 0, "data.prefetch": 0}
+    )
     member = world.first(config.launch.world or 1)
     if member is None:
         return None
