@@ -97,7 +97,18 @@ class HandMade:
     def stragglers(self) -> list[model.Straggler]:
         if self.ranks == 1:
             return []
-        return [model.Straggler(1, "backward", self.steps, 2000.0 * self.steps, 2000.0, "0:1")]
+        return [
+            model.Straggler(
+                1,
+                "backward",
+                self.steps,
+                2000.0 * self.steps,
+                2000.0 * self.steps,
+                2000.0,
+                "0:1",
+                self.label,
+            )
+        ]
 
     def memory(self) -> list[model.Memory]:
         at = np.arange(0, 30_000_000, 10_000)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -41,7 +41,7 @@ PART_NAMES = {
     "exposed_comm_us": "exposed communication",
     "wait_us": "waiting for a slower rank",
     "memory_us": "memory copies",
-    "idle_host_us": "idle, the host was late",
+    "idle_host_us": "host-bound idle",
     "idle_us": "other idle",
 }
 NOTABLE = 0.03  # of the step: less waiting than this is not worth a name
@@ -63,7 +63,8 @@ def html(traces: TraceSet) -> str:
     ranks = traces.breakdown(per="rank")
     steps = traces.breakdown(per="step")
     collectives = traces.collectives()
-    timeline = _timeline(traces)
+    shifts = _shifts(traces)
+    timeline = _timeline(traces, shifts)
     memory = traces.memory()
     return environment.get_template("trace.html.j2").render(
         fmt=fmt,
@@ -80,7 +81,7 @@ def html(traces: TraceSet) -> str:
         timeline=timeline,
         by_kind=traces.collective_summary(by="kind")[:MAX_ROWS],
         by_label=[row for row in traces.collective_summary(by="label") if row.name][:MAX_ROWS],
-        buckets=_buckets(collectives, traces, steps),
+        buckets=_buckets(collectives, traces, steps, shifts),
         stragglers=traces.stragglers(),
         several_ranks=len(ranks) > 1,
         n_steps=_steps(ranks),
@@ -150,8 +151,8 @@ def _slow(traces: TraceSet, ranks: Sequence[model.Breakdown]) -> str:
     worst: dict[int, model.Straggler] = {}
     for straggler in traces.stragglers():
         rank = straggler.rank
-        waited[rank] = waited.get(rank, 0.0) + straggler.others_waited_us
-        if rank not in worst or straggler.others_waited_us > worst[rank].others_waited_us:
+        waited[rank] = waited.get(rank, 0.0) + straggler.lost_us
+        if rank not in worst or straggler.lost_us > worst[rank].lost_us:
             worst[rank] = straggler
     rank, total = max(waited.items(), key=lambda item: item[1])
     others = max(len(ranks) - 1, 1)
@@ -313,7 +314,10 @@ class Buckets:
 
 
 def _buckets(
-    collectives: Sequence[model.Collective], traces: TraceSet, steps: Sequence[model.Breakdown]
+    collectives: Sequence[model.Collective],
+    traces: TraceSet,
+    steps: Sequence[model.Breakdown],
+    shifts: Shifts,
 ) -> Buckets | None:
     """The collectives of the step of median length, from ready to finished."""
     numbers = {c.step for c in collectives if c.step is not None}
@@ -325,7 +329,7 @@ def _buckets(
         return None
     step = sorted(walls, key=lambda number: (walls[number], number))[(len(walls) - 1) // 2]
     chosen = [c for c in collectives if c.step == step and c.participants]
-    low, high = _step_span(traces, step, chosen)
+    low, high = _step_span(traces, step, chosen, shifts)
 
     def place(ns: float) -> float:
         return min(max(100 * (ns - low) / (high - low), 0.0), 100.0)
@@ -353,34 +357,40 @@ def _buckets(
 
 
 def _step_span(
-    traces: TraceSet, step: int, collectives: Sequence[model.Collective]
+    traces: TraceSet, step: int, collectives: Sequence[model.Collective], shifts: Shifts
 ) -> tuple[int, int]:
     """From the first rank's begin of a step to the last's end, on the common clock."""
     low = min(p.start_ns for c in collectives for p in c.participants)
     high = max(p.end_ns for c in collectives for p in c.participants)
     for trace in traces.traces:
-        shift = _shift(traces, trace)
+        shift = shifts[trace.path]
         for s in trace.steps:
             if s.number == step:
                 low, high = min(low, s.start_ns + shift), max(high, s.end_ns + shift)
     return low, max(high, low + 1)
 
 
-def _shift(traces: TraceSet, trace: model.Trace) -> int:
-    """What turns a trace's own times into the common clock's: where its steps lie on a lane."""
-    if not trace.steps:
-        return 0
-    own = np.array([s.start_ns for s in trace.steps])
-    for lane in traces.lanes():
-        if lane.rank == trace.rank and lane.lane == "steps" and len(lane.start_ns):
-            if len(lane.start_ns) == len(own):
-                return int(lane.start_ns[0] - own[0])
-            # Several windows of a rank: ours is the one whose steps have these lengths.
-            gaps = np.diff(own)
-            for i in range(len(lane.start_ns) - len(own) + 1):
-                if np.array_equal(np.diff(lane.start_ns[i : i + len(own)]), gaps):
-                    return int(lane.start_ns[i] - own[0])
-    return 0
+Shifts = Mapping[Path, int]  # by trace: what turns its own times into the common clock's
+
+
+def _shifts(traces: TraceSet) -> Shifts:
+    """From where its steps lie on the common clock's lane of steps."""
+    lanes = [lane for lane in traces.lanes() if lane.lane == "steps"]
+    shifts = {}
+    for trace in traces.traces:
+        own = np.array([step.start_ns for step in trace.steps])
+        # A rank has a lane of steps for each of its windows: ours has steps of these lengths.
+        shifts[trace.path] = next(
+            (
+                int(lane.start_ns[0] - own[0])
+                for lane in lanes
+                if lane.rank == trace.rank
+                and len(lane.start_ns) == len(own) > 0
+                and np.array_equal(np.diff(lane.start_ns), np.diff(own))
+            ),
+            0,
+        )
+    return shifts
 
 
 @dataclass(frozen=True)
@@ -416,9 +426,8 @@ def _curves(memory: Sequence[model.Memory], traces: TraceSet) -> Curves | None:
         marks = []
         for trace in traces.traces:
             if trace.rank == m.rank:
-                shift = _shift(traces, trace)
                 for s in trace.steps:
-                    x = (s.start_ns + shift - low) / (high - low)
+                    x = (s.start_ns - low) / (high - low)
                     if 0 <= x <= 1:
                         marks.append((s.number, 100 * x))
         peak_x = min(max(100 * (m.peak_at_ns - low) / (high - low), 0.0), 100.0)
@@ -480,9 +489,9 @@ class _Lane:
     names: Sequence[str]
 
 
-def _timeline(traces: TraceSet) -> dict[str, Any]:
+def _timeline(traces: TraceSet, shifts: Shifts) -> dict[str, Any]:
     """Spans as columns: for each lane start and length (32 bits) and the number of its name."""
-    lanes = list(_lanes(traces))
+    lanes = list(_lanes(traces, shifts))
     spans = sum(len(lane.start) for lane in lanes)
     # Above the cap the longest stay: a span shorter than this is left out, and the page says so.
     shortest = 0
@@ -539,8 +548,10 @@ def _base64(array: Any) -> str:
 ORDER = ("steps", "phases", "compute", "operators", "kernels", "comm", "wait", "memory")
 
 
-def _lanes(traces: TraceSet) -> Iterable[_Lane]:
-    """The analysis' lanes, in our order, with phases, and operators where compute has no names."""
+def _lanes(traces: TraceSet, shifts: Shifts) -> Iterable[_Lane]:
+    """The analysis' lanes, in our order, with phases and named collectives, and with operators
+    where compute has no names.
+    """
     lanes: dict[tuple[int, str], list[_Lane]] = {}
     for lane in traces.lanes():
         key = (lane.rank, lane.lane)
@@ -552,8 +563,9 @@ def _lanes(traces: TraceSet) -> Iterable[_Lane]:
             lane for (rank, _), several in lanes.items() if rank == trace.rank for lane in several
         ]
         named = any(lane.name.startswith("compute") and len(lane.names) for lane in own)
-        for extra in _extra(traces, trace, with_operators=not named):
+        for extra in _extra(trace, shifts[trace.path], with_operators=not named):
             lanes.setdefault((trace.rank, extra.name), []).append(extra)
+    lanes |= {(lane.rank, lane.name): [lane] for lane in _collective_lanes(traces)}
 
     def order(key: tuple[int, str]) -> tuple[int, int, str]:
         kind = key[1].partition(" ")[0]
@@ -571,8 +583,30 @@ def _lanes(traces: TraceSet) -> Iterable[_Lane]:
         yield _Lane(key[0], key[1], start[by_start], end[by_start], names)
 
 
-def _extra(traces: TraceSet, trace: model.Trace, with_operators: bool) -> Iterable[_Lane]:
-    events, shift = trace.events, _shift(traces, trace)
+def _collective_lanes(traces: TraceSet) -> Iterable[_Lane]:
+    """Collectives with their names; those at work at the same time on lanes of their own."""
+    parts: dict[int, list[tuple[int, int, str]]] = {}
+    for c in traces.collectives():
+        name = f"{c.kind} {c.label} {c.id}".replace("  ", " ")
+        for p in c.participants:
+            parts.setdefault(p.rank, []).append((p.start_ns, p.end_ns, name))
+    for rank, spans in parts.items():
+        lanes: list[list[tuple[int, int, str]]] = []
+        for span in sorted(spans):
+            free = (lane for lane in lanes if lane[-1][1] <= span[0])
+            lane = next(free, None)
+            if lane is not None:
+                lane.append(span)
+            elif len(lanes) < 4:
+                lanes.append([span])
+        for number, lane in enumerate(lanes):
+            start, end, names = zip(*lane, strict=True)
+            title = "comm" if number == 0 else f"comm {number + 1}"
+            yield _Lane(rank, title, np.array(start), np.array(end), names)
+
+
+def _extra(trace: model.Trace, shift: int, with_operators: bool) -> Iterable[_Lane]:
+    events = trace.events
     if not len(events):
         return
     names = np.array(trace.names, dtype=object)

@@ -26,7 +26,7 @@ PARTS = {
     "exposed_comm_us": "exposed communication",
     "wait_us": "waiting for a slower rank",
     "memory_us": "memory copies",
-    "idle_host_us": "idle, the host was late",
+    "idle_host_us": "host-bound idle",
     "idle_us": "other idle",
 }
 GROUPS = ("part", "phase", "collective", "label", "operator")
