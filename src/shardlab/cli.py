@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 import shardlab
-from shardlab import cli_data
+from shardlab import cli_data, cli_trace
 from shardlab.errors import Interrupted, RankFailure, UsageError
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ app = typer.Typer(
     "one loop, compare them, and see that they equal one process.",
 )
 app.add_typer(cli_data.app, name="data")
+app.add_typer(cli_trace.app, name="trace")
 
 
 def main() -> None:

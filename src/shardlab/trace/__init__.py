@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shardlab.errors import UsageError
+
 if TYPE_CHECKING:
     from shardlab.trace.traceset import TraceSet as TraceSet
     from shardlab.trace.traceset import load as load
@@ -28,7 +30,13 @@ __all__ = ["TraceSet", "load", "load_runs"]
 def __getattr__(name: str) -> Any:
     # Capture is part of this package and runs on every rank: it must not pay for the analysis.
     if name in __all__:
-        from shardlab.trace import traceset
-
+        try:
+            from shardlab.trace import traceset
+        except ModuleNotFoundError as error:
+            if error.name != "msgspec":
+                raise
+            raise UsageError(
+                "reading traces needs msgspec: pip install 'shardlab[trace]'"
+            ) from None
         return getattr(traceset, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -247,8 +247,9 @@ def match(traces: Sequence[Trace]) -> Matched:
     offsets = {t.rank: t.base_ns for t in traces}
     low = min(offsets.values(), default=0)
     offsets = {rank: low - base for rank, base in offsets.items()}  # subtracted: adds the base
-    offsets = _aligned(traces, keyed, offsets)
+    bases, offsets = offsets, _aligned(traces, keyed, offsets)
     if impossible := _impossible(keyed, offsets):
+        offsets = _aligned(traces, keyed, bases)  # by what is left
         warnings.append(
             f"{impossible} collectives would have ended on one rank before another began: the "
             "order of collectives in these traces cannot be trusted, and they are not matched"
@@ -385,11 +386,11 @@ def _collective(
     culprit = next(p for p in members if p.rank == last)
     algorithm, bus = _bandwidth(first, transfer)
     return Collective(
-        id=f"{group or '0'}:{number}",
+        id=f"{group or '0'}:{number}" if together else f"r{last}:{number}",
         matched_by=how if together else "alone",
         kind=first.kind,
         label=first.label,
-        group=group,
+        group=first.group,
         step=culprit.step,
         phase=culprit.phase,
         bytes=first.bytes,

@@ -13,8 +13,8 @@ def what_if(rows: Sequence[Breakdown]) -> tuple[WhatIf, ...]:
     steps: dict[int | None, list[Breakdown]] = defaultdict(list)
     for row in rows:
         steps[row.step].append(row)
-    if not steps:
-        return ()
+    if not any(row.comm_us for row in rows):
+        return ()  # all questions are about communication
 
     def mean(step_us: Callable[[list[Breakdown]], float]) -> float:
         return sum(step_us(ranks) for ranks in steps.values()) / len(steps)

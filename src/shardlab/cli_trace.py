@@ -1,0 +1,96 @@
+"""`shardlab trace`: where the time of a step went, from profiler traces. Needs no process group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardlab.errors import UsageError
+
+if TYPE_CHECKING:
+    from shardlab.trace import TraceSet
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Where the time of each step went: any PyTorch profiler trace, of GPUs or of CPU ranks.",
+)
+
+SELECT = typer.Option(
+    "--select", help="latest: the newest run and its last window; all: every one.", metavar="WHICH"
+)
+JOBS = typer.Option(
+    "--jobs", "-j", help="Processes that read files.  [default: one per core]", show_default=False
+)
+WHOLE = typer.Option("--whole", help="Take a trace without step markers as one step.")
+QUIET = typer.Option("--quiet", "-q", help="No tables: only where the files are.")
+JSON = typer.Option("--json", help="Print summary.json, and nothing else, on stdout.")
+
+
+@app.command()
+def analyze(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Run folders, folders of traces, or trace files of one run (.json, .json.gz).",
+            metavar="RUN_OR_DIR...",
+            show_default=False,
+        ),
+    ],
+    select: Annotated[str, SELECT] = "latest",
+    jobs: Annotated[int | None, JOBS] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="Folder for the files.  [default: beside the traces]",
+            metavar="DIR", show_default=False,
+        ),
+    ] = None,
+    whole: Annotated[bool, WHOLE] = False,
+    hta_compat: Annotated[
+        bool,
+        typer.Option(
+            "--hta-compat", help="HTA's numbers by HTA's own rules, its errors included."
+        ),
+    ] = False,
+    top: Annotated[int, typer.Option("--top", help="Kernels or operators to list.")] = 5,
+    quiet: Annotated[bool, QUIET] = False,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:  # fmt: skip
+    """Split each step into compute, communication, waiting and idle time; name the stragglers."""
+    from shardlab import record, trace
+    from shardlab.report import trace_terminal as report
+
+    if top < 0:
+        raise UsageError(f"--top {top}: how many to list cannot be negative")
+    found = trace.load_runs(paths, select, jobs, whole)
+    failures = []
+    for i, traces in enumerate(found):
+        summary = traces.summary(hta_compat)
+        folder = _folder(traces, out, several=len(found) > 1)
+        if as_json:
+            print(record.json_text(summary))
+        elif not quiet:
+            report.show(traces, hta_compat=hta_compat, top=top, first=i == 0)
+        try:
+            files = report.write(folder, traces, summary)
+        except OSError as error:
+            failures.append(f"cannot write to {folder} ({error.strerror}); give --out DIR")
+            continue
+        if not as_json:
+            report.show_files(files)
+    if failures:
+        raise UsageError(failures[0])
+
+
+def _folder(traces: TraceSet, out: Path | None, several: bool) -> Path:
+    """Beside the traces (above the folders of the ranks), or where the user says."""
+    folders = {trace.path.parent for trace in traces.traces}
+    above = traces.traces[0].path.parent
+    if len(folders) > 1 or (above.name.startswith("rank") and above.parent.name == "traces"):
+        above = above.parent
+    if out is None:
+        return above
+    run = above.parent if above.name == "traces" else above
+    return out / run.name if several else out
