@@ -22,20 +22,31 @@ _THINGS = ("food", "service", "room", "coffee", "price", "view", "music", "staff
 
 
 class Tokens:
-    """Sample i counts upwards from somewhere, in steps of 1 to 4: after two tokens all is known."""
+    """Sample i counts upwards from somewhere, in steps of 1 to 8: after two tokens all is known.
+
+    Of the ways to begin and to go on, every fifth is held out.
+    """
+
+    STRIDES = 8
 
     def __init__(self, seq_len: int, vocab: int, split: str) -> None:
         self.seq_len = seq_len
         self.vocab = vocab
-        self.first = 0 if split == "train" else SIZES["train"]
+        self.is_test = split == "test"
         self.length = SIZES[split]
 
     def __len__(self) -> int:
         return self.length
 
     def batch(self, ids: Sequence[int]) -> Batch:
-        numbers = torch.tensor(list(ids), dtype=torch.int64)[:, None] + self.first  # (batch, 1)
-        start, stride = numbers * 7919 % self.vocab, 1 + numbers % 4
+        fifths = max(1, self.vocab * self.STRIDES // 5)
+        numbers = torch.tensor(list(ids), dtype=torch.int64)[:, None] * 7919  # (batch, 1), a prime
+        if self.is_test:
+            way = numbers % fifths * 5 + 4
+        else:
+            numbers = numbers % (4 * fifths)
+            way = numbers // 4 * 5 + numbers % 4
+        start, stride = way // self.STRIDES, 1 + way % self.STRIDES
         stream = (start + stride * torch.arange(self.seq_len + 1)) % self.vocab
         return Batch(
             inputs=stream[:, :-1],
