@@ -68,8 +68,23 @@ def test_the_sentence_says_how_much_and_why() -> None:
         "but 1 ms less waiting for a slower rank."
     )
     assert sentence(of(Slower(), HandMade())).startswith("after is 29% faster than before")
+    assert "overlap" not in said
     same = sentence(of(HandMade(), HandMade()))
     assert same == "after and before take the same time: 10 ms against 10 ms a step."
+
+
+class Uneven(Slower):
+    """Its first step is as short as those of the others."""
+
+    def breakdown(self, per: str = "step") -> list[model.Breakdown]:
+        rows = super().breakdown(per)
+        if per == "step":
+            return [replace(r, wall_us=9000.0) if r.step == 0 else r for r in rows]
+        return rows
+
+
+def test_a_difference_that_single_steps_do_not_bear_out_is_said_to_be_one() -> None:
+    assert "though single steps of the two overlap." in sentence(of(HandMade(), Uneven()))
 
 
 def test_unequal_runs_are_said_to_be() -> None:

@@ -84,6 +84,43 @@ def analyze(
         raise UsageError(failures[0])
 
 
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help="A run folder, or a folder of traces.", metavar="A")],
+    b: Annotated[Path, typer.Argument(help="Another, to compare with it.", metavar="B")],
+    select: Annotated[str, SELECT] = "latest",
+    jobs: Annotated[int | None, JOBS] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Folder for diff.json.  [default: none is written]",
+                     metavar="DIR", show_default=False),
+    ] = None,
+    whole: Annotated[bool, WHOLE] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print diff.json, and nothing else, on stdout.")
+    ] = False,
+) -> None:  # fmt: skip
+    """Say what became faster or slower from A to B: by part, phase, collective and operator."""
+    from shardlab import record, trace
+    from shardlab.report import trace_diff as report
+    from shardlab.trace import diff as diffs
+
+    sides = trace.load(a, select, jobs, whole), trace.load(b, select, jobs, whole)
+    found = diffs.diff(*sides, diffs.names_of(*sides, (a, b)))
+    file = None
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            file = out / "diff.json"
+            record.write_json(file, found.to_dict())
+        except OSError as error:
+            raise UsageError(f"cannot write to {out} ({error.strerror})") from None
+    if as_json:
+        print(record.json_text(found.to_dict()))
+    else:
+        report.show(found, file)
+
+
 def _folder(traces: TraceSet, out: Path | None, several: bool) -> Path:
     """Beside the traces (above the folders of the ranks), or where the user says."""
     folders = {trace.path.parent for trace in traces.traces}

@@ -23,7 +23,7 @@ from markupsafe import Markup
 from shardlab import __version__
 from shardlab.record import write_text
 from shardlab.report import format as fmt
-from shardlab.trace import model
+from shardlab.trace import activity, model
 
 if TYPE_CHECKING:
     from shardlab.trace import TraceSet
@@ -65,6 +65,10 @@ def html(traces: TraceSet) -> str:
     collectives = traces.collectives()
     shifts = _shifts(traces)
     timeline = _timeline(traces, shifts)
+    by_kind = traces.collective_summary(by="kind")
+    by_label = [row for row in traces.collective_summary(by="label") if row.name]
+    if {row.name for row in by_label} <= {row.name for row in by_kind}:
+        by_label = []  # nothing was labelled
     memory = traces.memory()
     return environment.get_template("trace.html.j2").render(
         fmt=fmt,
@@ -79,8 +83,8 @@ def html(traces: TraceSet) -> str:
         ranks=ranks,
         stacks=_stacks(ranks, steps),
         timeline=timeline,
-        by_kind=traces.collective_summary(by="kind")[:MAX_ROWS],
-        by_label=[row for row in traces.collective_summary(by="label") if row.name][:MAX_ROWS],
+        by_kind=by_kind[:MAX_ROWS],
+        by_label=by_label[:MAX_ROWS],
         buckets=_buckets(collectives, traces, steps, shifts),
         stragglers=traces.stragglers(),
         several_ranks=len(ranks) > 1,
@@ -141,10 +145,15 @@ def _went(ranks: Sequence[model.Breakdown]) -> str:
     said.sort(reverse=True)
     texts = [f"{100 * share:.0f}% {name}" for share, name in said]
     listed = fmt.names(texts, at_most=len(texts))
-    return f"A step took {ms(statistics.mean(map(_step_us, ranks)))} ms on average: {listed}."
+    took = f"{ms(statistics.mean(map(_step_us, ranks)))} ms"
+    if len(ranks) == 1 and _steps(ranks) == 1:
+        return f"The step took {took}: {listed}."
+    return f"A step took {took} on average: {listed}."
 
 
 def _slow(traces: TraceSet, ranks: Sequence[model.Breakdown]) -> str:
+    if not any(row.comm_us for row in ranks):
+        return ""
     if len(ranks) == 1:
         return "With the trace of one rank, waiting for others cannot be told from communication."
     waited = {row.rank: 0.0 for row in ranks}
@@ -301,6 +310,7 @@ class BucketRow:
     label: str
     id: str
     tracks: list[Track]
+    pitch: float  # pixels from one to the next: 12, less for many ranks
     text: str
 
 
@@ -351,7 +361,9 @@ def _buckets(
         ]
         last = f", rank {c.last_rank} last" if c.last_rank is not None and c.skew_us > 0 else ""
         text = f"transfer {ms(c.transfer_us)} ms, waits {ms(c.wait_us)} ms{last}"
-        rows.append(BucketRow(c.kind, c.label, c.id, tracks, text))
+        rows.append(
+            BucketRow(c.kind, c.label, c.id, tracks, min(12, max(3, 120 / len(tracks))), text)
+        )
     ticks = _ticks((high - low) / 1e6)
     return Buckets(step, rows, len(chosen) - len(kept), ticks, [])
 
@@ -545,7 +557,7 @@ def _base64(array: Any) -> str:
     return base64.b64encode(array.tobytes()).decode("ascii")
 
 
-ORDER = ("steps", "phases", "compute", "operators", "kernels", "comm", "wait", "memory")
+ORDER = ("steps", "phases", "compute", "operators", "stream", "comm", "wait", "memory")
 
 
 def _lanes(traces: TraceSet, shifts: Shifts) -> Iterable[_Lane]:
@@ -587,7 +599,7 @@ def _collective_lanes(traces: TraceSet) -> Iterable[_Lane]:
     """Collectives with their names; those at work at the same time on lanes of their own."""
     parts: dict[int, list[tuple[int, int, str]]] = {}
     for c in traces.collectives():
-        name = f"{c.kind} {c.label} {c.id}".replace("  ", " ")
+        name = f"{c.kind} {c.label}".rstrip()
         for p in c.participants:
             parts.setdefault(p.rank, []).append((p.start_ns, p.end_ns, name))
     for rank, spans in parts.items():
@@ -618,9 +630,11 @@ def _extra(trace: model.Trace, shift: int, with_operators: bool) -> Iterable[_La
         return
     if trace.device == "gpu":
         kernels = np.flatnonzero(events.kind == model.KERNEL)
+        # Communication has lanes of its own.
+        kernels = kernels[~activity.communication_rows(trace)[kernels]]
         for stream in np.unique(events.stream[kernels]):
             rows = kernels[events.stream[kernels] == stream]
-            yield _lane_of(trace, f"kernels stream {stream}", rows, shift, names)
+            yield _lane_of(trace, f"stream {stream}", rows, shift, names)
         return
     operators = np.flatnonzero(events.kind == model.CPU_OP)
     if len(operators):

@@ -21,9 +21,10 @@ TITLES = {
 SHOWN = {"part": 6, "phase": 4, "collective": 8, "label": 8, "operator": 12}
 
 
-def show(diff: Diff, file: Path) -> None:
+def show(diff: Diff, file: Path | None = None) -> None:
     out = Console(highlight=False)
     out.print(sentence(diff), markup=False)
+    out.print("milliseconds per step and rank:")
     for note in diff.notes:
         out.print(f"note: {note}", markup=False, style="yellow")
     for group, title in TITLES.items():
@@ -33,15 +34,17 @@ def show(diff: Diff, file: Path) -> None:
             out.print(_table(diff, title, rows[: SHOWN[group]]))
             if len(rows) > SHOWN[group]:
                 out.print(f"and {len(rows) - SHOWN[group]} more, which changed less")
-    out.print()
-    out.print(f"  {file}", soft_wrap=True, markup=False)
+    if file is not None:
+        out.print()
+        out.print(f"  {file}", soft_wrap=True, markup=False)
 
 
 def _table(diff: Diff, title: str, rows: list[Row]) -> Table:
     table = Table(box=None, pad_edge=False)
-    table.add_column(title, style="bold", overflow="fold", max_width=48)
+    table.add_column(title, style="bold", overflow="fold", min_width=24, max_width=48)
     for name in (diff.a, diff.b):
-        table.add_column(f"{escape(name)}, ms/step", justify="right")
+        short = name if len(name) <= 18 else "…" + name[-17:]
+        table.add_column(escape(short), justify="right", no_wrap=True)
     table.add_column("change", justify="right")
     table.add_column("", justify="right")
     table.add_column("calls/step", justify="right")

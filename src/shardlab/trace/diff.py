@@ -10,6 +10,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,6 +67,7 @@ class Diff:
     step: Row
     rows: tuple[Row, ...]  # in each group the largest change first
     notes: tuple[str, ...]  # what makes the comparison unequal
+    steps_overlap: bool  # a step of the slower run was shorter than one of the faster
 
     def of(self, group: str) -> list[Row]:
         return [row for row in self.rows if row.group == group]
@@ -78,6 +80,7 @@ class Diff:
             "b": self.b,
             "sentence": sentence(self),
             "notes": list(self.notes),
+            "steps_overlap": self.steps_overlap,
             "step": _plain(self.step),
             "rows": [_plain(row) for row in self.rows],
         }
@@ -105,7 +108,21 @@ def diff(a: TraceSet, b: TraceSet, names: tuple[str, str] = ("A", "B")) -> Diff:
         ]
         rows += sorted(both, key=lambda row: abs(row.change_us), reverse=True)
     step = Row("step", "step", _step(a), _step(b))
-    return Diff(*names, step, tuple(rows), tuple(_notes(a, b, rows)))
+    left, right = sorted((_walls(a), _walls(b)), key=statistics.mean)
+    overlap = max(left) > min(right)
+    return Diff(*names, step, tuple(rows), tuple(_notes(a, b, rows)), overlap)
+
+
+def names_of(a: TraceSet, b: TraceSet, paths: tuple[Path, Path]) -> tuple[str, str]:
+    """What to call two runs: by strategy if that sets them apart, else by as much of the path."""
+    left, right = (str(side.traces[0].shardlab.get("strategy") or "") for side in (a, b))
+    if left and right and left != right:
+        return left, right
+    first, second = (path.resolve().parts for path in paths)
+    for length in range(1, max(len(first), len(second)) + 1):
+        if first[-length:] != second[-length:]:
+            return str(Path(*first[-length:])), str(Path(*second[-length:]))
+    return f"{paths[0].name} (A)", f"{paths[1].name} (B)"
 
 
 def sentence(diff: Diff) -> str:
@@ -115,7 +132,8 @@ def sentence(diff: Diff) -> str:
     if abs(change) < NOISE * was:
         return f"{diff.b} and {diff.a} take the same time: {both}."
     word = "faster" if change < 0 else "slower"
-    first = f"{diff.b} is {100 * abs(change) / was:.0f}% {word} than {diff.a}: {both}."
+    first = f"{diff.b} is {100 * abs(change) / was:.0f}% {word} than {diff.a}: {both}"
+    first += ", though single steps of the two overlap." if diff.steps_overlap else "."
     reasons = [
         f"{abs(row.change_us) / 1000:.3g} ms {'less' if row.change_us < 0 else 'more'} {row.name}"
         for row in diff.of("part")
@@ -142,6 +160,14 @@ def _and(parts: list[str]) -> str:
 def _step(traces: TraceSet) -> Value:
     rows = traces.breakdown(per="rank")
     return Value(statistics.mean(row.wall_us / max(row.steps, 1) for row in rows))
+
+
+def _walls(traces: TraceSet) -> list[float]:
+    """Of each step, the mean over the ranks."""
+    walls: dict[int | None, list[float]] = defaultdict(list)
+    for row in traces.breakdown(per="step"):
+        walls[row.step].append(row.wall_us)
+    return [statistics.mean(times) for times in walls.values()]
 
 
 def _parts(traces: TraceSet) -> dict[str, Value]:

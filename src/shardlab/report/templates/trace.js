@@ -50,7 +50,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
 
   function kindOf(lane) {
     const word = lane.split(" ")[0];
-    return { operators: "compute", kernels: "compute", phases: "phase", steps: "step" }[word] ?? word;
+    return { operators: "compute", stream: "compute", phases: "phase", steps: "step" }[word] ?? word;
   }
 
   let y = AXIS + 2, rank = null;
