@@ -34,7 +34,7 @@ from shardlab.measure.stats import spread
 from shardlab.record import Recorder
 
 SEQ, DIM, HEADS, LAYERS, VOCAB = 1024, 768, 12, 12, 50304
-WARMUP, TURNS, STEPS = 6, 10, 5
+WARMUP, TURNS = 6, 10
 
 
 class PlainBlock(nn.Module):
@@ -141,11 +141,12 @@ def measure(world: Any, batch: int, compile_what: str) -> dict[str, Any]:
     runs = {kind: make() for kind, make in makers.items()}
     for steps in runs.values():
         steps(WARMUP)
-    tokens = STEPS * batch * SEQ
+    count = max(5, 320 // batch)  # steps of a turn: more where they are short
+    tokens = count * batch * SEQ
     rates: dict[str, list[float]] = {kind: [] for kind in runs}
     for turn in range(TURNS):
         for kind in list(runs)[:: 1 if turn % 2 else -1]:
-            rates[kind].append(tokens / timed(runs[kind], STEPS))
+            rates[kind].append(tokens / timed(runs[kind], count))
     draw = np.random.default_rng(0)
     medians = {k: np.median(draw.choice(v, (4000, len(v))), axis=1) for k, v in rates.items()}
     low, high = np.percentile(medians["ours"] / medians["reference"], [2.5, 97.5])

@@ -124,7 +124,7 @@ class _Step:
 
     row: dict[str, Any]
     loss: Tensor
-    events: tuple[Any, Any] | None  # CUDA events around the step
+    events: tuple[Any, ...] = ()  # of CUDA: the step's begin and end, and its loss on the host
 
 
 class Recorder:
@@ -217,7 +217,13 @@ class Recorder:
     def loss(self, number: int, loss: Tensor) -> None:
         """The loss of the step just made; its row is complete with this."""
         assert self._row["step"] == number
-        self._under_way.append(_Step(self._row, loss, self._events))
+        events: tuple[Any, ...] = ()
+        if self._events:
+            # To read a GPU's number is to wait for all that is queued behind it as well, so it is
+            # sent to the host now and read when it has come.
+            loss, arrived = _sent_to_host(loss)
+            events = (*self._events, arrived)
+        self._under_way.append(_Step(self._row, loss, events))
         self._write()
         self._last_end = time.perf_counter_ns()  # writing is no wait for data
 
@@ -236,10 +242,11 @@ class Recorder:
         while self._under_way:
             oldest = self._under_way[0]
             if oldest.events:
-                if not (all_of_them or len(self._under_way) > self.LAG or oldest.events[1].query()):
+                begin, end, arrived = oldest.events
+                if not (all_of_them or len(self._under_way) > self.LAG or arrived.query()):
                     return
-                oldest.events[1].synchronize()
-                oldest.row["step_ms"] = oldest.events[0].elapsed_time(oldest.events[1])
+                arrived.synchronize()
+                oldest.row["step_ms"] = begin.elapsed_time(end)
             oldest.row["loss"] = float(oldest.loss)
             self._under_way.popleft()
             self.rows.append(oldest.row)
@@ -274,6 +281,17 @@ class Recorder:
         import torch
 
         return {"cuda_peak_bytes": torch.cuda.max_memory_allocated(self.world.device)}
+
+
+def _sent_to_host(value: Tensor) -> tuple[Tensor, Any]:
+    """A copy on its way to the host, and the event after which it is there."""
+    import torch
+
+    copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    copy.copy_(value.detach(), non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return copy, arrived
 
 
 def resident_bytes() -> int:

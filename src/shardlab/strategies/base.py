@@ -79,8 +79,12 @@ def option(name: str, value: str, known: Mapping[str, T]) -> T:
 
 
 def local_count(microbatches: Sequence[Batch], device: torch.device) -> Tensor:
-    """The number of targets on this rank: (), on the device."""
-    return torch.tensor(sum(b.count for b in microbatches), dtype=torch.float64).to(device)
+    """The number of targets on this rank: (), on the device.
+
+    Made there: to send a GPU a number from the host is to wait until it has done all it was given.
+    """
+    count = sum(b.count for b in microbatches)
+    return torch.full((), count, dtype=torch.float64, device=device)
 
 
 def global_count(microbatches: Sequence[Batch], device: torch.device, group: comm.Group) -> Tensor:
@@ -105,8 +109,10 @@ def global_mean_and_unused(
     is to wait for the device).
     """
     names = list(names)
-    mask = torch.tensor([float(name in used) for name in names], dtype=torch.float64)
-    message = torch.cat([loss_sum.reshape(1), mask.to(loss_sum.device)])  # (1 + names,)
+    mask = torch.ones(len(names), dtype=torch.float64, device=loss_sum.device)
+    if len(used) < len(names):
+        mask.copy_(torch.tensor([name in used for name in names]))
+    message = torch.cat([loss_sum.reshape(1), mask])  # (1 + names,)
     comm.all_reduce(message, group, label="loss and used parameters")
     unused: list[str] = []
     if len(used) < len(names):
