@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from shardlab.strategies.simple_ddp_ga import SimpleDDPGradientAccumulation
 class Late(SimpleDDPGradientAccumulation):
     def gradients(self, microbatches):
         if self.group.rank() == 1:
-            time.sleep(0.12)
+            time.sleep(0.25)
         return super().gradients(microbatches)
 
 
@@ -218,17 +219,20 @@ def test_compare_profiles_after_it_has_timed(tmp_path: Path) -> None:
 
 
 def test_a_late_rank_is_named_and_its_lateness_measured(ranks: GetRanks, tmp_path: Path) -> None:
-    """Rank 1 sleeps 120 ms in each step: that, within 10%, is what rank 0 waits."""
+    """Rank 1 sleeps 250 ms in each step: that, within 10%, is what rank 0 waits."""
     from shardlab import trace as traces
     from shardlab.report import trace as report
 
     (tmp_path / "late.py").write_text(LATE)
     captured(ranks, tmp_path / "run", strategy__name=f"{tmp_path}/late.py:Late", profile__active=3)
     found = traces.load(tmp_path / "run")
-    rows = {row.rank: row for row in found.breakdown(per="rank")}
-    waited = rows[0].wait_us / rows[0].steps
-    assert waited == pytest.approx(120_000, rel=0.1)
-    assert rows[1].wait_us < 0.1 * rows[0].wait_us
+    waits: dict[int, list[float]] = {0: [], 1: []}
+    for row in found.breakdown():
+        waits[row.rank].append(row.wait_us)
+    assert len(waits[0]) == 3
+    # The median: another process on the machine may hold up either rank in one of the steps.
+    assert statistics.median(waits[0]) == pytest.approx(250_000, rel=0.1)
+    assert statistics.median(waits[1]) < 25_000
     worst = max(found.stragglers(), key=lambda row: row.others_waited_us)
     assert worst.rank == 1
     assert "Rank 1 is the slow one" in report.verdict(found)

@@ -108,8 +108,8 @@ def diff(a: TraceSet, b: TraceSet, names: tuple[str, str] = ("A", "B")) -> Diff:
         ]
         rows += sorted(both, key=lambda row: abs(row.change_us), reverse=True)
     step = Row("step", "step", _step(a), _step(b))
-    left, right = sorted((_walls(a), _walls(b)), key=statistics.mean)
-    overlap = max(left) > min(right)
+    faster, slower = sorted((_walls(a), _walls(b)), key=statistics.mean)
+    overlap = max(faster) > min(slower)
     return Diff(*names, step, tuple(rows), tuple(_notes(a, b, rows)), overlap)
 
 
