@@ -8,6 +8,7 @@ begin without its end) is decoded again, event by event, by a slower decoder tha
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Union
@@ -54,6 +55,7 @@ NO_CATEGORY = "M"  # put in where it is missing: names of processes and threads,
 
 # Below it, a float holds a nanosecond in a number of microseconds; above it the digits are read.
 EXACT_US = float(2**43)
+_TIME = re.compile(rb'"ts"\s*:\s*\d+(\.)?')
 
 
 class _Args(Struct, gc=False, frozen=True):
@@ -225,6 +227,9 @@ class Columns:
             return
         try:
             events = self._classes.decode(text)
+        except UnicodeDecodeError:  # a name that is not UTF-8: readable but for a letter or two
+            self.decode(text.decode("utf-8", "replace").encode())
+            return
         except msgspec.ValidationError:
             try:
                 events = self._classes.decode(_with_category(text))
@@ -237,6 +242,8 @@ class Columns:
             if (cls := type(event)) not in ignored:
                 grouped[cls].append(event)
         times = {cls: self._times(group) for cls, group in grouped.items()}
+        first = _TIME.search(text)
+        self.float_times |= first is not None and first[1] is not None
         if not self._digits and any(self._needs_digits(us) for us, _ in times.values()):
             self._digits, self._classes = True, _Classes(self.operators, digits=True)
             self.decode(text)
@@ -262,9 +269,9 @@ class Columns:
         return _column([e.ts for e in events]), dur
 
     def _needs_digits(self, us: Floats) -> bool:
-        fractional = bool((us != np.floor(us)).any())
-        self.float_times = self.float_times or fractional
-        return fractional and float(us.max()) >= EXACT_US
+        if float(us.max()) < EXACT_US:
+            return False
+        return self.float_times or bool((us != np.floor(us)).any())
 
     def _add(self, group: str, kind: int, events: list[Any], start: Ints, dur: Ints) -> None:
         count = len(events)

@@ -106,6 +106,8 @@ class EventText:
         rest, ended, taken = _take(rest, decode)
         if not taken:
             rest = self._one_by_one(rest, decode)
+            if (after := _finish(rest, decode)) is not None:
+                return after, True
         if not ended:
             self.cut = self.cut or "the JSON ends in the middle"
         return rest, ended
