@@ -372,6 +372,7 @@ def test_what_is_read_when_nobody_says(tmp_path: Path, monkeypatch: pytest.Monke
     assert images.default_dataset("mnist", sources.AUTO) == "mnist"
     monkeypatch.setattr(images.importlib.util, "find_spec", find_spec)
     (tmp_path / "data" / "mnist").mkdir(parents=True)
+    (tmp_path / "data" / "mnist" / "dataset.json").write_text("{}")
     assert images.default_dataset("mnist", sources.AUTO) == "mnist"
     with pytest.raises(UsageError) as caught:
         resnet_cifar10(DataConfig())
@@ -552,6 +553,7 @@ def test_what_cannot_be_compared_or_proved_is_said(ranks: GetRanks) -> None:
 
 
 CONFIGS = sorted((ROOT / "examples").glob("**/*.yaml"))
+EXPERIMENTS = [path for path in CONFIGS if path.parent.name == "experiments"]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
@@ -562,10 +564,47 @@ def test_every_config_can_be_read(path: Path) -> None:
 
 
 def test_there_is_a_config_for_each_experiment() -> None:
-    names = {path.stem for path in CONFIGS}
-    assert {"gpt2_baseline", "gpt2_ddp", "gpt2_fsdp_full_shard", "gpt2_fsdp_shard_grad_op"} <= names
-    assert {"resnet_cifar10_ddp", "resnet_cifar10_fsdp", "cnn_mnist"} <= names
-    ladder = {"simple_ddp", "simple_ddp_ga", "simple_ddp_hook", "simple_ddp_async"}
-    ladder |= {"bucket_ddp_async", "zero1", "zero2", "zero3"}
-    ladder |= {"pytorch_ddp", "pytorch_zero1", "pytorch_zero2", "pytorch_zero3"}
-    assert {configs.load(p).strategy.name for p in CONFIGS if p.stem.startswith("yelp_")} == ladder
+    strategies = {p.stem: configs.load(p).strategy.name for p in EXPERIMENTS}
+    assert strategies == {
+        "gpt2_baseline": "single",
+        "gpt2_ddp": "pytorch_ddp",
+        "gpt2_fsdp_full_shard": "pytorch_zero3",
+        "gpt2_fsdp_shard_grad_op": "pytorch_zero2",
+        "yelp_ddp": "simple_ddp",
+        "yelp_sharding": "zero1",
+        "resnet_cifar10_ddp": "pytorch_ddp",
+        "resnet_cifar10_fsdp": "pytorch_zero3",
+        "cnn_mnist": "simple_ddp",
+    }
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "gpt2": {"model.size": "tiny", "data.seq_len": 16},
+    "causal_lm": {"model.size": "tiny", "data.source": "synthetic"},
+    "resnet_cifar10": {"model.size": "tiny", "data.source": "synthetic"},
+    "cnn_mnist": {"data.source": "synthetic"},
+}
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda p: p.stem)
+def test_the_experiments_run_in_small(path: Path, tmp_path: Path, ranks: GetRanks) -> None:
+    """As ``shardlab train --config`` runs them on each rank, with little to do."""
+    workload = configs.load(path).model.workload
+    if workload == "causal_lm":
+        pytest.importorskip("transformers")
+    world = 1 if path.stem == "gpt2_baseline" else 2
+    overrides = {
+        **SMALL[workload],
+        "training.steps": 2,
+        "training.global_batch": 8,
+        "training.evaluate_every": 0,
+        "training.evaluate_samples": 9,
+        "launch.world": world,
+        "launch.device": "cpu",
+        "output.dir": str(tmp_path / "run"),
+    }
+    values = configs.load(path, overrides).to_dict()
+    results = ranks(world).run("shardlab.train:train_rank", values, "a test")
+    assert results[0]["steps"] == 2
+    assert results[0]["evaluations"][0]["samples"] == 9
+    assert (tmp_path / "run" / "evaluation.jsonl").exists()

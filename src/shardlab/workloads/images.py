@@ -32,7 +32,7 @@ def datasets(
 
 def default_dataset(name: str, source: str) -> str:
     """``name``, or scikit-learn's digits where nothing else can be had without a download."""
-    if source != sources.AUTO or sources.cached(name).is_dir():
+    if source != sources.AUTO or sources.described(sources.cached(name)) is not None:
         return name
     return "digits" if importlib.util.find_spec("sklearn") else name
 
