@@ -222,7 +222,7 @@ class Columns:
     def decode(self, text: bytes) -> None:
         """Take an array of events. Raises DecodeError if it is not one."""
         # A kernel by Triton is also an operator that has a stream: HTA counts both.
-        if not self.operators and b'"kernel_backend"' in text:
+        if b'"kernel_backend"' in text:
             self._decode_anything(text)
             return
         try:

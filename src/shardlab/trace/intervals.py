@@ -41,7 +41,7 @@ class Intervals:
         """The part between two moments."""
         first = int(np.searchsorted(self.end, start, side="right"))
         last = int(np.searchsorted(self.start, end, side="left"))
-        if last <= first:
+        if last <= first or end <= start:
             return NOTHING
         return Intervals(
             np.maximum(self.start[first:last], start), np.minimum(self.end[first:last], end)
