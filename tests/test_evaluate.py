@@ -235,6 +235,8 @@ def test_means_and_perplexity() -> None:
     }
     limited = Evaluation(_Holder(Net()), workload, _here(), two_of_each, 4, samples=6)  # type: ignore[arg-type]
     assert limited()["samples"] == 6
+    assert isinstance(workload.held_out, Rows)
+    assert workload.held_out.read[8:] == [0, 1, 2, 4, 5, 6]  # spread: files come sorted by label
 
 
 def test_when_it_evaluates() -> None:

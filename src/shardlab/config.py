@@ -101,7 +101,7 @@ class TrainingConfig:
     # "model": as one, which is faster, but all gradients come at the end and nothing overlaps.
     compile: str = "none"
     evaluate_every: int | None = None  # steps; 0: after the last alone; none: never
-    evaluate_samples: int | None = None  # the first so many of the held-out ones; none: all
+    evaluate_samples: int | None = None  # so many held-out ones, evenly spread; none: all
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ class Evaluation:
     world: World
     function: Evaluate  # in the precision of the run
     chunk: int  # samples at a time, over all ranks: as many as in a micro-batch
-    samples: int | None = None  # the first so many of the held-out ones; none: all
+    samples: int | None = None  # so many of the held-out ones, evenly spread; none: all
     dtype: torch.dtype = torch.float32
 
     def __call__(self) -> dict[str, Any]:
@@ -60,9 +60,9 @@ class Evaluation:
     def _batches(self, held_out: Dataset, count: int) -> Iterator[Batch]:
         """This rank's part of each chunk, perhaps of no rows; as many on every rank."""
         world = self.world
+        chosen = np.arange(count) * len(held_out) // count
         for first in range(0, count, self.chunk):
-            ids = np.arange(first, min(first + self.chunk, count))
-            mine = np.array_split(ids, world.size)[world.rank]
+            mine = np.array_split(chosen[first : first + self.chunk], world.size)[world.rank]
             yield loader.cast(held_out.batch(mine.tolist()), self.dtype).to(world.device)
 
     def _means(self, total: Sums) -> dict[str, Any]:
