@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,21 @@ def test_a_crash_in_a_window_leaves_no_broken_trace(ranks: GetRanks, tmp_path: P
     assert len(read_jsonl(tmp_path / "run" / "rank1.jsonl")) == 2
     assert not list((tmp_path / "run").rglob("*.json*.part"))
     assert not list((tmp_path / "run").rglob("*.gz"))
+
+
+def test_a_crash_in_a_window_under_torchrun_is_the_error_that_is_told(tmp_path: Path) -> None:
+    """Python's own end with the profiler on would be a second crash, and torchrun tell of that."""
+    (tmp_path / "late.py").write_text(LATE)
+    done = commands.run(
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone",
+        "-m", "shardlab", "train", "--size", "tiny", "--steps", "6", "--profile", "--out", "run",
+        "--strategy", "./late.py:Fails",
+        cwd=tmp_path, OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "error: rank 1: ValueError: planted" in done.stderr
+    assert "SIGSEGV" not in done.stderr
+    assert not list(tmp_path.rglob("*.gz*"))
 
 
 @pytest.mark.parametrize(

@@ -162,10 +162,10 @@ class Recorder:
         self._between_steps(0)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Also after a crash: what was measured is kept. A trace under way is not: to stop the
-        profiler while collectives hang could end the process before it has said what happened.
-        """
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        """Also after a crash: what was measured is kept. A trace under way is not."""
+        if error is not None and self.capture is not None:
+            self.capture.abandon(error)
         try:
             self._write(all_of_them=True)
         finally:

@@ -28,11 +28,12 @@ from shardlab.trace import activity, model
 if TYPE_CHECKING:
     from shardlab.trace import TraceSet
 
-MAX_SPANS = 80_000  # on the timeline: about a megabyte
-MAX_NAMES = 20_000
+MAX_SPANS = 100_000  # on the timeline: 1.3 MB
+MAX_NAMES = 3_000
+MAX_RANKS = 64  # on the timeline, and in the stacked chart
 MAX_NAME = 160  # characters: names of templated kernels are longer than a screen
 MAX_STACKS = 64  # rows of the stacked chart
-MAX_COLLECTIVES = 48  # rows of the bucket timeline
+MAX_COLLECTIVES, MAX_TRACKS = 48, 600  # rows of the bucket timeline, and lines in all
 MAX_ROWS = 200  # of a table
 CURVE_POINTS = 500
 
@@ -244,11 +245,12 @@ class Stacks:
     ticks: list[tuple[float, str]]
     parts: list[str]  # those that appear, for the legend
     has_hidden: bool
+    left_out: int  # ranks, the fastest
 
 
 def _stacks(ranks: Sequence[model.Breakdown], steps: Sequence[model.Breakdown]) -> Stacks:
     per_step = len(steps) <= MAX_STACKS
-    shown = steps if per_step else ranks
+    shown = steps if per_step else sorted(ranks, key=_step_us, reverse=True)[:MAX_RANKS]
     values = [
         (row, 1 if row.step is not None else max(row.steps, 1))
         for row in sorted(shown, key=lambda r: (r.rank, -1 if r.step is None else r.step))
@@ -279,6 +281,7 @@ def _stacks(ranks: Sequence[model.Breakdown], steps: Sequence[model.Breakdown]) 
         _ticks(most / 1000),
         [part for part in PART_NAMES if any(s.part == part for r in rows for s in r.segments)],
         any(row.hidden[1] for row in rows),
+        0 if per_step else len(ranks) - len(rows),
     )
 
 
@@ -345,7 +348,8 @@ def _buckets(
         return min(max(100 * (ns - low) / (high - low), 0.0), 100.0)
 
     kept = sorted(chosen, key=lambda c: max(p.end_ns - p.start_ns for p in c.participants))
-    kept = kept[-MAX_COLLECTIVES:]
+    ranks = max(len(c.participants) for c in chosen)
+    kept = kept[-max(min(MAX_COLLECTIVES, MAX_TRACKS // ranks), 4) :]
     kept.sort(key=lambda c: min(p.start_ns for p in c.participants))
     rows = []
     for c in kept:
@@ -498,31 +502,24 @@ class _Lane:
     name: str
     start: model.Ints
     end: model.Ints
-    names: Sequence[str]
+    names: Any  # array of str, one for each span; or empty
 
 
 def _timeline(traces: TraceSet, shifts: Shifts) -> dict[str, Any]:
     """Spans as columns: for each lane start and length (32 bits) and the number of its name."""
     lanes = list(_lanes(traces, shifts))
     spans = sum(len(lane.start) for lane in lanes)
-    # Above the cap the longest stay: a span shorter than this is left out, and the page says so.
-    shortest = 0
-    if spans > MAX_SPANS:
-        lengths = np.concatenate([lane.end - lane.start for lane in lanes if lane.name != "steps"])
-        shortest = int(np.partition(lengths, -MAX_SPANS)[-MAX_SPANS]) + 1
+    keeps, longest_left_out = _longest(lanes)
     low = min((int(lane.start.min()) for lane in lanes if len(lane.start)), default=0)
     high = max((int(lane.end.max()) for lane in lanes if len(lane.end)), default=1)
     unit = max(1, math.ceil((high - low) / (2**32 - 1)))
     names: dict[str, int] = {}
     out: list[dict[str, Any]] = []
     drawn = 0
-    for lane in lanes:
-        keep = np.ones(len(lane.start), dtype=bool)
-        if lane.name != "steps":
-            keep = lane.end - lane.start >= shortest
+    for lane, keep in zip(lanes, keeps, strict=True):
         start = ((lane.start[keep] - low) // unit).astype("<u4")
         length = ((lane.end - lane.start)[keep] // unit).astype("<u4")
-        chosen = [lane.names[int(i)] for i in np.flatnonzero(keep)] if len(lane.names) else []
+        chosen = lane.names[keep] if len(lane.names) else []
         numbers = np.array([_number(name, names) for name in chosen], dtype="<u2")
         drawn += len(start)
         out.append(
@@ -541,8 +538,22 @@ def _timeline(traces: TraceSet, shifts: Shifts) -> dict[str, Any]:
         "names": list(names),
         "spans": drawn,
         "left_out": spans - drawn,
-        "shortest_us": shortest / 1000,
+        "ranks_left_out": len({trace.rank for trace in traces.traces}) - len(_shown(traces)),
+        "longest_left_out_us": longest_left_out / 1000,
     }
+
+
+def _longest(lanes: Sequence[_Lane]) -> tuple[list[Any], int]:
+    """Which spans of each lane are drawn (all, or the longest), and the longest that is not."""
+    keeps = [np.ones(len(lane.start), dtype=bool) for lane in lanes]
+    if sum(map(len, keeps)) <= MAX_SPANS:
+        return keeps, 0
+    lengths = np.concatenate([lane.end - lane.start for lane in lanes])
+    shortest = np.argpartition(lengths, -MAX_SPANS)[:-MAX_SPANS]
+    keep = np.concatenate(keeps)
+    keep[shortest] = False
+    ends = np.cumsum([len(lane.start) for lane in lanes])
+    return np.split(keep, ends[:-1]), int(lengths[shortest].max())
 
 
 def _number(name: str, names: dict[str, int]) -> int:
@@ -561,23 +572,24 @@ ORDER = ("steps", "phases", "compute", "operators", "stream", "comm", "wait", "m
 
 
 def _lanes(traces: TraceSet, shifts: Shifts) -> Iterable[_Lane]:
-    """The analysis' lanes, in our order, with phases and named collectives, and with operators
-    where compute has no names.
+    """The analysis' lanes, in our order, with phases, operators or kernels, and collectives by
+    name.
     """
     lanes: dict[tuple[int, str], list[_Lane]] = {}
+    shown = _shown(traces)
     for lane in traces.lanes():
+        if lane.rank not in shown:
+            continue
         key = (lane.rank, lane.lane)
         lanes.setdefault(key, []).append(
-            _Lane(lane.rank, lane.lane, lane.start_ns, lane.end_ns, lane.names)
+            _Lane(lane.rank, lane.lane, lane.start_ns, lane.end_ns, np.array(lane.names, object))
         )
     for trace in traces.traces:
-        own = [
-            lane for (rank, _), several in lanes.items() if rank == trace.rank for lane in several
-        ]
-        named = any(lane.name.startswith("compute") and len(lane.names) for lane in own)
-        for extra in _extra(trace, shifts[trace.path], with_operators=not named):
+        for extra in _extra(trace, shifts[trace.path]) if trace.rank in shown else ():
             lanes.setdefault((trace.rank, extra.name), []).append(extra)
-    lanes |= {(lane.rank, lane.name): [lane] for lane in _collective_lanes(traces)}
+    for found in _collective_lanes(traces):
+        if found.rank in shown:
+            lanes[found.rank, found.name] = [found]
 
     def order(key: tuple[int, str]) -> tuple[int, int, str]:
         kind = key[1].partition(" ")[0]
@@ -589,10 +601,15 @@ def _lanes(traces: TraceSet, shifts: Shifts) -> Iterable[_Lane]:
             continue
         start = np.concatenate([lane.start for lane in several])
         end = np.concatenate([lane.end for lane in several])
-        names = [name for lane in several for name in lane.names]
+        names = np.concatenate([lane.names for lane in several])
         by_start = np.argsort(start, kind="stable")
-        names = [names[i] for i in by_start] if len(names) == len(start) else []
+        names = names[by_start] if len(names) == len(start) else names[:0]
         yield _Lane(key[0], key[1], start[by_start], end[by_start], names)
+
+
+def _shown(traces: TraceSet) -> set[int]:
+    """The ranks that the timeline has room for: the first."""
+    return set(sorted({trace.rank for trace in traces.traces})[:MAX_RANKS])
 
 
 def _collective_lanes(traces: TraceSet) -> Iterable[_Lane]:
@@ -614,10 +631,10 @@ def _collective_lanes(traces: TraceSet) -> Iterable[_Lane]:
         for number, lane in enumerate(lanes):
             start, end, names = zip(*lane, strict=True)
             title = "comm" if number == 0 else f"comm {number + 1}"
-            yield _Lane(rank, title, np.array(start), np.array(end), names)
+            yield _Lane(rank, title, np.array(start), np.array(end), np.array(names, object))
 
 
-def _extra(trace: model.Trace, shift: int, with_operators: bool) -> Iterable[_Lane]:
+def _extra(trace: model.Trace, shift: int) -> Iterable[_Lane]:
     events = trace.events
     if not len(events):
         return
@@ -626,8 +643,6 @@ def _extra(trace: model.Trace, shift: int, with_operators: bool) -> Iterable[_La
     rows = np.flatnonzero((events.kind == model.ANNOTATION) & np.isin(events.name, phases))
     if len(rows):
         yield _lane_of(trace, "phases", rows, shift, names)
-    if not with_operators:
-        return
     if trace.device == "gpu":
         kernels = np.flatnonzero(events.kind == model.KERNEL)
         # Communication has lanes of its own.
@@ -649,6 +664,4 @@ def _extra(trace: model.Trace, shift: int, with_operators: bool) -> Iterable[_La
 def _lane_of(trace: model.Trace, lane: str, rows: Any, shift: int, names: Any) -> _Lane:
     events = trace.events
     start = events.start_ns[rows] + shift
-    return _Lane(
-        trace.rank, lane, start, start + events.dur_ns[rows], list(names[events.name[rows]])
-    )
+    return _Lane(trace.rank, lane, start, start + events.dur_ns[rows], names[events.name[rows]])

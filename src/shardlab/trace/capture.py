@@ -12,12 +12,14 @@ Inside, each optimizer step i is a span ``ProfilerStep#i`` from the end of the s
 
 from __future__ import annotations
 
+import atexit
 import gzip
 import json
 import os
 import re
 import shutil
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,6 +106,23 @@ class Capture:
         if self._profiler is not None:
             self._step = record_function(f"ProfilerStep#{step}")
             self._step.__enter__()
+
+    def abandon(self, error: BaseException) -> None:
+        """After a crash inside a window: leave the profiler as it is, without a trace.
+
+        To stop it while collectives hang could end the process before it has said what happened,
+        and so does Python's own end while it runs (torch 2.13): a rank of torchrun's must leave
+        without that, with the code that it would have left with.
+        """
+        if self._profiler is None:
+            return
+
+        def leave() -> None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(2 if isinstance(error, UsageError) else 1)
+
+        atexit.register(leave)
 
     def _open(self, step: int) -> None:
         """All ranks at once: who began to record later would look like a straggler."""
