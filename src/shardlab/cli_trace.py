@@ -80,7 +80,13 @@ def analyze(
             continue
         if not as_json:
             report.show_files(files)
-    if failures:
+        failures += [
+            f"{cut.path} is cut: these are numbers of what is left of it, and any step may lack "
+            "events (a trace is not in order of time)"
+            for cut in traces.traces
+            if cut.truncated
+        ]
+    if failures:  # what could be said has been said; a script must know that it is not all
         raise UsageError(failures[0])
 
 

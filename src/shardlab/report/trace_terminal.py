@@ -24,6 +24,8 @@ _NAMES = {
     "memory_us": "copies", "idle_host_us": "host\nidle", "idle_us": "other\nidle",
 }  # fmt: skip
 
+MOST = 12  # rows of a table that may be long
+
 
 def write(folder: Path, traces: TraceSet, summary: Mapping[str, Any]) -> list[Path]:
     """summary.json, summary.csv and summary.html."""
@@ -156,7 +158,11 @@ def _collectives(traces: TraceSet, by: str) -> Table:
         "kind" if by == "kind" else "kind and label", "count", "bytes", "ms", "transfer\nms",
         "waited\nms, all ranks", "algorithm\nGB/s", "bus\nGB/s",
     )  # fmt: skip
-    for item in traces.collective_summary(by):
+    rows = traces.collective_summary(by)
+    if len(rows) > MOST:
+        table.caption = f"and {len(rows) - MOST} more in summary.json"
+        table.caption_justify = "left"
+    for item in rows[:MOST]:
         table.add_row(
             Text(item.name), f"{item.count:,}", fmt.size(item.bytes), _ms(item.time_us),
             _ms(item.transfer_us), _ms(item.wait_us), fmt.number(item.algorithm_gbps),
