@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -124,15 +124,27 @@ class Sharded:
                 if parameter.requires_grad:
                     yield unit, piece, parameter
 
-    def update_shards(self) -> None:
-        """Update this rank's shards from its part of the gradient."""
-        gradients = []
+    def update_shards(self, then: Callable[[Unit], None] = lambda _: None) -> None:
+        """Update this rank's shards from its part of the gradient, unit by unit, the last first.
+
+        What ``then`` sends of one unit travels while the next is updated.
+        """
+        gradients: dict[str, dict[nn.Parameter, Tensor]] = {unit.label: {} for unit in self.units}
         for unit, piece, parameter in self.trained_pieces():
             if unit.grad is not None and piece.name not in self.unused:
-                parameter.grad = unit.grad[piece.offset : piece.offset + piece.length]
-                gradients.append(parameter.grad)
-        self.update(gradients, sharded_over=self.group)
-        self.optimizer.zero_grad(set_to_none=True)
+                part = unit.grad[piece.offset : piece.offset + piece.length]
+                gradients[unit.label][parameter] = part
+
+        def apply() -> None:
+            for unit in reversed(self.units):
+                for parameter, part in gradients[unit.label].items():
+                    parameter.grad = part
+                self.optimizer.step()  # it passes over parameters that have no gradient
+                self.optimizer.zero_grad(set_to_none=True)
+                then(unit)
+
+        whole = [part for parts in gradients.values() for part in parts.values()]
+        self.update(whole, self.group, apply)
 
     # ------------------------------------------------------------ gradients, freed as they go
 

@@ -54,12 +54,25 @@ class Update:
         return total / self.scale
 
     @torch.no_grad()
-    def __call__(self, gradients: Sequence[Tensor], sharded_over: comm.Group | None = None) -> bool:
-        """Update from these gradients: all of them, or this rank's part. False: it was skipped."""
-        with phase(OPTIMIZER):
-            return self._update(gradients, sharded_over)
+    def __call__(
+        self,
+        gradients: Sequence[Tensor],
+        sharded_over: comm.Group | None = None,
+        apply: Callable[[], object] | None = None,
+    ) -> bool:
+        """Update from these gradients: all of them, or this rank's part. False: it was skipped.
 
-    def _update(self, gradients: Sequence[Tensor], sharded_over: comm.Group | None) -> bool:
+        ``apply``, if given, calls the optimizer's step() itself, for some parameters at a time.
+        """
+        with phase(OPTIMIZER):
+            return self._update(gradients, sharded_over, apply or self.optimizer.step)
+
+    def _update(
+        self,
+        gradients: Sequence[Tensor],
+        sharded_over: comm.Group | None,
+        apply: Callable[[], object],
+    ) -> bool:
         rule = self.rule
         if rule.clip_norm is not None or rule.loss_scale is not None:
             norm = global_norm(gradients, self.device, sharded_over) / self.scale  # ()
@@ -78,7 +91,7 @@ class Update:
                 torch._foreach_mul_(list(gradients), factor.to(gradients[0].dtype))
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * rule.schedule(self.steps)
-        self.optimizer.step()
+        apply()
         self.steps += 1
         self.good_steps += 1
         if rule.loss_scale is not None and self.good_steps >= self.GROW_AFTER:

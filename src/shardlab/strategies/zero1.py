@@ -32,8 +32,8 @@ class Zero1(Sharded):
                             reduce_scatter the bucket, asynchronously     Ψ
         after backward      all_reduce the loss and which parameters got a gradient
                             wait for all of them
-        step                update this rank's shard of each bucket
-                            all_gather each bucket's parameters, asynchronously   Ψ
+        step                bucket by bucket: update this rank's shard of it, then
+                            all_gather its parameters, asynchronously     Ψ
 
     Cost: Ψ(n-1)/n twice on the wire, together exactly an all-reduce, which is these two halves.
     (To all-reduce the gradients and gather the parameters besides would cost half as much again.)
@@ -128,18 +128,18 @@ class Zero1(Sharded):
         return mean
 
     def step(self) -> None:
-        self.update_shards()
-        for unit in reversed(self.units):  # forward needs the last buckets first
-            assert unit.full is not None
-            self.gathers.append(
-                comm.all_gather(
-                    unit.full, unit.shard, self.group, label=f"params {unit.label}", async_op=True
-                )
-            )
+        self.update_shards(then=self.gather_params)  # the last buckets first: forward begins there
         for unit in self.units:
             unit.grad = unit.full_grad = None
             for p in unit.params.values():
                 p.grad = None
+
+    def gather_params(self, unit: Unit) -> None:
+        assert unit.full is not None
+        label = f"params {unit.label}"
+        self.gathers.append(
+            comm.all_gather(unit.full, unit.shard, self.group, label=label, async_op=True)
+        )
 
     def full_params(self) -> dict[str, Tensor]:
         """What this rank's model holds, once the parameters of the others are in."""
