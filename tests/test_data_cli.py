@@ -292,6 +292,55 @@ def fetch_fashion(url: str, cache: str) -> bool:
     return bool(catalog.obtain(catalog.entry("fashion_mnist"))["new"])
 
 
+def cifar10_archive(server: Server, content: bytes | None = None) -> catalog.Entry:
+    """CIFAR-10 with one image in each batch, as its authors' archive."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w:gz") as archive:
+        for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+            info = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
+            info.size = 3073
+            archive.addfile(info, io.BytesIO(bytes([3]) * 3073))
+    body = content if content is not None else made.getvalue()
+    server.files["/www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"] = body
+    entry = catalog.entry("cifar10")
+    file = catalog.File(entry.files[0].url, hashlib.sha256(body).hexdigest())
+    return catalog.replace(entry, files=(file,))
+
+
+def test_an_archive_is_unpacked_and_removed(server: Server) -> None:
+    result = catalog.obtain(cifar10_archive(server), source="hub")
+    assert result["samples"] == {"train": 5, "test": 1}
+    assert "cifar-10-binary.tar.gz" not in names(sources.cached("cifar10"))
+    assert len(result["files"]) == 6
+
+
+def test_an_archive_of_a_run_that_broke_off_is_unpacked(server: Server) -> None:
+    entry = cifar10_archive(server)
+    folder = sources.cached("cifar10")
+    download.fetch(entry.files[0].url, folder / entry.files[0].name)
+    server.asked.clear()
+    assert catalog.obtain(entry, source="hub")["samples"]["train"] == 5
+    assert server.asked == []
+
+
+def test_a_damaged_archive_leaves_no_half(server: Server, tmp_path: Path) -> None:
+    cifar10_archive(server)
+    whole = server.files["/www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"]
+    (tmp_path / "cut.tar.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UsageError, match=r"cut.tar.gz cannot be read"):
+        catalog.obtain(catalog.entry("cifar10"), None, str(tmp_path / "cut.tar.gz"))
+    assert not sources.cached("cifar10").exists()
+
+
+def test_parquet_is_not_fetched_where_it_cannot_be_read(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "find_spec", lambda _name: None)
+    with pytest.raises(UsageError, match=r"needs pyarrow: pip install 'shardlab\[text\]'"):
+        catalog.obtain(catalog.entry("yelp"))
+    assert server.asked == []
+
+
 def test_two_processes_fetch_it_once(server: Server, tmp_path: Path) -> None:
     serve_fashion(server)
     server.slow_s = 0.2

