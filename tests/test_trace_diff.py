@@ -64,13 +64,13 @@ def test_what_changed_is_per_step_and_rank() -> None:
 def test_the_sentence_says_how_much_and_why() -> None:
     said = sentence(of(HandMade(), Slower()))
     assert said == (
-        "after is 40% slower than before: 10 ms against 14 ms a step. It has 5 ms more compute, "
-        "but 1 ms less waiting for a slower rank."
+        "after takes 40% more time than before: 14 ms a step against 10 ms. "
+        "It has 5 ms more compute, but 1 ms less waiting for a slower rank."
     )
-    assert sentence(of(Slower(), HandMade())).startswith("after is 29% faster than before")
+    assert sentence(of(Slower(), HandMade())).startswith("after takes 29% less time than before")
     assert "overlap" not in said
     same = sentence(of(HandMade(), HandMade()))
-    assert same == "after and before take the same time: 10 ms against 10 ms a step."
+    assert same == "after and before take the same time: 10 ms a step against 10 ms."
 
 
 class Uneven(Slower):
@@ -91,6 +91,7 @@ def test_unequal_runs_are_said_to_be() -> None:
     assert of(HandMade(), HandMade()).notes == ()
     assert "differ in ranks: 2 and 1" in of(HandMade(), HandMade(ranks=1)).notes[0]
     assert "no operator in common" in of(HandMade(), HandMade(kernel="other")).notes[0]
+    assert of(HandMade(warnings=("cut",)), HandMade()).notes == ("before: cut",)
     assert "2 steps only" in of(HandMade(steps=2), HandMade(steps=3)).notes[0]
 
 

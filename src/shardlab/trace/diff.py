@@ -110,7 +110,12 @@ def diff(a: TraceSet, b: TraceSet, names: tuple[str, str] = ("A", "B")) -> Diff:
     step = Row("step", "step", _step(a), _step(b))
     faster, slower = sorted((_walls(a), _walls(b)), key=statistics.mean)
     overlap = max(faster) > min(slower)
-    return Diff(*names, step, tuple(rows), tuple(_notes(a, b, rows)), overlap)
+    notes = [
+        *_notes(a, b, rows),
+        *(f"{names[0]}: {warning}" for warning in a.warnings),
+        *(f"{names[1]}: {warning}" for warning in b.warnings),
+    ]
+    return Diff(*names, step, tuple(rows), tuple(notes), overlap)
 
 
 def names_of(a: TraceSet, b: TraceSet, paths: tuple[Path, Path]) -> tuple[str, str]:
@@ -128,11 +133,11 @@ def names_of(a: TraceSet, b: TraceSet, paths: tuple[Path, Path]) -> tuple[str, s
 def sentence(diff: Diff) -> str:
     """The answer in words: how much, and what most of it is."""
     change, was = diff.step.change_us, diff.step.a.us
-    both = f"{was / 1000:.3g} ms against {diff.step.b.us / 1000:.3g} ms a step"
+    both = f"{diff.step.b.us / 1000:.3g} ms a step against {was / 1000:.3g} ms"
     if abs(change) < NOISE * was:
         return f"{diff.b} and {diff.a} take the same time: {both}."
-    word = "faster" if change < 0 else "slower"
-    first = f"{diff.b} is {100 * abs(change) / was:.0f}% {word} than {diff.a}: {both}"
+    word = "less" if change < 0 else "more"
+    first = f"{diff.b} takes {100 * abs(change) / was:.0f}% {word} time than {diff.a}: {both}"
     first += ", though single steps of the two overlap." if diff.steps_overlap else "."
     reasons = [
         f"{abs(row.change_us) / 1000:.3g} ms {'less' if row.change_us < 0 else 'more'} {row.name}"
