@@ -20,7 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlab.data import images, reviews, sampler, sources
+from shardlab.data import image_files, images, reviews, sampler, sources
 from shardlab.data.tokens import HEADER, MAGIC, TokenDataset, open_shard, write_shard
 from shardlab.errors import UsageError
 
@@ -284,13 +284,13 @@ def test_png_with_every_filter(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (10, 7, 3)).astype(np.uint8)
     path = tmp_path / "a.png"
     path.write_bytes(png(pixels, [0, 1, 2, 3, 4, 4, 3, 2, 1, 0]))
-    assert np.array_equal(images.read_png(path), pixels)
+    assert np.array_equal(image_files.read_png(path), pixels)
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(UsageError, match=r"a.png is damaged"):
-        images.read_png(path)
+        image_files.read_png(path)
     path.write_bytes(b"GIF89a")
     with pytest.raises(UsageError, match=r"a.png is not a PNG"):
-        images.read_png(path)
+        image_files.read_png(path)
 
 
 def cifar10_rows(count: int) -> tuple[np.ndarray[Any, Any], list[int]]:

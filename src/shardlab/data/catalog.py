@@ -400,16 +400,16 @@ def _collect(path: Path, folder: Path, patterns: tuple[str, ...]) -> dict[str, A
 
 def _sheets_to_binary(folder: Path, files: dict[str, Any]) -> dict[str, Any]:
     """CIFAR-10 as its authors' binary batches: read in 0.1 s, where sheets of PNG take 2."""
-    from shardlab.data import images
+    from shardlab.data import image_files, images
 
     done: dict[str, Any] = {}
-    for split, names in images.CIFAR10_BATCHES.items():
+    for split, names in image_files.CIFAR10_BATCHES.items():
         loaded = images.load("cifar10", str(folder), split)
         size = len(loaded.labels) // len(names)
         for i, name in enumerate(names):
             part = slice(i * size, (i + 1) * size)
             path = folder / f"{name}.bin.new"  # not yet under the name by which it is found
-            images.write_binary(path, loaded.images[part], loaded.labels[part])
+            image_files.write_binary(path, loaded.images[part], loaded.labels[part])
             done[f"{name}.bin"] = _facts(path)
     for name in files:
         (folder / name).unlink()
