@@ -95,7 +95,9 @@ def build_workload(config: Config) -> Workload:
     if model.size is not None:
         options["size"] = model.size
     if ":" in model.workload:
-        return custom.build(model.workload, config.data, options)
+        on_gpu = config.launch.device != "cpu" and torch.cuda.is_available()
+        device = torch.device("cuda" if on_gpu else "cpu")
+        return custom.build(model.workload, config.data, options, device)
     make = naming.resolve(model.workload, WORKLOADS, "workload")
     naming.check_options(make, options, f"workload {model.workload}")
     workload: Workload = make(config.data, **options)
@@ -234,6 +236,8 @@ def train_rank(world: World, values: dict[str, Any], command: str) -> dict[str, 
     """
     config = configs.from_dict(values).with_overrides({"launch.world": world.size})
     workload = build_workload(config)
+    order = data_order(workload, config)
+    sampler.check_epoch(order.length, order.global_batch, order.mode)
     comm.LEDGER.reset(full_steps=config.profile.ledger_steps)
     capture.check(config.profile, world.device)
     if config.training.evaluate_every is not None:

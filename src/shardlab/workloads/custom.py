@@ -21,10 +21,13 @@ from shardlab.errors import UsageError, unknown
 from shardlab.workloads.base import Batch, Workload
 from shardlab.workloads.blame import Place, blame
 
+LARGE = 200_000_000  # parameters: such a model is not tried, only built
 _checked: set[str] = set()  # once in a process: a comparison builds its workload many times
 
 
-def build(name: str, data: DataConfig, options: Mapping[str, Any]) -> Workload:
+def build(
+    name: str, data: DataConfig, options: Mapping[str, Any], device: torch.device
+) -> Workload:
     """The workload behind an import path, looked over before anything is built on it."""
     with blame(name, "importing it"):
         target = naming.resolve(name, {}, "workload")
@@ -46,7 +49,7 @@ def build(name: str, data: DataConfig, options: Mapping[str, Any]) -> Workload:
     key = f"{name} {sorted(options.items())} {data}"
     if key not in _checked:
         with torch.random.fork_rng(devices=[]):
-            _check(name, workload, where)
+            _check(name, workload, where, device)
         _checked.add(key)
     return workload
 
@@ -144,12 +147,20 @@ def _none_of(value: Any) -> Any:
 # ------------------------------------------------------------------ looking it over
 
 
-def _check(name: str, workload: Workload, where: Place) -> None:
+def _check(name: str, workload: Workload, where: Place, device: torch.device) -> None:
     """Build, fetch, forward, backward, once and on two samples; say what is wrong, and where."""
     model = _check_model(name, workload, where)
-    batch = _check_data(name, workload, where)
+    batch = _check_data(name, workload, where).to(device)
+    for block in workload.blocks:
+        try:
+            model.get_submodule(block)
+        except AttributeError:
+            raise unknown("block", block, [n for n, _ in model.named_modules() if n]) from None
+    if sum(p.numel() for p in model.parameters()) > LARGE:
+        return
     loss_at = Place.of(workload.loss) or where
-    model.eval()  # no dropout, and BatchNorm takes a single row
+    # As training will, but without dropout, and so that BatchNorm takes a single row.
+    model.to(device, torch.float32).eval()
     with blame(name, "the loss"):
         loss: Any = workload.loss(model, batch)
     if not isinstance(loss, Tensor):
@@ -171,11 +182,6 @@ def _check(name: str, workload: Workload, where: Place) -> None:
             "backward reaches none of the model's parameters: is it called in the loss?"
         )
     _refuse_a_mean(workload, model, batch, loss_at)
-    for block in workload.blocks:
-        try:
-            model.get_submodule(block)
-        except AttributeError:
-            raise unknown("block", block, [n for n, _ in model.named_modules() if n]) from None
     _check_evaluation(name, workload, model, where)
 
 
@@ -206,7 +212,7 @@ def _check_model(name: str, workload: Workload, where: Place) -> nn.Module:
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise at.mistake(f"the model of {workload.name} has no parameter that trains")
-    return model.float()  # as training will
+    return model
 
 
 def _check_data(name: str, workload: Workload, where: Place) -> Batch:
@@ -244,9 +250,10 @@ def _refuse_a_mean(workload: Workload, model: nn.Module, batch: Batch, at: Place
     """The loss of two samples must be the sum of each one's. A mean gives itself away here."""
     if batch.samples < 2:
         return
+    device = next(model.parameters()).device
     with torch.no_grad():
         both = float(workload.loss(model, batch))
-        ones = [workload.dataset.batch([i]) for i in (0, 1)]
+        ones = [workload.dataset.batch([i]).to(device) for i in (0, 1)]
         parts = [float(workload.loss(model, one)) for one in ones]
     whole, size = sum(parts), max(abs(both), *map(abs, parts), 1e-12)
     mean = sum(p * o.count for p, o in zip(parts, ones, strict=True)) / max(1, batch.count)
@@ -261,7 +268,8 @@ def _check_evaluation(name: str, workload: Workload, model: nn.Module, where: Pl
     if workload.held_out is None or workload.evaluate is None:
         return
     with blame(name, "evaluate"), torch.no_grad():
-        sums = workload.evaluate(model, workload.held_out.batch([0]))
+        device = next(model.parameters()).device
+        sums = workload.evaluate(model, workload.held_out.batch([0]).to(device))
     is_right = isinstance(sums, dict) and all(
         isinstance(value, Tensor) and value.dim() == 0 for value in sums.values()
     )
