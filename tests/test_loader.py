@@ -310,6 +310,11 @@ def test_audit_data_of_a_run(tmp_path: Path) -> None:
     assert result["data_ms"]["median"] >= 0
     assert [e["samples"] for e in result["audit"]["epochs"]] == [10]
 
+    done = commands.shardlab(*command, "--epoch", "dropped", "-b", "12", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "dropped leaves nothing of 10 samples" in done.stderr
+    assert len(list((tmp_path / "runs").iterdir())) == 1  # a refusal leaves no folder
+
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
