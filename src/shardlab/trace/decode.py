@@ -8,9 +8,11 @@ begin without its end) is decoded again, event by event, by a slower decoder tha
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Union
 
 import msgspec
@@ -55,7 +57,8 @@ NO_CATEGORY = "M"  # put in where it is missing: names of processes and threads,
 
 # Below it, a float holds a nanosecond in a number of microseconds; above it the digits are read.
 EXACT_US = float(2**43)
-_TIME = re.compile(rb'"ts"\s*:\s*\d+(\.)?')
+_TIME = re.compile(rb'"ts"\s*:\s*(\d+)(\.)?')
+BATCH = 4096  # events
 
 
 class _Args(Struct, gc=False, frozen=True):
@@ -200,29 +203,46 @@ def digits_to_ns(texts: Sequence[bytes]) -> Ints:
     return result
 
 
-class Columns:
-    """Collects events; ``events()`` at the end. One object reads one file."""
+@dataclass(frozen=True)
+class Mode:
+    """How a file is read. What it needs shows while it is read: see ``Columns.wants``."""
 
-    def __init__(self, operators: bool) -> None:
-        self.operators = operators
+    operators: bool = True  # keep those on the host
+    digits: bool = False  # read times as text: they are too long for a float
+    anything: bool = False  # only the slow way
+
+
+class Columns:
+    """Collects events; ``events()`` at the end. One object reads one file.
+
+    Events wait until there are some thousands: numpy's calls cost more than its work on a few.
+    """
+
+    def __init__(self, mode: Mode) -> None:
+        self.mode = self.wants = mode  # if they differ at the end: read the file again
         self.names: dict[str, int] = {}
         self.threads: dict[int | str, int] = {}
         self.comm_args: list[CommArgs] = []
         self.pids: dict[int, int | str] = {}  # of annotations, by row
         self.float_times = False
         self.rows = 0
-        self._digits = False
-        self._classes = _Classes(operators, digits=False)
+        self._classes = _Classes(mode.operators, mode.digits)
+        self._waiting: list[Any] = []
         self._parts: list[tuple[Any, ...]] = []
         self._memory: list[tuple[Any, ...]] = []
         self._open: dict[tuple[Any, Any], list[_Event]] = defaultdict(list)  # begun, not ended
 
     # ------------------------------------------------------------------ text in
 
-    def decode(self, text: bytes) -> None:
+    def decode(self, text: bytes | bytearray) -> None:
         """Take an array of events. Raises DecodeError if it is not one."""
+        first = _TIME.search(text)
+        if first is not None and first[2]:
+            self.float_times = True
+            if int(first[1]) >= EXACT_US and not self.mode.digits:
+                self.wants = replace(self.wants, digits=True)
         # A kernel by Triton is also an operator that has a stream: HTA counts both.
-        if b'"kernel_backend"' in text:
+        if self.mode.anything or b'"kernel_backend"' in text:
             self._decode_anything(text)
             return
         try:
@@ -236,42 +256,35 @@ class Columns:
             except msgspec.DecodeError:
                 self._decode_anything(text)
                 return
-        grouped: dict[type, list[Any]] = defaultdict(list)
         ignored = self._classes.ignored
-        for event in events:
-            if (cls := type(event)) not in ignored:
-                grouped[cls].append(event)
-        times = {cls: self._times(group) for cls, group in grouped.items()}
-        first = _TIME.search(text)
-        self.float_times |= first is not None and first[1] is not None
-        if not self._digits and any(self._needs_digits(us) for us, _ in times.values()):
-            self._digits, self._classes = True, _Classes(self.operators, digits=True)
-            self.decode(text)
-            return
-        if any((dur < 0).any() for _, dur in times.values()):
-            self._decode_anything(text)
-            return
+        self._waiting += [event for event in events if type(event) not in ignored]
+        if len(self._waiting) > BATCH:
+            self.flush()
+
+    def flush(self) -> None:
+        """What waits, into columns."""
+        grouped: dict[type, list[Any]] = defaultdict(list)
+        for event in self._waiting:
+            grouped[type(event)].append(event)
+        self._waiting = []
         for cls, group in grouped.items():
             name, kind = self._classes.kinds[cls]
-            start, dur = times[cls]
-            start_ns = start if self._digits else to_ns(start)
+            start = self._starts(group)
             if name == "instant":
-                self._add_memory(start_ns, [e.args for e in group])
-            else:
-                self._add(name, kind, group, start_ns, to_ns(dur))
+                self._add_memory(start, [e.args for e in group])
+                continue
+            dur = _column([e.dur for e in group])
+            if dur.min() < 0:  # no duration, or one in two halves
+                self.wants = replace(self.wants, anything=True)
+            self._add(name, kind, group, start, to_ns(dur))
 
-    def _times(self, events: list[Any]) -> tuple[Any, Floats]:
-        """Starts (in ns if digits were read, else µs) and durations in µs."""
-        instant = not hasattr(events[0], "dur")
-        dur = np.zeros(len(events)) if instant else _column([e.dur for e in events])
-        if self._digits:
-            return digits_to_ns([bytes(e.ts) for e in events]), dur
-        return _column([e.ts for e in events]), dur
-
-    def _needs_digits(self, us: Floats) -> bool:
-        if float(us.max()) < EXACT_US:
-            return False
-        return self.float_times or bool((us != np.floor(us)).any())
+    def _starts(self, events: list[Any]) -> Ints:
+        if self.mode.digits:
+            return digits_to_ns([bytes(e.ts) for e in events])
+        us = _column([e.ts for e in events])
+        if us.max() >= EXACT_US and (us != np.floor(us)).any():
+            self.wants = replace(self.wants, digits=True)
+        return to_ns(us)
 
     def _add(self, group: str, kind: int, events: list[Any], start: Ints, dur: Ints) -> None:
         count = len(events)
@@ -341,11 +354,13 @@ class Columns:
 
     def _thread_ids(self, threads: list[int | str]) -> Any:
         ids = self.threads
+        with contextlib.suppress(KeyError):
+            return np.array([ids[thread] for thread in threads], np.int32)
         return np.array([ids.setdefault(thread, len(ids)) for thread in threads], np.int32)
 
     # ------------------------------------------------------------------ anything at all
 
-    def _decode_anything(self, text: bytes) -> None:
+    def _decode_anything(self, text: bytes | bytearray) -> None:
         """The slow way, for what does not fit the classes."""
         rows: list[tuple[Any, ...]] = []
         memory: list[tuple[int, _AnyArgs]] = []
@@ -392,7 +407,7 @@ class Columns:
     ) -> None:
         args = _loose_args(event) or _AnyArgs()
         stream = _number(args.stream)
-        if kind == CPU_OP and stream < 0 and not self.operators:
+        if kind == CPU_OP and stream < 0 and not self.mode.operators:
             return
         at = self.rows + len(rows)
         gpu = event.cat in GPU
@@ -431,7 +446,7 @@ class Columns:
 _KINDS = GPU | HOST | NAMED | OPERATORS
 
 
-def _with_category(text: bytes) -> bytes:
+def _with_category(text: bytes | bytearray) -> bytes | bytearray:
     """Give one to what has none: the names of processes and threads, and global marks."""
     mark = b'"cat":"' + NO_CATEGORY.encode() + b'"'
     for phase in (b'"ph": "M"', b'"ph":"M"', b'"ph": "i"', b'"ph":"i"'):

@@ -6,6 +6,7 @@ error of HTA's that docs/traces.md describes; ``compat=True`` applies them all.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -54,6 +55,7 @@ _COMM = re.compile(
 )
 
 
+@functools.lru_cache(maxsize=100_000)  # names are long and few, and many ranks have the same
 def is_communication(name: str) -> bool:
     """Whether a GPU kernel of this name moves data between GPUs."""
     return _COMM.search(name) is not None

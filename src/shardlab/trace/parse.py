@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shardlab.trace.decode import Columns
+from shardlab.trace.decode import Columns, Mode
 from shardlab.trace.model import (
     ANNOTATION,
     CPU_OP,
@@ -38,16 +38,15 @@ def parse(path: Path, *, whole: bool = False) -> Trace:
     Operators on the host are most of a GPU trace and not needed there; if it turns out that the
     GPU did nothing, the file is read again with them.
     """
-    text = EventText(path)
-    operators = not _names_a_gpu(text.head)
-    columns = Columns(operators)
-    text.decode(columns.decode)
+    text, columns = _read(path, None)
+    while columns.wants != columns.mode:
+        text, columns = _read(path, columns.wants)
     events = columns.events()
-    on_gpu = bool(np.isin(events.kind, (KERNEL, MEMCPY, MEMSET)).any())
-    if not on_gpu and not operators:
-        text, columns = EventText(path), Columns(operators=True)
-        text.decode(columns.decode)
+    on_gpu = _on_gpu(events)
+    if not on_gpu and not columns.mode.operators:
+        text, columns = _read(path, replace(columns.mode, operators=True))
         events = columns.events()
+    operators = columns.mode.operators
     comm_args = columns.comm_args
     if on_gpu and operators:
         keep = (events.kind != CPU_OP) | (events.stream >= 0)
@@ -81,6 +80,18 @@ def parse(path: Path, *, whole: bool = False) -> Trace:
         truncated=bool(text.cut),
         warnings=tuple(warnings),
     )
+
+
+def _read(path: Path, mode: Mode | None) -> tuple[EventText, Columns]:
+    text = EventText(path)
+    columns = Columns(mode or Mode(operators=not _names_a_gpu(text.head)))
+    text.decode(columns.decode)
+    columns.flush()
+    return text, columns
+
+
+def _on_gpu(events: Events) -> bool:
+    return bool(np.isin(events.kind, (KERNEL, MEMCPY, MEMSET)).any())
 
 
 def _names_a_gpu(head: bytes) -> bool:

@@ -34,7 +34,7 @@ _BOUNDARY = re.compile(rb"\}\s*,\s*(?=\{\s*" + _KEYS + rb")")
 _END = re.compile(rb"\}\s*\]\s*(?=[,}]|$)")
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 
-Decode = Callable[[bytes], None]  # takes an array of events; raises DecodeError
+Decode = Callable[[bytearray], None]  # takes an array of events; raises DecodeError
 
 
 class NotATrace(UsageError):
@@ -80,78 +80,94 @@ class EventText:
             return b""
 
     def decode(self, decode: Decode) -> None:
-        """Hand every event to ``decode``."""
-        rest = self._rest
-        ended = rest.lstrip()[:1] == b"]"
-        while not ended and (block := self._next()):
-            rest += block
-            if len(rest) < READ:
-                continue
-            rest, ended, taken = _take(rest, decode)
-            if not taken and len(rest) > UNREADABLE:
-                rest = self._one_by_one(rest, decode)
-        if not ended:
-            rest, ended = self._last(rest, decode)
-        if ended:
-            while len(rest) < LONGEST_HEAD and (block := self._next()):
-                rest += block
-            self.tail = rest.lstrip().removeprefix(b"]")
+        """Hand every event to ``decode``.
 
-    def _last(self, rest: bytes, decode: Decode) -> tuple[bytes, bool]:
+        ``text`` always begins with ``[`` and is turned into an array where it lies: text of this
+        size is not copied more often than must be.
+        """
+        text = bytearray(b"[") + self._rest
+        ended = _at_end(text)
+        while not ended and (block := self._next()):
+            text += block
+            if len(text) < READ:
+                continue
+            text, ended, taken = _take(text, decode)
+            if not taken and len(text) > UNREADABLE:
+                text = self._one_by_one(text, decode)
+        if not ended:
+            text, ended = self._last(text, decode)
+        if ended:
+            while len(text) < LONGEST_HEAD and (block := self._next()):
+                text += block
+            self.tail = bytes(text[1:]).lstrip().removeprefix(b"]")
+
+    def _last(self, text: bytearray, decode: Decode) -> tuple[bytearray, bool]:
         """The end of the file. Without the end of the list, the last event is not whole."""
-        if rest.lstrip()[:1] == b"]":
-            return rest, True
-        if (after := _finish(rest, decode)) is not None:
+        if _at_end(text):
+            return text, True
+        if (after := _finish(text, decode)) is not None:
             return after, True
-        rest, ended, taken = _take(rest, decode)
+        text, ended, taken = _take(text, decode)
         if not taken:
-            rest = self._one_by_one(rest, decode)
-            if (after := _finish(rest, decode)) is not None:
+            text = self._one_by_one(text, decode)
+            if (after := _finish(text, decode)) is not None:
                 return after, True
         if not ended:
             self.cut = self.cut or "the JSON ends in the middle"
-        return rest, ended
+        return text, ended
 
-    def _one_by_one(self, rest: bytes, decode: Decode) -> bytes:
+    def _one_by_one(self, text: bytearray, decode: Decode) -> bytearray:
         """Save what can be read of a text in which something is broken."""
-        start = 0
-        for boundary in _BOUNDARY.finditer(rest):
+        start = 1
+        for boundary in _BOUNDARY.finditer(bytes(text)):
             try:
-                decode(b"[" + rest[start : boundary.start() + 1] + b"]")
+                decode(bytearray(b"[") + text[start : boundary.start() + 1] + b"]")
             except DecodeError:
                 self.unreadable += 1
             start = boundary.end()
-        return rest[start:]
+        return bytearray(b"[") + text[start:]
 
 
-def _take(rest: bytes, decode: Decode) -> tuple[bytes, bool, bool]:
+def _at_end(text: bytearray) -> bool:
+    return text[1:64].lstrip()[:1] == b"]"
+
+
+def _take(text: bytearray, decode: Decode) -> tuple[bytearray, bool, bool]:
     """Decode as much of the text as is whole: what is left, whether the list ended, success."""
-    at = len(rest)
+    at = len(text)
     for attempt in range(8):
-        at = rest.rfind(b"}", 0, at)
-        while at >= 0 and not (boundary := _BOUNDARY.match(rest, at)):
-            at = rest.rfind(b"}", 0, at)
+        at = text.rfind(b"}", 0, at)
+        while at >= 0 and not (boundary := _BOUNDARY.match(text, at)):
+            at = text.rfind(b"}", 0, at)
         if at < 0:
             break
         assert boundary is not None
-        try:
-            decode(b"[" + rest[: at + 1] + b"]")
-        except DecodeError:
-            if attempt == 0 and (after := _finish(rest, decode)) is not None:
-                return after, True, True
-            continue
-        return rest[boundary.end() :], False, True
-    return rest, False, False
+        end = boundary.end()
+        del boundary  # it holds the text, which could not be changed
+        if _decoded(text, at + 1, decode, rest := text[end:]):
+            return bytearray(b"[") + rest, False, True
+        if attempt == 0 and (after := _finish(text, decode)) is not None:
+            return after, True, True
+    return text, False, False
 
 
-def _finish(rest: bytes, decode: Decode) -> bytes | None:
+def _decoded(text: bytearray, end: int, decode: Decode, rest: bytearray) -> bool:
+    """Decode the array that ends at ``end``. If it is none, the text is as it was."""
+    between = text[end : len(text) - len(rest)]
+    text[end:] = b"]"
+    try:
+        decode(text)
+    except DecodeError:
+        text[end:] = between + rest
+        return False
+    return True
+
+
+def _finish(text: bytearray, decode: Decode) -> bytearray | None:
     """Decode up to the end of the list, if it is in this text; what follows it."""
-    for end in _END.finditer(rest):
-        try:
-            decode(b"[" + rest[: end.start() + 1] + b"]")
-        except DecodeError:
-            continue
-        return rest[end.end() :]
+    for begin, end in [(found.start(), found.end()) for found in _END.finditer(bytes(text))]:
+        if _decoded(text, begin + 1, decode, rest := text[end:]):
+            return bytearray(b"[") + rest
     return None
 
 
