@@ -81,7 +81,8 @@ def buckets_of(
     first_bucket_mb: float,
     parts: int = 4,
 ) -> list[dict[str, nn.Parameter]]:
-    """Parameters in the given order, cut into buckets of about ``bucket_mb``.
+    """Parameters in the given order, cut into buckets of about ``bucket_mb``: full when that much
+    is in, as in DDP, so that a small parameter is not sent alone because the next is large.
 
     By default one of ``parts`` of them all, so that a small model too has some to overlap. The
     first is smaller: it is full sooner, so communication starts sooner. Dtypes do not mix.
@@ -98,14 +99,13 @@ def buckets_of(
     held, dtype = 0, None
     for name in order:
         p = params[name]
-        size = p.numel() * p.element_size()
-        if not buckets or held + size > limit or p.dtype != dtype:
+        if not buckets or held >= limit or p.dtype != dtype:
             if buckets:
                 limit = cap_bytes
             buckets.append({})
             held, dtype = 0, p.dtype
         buckets[-1][name] = p
-        held += size
+        held += p.numel() * p.element_size()
     return buckets
 
 
