@@ -122,13 +122,18 @@ class GPT2(nn.Module):
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.wte(tokens) + self.wpe(positions)  # (batch, seq, dim)
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
+        if _computes_in_bf16(x.device.type):
             x = x.bfloat16()  # else the residual stream, which every layer reads, is twice as large
         for block in self.blocks:
             x = block(x)
         out: Tensor = self.head(self.ln_f(x), targets)
         return out
+
+
+def _computes_in_bf16(device: str) -> bool:
+    if device == "meta":  # where FLOPs are counted; there is no autocast to ask for
+        return False
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
 
 
 def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
