@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardlab.measure import watch
+
+if TYPE_CHECKING:
+    from shardlab.config import Config
+    from shardlab.workloads.base import Batch, Workload
+    from shardlab.world import World
 
 T = TypeVar("T")
 
@@ -118,19 +123,28 @@ def lives(events: Any) -> list[Allocation]:
     return done + [Allocation(a, size, begin, None) for a, (size, begin) in held.items()]
 
 
-def at_peak(allocations: Sequence[Allocation]) -> list[Allocation]:
-    """Those that were there when there was most."""
+def at_peak(
+    allocations: Sequence[Allocation], since: int | None = None, until: int | None = None
+) -> list[Allocation]:
+    """Those that were there when there was most, if asked in a part of the time alone."""
     changes = [(a.begin, a.size) for a in allocations]
     changes += [(a.end, -a.size) for a in allocations if a.end is not None]
+    if since is not None:
+        changes.append((since, 0))  # what was there at its beginning counts
     total = most = when = 0
     for now, size in sorted(changes):
         total += size
-        if total > most:
+        inside = (since is None or now >= since) and (until is None or now < until)
+        if inside and total > most:
             most, when = total, now
     return [a for a in allocations if a.begin <= when and (a.end is None or a.end > when)]
 
 
 # ------------------------------------------------------------------ what for
+
+
+def data_address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 @dataclass
@@ -139,15 +153,30 @@ class Causes:
 
     looks: list[tuple[int, str, set[int]]] = field(default_factory=list)  # (time, cause, addresses)
     forwards: list[tuple[int, int]] = field(default_factory=list)  # begin and end
+    address: Callable[[Tensor], int] = data_address
 
     def look(self, *, with_gradients: bool) -> None:
         """Which tensors are parameters and optimizer state now; the rest, if asked, gradients."""
         now = time.time_ns()
-        found = watch.addresses()
+        found = {name: self._addresses(group) for name, group in watch.living_tensors().items()}
         self.looks.append((now, "parameters", found["params"]))
         self.looks.append((now, "optimizer", found["optimizer"]))
         if with_gradients:
             self.looks.append((now, "gradients", found["rest"]))
+
+    def note_collective(self, tensors: Iterable[Tensor]) -> None:
+        """It works on these now: buckets, and blocks put together for use."""
+        self.looks.append((time.time_ns(), "buckets", self._addresses(tensors)))
+
+    def _addresses(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Where their storages lie; of a distributed tensor, this rank's part."""
+        found = set()
+        for tensor in tensors:
+            try:
+                found.add(self.address(getattr(tensor, "_local_tensor", tensor)))
+            except (NotImplementedError, RuntimeError):  # one without a storage
+                continue
+        return found - {0}
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -195,9 +224,7 @@ class _Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
-            addresses = {t.untyped_storage().data_ptr() for t in tensors}
-            self.causes.looks.append((time.time_ns(), "buckets", addresses))
+            self.causes.note_collective(t for t in tree_leaves(args) if isinstance(t, Tensor))
         return func(*args, **(kwargs or {}))
 
 
@@ -205,3 +232,41 @@ def by_cause(peaks: Sequence[Mapping[str, int]]) -> dict[str, int]:
     """Of the fullest rank, with the total."""
     totals = [{"total": sum(peak.values()), **peak} for peak in peaks]
     return max(totals, key=lambda peak: peak["total"])
+
+
+# ------------------------------------------------------------------ a rank, built and run
+
+Batches = Callable[["Workload", "Config", "World"], Iterable[list["Batch"]]]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes by cause at two peaks: while model and strategy are built, and in the steps after."""
+
+    building: dict[str, int]
+    step: dict[str, int]
+
+
+def run_steps(config: Config, world: World, causes: Causes, batches: Batches) -> int:
+    """Build the config's strategy, run its steps, look at what is held. When it was built (ns)."""
+    from shardlab import train
+
+    workload = train.build_workload(config)
+    strategy = train.build_strategy(config, workload, world)
+    built = time.time_ns()
+    for microbatches in batches(workload, config, world):
+        with causes.step():
+            strategy.gradients(microbatches)
+        causes.look(with_gradients=True)
+        strategy.step()
+        causes.look(with_gradients=False)
+    # A collective that ends after the profiler has crashes the process (torch 2.13).
+    getattr(strategy, "settle", lambda: None)()
+    return built
+
+
+def weights(allocations: Sequence[Allocation], causes: Causes, built: int) -> Weights:
+    return Weights(
+        building=by_cause([causes.of(at_peak(allocations, until=built))]),
+        step=by_cause([causes.of(at_peak(allocations, since=built))]),
+    )

@@ -1,0 +1,86 @@
+"""How far is the memory that `shardlab memory` estimates from what is measured?
+
+    python benchmarks/memory_estimate.py [--worlds 1,2,4] [--out FILE]
+
+Every strategy, at each number of ranks, on GPT-2 mini and on a narrow ResNet-18: the peak of a
+step as estimated, without running it, beside the peak that was measured on real ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from shardlab import config as configs
+from shardlab.launch import Ranks
+from shardlab.measure import estimate
+from shardlab.strategies import STRATEGIES
+
+WORKLOADS = {
+    "gpt2-mini": {"model.size": "mini", "training.global_batch": 8},
+    "gpt2-midi": {"model.size": "midi", "training.global_batch": 8},
+    "resnet18w16": {
+        "model.workload": "resnet_cifar10",
+        "model.options.width": 16,
+        "data.source": "synthetic",
+    },
+}
+BATCH = {"gpt2-mini": 4, "gpt2-midi": 2, "resnet18w16": 16}  # samples of a rank
+COMMAND = "python benchmarks/memory_estimate.py"
+
+
+def describe(world: Any) -> dict[str, Any]:
+    from shardlab import environment
+
+    return environment.describe(world.device, COMMAND)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--worlds", default="1,2,4")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    args = parser.parse_args()
+    found: list[dict[str, Any]] = []
+    env: dict[str, Any] = {}
+    for world in map(int, args.worlds.split(",")):
+        with Ranks(configs.LaunchConfig(device="cpu"), world) as ranks:
+            env = env or ranks.run(describe)[0]
+
+            def measure(config: configs.Config, ranks: Ranks = ranks) -> dict[str, Any]:
+                target = f"{estimate.__name__}:weigh"
+                weights: dict[str, Any] = ranks.run(target, config.to_dict())[0]
+                return weights
+
+            for workload in args.workloads.split(","):
+                names = [s for s in args.strategies.split(",") if s != "single" or world == 1]
+                config = configs.load(None, WORKLOADS[workload])
+                rows = estimate.rows_of(config, names, world, BATCH[workload])
+                result = estimate.estimate(rows, "cpu", None, COMMAND, measure)
+                for row in result["rows"]:
+                    found.append({"workload": workload, **row})
+                    tell(found[-1])
+    errors = sorted(abs(row["error"]["total"]) for row in found if row["error"])
+    within = sum(error <= 0.05 for error in errors)
+    print(f"{within} of {len(found)} within 5%; largest error {errors[-1]:.1%}")
+    if args.out:
+        record = {"env": env, "within_5_percent": within, "of": len(found),
+                  "largest_error": errors[-1], "rows": found}  # fmt: skip
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def tell(row: dict[str, Any]) -> None:
+    place = f"{row['workload']:12} {row['label']:18} world {row['world']}"
+    if row["error"] is None:
+        print(place, row["reason"] or row["unmeasured"], flush=True)
+        return
+    terms = " ".join(f"{k[:5]} {v:+.1%}" for k, v in row["error"].items() if abs(v) >= 0.001)
+    mib = row["step_bytes"]["total"] / 2**20, row["measured_step_bytes"]["total"] / 2**20
+    print(f"{place}  {mib[0]:8.2f} {mib[1]:8.2f} MiB  {terms}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

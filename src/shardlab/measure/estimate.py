@@ -1,0 +1,306 @@
+"""Memory without running: the estimate of ``simulate``, the largest batch, and the error of both.
+
+The upper half runs in the parent and imports no torch. An estimate is made in a process of its
+own, which answers one config after another; ``weigh``, at the end, measures the same on ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardlab.config import Config
+from shardlab.errors import RankFailure, UsageError
+from shardlab.measure.cells import BASELINE, parse_spec
+
+if TYPE_CHECKING:
+    from shardlab.world import World
+
+SCHEMA = 1
+STEPS = 3  # optimizer state exists from the second step on; one more for what settles late
+TERMS = ("parameters", "gradients", "optimizer", "activations", "buckets", "other")
+NOT_COUNTED = {
+    "cpu": "the interpreter and its libraries, what kernels and Gloo take for themselves",
+    "cuda": "the CUDA context, NCCL's buffers, workspaces of kernels, the allocator's gaps",
+}
+MOST = 1 << 20  # samples of a rank: beyond it nobody asks
+
+
+class Simulator:
+    """A process that estimates. It is started when first asked, and ends with the ``with``."""
+
+    def __init__(self) -> None:
+        self._process: Any = None
+        self._pipe: Any = None
+
+    def __enter__(self) -> Simulator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._pipe.close()
+            self._process = None
+
+    def run(self, config: Config, device: str) -> dict[str, Any]:
+        """``device``, ``kernels``, and ``weights`` at two peaks: ``building`` and ``step``."""
+        if self._process is None:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["shardlab._preload"])
+            self._pipe, theirs = context.Pipe()
+            self._process = context.Process(target=_answer, args=(theirs,), daemon=True)
+            self._process.start()
+            theirs.close()
+        self._pipe.send((config.to_dict(), device))
+        try:
+            kind, value = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise RankFailure(0, "the estimate's process died") from None
+        if kind == "usage":
+            raise UsageError(value)
+        if kind == "error":
+            message, trace = value
+            raise RankFailure(0, f"the estimate failed: {message}", trace)
+        simulation: dict[str, Any] = value
+        return simulation
+
+
+@dataclass
+class Row:
+    """A strategy at a world: its estimate, and what was measured, or why there is neither."""
+
+    config: Config
+    device: str = "auto"  # that the estimate is for
+    kernels: str | None = None  # whose operators were asked
+    estimate: dict[str, dict[str, int]] | None = None
+    measured: dict[str, dict[str, int]] | None = None
+    largest_batch: int | None = None  # samples of a rank's micro-batch that fit; 0: not even one
+    status: str = "ok"
+    reason: str | None = None
+    unmeasured: str | None = None  # why it was not measured, if it was asked for
+
+    @property
+    def batch(self) -> int:
+        return batch_of(self.config)
+
+
+def batch_of(config: Config) -> int:
+    """Samples of a rank's micro-batch, the largest if they differ."""
+    parts = (config.launch.world or 1) * config.training.accumulate
+    return -(-config.training.global_batch // parts)
+
+
+def with_batch(config: Config, batch: int) -> Config:
+    """``batch`` samples in each micro-batch of each rank."""
+    world = config.launch.world or 1
+    return config.with_overrides(
+        {"training.global_batch": batch * world * config.training.accumulate}
+    )
+
+
+def rows_of(config: Config, specs: Sequence[str], world: int, batch: int | None) -> list[Row]:
+    """A row for each ``name`` or ``name:option=value``. ``single`` is one process, in any world."""
+    rows = []
+    for spec in specs:
+        name, options = parse_spec(spec)
+        made = config.with_overrides(
+            {
+                "strategy.name": name,
+                "strategy.options": options,
+                "launch.world": 1 if name == BASELINE else world,
+                "training.steps": STEPS,
+                "training.warmup_steps": 0,
+                "data.prefetch": 0,  # what a thread has prepared at the peak is chance
+            }
+        )
+        rows.append(Row(made if batch is None else with_batch(made, batch)))
+    return rows
+
+
+def estimate(
+    rows: Sequence[Row],
+    device: str,
+    limit: int | None,
+    command: str,
+    measure: Callable[[Config], dict[str, Any]] | None = None,
+    on_progress: Callable[[str, int, int], None] = lambda _what, _done, _total: None,
+) -> dict[str, Any]:
+    """The content of ``memory.json``. A strategy that cannot be estimated is a row that says so.
+
+    ``limit`` asks for the largest batch whose step fits into so many bytes; ``measure`` runs a
+    config on real ranks.
+    """
+    total = len(rows) * (2 if measure else 1)
+    with Simulator() as simulator:
+        for done, row in enumerate(rows):
+            on_progress(f"{row.config.strategy.label} · estimate", done, total)
+            try:
+                found = simulator.run(row.config, device)
+                row.device, row.kernels = found["device"], found["kernels"]
+                row.estimate = found["weights"]
+                if limit is not None:
+                    row.largest_batch = _largest(simulator, row, limit)
+            except UsageError as error:
+                if len(rows) == 1:
+                    raise
+                row.status, row.reason = "skipped", str(error)
+            except RankFailure as failure:
+                if len(rows) == 1:
+                    raise
+                row.status, row.reason = "failed", str(failure)
+                simulator.__exit__()
+    for done, row in enumerate(rows if measure else [], start=len(rows)):
+        on_progress(f"{row.config.strategy.label} · measured", done, total)
+        assert measure is not None
+        try:
+            row.measured = measure(row.config)
+        except (RankFailure, UsageError) as error:
+            row.unmeasured = str(error)
+    on_progress("done", total, total)
+    return summarize(rows, limit, command)
+
+
+def _largest(simulator: Simulator, row: Row, limit: int) -> int:
+    assert row.estimate is not None
+    known = {row.batch: row.estimate["step"]["total"]}
+
+    def peak(batch: int) -> int:
+        if batch not in known:
+            found = simulator.run(with_batch(row.config, batch), row.device)
+            known[batch] = found["weights"]["step"]["total"]
+        return known[batch]
+
+    return largest_batch(peak, limit, row.batch)
+
+
+def largest_batch(peak: Callable[[int], int], limit: int, start: int = 1, most: int = MOST) -> int:
+    """The largest batch whose ``peak`` is within ``limit``; 0 if none is.
+
+    The peak hardly ever falls with the batch, and mostly grows in a line: the next guess is where
+    the line through the two nearest known batches reaches the limit. Every answer was tried: it
+    fits, and one more does not.
+    """
+    tried = {start: peak(start)}
+    other = 2 * start if tried[start] <= limit else max(1, start // 2)
+    tried.setdefault(other, peak(other))
+    while True:
+        fits = max((b for b, bytes_ in tried.items() if bytes_ <= limit), default=0)
+        fails = min((b for b, bytes_ in tried.items() if bytes_ > limit), default=most + 1)
+        if fails - fits <= 1:
+            return fits
+        near = sorted(tried, key=lambda b: abs(tried[b] - limit))[:2]
+        low, high = min(near), max(near)
+        slope = (tried[high] - tried[low]) / (high - low) if high > low else 0.0
+        guess = low + (limit - tried[low]) / slope if slope > 0 else 2 * fits + 1
+        nearest = min(guess, float(most + 1))
+        # Inside what is still open; beyond what was never seen to fail, at most eight times.
+        upper = fails - 1 if fails <= most else min(most, max(1, fits) * 8)
+        chosen = min(max(int(nearest), fits + 1), upper)
+        if chosen in tried:  # the line was no help
+            chosen = (fits + fails) // 2
+        tried[chosen] = peak(chosen)
+
+
+def summarize(rows: Sequence[Row], limit: int | None, command: str) -> dict[str, Any]:
+    """The numbers of ``memory.json``. Pure."""
+    config = rows[0].config
+    known = next((row for row in rows if row.kernels is not None), rows[0])
+    device = known.device if known.device != "auto" else "cpu"
+    return {
+        "schema": SCHEMA,
+        "command": command,
+        "device": device,
+        "kernels": known.kernels,
+        "limit_bytes": limit,
+        "not_counted": NOT_COUNTED[device],
+        "config": config.to_dict(),
+        "rows": [_row(row, limit) for row in rows],
+    }
+
+
+def _row(row: Row, limit: int | None) -> dict[str, Any]:
+    config = row.config
+    step = None if row.estimate is None else row.estimate["step"]
+    measured = None if row.measured is None else row.measured["step"]
+    return {
+        "strategy": config.strategy.name,
+        "label": config.strategy.label,
+        "options": dict(config.strategy.options),
+        "world": config.launch.world,
+        "batch": row.batch,
+        "accumulate": config.training.accumulate,
+        "status": row.status,
+        "reason": row.reason,
+        "step_bytes": step,
+        "building_bytes": None if row.estimate is None else row.estimate["building"]["total"],
+        "fits": None if limit is None or step is None else step["total"] <= limit,
+        "largest_batch": row.largest_batch,
+        "measured_step_bytes": measured,
+        "measured_building_bytes": None
+        if row.measured is None
+        else row.measured["building"]["total"],
+        "unmeasured": row.unmeasured,
+        "error": errors(step, measured),
+    }
+
+
+def errors(
+    estimate: Mapping[str, int] | None, measured: Mapping[str, int] | None
+) -> dict[str, float] | None:
+    """Of each term: estimate less measured, as a share of the measured peak. They add up."""
+    if estimate is None or measured is None:
+        return None
+    terms = ("total", *TERMS)
+    return {term: (estimate[term] - measured[term]) / measured["total"] for term in terms}
+
+
+# ------------------------------------------------------------------ the estimate's process
+
+
+def _answer(pipe: Any) -> None:
+    """Estimate what the parent asks for, until it is gone."""
+    from shardlab import config as configs
+    from shardlab.measure import simulate
+
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            values, device = pipe.recv()
+            try:
+                found = simulate.simulate(configs.from_dict(values), device)
+                answer: tuple[str, Any] = "result", asdict(found)
+            except UsageError as error:
+                answer = "usage", str(error)
+            except Exception as error:
+                message = str(error).strip().partition("\n")[0]
+                answer = "error", (f"{type(error).__name__}: {message}", traceback.format_exc())
+            pipe.send(answer)
+
+
+# ------------------------------------------------------------------ in the ranks
+
+
+def weigh(world: World, values: dict[str, Any]) -> dict[str, Any] | None:
+    """The same, measured: of the fullest rank, at each of the two peaks."""
+    from shardlab import config as configs
+    from shardlab import train
+    from shardlab.measure import memory
+
+    config = configs.from_dict(values)
+    member = world.first(config.launch.world or 1)
+    if member is None:
+        return None
+    causes = memory.Causes()
+    built, allocations = memory.trace(
+        member.device, lambda: memory.run_steps(config, member, causes, train.batches)
+    )
+    own = asdict(memory.weights(allocations, causes, built))
+    ranks = member.gather(own)
+    return {
+        part: max((rank[part] for rank in ranks), key=lambda weights: weights["total"])
+        for part in own
+    }

@@ -1,0 +1,382 @@
+"""One rank of many, run on tensors that have shapes and no content: what would it hold?
+
+The real strategy, model, loss and optimizer run here, on PyTorch's fake tensors, in a world of
+any size whose other ranks do not exist: a collective returns at once. Nothing is computed and
+nothing is sent, but every tensor is made and let go as it would be, so the peak and what it is
+made of are those of the strategy's own code. There is no formula that could drift from it.
+
+What a fake tensor cannot show: memory that a kernel or a backend takes for itself. Gloo's own
+copies are made here as Gloo makes them.
+
+While it runs it has changed PyTorch for the whole process and made it a rank: run it in one of
+its own.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import distributed as ddp
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardlab import comm, train
+from shardlab.config import Config
+from shardlab.measure import memory
+from shardlab.measure.memory import Allocation, Causes
+from shardlab.workloads.base import Batch, Workload
+from shardlab.world import World
+
+BACKEND = "shardlab_solo"
+CUDA_BLOCK = 512  # bytes: PyTorch's CUDA allocator gives out multiples of it
+
+
+# ------------------------------------------------------------------ a world of one
+
+
+class Solo(dist.ProcessGroup):
+    """A process group whose other ranks are not there. Every collective is done at once."""
+
+    kind = "gloo"  # whose ways it imitates: strategies and FSDP ask
+    on_tensors: Callable[[Any], None] = staticmethod(lambda _tensors: None)
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._place = rank, size
+
+    def rank(self) -> int:
+        return self._place[0]
+
+    def size(self) -> int:
+        return self._place[1]
+
+    def name(self) -> str:
+        return self.kind
+
+    def getBackendName(self) -> str:  # noqa: N802 - PyTorch's
+        return self.kind
+
+    @property
+    def pg_name(self) -> str:
+        return str(dist.distributed_c10d._world.pg_names[self])
+
+    @property
+    def group_name(self) -> str:
+        return self.pg_name
+
+    def _in_place(self, tensors: Any, *_: Any, **__: Any) -> Any:
+        return self._done(tensors)
+
+    def _gather(self, output: Any, part: Any, *_: Any, **__: Any) -> Any:
+        """Gloo receives into a flat buffer of the output's size, and copies."""
+        if self.kind == "gloo":
+            torch.empty_like(_first(output))
+        return self._done([output, part])
+
+    def _scatter(self, part: Any, whole: Any, *_: Any, **__: Any) -> Any:
+        """Gloo all-reduces a copy of the whole, and copies a part of that."""
+        if self.kind == "gloo":
+            torch.empty_like(_first(whole))
+        return self._done([part, whole])
+
+    def _exchange(self, output: Any, given: Any, *_: Any, **__: Any) -> Any:
+        return self._done([output, given])
+
+    def _done(self, tensors: Any) -> Any:
+        self.on_tensors(tensors)
+        future: Any = torch.futures.Future()
+        future.set_result([t for t in tree_leaves(tensors) if isinstance(t, Tensor)])
+        return torch._C._distributed_c10d._create_work_from_future(future)
+
+    def barrier(self, *_: Any, **__: Any) -> Any:
+        return self._done([])
+
+    broadcast = allreduce = allreduce_coalesced = _in_place  # type: ignore[assignment]
+    allgather = allgather_coalesced = _gather  # type: ignore[assignment]
+    all_gather_single = all_gather_single_coalesced = _gather  # type: ignore[assignment]
+    reduce_scatter = reduce_scatter_single = _scatter  # type: ignore[assignment]
+    reduce_scatter_single_coalesced = _scatter  # type: ignore[assignment]
+    all_to_all_single = alltoall = _exchange  # type: ignore[assignment]
+    # The same, by the names of torch 2.11.
+    _allgather_base = allgather_into_tensor_coalesced = _gather  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_tensor_coalesced = _scatter  # type: ignore[assignment]
+    alltoall_base = _exchange  # type: ignore[assignment]
+
+
+def _first(tensors: Any) -> Tensor:
+    found: Tensor = next(t for t in tree_leaves(tensors) if isinstance(t, Tensor))
+    return found
+
+
+class _Reducer(dist.Reducer):  # type: ignore[name-defined,misc]
+    """DDP's, which lays its buckets out anew after a step, and asks rank 0 how: there is none.
+
+    The buckets stay in the order of the parameters. Their sizes, and so the memory, are the same.
+    """
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+class _Logger(dist.Logger):  # type: ignore[name-defined,misc]
+    """DDP's, which would ask the process group for a backend in C++."""
+
+    def set_construction_data_and_log(self, *_: Any) -> None: ...
+    def set_runtime_stats_and_log(self) -> None: ...
+
+
+_make_tensor, _to_list = torch.tensor, FakeTensor.tolist
+
+
+def _tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """torch.tensor, that remembers a list: an order that rank 0 decides on, say, is ours."""
+    result = _make_tensor(data, *args, **kwargs)
+    if isinstance(result, FakeTensor) and isinstance(data, list):
+        result._values = data  # type: ignore[attr-defined]
+    return result
+
+
+def _tolist(self: Any) -> Any:
+    return self._values if hasattr(self, "_values") else _to_list(self)
+
+
+def _unfaked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """With real tensors: for what reads the few numbers in them, such as the ranks of a mesh."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _gather_alone(values: list[Any], value: Any, *_: Any, **__: Any) -> None:
+    values[:] = [value] * len(values)
+
+
+def _moved(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """``model.to(device, dtype)``, which cannot replace a fake tensor in its place."""
+    new: dict[int, Any] = {}  # a tied parameter stays one
+    old = []  # and what has a number is kept until all are done, lest its number be used again
+
+    def move(tensor: Tensor) -> Tensor:
+        if id(tensor) not in new:
+            moved = tensor.detach().to(device, dtype if tensor.is_floating_point() else None)
+            if isinstance(tensor, nn.Parameter):
+                moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
+            new[id(tensor)] = moved
+            old.append(tensor)
+        found: Tensor = new[id(tensor)]
+        return found
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = move(tensor)
+    return model
+
+
+@contextmanager
+def without_peers() -> Iterator[None]:
+    """PyTorch is content with a rank whose peers do not exist, and tensors without content."""
+    mesh_maker = device_mesh.init_device_mesh
+    patches: list[tuple[Any, str, Any]] = [
+        (nn.Module, "to", _moved),
+        (torch, "tensor", _tensor),
+        (FakeTensor, "tolist", _tolist),
+        (dist, "Reducer", _Reducer),
+        (dist, "Logger", _Logger),
+        (dist, "all_gather_object", _gather_alone),
+        (dist, "broadcast_object_list", lambda *_args, **_kwargs: None),
+        (ddp, "_verify_param_shape_across_processes", lambda *_args, **_kwargs: None),
+        (DeviceMesh, "__init__", _unfaked(DeviceMesh.__init__)),
+    ]
+    # Strategies have imported it by its name.
+    makers = [m for m in sys.modules.values() if vars(m).get("init_device_mesh") is mesh_maker]
+    patches += [(module, "init_device_mesh", _unfaked(mesh_maker)) for module in makers]
+    with ExitStack() as stack:
+        # Our all_gather asks whether a part is in its place already: no fake tensor is anywhere.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        for where, name, value in patches:
+            stack.enter_context(mock.patch.object(where, name, value))
+        yield
+
+
+@contextmanager
+def solo_world(size: int, device: torch.device, backend: str, rank: int = 0) -> Iterator[World]:
+    """Rank ``rank`` of ``size``, alone."""
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(
+            BACKEND, lambda _store, rank, size, _timeout: Solo(rank, size), devices=["cpu", "cuda"]
+        )
+    Solo.kind = backend
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
+        yield World(rank, size, 0, device, backend, mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------ what is held
+
+
+class Tracker(TorchDispatchMode):
+    """Notes when the storage of each fake tensor on one device is made, resized and let go."""
+
+    def __init__(self, device: str, block: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.block = block  # bytes: the allocator gives out multiples of it
+        self.held: dict[int, tuple[int, int]] = {}  # by storage: bytes, and since when
+        self.ended: list[Allocation] = []
+        self._references: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            # Nobody knows a fake tensor's value: Adam's step count, a gradient's norm. One will do.
+            return 1.0 if args[0].is_floating_point() else 1
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.note(getattr(leaf, "_local_tensor", leaf))
+        return result
+
+    def note(self, tensor: Tensor) -> None:
+        """Once for each storage; views share one."""
+        if not isinstance(tensor, FakeTensor) or tensor.device.type != self.device:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._references:
+            self._references[key] = weakref.ref(storage, lambda _gone, key=key: self._forget(key))
+            self._begin(key, storage.nbytes())
+
+    def resized(self, storage: Any) -> None:
+        """FSDP and our ZeRO-3 free parameters by shrinking their storage to nothing."""
+        if storage._cdata in self._references:
+            self._end(storage._cdata)
+            self._begin(storage._cdata, storage.nbytes())
+
+    def _begin(self, key: int, size: int) -> None:
+        if size:
+            self.held[key] = -(-size // self.block) * self.block, time.time_ns()
+
+    def _end(self, key: int) -> None:
+        if key in self.held:
+            size, begin = self.held.pop(key)
+            self.ended.append(Allocation(key, size, begin, time.time_ns()))
+
+    def _forget(self, key: int) -> None:
+        self._end(key)
+        del self._references[key]
+
+    def allocations(self) -> list[Allocation]:
+        alive = [Allocation(key, size, begin, None) for key, (size, begin) in self.held.items()]
+        return self.ended + alive
+
+    @contextmanager
+    def tracking(self) -> Iterator[None]:
+        original = torch.UntypedStorage.resize_
+
+        def resize(storage: Any, size: int) -> Any:
+            result = original(storage, size)
+            self.resized(storage)
+            return result
+
+        with mock.patch.object(torch.UntypedStorage, "resize_", resize), self:
+            yield
+
+
+def storage_number(tensor: Tensor) -> int:
+    """What stands for the address of a tensor that has none."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+# ------------------------------------------------------------------ a run
+
+
+@dataclass(frozen=True)
+class Simulation:
+    device: str  # what the estimate is for
+    kernels: str  # whose operators were asked what they make: the CPU's, where there is no GPU
+    weights: memory.Weights
+
+
+def simulate(config: Config, device: str) -> Simulation:
+    """What rank 0 of the config's world would hold on such a device: while building, in a step.
+
+    PyTorch without CUDA refuses fake tensors on a GPU. There, the CPU's operators stand in, with
+    the GPU's optimizer, process group and allocator.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.device_count() else "cpu"
+    where = torch.device(device if torch.cuda.is_available() else "cpu")
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    tracker = Tracker(where.type, CUDA_BLOCK if device == "cuda" else 1)
+    causes = Causes(address=storage_number)
+    train.resolve_strategy(config)  # imported with PyTorch as it is
+    comm.LEDGER.reset(full_steps=0)
+    make_optimizer = train.make_optimizer
+
+    def batches(workload: Workload, config: Config, world: World) -> Iterator[list[Batch]]:
+        """Real samples, made as ever, and then of their kind alone."""
+        with _disable_current_modes():
+            steps = train.batches(workload, config, replace(world, device=torch.device("cpu")))
+        while True:
+            with _disable_current_modes():
+                real = next(steps, None)
+            if real is None:
+                return
+            yield [_faked(batch, fake, where, tracker) for batch in real]
+
+    def note(tensors: Any) -> None:
+        causes.note_collective(t for t in tree_leaves(tensors) if isinstance(t, Tensor))
+
+    with ExitStack() as stack:
+        stack.enter_context(without_peers())
+        backend = "gloo" if device == "cpu" else "nccl"
+        size = config.launch.world or 1
+        world = stack.enter_context(solo_world(size, where, backend))
+        for target, name, value in (
+            (Solo, "on_tensors", staticmethod(note)),
+            (train, "make_optimizer", lambda t, _: make_optimizer(t, torch.device(device))),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        stack.enter_context(fake)
+        stack.enter_context(tracker.tracking())
+        built = memory.run_steps(config, world, causes, batches)
+        weights = memory.weights(tracker.allocations(), causes, built)
+        return Simulation(device, where.type, weights)
+
+
+def _faked(batch: Batch, fake: FakeTensorMode, device: torch.device, tracker: Tracker) -> Batch:
+    def convert(tensor: Tensor) -> Tensor:
+        result = fake.from_tensor(tensor)
+        if device.type != "cpu":
+            result = result.to(device)
+        tracker.note(result)
+        return result
+
+    inputs, targets = (
+        tree_map_only(Tensor, convert, part) for part in (batch.inputs, batch.targets)
+    )
+    return replace(batch, inputs=inputs, targets=targets)

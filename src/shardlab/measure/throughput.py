@@ -1,0 +1,492 @@
+"""How throughput grows with the batch, until memory runs out: a row for each size.
+
+A size that does not fit is a row, too. On a GPU the allocator refuses. On a CPU nothing would,
+until the kernel ends some process: there, a limit is set. What tensors hold is measured against
+it, and beyond that the rank's process is refused memory before the machine has none.
+
+The upper half runs in the parent and imports no torch; the functions that take a ``World`` run in
+the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardlab.config import Config
+from shardlab.errors import RankFailure, UsageError
+from shardlab.launch import Ranks
+from shardlab.measure import stats
+from shardlab.measure.estimate import with_batch
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardlab.world import World
+
+SCHEMA = 1
+KEEP_FREE = 0.1  # of the machine's free memory, when nobody gives a limit
+SLACK = 64 << 20  # bytes beside tensors that a rank may take: threads, the profiler, Gloo
+DAY_S = 86400.0
+YEAR_DAYS = 365.25
+# How a lack of memory is worded: by PyTorch's allocators, by C++, and by a rank that was killed.
+_OOM_WORDS = (
+    "out of memory",
+    "outofmemoryerror",
+    "can't allocate memory",
+    "memoryerror",
+    "bad_alloc",
+    "cannot allocate memory",
+    "killed by sigkill",
+    "killed by sigabrt",
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which sizes (samples of a rank's micro-batch), and how long each is run."""
+
+    batches: tuple[int, ...] = (1, 2, 4, 8)  # of a sweep, where it begins
+    sweep: bool = False  # double until memory runs out, then halve the interval
+    warmup: int = 2
+    steps: int = 5  # timed
+    memory_limit: int | None = None  # bytes of a rank's tensors; none: what is there
+    most: int = 1 << 16  # where a sweep ends
+    time_limit_s: float = 120.0  # after so long a sweep tries no further size
+
+    def __post_init__(self) -> None:
+        # The optimizer's state exists from the second step on: before it there is no peak.
+        for name, least in (("warmup", 2), ("steps", 1), ("most", 1)):
+            if getattr(self, name) < least:
+                why = ": its state makes the peak" if name == "warmup" else ""
+                raise UsageError(
+                    f"--{name} must be at least {least}{why}, got {getattr(self, name)}"
+                )
+        for batch in self.batches:
+            if batch < 1:
+                raise UsageError(f"--batch {batch}: a batch has at least one sample")
+        if self.sweep and len(self.batches) != 1:
+            raise UsageError("--sweep begins with one size: give --batch one number")
+        if self.memory_limit is not None and self.memory_limit < 1:
+            raise UsageError("--memory-limit must be above 0")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A training run to reckon with."""
+
+    params: float = 1e12
+    tokens: float = 1e13
+    days: float = 90.0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not 0 < value < math.inf:
+                flag = {"params": "--model-params", "tokens": "--tokens", "days": "--target-days"}
+                raise UsageError(f"{flag[name]} must be above 0, got {value:g}")
+
+
+def measure(
+    config: Config,
+    plan: Plan,
+    goal: Goal,
+    command: str,
+    on_progress: Callable[[str, int, int], None] = lambda _what, _done, _total: None,
+) -> dict[str, Any]:
+    """The content of ``throughput.json``."""
+    world = config.launch.world or 1
+    config = config.with_overrides(
+        {"training.steps": plan.warmup + plan.steps, "training.warmup_steps": 0}
+    )
+    on_progress("the machine's peak", 0, 0 if plan.sweep else len(plan.batches))
+    with _Worlds(config, world) as worlds:
+        env = worlds.run("describe", config, command)
+        limit = limit_of(plan.memory_limit, env["device"], world)
+        rows: list[dict[str, Any]] = []
+
+        def attempt(batch: int) -> bool:
+            total = 0 if plan.sweep else len(plan.batches)
+            on_progress(f"batch {batch:,}", len(rows), total)
+            rows.append(_attempt(worlds, with_batch(config, batch), batch, plan, limit))
+            if rows[-1]["status"] == "failed" and not any(r["status"] == "ok" for r in rows):
+                raise worlds.failure or RankFailure(0, rows[-1]["reason"])
+            return bool(rows[-1]["status"] == "ok")
+
+        stopped = None
+        if plan.sweep:
+            stopped = sweep(attempt, plan.batches[0], plan.most, _clock(plan.time_limit_s))
+        else:
+            for batch in plan.batches:
+                attempt(batch)
+    on_progress("done", len(rows), len(rows))
+    return summarize(config, plan, goal, env, limit, rows, stopped, command)
+
+
+def _clock(limit_s: float) -> Callable[[], bool]:
+    end = time.monotonic() + limit_s
+    return lambda: time.monotonic() > end
+
+
+def sweep(
+    fits: Callable[[int], bool], start: int, most: int, is_late: Callable[[], bool]
+) -> str | None:
+    """Try sizes: doubled until one does not fit, then halved between. Why it ended early, if so.
+
+    Every size is tried once. At the end the largest that fits is known: one more does not.
+    """
+    good, bad, size = 0, most + 1, min(start, most)
+    while bad - good > 1:
+        if is_late() and (good or bad <= most):
+            return "time"
+        if fits(size):
+            good = size
+        else:
+            bad = size
+        size = min(2 * good, most) if bad > most else (good + bad) // 2
+    return "most" if bad > most else None
+
+
+def limit_of(given: int | None, device: str, ranks: int) -> dict[str, Any]:
+    """Bytes that a rank's tensors may hold on a CPU, and who says so. A GPU has its own."""
+    if device != "cpu":
+        if given is not None:
+            raise UsageError("--memory-limit is for a CPU; a GPU's memory is its own limit")
+        return {"bytes": None, "source": "the GPU"}
+    if given is not None:
+        return {"bytes": given, "source": "given"}
+    free = free_bytes()
+    if free is None:
+        raise UsageError("how much memory is free here cannot be told; give --memory-limit")
+    share = int(free * (1 - KEEP_FREE) / ranks)
+    return {"bytes": share, "source": f"{1 - KEEP_FREE:.0%} of free memory, per rank"}
+
+
+def free_bytes() -> int | None:
+    """What a program could take now without making others swap; within a container's limit."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    kib = next(line.split()[1] for line in lines if line.startswith("MemAvailable"))
+    free = int(kib) * 1024
+    try:  # of a container (cgroup 2)
+        group = Path("/sys/fs/cgroup")
+        most = int((group / "memory.max").read_text())
+        free = min(free, most - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):  # there is none, or it says "max"
+        pass
+    return max(0, free)
+
+
+class _Worlds:
+    """Ranks for each size. On a CPU new ones: what a process was once given it does not return."""
+
+    def __init__(self, config: Config, size: int) -> None:
+        self.config, self.size = config, size
+        self.ranks: Ranks | None = None
+        self.failure: RankFailure | None = None
+
+    def __enter__(self) -> _Worlds:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        if self.ranks is not None:
+            self.ranks.close()
+            self.ranks = None
+
+    def run(self, function: str, config: Config, *args: Any) -> Any:
+        if self.ranks is None or not self.ranks.alive:
+            self.ranks = Ranks(self.config.launch, self.size)
+        return self.ranks.run(f"{__name__}:{function}", config.to_dict(), *args)[0]
+
+
+def _attempt(
+    worlds: _Worlds, config: Config, batch: int, plan: Plan, limit: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One size as a row. Wrong input is wrong at every size, and raised."""
+    row = {"batch": batch, "status": "ok", "reason": None, "measured": None}
+    if limit["bytes"] is not None:
+        worlds.renew()
+    try:
+        measured = worlds.run("time_batch", config, plan.warmup, limit["bytes"])
+    except RankFailure as failure:
+        worlds.failure = failure
+        status = "oom" if is_out_of_memory(str(failure)) else "failed"
+        return row | {"status": status, "reason": str(failure)}
+    if measured["oom"] is not None:
+        return row | {"status": "oom", "reason": measured["oom"]}
+    return row | {"measured": measured}
+
+
+def is_out_of_memory(message: str) -> bool:
+    return any(words in message.lower() for words in _OOM_WORDS)
+
+
+# ------------------------------------------------------------------ numbers from numbers
+
+
+def summarize(
+    config: Config,
+    plan: Plan,
+    goal: Goal,
+    env: Mapping[str, Any],
+    limit: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    stopped: str | None,
+    command: str,
+) -> dict[str, Any]:
+    """The numbers of ``throughput.json``, from what was measured. Pure."""
+    world = config.launch.world or 1
+    told = [_row(row, config, env, world) for row in rows]
+    good = [row for row in told if row["status"] == "ok"]
+    rates = [row["flops_per_s"] for row in good if row["flops_per_s"] is not None]
+    bad = [row["batch"] for row in told if row["status"] == "oom"]
+    largest = max((row["batch"] for row in good), default=None)
+    return {
+        "schema": SCHEMA,
+        "command": command,
+        "env": {k: v for k, v in env.items() if k not in ("peak", "flops_per_sample")},
+        "workload": env["workload"],
+        "parameters": env["parameters"],
+        "strategy": config.strategy.label,
+        "world": world,
+        "accumulate": config.training.accumulate,
+        "precision": config.precision.compute,
+        "warmup_steps": plan.warmup,
+        "timed_steps": plan.steps,
+        "peak": env["peak"],
+        "flops_per_sample": env["flops_per_sample"],
+        "limit": dict(limit),
+        "config": config.to_dict(),
+        "rows": told,
+        "sweep": plan.sweep,
+        "stopped": stopped,
+        "largest_batch": largest,
+        # Proved only if the next size up was tried and did not fit.
+        "largest_is_exact": largest is not None and largest + 1 in bad,
+        "extrapolation": extrapolate(goal, max(rates), env["peak"]) if rates else None,
+    }
+
+
+def _row(
+    row: Mapping[str, Any], config: Config, env: Mapping[str, Any], world: int
+) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "batch": row["batch"],
+        "global_batch": row["batch"] * world * config.training.accumulate,
+        "status": row["status"],
+        "reason": row["reason"],
+        "step_ms": None,
+        "steps_per_s": None,
+        "samples_per_s": None,
+        "tokens_per_s": None,
+        "flops_per_s": None,
+        "mfu": None,
+        "peak_bytes": None,
+    }
+    measured = row["measured"]
+    if measured is None:
+        return told
+    told["step_ms"] = stats.spread(measured["slowest_ms"])
+    told["steps_per_s"] = 1e3 / told["step_ms"]["median"]
+    told |= stats.throughput(
+        measured["slowest_ms"], told["global_batch"], measured["tokens_per_sample"]
+    )
+    told["peak_bytes"] = measured["peak_bytes"]
+    if env["flops_per_sample"] is not None:
+        told["flops_per_s"] = env["flops_per_sample"] * told["samples_per_s"] / world
+        told["mfu"] = told["flops_per_s"] / env["peak"]["flops_per_s"]
+    return told
+
+
+def extrapolate(goal: Goal, flops_per_s: float, peak: Mapping[str, Any]) -> dict[str, Any]:
+    """How long a model and its tokens would take at the best rate of one device."""
+    flops = 6 * goal.params * goal.tokens
+    days = flops / flops_per_s / DAY_S
+    return {
+        "params": goal.params,
+        "tokens": goal.tokens,
+        "flops": flops,
+        "flops_per_s": flops_per_s,
+        "mfu": flops_per_s / peak["flops_per_s"],
+        "days": days,
+        "years": days / YEAR_DAYS,
+        "target_days": goal.days,
+        "devices": math.ceil(days / goal.days),
+        "assumption": "6 FLOPs per parameter and token; a device does as many per second as in the "
+        "best row, with the larger model too; devices add up without loss",
+    }
+
+
+# ------------------------------------------------------------------ in the ranks
+
+
+def describe(world: World, values: dict[str, Any], command: str) -> dict[str, Any]:
+    """Where this runs, what, and how fast the device multiplies matrices."""
+    from shardlab import config as configs
+    from shardlab import environment, train
+    from shardlab.workloads.base import count_flops
+
+    config = configs.from_dict(values)
+    train.resolve_strategy(config)
+    workload = train.build_workload(config)
+    flops = workload.flops_per_sample
+    if flops is None:
+        try:
+            flops = count_flops(workload.make_model, workload.loss, workload.dataset.batch([0]))
+        except Exception:  # a user's model that cannot run without content: no MFU then
+            flops = None
+    rates = world.gather(matmul_rate(world, config.precision.compute))
+    return {
+        **environment.describe(world.device, command),
+        "backend": world.backend,
+        "workload": workload.name,
+        "parameters": sum(p.numel() for p in workload.make_model().parameters()),
+        "flops_per_sample": flops,
+        "peak": {**rates[0], "flops_per_s": sum(r["flops_per_s"] for r in rates) / len(rates)},
+    }
+
+
+def matmul_rate(world: World, compute: str, seconds: float = 0.4) -> dict[str, Any]:
+    """FLOP/s of this rank's device on square matrices in the dtype of the computation.
+
+    The best of some tries, all ranks at once, with a rank's own number of threads: measured, and
+    so what MFU is a share of is what this device does, not what is printed about it.
+    """
+    import torch
+
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+    dtype = dtypes.get(compute, torch.float32)
+    device = world.device
+    on_gpu = device.type == "cuda"
+    size = (8192 if dtype.itemsize == 2 else 4096) if on_gpu else 768
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    world.gather(None)  # all at once: ranks may share the cores, as they will in the steps
+    best, end = math.inf, time.perf_counter() + seconds
+    tries = 0
+    while tries < 4 or time.perf_counter() < end:
+        best = min(best, _seconds_of(lambda: torch.mm(a, b, out=out), device, 10 if on_gpu else 1))
+        tries += 1
+    return {
+        "flops_per_s": 2 * size**3 / best,
+        "dtype": str(dtype).removeprefix("torch."),
+        "size": size,
+        "threads": None if on_gpu else torch.get_num_threads(),
+    }
+
+
+def _seconds_of(work: Callable[[], Any], device: torch.device, times: int) -> float:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(times):
+        work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) / times
+
+
+def time_batch(
+    world: World, values: dict[str, Any], warmup: int, limit: int | None
+) -> dict[str, Any]:
+    """Warm-up, in which memory is weighed, then timed steps; or that it did not fit."""
+    import gc
+
+    import torch
+
+    from shardlab import config as configs
+
+    config = configs.from_dict(values)
+    result: dict[str, Any] | None = None
+    reason = ""
+    try:
+        with refused_beyond(None if limit is None else limit + SLACK):
+            result = _time(world, config, warmup, limit)
+    except (RuntimeError, MemoryError) as error:  # PyTorch's own is a RuntimeError
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        if world.size > 1 or not is_out_of_memory(reason):
+            raise  # the others wait for us in a collective: all ranks are replaced
+    if result is None:  # here, where no traceback holds the tensors any more
+        gc.collect()
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        result = {"oom": reason}
+    return result
+
+
+@contextmanager
+def refused_beyond(size: int | None) -> Iterator[None]:
+    """Inside, the process may take ``size`` bytes more than it has; then it is refused (Linux)."""
+    status = Path("/proc/self/status")
+    if size is None or not status.exists():
+        yield
+        return
+    import resource
+
+    lines = status.read_text(encoding="utf-8").splitlines()
+    held = int(next(line.split()[1] for line in lines if line.startswith("VmData"))) * 1024
+    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    soft = held + size
+    if hard != resource.RLIM_INFINITY:
+        soft = min(soft, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
+
+
+def _time(world: World, config: Config, warmup: int, limit: int | None) -> dict[str, Any]:
+    import torch
+
+    from shardlab import train
+    from shardlab.comm import LEDGER
+    from shardlab.measure import memory
+    from shardlab.record import Recorder
+
+    LEDGER.reset(full_steps=0)
+    workload = train.build_workload(config)
+    steps = train.batches(workload, config, world)
+
+    def begin() -> Any:
+        """Built, and run for the first time: the peak of memory is in here."""
+        strategy = train.build_strategy(config, workload, world)
+        for microbatches in islice(steps, warmup):
+            strategy.gradients(microbatches)
+            strategy.step()
+        getattr(strategy, "settle", lambda: None)()
+        return strategy
+
+    with closing(steps):
+        if world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(world.device)
+            strategy = begin()
+        else:
+            strategy, peak = memory.peak_bytes(world.device, begin)
+            fullest = max(world.gather(peak))
+            if limit is not None and fullest > limit:
+                needed, allowed = fullest / 2**20, limit / 2**20
+                return {"oom": f"tensors hold {needed:,.0f} MiB, the limit is {allowed:,.0f} MiB"}
+        with Recorder(None, world, LEDGER, config.training.steps - warmup) as recorder:
+            train.train(strategy, steps, recorder)
+    if world.device.type == "cuda":
+        fullest = max(world.gather(torch.cuda.max_memory_allocated(world.device)))
+    times = zip(*world.gather([row["step_ms"] for row in recorder.rows]), strict=True)
+    return {
+        "oom": None,
+        "slowest_ms": [max(ranks) for ranks in times],
+        "peak_bytes": fullest,
+        "tokens_per_sample": workload.tokens_per_sample,
+    }
