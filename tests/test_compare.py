@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,15 +18,17 @@ from shardlab import config as configs
 from shardlab.errors import UsageError
 from shardlab.measure import compare as comparison
 from shardlab.measure import stats
+from shardlab.measure.cells import Cell, Plan
 from shardlab.measure.memory import peak_bytes
 
-TINY = ["--size", "tiny", "--repeats", "2", "--warmup", "1", "--steps", "2"]
+SHORT = ["--size", "tiny", "--repeats", "2", "--warmup", "1", "--steps", "2"]
+TINY = [*SHORT, "--no-prove", "--no-profile"]
 
 
 def compare(tmp_path: Path, *args: str) -> dict[str, Any]:
     done = commands.shardlab("compare", *TINY, "--out", "out", *args, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("out/") == 3  # where its files are
+    assert done.stdout.count("out/compare.") == 3  # where its files are: json, csv, md
     result: dict[str, Any] = json.loads((tmp_path / "out" / "compare.json").read_text())
     return result
 
@@ -119,12 +124,156 @@ def test_wrong_input(args: list[str], message: str, tmp_path: Path) -> None:
 # ------------------------------------------------------------------ pure
 
 
+def cells(
+    config: configs.Config,
+    specs: str,
+    plan: Plan | None = None,
+    takes_buckets: Callable[[str], bool] | None = None,
+    **flags: str,
+) -> list[Cell]:
+    names = ("world", "precision", "accumulate", "bucket_mb")
+    axes = comparison.axes_of(config, *(flags.get(name) for name in names), default_world=2)
+    return comparison.cells_of(config, specs.split(","), axes, plan or Plan(), takes_buckets)
+
+
+def point(cell: Cell) -> tuple[str, int, str, int, Any]:
+    config = cell.config
+    return (
+        config.strategy.name,
+        cell.world,
+        config.precision.compute,
+        config.training.accumulate,
+        config.strategy.options.get("bucket_mb"),
+    )
+
+
+def test_axes_are_multiplied_where_it_makes_sense() -> None:
+    found = cells(
+        configs.Config(),
+        "single,pytorch_ddp,simple_ddp",
+        takes_buckets=lambda name: name == "pytorch_ddp",
+        world="1,2",
+        precision="fp32,bf16",
+        bucket_mb="1,4",
+    )
+    fp32 = [
+        ("single", 1, "fp32", 1, None),  # one for all worlds
+        ("pytorch_ddp", 1, "fp32", 1, 1),
+        ("pytorch_ddp", 1, "fp32", 1, 4),
+        ("simple_ddp", 1, "fp32", 1, None),  # it has no buckets
+        ("pytorch_ddp", 2, "fp32", 1, 1),
+        ("pytorch_ddp", 2, "fp32", 1, 4),
+        ("simple_ddp", 2, "fp32", 1, None),
+    ]
+    bf16 = [(name, world, "bf16", a, mb) for name, world, _, a, mb in fp32]
+    assert [point(cell) for cell in found] == fp32 + bf16
+    assert len({cell.label for cell in found}) == len(found)
+    assert found[4].label == "pytorch_ddp (bucket_mb=1, world=2, fp32)"
+    assert all(cell.config.training.global_batch == 8 for cell in found)
+
+
+def test_an_axis_of_one_value_is_in_no_label() -> None:
+    found = cells(configs.Config(), "single,zero1", world="4", accumulate="2")
+    assert [cell.label for cell in found] == ["single", "zero1"]
+    assert [cell.parts for cell in found] == [8, 8]
+
+
+def test_the_strategies_with_buckets_are_known() -> None:
+    specs = "single,simple_ddp,bucket_ddp_async,pytorch_zero3,zero2:bucket_mb=9"
+    found = cells(configs.Config(), specs, bucket_mb="1,4")
+    assert [point(cell)[-1] for cell in found] == [None, None, 1, 4, None, 9]
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "message"),
+    [
+        ("world", "2,x", "--world 2,x: not whole numbers"),
+        ("world", "0", "--world must be at least 1, got 0"),
+        ("precision", "fp32,bf61", "unknown value of --precision 'bf61'; did you mean 'bf16'"),
+        ("accumulate", "1.5", "--accumulate 1.5: not whole numbers"),
+        ("accumulate", "1,8", "cannot be divided evenly over 2 ranks x 8 micro-batches"),
+        ("bucket_mb", "1,-4", "--bucket-mb 1,-4: not sizes in MB above 0"),
+    ],
+)
+def test_axes_refuse(flag: str, text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        cells(configs.Config(), "single,simple_ddp", **{flag: text})
+
+
+ENV = {"workload": "w", "parameters": 1, "device": "cpu"}
+
+
+def test_each_precision_has_its_own_baseline() -> None:
+    found = cells(configs.Config(), "single,simple_ddp", precision="fp32,bf16")
+    for cell, ms in zip(found, (100.0, 50.0, 400.0, 100.0), strict=True):
+        cell.times_ms, cell.skews_ms, cell.losses = [[ms, ms], [ms, ms]], [0.0], [5.0]
+    rows = comparison.summarize(found, Plan(), "shardlab compare", ENV)["cells"]
+    assert [row["baseline"] for row in rows] == ["single (fp32)"] * 2 + ["single (bf16)"] * 2
+    assert [row["speed_to_baseline"] for row in rows] == [1, 2, 1, 4]
+
+
+@pytest.mark.parametrize(("normalizes", "difference"), [(False, 1.0), (True, None)])
+def test_loss_with_batchnorm_is_compared_only_on_the_same_micro_batches(
+    normalizes: bool, difference: float | None
+) -> None:
+    found = cells(configs.Config(), "single,simple_ddp", world="1,2")
+    for cell, loss in zip(found, (5.0, 5.0, 6.0), strict=True):
+        cell.times_ms, cell.skews_ms, cell.losses = [[1.0]], [0.0], [loss]
+    env = ENV | {"normalizes_batches": normalizes}
+    rows = comparison.summarize(found, Plan(), "shardlab compare", env)["cells"]
+    assert [row["loss_difference"] for row in rows] == [0.0, 0.0, difference]
+
+
+def test_a_proof_is_small_and_of_the_same_strategy() -> None:
+    config = configs.load(
+        None,
+        {
+            "model.size": "small", "data.seq_len": 1024, "training.global_batch": 64,
+            "precision.compute": "bf16", "strategy.name": "zero1", "launch.world": 2,
+            "training.compile": "blocks",
+        },
+    )  # fmt: skip
+    proof = comparison.proof_config(config)
+    assert (proof.model.size, proof.precision.compute) == ("tiny", "fp64")
+    assert (proof.training.global_batch, proof.training.accumulate) == (8, 2)
+    assert proof.strategy == config.strategy
+
+
+# ------------------------------------------------------------------ how sure
+
+
+def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
+    """Repeats with luck of their own, as a busy machine has: 95% is claimed, 85% demanded."""
+    draw = np.random.default_rng(7)
+
+    def times(ms: float) -> list[list[float]]:
+        luck = 1 + 0.03 * draw.standard_normal((6, 1))
+        noisy = ms * luck * (1 + 0.02 * draw.standard_normal((6, 8)))
+        return [list(map(float, repeat)) for repeat in noisy]
+
+    held = 0
+    for _ in range(40):
+        low, high = stats.ratio_interval(times(200.0), times(100.0))
+        held += low <= 2.0 <= high
+        assert high - low < 0.4
+    assert held >= 34
+
+
+def test_the_interval_of_the_same_numbers() -> None:
+    times = [[100.0, 101.0], [99.0, 100.0]]
+    assert stats.ratio(times, times) == 1
+    low, high = stats.ratio_interval(times, times, paired=True)
+    assert 0.95 < low <= 1 <= high < 1.05
+    assert stats.ratio_interval([[5.0]], [[4.0]]) == (1.25, 1.25)  # nothing is known of its noise
+
+
+# ------------------------------------------------------------------ the rest
+
+
 def test_single_has_every_ranks_microbatches() -> None:
     """So that BatchNorm sees batches of the same size, and the arithmetic is the same."""
     config = configs.load(None, {"training.accumulate": 2, "training.global_batch": 24})
-    single, ddp = comparison.cells_of(
-        config, ["single", "simple_ddp"], 3, comparison.Plan(steps=5, warmup=2)
-    )
+    single, ddp = cells(config, "single,simple_ddp", world="3", plan=Plan(steps=5, warmup=2))
     assert (single.config.launch.world, single.config.training.accumulate) == (1, 6)
     assert (ddp.config.launch.world, ddp.config.training.accumulate) == (3, 2)
     assert single.config.training.steps == 7

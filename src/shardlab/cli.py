@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import shlex
+import signal
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -81,6 +85,16 @@ BATCH_SPLIT = typer.Option(
 )
 OPTIMIZER = typer.Option("--optimizer", help="adamw, adam or sgd.")
 LEARNING_RATE = typer.Option("--learning-rate", "--lr")
+WORLDS = typer.Option(
+    "--world", "-w", help="Numbers of ranks: 2, or 1,2,4.  [default: 2]", show_default=False
+)
+ACCUMULATES = typer.Option("--accumulate", help="Micro-batches per rank and step: 1, or 1,4.")
+PRECISION_AXIS = typer.Option(
+    "--precision", help="fp32, bf16, fp16 or fp64; or several: fp32,bf16."
+)
+BUCKET_MB = typer.Option(
+    "--bucket-mb", help="Bucket sizes, for the strategies that have buckets: 4, or 1,4,25."
+)
 PRECISION = typer.Option("--precision", help="fp32, bf16 (autocast) or fp64.")
 EVALUATE = typer.Option(
     "--evaluate-every", help="Steps between evaluations on the held-out samples; 0: at the end."
@@ -97,9 +111,11 @@ PROFILE = typer.Option(
     "2 times or more.",
 )
 PROFILE_AFTER = typer.Option(
-    "--profile",
+    "--profile/--no-profile",
     help="Traces of each strategy, in <strategy>/traces/rank<r>/, taken after everything was timed "
-    "and weighed, so that no number is of a profiled step. Options as in train.",
+    "and weighed, so that no number is of a profiled step. Options as in train.  [default: "
+    "profile]",
+    show_default=False,
 )
 OUT = typer.Option("--out", "-o", help="Folder for the files; new or empty.", metavar="DIR")
 QUIET = typer.Option("--quiet", "-q", help="No progress, no table: only where the files are.")
@@ -215,6 +231,7 @@ def train(
 
 @app.command()
 def compare(
+    ctx: typer.Context,
     strategies: Annotated[
         str | None,
         typer.Option(
@@ -225,15 +242,16 @@ def compare(
         ),
     ] = None,
     config: Annotated[Path | None, CONFIG] = None,
-    world: Annotated[int | None, WORLD] = None,
+    world: Annotated[str | None, WORLDS] = None,
     workload: Annotated[str | None, WORKLOAD] = None,
     size: Annotated[str | None, SIZE] = None,
     data: Annotated[str | None, DATA] = None,
     seq_len: Annotated[int | None, SEQ_LEN] = None,
     global_batch: Annotated[int | None, GLOBAL_BATCH] = None,
-    accumulate: Annotated[int | None, ACCUMULATE] = None,
+    accumulate: Annotated[str | None, ACCUMULATES] = None,
     batch_split: Annotated[str | None, BATCH_SPLIT] = None,
-    precision: Annotated[str | None, PRECISION] = None,
+    precision: Annotated[str | None, PRECISION_AXIS] = None,
+    bucket_mb: Annotated[str | None, BUCKET_MB] = None,
     seed: Annotated[int | None, SEED] = None,
     device: Annotated[str | None, DEVICE] = None,
     backend: Annotated[str | None, BACKEND] = None,
@@ -241,7 +259,28 @@ def compare(
     repeats: Annotated[int, typer.Option(help="Interleaved visits to each strategy.")] = 3,
     warmup: Annotated[int, typer.Option(help="Steps before the clock counts, per visit.")] = 2,
     steps: Annotated[int, typer.Option(help="Timed steps per visit.")] = 8,
-    profile: Annotated[bool, PROFILE_AFTER] = False,
+    prove: Annotated[
+        bool, typer.Option(help="Prove each strategy on a small float64 model, after the timing.")
+    ] = True,
+    profile: Annotated[bool | None, PROFILE_AFTER] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            help="Go on with an interrupted comparison; what it has measured is kept.",
+            metavar="DIR",
+        ),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="An earlier compare.json to hold this one against.", metavar="FILE"),
+    ] = None,
+    fail_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --against, exit 1 beyond a limit: slower=5%, memory=10% (repeatable).",
+            metavar="LIMIT",
+        ),
+    ] = None,
     settings: Annotated[list[str] | None, SET] = None,
     out: Annotated[str | None, OUT] = None,
     quiet: Annotated[bool, QUIET] = False,
@@ -250,48 +289,81 @@ def compare(
     """Measure strategies side by side: same model, data, seed and global batch."""
     from shardlab import launch, record
     from shardlab.measure import compare as comparison
+    from shardlab.measure import gate
+    from shardlab.measure import resume as resuming
     from shardlab.report import compare as report
     from shardlab.report import console
     from shardlab.strategies import STRATEGIES
 
     if launch.torchrun_environment() is not None:
         raise UsageError("compare starts its own ranks; run it without torchrun")
-    resolved = _config(
-        config,
-        settings,
-        {
-            "model.workload": workload,
-            "model.size": size,
-            "data.source": data,
-            "data.seq_len": seq_len,
-            "training.global_batch": global_batch,
-            "training.accumulate": accumulate,
-            "training.batch_split": batch_split,
-            "precision.compute": precision,
-            "training.seed": seed,
-            "launch.device": device,
-            "launch.backend": backend,
-            "launch.port": port,
-            "profile.enabled": profile or None,
-            "output.dir": out,
-        },
-    )
-    plan = comparison.Plan(
-        repeats=repeats,
-        warmup=warmup,
-        steps=steps,
-        profile=resolved.profile if resolved.profile.enabled else None,
-    )
-    specs = [s.strip() for s in strategies.split(",")] if strategies else list(STRATEGIES)
-    ranks = world or resolved.launch.world or launch.DEFAULT_WORLD
-    cells = comparison.cells_of(resolved, specs, ranks, plan)
+    if fail_if and against is None:
+        raise UsageError("--fail-if is for a comparison with an earlier one; add --against FILE")
+    if resume is not None and out is not None:
+        raise UsageError("--resume goes on in its own folder; leave out --out")
+    limits = gate.limits_of(fail_if or [])
+    earlier = None if against is None else gate.read(against)
+    store = None if resume is None else resuming.Store(resume)
+    begun = None if store is None else store.planned()
+    if begun is not None and _only_given(ctx, {"resume", "quiet", "as_json", "against", "fail_if"}):
+        cells, plan, command = begun
+        output = cells[0].config.output
+    else:
+        resolved = _config(
+            config,
+            settings,
+            {
+                "model.workload": workload,
+                "model.size": size,
+                "data.source": data,
+                "data.seq_len": seq_len,
+                "training.global_batch": global_batch,
+                "training.batch_split": batch_split,
+                "training.seed": seed,
+                "launch.device": device,
+                "launch.backend": backend,
+                "launch.port": port,
+                "profile.enabled": profile or None,
+                "output.dir": out,
+            },
+        )
+        output, command = resolved.output, _command()
+        plan = comparison.Plan(
+            repeats=repeats,
+            warmup=warmup,
+            steps=steps,
+            prove=prove,
+            profile=None if profile is False else replace(resolved.profile, enabled=True),
+        )
+        specs = [s.strip() for s in strategies.split(",")] if strategies else list(STRATEGIES)
+        axes = comparison.axes_of(
+            resolved, world, precision, accumulate, bucket_mb, launch.DEFAULT_WORLD
+        )
+        cells = comparison.cells_of(resolved, specs, axes, plan)
+        if begun is not None:
+            assert resume is not None
+            resuming.refuse_others((cells, plan), begun[:2], resume)
+            cells, plan, command = begun
+    if earlier is not None:
+        gate.refuse_others(earlier, cells[0].config)
 
     @functools.cache  # made when there is something to write, so a refusal leaves nothing behind
     def folder() -> Path:
-        return record.new_folder(Path(resolved.output.root), "compare", _path(resolved.output.dir))
+        return resume or record.new_folder(Path(output.root), "compare", _path(output.dir))
 
-    with console.comparison_progress(enabled=not (quiet or as_json)) as on_progress:
-        result = comparison.compare(cells, plan, _command(), on_progress, folder)
+    try:
+        with (
+            console.comparison_progress(enabled=not (quiet or as_json)) as on_progress,
+            _interrupted_by_terminate(),
+        ):
+            result = comparison.compare(cells, plan, command, on_progress, folder)
+    except (Interrupted, KeyboardInterrupt):
+        if folder.cache_info().currsize:
+            again = f"shardlab compare --resume {shlex.quote(str(folder()))}"
+            print(f"to go on where it stopped: {again}", file=sys.stderr)
+        raise Interrupted from None
+    if earlier is not None:
+        result["gate"] = gate.check(result, earlier, limits)
     files = report.write(folder(), result)
     if as_json:
         print(record.json_text(result))
@@ -299,8 +371,32 @@ def compare(
         print(folder())
     else:
         console.print_comparison(result, files)
+    if earlier is not None and not quiet and not as_json:
+        console.print_gate(result["gate"])
     if all(cell["status"] != "ok" for cell in result["cells"]):
         raise SystemExit(1)
+    if earlier is not None and not result["gate"]["pass"]:
+        raise SystemExit(1)
+
+
+def _only_given(ctx: typer.Context, names: set[str]) -> bool:
+    """Whether no other flags were given than these."""
+    given = {name for name in ctx.params if ctx.get_parameter_source(name).name != "DEFAULT"}  # type: ignore[union-attr]
+    return given <= names
+
+
+@contextlib.contextmanager
+def _interrupted_by_terminate() -> Iterator[None]:
+    """``kill`` ends a comparison as Ctrl-C does: every rank is ended, and how to go on is said."""
+
+    def stop(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @app.command()

@@ -8,14 +8,14 @@ no torch; ``proof.evidence`` runs in the ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardlab.config import Config
 from shardlab.errors import RankFailure, UsageError
 from shardlab.launch import DEFAULT_WORLD
-from shardlab.measure.compare import BASELINE, parse_spec
+from shardlab.measure.cells import BASELINE, parse_spec
 from shardlab.measure.rankset import RankSet
 from shardlab.proof import verdict
 
@@ -71,12 +71,7 @@ def cases_of(config: Config, specs: Sequence[str], worlds: Sequence[int]) -> lis
     for world in worlds:
         for spec in specs:
             name, options = parse_spec(spec)
-            for key, exact in (("compress", "none"), ("comm_dtype", "fp32")):
-                if options.get(key, exact) != exact:
-                    raise UsageError(
-                        f"{key}={options[key]} rounds what is sent: it cannot equal one process, "
-                        "and there is nothing to prove; leave it out"
-                    )
+            refuse_rounding(options)
             size = 1 if name == BASELINE else world
             case = Case(
                 config.with_overrides(
@@ -96,6 +91,16 @@ def cases_of(config: Config, specs: Sequence[str], worlds: Sequence[int]) -> lis
         if cases.count(case) > 1:
             raise UsageError(f"strategy {case.label} is named twice")
     return cases
+
+
+def refuse_rounding(options: Mapping[str, Any]) -> None:
+    """There is nothing to prove of a strategy that was asked to round."""
+    for key, exact in (("compress", "none"), ("comm_dtype", "fp32")):
+        if options.get(key, exact) != exact:
+            raise UsageError(
+                f"{key}={options[key]} rounds what is sent: it cannot equal one process, "
+                "and there is nothing to prove; leave it out"
+            )
 
 
 def cases_in(size: int, cases: Sequence[Case], worlds: Sequence[int]) -> list[Case]:

@@ -2,152 +2,104 @@
 
 Timing is unprofiled, after a warm-up, in interleaved repeats: each repeat visits every
 strategy once, starting with another one each time, so that a machine that slows down slows
-all of them. A step counts as long as its slowest rank took. Memory is weighed in a pass of
-its own. This module's upper half runs in the parent and imports no torch; the lower half
-(the functions that take a ``World``) runs in the ranks.
+all of them. A step counts as long as its slowest rank took. Memory is weighed, each strategy is
+proved and a few steps are profiled in passes of their own, afterwards. This module's upper half
+runs in the parent and imports no torch; the lower half (the functions that take a ``World``) runs
+in the ranks.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from shardlab.config import Config, OutputConfig, ProfileConfig, check_batch, parse_value
+from shardlab.config import Config, OutputConfig, ProfileConfig
 from shardlab.errors import RankFailure, UsageError
-from shardlab.measure import stats
+from shardlab.measure import explain, stats, verdict
+from shardlab.measure.cells import BASELINE as BASELINE
+from shardlab.measure.cells import Axes as Axes
+from shardlab.measure.cells import Cell as Cell
+from shardlab.measure.cells import Plan as Plan
+from shardlab.measure.cells import axes_of as axes_of
+from shardlab.measure.cells import cells_of as cells_of
+from shardlab.measure.cells import parse_spec as parse_spec
 from shardlab.measure.rankset import RankSet
+from shardlab.measure.resume import Store
 
 if TYPE_CHECKING:
     from shardlab.world import World
 
 SCHEMA = 1
-BASELINE = "single"
+PROOF_DEADLINE_S = 180.0  # a strategy that hangs in its proof fails it, and the others go on
+PROOF_STEPS = 2
 
-
-@dataclass(frozen=True)
-class Plan:
-    """How often and how long each strategy is run."""
-
-    repeats: int = 3
-    warmup: int = 2
-    steps: int = 8  # timed, per repeat
-    profile: ProfileConfig | None = None  # traces, after all is timed; none: none
-
-    def __post_init__(self) -> None:
-        for name, least in (("repeats", 1), ("warmup", 0), ("steps", 1)):
-            if getattr(self, name) < least:
-                raise UsageError(f"--{name} must be at least {least}, got {getattr(self, name)}")
-
-
-@dataclass
-class Cell:
-    """One row of the comparison: a strategy, its options, its world; then what was measured."""
-
-    config: Config
-    times_ms: list[list[float]] = field(default_factory=list)  # (repeats, steps): slowest rank
-    skews_ms: list[float] = field(default_factory=list)  # slowest minus fastest rank, per step
-    losses: list[float] = field(default_factory=list)
-    peak_bytes: dict[str, int] | None = None
-    traces: dict[str, Any] | None = None  # files and bytes, or why there are none
-    samples: int = 0
-    tokens_per_sample: int | None = None
-    status: str = "ok"
-    reason: str | None = None
-
-    @property
-    def label(self) -> str:
-        return self.config.strategy.label
-
-
-def cells_of(config: Config, specs: list[str], world: int, plan: Plan) -> list[Cell]:
-    """A cell for each ``name`` or ``name:option=value:…``, all with the same global batch.
-
-    ``single`` is one process with every rank's micro-batches one after another: the very
-    same arithmetic, so that its loss is the others', with BatchNorm too.
-    """
-    check_batch(config.training, world)
-    cells = []
-    for spec in specs:
-        name, options = parse_spec(spec)
-        alone = name == BASELINE
-        accumulate = config.training.accumulate * (world if alone else 1)
-        cells.append(
-            Cell(
-                replace(config, profile=ProfileConfig()).with_overrides(  # never while timing
-                    {
-                        "strategy.name": name,
-                        "strategy.options": options,
-                        "launch.world": 1 if alone else world,
-                        "training.accumulate": accumulate,
-                        "training.steps": plan.warmup + plan.steps,
-                    }
-                )
-            )
-        )
-    labels = [cell.label for cell in cells]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise UsageError(f"strategy {label} is named twice")
-    return cells
-
-
-def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """``pytorch_ddp:bucket_mb=4`` as a name and options. Import paths keep their own colon."""
-    name, *parts = spec.split(":")
-    while parts and "=" not in parts[0]:
-        name += ":" + parts.pop(0)
-    options = {}
-    for part in parts:
-        key, equals, value = part.partition("=")
-        if not equals:
-            raise UsageError(f"'{part}' in '{spec}' is not option=value")
-        options[key] = parse_value(value)
-    return name, options
+OnProgress = Callable[[str, int, int], None]
 
 
 def compare(
     cells: list[Cell],
     plan: Plan,
     command: str,
-    on_progress: Callable[[str, int, int], None] = lambda _what, _done, _total: None,
+    on_progress: OnProgress = lambda _what, _done, _total: None,
     folder: Callable[[], Path] | None = None,
 ) -> dict[str, Any]:
     """Run the plan and return the content of ``compare.json``. A cell that fails is a row.
 
-    Traces, if the plan asks for them, are taken last, below ``folder()``.
+    Everything measured is kept below ``folder()`` at once, and what the cells have already is not
+    measured again: a comparison that was interrupted goes on where it stopped.
     """
-    visits = list(_schedule(len(cells), plan.repeats))
-    total = len(visits) + len(cells) * (2 if plan.profile else 1)
-    size = max(cell.config.launch.world or 1 for cell in cells)
+    size = max(cell.world for cell in cells)
     with RankSet(cells[0].config.launch, size) as ranks:
         # What is wrong with any cell is wrong input: said before anything is measured.
         for cell in cells:
-            _run_on_ranks(ranks, "check_cell", cell)
+            if not cell.times_ms and cell.status == "ok":
+                _run_on_ranks(ranks, "check_cell", cell)
         env = _run_on_ranks(ranks, "describe", cells[0], command)
-        for done, (repeat, index) in enumerate(visits):
-            cell = cells[index]
-            on_progress(f"{cell.label} · repeat {repeat + 1} of {plan.repeats}", done, total)
-            result = _try_on_ranks(ranks, "time_cell", cell)
-            if result is not None:
-                cell.times_ms.append(result["slowest_ms"][plan.warmup :])
-                cell.skews_ms += result["skew_ms"][plan.warmup :]
-                cell.losses = cell.losses or result["losses"]
-                cell.samples, cell.tokens_per_sample = (
-                    result["samples"],
-                    result["tokens_per_sample"],
-                )
-        for done, cell in enumerate(cells, start=len(visits)):
-            on_progress(f"{cell.label} · memory", done, total)
-            cell.peak_bytes = _try_on_ranks(ranks, "weigh_cell", cell)
-        if plan.profile is not None and folder is not None:
-            for done, cell in enumerate(cells, start=len(visits) + len(cells)):
-                on_progress(f"{cell.label} · traces", done, total)
-                cell.traces = _profile(ranks, cell, plan.profile, folder())
+        store = None if folder is None else Store(folder())
+        if store is not None:
+            store.begin(cells, plan, command)
+        jobs = [job for job in _jobs(cells, plan, folder) if not job.is_done(job.cell)]
+        total = len(list(_jobs(cells, plan, folder)))
+        for done, job in enumerate(jobs, start=total - len(jobs)):
+            on_progress(f"{job.cell.label} · {job.what}", done, total)
+            if job.cell.status == "ok":
+                job.run(ranks, job.cell)
+                if store is not None:
+                    store.keep(cells.index(job.cell), job.cell)
     on_progress("done", total, total)
     return summarize(cells, plan, command, env)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One thing that is done with one cell, unless it was done before an interruption."""
+
+    cell: Cell
+    what: str
+    run: Callable[[RankSet, Cell], None]
+    is_done: Callable[[Cell], bool]
+
+
+def _jobs(cells: Sequence[Cell], plan: Plan, folder: Callable[[], Path] | None) -> Iterator[Job]:
+    """All there is to do, in order: nothing that slows a step comes before the last is timed."""
+    time = functools.partial(_time, warmup=plan.warmup)
+    for repeat, index in _schedule(len(cells), plan.repeats):
+        what = f"repeat {repeat + 1} of {plan.repeats}"
+        yield Job(cells[index], what, time, lambda cell, n=repeat: len(cell.times_ms) > n)  # type: ignore[misc]
+    for cell in cells:
+        yield Job(cell, "memory", _weigh, lambda cell: cell.peak_bytes is not None)
+    if plan.prove:
+        prove = functools.partial(_prove, cells=cells)
+        for cell in cells:
+            yield Job(cell, "proof", prove, lambda cell: cell.proof is not None)
+    if plan.profile is not None and folder is not None:
+        profile = functools.partial(_profile, profile=plan.profile, folder=folder())
+        for cell in cells:
+            yield Job(cell, "traces", profile, lambda cell: cell.traces is not None)
 
 
 def _schedule(cells: int, repeats: int) -> Iterator[tuple[int, int]]:
@@ -163,8 +115,6 @@ def _run_on_ranks(ranks: RankSet, function: str, cell: Cell, *args: Any) -> Any:
 
 def _try_on_ranks(ranks: RankSet, function: str, cell: Cell) -> Any:
     """The same, but a failure is noted in the cell, which is then left alone."""
-    if cell.status != "ok":
-        return None
     try:
         return _run_on_ranks(ranks, function, cell)
     except (RankFailure, UsageError) as error:
@@ -173,12 +123,77 @@ def _try_on_ranks(ranks: RankSet, function: str, cell: Cell) -> Any:
         return None
 
 
-def _profile(
-    ranks: RankSet, cell: Cell, profile: ProfileConfig, folder: Path
-) -> dict[str, Any] | None:
-    """The cell's traces. What was measured stays measured if this fails."""
-    if cell.status != "ok":
-        return None
+def _time(ranks: RankSet, cell: Cell, warmup: int) -> None:
+    result = _try_on_ranks(ranks, "time_cell", cell)
+    if result is None:
+        return
+    cell.times_ms.append(result["slowest_ms"][warmup:])
+    cell.skews_ms += result["skew_ms"][warmup:]
+    cell.losses = cell.losses or result["losses"]
+    cell.samples, cell.tokens_per_sample = result["samples"], result["tokens_per_sample"]
+
+
+def _weigh(ranks: RankSet, cell: Cell) -> None:
+    cell.peak_bytes = _try_on_ranks(ranks, "weigh_cell", cell)
+
+
+def _prove(ranks: RankSet, cell: Cell, cells: Sequence[Cell]) -> None:
+    """The five checks on a small model. Precision and accumulation are the proof's own: one
+    proof serves all cells that differ in nothing else.
+    """
+    from shardlab import prove
+    from shardlab.proof import verdict as verdicts
+
+    config = proof_config(cell.config)
+    for other in cells:
+        if other.proof is not None and proof_config(other.config) == config:
+            cell.proof = other.proof
+            return
+    try:
+        prove.refuse_rounding(config.strategy.options)
+        values = config.to_dict()
+        ranks.run("shardlab.proof.subjects:check", values)
+        evidence = ranks.run("shardlab.proof.evidence:examine", values, deadline_s=PROOF_DEADLINE_S)
+        checks = verdicts.judge([e for e in evidence if e is not None])
+    except UsageError as refusal:
+        cell.proof = {"pass": None, "message": str(refusal), "checks": {}}
+        return
+    except RankFailure as failure:
+        checks = verdicts.failed(f"it did not get through: {failure}")
+    wrong = [f"{name}: {check['message']}" for name, check in checks.items() if not check["pass"]]
+    cell.proof = {
+        "pass": verdicts.passes(checks),
+        "message": "; ".join(dict.fromkeys(wrong)) or checks["equal"]["message"],
+        "checks": {name: {k: c[k] for k in ("pass", "message")} for name, c in checks.items()},
+    }
+
+
+def proof_config(config: Config) -> Config:
+    """A small float64 run of the same workload and strategy: two micro-batches, two steps."""
+    from shardlab import prove
+
+    world, workload = config.launch.world or 1, config.model.workload
+    overrides: dict[str, Any] = {
+        "precision.compute": "fp64",
+        "precision.loss_scale": None,
+        "training.steps": PROOF_STEPS,
+        "training.warmup_steps": 0,
+        "training.accumulate": 2,
+        "training.global_batch": min(config.training.global_batch, 4 * world),
+        "training.batch_split": "uneven",
+        "training.compile": "none",
+    }
+    if workload in prove.SMALLEST:
+        overrides |= {
+            "model.size": prove.SMALLEST[workload],
+            "model.options": {},
+            "data.seq_len": None,
+        }
+    return config.with_overrides(overrides)
+
+
+def _profile(ranks: RankSet, cell: Cell, profile: ProfileConfig, folder: Path) -> None:
+    """The cell's traces, and where their steps went. What was measured stays if this fails."""
     config = replace(
         cell.config,
         profile=profile,
@@ -188,25 +203,30 @@ def _profile(
         output=OutputConfig(),  # the folder is no longer empty, and that is right here
     )
     try:
-        return cast(
+        found = cast(
             "dict[str, Any]",
-            ranks.run(f"{__name__}:profile_cell", config.to_dict(), str(folder))[0],
+            ranks.run(f"{__name__}:profile_cell", config.to_dict(), str(folder), cell.label)[0],
         )
+        cell.sent = found.pop("sent")
+        cell.traces = found
+        cell.profile = explain.breakdown(Path(found["folder"]))
     except (RankFailure, UsageError) as error:
-        return {"reason": str(error)}
+        cell.traces = (cell.traces or {}) | {"reason": str(error)}
+
+
+# ------------------------------------------------------------------ numbers
 
 
 def summarize(
-    cells: list[Cell], plan: Plan, command: str, env: Mapping[str, Any]
+    cells: Sequence[Cell], plan: Plan, command: str, env: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The numbers of ``compare.json``, from what was measured. Pure."""
-    baseline = next((c for c in cells if c.config.strategy.name == BASELINE), cells[0])
     config = cells[0].config
-    return {
+    result = {
         "schema": SCHEMA,
         "command": command,
-        "env": dict(env),
-        "baseline": baseline.label,
+        "env": {k: v for k, v in env.items() if k != "normalizes_batches"},
+        "baseline": _baseline(cells[0], cells).label,
         "workload": env["workload"],
         "parameters": env["parameters"],
         "global_batch": config.training.global_batch,
@@ -214,11 +234,18 @@ def summarize(
         "warmup_steps": plan.warmup,
         "timed_steps": plan.steps,
         "config": config.to_dict(),
-        "cells": [_row(cell, baseline) for cell in cells],
+        "cells": [_row(cell, _baseline(cell, cells), env) for cell in cells],
     }
+    return {**result, "answer": verdict.answer(result)}
 
 
-def _row(cell: Cell, baseline: Cell) -> dict[str, Any]:
+def _baseline(cell: Cell, cells: Sequence[Cell]) -> Cell:
+    """``single`` in the cell's precision; without it, the first cell in that precision."""
+    same = [c for c in cells if c.config.precision == cell.config.precision]
+    return next((c for c in same if c.is_reference), same[0])
+
+
+def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
     config = cell.config
     row: dict[str, Any] = {
         "strategy": config.strategy.name,
@@ -226,19 +253,26 @@ def _row(cell: Cell, baseline: Cell) -> dict[str, Any]:
         "world": config.launch.world,
         "options": dict(config.strategy.options),
         "accumulate": config.training.accumulate,
+        "precision": config.precision.compute,
+        "baseline": baseline.label,
         "status": cell.status,
         "reason": cell.reason,
         "step_ms": None,
         "step_ms_repeats": cell.times_ms,
         "speed_to_baseline": None,
+        "speed_interval": None,
         "skew_ms": None,
         "samples_per_s": None,
         "tokens_per_s": None,
+        "mfu": None,
         "peak_bytes": None,
         "loss": None,
         "loss_difference": None,
         "loss_difference_max": None,
         "losses": cell.losses,
+        "proof": cell.proof,
+        "profile": cell.profile,
+        "sent": cell.sent,
         "traces": cell.traces,
     }
     if cell.status != "ok" or not cell.times_ms:
@@ -249,10 +283,17 @@ def _row(cell: Cell, baseline: Cell) -> dict[str, Any]:
     row |= stats.throughput(times, cell.samples, cell.tokens_per_sample)
     row["peak_bytes"] = cell.peak_bytes or {"total": None}
     row["loss"] = cell.losses[-1]
-    if baseline.status == "ok":
-        base_times = [ms for repeat in baseline.times_ms for ms in repeat]
-        row["speed_to_baseline"] = statistics.median(base_times) / row["step_ms"]["median"]
-        if baseline.config.strategy.name == BASELINE:  # else there is no reference to differ from
+    if baseline.status == "ok" and baseline.times_ms:
+        row["speed_to_baseline"] = stats.ratio(baseline.times_ms, cell.times_ms)
+        row["speed_interval"] = (
+            [1.0, 1.0]
+            if cell is baseline
+            else list(stats.ratio_interval(baseline.times_ms, cell.times_ms, paired=True))
+        )
+        # Without single there is no reference to differ from; and where BatchNorm saw other
+        # micro-batches than single's, another loss is right.
+        same_batches = cell.parts == baseline.parts or not env.get("normalizes_batches")
+        if baseline.is_reference and same_batches:
             pairs = zip(cell.losses, baseline.losses, strict=True)
             differences = [abs(a - b) for a, b in pairs]
             row["loss_difference"] = differences[-1]
@@ -265,15 +306,19 @@ def _row(cell: Cell, baseline: Cell) -> dict[str, Any]:
 
 def describe(world: World, values: dict[str, Any], command: str) -> dict[str, Any]:
     """Where this runs, and what."""
+    from torch import nn
+
     from shardlab import environment, train
 
     workload = train.build_workload(_config(values))
-    parameters = sum(p.numel() for p in workload.make_model().parameters())
+    model = workload.make_model()
+    norms = nn.modules.batchnorm._BatchNorm
     return {
         **environment.describe(world.device, command),
         "backend": world.backend,
         "workload": workload.name,
-        "parameters": parameters,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "normalizes_batches": any(isinstance(m, norms) for m in model.modules()),
     }
 
 
@@ -328,10 +373,14 @@ def weigh_cell(world: World, values: dict[str, Any]) -> dict[str, int] | None:
     return memory.by_cause(member.gather(causes.of(memory.at_peak(allocations))))
 
 
-def profile_cell(world: World, values: dict[str, Any], folder: str) -> dict[str, Any] | None:
-    """A short run under the profiler, its traces in ``<folder>/<strategy>/traces``."""
+def profile_cell(
+    world: World, values: dict[str, Any], folder: str, label: str
+) -> dict[str, Any] | None:
+    """A short run under the profiler, its traces in ``<folder>/<label>/traces``; what it sends."""
     from shardlab import train
     from shardlab.comm import LEDGER
+    from shardlab.proof import evidence
+    from shardlab.proof.subjects import Subject
     from shardlab.record import Recorder
     from shardlab.trace import capture
 
@@ -342,13 +391,16 @@ def profile_cell(world: World, values: dict[str, Any], folder: str) -> dict[str,
     LEDGER.reset()
     workload = train.build_workload(config)
     strategy = train.build_strategy(config, workload, member)
-    own = Path(folder) / capture.folder_name(config.strategy.label)
+    own = Path(folder) / capture.folder_name(label)
     own.mkdir(exist_ok=True)
     traces = train.make_capture(config, member, strategy, own)
     assert traces is not None
     with Recorder(own, member, LEDGER, config.training.steps, traces) as recorder:
         train.train(strategy, train.batches(workload, config, member), recorder)
-    return {"folder": str(own), **traces.summary()}
+    share = next(train.batches(workload, config, member))
+    subject = Subject(workload, config.training.seed, [[share] * member.size])  # its own is ours
+    sent = evidence.sent_per_step(strategy, subject, config, member)
+    return {"folder": str(own), **traces.summary(), "sent": sent}
 
 
 def _config(values: dict[str, Any]) -> Config:

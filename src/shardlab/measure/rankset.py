@@ -24,8 +24,8 @@ class RankSet:
     def __exit__(self, *error: Any) -> None:
         self.stack.__exit__(*error)
 
-    def run(self, target: Target, *args: Any) -> list[Any]:
+    def run(self, target: Target, *args: Any, deadline_s: float | None = None) -> list[Any]:
         """Every rank's result of ``target(world, *args)``, in rank order."""
         if self.ranks is None or not self.ranks.alive:
             self.ranks = self.stack.enter_context(Ranks(self.launch, self.size))
-        return self.ranks.run(target, *args)
+        return self.ranks.run(target, *args, deadline_s=deadline_s)

@@ -1,11 +1,15 @@
-"""Numbers from numbers: spread and throughput. Pure, no torch."""
+"""Numbers from numbers: spread, throughput, ratios and how sure they are. Pure, no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
+
+Repeats = Sequence[Sequence[float]]  # (repeats, steps): what was measured together, together
+
+DRAWS = 2000
 
 
 class Spread(TypedDict):
@@ -33,3 +37,41 @@ def throughput(
     samples_per_s = samples_per_step / (float(np.median(step_ms)) / 1e3)
     tokens_per_s = None if tokens_per_sample is None else samples_per_s * tokens_per_sample
     return {"samples_per_s": samples_per_s, "tokens_per_s": tokens_per_s}
+
+
+def ratio(above: Repeats, below: Repeats) -> float:
+    """The median of one divided by that of the other."""
+    return _median(above) / _median(below)
+
+
+def ratio_interval(
+    above: Repeats, below: Repeats, paired: bool = False, seed: int = 0
+) -> tuple[float, float]:
+    """The 95% interval of ``ratio``, by a bootstrap over repeats, then over the steps in them.
+
+    Steps of one visit share its luck (what else the machine did meanwhile), so whole repeats are
+    drawn first. ``paired``: repeat i of both was measured in one minute, and is drawn for both.
+    Of few repeats a bootstrap draws too few that are far off; its deviations are widened for that.
+    """
+    draw = np.random.default_rng(seed)
+    paired = paired and len(above) == len(below)
+    first = draw.integers(len(above), size=(DRAWS, len(above)))
+    second = first if paired else draw.integers(len(below), size=(DRAWS, len(below)))
+    ratios = np.log(_medians(above, first, draw)) - np.log(_medians(below, second, draw))
+    center = np.log(ratio(above, below))
+    fewest = min(len(above), len(below))
+    widening = (fewest / (fewest - 1)) ** 0.5 if fewest > 1 else 1.0
+    low, high = np.exp(center + widening * (np.percentile(ratios, [2.5, 97.5]) - center))
+    return float(low), float(high)
+
+
+def _median(repeats: Repeats) -> float:
+    return float(np.median(np.concatenate([np.asarray(r, float) for r in repeats])))
+
+
+def _medians(repeats: Repeats, chosen: Any, draw: np.random.Generator) -> Any:
+    """For each row of chosen repeats, the median of as many steps, drawn from them."""
+    steps = min(len(r) for r in repeats)
+    times = np.array([list(r[:steps]) for r in repeats], float)  # (repeats, steps)
+    which = draw.integers(steps, size=(*chosen.shape, steps))
+    return np.median(times[chosen[..., None], which].reshape(len(chosen), -1), axis=1)

@@ -291,6 +291,22 @@ def _watch(
     return "ledger", messages, sent
 
 
+def sent_per_step(
+    strategy: Strategy, subject: Subject, config: Config, world: World
+) -> dict[str, Any]:
+    """What each rank sends in one more step of a strategy, in bytes: all of it, by collective."""
+    job, claim = subject.job(config), claim_of(config)
+    source, messages, _ = _watch(strategy, subject.steps[0][world.rank])
+    groups = {} if claim is None else claim.groups(job)
+    by_op = _by_op(messages, 0, world.size, groups)
+    return {
+        "source": source,
+        "bytes": sum(found["bytes"] for found in by_op.values()),
+        "messages": sum(found["messages"] for found in by_op.values()),
+        "by_op": {op: found["bytes"] for op, found in by_op.items()},
+    }
+
+
 def _by_op(
     messages: Iterable[Message], small: int, ranks: int, groups: Mapping[str, int]
 ) -> dict[str, dict[str, float]]:

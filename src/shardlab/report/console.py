@@ -135,17 +135,31 @@ def print_comparison(result: Mapping[str, Any], files: Mapping[str, Path]) -> No
     out = _out()
     out.print(terminal.compare_table(result))
     out.print()
-    out.print(terminal.verdict(result), markup=False)
+    if (explained := terminal.explained_table(result)) is not None:
+        out.print(explained)
+        out.print()
+    for line in terminal.verdict_lines(result):
+        out.print(line, markup=False)
     for path in files.values():
         out.print(f"  {path}", soft_wrap=True, markup=False)
+    found = [cell["traces"] for cell in result["cells"] if cell.get("traces")]
+    size = sum(traces.get("bytes", 0) for traces in found)
+    if size:
+        where = f"{files['html'].parent}/<strategy>/traces"
+        out.print(f"  {where}  {fmt.size(size)}", soft_wrap=True, markup=False)
     for cell in result["cells"]:
-        if (traces := cell.get("traces")) is None:
-            continue
-        if "reason" in traces:
-            out.print(f"no traces of {cell['label']}: {traces['reason']}", markup=False)
-        else:
-            size = fmt.size(traces["bytes"])
-            out.print(f"  {traces['folder']}  {size}", soft_wrap=True, markup=False)
+        if "reason" in (cell.get("traces") or {}):
+            reason = cell["traces"]["reason"]
+            out.print(f"not explained, {cell['label']}: {reason}", markup=False)
+
+
+def print_gate(gate: Mapping[str, Any]) -> None:
+    out = _out()
+    out.print()
+    for warning in gate["warnings"]:
+        out.print(f"warning: {warning}", markup=False)
+    out.print(terminal.gate_table(gate))
+    out.print(terminal.gate_verdict(gate), markup=False)
 
 
 def print_names(rows: Mapping[str, str], kind: str) -> None:

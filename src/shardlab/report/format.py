@@ -11,7 +11,7 @@ Result = Mapping[str, Any]  # the content of compare.json
 
 NOTHING = "–"
 # Of the loss, by the precision it was computed in: above what another order of summation does.
-LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-2}
+LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
 
 
 def number(value: float | None, like: float | None = None) -> str:
@@ -50,6 +50,23 @@ def speed(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.2f}×"
 
 
+def interval(values: Sequence[float] | None) -> str:
+    """Of a speed: ``1.18–1.25``. Nothing for that of a baseline to itself."""
+    if values is None or values[0] == values[1]:
+        return ""
+    return f"{values[0]:.2f}–{values[1]:.2f}"
+
+
+def proof_mark(cell: Cell) -> str:
+    """✓ proved, ✗ found wrong, – not proved."""
+    passed = (cell.get("proof") or {}).get("pass")
+    return NOTHING if passed is None else "✓" if passed else "✗"
+
+
+def percent(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.0f}%"
+
+
 def loss(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.4f}"
 
@@ -79,9 +96,21 @@ def measured(result: Result) -> list[Cell]:
     return [cell for cell in result["cells"] if cell["step_ms"] is not None]
 
 
-def baseline(result: Result) -> Cell:
-    found: Cell = next(c for c in result["cells"] if c["label"] == result["baseline"])
+def baseline(result: Result, cell: Cell | None = None) -> Cell:
+    """What a cell is compared with: each precision has its own. Of no cell: the first."""
+    label = result["baseline"] if cell is None else cell.get("baseline", result["baseline"])
+    found: Cell = next(c for c in result["cells"] if c["label"] == label)
     return found
+
+
+def is_baseline(result: Result, cell: Cell) -> bool:
+    return bool(cell["label"] == baseline(result, cell)["label"])
+
+
+def baselines(result: Result) -> str:
+    """Their names."""
+    labels = {baseline(result, cell)["label"]: None for cell in result["cells"]}
+    return names(list(labels)) if len(labels) < 3 else f"{result['baseline'].split()[0]}"
 
 
 def fastest(result: Result) -> Cell | None:
@@ -103,15 +132,16 @@ def leanest(result: Result) -> list[Cell]:
 
 def agrees(cell: Cell, result: Result) -> bool | None:
     """Whether the final loss is that of ``single``; none if there is nothing to compare with."""
-    reference = baseline(result)["loss"]
+    reference = baseline(result, cell)["loss"]
     if cell["loss_difference"] is None or not math.isfinite(reference):
         return None
-    return bool(cell["loss_difference"] <= tolerance(result) * abs(reference))
+    return bool(cell["loss_difference"] <= tolerance(result, cell) * abs(reference))
 
 
-def tolerance(result: Result) -> float:
+def tolerance(result: Result, cell: Cell | None = None) -> float:
     """How far a loss may be from that of ``single``, as a share of it."""
-    return LOSS_TOLERANCE[result["config"]["precision"]["compute"]]
+    usual = result["config"]["precision"]["compute"]
+    return LOSS_TOLERANCE[usual if cell is None else cell.get("precision", usual)]
 
 
 def rate_key(result: Result) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from rich import box
 from rich.style import Style
@@ -12,23 +14,15 @@ from rich.text import Text
 from shardlab.report import format as fmt
 from shardlab.report.format import Cell, Result
 
+NOT_PROVED = {False: "is wrong", None: "was not proved"}
+
 
 def compare_table(result: Result) -> Table:
     """One row per strategy; why a row has no numbers is said below, over the full width."""
-    table = Table(
-        title=Text(  # not str: rich would read brackets in a name as markup
-            f"{result['workload']} · {fmt.compact(result['parameters'])} parameters · "
-            f"global batch {result['global_batch']} · speed against {result['baseline']}"
-        ),
-        title_style="bold",
-        title_justify="left",
-        caption=_reasons(result),
-        caption_style=Style.null(),
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),  # columns lie closer than rich would have them, for 80 columns
-        pad_edge=False,
-        show_edge=False,
+    table = _table(
+        f"{result['workload']} · {fmt.compact(result['parameters'])} parameters · "
+        f"global batch {result['global_batch']} · speed against {fmt.baselines(result)}",
+        _reasons(result),
     )
     table.add_column("strategy", overflow="fold", min_width=12)
     table.add_column("world", justify="right", no_wrap=True)
@@ -36,10 +30,90 @@ def compare_table(result: Result) -> Table:
     rate = fmt.rate_name(result)
     for header in ("speed", rate, "peak\nmemory", "final\nloss", "against\nsingle"):
         table.add_column(header, justify="right", no_wrap=True)
+    if _was_proved(result):
+        table.add_column("ok", no_wrap=True)
     for cell in result["cells"]:
-        is_baseline = cell["label"] == result["baseline"]
+        is_baseline = fmt.is_baseline(result, cell)
         table.add_row(*_row(cell, result), style="bold" if is_baseline else "")
     return table
+
+
+def _table(title: str, caption: Text | None = None) -> Table:
+    return Table(
+        title=Text(title),  # not str: rich would read brackets in a name as markup
+        title_style="bold",
+        title_justify="left",
+        caption=caption,
+        caption_style=Style.null(),
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),  # columns lie closer than rich would have them, for 80 columns
+        pad_edge=False,
+        show_edge=False,
+    )
+
+
+def explained_table(result: Result) -> Table | None:
+    """How sure a speed is, and where a profiled step went; none if nothing was profiled."""
+    cells = [c for c in fmt.measured(result) if c.get("profile")]
+    if not cells:
+        return None
+    table = _table(
+        "where a profiled step goes, ms · what a rank sends · how sure the speed is (95%)"
+    )
+    table.add_column("strategy", overflow="fold", min_width=12)
+    for header in ("com-\npute", "exposed\ncomm", "waits", "idle", "over-\nlap", "sent", "skew\nms",
+                   "speed\n95%"):  # fmt: skip
+        table.add_column(header, justify="right", no_wrap=True)
+    for cell in cells:
+        profile, sent = cell["profile"], cell.get("sent") or {}
+        idle = profile["memory_ms"] + profile["idle_host_ms"] + profile["idle_ms"]
+        shown = (profile["compute_ms"], profile["exposed_comm_ms"], profile["wait_ms"], idle)
+        table.add_row(
+            Text(cell["label"]),
+            *(fmt.number(value) for value in shown),
+            fmt.percent(profile["overlap_pct"]),
+            fmt.size(sent.get("bytes")),
+            fmt.number(cell["skew_ms"]),
+            fmt.interval(cell["speed_interval"]) or fmt.NOTHING,
+        )
+    return table
+
+
+def gate_table(gate: Mapping[str, Any]) -> Table:
+    """Each cell against the earlier one: the ratio of step times with its interval, of memory."""
+    table = _table(f"against the comparison of {gate['measured']}")
+    table.add_column("strategy", overflow="fold", min_width=12)
+    for header in ("before\nms", "now\nms", "time", "95%", "memory"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("verdict", overflow="fold")
+    for row in gate["cells"]:
+        bad = row["verdict"] in ("slower", "memory", "broken")
+        said = f"{row['verdict']}: {row['reason']}" if row["reason"] else row["verdict"]
+        table.add_row(
+            Text(row["label"]),
+            fmt.number(row["step_ms_before"]),
+            fmt.number(row["step_ms"]),
+            fmt.speed(row["time_ratio"]),
+            fmt.interval(row["time_interval"]) or fmt.NOTHING,
+            fmt.speed(row["memory_ratio"]),
+            Text(said, "red" if bad else ""),
+        )
+    return table
+
+
+def gate_verdict(gate: Mapping[str, Any]) -> str:
+    bad = [r["label"] for r in gate["cells"] if r["verdict"] in ("slower", "memory", "broken")]
+    if bad:
+        return f"failed: {fmt.names(bad)}"
+    if not gate["limits"]:
+        return "no limit was given (--fail-if slower=5%)"
+    limits = " and ".join(f"{name} {100 * value:g}%" for name, value in gate["limits"].items())
+    return f"passed: nothing is surely beyond {limits}"
+
+
+def _was_proved(result: Result) -> bool:
+    return any(cell.get("proof") for cell in result["cells"])
 
 
 def _row(cell: Cell, result: Result) -> list[Text]:
@@ -61,7 +135,13 @@ def _row(cell: Cell, result: Result) -> list[Text]:
             ("≠ " if differs else "") + fmt.difference(cell["loss_difference"]),
             "red" if differs else "",
         ),
+        *([_proof(cell)] if _was_proved(result) else []),
     ]
+
+
+def _proof(cell: Cell) -> Text:
+    passed = (cell.get("proof") or {}).get("pass")
+    return Text(fmt.proof_mark(cell), {True: "green", False: "red", None: ""}[passed])
 
 
 def _reasons(result: Result) -> Text | None:
@@ -71,6 +151,11 @@ def _reasons(result: Result) -> Text | None:
         )
         for cell in result["cells"]
         if cell["step_ms"] is None
+    ]
+    lines += [
+        Text.assemble((f"{cell['label']} {word}: ", "bold"), proof["message"])
+        for cell in result["cells"]
+        if (proof := cell.get("proof")) and (word := NOT_PROVED.get(proof["pass"]))
     ]
     return Text("\n").join([Text(), *lines]) if lines else None
 
@@ -85,18 +170,27 @@ def verdict(result: Result) -> str:
     return " ".join(f"{sentence}." for sentence in sentences if sentence)
 
 
+def verdict_lines(result: Result) -> list[str]:
+    """The verdict, what to choose and why, and what would change that; a line each."""
+    answer = result.get("answer")
+    if not answer or answer["choice"] is None:
+        return [verdict(result)]
+    return [verdict(result), f"Choose {answer['why']}", *(f"  {o}" for o in answer["otherwise"])]
+
+
 def _speed(result: Result) -> str:
     cells, first = fmt.measured(result), fmt.fastest(result)
     assert first is not None
     time = f"{fmt.number(first['step_ms']['median'])} ms a step"
     if len(cells) == 1:
         return f"{first['label']} took {time}"
-    if first["label"] == result["baseline"]:
+    reference = fmt.baseline(result, first)
+    if first is reference:
         text = f"{first['label']}, the baseline, was fastest at {time}"
     else:
         text = f"{first['label']} was fastest at {time}"
         if first["speed_to_baseline"] is not None:
-            text += f", {fmt.speed(first['speed_to_baseline'])} as fast as {result['baseline']}"
+            text += f", {fmt.speed(first['speed_to_baseline'])} as fast as {reference['label']}"
     rivals = [
         cell["label"]
         for cell in cells
@@ -124,16 +218,19 @@ def _memory(result: Result) -> str:
 
 def _agreement(result: Result) -> str:
     reference = fmt.baseline(result)
-    others = [cell for cell in fmt.measured(result) if cell is not reference]
+    others = [cell for cell in fmt.measured(result) if not fmt.is_baseline(result, cell)]
     if not others:
         return ""
     if reference["loss_difference"] is None:
         return "the losses were not checked, as single was not measured"
     if not math.isfinite(reference["loss"]):
         return f"the losses were not checked, as that of single is {reference['loss']}"
-    apart = [cell for cell in others if not fmt.agrees(cell, result)]
+    checked = [cell for cell in others if cell["loss_difference"] is not None]
+    apart = [cell for cell in checked if not fmt.agrees(cell, result)]
     if not apart:
-        return "every final loss agrees with that of single"
+        some = "" if len(checked) == len(others) else (
+            ", where the micro-batches are single's (BatchNorm sees them apart)")  # fmt: skip
+        return f"every final loss agrees with that of single{some}"
     largest = fmt.difference(max(cell["loss_difference"] for cell in apart))
     if len(apart) == 1:
         return f"the final loss of {apart[0]['label']} differs from that of single by {largest}"

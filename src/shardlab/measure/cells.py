@@ -1,0 +1,239 @@
+"""What is compared: a cell for each strategy and each point of the axes. No torch is needed.
+
+Every cell takes the same samples in the same global batch. An axis that a strategy knows nothing
+of is not multiplied: ``single`` is one process in every world, and only those with buckets take
+``--bucket-mb``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from shardlab.config import PRECISIONS, Config, ProfileConfig, check_batch, parse_value
+from shardlab.errors import UsageError, unknown
+
+BASELINE = "single"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How often and how long each strategy is run, and what is done after it was timed."""
+
+    repeats: int = 3
+    warmup: int = 2
+    steps: int = 8  # timed, per repeat
+    prove: bool = True
+    profile: ProfileConfig | None = None  # traces, after all is timed; none: none
+
+    def __post_init__(self) -> None:
+        for name, least in (("repeats", 1), ("warmup", 0), ("steps", 1)):
+            if getattr(self, name) < least:
+                raise UsageError(f"--{name} must be at least {least}, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The lists that are multiplied. One value each is a plain comparison."""
+
+    worlds: tuple[int, ...]
+    precisions: tuple[str, ...]
+    accumulates: tuple[int, ...]
+    bucket_mbs: tuple[float, ...] = ()  # none: each strategy's own
+
+    def suffix(self, world: int, precision: str, accumulate: int) -> list[str]:
+        """What sets a point of the axes apart from the others, for a label."""
+        parts = []
+        if len(self.worlds) > 1 and world:
+            parts.append(f"world={world}")
+        if len(self.precisions) > 1:
+            parts.append(precision)
+        if len(self.accumulates) > 1 and accumulate:
+            parts.append(f"accumulate={accumulate}")
+        return parts
+
+
+def axes_of(
+    config: Config,
+    world: str | None,
+    precision: str | None,
+    accumulate: str | None,
+    bucket_mb: str | None,
+    default_world: int,
+) -> Axes:
+    """The axes from the flags' texts (``1,2,4``); what no flag names is the config's."""
+    return Axes(
+        worlds=_numbers("--world", world) or (config.launch.world or default_world,),
+        precisions=_words("--precision", precision, PRECISIONS) or (config.precision.compute,),
+        accumulates=_numbers("--accumulate", accumulate) or (config.training.accumulate,),
+        bucket_mbs=_sizes("--bucket-mb", bucket_mb),
+    )
+
+
+def _parts(text: str | None) -> list[str]:
+    return list(dict.fromkeys(part.strip() for part in text.split(","))) if text else []
+
+
+def _words(flag: str, text: str | None, known: Sequence[str]) -> tuple[str, ...]:
+    for word in _parts(text):
+        if word not in known:
+            raise unknown(f"value of {flag}", word, known)
+    return tuple(_parts(text))
+
+
+def _numbers(flag: str, text: str | None) -> tuple[int, ...]:
+    values = tuple(parse_value(part) for part in _parts(text))
+    for value in values:
+        if type(value) is not int:
+            raise UsageError(f"{flag} {text}: not whole numbers, as in 2 or 1,2,4")
+        if value < 1:
+            raise UsageError(f"{flag} must be at least 1, got {value}")
+    return values
+
+
+def _sizes(flag: str, text: str | None) -> tuple[float, ...]:
+    values = tuple(parse_value(part) for part in _parts(text))
+    for value in values:
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
+            raise UsageError(f"{flag} {text}: not sizes in MB above 0, as in 25 or 1,4,25")
+    return values
+
+
+@dataclass(eq=False)
+class Cell:
+    """One row of the comparison: what is run; then, as it comes, what was measured."""
+
+    config: Config
+    label: str
+    times_ms: list[list[float]] = field(default_factory=list)  # (repeats, steps): slowest rank
+    skews_ms: list[float] = field(default_factory=list)  # slowest minus fastest rank, per step
+    losses: list[float] = field(default_factory=list)
+    samples: int = 0
+    tokens_per_sample: int | None = None
+    peak_bytes: dict[str, int] | None = None
+    proof: dict[str, Any] | None = None  # the verdict, or why there is none
+    traces: dict[str, Any] | None = None  # files and bytes, or why there are none
+    profile: dict[str, Any] | None = None  # where a profiled step went, in ms
+    sent: dict[str, Any] | None = None  # by each rank in a step
+    flops: float | None = None  # of a step, all ranks together, where a peak is measured
+    status: str = "ok"
+    reason: str | None = None
+
+    @property
+    def world(self) -> int:
+        return self.config.launch.world or 1
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches of a step over all ranks: what BatchNorm sees apart."""
+        return self.world * self.config.training.accumulate
+
+    @property
+    def is_reference(self) -> bool:
+        return self.config.strategy.name == BASELINE
+
+    def measured(self) -> dict[str, Any]:
+        """All but what is run, as plain values."""
+        return {k: v for k, v in asdict(self).items() if k not in ("config", "label")}
+
+
+def cells_of(
+    config: Config,
+    specs: Sequence[str],
+    axes: Axes,
+    plan: Plan,
+    takes_buckets: Callable[[str], bool] | None = None,
+) -> list[Cell]:
+    """A cell for each ``name`` or ``name:option=value:…`` and point of the axes.
+
+    ``single`` is one process with every rank's micro-batches one after another: the very same
+    arithmetic, so that its loss is the others', with BatchNorm too. Of several worlds it takes the
+    fewest parts, in which it is fastest: nobody is to be compared with a slowed reference.
+    """
+    for world in axes.worlds:
+        for accumulate in axes.accumulates:
+            check_batch(replace(config.training, accumulate=accumulate), world)
+    takes = takes_buckets or _takes_buckets
+    cells = []
+    for precision in axes.precisions:
+        for world in axes.worlds:
+            for accumulate in axes.accumulates:
+                for spec in specs:
+                    name, options = parse_spec(spec)
+                    if name == BASELINE and (world, accumulate) != (
+                        axes.worlds[0], axes.accumulates[0],
+                    ):  # fmt: skip
+                        continue  # one for all worlds
+                    for more in _bucket_options(name, options, axes, takes):
+                        point = world, precision, accumulate
+                        cells.append(_cell(config, name, options | more, axes, point, plan))
+    labels = [cell.label for cell in cells]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise UsageError(f"strategy {label} is named twice")
+    return cells
+
+
+def _bucket_options(
+    name: str, options: dict[str, Any], axes: Axes, takes: Callable[[str], bool]
+) -> list[dict[str, Any]]:
+    if not axes.bucket_mbs or "bucket_mb" in options or not takes(name):
+        return [{}]
+    return [{"bucket_mb": size} for size in axes.bucket_mbs]
+
+
+def _takes_buckets(name: str) -> bool:
+    """Whether a strategy has buckets whose size can be chosen. Imports it, and torch."""
+    from shardlab import naming
+    from shardlab.strategies import ALIASES, STRATEGIES
+
+    make = naming.resolve(ALIASES.get(name, name), STRATEGIES, "strategy")
+    return "bucket_mb" in inspect.signature(make).parameters
+
+
+def _cell(
+    config: Config,
+    name: str,
+    options: dict[str, Any],
+    axes: Axes,
+    point: tuple[int, str, int],
+    plan: Plan,
+) -> Cell:
+    world, precision, accumulate = point
+    alone = name == BASELINE
+    if alone:
+        world, accumulate = 1, min(axes.worlds) * min(axes.accumulates)
+    values = replace(config, profile=ProfileConfig()).with_overrides(  # never while timing
+        {
+            "strategy.name": name,
+            "strategy.options": options,
+            "launch.world": world,
+            "precision.compute": precision,
+            "training.accumulate": accumulate,
+            "training.steps": plan.warmup + plan.steps,
+            # They would be of a run, and there is none.
+            "training.evaluate_every": None,
+            "training.evaluate_samples": None,
+            "output.dir": None,
+        }
+    )
+    parts = [f"{key}={value}" for key, value in options.items()]
+    parts += axes.suffix(0 if alone else world, precision, 0 if alone else accumulate)
+    name = values.strategy.name  # FSDP's words are other names of ours
+    return Cell(values, f"{name} ({', '.join(parts)})" if parts else name)
+
+
+def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """``pytorch_ddp:bucket_mb=4`` as a name and options. Import paths keep their own colon."""
+    name, *parts = spec.split(":")
+    while parts and "=" not in parts[0]:
+        name += ":" + parts.pop(0)
+    options = {}
+    for part in parts:
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise UsageError(f"'{part}' in '{spec}' is not option=value")
+        options[key] = parse_value(value)
+    return name, options

@@ -1,0 +1,150 @@
+"""A comparison against an earlier one: has anything become slower, or larger? Pure, no torch.
+
+Times are noisy, so a strategy has become slower only if the whole 95% interval of the ratio of its
+step times lies beyond the limit. Memory is counted, not timed, and is compared as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardlab.config import Config
+from shardlab.errors import UsageError, unknown
+from shardlab.measure import stats
+from shardlab.report import format as fmt
+
+Limits = Mapping[str, float]  # by what is watched: the share by which it may grow
+WATCHED = ("slower", "memory")
+MACHINE = {
+    "cpu": "the CPU", "cores": "the number of cores", "gpus": "the GPUs", "torch": "PyTorch",
+    "backend": "the backend", "threads_per_rank": "the number of threads",
+}  # fmt: skip
+
+
+def limits_of(texts: Sequence[str]) -> dict[str, float]:
+    """``slower=5%`` or ``slower=5%,memory=10%`` as shares."""
+    limits = {}
+    for text in [part.strip() for whole in texts for part in whole.split(",")]:
+        name, _, value = text.partition("=")
+        if name not in WATCHED:
+            raise unknown("limit of --fail-if", name, WATCHED)
+        if not re.fullmatch(r"\d+(\.\d+)?%", value):
+            raise UsageError(f"--fail-if {text}: not a share, as in {name}=5%")
+        limits[name] = float(value[:-1]) / 100
+    return limits
+
+
+def read(path: Path) -> dict[str, Any]:
+    """An earlier ``compare.json``, or the one in a folder."""
+    path = path / "compare.json" if path.is_dir() else path
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:
+        raise UsageError(f"{path} is not JSON") from None
+    if not isinstance(found, dict) or found.get("schema") != 1 or "cells" not in found:
+        raise UsageError(f"{path} is not a compare.json of schema 1")
+    return found
+
+
+def refuse_others(old: Mapping[str, Any], config: Config) -> None:
+    """Before anything is measured: times of another model or batch say nothing about these."""
+    then, now = old["config"], config.to_dict()
+    for section, keys in {
+        "model": ("workload", "size", "options"),
+        "data": ("seq_len",),
+        "training": (
+            "global_batch", "optimizer", "activation_checkpointing", "compile", "clip_norm",
+        ),
+    }.items():  # fmt: skip
+        for key in keys:
+            was, is_ = then[section].get(key), now[section].get(key)
+            if was != is_:
+                raise UsageError(
+                    f"--against was measured with {section}.{key} {was}, this is {is_}: its times "
+                    "cannot be compared with these"
+                )
+
+
+def check(new: Mapping[str, Any], old: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
+    """Each cell against the same one of the earlier record, and whether all are within limits."""
+    for key in ("workload", "parameters", "global_batch"):
+        if new[key] != old[key]:
+            raise UsageError(f"--against has {key} {old[key]}, this has {new[key]}")
+    if new["env"]["device"] != old["env"]["device"]:
+        raise UsageError(
+            f"--against was measured on {old['env']['device']}, this on {new['env']['device']}"
+        )
+    before = {_key(cell, old): cell for cell in old["cells"]}
+    found = [(cell, before.pop(_key(cell, new), None)) for cell in new["cells"]]
+    if all(then is None for _, then in found):
+        have = fmt.names([f"{c['label']} in world {c['world']}" for c in old["cells"]])
+        raise UsageError(f"--against has none of these strategies in this world; it has {have}")
+    rows = [_judge(cell, then, limits) for cell, then in found]
+    warnings = list(_other_machine(new["env"], old["env"]))
+    warnings += [f"{cell['label']} was in the earlier record, and is not in this one"
+                 for cell in before.values()]  # fmt: skip
+    return {
+        "measured": old["env"].get("time"),
+        "command": old["command"],
+        "limits": dict(limits),
+        "warnings": warnings,
+        "cells": rows,
+        "pass": all(row["verdict"] not in ("slower", "memory", "broken") for row in rows),
+    }
+
+
+def _key(cell: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    """What makes two cells the same: all but the label, which depends on what else was asked."""
+    precision = cell.get("precision") or result["config"]["precision"]["compute"]
+    point = cell["strategy"], cell["options"], cell["world"], cell["accumulate"], precision
+    return json.dumps(point, sort_keys=True)
+
+
+def _judge(
+    cell: Mapping[str, Any], then: Mapping[str, Any] | None, limits: Limits
+) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "label": cell["label"],
+        "verdict": "ok",
+        "reason": "",
+        "step_ms": cell["step_ms"] and cell["step_ms"]["median"],
+        "step_ms_before": then and then["step_ms"] and then["step_ms"]["median"],
+        "time_ratio": None,
+        "time_interval": None,
+        "memory_ratio": None,
+    }
+    if then is None or then["step_ms"] is None:
+        why = "not in the earlier record" if then is None else f"was {then['status']} before"
+        return row | {"verdict": "new", "reason": why}
+    if cell["step_ms"] is None:
+        return row | {"verdict": "broken", "reason": f"{cell['status']}: {cell['reason']}"}
+    times = cell["step_ms_repeats"], then["step_ms_repeats"]
+    low, high = stats.ratio_interval(*times)
+    row |= {"time_ratio": stats.ratio(*times), "time_interval": [low, high]}
+    peaks = fmt.peak(cell), fmt.peak(then)
+    if peaks[0] is not None and peaks[1]:
+        row["memory_ratio"] = peaks[0] / peaks[1]
+    reasons = []
+    if "memory" in limits and (row["memory_ratio"] or 0) > 1 + limits["memory"]:
+        row["verdict"] = "memory"
+        reasons.append(
+            f"{100 * (row['memory_ratio'] - 1):.1f}% more memory, above {100 * limits['memory']:g}%"
+        )
+    if "slower" in limits and low > 1 + limits["slower"]:
+        row["verdict"] = "slower"
+        reasons.append(
+            f"at least {100 * (low - 1):.1f}% slower (95%), above {100 * limits['slower']:g}%"
+        )
+    return row | {"reason": "; ".join(reasons)}
+
+
+def _other_machine(new: Mapping[str, Any], old: Mapping[str, Any]) -> Iterator[str]:
+    for key, name in MACHINE.items():
+        if new.get(key) != old.get(key):
+            yield f"{name} was {old.get(key)}, now {new.get(key)}: times may differ for that alone"

@@ -1,0 +1,116 @@
+"""A comparison that was interrupted goes on where it stopped: a file for each cell.
+
+Repeats are interleaved, so cells become complete together, at the end. What is kept is therefore
+every single visit: a cell's file is written anew, whole, after each thing that was measured of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardlab import config as configs
+from shardlab.config import ProfileConfig
+from shardlab.errors import UsageError
+from shardlab.measure.cells import Cell, Plan
+from shardlab.record import write_json
+
+SCHEMA = 1
+
+
+class Store:
+    """The folder ``cells`` of a comparison: ``plan.json``, and ``<number>.json`` for each cell."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "cells"
+
+    def begin(self, cells: Sequence[Cell], plan: Plan, command: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / "plan.json", {"command": command, **settings(cells, plan)})
+
+    def keep(self, number: int, cell: Cell) -> None:
+        """What is known of a cell so far."""
+        write_json(self.folder / f"{number}.json", {"label": cell.label, **cell.measured()})
+
+    def planned(self) -> tuple[list[Cell], Plan, str]:
+        """Cells and plan as they were begun, with what was measured since; and the command."""
+        found = self._read("plan.json")
+        if found.get("schema") != SCHEMA:
+            raise UsageError(f"{self.folder} was written by another version of shardlab")
+        cells = [Cell(configs.from_dict(c["config"]), c["label"]) for c in found["cells"]]
+        values = dict(found["plan"])
+        if values["profile"] is not None:
+            values["profile"] = ProfileConfig(**values["profile"])
+        for number, cell in enumerate(cells):
+            if (self.folder / f"{number}.json").exists():
+                for name, value in self._read(f"{number}.json").items():
+                    setattr(cell, name, value)
+                # JSON has no NaN: a loss that was none is null there.
+                cell.losses = [math.nan if loss is None else loss for loss in cell.losses]
+        return cells, Plan(**values), found["command"]
+
+    def _read(self, name: str) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = json.loads((self.folder / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UsageError(
+                f"nothing to resume: {self.folder.parent} has no cells/{name}; --resume takes the "
+                "folder of an interrupted `shardlab compare`"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cannot read {self.folder / name}: {error}") from None
+        return found
+
+
+def settings(cells: Sequence[Cell], plan: Plan) -> dict[str, Any]:
+    """What must be the same for measurements to belong together, as plain values."""
+    return {
+        "schema": SCHEMA,
+        "plan": dataclasses.asdict(plan),
+        "cells": [{"label": cell.label, "config": cell.config.to_dict()} for cell in cells],
+    }
+
+
+def refuse_others(
+    asked: tuple[Sequence[Cell], Plan], begun: tuple[Sequence[Cell], Plan], folder: Path
+) -> None:
+    """Refuse to go on with other settings than a comparison was begun with, and say which."""
+    differences = list(_differences(settings(*begun), settings(*asked)))
+    if differences:
+        first = "; ".join(differences[:3])
+        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise UsageError(
+            f"{folder} was begun with other settings: {first}{more}. Repeat them, or give "
+            "--resume alone to go on as it was begun"
+        )
+
+
+def _differences(begun: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
+    old, new = ([c["label"] for c in s["cells"]] for s in (begun, asked))
+    if old != new:
+        added, gone = [c for c in new if c not in old], [c for c in old if c not in new]
+        changes = [f"{', '.join(names)} {word}" for names, word in
+                   ((added, "added"), (gone, "missing")) if names]  # fmt: skip
+        return [f"the strategies are others ({'; '.join(changes) or 'in another order'})"]
+    found = [
+        f"{key} was {value}, now {asked['plan'][key]}"
+        for key, value in begun["plan"].items()
+        if value != asked["plan"][key]
+    ]
+    for one, other in zip(begun["cells"], asked["cells"], strict=True):
+        found += list(_changed(one["config"], other["config"], ""))
+    return list(dict.fromkeys(found))
+
+
+def _changed(old: Any, new: Any, where: str) -> list[str]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        return [
+            text
+            for key in dict.fromkeys((*old, *new))
+            for text in _changed(old.get(key), new.get(key), f"{where}.{key}".lstrip("."))
+        ]
+    return [] if old == new else [f"{where} was {old}, now {new}"]

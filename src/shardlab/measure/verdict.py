@@ -1,0 +1,150 @@
+"""The answer of a comparison in words: which to choose, why, and what would change that.
+
+Pure: from the rows of ``compare.json``. A strategy that was found wrong (its proof failed, or its
+loss is not that of ``single``) is never chosen. Strategies whose difference is within the noise are
+taken as equally fast, and then the one that needs less memory is better; then the simpler one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from shardlab.measure import stats
+from shardlab.report import format as fmt
+from shardlab.strategies import STRATEGIES
+
+Row = Mapping[str, Any]
+
+NOTABLE = 0.05  # of memory, of a step: less is not worth a sentence
+
+
+def answer(result: Mapping[str, Any]) -> dict[str, Any]:
+    """``choice`` (a label, or none), ``why`` in a sentence, and ``otherwise``: what changes it."""
+    cells = fmt.measured(result)
+    right = [cell for cell in cells if not _wrong(cell, result)]
+    excluded = [f"{cell['label']} ({_wrong(cell, result)})" for cell in cells if cell not in right]
+    if not right:
+        why = f"none is right: {fmt.names(excluded)}" if excluded else "nothing was measured"
+        return {"choice": None, "why": f"{why[0].upper()}{why[1:]}.", "otherwise": []}
+    fastest = min(right, key=lambda cell: cell["step_ms"]["median"])
+    equal = [cell for cell in right if cell is fastest or _tied(cell, fastest)]
+    choice = min(equal, key=_price)
+    why = _why(choice, fastest, equal, right)
+    otherwise = [*_otherwise(choice, equal, right, result)]
+    if excluded:
+        otherwise.append(f"Left out, as they are wrong: {fmt.names(excluded)}.")
+    return {"choice": choice["label"], "why": why, "otherwise": otherwise}
+
+
+def _wrong(cell: Row, result: Mapping[str, Any]) -> str:
+    """Why it must not be chosen, if so."""
+    proof = cell.get("proof") or {}
+    if proof.get("pass") is False:
+        return "its proof failed"
+    return "its loss is not single's" if fmt.agrees(cell, result) is False else ""
+
+
+def _tied(cell: Row, fastest: Row) -> bool:
+    """Whether the times of two cells cannot be told apart."""
+    times = cell["step_ms_repeats"], fastest["step_ms_repeats"]
+    low, _ = stats.ratio_interval(*times, paired=True)
+    return low <= 1.0
+
+
+def _price(cell: Row) -> tuple[float, int, float]:
+    """What is paid for the same speed: memory (to two digits), then difficulty, then time."""
+    peak = fmt.peak(cell)
+    memory = float("inf") if peak is None else float(f"{peak:.2g}")
+    ladder = list(STRATEGIES)
+    place = ladder.index(cell["strategy"]) if cell["strategy"] in ladder else -1  # the user's own
+    return memory, place, cell["step_ms"]["median"]
+
+
+def _why(choice: Row, fastest: Row, equal: Sequence[Row], right: Sequence[Row]) -> str:
+    label = choice["label"]
+    proved = " and proved" if (choice.get("proof") or {}).get("pass") else ""
+    if len(right) == 1:
+        return f"{label}: the only one that was measured{proved}."
+    if choice is fastest and len(equal) == 1:
+        return f"{label}: it is the fastest{proved}."
+    rivals = fmt.names([cell["label"] for cell in equal if cell is not choice])
+    peak, most = fmt.peak(choice), max(fmt.peak(cell) or 0 for cell in equal)
+    reason = "it is the simplest of them"
+    if peak is not None and peak < (1 - NOTABLE) * most:
+        reason = f"it needs least memory of them, {fmt.size(peak)}"
+    return f"{label}: as fast as {rivals} within the noise{proved}, and {reason}."
+
+
+def _otherwise(
+    choice: Row, equal: Sequence[Row], right: Sequence[Row], result: Mapping[str, Any]
+) -> Iterator[str]:
+    """What would change the answer, each in a sentence."""
+    if len(equal) > 1:
+        others = fmt.names([cell["label"] for cell in equal if cell is not choice])
+        verb = "is" if len(equal) == 2 else "are"
+        yield f"{others} {verb} within the noise; more repeats would tell (--repeats 10)."
+    yield from _if_memory_is_short(choice, right)
+    yield from _if_the_link_is_slower(choice, right)
+    if choice["strategy"] == "single" and any(cell["world"] > 1 for cell in right):
+        yield (
+            "One process beat all ranks here: what ranks send each other took longer than what "
+            "they shared. More work per rank (--global-batch), a faster link or more cores would "
+            "change that."
+        )
+    worlds = sorted({cell["world"] for cell in right if cell["strategy"] != "single"})
+    if len(worlds) > 1:
+        best = {
+            world: min(
+                (c for c in right if c["world"] == world), key=lambda c: c["step_ms"]["median"]
+            )
+            for world in worlds
+        }
+        parts = [f"{best[world]['strategy']} at {fmt.count(world, 'rank')}" for world in worlds]
+        yield f"By the number of ranks, fastest: {fmt.names(parts, at_most=8)}."
+    failed = [cell["label"] for cell in result["cells"] if cell["status"] == "failed"]
+    if failed:
+        yield f"{fmt.names(failed)} failed and could not be judged."
+
+
+def _if_memory_is_short(choice: Row, right: Sequence[Row]) -> Iterator[str]:
+    peaks = [(peak, cell) for cell in right if (peak := fmt.peak(cell)) is not None]
+    own = fmt.peak(choice)
+    if not peaks or own is None:
+        return
+    least, lean = min(peaks, key=lambda item: (item[0], item[1]["step_ms"]["median"]))
+    if lean is choice or least > (1 - NOTABLE) * own:
+        return
+    slower = lean["step_ms"]["median"] / choice["step_ms"]["median"] - 1
+    cost = "at no cost in time" if slower <= 0 else f"for {100 * slower:.0f}% more time a step"
+    yield (
+        f"If memory is short: {lean['label']} needs {fmt.size(least)}, "
+        f"{100 * (1 - least / own):.0f}% less, {cost}."
+    )
+
+
+def _if_the_link_is_slower(choice: Row, right: Sequence[Row]) -> Iterator[str]:
+    profile = choice.get("profile")
+    if choice["world"] == 1 or not profile or not profile["wall_ms"]:
+        return
+    share = profile["exposed_comm_ms"] / profile["wall_ms"]
+    if share >= NOTABLE:
+        text = f"{100 * share:.0f}% of its step is communication that nothing hides"
+        more = ": a faster link would help it, a slower one would cost it most."
+    else:
+        text, more = (
+            "Hardly any of its communication is left to hide",
+            "; a slower link would show.",
+        )
+    yield text[0].upper() + text[1:] + more
+    sent = [
+        (cell["sent"]["bytes"], cell)
+        for cell in right
+        if cell.get("sent") and cell["world"] == choice["world"]
+    ]
+    own = (choice.get("sent") or {}).get("bytes")
+    if not sent or not own:
+        return
+    least, cell = min(sent, key=lambda item: item[0])
+    if cell is not choice and least < (1 - NOTABLE) * own:
+        yield f"On a slow link {cell['label']} sends {100 * (1 - least / own):.0f}% less."
