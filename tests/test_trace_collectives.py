@@ -83,6 +83,18 @@ def test_by_order_within_group_and_step(tmp_path: Path) -> None:
     assert (second.matched_by, second.step, second.wait_us) == ("order", 2, 30)
 
 
+def test_groups_that_share_a_name_are_not_one(tmp_path: Path) -> None:
+    """Ranks 0 and 1 are one group, 2 and 3 another; both are called "shard"."""
+    ranks = []
+    for rank in range(4):
+        members = "[0, 1]" if rank < 2 else "[2, 3]"
+        group = {"Process Group Name": "shard", "Process Group Ranks": members}
+        ranks.append([step(1, 0, 900), *nccl(100 + 10 * rank, 100, 1, Seq=1, **group)])
+    found = load(tmp_path, *ranks, hosts="aaaa").collectives()
+    assert [[p.rank for p in c.participants] for c in found] == [[0, 1], [2, 3]]
+    assert [c.wait_us for c in found] == [10, 10]
+
+
 def test_an_order_that_cannot_be_is_not_believed(tmp_path: Path) -> None:
     a = [step(1, 0, 9000), *nccl(100, 50, 1), *nccl(3000, 50, 2)]
     b = [step(1, 0, 9000), *nccl(3000, 50, 1), *nccl(6000, 50, 2)]

@@ -57,6 +57,7 @@ class Part:
     label: str = ""
     ledger: int | None = None
     group: str = ""
+    members: str = ""  # the group's ranks, as the trace says: groups may share a name
     group_size: int | None = None
     seq: int | None = None
     bytes: int | None = None
@@ -177,6 +178,7 @@ def _described(part: Part, about: CommArgs | None, trace: Trace) -> Part:
         part,
         kind=kind_of(about.collective) if about.collective else part.kind,
         group=about.group or about.group_ranks,
+        members=about.group_ranks,
         group_size=ranks,
         seq=about.seq if about.seq >= 0 else None,
         bytes=elements * size if size is not None and elements >= 0 else None,
@@ -255,8 +257,8 @@ def match(traces: Sequence[Trace]) -> Matched:
             "order of collectives in these traces cannot be trusted, and they are not matched"
         )
     collectives, waits, culprits = [], defaultdict(list), defaultdict(list)
-    for (how, group, number), members in keyed.items():
-        row, late = _collective(how, group, str(number), members, offsets)
+    for (how, _, number), members in keyed.items():
+        row, late = _collective(how, str(number), members, offsets)
         collectives.append(row)
         for rank, (start, end) in late.items():
             own = (start + offsets[rank], end + offsets[rank])
@@ -297,9 +299,9 @@ def _keyed(
             elif part.ledger is not None:
                 keyed[("ledger", f"{part.group_size}", part.ledger)].append(part)
             elif part.seq is not None:
-                keyed[("seq", part.group, part.seq)].append(part)
+                keyed[("seq", part.group + part.members, part.seq)].append(part)
             else:
-                ordered[(part.step, part.group, part.kind)][rank].append(part)
+                ordered[(part.step, part.group + part.members, part.kind)][rank].append(part)
     uneven = 0
     for (step, group, kind), by_rank in ordered.items():
         counts = {len(mine) for mine in by_rank.values()}
@@ -367,7 +369,7 @@ def _aligned(
 
 
 def _collective(
-    how: str, group: str, number: str, members: Sequence[Part], offsets: Mapping[int, int]
+    how: str, number: str, members: Sequence[Part], offsets: Mapping[int, int]
 ) -> tuple[Collective, dict[int, tuple[int, int]]]:
     """One row, and for each rank that waited from when to when, on the common clock."""
     starts = {p.rank: p.start_ns - offsets[p.rank] for p in members}
@@ -386,7 +388,7 @@ def _collective(
     culprit = next(p for p in members if p.rank == last)
     algorithm, bus = _bandwidth(first, transfer)
     return Collective(
-        id=f"{group or '0'}:{number}" if together else f"r{last}:{number}",
+        id=f"{first.group or '0'}:{number}" if together else f"r{last}:{number}",
         matched_by=how if together else "alone",
         kind=first.kind,
         label=first.label,

@@ -8,7 +8,7 @@ refused: to mix them would give numbers that look right.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -120,8 +120,7 @@ def one_run(traces: Sequence[Trace]) -> dict[int, list[Trace]]:
     return dict(by_rank)
 
 
-def _one_value(traces: Sequence[Trace], what: str, value: object) -> None:
-    assert callable(value)
+def _one_value(traces: Sequence[Trace], what: str, value: Callable[[Trace], object]) -> None:
     seen: dict[object, Trace] = {}
     for trace in traces:
         if (found := value(trace)) is not None:

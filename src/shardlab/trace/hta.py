@@ -128,9 +128,9 @@ def _launched_before_last_step(trace: Trace, gpu_markers: bool) -> Bools:
     early = on_host & (events.start_ns < last)
     launched = events.correlation[early & (events.correlation >= 0)]
     by_launch = (events.correlation >= 0) & np.isin(events.correlation, launched)
-    # An operator on the host that names a stream was not launched: its own time counts.
-    operators = (events.kind == CPU_OP) & (events.correlation < 0) & early
-    result: Bools = (by_launch & ~on_host) | operators
+    # What has no launch (an operator on the host that names a stream) counts by its own time.
+    alone = (events.correlation < 0) & (events.start_ns < last)
+    result: Bools = (by_launch & ~on_host) | alone
     return result
 
 

@@ -12,6 +12,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shardlab.errors import UsageError, unknown
 from shardlab.trace import (
     activity,
@@ -327,8 +329,6 @@ class TraceSet:
 
 
 def _lane(rank: int, lane: str, start: Any, end: Any, names: Sequence[str] = ()) -> Lane:
-    import numpy as np
-
     return Lane(rank, lane, np.asarray(start, np.int64), np.asarray(end, np.int64), tuple(names))
 
 
