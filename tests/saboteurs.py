@@ -158,11 +158,11 @@ class EveryMicrobatch(SimpleDDPHook):
 class ShardOffByOne(Zero1):
     """A rank updates its shard with the gradient of the elements next to it."""
 
-    def update_shards(self) -> None:
+    def step(self) -> None:
         for unit in self.units:
             if unit.grad is not None:
                 unit.grad = torch.roll(unit.grad, 1)
-        super().update_shards()
+        super().step()
 
 
 class ForgetsToGather(Zero1):
