@@ -36,6 +36,8 @@ from shardlab.world import World
         ("_reduce_scatter_base", "reduce_scatter"),
         ("allreduce_coalesced", "all_reduce"),
         ("all_to_allv", "all_to_all"),
+        ("ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", "collective"),
+        ("void rcclGenericKernel<1, 1>", "collective"),
     ],
 )
 def test_kinds(name: str, kind: str) -> None:

@@ -68,14 +68,14 @@ class Part:
 
 def kind_of(name: str) -> str:
     """``ncclDevKernel_AllReduce_Sum_f32_RING_LL`` and ``_allgather_base`` to the usual words."""
-    text = name.partition("(")[0]
+    text = name.partition("(")[0].removeprefix("void ")
     text = re.sub(r"^(gloo|nccl):", "", text)
     text = re.sub(r"^.*?(nccl|rccl)(Dev)?Kernel_", "", text, flags=re.IGNORECASE)
     flat = re.sub(r"[^a-z]", "", text.lower().replace("_base", "").replace("_coalesced", ""))
     for word in sorted(_FLAT, key=len, reverse=True):
         if flat.startswith(word):
             return _FLAT[word]
-    return flat or "unknown"
+    return "collective" if not flat or flat.startswith(("nccl", "rccl", "generic")) else flat
 
 
 # ------------------------------------------------------------------ one rank

@@ -101,6 +101,8 @@ def _load_run(files: Sequence[Path], select: str, jobs: int | None, whole: bool)
         warnings += trace.warnings
         if not trace.steps:
             why = f" ({trace.warnings[0]})" if trace.truncated else ""
+            if not len(trace.events):
+                raise UsageError(f"{trace.path} has no steps: it has no events of any use{why}")
             raise UsageError(
                 f"{trace.path} has no steps: it has no ProfilerStep# markers{why}; to take it "
                 "whole as one step, give --whole"
