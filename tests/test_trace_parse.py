@@ -126,8 +126,8 @@ def test_every_unit_gives_the_same_nanoseconds(tmp_path: Path) -> None:
     }
     for text, ns in times.items():
         other = str(int(float(text)) + 5) + (".123" if "." in text else "")
-        for written in ([text], [other, text]):
-            events = ", ".join(
+        for odd, written in (("", [text]), ("", [other, text]), ('{"ph": "?"},', [text])):
+            events = odd + ", ".join(
                 f'{{"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": {t}, '
                 f'"dur": 1.001, "args": {{"stream": 7, "correlation": 1}}}}'
                 for t in written

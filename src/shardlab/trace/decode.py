@@ -122,8 +122,8 @@ class _Event(Struct, gc=False):
     name: Any = None
     pid: Any = None
     tid: Any = None
-    ts: Any = None
-    dur: Any = None
+    ts: Raw = Raw(b"null")
+    dur: Raw = Raw(b"null")
     args: Raw = Raw(b"null")
 
 
@@ -205,11 +205,19 @@ def digits_to_ns(texts: Sequence[bytes]) -> Ints:
 
 @dataclass(frozen=True)
 class Mode:
-    """How a file is read. What it needs shows while it is read: see ``Columns.wants``."""
+    """How a file is read. What it needs shows while it is read: see ``ReadAgain``."""
 
     operators: bool = True  # keep those on the host
     digits: bool = False  # read times as text: they are too long for a float
     anything: bool = False  # only the slow way
+
+
+class ReadAgain(Exception):
+    """The file must be read from the start, in another mode."""
+
+    def __init__(self, mode: Mode) -> None:
+        super().__init__(str(mode))
+        self.mode = mode
 
 
 class Columns:
@@ -219,7 +227,7 @@ class Columns:
     """
 
     def __init__(self, mode: Mode) -> None:
-        self.mode = self.wants = mode  # if they differ at the end: read the file again
+        self.mode = mode
         self.names: dict[str, int] = {}
         self.threads: dict[int | str, int] = {}
         self.comm_args: list[CommArgs] = []
@@ -240,7 +248,7 @@ class Columns:
         if first is not None and first[2]:
             self.float_times = True
             if int(first[1]) >= EXACT_US and not self.mode.digits:
-                self.wants = replace(self.wants, digits=True)
+                raise ReadAgain(replace(self.mode, digits=True))
         # A kernel by Triton is also an operator that has a stream: HTA counts both.
         if self.mode.anything or b'"kernel_backend"' in text:
             self._decode_anything(text)
@@ -275,7 +283,7 @@ class Columns:
                 continue
             dur = _column([e.dur for e in group])
             if dur.min() < 0:  # no duration, or one in two halves
-                self.wants = replace(self.wants, anything=True)
+                raise ReadAgain(replace(self.mode, anything=True))
             self._add(name, kind, group, start, to_ns(dur))
 
     def _starts(self, events: list[Any]) -> Ints:
@@ -283,7 +291,7 @@ class Columns:
             return digits_to_ns([bytes(e.ts) for e in events])
         us = _column([e.ts for e in events])
         if us.max() >= EXACT_US and (us != np.floor(us)).any():
-            self.wants = replace(self.wants, digits=True)
+            raise ReadAgain(replace(self.mode, digits=True))
         return to_ns(us)
 
     def _add(self, group: str, kind: int, events: list[Any], start: Ints, dur: Ints) -> None:
@@ -477,12 +485,15 @@ def _number(value: Any, default: int = -1) -> int:
         return default
 
 
-def _ns(us: Any) -> int | None:
-    if isinstance(us, int):
-        return us * 1000
+def _ns(us: Raw) -> int | None:
+    """Microseconds as they are written, be it in quotes, to nanoseconds."""
+    whole, _, part = bytes(us).strip(b'"').partition(b".")
     try:
-        return int(to_ns(np.array([float(us)]))[0])
-    except (TypeError, ValueError):
+        if not part or part.isdigit():
+            sign = -1 if whole.startswith(b"-") else 1
+            return int(whole) * 1000 + sign * round(int(part or 0) * 1000 / 10 ** len(part))
+        return round(float(bytes(us).strip(b'"')) * 1000)
+    except (ValueError, OverflowError):
         return None
 
 

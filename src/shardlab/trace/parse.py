@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shardlab.trace.decode import Columns, Mode
+from shardlab.trace.decode import Columns, Mode, ReadAgain
 from shardlab.trace.model import (
     ANNOTATION,
     CPU_OP,
@@ -38,9 +38,7 @@ def parse(path: Path, *, whole: bool = False) -> Trace:
     Operators on the host are most of a GPU trace and not needed there; if it turns out that the
     GPU did nothing, the file is read again with them.
     """
-    text, columns = _read(path, None)
-    while columns.wants != columns.mode:
-        text, columns = _read(path, columns.wants)
+    text, columns = _read(path)
     events = columns.events()
     on_gpu = _on_gpu(events)
     if not on_gpu and not columns.mode.operators:
@@ -82,11 +80,14 @@ def parse(path: Path, *, whole: bool = False) -> Trace:
     )
 
 
-def _read(path: Path, mode: Mode | None) -> tuple[EventText, Columns]:
+def _read(path: Path, mode: Mode | None = None) -> tuple[EventText, Columns]:
     text = EventText(path)
     columns = Columns(mode or Mode(operators=not _names_a_gpu(text.head)))
-    text.decode(columns.decode)
-    columns.flush()
+    try:
+        text.decode(columns.decode)
+        columns.flush()
+    except ReadAgain as again:
+        return _read(path, again.mode)
     return text, columns
 
 
