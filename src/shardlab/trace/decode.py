@@ -491,7 +491,7 @@ def _ns(us: Raw) -> int | None:
     try:
         if not part or part.isdigit():
             sign = -1 if whole.startswith(b"-") else 1
-            return int(whole) * 1000 + sign * round(int(part or 0) * 1000 / 10 ** len(part))
+            return int(whole) * 1000 + sign * round(float(b"0." + (part or b"0")) * 1000)
         return round(float(bytes(us).strip(b'"')) * 1000)
     except (ValueError, OverflowError):
         return None
