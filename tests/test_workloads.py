@@ -114,7 +114,7 @@ def test_resnet_learns_real_digits(strategy: str, sync: bool, ranks: GetRanks) -
         "training.learning_rate": 1e-2,
         "training.evaluate_samples": 51,
     }
-    # So early, BatchNorm's running statistics are not yet those of the data: no accuracy to ask for.
+    # So early, BatchNorm's running statistics are not the data's yet: no accuracy to ask for.
     check_learning(ranks, overrides, fall=0.8, accuracy=-1)
 
 
