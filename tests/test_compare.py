@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import re
+import signal
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ import commands
 from shardlab import config as configs
 from shardlab.errors import UsageError
 from shardlab.measure import compare as comparison
-from shardlab.measure import stats
+from shardlab.measure import explain, stats
 from shardlab.measure.cells import Cell, Plan
 from shardlab.measure.memory import peak_bytes
 
@@ -55,6 +58,102 @@ def test_losses_agree_with_single(tmp_path: Path) -> None:
     with (tmp_path / "out" / "compare.csv").open() as file:
         assert [row["strategy"] for row in csv.DictReader(file)] == [c["strategy"] for c in cells]
     assert "<html" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_every_strategy_is_proved_and_explained_in_each_world(tmp_path: Path) -> None:
+    wrong = f"{Path(__file__).parent / 'saboteurs.py'}:NoAveraging"
+    done = commands.shardlab(
+        "compare", *SHORT, "--repeats", "1", "--world", "1,2", "--out", "out", "--strategies",
+        f"single,pytorch_ddp,{wrong}", "--set", "profile.active=1", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out" / "compare.json").read_text())
+    cells = result["cells"]
+    assert [(c["strategy"].rpartition(":")[2], c["world"]) for c in cells] == [
+        ("single", 1), ("pytorch_ddp", 1), ("NoAveraging", 1), ("pytorch_ddp", 2),
+        ("NoAveraging", 2),
+    ]  # fmt: skip
+    for cell in cells:
+        assert cell["status"] == "ok"
+        assert cell["baseline"] == "single"
+        profile = cell["profile"]
+        parts = sum(profile[f"{part}_ms"] for part in explain.PARTS)
+        assert parts == pytest.approx(profile["wall_ms"], rel=1e-6)
+        low, high = cell["speed_interval"]
+        assert low <= cell["speed_to_baseline"] <= high
+    # With one rank there is nothing to average: what is wrong shows in a world of two.
+    assert [c["proof"]["pass"] for c in cells] == [True, True, True, True, False]
+    assert "equal: " in cells[-1]["proof"]["message"]
+    assert "is wrong: equal: " in done.stdout
+    assert (
+        "NoAveraging" not in result["answer"]["choice"] or "world=1" in result["answer"]["choice"]
+    )
+    psi = 4 * 120_576
+    assert [c["sent"]["bytes"] for c in cells[:2]] == [0, 0]
+    assert cells[3]["sent"]["bytes"] == pytest.approx(psi, rel=0.01)  # 2 Ψ (n - 1) / n
+    assert (tmp_path / "out" / "compare.md").read_text().count("\n| ") == 6
+    assert "Scaling" in (tmp_path / "out" / "report.html").read_text()
+
+
+# ------------------------------------------------------------------ interrupted
+
+JOBS = ["--strategies", "single,simple_ddp,simple_ddp_ga", "--no-prove", "--repeats", "2",
+        "--size", "tiny", "--warmup", "1", "--steps", "2", "--set", "profile.active=1"]  # fmt: skip
+
+
+def progress(stderr: str) -> list[str]:
+    """What was done, in order: ``single · repeat 1 of 2``."""
+    found = re.findall(r"^\[\d+/\d+\] (.* · .*)$", stderr, flags=re.M)
+    return [str(line) for line in found]
+
+
+def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    everything = [f"{name} · repeat {r} of 2" for r, order in
+                  ((1, ("single", "simple_ddp", "simple_ddp_ga")),
+                   (2, ("simple_ddp", "simple_ddp_ga", "single"))) for name in order]  # fmt: skip
+    everything += [f"{name} · {what}" for what in ("memory", "traces")
+                   for name in ("single", "simple_ddp", "simple_ddp_ga")]  # fmt: skip
+    done: list[str] = []  # finished before an interruption
+    measured: list[list[float]] = []
+    command = [*commands.SHARDLAB, "compare"]
+    for arguments, stop, file in (
+        ([*JOBS, "--out", "out"], signal.SIGINT, "1.json"),
+        ([*JOBS, "--resume", "out"], signal.SIGTERM, "2.json"),
+    ):
+        process = commands.start(*command, *arguments, cwd=tmp_path)
+        wait_for(tmp_path / "out" / "cells" / file, process)
+        process.send_signal(stop)
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert "to go on where it stopped: shardlab compare --resume out" in stderr
+        done += progress(stderr)[:-1]  # the last had begun
+        assert not (tmp_path / "out" / "compare.json").exists()
+        measured = json.loads((tmp_path / "out" / "cells" / "1.json").read_text())["times_ms"]
+    other = commands.shardlab("compare", *JOBS, "--steps", "3", "--resume", "out", cwd=tmp_path)
+    assert other.returncode == 2
+    assert "out was begun with other settings: steps was 2, now 3" in other.stderr
+    rest = commands.shardlab("compare", "--resume", "out", cwd=tmp_path)  # as it was begun
+    assert rest.returncode == 0, rest.stderr
+    assert done
+    assert done + progress(rest.stderr) == everything  # nothing twice, nothing left out
+    result = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert [c["step_ms"]["n"] for c in result["cells"]] == [4, 4, 4]
+    assert result["cells"][1]["step_ms_repeats"][: len(measured)] == measured
+    assert "--out out" in result["command"]
+
+
+def wait_for(path: Path, process: subprocess.Popen[str], timeout: float = 80) -> None:
+    limit = time.monotonic() + timeout
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
+    done = commands.shardlab("compare", "--resume", "none", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "nothing to resume: none has no cells/plan.json" in done.stderr
 
 
 FAILING = """

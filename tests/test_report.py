@@ -14,13 +14,16 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
+from shardlab.measure import verdict as verdicts
+from shardlab.proof.verdict import CHECKS
 from shardlab.report import compare, terminal
 from shardlab.report import format as fmt
 
 MISSING = (
-    "step_ms", "speed_to_baseline", "skew_ms", "samples_per_s", "tokens_per_s", "peak_bytes",
-    "loss", "loss_difference",
+    "step_ms", "speed_to_baseline", "speed_interval", "skew_ms", "samples_per_s", "tokens_per_s",
+    "peak_bytes", "loss", "loss_difference",
 )  # fmt: skip
 
 
@@ -37,15 +40,38 @@ def cell(
         "reason": None,
         "step_ms": {"median": ms, "p10": 0.97 * ms, "p90": 1.04 * ms, "n": 4},
         "step_ms_repeats": [[ms, 0.97 * ms], [1.04 * ms, ms]],
+        "precision": "fp32",
         "speed_to_baseline": 200 / ms,
+        "speed_interval": [0.98 * 200 / ms, 1.02 * 200 / ms],
         "skew_ms": 0.5,
         "samples_per_s": 8e3 / ms,
         "tokens_per_s": 8e3 * 128 / ms,
         "peak_bytes": {"total": int(mib * 2**20)},
+        "proof": None,
+        "profile": None,
+        "sent": None,
+        "traces": None,
         "loss": loss,
         "loss_difference": abs(loss - 5.0),
         "losses": [7.0, 6.0, loss],
     } | more
+
+
+PARTS = ("compute", "exposed_comm", "wait", "memory", "idle_host", "idle")
+
+
+def explained(ms: float, comm: float = 0.2, hidden: float = 0.1) -> dict[str, Any]:
+    """A profiled step: so much of it exposed communication, so much hidden behind compute."""
+    parts = dict.fromkeys((f"{part}_ms" for part in PARTS), 0.0)
+    parts |= {"compute_ms": (1 - comm) * ms, "exposed_comm_ms": comm * ms}
+    parts |= {"wall_ms": ms, "hidden_comm_ms": hidden * ms, "comm_ms": (comm + hidden) * ms}
+    overlap = 100 * hidden / (comm + hidden) if comm + hidden else None
+    return {"steps": 3, "overlap_pct": overlap, **parts}
+
+
+def proof(passed: bool | None, message: str = "to the last bit of one process") -> dict[str, Any]:
+    check = {"pass": passed, "message": message}
+    return {**check, "checks": {} if passed is None else dict.fromkeys(CHECKS, check)}
 
 
 def without_numbers(strategy: str, status: str, reason: str) -> dict[str, Any]:
@@ -122,9 +148,13 @@ UNUSUAL = {
 
 
 def drawn(result: dict[str, Any], width: int = 80) -> str:
+    return drawn_table(terminal.compare_table(result), width)
+
+
+def drawn_table(table: Table, width: int = 80) -> str:
     console = Console(width=width, file=None, color_system=None)
     with console.capture() as capture:
-        console.print(terminal.compare_table(result))
+        console.print(table)
     return capture.get()
 
 
@@ -246,6 +276,101 @@ def test_verdict_without_single_checks_no_loss(name: str) -> None:
     )
 
 
+# ------------------------------------------------------------------ which to choose
+
+
+def answer(*cells: dict[str, Any]) -> dict[str, Any]:
+    return verdicts.answer(result_of(*cells))
+
+
+def test_the_fastest_is_chosen() -> None:
+    found = answer(cell("single", 200), cell("a", 100, mib=90), cell("b", 150, mib=80))
+    assert (found["choice"], found["why"]) == ("a", "a: it is the fastest.")
+    assert found["otherwise"] == [
+        "If memory is short: b needs 80.0 MiB, 11% less, for 50% more time a step."
+    ]
+
+
+def test_of_those_that_are_equally_fast_the_leaner_is_chosen() -> None:
+    found = answer(cell("single", 200), cell("fat", 100, mib=90), cell("lean", 101, mib=60))
+    assert found["why"] == (
+        "lean: as fast as fat within the noise, and it needs least memory of them, 60.0 MiB."
+    )
+    assert found["otherwise"][0] == (
+        "fat is within the noise; more repeats would tell (--repeats 10)."
+    )
+
+
+def test_of_those_that_are_equal_the_simpler_is_chosen() -> None:
+    found = answer(cell("zero1", 100), cell("simple_ddp_hook", 100), cell("pytorch_ddp", 100))
+    assert found["choice"] == "simple_ddp_hook"
+    assert "it is the simplest of them" in found["why"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"proof": proof(False, "no")}, "its proof failed"),
+        ({"loss_difference": 0.5}, "its loss is not single's"),
+    ],
+)
+def test_what_is_wrong_is_never_chosen(wrong: dict[str, Any], why: str) -> None:
+    right = cell("single", 200, proof=proof(True))
+    found = answer(right, cell("fast", 50, **wrong))
+    assert found["choice"] == "single"
+    assert found["otherwise"][-1] == f"Left out, as they are wrong: fast ({why})."
+
+
+def test_nothing_right_is_no_choice() -> None:
+    found = answer(cell("a", 50, loss_difference=None, proof=proof(False)))
+    assert found == {
+        "choice": None, "why": "None is right: a (its proof failed).", "otherwise": [],
+    }  # fmt: skip
+    failed = answer(without_numbers("single", "failed", "gone"))
+    assert (failed["choice"], failed["why"]) == (None, "Nothing was measured.")
+
+
+def test_what_would_change_the_answer() -> None:
+    sends = {"bytes": 1000, "messages": 1}
+    found = answer(
+        cell("single", 200),
+        cell("a", 100, profile=explained(100), sent=sends),
+        cell("b", 150, profile=explained(100), sent=sends | {"bytes": 500}),
+        without_numbers("zero3", "failed", "gone"),
+    )
+    assert found["otherwise"] == [
+        "20% of its step is communication that nothing hides: a faster link would help it, a "
+        "slower one would cost it most.",
+        "On a slow link b sends 50% less.",
+        "zero3 failed and could not be judged.",
+    ]
+    alone = answer(cell("single", 100), cell("a", 200))
+    assert alone["otherwise"][0].startswith("One process beat all ranks here")
+    worlds = answer(
+        cell("a", 100), cell("b", 120), cell("a", 70, world=4, label="a4"), cell("b", 50, world=4)
+    )
+    assert "By the number of ranks, fastest: a at 2 ranks and b at 4 ranks." in worlds["otherwise"]
+
+
+def test_the_terminal_explains_and_proves() -> None:
+    result = result_of(
+        cell("single", 200, profile=explained(200, 0, 0), proof=proof(True)),
+        cell("a", 100, profile=explained(100), proof=proof(False, "bytes: sent twice"),
+             sent={"bytes": 2**20}),
+        cell("b", 100, proof=proof(None, "compress rounds")),
+    )  # fmt: skip
+    result["answer"] = verdicts.answer(result)
+    text = words(drawn(result, 100))
+    assert "a is wrong: bytes: sent twice" in text
+    assert "b was not proved: compress rounds" in text
+    assert text.count("✓") == text.count("✗") == 1
+    table = terminal.explained_table(result)
+    assert table is not None
+    assert table.row_count == 2
+    assert terminal.explained_table(result_of(cell("single", 100))) is None
+    assert terminal.verdict_lines(result)[1].startswith("Choose b: ")
+
+
 # ------------------------------------------------------------------ files
 
 
@@ -254,6 +379,7 @@ def test_files_are_written_whole(result: dict[str, Any], tmp_path: Path) -> None
     assert files == {
         "json": tmp_path / "compare.json",
         "csv": tmp_path / "compare.csv",
+        "md": tmp_path / "compare.md",
         "html": tmp_path / "report.html",
     }
     assert set(tmp_path.iterdir()) == set(files.values())  # no part is left behind
@@ -275,6 +401,18 @@ def test_csv_reads_back(result: dict[str, Any]) -> None:
     assert failed["status"] == "failed"
     assert failed["reason"] == "rank 1: RuntimeError: the shard is [gone]"
     assert failed["step_ms_median"] == failed["loss"] == ""
+
+
+def test_markdown_is_a_table(result: dict[str, Any]) -> None:
+    result["cells"][3]["reason"] = "a | pipe\nand a line"
+    result["answer"] = verdicts.answer(result)
+    lines = compare.markdown(result).splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    assert len(table) == 2 + len(result["cells"])
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
+    assert table[3].startswith("| simple_ddp | 2 | 125 (121–130) | 1.60× (1.57–1.63) |")
+    assert "failed: a \\| pipe and a line" in table[5]
+    assert any(line.startswith("Choose pytorch_ddp (bucket_mb=4): ") for line in lines)
 
 
 class Page(HTMLParser):
@@ -372,6 +510,32 @@ def test_step_chart_draws_a_limited_number_of_dots() -> None:
     chart = compare._step_chart(UNUSUAL["many steps"])
     assert chart.every == 10
     assert len(chart.rows[0].dots) == compare.DOTS_PER_REPEAT
+
+
+def test_parts_of_a_bar_add_up() -> None:
+    causes = dict.fromkeys(compare.CAUSES, 2**20)
+    many = [
+        cell("single", 200, peak_bytes={"total": 6 * 2**20, **causes}, profile=explained(200)),
+        cell("a", 100, peak_bytes={"total": 3 * 2**20, **dict.fromkeys(causes, 2**19)},
+             profile=explained(100)),
+    ]  # fmt: skip
+    result = result_of(*many)
+    for chart in (compare._memory_chart(result), compare._stack_chart(result)):
+        assert chart is not None
+        for row, width in zip(chart.rows, (100, 50), strict=True):
+            assert sum(s.width for s in row.segments) == pytest.approx(width)
+            assert row.segments[0].x == 0
+    assert compare._memory_chart(result_of(cell("single", 1))) is None
+
+
+def test_scaling_has_what_ran_in_several_worlds() -> None:
+    cells = [cell("a", ms, world=world, label=f"a{world}") for world, ms in ((1, 200), (2, 125))]
+    chart = compare._scaling(result_of(cell("single", 200), *cells))
+    assert chart is not None
+    (curve,) = chart.curves
+    assert curve.text == "80% of ideal from 1 to 2 ranks"
+    assert [tick.text for tick in chart.worlds] == ["1", "2"]
+    assert compare._scaling(result_of(cell("single", 200), cell("a", 100))) is None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A comparison as files: ``compare.json``, ``compare.csv`` and a page that needs nothing else.
+"""A comparison as files: JSON, CSV, a Markdown table, and a page that needs nothing else.
 
 The page is laid out here and drawn by the template. Charts use percentages across and pixels
 down, so that they stretch with the window while their text and dots keep their size.
@@ -11,35 +11,48 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
+from shardlab.errors import UsageError
+from shardlab.measure import explain
+from shardlab.proof.verdict import CHECKS
 from shardlab.record import write_json, write_text
 from shardlab.report import format as fmt
+from shardlab.report import trace
 from shardlab.report.format import Cell, Result
-from shardlab.report.terminal import verdict
+from shardlab.report.terminal import verdict, verdict_lines
 
 CSV_COLUMNS = (
     "workload", "parameters", "global_batch", "strategy", "label", "options", "world", "accumulate",
     "status", "reason", "step_ms_median", "step_ms_p10", "step_ms_p90", "step_ms_n",
     "speed_to_baseline", "skew_ms", "samples_per_s", "tokens_per_s", "peak_bytes_total", "loss",
-    "loss_difference",
+    "loss_difference", "precision", "baseline", "speed_low", "speed_high", "mfu", "proof",
+    "exposed_comm_ms", "wait_ms", "overlap_pct", "sent_bytes", *(
+        f"peak_bytes_{cause}" for cause in
+        ("parameters", "optimizer", "gradients", "buckets", "activations", "other")
+    ),
 )  # fmt: skip
+PAGE_BYTES = 1_900_000
+TIMELINE_SPANS = 60_000  # on all timelines together: 0.8 MB
+MAX_TIMELINES = 24
 
 
 def write(folder: Path, result: dict[str, Any]) -> dict[str, Path]:
-    """The three files of a comparison, each whole or not there at all; by kind."""
+    """The files of a comparison, each whole or not there at all; by kind."""
     files = {
         "json": folder / "compare.json",
         "csv": folder / "compare.csv",
+        "md": folder / "compare.md",
         "html": folder / "report.html",
     }
     write_json(files["json"], result)
     write_text(files["csv"], csv_text(result))
+    write_text(files["md"], markdown(result))
     write_text(files["html"], html(result))
     return files
 
@@ -53,12 +66,67 @@ def csv_text(result: Result) -> str:
         row = {**result, **cell, "options": json.dumps(cell["options"])}
         for name in ("step_ms", "peak_bytes"):
             row |= {f"{name}_{key}": value for key, value in (cell[name] or {}).items()}
+        row["speed_low"], row["speed_high"] = cell.get("speed_interval") or (None, None)
+        row["proof"] = (cell.get("proof") or {}).get("pass")
+        row["sent_bytes"] = (cell.get("sent") or {}).get("bytes")
+        for name in ("exposed_comm_ms", "wait_ms", "overlap_pct"):
+            row[name] = (cell.get("profile") or {}).get(name)
         writer.writerow(row)
     return text.getvalue()
 
 
+def markdown(result: Result) -> str:
+    """A table for an issue, a pull request or a wiki; then the answer."""
+    rate = fmt.rate_name(result)
+    heads = ("strategy", "world", "step ms (p10–p90)", "speed (95%)", rate, "peak memory",
+             "exposed comm ms", "overlap", "sent per step", "loss Δ", "right")  # fmt: skip
+    lines = ["| " + " | ".join(heads) + " |", "|---|" + "--:|" * (len(heads) - 1)]
+    for cell in result["cells"]:
+        values = [_pipeless(cell["label"]), str(cell["world"])]
+        if cell["step_ms"] is None:
+            values += [_pipeless(f"{cell['status']}: {cell['reason']}")]
+            values += [""] * (len(heads) - len(values))
+        else:
+            profile, sure = cell.get("profile") or {}, fmt.interval(cell.get("speed_interval"))
+            values += [
+                f"{fmt.number(cell['step_ms']['median'])} ({fmt.spread(cell['step_ms'])})",
+                fmt.speed(cell["speed_to_baseline"]) + (f" ({sure})" if sure else ""),
+                fmt.compact(cell[fmt.rate_key(result)]),
+                fmt.size(fmt.peak(cell)),
+                fmt.number(profile.get("exposed_comm_ms")),
+                fmt.percent(profile.get("overlap_pct")),
+                fmt.size((cell.get("sent") or {}).get("bytes")),
+                fmt.difference(cell["loss_difference"]),
+                fmt.proof_mark(cell),
+            ]
+        lines.append("| " + " | ".join(values) + " |")
+    title = (
+        f"**{result['workload']}**, {fmt.compact(result['parameters'])} parameters, global batch "
+        f"{result['global_batch']}, speed against {fmt.baselines(result)}"
+    )
+    said = [_pipeless(line.strip()) for line in verdict_lines(result)]
+    paragraphs = [title, "\n".join(lines), *said, f"`{_pipeless(result['command'])}`"]
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def _pipeless(text: str) -> str:
+    """On one line of a table."""
+    return " ".join(str(text).replace("|", "\\|").split())
+
+
 def html(result: Result) -> str:
-    """The page: no scripts, styles, fonts or images from elsewhere."""
+    """The page: no scripts, styles, fonts or images from elsewhere; timelines as there is room."""
+    found = list(_timelines(result, TIMELINE_SPANS))
+    page = _page(result, found)
+    for spans in (TIMELINE_SPANS // 4, TIMELINE_SPANS // 16):
+        if len(page.encode()) <= PAGE_BYTES:
+            break
+        found = list(_timelines(result, spans))
+        page = _page(result, found)
+    return page
+
+
+def _page(result: Result, timelines: Sequence[Timeline]) -> str:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("shardlab.report"),
         autoescape=True,
@@ -66,20 +134,38 @@ def html(result: Result) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    ranks = fmt.count(max(cell["world"] for cell in result["cells"]), "rank")
-    strategies = fmt.count(len(result["cells"]), "strategy", "strategies").replace(" ", "\u00a0")
+    ranks = fmt.names([str(w) for w in sorted({c["world"] for c in _spread_out(result)})], 8)
+    noun = "rank" if ranks == "1" else "ranks"
+    strategies = len({cell["strategy"] for cell in result["cells"]})
+    side = fmt.count(strategies, "strategy", "strategies").replace(" ", "\u00a0")
     has_numbers = bool(fmt.measured(result))
     return environment.get_template("compare.html.j2").render(
         result=result,
         fmt=fmt,
-        title=f"{result['workload']} on {ranks}: {strategies} side by side",
+        css=trace.asset("timeline.css"),
+        js=trace.asset("tables.js") + (trace.asset("timeline.js") if timelines else ""),
+        title=f"{result['workload']} on {ranks} {noun}: {side} side by side",
         verdict=verdict(result),
+        answer=result.get("answer"),
         leanest=fmt.leanest(result),
         step_chart=_step_chart(result) if has_numbers else None,
         bar_rows=_bar_rows(result) if has_numbers else None,
+        memory=_memory_chart(result),
+        stacks=_stack_chart(result),
+        scaling=_scaling(result),
+        timelines=timelines,
+        best_timeline=_shown_first(result, timelines),
+        checks=CHECKS,
+        proofs=[cell for cell in result["cells"] if cell.get("proof")],
         loss_chart=_loss_chart(result) if has_numbers else None,
         environment_rows=list(_environment_rows(result["env"])),
     )
+
+
+def _spread_out(result: Result) -> Sequence[Cell]:
+    """Those that run on several ranks; all, if there are none."""
+    found = [cell for cell in result["cells"] if cell["strategy"] != "single"]
+    return found or list(result["cells"])
 
 
 # ------------------------------------------------------------------ layout of the charts
@@ -203,6 +289,185 @@ def _bar_rows(result: Result) -> list[BarRow]:
 
 
 @dataclass(frozen=True)
+class Segment:
+    kind: str  # a class of the style sheet
+    name: str
+    x: float  # percent, as is the width
+    width: float
+    text: str
+
+
+@dataclass(frozen=True)
+class StackRow:
+    cell: Cell
+    segments: list[Segment]
+    hidden: tuple[float, float]  # x and width, at compute's end
+    total: str
+    text: str
+
+
+@dataclass(frozen=True)
+class StackChart:
+    rows: list[StackRow]
+    kinds: list[tuple[str, str]]  # of those that appear, for the legend
+    ticks: list[Tick]
+    has_hidden: bool = False
+
+
+def _stacked(
+    amounts: Sequence[tuple[Cell, dict[str, float]]],
+    names: Mapping[str, str],
+    show: Callable[[float], str],
+    unit: float,
+) -> StackChart:
+    """Bars of parts, on one axis from zero; ``unit`` is what the axis counts in."""
+    most = max((sum(parts.values()) for _, parts in amounts), default=0) or 1.0
+    rows = []
+    for cell, parts in amounts:
+        x, segments = 0.0, []
+        for kind, name in names.items():
+            width = 100 * parts[kind] / most
+            if width > 0:
+                segments.append(Segment(kind, name, x, width, show(parts[kind])))
+            x += width
+        said = ", ".join(f"{segment.name} {segment.text}" for segment in segments)
+        rows.append(StackRow(cell, segments, (0.0, 0.0), show(sum(parts.values())), said))
+    seen = {segment.kind for row in rows for segment in row.segments}
+    kinds = [(kind, name) for kind, name in names.items() if kind in seen]
+    return StackChart(rows, kinds, _ticks(0, most / unit))
+
+
+def _stack_chart(result: Result) -> StackChart | None:
+    """A profiled step of each strategy: the mean over its ranks and steps."""
+    cells = [cell for cell in fmt.measured(result) if cell.get("profile")]
+    if not cells:
+        return None
+    names = trace.PART_NAMES  # by column of the analysis, in microseconds; ours are in ms
+    amounts = [
+        (cell, {part: cell["profile"][f"{part.removesuffix('_us')}_ms"] for part in names})
+        for cell in cells
+    ]
+    chart = _stacked(amounts, names, lambda ms: f"{fmt.number(ms)} ms", 1)
+    most = max(sum(parts.values()) for _, parts in amounts) or 1.0
+    rows = []
+    for row in chart.rows:
+        profile = row.cell["profile"]
+        compute, hidden = (
+            100 * profile[f"{name}_ms"] / most for name in ("compute", "hidden_comm")
+        )
+        text = row.text
+        if hidden:
+            text += f"; {fmt.number(profile['hidden_comm_ms'])} ms of communication behind compute"
+        rows.append(replace(row, hidden=(compute - hidden, hidden), text=text))
+    return replace(chart, rows=rows, has_hidden=any(row.hidden[1] for row in rows))
+
+
+CAUSES = {
+    "parameters": "parameters",
+    "optimizer": "optimizer state",
+    "gradients": "gradients",
+    "buckets": "buckets and gathered blocks",
+    "activations": "activations",
+    "other": "other",
+}
+
+
+def _memory_chart(result: Result) -> StackChart | None:
+    """What the fullest rank held at its peak, and what for."""
+    cells = [c for c in fmt.measured(result) if CAUSES.keys() <= (c["peak_bytes"] or {}).keys()]
+    if not cells:
+        return None
+    most = max(cell["peak_bytes"]["total"] for cell in cells)
+    unit = next((1024.0**p for p in (3, 2, 1) if most >= 1024**p), 1.0)
+    amounts = [(cell, {cause: cell["peak_bytes"][cause] for cause in CAUSES}) for cell in cells]
+    return _stacked(amounts, CAUSES, fmt.size, unit)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How one strategy's throughput grows with the ranks."""
+
+    name: str
+    path: str  # of an SVG, in a square of 100 by 100
+    ideal: str
+    points: list[tuple[float, float, str]]  # x, y, and what it says
+    text: str
+
+
+@dataclass(frozen=True)
+class ScalingChart:
+    curves: list[Scaling]
+    worlds: list[Tick]
+    y_ticks: list[Tick]
+
+
+def _scaling(result: Result) -> ScalingChart | None:
+    """Throughput by number of ranks, for what ran in several; ideal: from its smallest world."""
+    key = fmt.rate_key(result)
+    groups: dict[str, dict[int, float]] = {}
+    for cell in fmt.measured(result):
+        parts = [f"{k}={v}" for k, v in cell["options"].items()]
+        parts += [p for p in (cell.get("precision"), f"{cell['accumulate']} micro-batches") if p]
+        name = f"{cell['strategy']} ({', '.join(parts)})"
+        groups.setdefault(name, {})[cell["world"]] = cell[key]
+    groups = {name: rates for name, rates in groups.items() if len(rates) > 1}
+    if not groups:
+        return None
+    worlds = sorted({world for rates in groups.values() for world in rates})
+    ideals = {
+        name: {w: rates[min(rates)] * w / min(rates) for w in rates}
+        for name, rates in groups.items()
+    }
+    most = max(max(*rates.values(), *ideals[name].values()) for name, rates in groups.items())
+
+    def place(world: int, rate: float) -> tuple[float, float]:
+        across = (world - worlds[0]) / (worlds[-1] - worlds[0])
+        return 100 * across, 100 * (1 - rate / most)
+
+    def line(rates: Mapping[int, float]) -> str:
+        points = [place(world, rates[world]) for world in sorted(rates)]
+        return "M" + " L".join(f"{x:.2f} {y:.2f}" for x, y in points)
+
+    curves = []
+    for name, rates in groups.items():
+        first, last = min(rates), max(rates)
+        efficiency = 100 * rates[last] / ideals[name][last]
+        points = [
+            (*place(w, rates[w]), f"{fmt.count(w, 'rank')}: {fmt.compact(rates[w])}")
+            for w in sorted(rates)
+        ]
+        text = f"{efficiency:.0f}% of ideal from {first} to {fmt.count(last, 'rank')}"
+        curves.append(Scaling(name, line(rates), line(ideals[name]), points, text))
+    across = [Tick(place(world, 0)[0], str(world)) for world in worlds]
+    return ScalingChart(curves, across, _ticks(0, most, about=4))
+
+
+@dataclass(frozen=True)
+class Timeline:
+    cell: Cell
+    data: Mapping[str, Any]
+
+
+def _timelines(result: Result, spans: int) -> Iterator[Timeline]:
+    """What timeline.js draws, for each strategy whose traces can be read."""
+    cells = [cell for cell in result["cells"] if cell.get("profile")][:MAX_TIMELINES]
+    for cell in cells:
+        try:
+            found = explain.traces(Path(cell["traces"]["folder"]))
+        except UsageError:  # the files were moved away: the numbers are still there
+            continue
+        yield Timeline(cell, trace.timeline(found, max_spans=spans // len(cells)))
+
+
+def _shown_first(result: Result, timelines: Sequence[Timeline]) -> Cell | None:
+    """The strategy that is chosen, or else the fastest that has a timeline."""
+    choice = (result.get("answer") or {}).get("choice")
+    timed = [t.cell for t in timelines if t.cell["step_ms"] is not None]
+    chosen = next((cell for cell in timed if cell["label"] == choice), None)
+    return chosen or min(timed, key=lambda cell: cell["step_ms"]["median"], default=None)
+
+
+@dataclass(frozen=True)
 class Curve:
     cell: Cell
     path: str  # of an SVG, in a square of 100 by 100
@@ -264,11 +529,15 @@ def _path(losses: Sequence[float], point: Callable[[int, float], str]) -> str:
 
 
 def _loss_note(cells: Sequence[Cell], result: Result) -> str:
-    if any(fmt.agrees(cell, result) is None for cell in cells):
+    unknown = [cell["label"] for cell in cells if fmt.agrees(cell, result) is None]
+    if unknown and (len(unknown) == len(cells) or fmt.baseline(result)["label"] in unknown):
         return "There is no finite loss of single to compare with."
     if len(cells) == 1:
         return ""
-    tolerance = f"{100 * fmt.tolerance(result):g}% of the loss"
+    if unknown:
+        cells = [cell for cell in cells if cell["label"] not in unknown]
+    loosest = max(fmt.tolerance(result, cell) for cell in cells)
+    tolerance = f"{100 * loosest:g}% of the loss"
     apart = [cell["label"] for cell in cells if not fmt.agrees(cell, result)]
     if apart:
         verb = "is" if len(apart) == 1 else "are"

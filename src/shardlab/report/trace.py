@@ -74,8 +74,8 @@ def html(traces: TraceSet) -> str:
     return environment.get_template("trace.html.j2").render(
         fmt=fmt,
         ms=ms,
-        css=_asset("trace.css"),
-        js=_asset("trace.js"),
+        css=asset("timeline.css") + asset("trace.css"),
+        js=asset("tables.js") + asset("timeline.js"),
         version=__version__,
         title=title(traces, ranks),
         verdict=verdict(traces),
@@ -99,7 +99,7 @@ def html(traces: TraceSet) -> str:
     )
 
 
-def _asset(name: str) -> Markup:
+def asset(name: str) -> Markup:
     """A file of ours beside the template. Not from a trace, so not escaped."""
     text = resources.files("shardlab.report").joinpath("templates", name).read_text("utf-8")
     return Markup(text)
@@ -505,11 +505,16 @@ class _Lane:
     names: Any  # array of str, one for each span; or empty
 
 
-def _timeline(traces: TraceSet, shifts: Shifts) -> dict[str, Any]:
+def timeline(traces: TraceSet, max_spans: int) -> dict[str, Any]:
+    """The data of timeline.js, for a page that has more than one."""
+    return _timeline(traces, _shifts(traces), max_spans)
+
+
+def _timeline(traces: TraceSet, shifts: Shifts, max_spans: int = MAX_SPANS) -> dict[str, Any]:
     """Spans as columns: for each lane start and length (32 bits) and the number of its name."""
     lanes = list(_lanes(traces, shifts))
     spans = sum(len(lane.start) for lane in lanes)
-    keeps, longest_left_out = _longest(lanes)
+    keeps, longest_left_out = _longest(lanes, max_spans)
     low = min((int(lane.start.min()) for lane in lanes if len(lane.start)), default=0)
     high = max((int(lane.end.max()) for lane in lanes if len(lane.end)), default=1)
     unit = max(1, math.ceil((high - low) / (2**32 - 1)))
@@ -543,13 +548,13 @@ def _timeline(traces: TraceSet, shifts: Shifts) -> dict[str, Any]:
     }
 
 
-def _longest(lanes: Sequence[_Lane]) -> tuple[list[Any], int]:
+def _longest(lanes: Sequence[_Lane], max_spans: int) -> tuple[list[Any], int]:
     """Which spans of each lane are drawn (all, or the longest), and the longest that is not."""
     keeps = [np.ones(len(lane.start), dtype=bool) for lane in lanes]
-    if sum(map(len, keeps)) <= MAX_SPANS:
+    if sum(map(len, keeps)) <= max_spans:
         return keeps, 0
     lengths = np.concatenate([lane.end - lane.start for lane in lanes])
-    shortest = np.argpartition(lengths, -MAX_SPANS)[:-MAX_SPANS]
+    shortest = np.argpartition(lengths, -max_spans)[:-max_spans]
     keep = np.concatenate(keeps)
     keep[shortest] = False
     ends = np.cumsum([len(lane.start) for lane in lanes])
