@@ -229,10 +229,15 @@ def main() -> None:
                      "ns_per_event": round(1e9 * statistics.median(times) / made["events"])}
                 )  # fmt: skip
             result["traces"][unit] = row
+            write(result, args.record)  # minutes of work: kept, whatever comes next
         result["jobs"] = jobs(Path(folder), args.ns or args.us, args.mb)
     print(json.dumps(result, indent=1))
-    if args.record:
-        args.record.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(result, args.record)
+
+
+def write(result: dict[str, Any], record: Path | None) -> None:
+    if record is not None:
+        record.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def jobs(folder: Path, source: Path, mb: int) -> dict[str, Any]:
