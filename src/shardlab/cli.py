@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 import shardlab
-from shardlab import cli_data, cli_trace
+from shardlab import cli_data, cli_measure, cli_trace
 from shardlab.errors import Interrupted, RankFailure, UsageError
 
 if TYPE_CHECKING:
@@ -489,6 +489,9 @@ def prove(
 
 def _path(text: str | None) -> Path | None:
     return None if text is None else Path(text)
+
+
+cli_measure.add_to(app)
 
 
 @app.command()

@@ -11,6 +11,7 @@ import multiprocessing
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardlab.config import Config
@@ -18,6 +19,7 @@ from shardlab.errors import RankFailure, UsageError
 from shardlab.measure.cells import BASELINE, parse_spec
 
 if TYPE_CHECKING:
+    from shardlab.measure.rankset import RankSet
     from shardlab.world import World
 
 SCHEMA = 1
@@ -95,12 +97,11 @@ def batch_of(config: Config) -> int:
     return -(-config.training.global_batch // parts)
 
 
-def with_batch(config: Config, batch: int) -> Config:
-    """``batch`` samples in each micro-batch of each rank."""
-    world = config.launch.world or 1
-    return config.with_overrides(
-        {"training.global_batch": batch * world * config.training.accumulate}
-    )
+def with_batch(config: Config, batch: int, world: int | None = None) -> Config:
+    """``batch`` samples in each micro-batch of each rank (of a world of so many, if given)."""
+    world = world or config.launch.world or 1
+    whole = batch * world * config.training.accumulate
+    return config.with_overrides({"training.global_batch": whole, "launch.world": world})
 
 
 def rows_of(config: Config, specs: Sequence[str], world: int, batch: int | None) -> list[Row]:
@@ -108,17 +109,22 @@ def rows_of(config: Config, specs: Sequence[str], world: int, batch: int | None)
     rows = []
     for spec in specs:
         name, options = parse_spec(spec)
+        ranks = 1 if name == BASELINE else world
+        whole = config.training.global_batch
         made = config.with_overrides(
             {
                 "strategy.name": name,
                 "strategy.options": options,
-                "launch.world": 1 if name == BASELINE else world,
+                "launch.world": ranks,
+                "training.global_batch": whole
+                if batch is None
+                else batch * ranks * config.training.accumulate,
                 "training.steps": STEPS,
                 "training.warmup_steps": 0,
                 "data.prefetch": 0,  # what a thread has prepared at the peak is chance
             }
         )
-        rows.append(Row(made if batch is None else with_batch(made, batch)))
+        rows.append(Row(made))
     return rows
 
 
@@ -259,6 +265,12 @@ def errors(
     return {term: (estimate[term] - measured[term]) / measured["total"] for term in terms}
 
 
+def snapshots(ranks: RankSet, config: Config, folder: Path) -> list[str]:
+    """The files that PyTorch's memory viewer reads, one of each rank."""
+    found = ranks.run(f"{__name__}:write_snapshot", config.to_dict(), str(folder))
+    return [path for path in found if path is not None]
+
+
 # ------------------------------------------------------------------ the estimate's process
 
 
@@ -304,3 +316,27 @@ def weigh(world: World, values: dict[str, Any]) -> dict[str, Any] | None:
         part: max((rank[part] for rank in ranks), key=lambda weights: weights["total"])
         for part in own
     }
+
+
+def write_snapshot(world: World, values: dict[str, Any], folder: str) -> str | None:
+    """A few steps on the GPU with every allocation noted, and where it was made."""
+    import torch
+
+    from shardlab import config as configs
+    from shardlab import train
+    from shardlab.measure import memory
+    from shardlab.trace import capture
+
+    config = configs.from_dict(values)
+    capture.check(configs.ProfileConfig(enabled=True, memory_snapshot=True), world.device)
+    member = world.first(config.launch.world or 1)
+    if member is None:
+        return None
+    name = f"memory.{capture.folder_name(config.strategy.label)}.rank{world.rank}.pickle"
+    torch.cuda.memory._record_memory_history(max_entries=10**6)
+    try:
+        memory.run_steps(config, member, memory.Causes(), train.batches)
+        torch.cuda.memory._dump_snapshot(str(Path(folder) / name))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    return str(Path(folder) / name)

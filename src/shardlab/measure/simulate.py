@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -35,13 +36,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardlab import comm, train
-from shardlab.config import Config
+from shardlab.config import Config, TrainingConfig
 from shardlab.measure import memory
 from shardlab.measure.memory import Allocation, Causes
+from shardlab.strategies.base import MakeOptimizer
 from shardlab.workloads.base import Batch, Workload
 from shardlab.world import World
 
 BACKEND = "shardlab_solo"
+_c10d: Any = torch._C._distributed_c10d
 CUDA_BLOCK = 512  # bytes: PyTorch's CUDA allocator gives out multiples of it
 
 
@@ -55,7 +58,7 @@ class Solo(dist.ProcessGroup):
     on_tensors: Callable[[Any], None] = staticmethod(lambda _tensors: None)
 
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._place = rank, size
 
     def rank(self) -> int:
@@ -75,7 +78,7 @@ class Solo(dist.ProcessGroup):
         return str(dist.distributed_c10d._world.pg_names[self])
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> Any:
         return self.pg_name
 
     def _in_place(self, tensors: Any, *_: Any, **__: Any) -> Any:
@@ -100,7 +103,7 @@ class Solo(dist.ProcessGroup):
         self.on_tensors(tensors)
         future: Any = torch.futures.Future()
         future.set_result([t for t in tree_leaves(tensors) if isinstance(t, Tensor)])
-        return torch._C._distributed_c10d._create_work_from_future(future)
+        return _c10d._create_work_from_future(future)
 
     def barrier(self, *_: Any, **__: Any) -> Any:
         return self._done([])
@@ -117,12 +120,16 @@ class Solo(dist.ProcessGroup):
     alltoall_base = _exchange  # type: ignore[assignment]
 
 
+def _make_solo(_store: Any, rank: int, size: int, _timeout: Any) -> Solo:
+    return Solo(rank, size)
+
+
 def _first(tensors: Any) -> Tensor:
     found: Tensor = next(t for t in tree_leaves(tensors) if isinstance(t, Tensor))
     return found
 
 
-class _Reducer(dist.Reducer):  # type: ignore[name-defined,misc]
+class _Reducer(dist.Reducer):
     """DDP's, which lays its buckets out anew after a step, and asks rank 0 how: there is none.
 
     The buckets stay in the order of the parameters. Their sizes, and so the memory, are the same.
@@ -132,7 +139,7 @@ class _Reducer(dist.Reducer):  # type: ignore[name-defined,misc]
         return False
 
 
-class _Logger(dist.Logger):  # type: ignore[name-defined,misc]
+class _Logger(dist.Logger):
     """DDP's, which would ask the process group for a backend in C++."""
 
     def set_construction_data_and_log(self, *_: Any) -> None: ...
@@ -144,14 +151,15 @@ _make_tensor, _to_list = torch.tensor, FakeTensor.tolist
 
 def _tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
     """torch.tensor, that remembers a list: an order that rank 0 decides on, say, is ours."""
-    result = _make_tensor(data, *args, **kwargs)
+    result: Any = _make_tensor(data, *args, **kwargs)
     if isinstance(result, FakeTensor) and isinstance(data, list):
-        result._values = data  # type: ignore[attr-defined]
-    return result
+        result.__dict__["remembered"] = data
+    made: Tensor = result
+    return made
 
 
 def _tolist(self: Any) -> Any:
-    return self._values if hasattr(self, "_values") else _to_list(self)
+    return self.remembered if hasattr(self, "remembered") else _to_list(self)
 
 
 def _unfaked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,6 +174,9 @@ def _unfaked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _gather_alone(values: list[Any], value: Any, *_: Any, **__: Any) -> None:
     values[:] = [value] * len(values)
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
 
 
 def _moved(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -184,7 +195,8 @@ def _moved(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Mod
         return found
 
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        owned: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in owned:
             for name, tensor in tensors.items():
                 if tensor is not None:
                     tensors[name] = move(tensor)
@@ -202,8 +214,8 @@ def without_peers() -> Iterator[None]:
         (dist, "Reducer", _Reducer),
         (dist, "Logger", _Logger),
         (dist, "all_gather_object", _gather_alone),
-        (dist, "broadcast_object_list", lambda *_args, **_kwargs: None),
-        (ddp, "_verify_param_shape_across_processes", lambda *_args, **_kwargs: None),
+        (dist, "broadcast_object_list", _nothing),
+        (ddp, "_verify_param_shape_across_processes", _nothing),
         (DeviceMesh, "__init__", _unfaked(DeviceMesh.__init__)),
     ]
     # Strategies have imported it by its name.
@@ -222,9 +234,7 @@ def without_peers() -> Iterator[None]:
 def solo_world(size: int, device: torch.device, backend: str, rank: int = 0) -> Iterator[World]:
     """Rank ``rank`` of ``size``, alone."""
     if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(
-            BACKEND, lambda _store, rank, size, _timeout: Solo(rank, size), devices=["cpu", "cuda"]
-        )
+        dist.Backend.register_backend(BACKEND, _make_solo, devices=["cpu", "cuda"])
     Solo.kind = backend
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)
     try:
@@ -267,7 +277,7 @@ class Tracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._references:
-            self._references[key] = weakref.ref(storage, lambda _gone, key=key: self._forget(key))
+            self._references[key] = weakref.ref(storage, partial(self._forget, key))
             self._begin(key, storage.nbytes())
 
     def resized(self, storage: Any) -> None:
@@ -285,7 +295,7 @@ class Tracker(TorchDispatchMode):
             size, begin = self.held.pop(key)
             self.ended.append(Allocation(key, size, begin, time.time_ns()))
 
-    def _forget(self, key: int) -> None:
+    def _forget(self, key: int, _gone: Any) -> None:
         self._end(key)
         del self._references[key]
 
@@ -351,16 +361,16 @@ def simulate(config: Config, device: str) -> Simulation:
     def note(tensors: Any) -> None:
         causes.note_collective(t for t in tree_leaves(tensors) if isinstance(t, Tensor))
 
+    def optimizer_there(training: TrainingConfig, _device: torch.device) -> MakeOptimizer:
+        return make_optimizer(training, torch.device(device))
+
     with ExitStack() as stack:
         stack.enter_context(without_peers())
         backend = "gloo" if device == "cpu" else "nccl"
         size = config.launch.world or 1
         world = stack.enter_context(solo_world(size, where, backend))
-        for target, name, value in (
-            (Solo, "on_tensors", staticmethod(note)),
-            (train, "make_optimizer", lambda t, _: make_optimizer(t, torch.device(device))),
-        ):
-            stack.enter_context(mock.patch.object(target, name, value))
+        stack.enter_context(mock.patch.object(Solo, "on_tensors", staticmethod(note)))
+        stack.enter_context(mock.patch.object(train, "make_optimizer", optimizer_there))
         stack.enter_context(fake)
         stack.enter_context(tracker.tracking())
         built = memory.run_steps(config, world, causes, batches)
@@ -370,7 +380,7 @@ def simulate(config: Config, device: str) -> Simulation:
 
 def _faked(batch: Batch, fake: FakeTensorMode, device: torch.device, tracker: Tracker) -> Batch:
     def convert(tensor: Tensor) -> Tensor:
-        result = fake.from_tensor(tensor)
+        result: Tensor = fake.from_tensor(tensor)
         if device.type != "cpu":
             result = result.to(device)
         tracker.note(result)

@@ -1,0 +1,132 @@
+"""The memory estimate in the terminal: where a step's peak goes, what fits, how far off it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardlab.report import format as fmt
+
+Result = Mapping[str, Any]  # the content of memory.json
+Row = Mapping[str, Any]
+TERMS = ("parameters", "gradients", "optimizer", "activations", "buckets", "other")
+_HEADERS = {"parameters": "para-\nmeters", "gradients": "gradi-\nents", "optimizer": "optim-\nizer",
+            "activations": "acti-\nvations"}  # fmt: skip
+
+
+def show(result: Result, path: Path) -> None:
+    out = Console(highlight=False)
+    out.print(table(result))
+    out.print()
+    if any(row["error"] is not None for row in result["rows"]):
+        out.print(error_table(result))
+        out.print()
+    for line in sentences(result):
+        out.print(line, markup=False)
+    out.print(f"  {path}", soft_wrap=True, markup=False)
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=Text(title),
+        title_style="bold",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+
+
+def table(result: Result) -> Table:
+    """One row per strategy: bytes of one rank at the peak of a step, in one unit for all."""
+    rows = result["rows"]
+    totals = [row["step_bytes"]["total"] for row in rows if row["step_bytes"]]
+    unit, divisor = unit_of(max(totals, default=0))
+    config = result["config"]
+    size = config["model"]["size"]
+    name = config["model"]["workload"] + (f" {size}" if size else "")
+    shown = _table(
+        f"{name} · batch {rows[0]['batch']:,} per rank · {config['precision']['compute']} · "
+        f"{config['training']['optimizer']} · a rank's peak in a step, {unit}"
+    )
+    shown.add_column("strategy", overflow="fold", min_width=12)
+    shown.add_column("world", justify="right", no_wrap=True)
+    for term in ("total", *TERMS):
+        shown.add_column(_HEADERS.get(term, term), justify="right", no_wrap=True)
+    limit = result["limit_bytes"]
+    if limit is not None:
+        shown.add_column("fits", justify="right", no_wrap=True)
+        shown.add_column("largest\nbatch", justify="right", no_wrap=True)
+    for row in rows:
+        cells = [Text(row["label"]), Text(str(row["world"]))]
+        if row["step_bytes"] is None:
+            shown.add_row(*cells, Text(row["status"], "yellow"))
+            continue
+        cells += [Text(fmt.number(row["step_bytes"][t] / divisor)) for t in ("total", *TERMS)]
+        if limit is not None:
+            cells += [
+                Text("yes", "green") if row["fits"] else Text("no", "red"),
+                Text(f"{row['largest_batch']:,}"),
+            ]
+        shown.add_row(*cells)
+    return shown
+
+
+def unit_of(most: float) -> tuple[str, int]:
+    for unit, power in (("GiB", 30), ("MiB", 20)):
+        if most >= 2**power:
+            return unit, 2**power
+    return "KiB", 2**10
+
+
+def error_table(result: Result) -> Table:
+    """Estimate less measured, of each term, as a share of the measured peak."""
+    shown = _table("estimate less measured, as a share of the measured peak")
+    shown.add_column("strategy", overflow="fold", min_width=12)
+    shown.add_column("measured", justify="right", no_wrap=True)
+    for term in ("total", *TERMS):
+        shown.add_column(_HEADERS.get(term, term), justify="right", no_wrap=True)
+    for row in result["rows"]:
+        if row["error"] is None:
+            continue
+        errors = [row["error"][term] for term in ("total", *TERMS)]
+        far = abs(errors[0]) > 0.05
+        shown.add_row(
+            Text(row["label"]),
+            fmt.size(row["measured_step_bytes"]["total"]),
+            *(Text(share(e), "red" if far and i == 0 else "") for i, e in enumerate(errors)),
+        )
+    return shown
+
+
+def share(value: float) -> str:
+    return "0" if abs(value) < 0.0005 else f"{100 * value:+.1f}%"
+
+
+def sentences(result: Result) -> Iterator[str]:
+    rows = result["rows"]
+    for row in rows:
+        if row["reason"]:
+            yield f"{row['label']}: {row['status']}: {row['reason']}"
+        if row["unmeasured"]:
+            yield f"{row['label']} was not measured: {row['unmeasured']}"
+    builds = [
+        row for row in rows
+        if row["step_bytes"] and row["building_bytes"] > row["step_bytes"]["total"]
+    ]  # fmt: skip
+    if builds:
+        most = max(row["building_bytes"] for row in builds)
+        yield (
+            f"more than in a step is held while the model is built, before it is sharded, by "
+            f"{fmt.names([row['label'] for row in builds])}: {fmt.size(most)}"
+        )
+    yield f"not counted: {result['not_counted']}"
+    if result["device"] == "cuda" and result["kernels"] == "cpu":
+        yield "no GPU here: the CPU's operators stood in for the GPU's"

@@ -1,0 +1,158 @@
+"""Throughput in the terminal: a row for each batch size, and the extrapolation in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardlab import record
+from shardlab.report import format as fmt
+
+Result = Mapping[str, Any]  # the content of throughput.json
+Row = Mapping[str, Any]
+COLUMNS = (
+    "batch", "global_batch", "status", "step_ms", "p10", "p90", "steps_per_s", "samples_per_s",
+    "tokens_per_s", "flops_per_s", "mfu", "peak_bytes", "reason",
+)  # fmt: skip
+
+
+def write(folder: Path, result: Result) -> dict[str, Path]:
+    """``throughput.json``, and its rows as ``throughput.csv``."""
+    files = {"json": folder / "throughput.json", "csv": folder / "throughput.csv"}
+    record.write_json(files["json"], result)
+    record.write_text(files["csv"], csv_text(result))
+    return files
+
+
+def csv_text(result: Result) -> str:
+    import csv
+    import io
+
+    out = io.StringIO()
+    writer = csv.DictWriter(out, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row in result["rows"]:
+        times = row["step_ms"] or {}
+        told = {"step_ms": times.get("median"), "p10": times.get("p10"), "p90": times.get("p90")}
+        writer.writerow({**row, **told})
+    return out.getvalue()
+
+
+def show(result: Result, files: Mapping[str, Path]) -> None:
+    out = Console(highlight=False)
+    out.print(table(result))
+    out.print()
+    for line in sentences(result):
+        out.print(line, markup=False)
+    for path in files.values():
+        out.print(f"  {path}", soft_wrap=True, markup=False)
+
+
+def table(result: Result) -> Table:
+    """One row per size, in the order of size; why one has no numbers is said below."""
+    ranks = fmt.count(result["world"], "rank")
+    shown = Table(
+        title=Text(
+            f"{result['workload']} · {fmt.compact(result['parameters'])} parameters · "
+            f"{result['strategy']} · {ranks} · {result['precision']}"
+        ),
+        title_style="bold",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+    rate = rate_key(result)
+    for header in ("batch\nper rank", "step\nms p10–p90", "steps/s", rate.replace("_per_", "/"),
+                   "MFU", "peak\nmemory"):  # fmt: skip
+        shown.add_column(header, justify="right", no_wrap=header != "step\nms p10–p90")
+    best = max((r[rate] for r in result["rows"] if r[rate] is not None), default=None)
+    for row in sorted(result["rows"], key=lambda row: row["batch"]):
+        shown.add_row(*_row(row, rate), style="bold" if best and row[rate] == best else "")
+    return shown
+
+
+def _row(row: Row, rate: str) -> list[Text]:
+    batch = Text(f"{row['batch']:,}")
+    if row["step_ms"] is None:
+        words = {"oom": "out of memory", "failed": "failed"}
+        return [batch, Text(words[row["status"]], "red" if row["status"] == "failed" else "yellow")]
+    median = fmt.number(row["step_ms"]["median"])
+    return [
+        batch,
+        Text.assemble(median, " ", (fmt.spread(row["step_ms"]), "dim not bold")),
+        Text(fmt.number(row["steps_per_s"])),
+        Text(fmt.compact(row[rate])),
+        Text(fmt.NOTHING if row["mfu"] is None else f"{row['mfu']:.1%}"),
+        Text(fmt.size(row["peak_bytes"])),
+    ]
+
+
+def rate_key(result: Result) -> str:
+    """Tokens where the workload has them, else samples."""
+    has_tokens = any(row["tokens_per_s"] is not None for row in result["rows"])
+    return "tokens_per_s" if has_tokens else "samples_per_s"
+
+
+def sentences(result: Result) -> Iterator[str]:
+    peak, limit = result["peak"], result["limit"]
+    how = "" if peak["threads"] is None else f", {fmt.count(peak['threads'], 'thread')}"
+    yield (
+        f"MFU is of {flops(peak['flops_per_s'])}, the best that a rank's device reached here on "
+        f"{peak['size']} x {peak['size']} matrices in {peak['dtype']}{how}"
+    )
+    if result["flops_per_sample"] is None:
+        yield "no MFU: how many FLOPs a sample takes is not known for this workload"
+    if limit["bytes"] is not None:
+        yield f"memory limit of a rank: {fmt.size(limit['bytes'])} ({limit['source']})"
+    if result["sweep"]:
+        yield from _sweep(result)
+    for row in result["rows"]:
+        if row["status"] == "failed":
+            yield f"batch {row['batch']:,} failed: {row['reason']}"
+    if result["extrapolation"] is not None:
+        yield from _extrapolation(result["extrapolation"])
+
+
+def _sweep(result: Result) -> Iterator[str]:
+    largest = result["largest_batch"]
+    if largest is None:
+        yield "not even the first batch fits"
+    elif result["largest_is_exact"]:
+        yield f"the largest batch that fits: {largest:,} per rank"
+    else:
+        why = {"time": "the time was up (--time-limit)", "most": "--max-batch was reached"}
+        reason = why.get(result["stopped"], "a larger one failed for another reason")
+        yield f"batch {largest:,} per rank fits; whether more does is open: {reason}"
+
+
+def _extrapolation(told: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"a model of {scale(told['params'])} parameters on {scale(told['tokens'])} tokens: "
+        f"{fmt.number(told['days'])} days ({fmt.number(told['years'])} years) on one such device "
+        f"at {flops(told['flops_per_s'])} (MFU {told['mfu']:.1%}); for {told['target_days']:g} "
+        f"days {told['devices']:,} of them"
+    )
+    yield f"  assumed: {told['assumption']}"
+
+
+def flops(rate: float) -> str:
+    for unit, size in (("PFLOP/s", 1e15), ("TFLOP/s", 1e12), ("GFLOP/s", 1e9)):
+        if rate >= size:
+            return f"{fmt.number(rate / size)} {unit}"
+    return f"{fmt.number(rate / 1e6)} MFLOP/s"
+
+
+def scale(value: float) -> str:
+    """1T, 10T, 124M."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if value >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"
