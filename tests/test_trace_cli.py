@@ -286,7 +286,7 @@ def test_a_folder_that_cannot_be_written_to(folder: Path) -> None:
 def test_a_missing_reader_is_said(tmp_path: Path) -> None:
     code = "import sys; sys.modules['msgspec'] = None; from shardlab.trace import load"
     done = commands.run(sys.executable, "-c", code, cwd=tmp_path)
-    assert "UsageError: reading traces needs msgspec: pip install 'shardlab[trace]'" in done.stderr
+    assert "UsageError: reading traces needs msgspec: pip install msgspec" in done.stderr
 
 
 def test_reading_traces_does_not_import_torch(folder: Path) -> None:

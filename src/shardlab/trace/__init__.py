@@ -35,8 +35,6 @@ def __getattr__(name: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name != "msgspec":
                 raise
-            raise UsageError(
-                "reading traces needs msgspec: pip install 'shardlab[trace]'"
-            ) from None
+            raise UsageError("reading traces needs msgspec: pip install msgspec") from None
         return getattr(traceset, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
