@@ -311,6 +311,17 @@ def test_each_precision_has_its_own_baseline() -> None:
     assert [row["speed_to_baseline"] for row in rows] == [1, 2, 1, 4]
 
 
+def test_mfu_is_a_share_of_the_measured_rate_of_a_device() -> None:
+    found = cells(configs.Config(), "single,simple_ddp")
+    for cell in found:
+        cell.times_ms, cell.skews_ms, cell.losses, cell.samples = [[100.0]], [0.0], [5.0], 8
+    env = ENV | {"flops_per_sample": 1e9, "matmul": {"fp32": {"flops_per_s": 160e9}}}
+    rows = comparison.summarize(found, Plan(), "shardlab compare", env)["cells"]
+    assert [row["mfu"] for row in rows] == [0.5, 0.25]  # 80 GFLOP/s, by one device, by two
+    rows = comparison.summarize(found, Plan(), "shardlab compare", ENV)["cells"]
+    assert rows[0]["mfu"] is None
+
+
 @pytest.mark.parametrize(("normalizes", "difference"), [(False, 1.0), (True, None)])
 def test_loss_with_batchnorm_is_compared_only_on_the_same_micro_batches(
     normalizes: bool, difference: float | None

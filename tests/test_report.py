@@ -41,6 +41,7 @@ def cell(
         "step_ms": {"median": ms, "p10": 0.97 * ms, "p90": 1.04 * ms, "n": 4},
         "step_ms_repeats": [[ms, 0.97 * ms], [1.04 * ms, ms]],
         "precision": "fp32",
+        "mfu": None,
         "speed_to_baseline": 200 / ms,
         "speed_interval": [0.98 * 200 / ms, 1.02 * 200 / ms],
         "skew_ms": 0.5,
@@ -200,7 +201,7 @@ def test_table_has_a_row_for_each_strategy(result: dict[str, Any], width: int) -
     text = drawn(result, width)
     assert max(len(line) for line in text.splitlines()) <= width
     row = next(line for line in text.splitlines() if line.startswith("simple_ddp"))
-    assert words(row) == "simple_ddp 2 125 121–130 1.60× 8,192 70.0 MiB 5.0000 0"
+    assert words(row) == "simple_ddp 2 125 121–130 1.60× 8,192 70.0 MiB 0"
     assert "tokens/s" in text
 
 
@@ -299,6 +300,13 @@ def test_of_those_that_are_equally_fast_the_leaner_is_chosen() -> None:
     assert found["otherwise"][0] == (
         "fat is within the noise; more repeats would tell (--repeats 10)."
     )
+
+
+def test_what_is_much_slower_is_not_taken_as_equal_however_noisy_it_was() -> None:
+    wild = {"step_ms_repeats": [[50.0, 300.0], [60.0, 250.0]]}
+    found = answer(cell("a", 100, mib=90, **wild), cell("b", 140, mib=60, **wild))
+    assert found["why"] == "a: it is the fastest."
+    assert found["otherwise"][0].startswith("b is within the noise")
 
 
 def test_of_those_that_are_equal_the_simpler_is_chosen() -> None:

@@ -258,7 +258,7 @@ def compare(
     port: Annotated[int | None, PORT] = None,
     repeats: Annotated[int, typer.Option(help="Interleaved visits to each strategy.")] = 3,
     warmup: Annotated[int, typer.Option(help="Steps before the clock counts, per visit.")] = 2,
-    steps: Annotated[int, typer.Option(help="Timed steps per visit.")] = 8,
+    steps: Annotated[int, typer.Option(help="Timed steps per visit.")] = 6,
     prove: Annotated[
         bool, typer.Option(help="Prove each strategy on a small float64 model, after the timing.")
     ] = True,

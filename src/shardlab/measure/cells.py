@@ -24,7 +24,7 @@ class Plan:
 
     repeats: int = 3
     warmup: int = 2
-    steps: int = 8  # timed, per repeat
+    steps: int = 6  # timed, per repeat
     prove: bool = True
     profile: ProfileConfig | None = None  # traces, after all is timed; none: none
 
@@ -117,7 +117,6 @@ class Cell:
     traces: dict[str, Any] | None = None  # files and bytes, or why there are none
     profile: dict[str, Any] | None = None  # where a profiled step went, in ms
     sent: dict[str, Any] | None = None  # by each rank in a step
-    flops: float | None = None  # of a step, all ranks together, where a peak is measured
     status: str = "ok"
     reason: str | None = None
 

@@ -59,6 +59,8 @@ def compare(
             if not cell.times_ms and cell.status == "ok":
                 _run_on_ranks(ranks, "check_cell", cell)
         env = _run_on_ranks(ranks, "describe", cells[0], command)
+        if env["device"] == "cuda":
+            env |= _calibrate(ranks, cells, command)
         store = None if folder is None else Store(folder())
         if store is not None:
             store.begin(cells, plan, command)
@@ -72,6 +74,16 @@ def compare(
                     store.keep(cells.index(job.cell), job.cell)
     on_progress("done", total, total)
     return summarize(cells, plan, command, env)
+
+
+def _calibrate(ranks: RankSet, cells: Sequence[Cell], command: str) -> dict[str, Any]:
+    """What MFU needs: the FLOPs of a sample, and how fast the device really multiplies matrices."""
+    peaks, flops = {}, None
+    for precision in dict.fromkeys(cell.config.precision.compute for cell in cells):
+        cell = next(c for c in cells if c.config.precision.compute == precision)
+        found = ranks.run("shardlab.measure.throughput:describe", cell.config.to_dict(), command)[0]
+        peaks[precision], flops = found["peak"], found["flops_per_sample"]
+    return {"matmul": peaks, "flops_per_sample": flops}
 
 
 @dataclass(frozen=True)
@@ -281,6 +293,9 @@ def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
     row["step_ms"] = stats.spread(times)
     row["skew_ms"] = statistics.median(cell.skews_ms)
     row |= stats.throughput(times, cell.samples, cell.tokens_per_sample)
+    if env.get("matmul") and env.get("flops_per_sample"):
+        rate = env["flops_per_sample"] * row["samples_per_s"] / cell.world
+        row["mfu"] = rate / env["matmul"][config.precision.compute]["flops_per_s"]
     row["peak_bytes"] = cell.peak_bytes or {"total": None}
     row["loss"] = cell.losses[-1]
     if baseline.status == "ok" and baseline.times_ms:

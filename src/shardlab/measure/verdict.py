@@ -2,7 +2,8 @@
 
 Pure: from the rows of ``compare.json``. A strategy that was found wrong (its proof failed, or its
 loss is not that of ``single``) is never chosen. Strategies whose difference is within the noise are
-taken as equally fast, and then the one that needs less memory is better; then the simpler one.
+taken as equally fast if they are close, and then the one that needs less memory is better; then
+the simpler one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from shardlab.strategies import STRATEGIES
 Row = Mapping[str, Any]
 
 NOTABLE = 0.05  # of memory, of a step: less is not worth a sentence
+CLOSE = 0.10  # of a step: what is slower by more is not taken as equal, however noisy it was
 
 
 def answer(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,10 +30,12 @@ def answer(result: Mapping[str, Any]) -> dict[str, Any]:
         why = f"none is right: {fmt.names(excluded)}" if excluded else "nothing was measured"
         return {"choice": None, "why": f"{why[0].upper()}{why[1:]}.", "otherwise": []}
     fastest = min(right, key=lambda cell: cell["step_ms"]["median"])
-    equal = [cell for cell in right if cell is fastest or _tied(cell, fastest)]
+    unsure = [cell for cell in right if cell is fastest or _tied(cell, fastest)]
+    limit = (1 + CLOSE) * fastest["step_ms"]["median"]
+    equal = [cell for cell in unsure if cell["step_ms"]["median"] <= limit]
     choice = min(equal, key=_price)
     why = _why(choice, fastest, equal, right)
-    otherwise = [*_otherwise(choice, equal, right, result)]
+    otherwise = [*_otherwise(choice, unsure, right, result)]
     if excluded:
         otherwise.append(f"Left out, as they are wrong: {fmt.names(excluded)}.")
     return {"choice": choice["label"], "why": why, "otherwise": otherwise}
@@ -77,12 +81,12 @@ def _why(choice: Row, fastest: Row, equal: Sequence[Row], right: Sequence[Row]) 
 
 
 def _otherwise(
-    choice: Row, equal: Sequence[Row], right: Sequence[Row], result: Mapping[str, Any]
+    choice: Row, unsure: Sequence[Row], right: Sequence[Row], result: Mapping[str, Any]
 ) -> Iterator[str]:
     """What would change the answer, each in a sentence."""
-    if len(equal) > 1:
-        others = fmt.names([cell["label"] for cell in equal if cell is not choice])
-        verb = "is" if len(equal) == 2 else "are"
+    if len(unsure) > 1:
+        others = fmt.names([cell["label"] for cell in unsure if cell is not choice])
+        verb = "is" if len(unsure) == 2 else "are"
         yield f"{others} {verb} within the noise; more repeats would tell (--repeats 10)."
     yield from _if_memory_is_short(choice, right)
     yield from _if_the_link_is_slower(choice, right)
@@ -115,8 +119,12 @@ def _if_memory_is_short(choice: Row, right: Sequence[Row]) -> Iterator[str]:
     least, lean = min(peaks, key=lambda item: (item[0], item[1]["step_ms"]["median"]))
     if lean is choice or least > (1 - NOTABLE) * own:
         return
-    slower = lean["step_ms"]["median"] / choice["step_ms"]["median"] - 1
-    cost = "at no cost in time" if slower <= 0 else f"for {100 * slower:.0f}% more time a step"
+    ratio = lean["step_ms"]["median"] / choice["step_ms"]["median"]
+    cost = f"for {100 * (ratio - 1):.0f}% more time a step"
+    if ratio >= 2:
+        cost = f"for {ratio:.1f} times the time of a step"
+    elif ratio <= 1:
+        cost = "at no cost in time"
     yield (
         f"If memory is short: {lean['label']} needs {fmt.size(least)}, "
         f"{100 * (1 - least / own):.0f}% less, {cost}."

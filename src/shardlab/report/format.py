@@ -63,6 +63,12 @@ def proof_mark(cell: Cell) -> str:
     return NOTHING if passed is None else "✓" if passed else "✗"
 
 
+def mfu(cell: Cell) -> str:
+    """Of the device's own measured rate, in percent."""
+    value = cell.get("mfu")
+    return percent(None if value is None else 100 * value)
+
+
 def percent(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.0f}%"
 

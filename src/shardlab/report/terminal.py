@@ -28,7 +28,7 @@ def compare_table(result: Result) -> Table:
     table.add_column("world", justify="right", no_wrap=True)
     table.add_column("step\nms p10–p90", justify="right")  # wraps if the numbers are very long
     rate = fmt.rate_name(result)
-    for header in ("speed", rate, "peak\nmemory", "final\nloss", "against\nsingle"):
+    for header in ("speed", rate, "peak\nmemory", "loss to\nsingle"):
         table.add_column(header, justify="right", no_wrap=True)
     if _was_proved(result):
         table.add_column("ok", no_wrap=True)
@@ -62,8 +62,9 @@ def explained_table(result: Result) -> Table | None:
         "where a profiled step goes, ms · what a rank sends · how sure the speed is (95%)"
     )
     table.add_column("strategy", overflow="fold", min_width=12)
-    for header in ("com-\npute", "exposed\ncomm", "waits", "idle", "over-\nlap", "sent", "skew\nms",
-                   "speed\n95%"):  # fmt: skip
+    has_mfu = any(cell.get("mfu") for cell in cells)
+    heads = ("com-\npute", "exposed\ncomm", "waits", "idle", "over-\nlap", "sent", "skew\nms")
+    for header in (*heads, "speed\n95%", *(["MFU"] if has_mfu else [])):
         table.add_column(header, justify="right", no_wrap=True)
     for cell in cells:
         profile, sent = cell["profile"], cell.get("sent") or {}
@@ -76,6 +77,7 @@ def explained_table(result: Result) -> Table | None:
             fmt.size(sent.get("bytes")),
             fmt.number(cell["skew_ms"]),
             fmt.interval(cell["speed_interval"]) or fmt.NOTHING,
+            *([fmt.mfu(cell)] if has_mfu else []),
         )
     return table
 
@@ -130,7 +132,6 @@ def _row(cell: Cell, result: Result) -> list[Text]:
         Text(fmt.speed(cell["speed_to_baseline"]), "green" if cell is fmt.fastest(result) else ""),
         Text(fmt.compact(cell[fmt.rate_key(result)])),
         Text(fmt.size(fmt.peak(cell))),
-        Text(fmt.loss(cell["loss"])),
         Text(
             ("≠ " if differs else "") + fmt.difference(cell["loss_difference"]),
             "red" if differs else "",
