@@ -73,7 +73,7 @@ def test_within_5_percent_of_the_measured_peak(
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize(
     ("strategy", "world"),
-    [("zero3", 4), ("pytorch_zero3", 4), ("pytorch_zero1", 4), ("bucket_ddp_async", 2)],
+    [("zero3", 2), ("pytorch_ddp", 2), ("pytorch_zero3", 4)],
 )
 def test_with_convolutions_and_buffers(
     strategy: str, world: int, simulator: Simulator, ranks: GetRanks
@@ -229,7 +229,7 @@ def test_what_is_no_size(text: str) -> None:
 def test_the_command(tmp_path: Path) -> None:
     command = (
         "memory --strategies simple_ddp,zero3 --size tiny --data synthetic --world 64 "
-        "--fits 20MB --out out --json"
+        "--fits 4MB --out out --json"
     )
     done = commands.shardlab(*command.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -307,8 +307,9 @@ def weigh(world: World, values: dict[str, Any]) -> dict[str, Any] | None:
     if member is None:
         return None
     causes = memory.Causes()
+    workload = train.build_workload(config)
     built, allocations = memory.trace(
-        member.device, lambda: memory.run_steps(config, member, causes, train.batches)
+        member.device, lambda: memory.run_steps(workload, config, member, causes, train.batches)
     )
     own = asdict(memory.weights(allocations, causes, built))
     ranks = member.gather(own)
@@ -335,7 +336,8 @@ def write_snapshot(world: World, values: dict[str, Any], folder: str) -> str | N
     name = f"memory.{capture.folder_name(config.strategy.label)}.rank{world.rank}.pickle"
     torch.cuda.memory._record_memory_history(max_entries=10**6)
     try:
-        memory.run_steps(config, member, memory.Causes(), train.batches)
+        workload = train.build_workload(config)
+        memory.run_steps(workload, config, member, memory.Causes(), train.batches)
         torch.cuda.memory._dump_snapshot(str(Path(folder) / name))
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)

@@ -247,21 +247,26 @@ class Weights:
     step: dict[str, int]
 
 
-def run_steps(config: Config, world: World, causes: Causes, batches: Batches) -> int:
+def run_steps(
+    workload: Workload, config: Config, world: World, causes: Causes, batches: Batches
+) -> int:
     """Build the config's strategy, run its steps, look at what is held. When it was built (ns)."""
     from shardlab import train
 
-    workload = train.build_workload(config)
-    strategy = train.build_strategy(config, workload, world)
-    built = time.time_ns()
-    for microbatches in batches(workload, config, world):
-        with causes.step():
-            strategy.gradients(microbatches)
-        causes.look(with_gradients=True)
-        strategy.step()
-        causes.look(with_gradients=False)
-    # A collective that ends after the profiler has crashes the process (torch 2.13).
-    getattr(strategy, "settle", lambda: None)()
+    gc.freeze()  # a look passes over what is here already: half a million objects of PyTorch's
+    try:
+        strategy = train.build_strategy(config, workload, world)
+        built = time.time_ns()
+        for microbatches in batches(workload, config, world):
+            with causes.step():
+                strategy.gradients(microbatches)
+            causes.look(with_gradients=True)
+            strategy.step()
+            causes.look(with_gradients=False)
+        # A collective that ends after the profiler has crashes the process (torch 2.13).
+        getattr(strategy, "settle", lambda: None)()
+    finally:
+        gc.unfreeze()
     return built
 
 

@@ -344,6 +344,7 @@ def simulate(config: Config, device: str) -> Simulation:
     tracker = Tracker(where.type, CUDA_BLOCK if device == "cuda" else 1)
     causes = Causes(address=storage_number)
     train.resolve_strategy(config)  # imported with PyTorch as it is
+    workload = train.build_workload(config)  # with real samples: a user's is tried out on some
     comm.LEDGER.reset(full_steps=0)
     make_optimizer = train.make_optimizer
 
@@ -373,7 +374,7 @@ def simulate(config: Config, device: str) -> Simulation:
         stack.enter_context(mock.patch.object(train, "make_optimizer", optimizer_there))
         stack.enter_context(fake)
         stack.enter_context(tracker.tracking())
-        built = memory.run_steps(config, world, causes, batches)
+        built = memory.run_steps(workload, config, world, causes, batches)
         weights = memory.weights(tracker.allocations(), causes, built)
         return Simulation(device, where.type, weights)
 

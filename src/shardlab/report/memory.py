@@ -52,24 +52,25 @@ def table(result: Result) -> Table:
     config = result["config"]
     size = config["model"]["size"]
     name = config["model"]["workload"] + (f" {size}" if size else "")
+    ranks = fmt.count(max(row["world"] for row in rows), "rank")
     shown = _table(
-        f"{name} · batch {rows[0]['batch']:,} per rank · {config['precision']['compute']} · "
-        f"{config['training']['optimizer']} · a rank's peak in a step, {unit}"
+        f"{name} · {ranks} · batch {rows[0]['batch']:,} per rank · "
+        f"{config['precision']['compute']} · {config['training']['optimizer']}\n"
+        f"what a rank holds at the peak of a step, {unit}"
     )
     shown.add_column("strategy", overflow="fold", min_width=12)
-    shown.add_column("world", justify="right", no_wrap=True)
     for term in ("total", *TERMS):
         shown.add_column(_HEADERS.get(term, term), justify="right", no_wrap=True)
     limit = result["limit_bytes"]
     if limit is not None:
         shown.add_column("fits", justify="right", no_wrap=True)
-        shown.add_column("largest\nbatch", justify="right", no_wrap=True)
+        shown.add_column("batch\nup to", justify="right", no_wrap=True)
     for row in rows:
-        cells = [Text(row["label"]), Text(str(row["world"]))]
+        cells = [Text(row["label"])]
         if row["step_bytes"] is None:
             shown.add_row(*cells, Text(row["status"], "yellow"))
             continue
-        cells += [Text(fmt.number(row["step_bytes"][t] / divisor)) for t in ("total", *TERMS)]
+        cells += [Text(amount(row["step_bytes"][t] / divisor)) for t in ("total", *TERMS)]
         if limit is not None:
             cells += [
                 Text("yes", "green") if row["fits"] else Text("no", "red"),
@@ -77,6 +78,12 @@ def table(result: Result) -> Table:
             ]
         shown.add_row(*cells)
     return shown
+
+
+def amount(value: float) -> str:
+    """Beside the others in its unit: what is nothing there is shown as nothing."""
+    decimals = 0 if value >= 1000 else 1 if value >= 100 else 2
+    return "0" if value < 0.005 else f"{value:,.{decimals}f}"
 
 
 def unit_of(most: float) -> tuple[str, int]:
