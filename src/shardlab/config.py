@@ -265,6 +265,7 @@ class LaunchConfig:
 class OutputConfig:
     dir: str | None = None  # this run's folder; none: runs/<time>-<workload>-<strategy>-w<world>
     root: str = "runs"
+    tensorboard: bool = False  # train also writes its numbers to <dir>/tensorboard
 
     def __post_init__(self) -> None:
         if self.dir is not None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardlab.comm import Ledger
+    from shardlab.tensorboard import Board
     from shardlab.trace.capture import Capture
     from shardlab.workloads.base import Batch
     from shardlab.world import World
@@ -39,6 +40,7 @@ README = """\
 | `rank<r>.jsonl` | a line per optimizer step of rank r: loss, times, samples, bytes, memory |
 | `ledger.rank<r>.jsonl` | a line per collective that our code called: what, where, when |
 | `traces/rank<r>/` | only with `--profile`: PyTorch profiler traces; `shardlab trace analyze .` |
+| `tensorboard/` | only with `output.tensorboard`: for `tensorboard --logdir .` |
 | `audit.json` | only after `--audit-data`: how often each sample was fed, epoch by epoch |
 | `evaluation.jsonl` | only if the run evaluated: a line per evaluation on the held-out samples |
 | `crash.txt` | only after a crash: the first failing rank and its traceback |
@@ -143,8 +145,10 @@ class Recorder:
         ledger: Ledger,
         total_steps: int,
         capture: Capture | None = None,
+        board: Board | None = None,
     ) -> None:
         self.world = world
+        self.board = board
         self.capture = capture
         self.ledger = ledger
         self.total_steps = total_steps
@@ -170,6 +174,8 @@ class Recorder:
             self._write(all_of_them=True)
         finally:
             self._files.close()
+            if self.board is not None:
+                self.board.close()
 
     def _open(self, folder: Path | None, name: str) -> TextIO | None:
         if folder is None:
@@ -231,6 +237,8 @@ class Recorder:
         """An evaluation after so many steps. What it took is in no step's time."""
         row = {"steps": finished, **result}
         self.evaluations.append(row)
+        if self.board is not None:
+            self.board.evaluation(row)
         if self.world.rank == 0:
             if self._folder is not None:
                 with (self._folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
@@ -250,6 +258,8 @@ class Recorder:
             oldest.row["loss"] = float(oldest.loss)
             self._under_way.popleft()
             self.rows.append(oldest.row)
+            if self.board is not None:
+                self.board.step(oldest.row)
             if self._file:
                 self._file.write(json_text(oldest.row) + "\n")
                 self._file.flush()

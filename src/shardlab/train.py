@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import comm, environment, evaluate, naming
+from shardlab import comm, environment, evaluate, naming, tensorboard
 from shardlab import config as configs
 from shardlab import world as worlds
 from shardlab.config import LOSS_SCALE, Config, TrainingConfig
@@ -242,14 +242,18 @@ def train_rank(world: World, values: dict[str, Any], command: str) -> dict[str, 
     capture.check(config.profile, world.device)
     if config.training.evaluate_every is not None:
         evaluate.held_out_of(workload)
+    if config.output.tensorboard:
+        tensorboard.check()
     strategy = build_strategy(config, workload, world)
     folder = make_folder(config, workload, world, command)
     world.tell({"folder": str(folder)})
     traces = make_capture(config, world, strategy, folder)
     audit = Audit() if config.data.audit else None
+    writes = config.output.tensorboard and world.rank == 0
+    board = tensorboard.Board(folder) if writes else None
     steps = batches(workload, config, world, audit)
     with (
-        Recorder(folder, world, comm.LEDGER, config.training.steps, traces) as recorder,
+        Recorder(folder, world, comm.LEDGER, config.training.steps, traces, board) as recorder,
         closing(steps),  # also after a crash: no thread is left behind
     ):
         course = with_evaluation(steps, config, workload, world, strategy, recorder)
