@@ -405,10 +405,15 @@ def _scaling(result: Result) -> ScalingChart | None:
     """Throughput by number of ranks, for what ran in several; ideal: from its smallest world."""
     key = fmt.rate_key(result)
     groups: dict[str, dict[int, float]] = {}
-    for cell in fmt.measured(result):
+    cells = [cell for cell in fmt.measured(result) if cell["strategy"] != "single"]
+    several = {
+        name: len({cell[name] for cell in cells}) > 1 for name in ("precision", "accumulate")
+    }
+    for cell in cells:
         parts = [f"{k}={v}" for k, v in cell["options"].items()]
-        parts += [p for p in (cell.get("precision"), f"{cell['accumulate']} micro-batches") if p]
-        name = f"{cell['strategy']} ({', '.join(parts)})"
+        parts += [cell["precision"]] if several["precision"] else []
+        parts += [f"accumulate={cell['accumulate']}"] if several["accumulate"] else []
+        name = f"{cell['strategy']} ({', '.join(parts)})" if parts else cell["strategy"]
         groups.setdefault(name, {})[cell["world"]] = cell[key]
     groups = {name: rates for name, rates in groups.items() if len(rates) > 1}
     if not groups:
