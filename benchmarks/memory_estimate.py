@@ -2,14 +2,20 @@
 
     python benchmarks/memory_estimate.py [--worlds 1,2,4] [--out FILE]
 
-Every strategy, at each number of ranks, on GPT-2 mini and on a narrow ResNet-18: the peak of a
-step as estimated, without running it, beside the peak that was measured on real ranks.
+Every strategy, at each number of ranks, on GPT-2 mini and midi and on a narrow ResNet-18: the peak
+of a step as estimated, without running it, beside the peak that was measured on real ranks.
+
+    python benchmarks/memory_estimate.py --records benchmarks/records/h200-ladder-w*.json
+
+does the same for a GPU that is not here: beside what a comparison has measured on one (GPT-2 small,
+float32, 256 tokens), with the operators of this machine's CPU standing in for the GPU's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +49,13 @@ def main() -> None:
     parser.add_argument("--worlds", default="1,2,4")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--records", type=Path, nargs="+", help="compare.json of a GPU")
     args = parser.parse_args()
-    found: list[dict[str, Any]] = []
+    if args.records:
+        found = [row for path in args.records for row in of_record(path)]
+        conclude(found, {"records": [path.name for path in args.records]}, args.out)
+        return
+    found = []
     env: dict[str, Any] = {}
     for world in map(int, args.worlds.split(",")):
         with Ranks(configs.LaunchConfig(device="cpu"), world) as ranks:
@@ -63,13 +74,43 @@ def main() -> None:
                 for row in result["rows"]:
                     found.append({"workload": workload, **row})
                     tell(found[-1])
+    conclude(found, {"env": env}, args.out)
+
+
+def of_record(path: Path) -> Iterator[dict[str, Any]]:
+    """Each cell of a comparison on a GPU, estimated here."""
+    result = json.loads(path.read_text())
+    model, data = result["config"]["model"], result["config"]["data"]
+    config = configs.load(
+        None,
+        {
+            "model.workload": model["workload"],
+            "model.size": model["size"],
+            "data.source": "synthetic",
+            "data.seq_len": data["seq_len"],
+            "precision.compute": result["config"]["precision"]["compute"],
+        },
+    )
+    for cell in result["cells"]:
+        config = config.with_overrides({"training.accumulate": cell["accumulate"]})
+        batch = result["global_batch"] // (cell["world"] * cell["accumulate"])
+        rows = estimate.rows_of(config, [cell["strategy"]], cell["world"], batch)
+        (row,) = estimate.estimate(rows, "cuda", None, COMMAND)["rows"]
+        row["measured_step_bytes"] = cell["peak_bytes"]
+        row["error"] = estimate.errors(row["step_bytes"], cell["peak_bytes"])
+        row |= {"workload": path.stem}
+        tell(row)
+        yield row
+
+
+def conclude(found: list[dict[str, Any]], about: dict[str, Any], out: Path | None) -> None:
     errors = sorted(abs(row["error"]["total"]) for row in found if row["error"])
     within = sum(error <= 0.05 for error in errors)
     print(f"{within} of {len(found)} within 5%; largest error {errors[-1]:.1%}")
-    if args.out:
-        record = {"env": env, "within_5_percent": within, "of": len(found),
+    if out:
+        record = {**about, "within_5_percent": within, "of": len(found),
                   "largest_error": errors[-1], "rows": found}  # fmt: skip
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def tell(row: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ def _result(rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         "flops_per_sample": 100.0,
         "peak": {"flops_per_s": 8000.0, "dtype": "float32", "size": 768, "threads": 1},
     }
-    limit = {"bytes": 2**20, "source": "given"}
+    limit = {"bytes": 2**20, "source": "given", "refused_beyond": None}
     stopped = more.pop("stopped", None)
     plan = Plan(batches=(1,), sweep=True)
     return throughput.summarize(config, plan, Goal(), env, limit, rows, stopped, "command")
@@ -125,7 +125,10 @@ def test_refusals() -> None:
 
 
 def test_the_limit_is_what_is_free_unless_given() -> None:
-    assert limit_of(5, "cpu", 2) == {"bytes": 5, "source": "given"}
+    assert limit_of(5, "cpu", 2)["bytes"] == 5
+    much = limit_of(1 << 60, "cpu", 2)  # more than there is: refused before
+    assert much["bytes"] == 1 << 60
+    assert much["refused_beyond"] < 1 << 50
     alone, shared = limit_of(None, "cpu", 1)["bytes"], limit_of(None, "cpu", 4)["bytes"]
     assert shared == pytest.approx(alone / 4, rel=0.5)  # others come and go meanwhile
     assert limit_of(None, "cuda", 1)["bytes"] is None

@@ -2,7 +2,7 @@
 
 A size that does not fit is a row, too. On a GPU the allocator refuses. On a CPU nothing would,
 until the kernel ends some process: there, a limit is set. What tensors hold is measured against
-it, and beyond that the rank's process is refused memory before the machine has none.
+it, and far beyond it the rank's process is refused memory, before the machine has none.
 
 The upper half runs in the parent and imports no torch; the functions that take a ``World`` run in
 the ranks.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 KEEP_FREE = 0.1  # of the machine's free memory, when nobody gives a limit
-SLACK = 64 << 20  # bytes beside tensors that a rank may take: threads, the profiler, Gloo
+SLACK = 256 << 20  # bytes beside tensors that a rank may take: kernels, the profiler, Gloo, gaps
 DAY_S = 86400.0
 YEAR_DAYS = 365.25
 # How a lack of memory is worded: by PyTorch's allocators, by C++, and by a rank that was killed.
@@ -157,14 +157,18 @@ def limit_of(given: int | None, device: str, ranks: int) -> dict[str, Any]:
     if device != "cpu":
         if given is not None:
             raise UsageError("--memory-limit is for a CPU; a GPU's memory is its own limit")
-        return {"bytes": None, "source": "the GPU"}
-    if given is not None:
-        return {"bytes": given, "source": "given"}
+        return {"bytes": None, "source": "the GPU", "refused_beyond": None}
     free = free_bytes()
-    if free is None:
+    share = None if free is None else int(free * (1 - KEEP_FREE) / ranks)
+    if given is not None:
+        # Tensors are not all that a process takes; and the limit may be more than there is.
+        room = 2 * given + SLACK
+        refused = room if share is None else min(room, share)
+        return {"bytes": given, "source": "given", "refused_beyond": refused}
+    if share is None:
         raise UsageError("how much memory is free here cannot be told; give --memory-limit")
-    share = int(free * (1 - KEEP_FREE) / ranks)
-    return {"bytes": share, "source": f"{1 - KEEP_FREE:.0%} of free memory, per rank"}
+    source = f"{1 - KEEP_FREE:.0%} of free memory, per rank"
+    return {"bytes": share, "source": source, "refused_beyond": share}
 
 
 def free_bytes() -> int | None:
@@ -217,7 +221,9 @@ def _attempt(
     if limit["bytes"] is not None:
         worlds.renew()
     try:
-        measured = worlds.run("time_batch", config, plan.warmup, limit["bytes"])
+        measured = worlds.run(
+            "time_batch", config, plan.warmup, limit["bytes"], limit["refused_beyond"]
+        )
     except RankFailure as failure:
         worlds.failure = failure
         status = "oom" if is_out_of_memory(str(failure)) else "failed"
@@ -399,7 +405,7 @@ def _seconds_of(work: Callable[[], Any], device: torch.device, times: int) -> fl
 
 
 def time_batch(
-    world: World, values: dict[str, Any], warmup: int, limit: int | None
+    world: World, values: dict[str, Any], warmup: int, limit: int | None, refused: int | None
 ) -> dict[str, Any]:
     """Warm-up, in which memory is weighed, then timed steps; or that it did not fit."""
     import gc
@@ -412,7 +418,7 @@ def time_batch(
     result: dict[str, Any] | None = None
     reason = ""
     try:
-        with refused_beyond(None if limit is None else limit + SLACK):
+        with refused_beyond(refused):
             result = _time(world, config, warmup, limit)
     except (RuntimeError, MemoryError) as error:  # PyTorch's own is a RuntimeError
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

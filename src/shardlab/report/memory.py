@@ -16,8 +16,12 @@ from shardlab.report import format as fmt
 Result = Mapping[str, Any]  # the content of memory.json
 Row = Mapping[str, Any]
 TERMS = ("parameters", "gradients", "optimizer", "activations", "buckets", "other")
-_HEADERS = {"parameters": "para-\nmeters", "gradients": "gradi-\nents", "optimizer": "optim-\nizer",
-            "activations": "acti-\nvations"}  # fmt: skip
+_HEADERS = {
+    "parameters": "params",
+    "gradients": "grads",
+    "optimizer": "optim.",
+    "activations": "activ.",
+}
 
 
 def show(result: Result, path: Path) -> None:
@@ -58,13 +62,13 @@ def table(result: Result) -> Table:
         f"{config['precision']['compute']} · {config['training']['optimizer']}\n"
         f"what a rank holds at the peak of a step, {unit}"
     )
-    shown.add_column("strategy", overflow="fold", min_width=12)
+    shown.add_column("strategy", overflow="fold", min_width=10)
     for term in ("total", *TERMS):
         shown.add_column(_HEADERS.get(term, term), justify="right", no_wrap=True)
     limit = result["limit_bytes"]
     if limit is not None:
         shown.add_column("fits", justify="right", no_wrap=True)
-        shown.add_column("batch\nup to", justify="right", no_wrap=True)
+        shown.add_column("up to", justify="right", no_wrap=True)
     for row in rows:
         cells = [Text(row["label"])]
         if row["step_bytes"] is None:
@@ -96,7 +100,7 @@ def unit_of(most: float) -> tuple[str, int]:
 def error_table(result: Result) -> Table:
     """Estimate less measured, of each term, as a share of the measured peak."""
     shown = _table("estimate less measured, as a share of the measured peak")
-    shown.add_column("strategy", overflow="fold", min_width=12)
+    shown.add_column("strategy", overflow="fold", min_width=10)
     shown.add_column("measured", justify="right", no_wrap=True)
     for term in ("total", *TERMS):
         shown.add_column(_HEADERS.get(term, term), justify="right", no_wrap=True)
@@ -133,6 +137,11 @@ def sentences(result: Result) -> Iterator[str]:
         yield (
             f"more than in a step is held while the model is built, before it is sharded, by "
             f"{fmt.names([row['label'] for row in builds])}: {fmt.size(most)}"
+        )
+    if result["limit_bytes"] is not None:
+        yield (
+            f"fits: into {fmt.size(result['limit_bytes'])} per rank at this batch; up to: the "
+            "largest batch per rank that does"
         )
     yield f"not counted: {result['not_counted']}"
     if result["device"] == "cuda" and result["kernels"] == "cpu":
