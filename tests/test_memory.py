@@ -27,6 +27,20 @@ def test_the_peak_is_a_moment() -> None:
     assert at_peak([]) == []
 
 
+def test_the_peak_of_a_part_of_the_time() -> None:
+    """While building there was more; what is left of it counts in the steps."""
+    model, whole, batch = (
+        Allocation(1, 10, 0, None),
+        Allocation(2, 90, 1, 5),
+        Allocation(3, 5, 7, 9),
+    )
+    everything = [model, whole, batch]
+    assert at_peak(everything) == at_peak(everything, until=6) == [model, whole]
+    assert at_peak(everything, since=6) == [model, batch]
+    assert at_peak(everything, since=4) == [model, whole]  # it was still there
+    assert at_peak(everything, until=1) == [model]
+
+
 def test_causes_follow_time_not_addresses_alone() -> None:
     causes = Causes(
         looks=[(10, "parameters", {1}), (20, "gradients", {1, 2}), (15, "buckets", {3})],
