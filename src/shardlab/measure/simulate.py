@@ -86,15 +86,18 @@ class Solo(dist.ProcessGroup):
 
     def _gather(self, output: Any, part: Any, *_: Any, **__: Any) -> Any:
         """Gloo receives into a flat buffer of the output's size, and copies."""
-        if self.kind == "gloo":
-            torch.empty_like(_first(output))
+        self._copy(output)
         return self._done([output, part])
 
     def _scatter(self, part: Any, whole: Any, *_: Any, **__: Any) -> Any:
         """Gloo all-reduces a copy of the whole, and copies a part of that."""
-        if self.kind == "gloo":
-            torch.empty_like(_first(whole))
+        self._copy(whole)
         return self._done([part, whole])
+
+    def _copy(self, tensors: Any) -> None:
+        """Made, all at one time, and let go of."""
+        if self.kind == "gloo":
+            [torch.empty_like(t) for t in tree_leaves(tensors) if isinstance(t, Tensor)]
 
     def _exchange(self, output: Any, given: Any, *_: Any, **__: Any) -> Any:
         return self._done([output, given])
@@ -122,11 +125,6 @@ class Solo(dist.ProcessGroup):
 
 def _make_solo(_store: Any, rank: int, size: int, _timeout: Any) -> Solo:
     return Solo(rank, size)
-
-
-def _first(tensors: Any) -> Tensor:
-    found: Tensor = next(t for t in tree_leaves(tensors) if isinstance(t, Tensor))
-    return found
 
 
 class _Reducer(dist.Reducer):

@@ -10,6 +10,7 @@ the ranks.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,14 +105,14 @@ def measure(
     config = config.with_overrides(
         {"training.steps": plan.warmup + plan.steps, "training.warmup_steps": 0}
     )
-    on_progress("the machine's peak", 0, 0 if plan.sweep else len(plan.batches))
+    on_progress("the machine's peak", 0, 1 if plan.sweep else len(plan.batches))
     with _Worlds(config, world) as worlds:
         env = worlds.run("describe", config, command)
         limit = limit_of(plan.memory_limit, env["device"], world)
         rows: list[dict[str, Any]] = []
 
         def attempt(batch: int) -> bool:
-            total = 0 if plan.sweep else len(plan.batches)
+            total = len(rows) + 1 if plan.sweep else len(plan.batches)  # of a sweep nobody knows
             on_progress(f"batch {batch:,}", len(rows), total)
             rows.append(_attempt(worlds, with_batch(config, batch), batch, plan, limit))
             if rows[-1]["status"] == "failed" and not any(r["status"] == "ok" for r in rows):
@@ -408,8 +409,6 @@ def time_batch(
     world: World, values: dict[str, Any], warmup: int, limit: int | None, refused: int | None
 ) -> dict[str, Any]:
     """Warm-up, in which memory is weighed, then timed steps; or that it did not fit."""
-    import gc
-
     import torch
 
     from shardlab import config as configs
@@ -477,6 +476,8 @@ def _time(world: World, config: Config, warmup: int, limit: int | None) -> dict[
 
     with closing(steps):
         if world.device.type == "cuda":
+            gc.collect()  # a model and its hooks are a ring: the last size's may still be here
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(world.device)
             strategy = begin()
         else:
