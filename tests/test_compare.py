@@ -55,6 +55,8 @@ def test_losses_agree_with_single(tmp_path: Path) -> None:
         assert len(cell["losses"]) == 3
         # fp32 parameters, gradients and Adam's two moments, at the least, and little of them.
         assert 16 * 120_576 < cell["peak_bytes"]["total"] < 160 * 120_576
+        estimate = cell["estimated_bytes"]["total"]
+        assert estimate == pytest.approx(cell["peak_bytes"]["total"], rel=0.05)
     with (tmp_path / "out" / "compare.csv").open() as file:
         assert [row["strategy"] for row in csv.DictReader(file)] == [c["strategy"] for c in cells]
     assert "<html" in (tmp_path / "out" / "report.html").read_text()

@@ -48,6 +48,7 @@ def cell(
         "samples_per_s": 8e3 / ms,
         "tokens_per_s": 8e3 * 128 / ms,
         "peak_bytes": {"total": int(mib * 2**20)},
+        "estimated_bytes": None,
         "proof": None,
         "profile": None,
         "sent": None,
@@ -534,6 +535,11 @@ def test_parts_of_a_bar_add_up() -> None:
             assert sum(s.width for s in row.segments) == pytest.approx(width)
             assert row.segments[0].x == 0
     assert compare._memory_chart(result_of(cell("single", 1))) is None
+    result["cells"][0]["estimated_bytes"] = {"total": 6.3 * 2**20}
+    result["cells"][1]["estimated_bytes"] = {"total": None, "reason": "no"}
+    chart = compare._memory_chart(result)
+    assert chart is not None
+    assert [row.note for row in chart.rows] == ["estimate +5.0%", ""]
 
 
 def test_scaling_has_what_ran_in_several_worlds() -> None:

@@ -113,6 +113,7 @@ class Cell:
     samples: int = 0
     tokens_per_sample: int | None = None
     peak_bytes: dict[str, int] | None = None
+    estimated_bytes: dict[str, Any] | None = None  # the same without running, or why not
     proof: dict[str, Any] | None = None  # the verdict, or why there is none
     traces: dict[str, Any] | None = None  # files and bytes, or why there are none
     profile: dict[str, Any] | None = None  # where a profiled step went, in ms

@@ -27,6 +27,7 @@ from shardlab.measure.cells import Plan as Plan
 from shardlab.measure.cells import axes_of as axes_of
 from shardlab.measure.cells import cells_of as cells_of
 from shardlab.measure.cells import parse_spec as parse_spec
+from shardlab.measure.estimate import Simulator
 from shardlab.measure.rankset import RankSet
 from shardlab.measure.resume import Store
 
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 SCHEMA = 1
 PROOF_DEADLINE_S = 180.0  # a strategy that hangs in its proof fails it, and the others go on
 PROOF_STEPS = 2
+# Nothing is prepared ahead while memory is weighed: whether a thread is done with it at the peak is
+# chance. Optimizer state exists from the second step on.
+WEIGHED = {"training.steps": 3, "training.warmup_steps": 0, "data.prefetch": 0}
 
 OnProgress = Callable[[str, int, int], None]
 
@@ -53,7 +57,7 @@ def compare(
     measured again: a comparison that was interrupted goes on where it stopped.
     """
     size = max(cell.world for cell in cells)
-    with RankSet(cells[0].config.launch, size) as ranks:
+    with RankSet(cells[0].config.launch, size) as ranks, Simulator() as simulator:
         # What is wrong with any cell is wrong input: said before anything is measured.
         for cell in cells:
             if not cell.times_ms and cell.status == "ok":
@@ -64,8 +68,10 @@ def compare(
         store = None if folder is None else Store(folder())
         if store is not None:
             store.begin(cells, plan, command)
-        jobs = [job for job in _jobs(cells, plan, folder) if not job.is_done(job.cell)]
-        total = len(list(_jobs(cells, plan, folder)))
+        estimate = functools.partial(_estimate, simulator, env["device"])
+        planned = list(_jobs(cells, plan, folder, estimate))
+        jobs = [job for job in planned if not job.is_done(job.cell)]
+        total = len(planned)
         for done, job in enumerate(jobs, start=total - len(jobs)):
             on_progress(f"{job.cell.label} · {job.what}", done, total)
             if job.cell.status == "ok":
@@ -96,14 +102,20 @@ class Job:
     is_done: Callable[[Cell], bool]
 
 
-def _jobs(cells: Sequence[Cell], plan: Plan, folder: Callable[[], Path] | None) -> Iterator[Job]:
+def _jobs(
+    cells: Sequence[Cell],
+    plan: Plan,
+    folder: Callable[[], Path] | None,
+    estimate: Callable[[Cell], None],
+) -> Iterator[Job]:
     """All there is to do, in order: nothing that slows a step comes before the last is timed."""
     time = functools.partial(_time, warmup=plan.warmup)
     for repeat, index in _schedule(len(cells), plan.repeats):
         what = f"repeat {repeat + 1} of {plan.repeats}"
         yield Job(cells[index], what, time, lambda cell, n=repeat: len(cell.times_ms) > n)  # type: ignore[misc]
+    weigh = functools.partial(_weigh, estimate=estimate)
     for cell in cells:
-        yield Job(cell, "memory", _weigh, lambda cell: cell.peak_bytes is not None)
+        yield Job(cell, "memory", weigh, lambda cell: cell.peak_bytes is not None)
     if plan.prove:
         prove = functools.partial(_prove, cells=cells)
         for cell in cells:
@@ -145,8 +157,21 @@ def _time(ranks: RankSet, cell: Cell, warmup: int) -> None:
     cell.samples, cell.tokens_per_sample = result["samples"], result["tokens_per_sample"]
 
 
-def _weigh(ranks: RankSet, cell: Cell) -> None:
+def _weigh(ranks: RankSet, cell: Cell, estimate: Callable[[Cell], None]) -> None:
     cell.peak_bytes = _try_on_ranks(ranks, "weigh_cell", cell)
+    if cell.peak_bytes is not None:
+        estimate(cell)
+
+
+def _estimate(simulator: Simulator, device: str, cell: Cell) -> None:
+    """What ``shardlab memory`` would have said, beside what was weighed. It may not know."""
+    config = cell.config.with_overrides(WEIGHED)
+    try:
+        weights = simulator.run(config, device)["weights"]
+        cell.estimated_bytes = max(weights.values(), key=lambda peak: peak["total"])
+    except (RankFailure, UsageError) as error:
+        simulator.__exit__()
+        cell.estimated_bytes = {"total": None, "reason": str(error)}
 
 
 def _prove(ranks: RankSet, cell: Cell, cells: Sequence[Cell]) -> None:
@@ -278,6 +303,7 @@ def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
         "tokens_per_s": None,
         "mfu": None,
         "peak_bytes": None,
+        "estimated_bytes": cell.estimated_bytes,
         "loss": None,
         "loss_difference": None,
         "loss_difference_max": None,
@@ -359,14 +385,11 @@ def time_cell(world: World, values: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def weigh_cell(world: World, values: dict[str, Any]) -> dict[str, int] | None:
-    """The peak over building and three steps: optimizer state exists from the second on."""
+    """The peak over building and three steps."""
     from shardlab import train
     from shardlab.measure import memory
 
-    config = _config(values).with_overrides(
-        # Nothing is prepared ahead: whether a thread is done with it at the peak is chance.
-        {"training.steps": 3, "training.warmup_steps": 0, "data.prefetch": 0}
-    )
+    config = _config(values).with_overrides(WEIGHED)
     member = world.first(config.launch.world or 1)
     if member is None:
         return None

@@ -32,7 +32,7 @@ CSV_COLUMNS = (
     "status", "reason", "step_ms_median", "step_ms_p10", "step_ms_p90", "step_ms_n",
     "speed_to_baseline", "skew_ms", "samples_per_s", "tokens_per_s", "peak_bytes_total", "loss",
     "loss_difference", "precision", "baseline", "speed_low", "speed_high", "mfu", "proof",
-    "exposed_comm_ms", "wait_ms", "overlap_pct", "sent_bytes", *(
+    "exposed_comm_ms", "wait_ms", "overlap_pct", "sent_bytes", "estimated_bytes_total", *(
         f"peak_bytes_{cause}" for cause in
         ("parameters", "optimizer", "gradients", "buckets", "activations", "other")
     ),
@@ -64,8 +64,8 @@ def csv_text(result: Result) -> str:
     writer.writeheader()
     for cell in result["cells"]:
         row = {**result, **cell, "options": json.dumps(cell["options"])}
-        for name in ("step_ms", "peak_bytes"):
-            row |= {f"{name}_{key}": value for key, value in (cell[name] or {}).items()}
+        for name in ("step_ms", "peak_bytes", "estimated_bytes"):
+            row |= {f"{name}_{key}": value for key, value in (cell.get(name) or {}).items()}
         row["speed_low"], row["speed_high"] = cell.get("speed_interval") or (None, None)
         row["proof"] = (cell.get("proof") or {}).get("pass")
         row["sent_bytes"] = (cell.get("sent") or {}).get("bytes")
@@ -304,6 +304,7 @@ class StackRow:
     hidden: tuple[float, float]  # x and width, at compute's end
     total: str
     text: str
+    note: str = ""  # below the total
 
 
 @dataclass(frozen=True)
@@ -380,7 +381,17 @@ def _memory_chart(result: Result) -> StackChart | None:
     most = max(cell["peak_bytes"]["total"] for cell in cells)
     unit = next((1024.0**p for p in (3, 2, 1) if most >= 1024**p), 1.0)
     amounts = [(cell, {cause: cell["peak_bytes"][cause] for cause in CAUSES}) for cell in cells]
-    return _stacked(amounts, CAUSES, fmt.size, unit)
+    chart = _stacked(amounts, CAUSES, fmt.size, unit)
+    return replace(chart, rows=[replace(row, note=_estimated(row.cell)) for row in chart.rows])
+
+
+def _estimated(cell: Cell) -> str:
+    """How far the estimate was off, where there is one."""
+    estimate = (cell.get("estimated_bytes") or {}).get("total")
+    if estimate is None:
+        return ""
+    error = 100 * (estimate / cell["peak_bytes"]["total"] - 1)
+    return f"estimate {error:+.1f}%"
 
 
 @dataclass(frozen=True)
