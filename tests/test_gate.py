@@ -150,6 +150,7 @@ def test_limits(texts: list[str], expected: dict[str, float]) -> None:
         (["--against", "other.json"], "other.json is not a compare.json of schema 1"),
         (["--against", "old.json", "-b", "16"], "measured with training.global_batch 8"),
         (["--against", "old.json", "--size", "tiny"], "measured with model.size None"),
+        (["--against", "old.json"], "none of these strategies in this world; it has a in world 2"),
     ],
 )
 def test_wrong_input_is_refused_before_anything_runs(

@@ -145,6 +145,8 @@ UNUSUAL = {
     "no memory": result_of(cell("single", 100, peak_bytes={"total": None})),
     "one loss is nan": result_of(cell("single", 100), cell("simple_ddp", 90, **NANS)),
     "all losses are nan": result_of(cell("single", 100, **NANS), cell("simple_ddp", 90, **NANS)),
+    "measured rate": result_of(cell("single", 100, mfu=0.41))
+    | {"env": BARE_ENV | {"matmul": {"bf16": {"flops_per_s": 7.88e14}}, "flops_per_sample": 1e9}},
     "no git": result_of(cell("single", 100)) | {"env": BARE_ENV},
 }
 

@@ -345,7 +345,7 @@ def compare(
             resuming.refuse_others((cells, plan), begun[:2], resume)
             cells, plan, command = begun
     if earlier is not None:
-        gate.refuse_others(earlier, cells[0].config)
+        gate.refuse_others(earlier, cells)
 
     @functools.cache  # made when there is something to write, so a refusal leaves nothing behind
     def folder() -> Path:
@@ -362,9 +362,11 @@ def compare(
             again = f"shardlab compare --resume {shlex.quote(str(folder()))}"
             print(f"to go on where it stopped: {again}", file=sys.stderr)
         raise Interrupted from None
-    if earlier is not None:
-        result["gate"] = gate.check(result, earlier, limits)
-    files = report.write(folder(), result)
+    try:
+        if earlier is not None:
+            result["gate"] = gate.check(result, earlier, limits)
+    finally:  # what was measured is not lost to a record that cannot be compared with it
+        files = report.write(folder(), result)
     if as_json:
         print(record.json_text(result))
     elif quiet:

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardlab.config import Config
 from shardlab.errors import UsageError, unknown
 from shardlab.measure import stats
+from shardlab.measure.cells import Cell
 from shardlab.report import format as fmt
 
 Limits = Mapping[str, float]  # by what is watched: the share by which it may grow
@@ -52,9 +52,9 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def refuse_others(old: Mapping[str, Any], config: Config) -> None:
+def refuse_others(old: Mapping[str, Any], cells: Sequence[Cell]) -> None:
     """Before anything is measured: times of another model or batch say nothing about these."""
-    then, now = old["config"], config.to_dict()
+    then, now = old["config"], cells[0].config.to_dict()
     for section, keys in {
         "model": ("workload", "size", "options"),
         "data": ("seq_len",),
@@ -69,6 +69,14 @@ def refuse_others(old: Mapping[str, Any], config: Config) -> None:
                     f"--against was measured with {section}.{key} {was}, this is {is_}: its times "
                     "cannot be compared with these"
                 )
+    known = {_key(cell, old) for cell in old["cells"]}
+    if not any(_key_of(cell) in known for cell in cells):
+        raise _nothing_in_common(old)
+
+
+def _nothing_in_common(old: Mapping[str, Any]) -> UsageError:
+    have = fmt.names([f"{cell['label']} in world {cell['world']}" for cell in old["cells"]])
+    return UsageError(f"--against has none of these strategies in this world; it has {have}")
 
 
 def check(new: Mapping[str, Any], old: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
@@ -83,8 +91,7 @@ def check(new: Mapping[str, Any], old: Mapping[str, Any], limits: Limits) -> dic
     before = {_key(cell, old): cell for cell in old["cells"]}
     found = [(cell, before.pop(_key(cell, new), None)) for cell in new["cells"]]
     if all(then is None for _, then in found):
-        have = fmt.names([f"{c['label']} in world {c['world']}" for c in old["cells"]])
-        raise UsageError(f"--against has none of these strategies in this world; it has {have}")
+        raise _nothing_in_common(old)
     rows = [_judge(cell, then, limits) for cell, then in found]
     warnings = list(_other_machine(new["env"], old["env"]))
     warnings += [f"{cell['label']} was in the earlier record, and is not in this one"
@@ -103,6 +110,19 @@ def _key(cell: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     """What makes two cells the same: all but the label, which depends on what else was asked."""
     precision = cell.get("precision") or result["config"]["precision"]["compute"]
     point = cell["strategy"], cell["options"], cell["world"], cell["accumulate"], precision
+    return json.dumps(point, sort_keys=True)
+
+
+def _key_of(cell: Cell) -> str:
+    """The same, of a cell that is still to be measured."""
+    config = cell.config
+    point = (
+        config.strategy.name,
+        config.strategy.options,
+        cell.world,
+        config.training.accumulate,
+        config.precision.compute,
+    )
     return json.dumps(point, sort_keys=True)
 
 

@@ -581,9 +581,10 @@ ENVIRONMENT_NAMES = {
     "python": "Python",
     "shardlab": "shardlab",
     "git": "commit",
+    "matmul": "measured matmul rate",
     "platform": "platform",
 }
-ELSEWHERE = {"command", "workload", "parameters"}  # the page has them in other places
+ELSEWHERE = {"command", "workload", "parameters", "flops_per_sample"}  # in other places, or in none
 
 
 def _environment_rows(env: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -596,6 +597,8 @@ def _environment_rows(env: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             text = fmt.size(value)
         elif key == "git":
             text = value["commit"][:12] + (", with uncommitted changes" if value["dirty"] else "")
+        elif key == "matmul":
+            text = ", ".join(f"{p} {v['flops_per_s'] / 1e12:.3g} TFLOP/s" for p, v in value.items())
         elif key == "gpus":
             text = ", ".join(f"{value.count(gpu)} × {gpu}" for gpu in dict.fromkeys(value))
         else:
