@@ -365,7 +365,9 @@ def simulate(config: Config, device: str) -> Simulation:
 
     with ExitStack() as stack:
         stack.enter_context(without_peers())
-        backend = "gloo" if device == "cpu" else "nccl"
+        backend = config.launch.backend
+        if backend == "auto":
+            backend = "gloo" if device == "cpu" else "nccl"
         size = config.launch.world or 1
         world = stack.enter_context(solo_world(size, where, backend))
         stack.enter_context(mock.patch.object(Solo, "on_tensors", staticmethod(note)))
