@@ -298,3 +298,10 @@ def test_the_tables() -> None:
     ):
         assert words in text.replace("\n", " ").replace("  ", " "), text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_what_no_strategy_can_take_is_refused_once(tmp_path: Path) -> None:
+    done = commands.shardlab("memory", "--size", "tinny", "--quiet", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "error: unknown gpt2 size 'tinny'; did you mean 'tiny'?\n"
+    assert not list(tmp_path.iterdir())

@@ -160,6 +160,9 @@ def estimate(
                     raise
                 row.status, row.reason = "failed", str(failure)
                 simulator.__exit__()
+    reasons = {row.reason for row in rows}
+    if len(reasons) == 1 and rows[0].status == "skipped":  # the model or the data, not a strategy
+        raise UsageError(str(rows[0].reason))
     for done, row in enumerate(rows if measure else [], start=len(rows)):
         on_progress(f"{row.config.strategy.label} · measured", done, total)
         assert measure is not None
