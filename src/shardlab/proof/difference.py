@@ -37,15 +37,18 @@ class Trail:
         if self.reference is not None:
             self._compare(None, "parameter", tensors, self.reference.start)
 
-    def gradients(self, step: int, loss: Tensor, gradients: Tensors) -> None:
+    def gradients(self, step: int, loss: Tensor, gradients: Tensors | None) -> None:
+        """After ``gradients()``; none: nobody looked at them."""
         self._note(step, "loss", {"": loss})
-        self._note(step, "gradient", gradients)
+        self._note(step, "gradient", gradients or {})
         if self.reference is None:
             return
         want, is_new = self.reference, self.first is None
-        self._compare(step, "gradient", gradients, want.gradients[step])
-        if is_new and self.first is not None:  # says more about the cause than the loss
-            self.first["mixture"] = mixture_of(gradients, want.parts[step], self.first["tensor"])
+        if gradients is not None:
+            self._compare(step, "gradient", gradients, want.gradients[step])
+            if is_new and self.first is not None:  # says more about the cause than the loss
+                mixture = mixture_of(gradients, want.parts[step], self.first["tensor"])
+                self.first["mixture"] = mixture
         self._compare(step, "loss", {"": loss}, {"": want.losses[step]})
 
     def tensors(self, step: int, tensors: Tensors) -> None:

@@ -192,12 +192,15 @@ def _run(
     """All steps, or so many; ``around`` makes the calls, ``after`` hears of each."""
     trail = Trail(subject.reference if compare else None)
     trail.start(strategy.full_params())
-    for step, shares in enumerate(subject.steps[:steps]):
+    shares_of_steps = subject.steps[:steps]
+    for step, shares in enumerate(shares_of_steps):
         comm.LEDGER.step = step
         loss = around(partial(strategy.gradients, shares[rank]))
         comm.LEDGER.step = None
         after("gradients")
-        trail.gradients(step, loss, strategy.full_grads())
+        # To look at gradients is to wait for them: step() must do so too, where nobody looks.
+        looks = step == 0 or step + 1 < len(shares_of_steps)
+        trail.gradients(step, loss, strategy.full_grads() if looks else None)
         comm.LEDGER.step = step
         around(strategy.step)
         comm.LEDGER.step = None

@@ -100,25 +100,41 @@ def global_mean(loss_sum: Tensor, total: Tensor, group: comm.Group) -> Tensor:
     return loss_sum / total
 
 
+class Used:
+    """Which parameters got a gradient, on any rank: a small message under way.
+
+    A rank that used them all knows that nobody's are unused, and need not wait to be told (on a
+    GPU to look is to wait for the device). It must wait some time before the next step.
+    """
+
+    def __init__(
+        self, names: Iterable[str], used: set[str], device: torch.device, group: comm.Group
+    ) -> None:
+        self.names = list(names)
+        self.all_here = len(used) == len(self.names)
+        self.mask = torch.ones(len(self.names), dtype=torch.uint8, device=device)
+        if not self.all_here:
+            self.mask.copy_(torch.tensor([name in used for name in self.names]))
+        self.pending = comm.all_reduce(
+            self.mask, group, op="max", label="used parameters", async_op=True
+        )
+
+    def unused(self) -> list[str]:
+        """What got a gradient on no rank."""
+        if self.all_here:
+            return []
+        self.pending.wait()
+        return [n for n, is_used in zip(self.names, self.mask.tolist(), strict=True) if not is_used]
+
+
 def global_mean_and_unused(
     loss_sum: Tensor, total: Tensor, names: Iterable[str], used: set[str], group: comm.Group
 ) -> tuple[Tensor, list[str]]:
-    """The mean loss, and the parameters that got a gradient on no rank, in one small message.
-
-    A rank that used them all knows that nobody's are unused, and need not look (on a GPU to look
-    is to wait for the device).
-    """
-    names = list(names)
-    mask = torch.ones(len(names), dtype=torch.float64, device=loss_sum.device)
-    if len(used) < len(names):
-        mask.copy_(torch.tensor([name in used for name in names]))
-    message = torch.cat([loss_sum.reshape(1), mask])  # (1 + names,)
-    comm.all_reduce(message, group, label="loss and used parameters")
-    unused: list[str] = []
-    if len(used) < len(names):
-        counts = message[1:].tolist()
-        unused = [name for name, count in zip(names, counts, strict=True) if count == 0]
-    return message[0] / total, unused
+    """The mean loss, and the parameters that got a gradient on no rank."""
+    message = Used(names, used, loss_sum.device, group)
+    mean = global_mean(loss_sum, total, group)
+    message.pending.wait()
+    return mean, message.unused()
 
 
 def accumulate(
@@ -136,6 +152,27 @@ def accumulate(
             (loss / divisor).backward()
         loss_sum = loss_sum + loss.detach()
     return loss_sum
+
+
+def last_of_step(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Batch,
+    divisor: Tensor,
+    loss_sum: Tensor,
+    group: comm.Group,
+) -> comm.Pending:
+    """Forward and backward of a step's last micro-batch, whose loss is added to ``loss_sum``: ().
+
+    The sum is known before backward: it is all-reduced in place while that computes.
+    """
+    with phase(FORWARD):
+        loss = loss_fn(model, batch)  # ()
+    loss_sum += loss.detach()
+    pending = comm.all_reduce(loss_sum, group, label="loss", async_op=True)
+    with phase(BACKWARD):
+        (loss / divisor).backward()
+    return pending
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -30,13 +30,14 @@ class BucketDDPAsync(SimpleDDP):
         before forward      broadcast buffers from rank 0 (if the model has any)
                             all_reduce the number of targets              8 bytes
         all but the last    forward, backward                             nothing
-        the last            forward; backward, and as soon as a bucket's last gradient is in,
+        the last            forward; all_reduce the loss, asynchronously  8 bytes
+                            backward, and as soon as a bucket's last gradient is in,
                             all_reduce the bucket, asynchronously         Ψ
-        after backward      all_reduce the loss and which parameters got a gradient
-                            wait for all of them
-        step                update                                        nothing
+        after backward      all_reduce which parameters got a gradient, asynchronously
+        step                bucket by bucket: wait for it, update         nothing
 
-    Cost: Ψ per step in a few messages, hidden behind backward but for the last bucket.
+    Cost: Ψ per step in a few messages, hidden behind backward and, for the last buckets, behind
+    the update of the first (which must wait for all if it needs the norm of the whole gradient).
     Backward's results are written into the buckets once, where they are added up, sent and read by
     the optimizer: nothing is packed or unpacked. Ψ bytes stay allocated.
     Buckets filled in forward order would all be ready last, and nothing would overlap.
@@ -67,7 +68,8 @@ class BucketDDPAsync(SimpleDDP):
         self.views: dict[str, Tensor] = {}  # each gradient's place in its bucket
         self.names: list[list[str]] = []  # of the parameters in each bucket
         self.bucket_of: dict[str, int] = {}
-        self.under_way: list[Waitable] = []
+        self.under_way: list[Waitable] = []  # the buckets, in order
+        self.news: list[comm.Pending] = []  # which parameters got a gradient
         for name, p in self.params.items():
             p.register_post_accumulate_grad_hook(partial(self._arrived, name))
 
@@ -102,19 +104,45 @@ class BucketDDPAsync(SimpleDDP):
         if self.buckets:
             self.queue.start()
         self.is_last = True
-        loss_sum += base.accumulate(self.model, self.loss_fn, [last], divisor)
+        loss = base.last_of_step(self.model, self.loss_fn, last, divisor, loss_sum, self.group)
         self.is_last = False
         if not self.buckets:
             self._lay_out()
         self.queue.flush()
-        used = set(self.arrivals)
-        mean, unused = base.global_mean_and_unused(loss_sum, total, self.params, used, self.group)
-        for pending in self.under_way:
-            pending.wait()
-        self.under_way.clear()
-        for name in unused:
+        used = base.Used(self.params, set(self.arrivals), self.device, self.group)
+        self.news = [used.pending]
+        for name in used.unused():
             self.params[name].grad = None  # not zero: the optimizer must skip it
-        return mean
+        loss.wait()
+        return loss_sum / total
+
+    def settle(self) -> None:
+        """Wait for what is under way."""
+        for pending in (*self.under_way, *self.news):
+            pending.wait()
+
+    def step(self) -> None:
+        if self.update.needs_norm:
+            self.settle()
+        gradients = {n: p.grad for n, p in self.params.items() if p.grad is not None}
+        self.optimizer.zero_grad(set_to_none=True)
+        self.update(list(gradients.values()), apply=partial(self._update_buckets, gradients))
+        self.optimizer.zero_grad(set_to_none=True)
+        self.settle()
+        self.under_way.clear()
+
+    def _update_buckets(self, gradients: dict[str, Tensor]) -> None:
+        # Not strict: without gradients before it, a step has nothing under way and changes nothing.
+        for pending, names in zip(self.under_way, self.names, strict=False):
+            pending.wait()
+            for name in names:
+                self.params[name].grad = gradients.get(name)
+            self.optimizer.step()  # it passes over parameters that have no gradient
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def full_grads(self) -> dict[str, Tensor | None]:
+        self.settle()
+        return super().full_grads()
 
     @torch.no_grad()
     def _lay_out(self) -> None:

@@ -49,6 +49,11 @@ class Update:
         self.scale = rule.loss_scale or 1.0
         self.good_steps = 0  # since the scale last changed
 
+    @property
+    def needs_norm(self) -> bool:
+        """Whether an update looks at the whole gradient before it changes anything."""
+        return self.rule.clip_norm is not None or self.rule.loss_scale is not None
+
     def divisor(self, total: Tensor) -> Tensor:
         """What a loss is divided by before backward: the global count, less the loss scale."""
         return total / self.scale
@@ -74,7 +79,7 @@ class Update:
         apply: Callable[[], object],
     ) -> bool:
         rule = self.rule
-        if rule.clip_norm is not None or rule.loss_scale is not None:
+        if self.needs_norm:
             norm = global_norm(gradients, self.device, sharded_over) / self.scale  # ()
             if rule.loss_scale is not None and not math.isfinite(float(norm)):
                 self.scale, self.good_steps = self.scale / 2, 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
@@ -28,11 +27,11 @@ class Zero1(Sharded):
         before forward      wait for the parameters; broadcast buffers (if the model has any)
                             all_reduce the number of targets              8 bytes
         all but the last    forward, backward                             nothing
-        the last            forward; backward, and as soon as a bucket's last gradient is in,
+        the last            forward; all_reduce the loss, asynchronously  8 bytes
+                            backward, and as soon as a bucket's last gradient is in,
                             reduce_scatter the bucket, asynchronously     Ψ
-        after backward      all_reduce the loss and which parameters got a gradient
-                            wait for all of them
-        step                bucket by bucket: update this rank's shard of it, then
+        after backward      all_reduce which parameters got a gradient, asynchronously
+        step                bucket by bucket: wait for it, update this rank's shard of it,
                             all_gather its parameters, asynchronously     Ψ
 
     Cost: Ψ(n-1)/n twice on the wire, together exactly an all-reduce, which is these two halves.
@@ -73,7 +72,8 @@ class Zero1(Sharded):
         self.own(units)
         self.is_last = False  # micro-batch of the step
         self.queue = InOrder([len(unit.params) for unit in units], self.launch)
-        self.scatters: deque[comm.Pending] = deque()
+        self.scatters: dict[str, comm.Pending] = {}  # under way, by the unit's label
+        self.news: list[comm.Pending] = []  # which parameters got a gradient
         self.gathers: list[comm.Pending] = []
         for i, unit in enumerate(units):
             for name, p in unit.params.items():
@@ -83,27 +83,28 @@ class Zero1(Sharded):
         """A gradient's first micro-batch goes into its bucket; the others are added there."""
         if name not in self.used:
             assert parameter.grad is not None
-            unit = self.units[bucket]
-            parameter.grad = unit.layout.view(self.buffer(unit), name).copy_(parameter.grad)
+            parameter.grad = self.place(self.units[bucket], name).copy_(parameter.grad)
             self.used.add(name)
         if self.is_last:
             self.queue.arrived(bucket)
 
     def launch(self, bucket: int) -> None:
         unit = self.units[bucket]
-        full = self.buffer(unit)
+        full = self.filled(unit)
         unit.grad = unit.layout.of_rank(full, self.rank)  # in place: the rest is not needed again
         while len(self.scatters) >= self.IN_FLIGHT:  # over Gloo each holds a buffer
-            self.scatters.popleft().wait()
-        self.scatters.append(
-            comm.reduce_scatter(
-                unit.grad, full, self.group, label=f"grad {unit.label}", async_op=True
-            )
+            self.scatters.pop(next(iter(self.scatters))).wait()
+        self.scatters[unit.label] = comm.reduce_scatter(
+            unit.grad, full, self.group, label=f"grad {unit.label}", async_op=True
         )
+
+    def await_gradient(self, unit: Unit) -> None:
+        if unit.label in self.scatters:
+            self.scatters.pop(unit.label).wait()
 
     def settle(self) -> None:
         """Wait for what is under way."""
-        for pending in (*self.scatters, *self.gathers):
+        for pending in (*self.scatters.values(), *self.news, *self.gathers):
             pending.wait()
         self.scatters.clear()
         self.gathers.clear()
@@ -118,17 +119,19 @@ class Zero1(Sharded):
         self.queue.start()
         loss_sum = base.accumulate(self.model, self.loss_fn, head, divisor)
         self.is_last = True
-        loss_sum += base.accumulate(self.model, self.loss_fn, [last], divisor)
+        loss = base.last_of_step(self.model, self.loss_fn, last, divisor, loss_sum, self.group)
         self.is_last = False
         self.queue.flush()
-        mean, self.unused = base.global_mean_and_unused(
-            loss_sum, total, self.params, self.used, self.group
-        )
-        self.settle()
-        return mean
+        used = base.Used(self.params, self.used, self.device, self.group)
+        self.news = [used.pending]
+        self.unused = used.unused()
+        loss.wait()
+        return loss_sum / total
 
     def step(self) -> None:
-        self.update_shards(then=self.gather_params)  # the last buckets first: forward begins there
+        self.update_shards(then=self.gather_params)
+        for pending in self.news:
+            pending.wait()
         for unit in self.units:
             unit.grad = unit.full_grad = None
             for p in unit.params.values():
