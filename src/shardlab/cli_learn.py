@@ -1,0 +1,191 @@
+"""`shardlab learn`: exercises for the rungs of the ladder, checked on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardlab.errors import UsageError
+
+if TYPE_CHECKING:
+    from shardlab.learn.exercise import Exercise
+
+DIR = typer.Option("--dir", help="Folder of your files.", metavar="PATH")
+JSON = typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")
+NAME = typer.Argument(help="An exercise; `shardlab learn` lists them.")
+DEFAULT_DIR = Path("learn")
+
+app = typer.Typer(
+    help="Exercises for the rungs of the ladder: write a strategy's heart yourself, have it "
+    "checked on real ranks, and be told what is wrong.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def overview(
+    ctx: typer.Context,
+    folder: Annotated[Path, DIR] = DEFAULT_DIR,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """List the exercises in the order of the ladder, with your progress."""
+    if ctx.invoked_subcommand is not None:
+        if folder != DEFAULT_DIR or as_json:
+            raise UsageError(f"put the options after the command: learn {ctx.invoked_subcommand} …")
+        return
+    import json
+
+    from shardlab.learn import exercise as exercises
+    from shardlab.report import learn as report
+
+    progress = exercises.Progress.read(folder)
+    rows = [
+        {"name": name, "title": exercises.find(name).title, **progress.of(name)}
+        for name in exercises.names()
+    ]
+    if as_json:
+        print(json.dumps({"schema": 1, "exercises": rows}))
+    else:
+        report.print_overview(rows, folder)
+
+
+@app.command()
+def start(
+    name: Annotated[str, NAME],
+    folder: Annotated[Path, DIR] = DEFAULT_DIR,
+) -> None:
+    """Write an exercise's template into your folder; what is there is never overwritten."""
+    from shardlab.learn import exercise as exercises
+    from shardlab.report import learn as report
+
+    exercise = exercises.find(name)
+    path = exercises.start(exercise, folder)
+    report.print_started(exercise, path, _dir_flag(folder))
+
+
+@app.command()
+def show(name: Annotated[str, NAME]) -> None:
+    """Show an exercise: why it matters, the task, how it is checked, pitfalls, what it costs."""
+    from shardlab.learn import exercise as exercises
+    from shardlab.report import learn as report
+
+    report.print_readme(exercises.find(name))
+
+
+@app.command()
+def check(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME|FILE]",
+            help="An exercise, or a file of yours; without it, every file that you have started.",
+        ),
+    ] = None,
+    exercise_name: Annotated[
+        str | None,
+        typer.Option("--exercise", help="What FILE solves, if its name does not say.",
+                     metavar="NAME"),
+    ] = None,
+    folder: Annotated[Path, DIR] = DEFAULT_DIR,
+    deadline: Annotated[
+        float, typer.Option(help="Seconds that a check may take before it is stopped.")
+    ] = 30.0,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:  # fmt: skip
+    """Run your code on real ranks and say what is right or wrong with it, and why.
+
+    Exit code 0: passed; 1: not passed; 2: there is nothing to check.
+    """
+    import json
+
+    from shardlab.learn import exercise as exercises
+    from shardlab.learn import grade as grading
+    from shardlab.report import learn as report
+
+    if deadline <= 0:
+        raise UsageError(f"--deadline {deadline:g}: a check needs time")
+    verdicts = []
+    for exercise, path in _asked(name, exercise_name, folder):
+        with report.checking(exercise, enabled=not as_json):
+            verdict = grading.grade(exercise, path, deadline)
+        verdicts.append(verdict)
+        exercises.note(verdict.exercise, path, verdict.passed, folder)
+        if not as_json:
+            report.print_verdict(verdict, _dir_flag(folder))
+    passed = all(verdict.passed for verdict in verdicts)
+    if as_json:
+        rows = [verdict.to_dict() for verdict in verdicts]
+        print(json.dumps({"schema": 1, "pass": passed, "verdicts": rows}))
+    if not passed:
+        raise SystemExit(1)
+
+
+@app.command()
+def hint(
+    name: Annotated[str, NAME],
+    folder: Annotated[Path, DIR] = DEFAULT_DIR,
+) -> None:
+    """Give a hint; each time one more."""
+    from shardlab.learn import exercise as exercises
+    from shardlab.report import learn as report
+
+    exercise = exercises.find(name)
+    progress = exercises.Progress.read(folder)
+    seen = min(progress.of(name)["hints"] + 1, len(exercise.hints))
+    progress.write(name, hints=seen)
+    report.print_hints(exercise, seen)
+
+
+@app.command()
+def solution(name: Annotated[str, NAME]) -> None:
+    """Show our solution, and which file of the package it corresponds to."""
+    from shardlab.learn import exercise as exercises
+    from shardlab.report import learn as report
+
+    report.print_solution(exercises.find(name))
+
+
+def _asked(
+    name: str | None, exercise_name: str | None, folder: Path
+) -> list[tuple[Exercise, Path]]:
+    """What to check: a file, an exercise's file in the folder, or all that were started."""
+    from shardlab.learn import exercise as exercises
+
+    if name is None:
+        if exercise_name is not None:
+            raise UsageError("--exercise says what a file solves; name the file, too")
+        found = [
+            (exercises.find(n), path)
+            for n in exercises.names()
+            if (path := folder / f"{n}.py").exists()
+        ]
+        if not found:
+            raise UsageError(
+                f"no exercise was started in {folder}; begin with `shardlab learn start "
+                f"{exercises.names()[0]}`"
+            )
+        return found
+    if name.endswith(".py") or "/" in name:
+        path = Path(name)
+        if not path.is_file():
+            raise UsageError(f"no file {path}")
+        return [(exercises.find(exercise_name or path.stem), path)]
+    if exercise_name is not None:
+        raise UsageError(f"--exercise is for a file, and {name} is an exercise's name")
+    exercise = exercises.find(name)
+    path = folder / f"{name}.py"
+    if not path.is_file():
+        raise UsageError(
+            f"there is no {path} to check; begin with `shardlab learn start {name}"
+            f"{_dir_flag(folder)}`"
+        )
+    return [(exercise, path)]
+
+
+def _dir_flag(folder: Path) -> str:
+    """What to add to a command that we propose."""
+    import shlex
+
+    return "" if folder == DEFAULT_DIR else f" --dir {shlex.quote(str(folder))}"

@@ -1,0 +1,23 @@
+"""Exercises for the rungs of the ladder, and a grader that says what is wrong, not only that it is.
+
+Importing this costs nothing. What an exercise is: ``exercise.py``; how a file is graded:
+``grade.py``.
+"""
+
+ORDER = (
+    "sampler",
+    "broadcast",
+    "simple_ddp",
+    "accumulation",
+    "hooks",
+    "async_allreduce",
+    "buckets",
+    "ring_allreduce",
+    "zero1",
+    "zero2",
+    "zero3",
+    "mixed_precision",
+    "checkpoint",
+    "read_trace",
+    "choose_strategy",
+)

@@ -1,0 +1,1 @@
+"""One folder per exercise: README, picture, template, solution, hints, checks."""

@@ -1,0 +1,106 @@
+"""Grading a file: start the guard, wait, hand over the verdict. No torch in this process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardlab.errors import Interrupted, UsageError
+from shardlab.learn import guard
+from shardlab.learn.exercise import Exercise, Finding
+
+DEADLINE_S = 30.0  # of a check, from the moment its ranks start; most take less than one
+START_S = 120.0  # for the fork server to import torch, on a slow and busy machine
+MARGIN_S = 30.0  # beyond the deadline, for the guard to end everything and to judge
+LONGEST_FILE = 1_000_000
+
+
+@dataclass(frozen=True)
+class Verdict:
+    exercise: str
+    file: str
+    passed: bool
+    findings: tuple[Finding, ...]
+    cases: tuple[str, ...]  # that ran to their end
+    seconds: float
+    printed: tuple[str, ...]  # by each rank; shown, never believed
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "exercise": self.exercise,
+            "file": self.file,
+            "pass": self.passed,
+            "findings": [vars(finding) for finding in self.findings],
+            "cases": list(self.cases),
+            "seconds": round(self.seconds, 3),
+            "printed": list(self.printed),
+        }
+
+
+def grade(exercise: Exercise, path: Path, deadline_s: float = DEADLINE_S) -> Verdict:
+    """Run the file's code on real ranks and judge what it did."""
+    source = read(path)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["shardlab._preload", "shardlab.learn.runner"])
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=guard.guard,
+        args=(theirs, exercise.name, str(path.resolve()), source, deadline_s),
+        name=f"guard of {path.name}",
+    )
+    begin = time.monotonic()
+    process.start()
+    theirs.close()
+    try:
+        outcome = _receive(ours, START_S)
+        if outcome == "started":
+            begin = time.monotonic()
+            outcome = _receive(ours, deadline_s + MARGIN_S)
+    except KeyboardInterrupt:
+        raise Interrupted from None
+    finally:
+        ours.close()  # a guard that still runs sees it, and ends everything
+        process.join(MARGIN_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        process.close()
+    if isinstance(outcome, dict) and "broken" in outcome:
+        raise RuntimeError(f"the grader itself failed: {outcome['broken']}\n{outcome['trace']}")
+    if not isinstance(outcome, dict):
+        text = (
+            "the grader's guard was ended while your file ran: a file must not end other processes"
+        )
+        outcome = {"findings": [{"cause": "tampered", "message": text, "case": ""}]}
+    findings = tuple(Finding(**finding) for finding in outcome["findings"])
+    return Verdict(
+        exercise=exercise.name,
+        file=str(path),
+        passed=not findings,
+        findings=findings,
+        cases=tuple(outcome.get("cases", ())),
+        seconds=time.monotonic() - begin,
+        printed=tuple(outcome.get("printed", ())),
+    )
+
+
+def _receive(pipe: Any, seconds: float) -> Any:
+    """What the guard sends; None if it is gone, or silent for too long."""
+    try:
+        return pipe.recv() if pipe.poll(seconds) else None
+    except (EOFError, ConnectionResetError):
+        return None
+
+
+def read(path: Path) -> str:
+    if not path.is_file():
+        raise UsageError(f"no file {path}; `shardlab learn start NAME` writes a template")
+    if path.stat().st_size > LONGEST_FILE:
+        raise UsageError(f"{path} is larger than {LONGEST_FILE} bytes: not a solution")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not UTF-8 text") from None

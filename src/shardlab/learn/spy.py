@@ -1,0 +1,276 @@
+"""Every call of torch.distributed as it was made: what, when, with which tensor, waited for?
+
+The functions of ``torch.distributed`` are replaced before the learner's file is imported, so that
+``from torch.distributed import all_reduce`` is seen too, and it is seen if they are replaced again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Row = dict[str, Any]
+
+# Which argument says how large the message is: the larger side of a gather or a scatter.
+_SIZE_ARGUMENT = {
+    "all_reduce": "tensor",
+    "broadcast": "tensor",
+    "reduce": "tensor",
+    "all_gather": "tensor_list",
+    "all_gather_into_tensor": "output_tensor",
+    "all_gather_single": "output_tensor",
+    "reduce_scatter": "input_list",
+    "reduce_scatter_tensor": "input",
+    "reduce_scatter_single": "input",
+    "all_to_all": "input_tensor_list",
+    "all_to_all_single": "input",
+    "gather": "gather_list",
+    "scatter": "scatter_list",
+    "barrier": "",
+    "send": "tensor",
+    "recv": "tensor",
+    "isend": "tensor",
+    "irecv": "tensor",
+}
+# torch 2.13 has new names for two of them.
+_SAME = {
+    "all_gather_single": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+}
+_MODULES = (dist, dist.distributed_c10d)
+_ALWAYS_ASYNC = ("isend", "irecv")
+
+
+def _silent(_kind: str, _value: Any) -> None:
+    """Nobody listens."""
+
+
+class Spy:
+    """What this rank called. ``calls`` has a row per call, in order:
+
+    op           "all_reduce", "all_gather_into_tensor", "isend" …
+    bytes        of the tensor; of gathers and scatters the larger side
+    dtype, shape of the tensor (of a list: of its first)
+    what         "grad:head.bias", "param:head.bias", "buffer:…" if it is one of the watched
+                 model's; else ""
+    reduce       "sum", "avg", "max" …; "" if nothing is reduced
+    peer         the root or the other rank; None if there is none
+    is_async     whether it returned a handle
+    waited       whether it was waited for (a blocking call is)
+    in_backward  whether it was launched by a hook, inside backward
+    ready        how many gradients of the watched model had come since the last ``mark``
+    after        the parameter whose gradient came last, "" if none has
+    mark         the last ``mark``'s name
+    line         of the learner's file; 0 if it was not called from there
+    """
+
+    def __init__(self, tell: Callable[[str, Any], None] = _silent, path: str = "") -> None:
+        self.calls: list[Row] = []
+        self.events: list[tuple[str, Any]] = []  # ("ready", name), ("call", i), ("wait", i), marks
+        self._tell = tell
+        self._path = path
+        self._depth = 0
+        self._models: list[nn.Module] = []
+        self._ready = 0
+        self._after = ""
+        self._mark = ""
+        self._wrappers: dict[tuple[Any, str], Any] = {}
+        self._originals: dict[tuple[Any, str], Any] = {}
+
+    # -------------------------------------------------------------- for the checks
+
+    def watch(self, model: nn.Module) -> None:
+        """Name this model's tensors in the rows, and note when its gradients come.
+
+        Call it before the learner's code sees the model, so that our hooks run before theirs.
+        """
+        self._models.append(model)
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(functools.partial(self._arrived, name))
+
+    def mark(self, name: str) -> None:
+        """Name what comes now, and begin to count gradients anew."""
+        self._mark, self._ready, self._after = name, 0, ""
+        self.events.append(("mark", name))
+
+    def clear(self) -> None:
+        """Forget the calls so far."""
+        self.calls, self.events, self._models = [], [], []
+        self._mark, self._ready, self._after = "", 0, ""
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """For the check's own calls: they are not the learner's."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def tampered(self) -> list[str]:
+        """The functions that somebody else has replaced."""
+        return sorted(
+            {
+                n
+                for (module, n), wrapper in self._wrappers.items()
+                if getattr(module, n) is not wrapper
+            }
+        )
+
+    # -------------------------------------------------------------- how it is done
+
+    def install(self) -> None:
+        for name in _SIZE_ARGUMENT:
+            wrapper = None
+            for module in _MODULES:
+                original = getattr(module, name, None)
+                if original is None:
+                    continue
+                wrapper = wrapper or self._wrapped(name, original)
+                self._originals[module, name] = original
+                self._wrappers[module, name] = wrapper
+                setattr(module, name, wrapper)
+
+    def remove(self) -> None:
+        for (module, name), original in self._originals.items():
+            setattr(module, name, original)
+        self._originals, self._wrappers = {}, {}
+
+    def _wrapped(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        names = original.__code__.co_varnames if hasattr(original, "__code__") else ()
+        plain = original
+        while hasattr(
+            plain, "__wrapped__"
+        ):  # torch decorates them; the arguments' names are inside
+            plain = plain.__wrapped__
+            names = plain.__code__.co_varnames
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if self._depth:  # torch's own: send calls isend
+                return original(*args, **kwargs)
+            given = dict(zip(names, args, strict=False)) | kwargs
+            i = self._open(name, given)
+            self._depth += 1
+            try:
+                handle = original(*args, **kwargs)
+            finally:
+                self._depth -= 1
+            row = self.calls[i]
+            if row["is_async"] and handle is not None:
+                self._tell("leave", i)
+                return _Handle(handle, self, row, i)
+            row["waited"] = True
+            self._tell("leave", i)
+            return handle
+
+        return wrapper
+
+    def _open(self, name: str, given: dict[str, Any]) -> int:
+        value = given.get(_SIZE_ARGUMENT[name])
+        tensors = [value] if isinstance(value, Tensor) else list(value or [])
+        tensors = [t for t in tensors if isinstance(t, Tensor)]
+        small = given.get("tensor", given.get("input_tensor", given.get("input")))
+        first = tensors[0] if tensors else small if isinstance(small, Tensor) else None
+        named = small if isinstance(small, Tensor) else first
+        op = given.get("op", dist.ReduceOp.SUM)
+        peer = next(
+            (given[k] for k in ("src", "dst", "group_src", "group_dst") if k in given), None
+        )
+        row: Row = {
+            "op": _SAME.get(name, name),
+            "bytes": sum(t.numel() * t.element_size() for t in tensors),
+            "dtype": "" if first is None else str(first.dtype).removeprefix("torch."),
+            "shape": [] if first is None else list(first.shape),
+            "what": "" if named is None else self._name_of(named),
+            "reduce": _op_name(op) if "reduce" in name else "",
+            "peer": peer if isinstance(peer, int) else None,
+            "is_async": bool(given.get("async_op")) or name in _ALWAYS_ASYNC,
+            "waited": False,
+            "in_backward": torch._C._current_graph_task_id() != -1,
+            "ready": self._ready,
+            "after": self._after,
+            "mark": self._mark,
+            "line": self._line(),
+        }
+        self.calls.append(row)
+        self.events.append(("call", len(self.calls) - 1))
+        self._tell("enter", row)
+        return len(self.calls) - 1
+
+    def _name_of(self, tensor: Tensor) -> str:
+        for model in self._models:
+            for name, p in model.named_parameters():
+                if _same_memory(tensor, p):
+                    return f"param:{name}"
+                if p.grad is not None and _same_memory(tensor, p.grad):
+                    return f"grad:{name}"
+            for name, b in model.named_buffers():
+                if _same_memory(tensor, b):
+                    return f"buffer:{name}"
+        return ""
+
+    def _arrived(self, name: str, _parameter: Tensor) -> None:
+        self._ready += 1
+        self._after = name
+        self.events.append(("ready", name))
+
+    def _line(self) -> int:
+        """The innermost line of the learner's file that led here."""
+        frame = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code.co_filename == self._path:
+                return frame.f_lineno
+            frame = frame.f_back  # type: ignore[assignment]
+        return 0
+
+
+class _Handle:
+    """The handle of an asynchronous call: torch's, and it notes that it was waited for."""
+
+    def __init__(self, handle: Any, spy: Spy, row: Row, i: int) -> None:
+        self._handle, self._spy, self._row, self._i = handle, spy, row, i
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        self._spy._tell("wait", {"index": self._i, "line": self._spy._line()})
+        result = self._handle.wait(*args, **kwargs)
+        self._done()
+        self._spy._tell("leave", self._i)
+        return result
+
+    def is_completed(self) -> bool:
+        completed = bool(self._handle.is_completed())
+        if completed:
+            self._done()
+        return completed
+
+    def get_future(self) -> Any:
+        """Whoever chains on the future may wait for that instead: it counts as waiting."""
+        self._done()
+        return self._handle.get_future()
+
+    def _done(self) -> None:
+        if not self._row["waited"]:
+            self._row["waited"] = True
+            self._spy.events.append(("wait", self._i))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.numel() > 0 and a.data_ptr() == b.data_ptr() and a.numel() == b.numel())
+
+
+def _op_name(op: Any) -> str:
+    """ReduceOp.SUM and its like print differently from one version of torch to the next."""
+    text = str(getattr(op, "op", op))
+    return text.rpartition(".")[2].strip("<>").partition(":")[0].lower()

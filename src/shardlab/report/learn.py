@@ -1,0 +1,116 @@
+"""What a learner sees on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.markup import escape
+from rich.syntax import Syntax
+from rich.table import Table
+
+from shardlab.learn.exercise import Exercise
+from shardlab.learn.grade import Verdict
+
+SHOWN = 1500  # characters of what a rank printed
+WIDTH = 100
+
+
+def _out() -> Console:
+    console = Console(highlight=False)
+    return Console(highlight=False, width=min(console.width, WIDTH))
+
+
+def print_overview(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    console = _out()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("", "exercise", "what you write", "state"):
+        table.add_column(heading)
+    for i, row in enumerate(rows, start=1):
+        table.add_row(str(i), row["name"], escape(row["title"]), _state(row))
+    console.print(table)
+    passed = sum(row["passed"] is not None for row in rows)
+    console.print(f"\n{passed} of {len(rows)} passed; your files are in {escape(str(folder))}")
+    to_do = [row for row in rows if row["passed"] is None]
+    if to_do:
+        verb = "check" if to_do[0]["started"] else "start"
+        console.print(f"next: shardlab learn {verb} {to_do[0]['name']}")
+
+
+def _state(row: Mapping[str, Any]) -> str:
+    hints = f", {row['hints']} hint{'s' * (row['hints'] != 1)}" if row["hints"] else ""
+    if row["passed"]:
+        return f"[green]passed[/green] {row['passed'][:10]}{hints}"
+    if row["started"] or row["checks"]:
+        return f"[yellow]started[/yellow]{hints}"
+    return f"–{hints}"
+
+
+def print_started(exercise: Exercise, path: Path, flag: str) -> None:
+    console = _out()
+    name = exercise.name
+    console.print(f"wrote [bold]{escape(str(path))}[/bold]: {escape(exercise.title)}")
+    console.print(f"  read   shardlab learn show {name}")
+    console.print(f"  edit   {escape(str(path))}: its docstring is the contract, TODO is yours")
+    console.print(f"  check  shardlab learn check {name}{escape(flag)}")
+    console.print(f"  stuck  shardlab learn hint {name}{escape(flag)}")
+
+
+def print_readme(exercise: Exercise) -> None:
+    console = _out()
+    console.print(Markdown(exercise.readme))
+    console.print(f"\n[dim]{escape(str(exercise.folder / 'picture.svg'))}[/dim]")
+
+
+@contextmanager
+def checking(exercise: Exercise, enabled: bool) -> Iterator[None]:
+    """A sign of life; nothing in a log."""
+    errors = Console(stderr=True, highlight=False)
+    if not enabled or not errors.is_terminal:
+        yield
+        return
+    with errors.status(f"checking {exercise.name} on real ranks"):
+        yield
+
+
+def print_verdict(verdict: Verdict, flag: str) -> None:
+    console = _out()
+    name = verdict.exercise
+    if verdict.passed:
+        cases = ", ".join(verdict.cases)
+        console.print(f"[bold green]passed[/bold green]  {name}  [dim]{escape(cases)}[/dim]")
+        console.print(f"  [dim]compare with ours: shardlab learn solution {name}[/dim]")
+    else:
+        console.print(f"[bold red]not yet[/bold red]  {name}")
+    for finding in verdict.findings:
+        where = f" [dim]({escape(finding.case)})[/dim]" if finding.case else ""
+        console.print(f"  [red]{finding.cause}[/red]{where}: {escape(finding.message)}")
+    for rank, text in enumerate(verdict.printed):
+        if text.strip():
+            console.print(f"  [dim]rank {rank} printed:\n{escape(text[-SHOWN:].rstrip())}[/dim]")
+    if not verdict.passed:
+        console.print(f"  [dim]stuck? shardlab learn hint {name}{escape(flag)}[/dim]")
+
+
+def print_hints(exercise: Exercise, seen: int) -> None:
+    console = _out()
+    hints = exercise.hints
+    console.print(f"[bold]hint {seen} of {len(hints)}[/bold]")
+    console.print(Markdown(hints[seen - 1]))
+    if seen == len(hints):
+        console.print(
+            f"\n[dim]That was the last; ours: shardlab learn solution {exercise.name}[/dim]"
+        )
+
+
+def print_solution(exercise: Exercise) -> None:
+    console = _out()
+    console.print(
+        Syntax(exercise.solution, "python", theme="ansi_dark", background_color="default")
+    )
+    if exercise.corresponds_to:
+        console.print(f"\nin the package: src/shardlab/{exercise.corresponds_to}")

@@ -1,0 +1,11 @@
+# cause: not-averaged-but-copied
+import torch
+import torch.distributed as dist
+
+
+def average_gradients(model):
+    for p in model.parameters():
+        if p.requires_grad:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            dist.broadcast(p.grad, src=0)
