@@ -8,13 +8,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup compare test lint clean
+.PHONY: help setup compare test lint site clean
 
 help:
 	@echo "make compare   measure the data-parallel strategies on this machine (under three minutes)"
 	@echo "make test      lint, type-check and run every test"
 	@echo "make setup     only create $(VENV) and install"
 	@echo "make lint      only ruff and mypy"
+	@echo "make site      build the book and all pages into site/"
 	@echo "make clean     remove $(VENV), caches and runs/"
 
 setup: $(READY)
@@ -39,5 +40,9 @@ lint: $(READY)
 test: $(READY) lint
 	$(BIN)/python -m pytest
 
+site: $(READY)
+	$(BIN)/python -m sphinx -W --keep-going -q -b html -d site/.doctrees docs site
+	@echo "open site/index.html"
+
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
