@@ -203,6 +203,43 @@ def wire_bytes(call: Row, world: int) -> float:
     return times * call["bytes"] * (world - 1) / world
 
 
+def weights_averaged(case: str, ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """The famous one: the parameters are averaged, the gradients never. Ranks give the weights
+    ``before`` and ``after``, by name, and their ``calls``."""
+    for rank in ranks:
+        changed = [n for n, v in rank["before"].items() if not close(v, rank["after"][n])]
+        whats = [c["what"] for c in rank["calls"]]
+        sent = [what.partition(":")[2] for what in whats if what.startswith("param:")]
+        if changed or sent:
+            message = (
+                f"your code communicates or changes the weights ({listed(changed or sent)}): what "
+                "must be averaged is each parameter's `.grad`"
+            )
+            return [Finding("weights-averaged", message, case)]
+    return []
+
+
+def too_many_bytes(case: str, calls: Sequence[Row], world: int, should: float) -> list[Finding]:
+    """What a rank sends against what it should; a few bytes to agree on something are fine."""
+    sent = sum(wire_bytes(call, world) for call in calls)
+    if sent <= 1.05 * should + 256:
+        return []
+    ops = ", ".join(sorted({call["op"] for call in calls}))
+    message = (
+        f"each rank sends {sent:.0f} bytes ({ops}) on {world} ranks, where {should:.0f} are "
+        f"enough: {sent / should:.1f} times as many"
+    )
+    return [Finding("too-many-bytes", message, case)]
+
+
+def not_by_hand(case: str, calls_by_rank: Sequence[Sequence[Row]]) -> list[Finding]:
+    """The result is right, but somebody else's code communicated."""
+    if any(calls_by_rank):
+        return []
+    message = "the result is right, but your file calls no collective: write it by hand"
+    return [Finding("not-by-hand", message, case)]
+
+
 def not_waited(case: str, calls_by_rank: Sequence[Sequence[Row]]) -> list[Finding]:
     """Asynchronous calls that nobody waited for: their result may be used before it is there."""
     for rank, calls in enumerate(calls_by_rank):

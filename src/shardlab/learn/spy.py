@@ -64,6 +64,7 @@ class Spy:
     peer         the root or the other rank; None if there is none
     is_async     whether it returned a handle
     waited       whether it was waited for (a blocking call is)
+    touched      whether its tensor was written to, in place, between launch and wait
     in_backward  whether it was launched by a hook, inside backward
     ready        how many gradients of the watched model had come since the last ``mark``
     after        the parameter whose gradient came last, "" if none has
@@ -73,7 +74,8 @@ class Spy:
 
     def __init__(self, tell: Callable[[str, Any], None] = _silent, path: str = "") -> None:
         self.calls: list[Row] = []
-        self.events: list[tuple[str, Any]] = []  # ("ready", name), ("call", i), ("wait", i), marks
+        # ("ready", name), ("call", i), ("wait", i), ("future", i), ("mark", name), in order
+        self.events: list[tuple[str, Any]] = []
         self._tell = tell
         self._path = path
         self._depth = 0
@@ -158,7 +160,7 @@ class Spy:
             if self._depth:  # torch's own: send calls isend
                 return original(*args, **kwargs)
             given = dict(zip(names, args, strict=False)) | kwargs
-            i = self._open(name, given)
+            i, tensor = self._open(name, given)
             self._depth += 1
             try:
                 handle = original(*args, **kwargs)
@@ -167,14 +169,14 @@ class Spy:
             row = self.calls[i]
             if row["is_async"] and handle is not None:
                 self._tell("leave", i)
-                return _Handle(handle, self, row, i)
+                return _Handle(handle, self, row, i, tensor)
             row["waited"] = True
             self._tell("leave", i)
             return handle
 
         return wrapper
 
-    def _open(self, name: str, given: dict[str, Any]) -> int:
+    def _open(self, name: str, given: dict[str, Any]) -> tuple[int, Tensor | None]:
         value = given.get(_SIZE_ARGUMENT[name])
         tensors = [value] if isinstance(value, Tensor) else list(value or [])
         tensors = [t for t in tensors if isinstance(t, Tensor)]
@@ -195,6 +197,7 @@ class Spy:
             "peer": peer if isinstance(peer, int) else None,
             "is_async": bool(given.get("async_op")) or name in _ALWAYS_ASYNC,
             "waited": False,
+            "touched": False,
             "in_backward": torch._C._current_graph_task_id() != -1,
             "ready": self._ready,
             "after": self._after,
@@ -204,7 +207,7 @@ class Spy:
         self.calls.append(row)
         self.events.append(("call", len(self.calls) - 1))
         self._tell("enter", row)
-        return len(self.calls) - 1
+        return len(self.calls) - 1, first
 
     def _name_of(self, tensor: Tensor) -> str:
         for model in self._models:
@@ -236,10 +239,16 @@ class Spy:
 class _Handle:
     """The handle of an asynchronous call: torch's, and it notes that it was waited for."""
 
-    def __init__(self, handle: Any, spy: Spy, row: Row, i: int) -> None:
+    def __init__(self, handle: Any, spy: Spy, row: Row, i: int, tensor: Tensor | None) -> None:
         self._handle, self._spy, self._row, self._i = handle, spy, row, i
+        self._tensor = tensor  # held no longer than torch's own handle holds it
+        self._version = 0 if tensor is None else tensor._version  # torch's count of writes in place
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
+        # Gloo itself divides in place for an average.
+        if self._tensor is not None and self._row["reduce"] != "avg":
+            self._row["touched"] |= self._tensor._version != self._version
+        self._tensor = None
         self._spy._tell("wait", {"index": self._i, "line": self._spy._line()})
         result = self._handle.wait(*args, **kwargs)
         self._done()
@@ -254,13 +263,14 @@ class _Handle:
 
     def get_future(self) -> Any:
         """Whoever chains on the future may wait for that instead: it counts as waiting."""
-        self._done()
+        self._done("future")
+        self._tensor = None
         return self._handle.get_future()
 
-    def _done(self) -> None:
+    def _done(self, event: str = "wait") -> None:
         if not self._row["waited"]:
             self._row["waited"] = True
-            self._spy.events.append(("wait", self._i))
+            self._spy.events.append((event, self._i))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handle, name)

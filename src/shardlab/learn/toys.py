@@ -65,8 +65,8 @@ class Unused(nn.Module):
         super().__init__()
         self.body = nn.Linear(6, 5)
         self.never = nn.Linear(6, 5)
-        self.extra = nn.Linear(6, 5)
         self.head = nn.Linear(5, 3)
+        self.extra = nn.Linear(6, 5)
 
     def forward(self, x: Tensor) -> Tensor:  # (rows, 6)
         hidden = self.body(x)
