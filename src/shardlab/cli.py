@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 import shardlab
-from shardlab import cli_data, cli_measure, cli_trace
+from shardlab import cli_checkpoint, cli_data, cli_learn, cli_measure, cli_trace
 from shardlab.errors import Interrupted, RankFailure, UsageError
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ app = typer.Typer(
 )
 app.add_typer(cli_data.app, name="data")
 app.add_typer(cli_trace.app, name="trace")
+app.add_typer(cli_checkpoint.app, name="checkpoint")
+app.add_typer(cli_learn.app, name="learn")
 
 
 def main() -> None:
@@ -117,13 +119,52 @@ PROFILE_AFTER = typer.Option(
     "profile]",
     show_default=False,
 )
+CHECKPOINT_EVERY = typer.Option(
+    "--checkpoint-every",
+    help="Steps between checkpoints, in checkpoints/step-<n>/; the last step has one too. The "
+    "newest 2 stay (--set checkpoint.keep_last=5, checkpoint.keep_every=1000).",
+)
+CHECKPOINT_ASYNC = typer.Option(
+    "--checkpoint-async", help="Checkpoints are written by a thread while the run goes on."
+)
+RESUME = typer.Option(
+    "--resume",
+    help="A run folder: on in it, from its newest whole checkpoint. A checkpoint: from it, in a "
+    "new folder. Settings are its own unless given. auto: the newest run of this config that did "
+    "not finish (or the one in --out), else a new one.",
+    metavar="auto|PATH",
+)
+MAX_RESTARTS = typer.Option(
+    "--max-restarts", help="Start the ranks again when one dies, from the last checkpoint."
+)
+MIN_WORLD = typer.Option(
+    "--min-world", help="A restart may have fewer ranks, one less each time, down to this."
+)
+HANG_AFTER = typer.Option(
+    "--hang-after",
+    help="End a run in which no rank has moved for so many seconds, and say who is missing; 0: "
+    "never.  [default: 60, or ten times the longest pause]",
+    metavar="SECONDS",
+    show_default=False,
+)
+INJECT = typer.Option(
+    "--inject",
+    help="Break it on purpose: kill:rank=1,step=5; hang, slow:rank=1,ms=50, drop-collective, nan, "
+    "corrupt-checkpoint, disk-full (repeatable; docs/reliability.md).",
+    metavar="FAULT",
+)
 OUT = typer.Option("--out", "-o", help="Folder for the files; new or empty.", metavar="DIR")
 QUIET = typer.Option("--quiet", "-q", help="No progress, no table: only where the files are.")
 JSON = typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")
 
 
-def _config(config: Path | None, settings: list[str] | None, flags: dict[str, Any]) -> Config:
-    """Defaults < file < --set < the named flags that were given."""
+def _config(
+    config: Path | None,
+    settings: list[str] | None,
+    flags: dict[str, Any],
+    base: dict[str, Any] | None = None,
+) -> Config:
+    """Defaults < those of the run that is resumed < file < --set < the flags that were given."""
     from shardlab import config as configs
 
     overrides: dict[str, Any] = {}
@@ -133,7 +174,7 @@ def _config(config: Path | None, settings: list[str] | None, flags: dict[str, An
             raise UsageError(f"--set {setting}: not KEY=VALUE, as in training.steps=5")
         overrides[key] = configs.parse_value(value)
     overrides |= {key: value for key, value in flags.items() if value is not None}
-    return configs.load(config, overrides)
+    return configs.load(config, overrides, base)
 
 
 # ------------------------------------------------------------------ the commands
@@ -170,15 +211,27 @@ def train(
     backend: Annotated[str | None, BACKEND] = None,
     port: Annotated[int | None, PORT] = None,
     profile: Annotated[bool, PROFILE] = False,
+    checkpoint_every: Annotated[int | None, CHECKPOINT_EVERY] = None,
+    checkpoint_async: Annotated[bool, CHECKPOINT_ASYNC] = False,
+    resume: Annotated[str | None, RESUME] = None,
+    max_restarts: Annotated[int | None, MAX_RESTARTS] = None,
+    min_world: Annotated[int | None, MIN_WORLD] = None,
+    hang_after: Annotated[float | None, HANG_AFTER] = None,
+    inject: Annotated[list[str] | None, INJECT] = None,
     settings: Annotated[list[str] | None, SET] = None,
     out: Annotated[str | None, OUT] = None,
     quiet: Annotated[bool, QUIET] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Train with one strategy; the run folder keeps every step and every collective."""
-    from shardlab import launch, record
+    from shardlab import launch, record, restart
+    from shardlab.checkpoint import start as starts
     from shardlab.report import console
 
+    environment = launch.torchrun_environment()
+    base = starts.settings_of(resume, strategy, keep_world=environment is None)
+    if starts.is_restarted(environment):
+        resume = starts.AUTO
     resolved = _config(
         config,
         settings,
@@ -204,21 +257,24 @@ def train(
             "launch.backend": backend,
             "launch.port": port,
             "profile.enabled": profile or None,
+            "checkpoint.every": checkpoint_every,
+            "checkpoint.asynchronous": checkpoint_async or None,
+            "checkpoint.resume": resume,
+            "launch.max_restarts": max_restarts,
+            "launch.min_world": min_world,
+            "guard.hang_s": hang_after,
+            "faults": inject,
             "output.dir": out,
         },
+        base,
     )
-    environment = launch.torchrun_environment()
+    if environment is not None and resolved.launch.max_restarts:
+        raise UsageError("under torchrun its agent restarts the ranks: torchrun --max-restarts")
     if environment is None and resolved.launch.world is None:
         resolved = resolved.with_overrides({"launch.world": launch.default_world(resolved)})
     speaks = (environment is None or environment["rank"] == 0) and not (quiet or as_json)
     with console.training_progress(enabled=speaks) as on_event:
-        result = launch.launch(
-            "shardlab.train:train_rank",
-            resolved.launch,
-            resolved.to_dict(),
-            _command(),
-            on_event=on_event,
-        )
+        result = restart.train(resolved, _command(), on_event)
     if result is None:  # a rank of torchrun's, but not the first
         return
     if as_json:
@@ -227,6 +283,8 @@ def train(
         print(result["folder"])
     else:
         console.print_training(result)
+    if (result["checkpoints"] or {}).get("error"):
+        raise SystemExit(1)  # what was trained is not on the disk
 
 
 @app.command()

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from shardlab import faults as injected
 from shardlab import strategies, workloads
 from shardlab.data import sources
 from shardlab.errors import UsageError, unknown
@@ -33,6 +34,7 @@ LOSS_SCALE = 65536.0  # what fp16 starts with when nobody says; it halves itself
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("auto", "gloo", "nccl")
 COMPILE = ("none", "blocks", "model")
+ON_NONFINITE = ("stop", "skip", "ignore")
 BATCH_SPLITS = ("exact", "uneven")
 CONTINUOUS = "continuous"
 EPOCHS = (CONTINUOUS, "padded", "dropped", "exact")  # shardlab.data.sampler tells what they are
@@ -100,6 +102,9 @@ class TrainingConfig:
     # torch.compile. "blocks": each by itself, so that gradients still come one block at a time.
     # "model": as one, which is faster, but all gradients come at the end and nothing overlaps.
     compile: str = "none"
+    # Of a NaN or infinite loss or gradient: "stop"; "skip" the update, which costs the norm of the
+    # gradient in each step; or "ignore". (fp16 skips by itself what its loss scale made overflow.)
+    on_nonfinite: str = "stop"
     evaluate_every: int | None = None  # steps; 0: after the last alone; none: never
     evaluate_samples: int | None = None  # so many held-out ones, evenly spread; none: all
     seed: int = 0
@@ -134,6 +139,7 @@ class TrainingConfig:
         )
         _one_of("training.schedule", self.schedule, SCHEDULES)
         _one_of("training.compile", self.compile, COMPILE)
+        _one_of("training.on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         _require(
             self.warmup_steps <= self.steps,
             f"training.warmup_steps {self.warmup_steps} is longer than the run of {self.steps} "
@@ -241,6 +247,8 @@ class LaunchConfig:
     port: int = 0  # 0: a free one
     threads_per_rank: int = 1  # on CPU; 2 ranks on 2 cores want 1
     timeout_s: float = 300.0  # a collective that waits longer ends the run
+    max_restarts: int = 0  # when a rank dies, from the last checkpoint; torchrun has its own flag
+    min_world: int | None = None  # a restart may have fewer ranks, down to this; none: as many
 
     def __post_init__(self) -> None:
         _require(
@@ -253,6 +261,19 @@ class LaunchConfig:
             f"launch.threads_per_rank must be at least 1, got {self.threads_per_rank}",
         )
         _require(self.timeout_s > 0, f"launch.timeout_s must be above 0, got {self.timeout_s}")
+        _require(
+            self.max_restarts >= 0,
+            f"launch.max_restarts must be 0 or more, got {self.max_restarts}",
+        )
+        if self.min_world is not None:
+            _require(
+                1 <= self.min_world <= (self.world or self.min_world),
+                f"launch.min_world must be 1 to launch.world, got {self.min_world}",
+            )
+            _require(
+                self.max_restarts > 0,
+                "launch.min_world is for a run that is restarted; set launch.max_restarts",
+            )
         _one_of("launch.device", self.device, DEVICES)
         _one_of("launch.backend", self.backend, BACKENDS)
         _require(
@@ -262,18 +283,53 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    every: int | None = None  # steps between checkpoints; the last step has one too; none: none
+    keep_last: int = 2  # so many of the newest stay
+    keep_every: int | None = None  # and those of steps that this divides
+    asynchronous: bool = False  # written by a thread while the run goes on
+    # "auto": the newest run of this config that did not finish, or a new one; a run folder: on in
+    # it, from its newest whole checkpoint; a checkpoint: from it, in a new folder
+    resume: str | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("every", "keep_last", "keep_every"):
+            value = getattr(self, key)
+            _require(
+                value is None or value >= 1, f"checkpoint.{key} must be at least 1, got {value}"
+            )
+        for key in ("asynchronous", "keep_every"):
+            _require(
+                self.every is not None or not getattr(self, key),
+                f"checkpoint.{key} is for a run with checkpoints; set checkpoint.every",
+            )
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    # A run in which no rank moves for so long has hung, and is ended with a verdict. None: 60 s, or
+    # ten times the longest pause so far; up to nine tenths of launch.timeout_s before every rank
+    # has made a step. 0: never
+    hang_s: float | None = None
+    check_steps: int = 3  # first steps whose collectives are compared before they are launched
+    check_every: int = 10  # steps; then all that were launched are compared by a fingerprint
+    drift_every: int = 100  # steps after which replicas are compared, bit for bit; 0: never
+
+    def __post_init__(self) -> None:
+        for key in ("check_steps", "check_every", "drift_every"):
+            value = getattr(self, key)
+            _require(value >= 0, f"guard.{key} must be 0 or more, got {value}")
+        _require(
+            self.hang_s is None or 0 <= self.hang_s < float("inf"),
+            f"guard.hang_s must be 0 (never) or more seconds, got {self.hang_s}",
+        )
+
+
+@dataclass(frozen=True)
 class OutputConfig:
     dir: str | None = None  # this run's folder; none: runs/<time>-<workload>-<strategy>-w<world>
     root: str = "runs"
     tensorboard: bool = False  # train also writes its numbers to <dir>/tensorboard
-
-    def __post_init__(self) -> None:
-        if self.dir is not None:
-            folder = Path(self.dir)
-            _require(
-                not folder.exists() or (folder.is_dir() and not any(folder.iterdir())),
-                f"the output folder {folder} exists and is not empty; choose another",
-            )
 
 
 @dataclass(frozen=True)
@@ -285,9 +341,13 @@ class Config:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
+    faults: list[str] = field(default_factory=list)  # --inject: shardlab.faults tells which
 
     def __post_init__(self) -> None:
+        injected.check_steps(self.faults, self.training.steps)
         needed = self.profile.repeat * self.profile.window
         _require(
             not self.profile.enabled or self.training.steps >= needed,
@@ -300,6 +360,17 @@ class Config:
             "an evaluation between steps would be in the profile; with --profile, evaluate at the "
             "end: training.evaluate_every 0",
         )
+        _require(
+            self.launch.max_restarts == 0 or self.checkpoint.every is not None,
+            "launch.max_restarts would begin at step 0 each time; set checkpoint.every",
+        )
+        self._check_folder()
+        hang_s, timeout_s = self.guard.hang_s, self.launch.timeout_s
+        _require(
+            hang_s is None or hang_s < timeout_s,
+            f"guard.hang_s {hang_s} is not below launch.timeout_s {timeout_s:g}, after which a "
+            "collective fails by itself and nothing is said of who was missing; raise that too",
+        )
         world = self.launch.world
         if world is None:
             return
@@ -309,6 +380,21 @@ class Config:
             "or another strategy",
         )
         check_batch(self.training, world)
+
+    def _check_folder(self) -> None:
+        """The output folder must be new or empty; with resume: auto it may be the run to go on."""
+        if self.output.dir is None:
+            return
+        folder = Path(self.output.dir)
+        is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+        if self.checkpoint.resume == "auto":
+            _require(
+                is_new or (folder / "config.yaml").is_file(),
+                f"the output folder {folder} is not empty and not the folder of a run; choose "
+                "another",
+            )
+        else:
+            _require(is_new, f"the output folder {folder} exists and is not empty; choose another")
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -360,8 +446,12 @@ def parse_value(text: str) -> Any:
         return text
 
 
-def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The file's config (or the defaults) with the overrides on top."""
+def load(
+    path: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    base: Mapping[str, Any] | None = None,
+) -> Config:
+    """The file's config with the overrides on top; what it leaves out is ``base``'s, or default."""
     values: dict[str, Any] = {}
     if path is not None:
         try:
@@ -381,7 +471,13 @@ def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = N
             f"{path}: a config is a mapping of sections, not a {type(loaded).__name__}",
         )
         values = loaded or {}
-    return from_dict(_merged(values, overrides or {}))
+    sections = {key: dict(value) for key, value in (base or {}).items()}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and key in sections:
+            sections[key].update(value)
+        else:
+            sections[key] = value
+    return from_dict(_merged(sections, overrides or {}))
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
@@ -393,7 +489,10 @@ def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
     result = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
     for dotted, value in overrides.items():
         *parents, key = dotted.split(".")
-        _require(bool(parents), f"'{dotted}' is not section.key, as in training.steps")
+        _require(
+            bool(parents) or key == "faults",
+            f"'{dotted}' is not section.key, as in training.steps",
+        )
         node = result
         for parent in parents:
             child = node.get(parent)
@@ -423,7 +522,10 @@ def _build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     return typing.cast(T, cls(**arguments))
 
 
-_WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", dict: "mapping"}
+_WORDS = {
+    int: "whole number", float: "number", str: "text", bool: "true or false", dict: "mapping",
+    list: "list",
+}  # fmt: skip
 
 
 def _kind(value: Any) -> str:
@@ -439,8 +541,11 @@ def typed(value: Any, hint: Any, path: str) -> Any:
     wanted: type = typing.get_origin(hint) or hint
     if wanted is float and type(value) is int:
         return float(value)
-    if wanted is dict and value is None:
-        return {}
+    if wanted in (dict, list) and value is None:
+        return wanted()
     if type(value) is not wanted:
         raise UsageError(f"{path} must be a {_WORDS[wanted]}, got {_kind(value)}: {value!r}")
+    if wanted is list:
+        (inner,) = typing.get_args(hint)
+        return [typed(item, inner, f"{path}[{i}]") for i, item in enumerate(value)]
     return value

@@ -128,14 +128,18 @@ def sums_of(workload: Workload) -> Evaluate:
 
 
 def between_steps(
-    steps: Iterator[Sequence[Batch]], every: int, total: int, evaluate: Callable[[int], None]
+    steps: Iterator[Sequence[Batch]],
+    every: int,
+    total: int,
+    evaluate: Callable[[int], None],
+    first: int = 0,
 ) -> Iterator[Sequence[Batch]]:
     """The steps, with ``evaluate(finished)`` after every so many of them and after the last.
 
     The loop asks for the next step when it is done with one: that is the moment, and the loop
-    need not know. ``every`` 0: after the last alone.
+    need not know. ``every`` 0: after the last alone. ``first``: the number of the first step.
     """
-    for finished, microbatches in enumerate(steps, start=1):
+    for finished, microbatches in enumerate(steps, start=first + 1):
         yield microbatches
         if finished == total or (every and finished % every == 0):
             evaluate(finished)

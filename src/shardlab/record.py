@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from shardlab.errors import RankFailure
+from shardlab.errors import Halt, RankFailure
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,14 +36,19 @@ README = """\
 |---|---|
 | `config.yaml` | the resolved configuration; again: `shardlab train --config config.yaml` |
 | `env.json` | versions, CPU, GPU, git commit, command |
-| `status.json` | running, finished, crashed (which rank, where) or interrupted |
+| `status.json` | running, finished, crashed (which rank, where), hung, interrupted |
 | `rank<r>.jsonl` | a line per optimizer step of rank r: loss, times, samples, bytes, memory |
 | `ledger.rank<r>.jsonl` | a line per collective that our code called: what, where, when |
 | `traces/rank<r>/` | only with `--profile`: PyTorch profiler traces; `shardlab trace analyze .` |
 | `tensorboard/` | only with `output.tensorboard`: for `tensorboard --logdir .` |
 | `audit.json` | only after `--audit-data`: how often each sample was fed, epoch by epoch |
 | `evaluation.jsonl` | only if the run evaluated: a line per evaluation on the held-out samples |
+| `checkpoints/step-<n>/` | only with `--checkpoint-every`: what `--resume .` goes on from |
+| `checkpoints.jsonl` | a line per checkpoint: how long it took, how large, what went wrong |
+| `resumes.jsonl` | only if the run was resumed: a line each time, from where and as what |
 | `crash.txt` | only after a crash: the first failing rank and its traceback |
+| `hang.txt`, `hang.json` | only after a hang: who was missing, and each rank's Python stack |
+| `out-of-step.*`, `drifted.*`, `not-finite.*` | only if a guard ended the run: what it found |
 
 Times ending in `_ns` are of the host's monotonic clock. `step_ms` covers forward, backward,
 communication and update; `data_ms` is the wait for the batch before it.
@@ -109,6 +114,9 @@ def mark(folder: Path, state: str, **details: Any) -> None:
 
 def mark_crashed(folder: Path, failure: RankFailure) -> None:
     """Say in the folder that the run crashed: which rank, after which step, and why."""
+    if isinstance(failure, Halt):
+        _mark_halted(folder, failure)
+        return
     path = folder / f"rank{failure.rank}.jsonl"
     steps = read_jsonl(path) if path.exists() else []
     last = steps[-1]["step"] if steps else None
@@ -118,6 +126,31 @@ def mark_crashed(folder: Path, failure: RankFailure) -> None:
     (folder / "crash.txt").write_text(
         f"rank {failure.rank} failed {where}: {failure.message}\n\n{text}", encoding="utf-8"
     )
+
+
+def _mark_halted(folder: Path, halt: Halt) -> None:
+    """The verdict of a guard: its state in the status, and all it knows in two files."""
+    mark(folder, halt.state, rank=halt.rank, reason=halt.message)
+    name = {"hung": "hang"}.get(halt.state, halt.state.replace(" ", "-"))
+    write_json(folder / f"{name}.json", {"schema": 1, "state": halt.state, **halt.details})
+    write_text(folder / f"{name}.txt", f"{halt.message}\n\n{halt.traceback or ''}")
+
+
+def cut_back(folder: Path, step: int) -> None:
+    """Remove what was recorded of ``step`` and later, by all ranks: it will be done again."""
+    for path in folder.glob("rank*.jsonl"):
+        _keep(path, [row for row in read_jsonl(path) if row["step"] < step])
+    for name, key in (("evaluation.jsonl", "steps"), ("checkpoints.jsonl", "step")):
+        if (folder / name).exists():
+            _keep(folder / name, [row for row in read_jsonl(folder / name) if row[key] <= step])
+    for path in folder.glob("ledger.rank*.jsonl"):
+        rows = read_jsonl(path)
+        later = (i for i, row in enumerate(rows) if row["step"] is not None and row["step"] >= step)
+        _keep(path, rows[: next(later, len(rows))])
+
+
+def _keep(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    write_text(path, "".join(json_text(row) + "\n" for row in rows))
 
 
 @dataclass
@@ -146,8 +179,11 @@ class Recorder:
         total_steps: int,
         capture: Capture | None = None,
         board: Board | None = None,
+        first: int = 0,
     ) -> None:
+        """``first``: the step that a resumed run begins with; the files are gone on with."""
         self.world = world
+        self.first = first
         self.board = board
         self.capture = capture
         self.ledger = ledger
@@ -157,13 +193,13 @@ class Recorder:
         self._files = ExitStack()
         self._file = self._open(folder, f"rank{world.rank}.jsonl")
         self._ledger_file = self._open(folder, f"ledger.rank{world.rank}.jsonl")
-        self._folder = folder
+        self.folder = folder
         self._under_way: deque[_Step] = deque()
         self._last_end = time.perf_counter_ns()
         self._last_told = 0.0
 
     def __enter__(self) -> Recorder:
-        self._between_steps(0)
+        self._between_steps(self.first)
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
@@ -180,7 +216,8 @@ class Recorder:
     def _open(self, folder: Path | None, name: str) -> TextIO | None:
         if folder is None:
             return None
-        return self._files.enter_context((folder / name).open("w", encoding="utf-8"))
+        mode = "a" if self.first else "w"
+        return self._files.enter_context((folder / name).open(mode, encoding="utf-8"))
 
     @contextmanager
     def step(self, number: int, microbatches: Sequence[Batch]) -> Iterator[None]:
@@ -240,10 +277,23 @@ class Recorder:
         if self.board is not None:
             self.board.evaluation(row)
         if self.world.rank == 0:
-            if self._folder is not None:
-                with (self._folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
+            if self.folder is not None:
+                with (self.folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
                     file.write(json_text(row) + "\n")
             self.world.tell({"evaluation": row})
+        self._last_end = time.perf_counter_ns()
+
+    def flush(self) -> None:
+        """Every row to its file: a checkpoint's steps are recorded before it has its name."""
+        self._write(all_of_them=True)
+
+    def checkpointed(self, row: Mapping[str, Any]) -> None:
+        """A checkpoint is there, or failed. What the run waited for it is in no step's time."""
+        if self.world.rank == 0:
+            if self.folder is not None:
+                with (self.folder / "checkpoints.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json_text(row) + "\n")
+            self.world.tell({"checkpoint": row})
         self._last_end = time.perf_counter_ns()
 
     def _write(self, all_of_them: bool = False) -> None:

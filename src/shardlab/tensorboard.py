@@ -33,11 +33,13 @@ def check() -> None:
 class Board:
     """The folder ``tensorboard`` of a run: ``tensorboard --logdir runs`` shows all runs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first: int = 0) -> None:
+        """``first``: the step that a resumed run begins with; what was shown of it before goes."""
         check()
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
+        purge = first or None
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
 
     def step(self, row: Mapping[str, Any]) -> None:
         for name, tag in TAGS.items():

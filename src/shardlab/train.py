@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import socket
 import statistics
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +17,33 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import comm, environment, evaluate, naming, tensorboard
+from shardlab import comm, environment, evaluate, inject, naming, tensorboard
 from shardlab import config as configs
 from shardlab import world as worlds
+from shardlab.checkpoint import start as starts
+from shardlab.checkpoint.start import Start
 from shardlab.config import LOSS_SCALE, Config, TrainingConfig
 from shardlab.data import audit as audits
 from shardlab.data import loader, sampler
 from shardlab.data.audit import Audit
 from shardlab.errors import UsageError
+from shardlab.guard import pulse, watchdog
+from shardlab.guard.guards import Guards, refuse_unequal_data
 from shardlab.measure import stats
-from shardlab.record import README, Recorder, mark, new_folder, write_json
+from shardlab.record import README, Recorder, mark, new_folder, read_jsonl, write_json
 from shardlab.schedule import learning_rate_factor
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.base import Infer, MakeOptimizer, Strategy, T
 from shardlab.strategies.update import Rule
 from shardlab.trace import capture
 from shardlab.workloads import WORKLOADS, batchnorm, custom
-from shardlab.workloads.base import Batch, Workload
+from shardlab.workloads.base import Batch, LossFn, Workload
 from shardlab.world import World
 
 
 def train(strategy: Strategy, steps: Iterable[Sequence[Batch]], record: Recorder) -> None:
     """The loop of every strategy. It cannot tell them apart."""
-    for i, microbatches in enumerate(steps):
+    for i, microbatches in enumerate(pulse.loading(steps, record.first), start=record.first):
         with record.step(i, microbatches):
             loss = strategy.gradients(microbatches)
             strategy.step()
@@ -45,12 +51,14 @@ def train(strategy: Strategy, steps: Iterable[Sequence[Batch]], record: Recorder
 
 
 def batches(
-    workload: Workload, config: Config, world: World, audit: Audit | None = None
+    workload: Workload, config: Config, world: World, audit: Audit | None = None, first: int = 0
 ) -> Generator[list[Batch], None, None]:
-    """This rank's micro-batches of each step, on its device; ``audit`` notes what was taken."""
+    """This rank's micro-batches of each step from ``first`` on, on its device; ``audit`` notes
+    what was taken.
+    """
     order = data_order(workload, config)
     sampler.check_epoch(order.length, order.global_batch, order.mode)
-    return _batches(workload, config, world, order, audit)
+    return _batches(workload, config, world, order, audit, first)
 
 
 def data_order(workload: Workload, config: Config) -> loader.Order:
@@ -66,7 +74,12 @@ def data_order(workload: Workload, config: Config) -> loader.Order:
 
 
 def _batches(
-    workload: Workload, config: Config, world: World, order: loader.Order, audit: Audit | None
+    workload: Workload,
+    config: Config,
+    world: World,
+    order: loader.Order,
+    audit: Audit | None,
+    first: int,
 ) -> Generator[list[Batch], None, None]:
     steps = loader.load(
         workload.dataset,
@@ -77,11 +90,14 @@ def _batches(
         device=world.device,
         dtype=torch.float64 if config.precision.compute == "fp64" else None,
         depth=config.data.prefetch,
+        first=first,
     )
     with closing(steps):
-        for step in steps:
+        for number, step in enumerate(steps, start=first):
             if audit is not None:
                 audit.note(step.read, sum(b.count for b in step.microbatches))
+            if inject.ACTIVE is not None:
+                inject.ACTIVE.begin_step(number)
             yield step.microbatches
 
 
@@ -134,12 +150,19 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
     strategy: Strategy = make(
         model,
         make_optimizer(config.training, world.device),
-        in_precision(workload.loss, config.precision.compute),
+        loss_fn(config, workload, world),
         world.mesh,
         rule=make_rule(config),
         **options,
     )
     return strategy
+
+
+def loss_fn(config: Config, workload: Workload, world: World) -> LossFn:
+    """The workload's loss in the run's precision; in a run with faults, where they strike."""
+    loss = in_precision(workload.loss, config.precision.compute)
+    inject.arm(config.faults, world, config.strategy.name)
+    return inject.in_forward(loss, config.strategy.name) if config.faults else loss
 
 
 def make_optimizer(training: TrainingConfig, device: torch.device) -> MakeOptimizer:
@@ -168,6 +191,7 @@ def make_rule(config: Config) -> Rule:
             kind=training.schedule,
             floor=training.min_rate,
         ),
+        on_nonfinite=training.on_nonfinite,
     )
 
 
@@ -235,29 +259,46 @@ def train_rank(world: World, values: dict[str, Any], command: str) -> dict[str, 
     refused leaves nothing behind.
     """
     config = configs.from_dict(values).with_overrides({"launch.world": world.size})
+    with watchdog.watching(world, config.guard.hang_s, config.launch.timeout_s):
+        return _train_rank(world, config, command)
+
+
+def _train_rank(world: World, config: Config, command: str) -> dict[str, Any]:
     workload = build_workload(config)
+    refuse_unequal_data(workload, world)
     order = data_order(workload, config)
     sampler.check_epoch(order.length, order.global_batch, order.mode)
     comm.LEDGER.reset(full_steps=config.profile.ledger_steps)
+    guards = Guards(config, world)
     capture.check(config.profile, world.device)
     if config.training.evaluate_every is not None:
         evaluate.held_out_of(workload)
     if config.output.tensorboard:
         tensorboard.check()
-    strategy = build_strategy(config, workload, world)
-    folder = make_folder(config, workload, world, command)
-    world.tell({"folder": str(folder)})
-    traces = make_capture(config, world, strategy, folder)
+    start = starts.choose(config, world)
+    starts.refuse_done(start, config.training.steps)
     audit = Audit() if config.data.audit else None
+    strategy = build_strategy(config, workload, world)
+    if start.manifest is not None:
+        restore(start, strategy, workload, world, config, audit)
+    folder = make_folder(config, workload, world, command, start)
+    inject.arm(config.faults, world, config.strategy.name, folder)
+    world.tell({"folder": str(folder)})
+    traces = None if start.step else make_capture(config, world, strategy, folder)
     writes = config.output.tensorboard and world.rank == 0
-    board = tensorboard.Board(folder) if writes else None
-    steps = batches(workload, config, world, audit)
+    board = tensorboard.Board(folder, start.step) if writes else None
+    steps = batches(workload, config, world, audit, start.step)
+    total = config.training.steps
     with (
-        Recorder(folder, world, comm.LEDGER, config.training.steps, traces, board) as recorder,
+        Recorder(folder, world, comm.LEDGER, total, traces, board, start.step) as recorder,
         closing(steps),  # also after a crash: no thread is left behind
+        with_checkpoints(steps, config, workload, world, strategy, recorder, audit) as saved,
     ):
-        course = with_evaluation(steps, config, workload, world, strategy, recorder)
-        train(strategy, course, recorder)
+        if start.keeps_rows(world.size):
+            recorder.rows = read_jsonl(folder / f"rank{world.rank}.jsonl")
+        course = with_evaluation(saved.steps, config, workload, world, strategy, recorder)
+        course = guards.between(course, strategy, recorder.first)
+        train(guards.watched(strategy, recorder.first), course, recorder)
     rows_of_ranks = world.gather(recorder.rows)
     audited = None if audit is None else judge_data(audit, workload, config, world)
     if world.rank == 0:
@@ -269,8 +310,58 @@ def train_rank(world: World, values: dict[str, Any], command: str) -> dict[str, 
         **summary(rows_of_ranks, workload),
         "evaluations": recorder.evaluations,
         "audit": audited,
+        "checkpoints": None if saved.last is None else saved.last(),
         "traces": None if traces is None else traces.summary(),
     }
+
+
+def restore(
+    start: Start,
+    strategy: Strategy,
+    workload: Workload,
+    world: World,
+    config: Config,
+    audit: Audit | None,
+) -> None:
+    """The strategy as it was when the checkpoint was taken."""
+    from shardlab.checkpoint import during  # imports DCP, which others need not wait for
+
+    def first_batches() -> Sequence[Batch]:
+        with closing(batches(workload, config, world, first=start.step)) as steps:
+            return next(steps)
+
+    during.restore(start, strategy, workload, world, config, audit, first_batches)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The steps of a run, with the checkpoints between them, if there are any."""
+
+    steps: Iterator[Sequence[Batch]]
+    last: Callable[[], dict[str, Any] | None] | None = None  # how the last checkpoint went
+
+
+@contextmanager
+def with_checkpoints(
+    steps: Iterator[Sequence[Batch]],
+    config: Config,
+    workload: Workload,
+    world: World,
+    strategy: Strategy,
+    recorder: Recorder,
+    audit: Audit | None,
+) -> Iterator[Saved]:
+    """The steps, and between them the checkpoints that the config asks for, if it asks."""
+    if config.checkpoint.every is None:
+        yield Saved(steps)
+        return
+    from shardlab.checkpoint import during
+
+    assert recorder.folder is not None
+    with during.saving(recorder.folder, config, workload, world, strategy, recorder) as checkpoints:
+        total = config.training.steps
+        course = during.between_steps(steps, checkpoints, recorder, total, audit)
+        yield Saved(course, lambda: checkpoints.last and checkpoints.last.row())
 
 
 def with_evaluation(
@@ -286,11 +377,17 @@ def with_evaluation(
     if training.evaluate_every is None:
         return steps
     evaluation = make_evaluation(config, workload, world, strategy)
+
+    def evaluated(finished: int) -> None:
+        with pulse.PULSE.at(pulse.EVALUATION):
+            recorder.evaluated(finished, evaluation())
+
     return evaluate.between_steps(
         steps,
         training.evaluate_every,
         training.steps,
-        lambda finished: recorder.evaluated(finished, evaluation()),
+        evaluated,
+        recorder.first,
     )
 
 
@@ -333,22 +430,30 @@ def make_capture(
     )
 
 
-def make_folder(config: Config, workload: Workload, world: World, command: str) -> Path:
-    """The run folder, made and filled by rank 0 and known to all."""
+def make_folder(
+    config: Config, workload: Workload, world: World, command: str, start: Start
+) -> Path:
+    """The run folder, made and filled by rank 0 and known to all; or that of the run to go on."""
     folder: Path | None = None
     pids = world.gather(os.getpid())  # for a debugger, or for whoever must end a rank by hand
     if world.rank == 0:
         strategy = config.strategy.name.rpartition(":")[2]
         name = f"{workload.name}-{strategy}-w{world.size}"
         try:
-            chosen = Path(config.output.dir) if config.output.dir else None
-            folder = new_folder(Path(config.output.root), name, chosen)
-            (folder / "config.yaml").write_text(
-                config.with_overrides({"output.dir": None}).to_yaml(), encoding="utf-8"
-            )
-            write_json(folder / "env.json", environment.describe(world.device, command))
-            (folder / "README.md").write_text(README.format(title=folder.name), encoding="utf-8")
-            mark(folder, "running", pids=pids)
+            if start.run is not None:
+                folder = start.run
+                starts.clear(start)
+            else:
+                chosen = Path(config.output.dir) if config.output.dir else None
+                folder = new_folder(Path(config.output.root), name, chosen)
+                write_json(folder / "env.json", environment.describe(world.device, command))
+                readme = README.format(title=folder.name)
+                (folder / "README.md").write_text(readme, encoding="utf-8")
+            again = config.with_overrides({"output.dir": None, "checkpoint.resume": None})
+            (folder / "config.yaml").write_text(again.to_yaml(), encoding="utf-8")
+            if start.is_resumed:
+                world.tell({"resumed": starts.note(folder, start, config, command)})
+            mark(folder, "running", pids=pids, host=socket.gethostname())
         except OSError as error:
             raise UsageError(f"cannot write the run folder: {error}") from None
     return Path(world.share(str(folder)))

@@ -28,6 +28,18 @@ class Audit:
         self.targets += targets
         self.steps += 1
 
+    def state(self) -> dict[str, Any]:
+        """As arrays, for a checkpoint."""
+        notes = self.notes()
+        counts = np.array([self.targets, self.steps], dtype=np.int64)
+        return {"ids": notes["ids"], "epochs": notes["epochs"], "counts": counts}
+
+    def add(self, state: Mapping[str, Any]) -> None:
+        """What a rank noted before a checkpoint, as it was saved."""
+        self.ids.append(np.asarray(state["ids"]))
+        self.epochs.append(np.asarray(state["epochs"]))
+        self.targets += int(state["counts"][0])
+
     def notes(self) -> dict[str, Any]:
         """For sending to the other ranks."""
         empty = [np.empty(0, dtype=np.int64)]

@@ -73,8 +73,9 @@ def load(
     device: torch.device,
     dtype: torch.dtype | None = None,
     depth: int = 0,
+    first: int = 0,
 ) -> Generator[Step, None, None]:
-    """A rank's steps, ``depth`` of them prepared ahead; floating-point tensors as ``dtype``.
+    """A rank's steps from ``first`` on, ``depth`` of them prepared ahead; floats as ``dtype``.
 
     Close it (or exhaust it) and its thread has ended. An error in the data set is raised where
     its step would have come, with the traceback of the thread.
@@ -86,14 +87,14 @@ def load(
         return Step([cast(fetch(dataset, part), dtype) for part in read], read)
 
     if depth == 0:
-        for step in map(prepare, range(steps)):
+        for step in map(prepare, range(first, steps)):
             yield replace(step, microbatches=[b.to(device) for b in step.microbatches])
     elif device.type == "cuda":
         stream = torch.cuda.Stream(device)
-        for step in ahead(lambda i: _copy(prepare(i), device, stream), steps, depth):
+        for step in ahead(lambda i: _copy(prepare(i), device, stream), steps, depth, first):
             yield _arrived(step, device)
     else:
-        yield from ahead(prepare, steps, depth)
+        yield from ahead(prepare, steps, depth, first)
 
 
 def fetch(dataset: Dataset, part: sampler.Draw) -> Batch:
@@ -102,16 +103,19 @@ def fetch(dataset: Dataset, part: sampler.Draw) -> Batch:
     return dataset.batch(part.ids.tolist())
 
 
-def ahead(make: Callable[[int], T], count: int, depth: int) -> Generator[T, None, None]:
-    """``make(0)``, ``make(1)``, … in order, up to ``depth`` of them made ahead by one thread.
+def ahead(
+    make: Callable[[int], T], count: int, depth: int, first: int = 0
+) -> Generator[T, None, None]:
+    """``make(first)`` … ``make(count - 1)`` in order, up to ``depth`` made ahead by one thread.
 
     An executor, because it cannot be left waiting: a thread that has nothing to do ends with
     the process, also when this generator was dropped by a crash.
     """
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardlab-data")
     try:
-        under_way: deque[Future[T]] = deque(pool.submit(make, i) for i in range(min(depth, count)))
-        for i in range(count):
+        begun = range(first, min(first + depth, count))
+        under_way: deque[Future[T]] = deque(pool.submit(make, i) for i in begun)
+        for i in range(first, count):
             value = under_way.popleft().result()
             if i + depth < count:
                 under_way.append(pool.submit(make, i + depth))

@@ -63,6 +63,24 @@ def _announce(console: Console, event: Mapping[str, Any]) -> None:
     if "trace_bytes_estimated" in event:
         size = fmt.size(event["trace_bytes_estimated"])
         console.print(f"recording: the traces will take about {size} per rank")
+    if "warning" in event:
+        console.print(f"warning: {event['warning']}", markup=False, soft_wrap=True)
+    if "resumed" in event:
+        for line in resumption(event["resumed"]):
+            console.print(line, markup=False, soft_wrap=True)
+    if "restart" in event:
+        fewer = f" with {fmt.count(event['world'], 'rank')}"
+        console.print(
+            f"{event['reason']}; restart {event['restart']} of {event['of']}{fewer}",
+            markup=False, soft_wrap=True,
+        )  # fmt: skip
+    if (event.get("checkpoint") or {}).get("error"):
+        row = event["checkpoint"]
+        console.print(
+            f"warning: the checkpoint of step {row['step']} was not written: {row['error']}; the "
+            "run goes on, and the one before it stays",
+            markup=False, soft_wrap=True,
+        )  # fmt: skip
     if "evaluation" in event:
         console.print(f"held out: {evaluation_text(event['evaluation'])}", highlight=False)
 
@@ -122,6 +140,18 @@ def print_training(result: Mapping[str, Any]) -> None:
             f"(estimated {fmt.size(traces['estimated_bytes'])}); to see where the time went:"
         )
         out.print(f"  shardlab trace analyze {result['folder']}", soft_wrap=True, markup=False)
+
+
+def resumption(row: Mapping[str, Any]) -> Iterator[str]:
+    """Where a run goes on, and what is not as it was."""
+    for reason in row["passed_over"]:
+        yield f"passed over: {reason}"
+    if row["checkpoint"] is None:
+        yield "no checkpoint to go on from: it begins at step 0"
+    else:
+        yield f"goes on after step {row['step']}, from {row['checkpoint']}"
+    for change in row["changed"]:
+        yield f"changed: {change}"
 
 
 def evaluation_text(row: Mapping[str, Any]) -> str:

@@ -38,6 +38,8 @@ class PyTorchDDP(Replica):
     ``compress``, PyTorch's own communication hooks send less: the twins of ``compress.py``.
     """
 
+    LEARNS_LAYOUT = True  # of its buckets, after the first step: a resumed run rehearses one
+
     def __init__(
         self,
         model: nn.Module,

@@ -15,6 +15,7 @@ from shardlab import comm
 from shardlab.errors import UsageError
 from shardlab.strategies import base
 from shardlab.strategies.sharded import DTYPES
+from shardlab.strategies.slots import Slot, Slots
 from shardlab.strategies.update import Rule, Update
 from shardlab.workloads.base import Batch, LossFn
 
@@ -132,6 +133,11 @@ class PyTorchFSDP:
             for name, p in self.params.items()
         }
 
+    def slots(self) -> Slots:
+        tensors = (*self.model.named_parameters(), *self.model.named_buffers())
+        trained = {p: _slot(name, p) for name, p in self.params.items()}
+        return Slots([_slot(name, t) for name, t in tensors], trained, self.optimizer)
+
     def state_dict(self) -> dict[str, Any]:
         optimizer = {
             name: {key: _whole(value) for key, value in self.optimizer.state[p].items()}
@@ -157,6 +163,17 @@ class PyTorchFSDP:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _slot(name: str, tensor: Tensor) -> Slot:
+    """The rows that fully_shard has dealt to this rank: ceil(rows / n), the last ones fewer."""
+    if not isinstance(tensor, DTensor):
+        return Slot(name, tensor.shape, 0, tensor.detach())
+    group = tensor.device_mesh.get_group(-1)
+    rows = -(-len(tensor) // group.size())
+    of_row = tensor.numel() // max(1, len(tensor))
+    start = min(group.rank() * rows, len(tensor)) * of_row
+    return Slot(name, tensor.shape, start, tensor.detach().to_local())
 
 
 def _whole(tensor: Tensor) -> Tensor:

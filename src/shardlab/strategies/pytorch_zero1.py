@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardlab.errors import UsageError
 from shardlab.strategies import base
 from shardlab.strategies.pytorch_ddp import PyTorchDDP
+from shardlab.strategies.slots import Slots, replica
 from shardlab.strategies.update import Rule
 from shardlab.workloads.base import LossFn
 
@@ -62,6 +63,12 @@ class PyTorchZero1(PyTorchDDP):
             bucket_mb=bucket_mb,
             find_unused_parameters=find_unused_parameters,
         )
+
+    def slots(self) -> Slots:
+        inner = self.optimizer.optim  # type: ignore[attr-defined]
+        owned = {p for group in inner.param_groups for p in group["params"]}
+        mine = {name: p for name, p in self.params.items() if p in owned}
+        return replica(self.model, mine, inner)
 
     def state_dict(self) -> dict[str, Any]:
         """Each rank's part of the optimizer's state, put together by name."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab.strategies import base
+from shardlab.strategies.slots import Slots, replica
 from shardlab.strategies.update import Rule, Update
 from shardlab.workloads.base import Batch, LossFn
 
@@ -50,6 +51,9 @@ class Replica:
     def full_grads(self) -> dict[str, Tensor | None]:
         scale = self.update.scale
         return {n: None if p.grad is None else p.grad / scale for n, p in self.params.items()}
+
+    def slots(self) -> Slots:
+        return replica(self.model, self.params, self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         optimizer = {

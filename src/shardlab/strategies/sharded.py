@@ -14,6 +14,7 @@ from shardlab import comm
 from shardlab.errors import UsageError
 from shardlab.strategies import base
 from shardlab.strategies.flat import Layout, Piece
+from shardlab.strategies.slots import Slot, Slots, whole
 from shardlab.strategies.update import Rule, Update
 from shardlab.workloads.base import Batch, LossFn
 
@@ -236,6 +237,26 @@ class Sharded:
             if unit.grad is not None:  # else the whole unit is frozen
                 gathered |= self.gather(unit, unit.grad / self.update.scale, "full gradient")
         return {n: None if n in self.unused else gathered[n].clone() for n in self.params}
+
+    def slots(self) -> Slots:
+        """Parameters that are whole between steps (ZeRO-1, 2) are told whole: who loads them needs
+        no gather. Those that are freed (ZeRO-3) are told by their pieces.
+        """
+        self.settle()
+        shapes = {unit.label: unit.layout.shapes for unit in self.units}
+        pieces = {
+            (label, piece): Slot(piece.name, shapes[label][piece.name], piece.start, p.detach())
+            for (label, piece), p in self.pieces.items()
+        }
+        freed = {
+            u.label for u in self.units if u.full is None or not u.full.untyped_storage().size()
+        }
+        away = {name for unit in self.units if unit.label in freed for name in unit.params}
+        tensors = (*self.model.named_parameters(), *self.model.named_buffers())
+        model = whole((name, t) for name, t in tensors if name not in away)
+        model += [slot for key, slot in pieces.items() if key[0] in freed]
+        trained = {p: pieces[key] for key, p in self.pieces.items() if p.requires_grad}
+        return Slots(model, trained, self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Whole tensors by name, so that any strategy at any world size can load them."""

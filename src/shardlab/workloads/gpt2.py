@@ -169,12 +169,12 @@ def gpt2(
     if size is not None and size not in SIZES:
         raise unknown("gpt2 size", size, SIZES)
     folder = None if weights is None else Path(weights).expanduser()
-    start = SIZES[size or "mini"] if folder is None or size else _shape_of(folder)
+    start = SIZES[size or "mini"] if folder is None or size else shape_of(folder)
     given = {"layers": layers, "heads": heads, "dim": dim, "context": context, "vocab": vocab}
     shape = replace(start, **{k: v for k, v in given.items() if v is not None})
     _check(shape)
-    if folder is not None and shape != _shape_of(folder):
-        raise UsageError(f"the weights in {folder} are of {_shape_of(folder)}, not {shape}")
+    if folder is not None and shape != shape_of(folder):
+        raise UsageError(f"the weights in {folder} are of {shape_of(folder)}, not {shape}")
     seq_len = data.seq_len or shape.context
     if seq_len > shape.context:
         raise UsageError(
@@ -227,7 +227,7 @@ _THEIR_WORDS = {
 
 def load_model(folder: Path) -> GPT2:
     """A GPT-2 from a folder of Hugging Face's: ``config.json`` and ``*.safetensors``."""
-    shape = _shape_of(folder)
+    shape = shape_of(folder)
     model = GPT2(shape)
     state = huggingface.from_huggingface(huggingface.load_folder(folder))
     wanted = model.state_dict()
@@ -249,7 +249,7 @@ def save_model(folder: Path, state: Mapping[str, Tensor], shape: Shape) -> None:
     huggingface.save_gpt2(folder, state, **words)
 
 
-def _shape_of(folder: Path) -> Shape:
+def shape_of(folder: Path) -> Shape:
     config = huggingface.read_config(folder)
     if config.get("model_type") != "gpt2":
         raise UsageError(f"{folder} holds a '{config.get('model_type')}', not a gpt2")

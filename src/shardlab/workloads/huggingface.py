@@ -159,6 +159,11 @@ def load_safetensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def word_of(dtype: torch.dtype) -> str:
+    """What a safetensors file calls it: F32."""
+    return _WORDS[dtype]
+
+
 def save_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0

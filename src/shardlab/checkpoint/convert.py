@@ -1,0 +1,127 @@
+"""Weights out of a checkpoint and into one: safetensors, and Hugging Face's GPT-2."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shardlab.checkpoint import files, storage
+from shardlab.checkpoint import manifest as manifests
+from shardlab.checkpoint.manifest import MODEL, Manifest
+from shardlab.checkpoint.parts import Part
+from shardlab.checkpoint.save import write_manifest
+from shardlab.errors import UsageError, unknown
+from shardlab.workloads import gpt2, huggingface
+
+SAFETENSORS, HF_GPT2 = "safetensors", "hf-gpt2"
+FORMATS = (SAFETENSORS, HF_GPT2)
+IMPORTED = "imported"  # in the place of a strategy
+
+
+def export(checkpoint: Path, target: Path, form: str) -> int:
+    """The model of a checkpoint, whole, as a file (safetensors) or a folder; how many tensors."""
+    _check_format(form)
+    _refuse_existing(target)
+    manifest = manifests.read(checkpoint)
+    manifests.verify(checkpoint, manifest.files)
+    if form == HF_GPT2:
+        shape = _gpt2_shape(checkpoint, manifest)
+    state = storage.whole_tensors(checkpoint, manifest, MODEL)
+
+    def write(part: Path) -> None:
+        if form == SAFETENSORS:
+            huggingface.save_safetensors(part, state)
+        else:
+            gpt2.save_model(part, state, shape)
+
+    _whole_or_not_at_all(target, write)
+    return len(state)
+
+
+def import_(source: Path, target: Path, form: str) -> int:
+    """A checkpoint of step 0 with these weights and no optimizer state; how many tensors."""
+    _check_format(form)
+    _refuse_existing(target)
+    config: dict[str, Any] = {}
+    if form == HF_GPT2:
+        if not source.is_dir():
+            raise UsageError(f"{source} is no folder with config.json and *.safetensors")
+        model = gpt2.load_model(source)
+        shape = model.shape
+        options = {
+            key: getattr(shape, key) for key in ("layers", "heads", "dim", "context", "vocab")
+        }
+        config = {"model": {"workload": "gpt2", "size": None, "options": options}}
+        # By the names of the parameters: a tied one once.
+        state: Mapping[str, Tensor] = {n: p.detach() for n, p in model.named_parameters()}
+    else:
+        if not source.is_file():
+            raise UsageError(f"no file {source}")
+        state = huggingface.load_safetensors(source)
+    if not state:
+        raise UsageError(f"{source} holds no tensors")
+
+    def write(part: Path) -> None:
+        def commit(tensors: Any, numbers: Any, written: Any) -> None:
+            manifest = Manifest(
+                step=0, strategy=IMPORTED, world=0, config=config, samples=None, update={},
+                numbers=numbers, tensors=tensors, files=written,
+                created=datetime.now(UTC).isoformat(timespec="seconds"),
+            )  # fmt: skip
+            write_manifest(part, manifest)
+
+        parts = {MODEL + name: Part(t.shape, 0, t.reshape(-1)) for name, t in state.items()}
+        storage.save_alone(parts, storage.Writer(part, commit))
+
+    _whole_or_not_at_all(target, write)
+    return len(state)
+
+
+def _check_format(form: str) -> None:
+    if form not in FORMATS:
+        raise unknown("format", form, FORMATS)
+
+
+def _refuse_existing(target: Path) -> None:
+    if target.exists():
+        raise UsageError(f"{target} exists; choose another name")
+
+
+def _whole_or_not_at_all(target: Path, write: Callable[[Path], None]) -> None:
+    part = target.with_name(f".{target.name}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write(part)
+        part.rename(target)
+        files.sync_folder(target.parent)
+    except OSError as error:
+        raise UsageError(f"cannot write {target}: {error.strerror or error}") from None
+    finally:
+        if part.is_dir():
+            shutil.rmtree(part, ignore_errors=True)
+        else:
+            part.unlink(missing_ok=True)
+
+
+def _gpt2_shape(checkpoint: Path, manifest: Manifest) -> gpt2.Shape:
+    """Of the tensors; the number of heads, which they do not tell, from the config."""
+    tensors, model = manifest.model(), manifest.config.get("model", {})
+    if model.get("workload") != "gpt2" or not {"wte.weight", "wpe.weight"} <= tensors.keys():
+        raise UsageError(
+            f"{checkpoint} holds the workload '{model.get('workload')}', not a gpt2; use the format "
+            f"{SAFETENSORS}"
+        )
+    (vocab, dim), (context, _) = tensors["wte.weight"].shape, tensors["wpe.weight"].shape
+    blocks = {name.split(".")[1] for name in tensors if name.startswith("blocks.")}
+    options = model.get("options") or {}
+    preset = gpt2.SIZES[model.get("size") or "mini"]
+    if options.get("weights"):
+        preset = gpt2.shape_of(Path(options["weights"]).expanduser())
+    heads = options.get("heads") or preset.heads
+    return replace(preset, layers=len(blocks), heads=heads, dim=dim, context=context, vocab=vocab)

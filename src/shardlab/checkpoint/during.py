@@ -1,0 +1,112 @@
+"""What a training run calls: to begin where another stopped, and to save as it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardlab.checkpoint import rng
+from shardlab.checkpoint.load import load
+from shardlab.checkpoint.save import About, Checkpoints, Outcome
+from shardlab.checkpoint.start import Start, refuse_other_run
+from shardlab.config import Config
+from shardlab.data.audit import Audit
+from shardlab.guard import pulse
+from shardlab.record import Recorder
+from shardlab.strategies.base import Strategy
+from shardlab.workloads.base import Batch, Workload
+from shardlab.world import World
+
+
+def restore(
+    start: Start,
+    strategy: Strategy,
+    workload: Workload,
+    world: World,
+    config: Config,
+    audit: Audit | None,
+    rehearse: Callable[[], Sequence[Batch]],
+) -> None:
+    """Model, optimizer, schedule, scaler, random states and notes as they were. A collective."""
+    refuse_other_run(start, config, len(workload.dataset))
+    if getattr(strategy, "LEARNS_LAYOUT", False) and world.size > 2:
+        # DDP lays its buckets out anew after its first step, and the order in which more than two
+        # ranks' gradients are added depends on that: let it have its first step before.
+        strategy.gradients(rehearse())
+        for parameter in strategy.params.values():  # type: ignore[attr-defined]
+            parameter.grad = None
+    own = load(start, strategy, world, config)
+    assert start.manifest is not None
+    if own:
+        rng.put(_inside(own[min(own)], "rng/"), world.device)
+    is_same = (start.manifest.strategy, start.manifest.world) == (config.strategy.name, world.size)
+    put = getattr(strategy, "load_own_state", None)
+    if is_same and put is not None:
+        put(_inside(own[world.rank], "strategy/"))
+    if audit is not None:
+        audit.steps = start.manifest.step
+        for of_rank in own.values():
+            if notes := _inside(of_rank, "audit/"):
+                audit.add({name: tensor.numpy() for name, tensor in notes.items()})
+
+
+def _inside(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def own_state(strategy: Strategy, device: torch.device, audit: Audit | None) -> dict[str, Tensor]:
+    """What is this rank's alone."""
+    own = {f"rng/{name}": tensor for name, tensor in rng.get(device).items()}
+    if (give := getattr(strategy, "own_state", None)) is not None:
+        own |= {f"strategy/{name}": tensor for name, tensor in give().items()}
+    if audit is not None:
+        arrays: dict[str, Any] = audit.state()
+        own |= {f"audit/{n}": torch.from_numpy(np.ascontiguousarray(a)) for n, a in arrays.items()}
+    return own
+
+
+@contextmanager
+def saving(
+    folder: Path,
+    config: Config,
+    workload: Workload,
+    world: World,
+    strategy: Strategy,
+    recorder: Recorder,
+) -> Iterator[Checkpoints]:
+    """The run's checkpoints; at the end, what is under way is waited for."""
+    values = config.with_overrides({"output.dir": None, "checkpoint.resume": None}).to_dict()
+    about = About(values, config.strategy.name, len(workload.dataset))
+
+    def done(outcome: Outcome) -> None:
+        recorder.checkpointed(outcome.row())
+
+    checkpoints = Checkpoints(folder, config.checkpoint, world, strategy, about, done)
+    yield checkpoints
+    with pulse.PULSE.at(pulse.CHECKPOINT):
+        checkpoints.wait()  # not after a crash: the other ranks may be gone
+
+
+def between_steps(
+    steps: Iterator[Sequence[Batch]],
+    checkpoints: Checkpoints,
+    recorder: Recorder,
+    total: int,
+    audit: Audit | None,
+) -> Generator[Sequence[Batch], None, None]:
+    """The steps, with a checkpoint after every so many of them and after the last."""
+    every = checkpoints.settings.every
+    assert every is not None
+    device = checkpoints.world.device
+    for finished, microbatches in enumerate(steps, start=recorder.first + 1):
+        yield microbatches
+        if finished == total or finished % every == 0:
+            recorder.flush()
+            with pulse.PULSE.at(pulse.CHECKPOINT):
+                checkpoints.save(finished, own_state(checkpoints.strategy, device, audit))

@@ -1,0 +1,150 @@
+"""Where checkpoints lie, which are kept, and which run goes on. No torch.
+
+``<run folder>/checkpoints/step-000042/``. While it is written its name is ``.step-000042.part``; it
+gets its own when every file is on the disk, by a rename. So whatever has the name is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardlab.checkpoint import manifest as manifests
+from shardlab.errors import UsageError
+
+FOLDER = "checkpoints"
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def steps_in(run: Path) -> dict[int, Path]:
+    """The checkpoints of a run folder, by step, the newest first."""
+    found = {}
+    with suppress(FileNotFoundError, NotADirectoryError):
+        for path in (run / FOLDER).iterdir():
+            match = _NAME.fullmatch(path.name)
+            if match and path.is_dir():
+                found[int(match[1])] = path
+    return dict(sorted(found.items(), reverse=True))
+
+
+def part_of(run: Path, step: int) -> Path:
+    """Where a checkpoint is while it is written."""
+    return run / FOLDER / f".{name_of(step)}.part"
+
+
+def sweep(run: Path) -> None:
+    """Remove what a killed run left half-written."""
+    with suppress(FileNotFoundError):
+        for path in (run / FOLDER).iterdir():
+            if path.name.startswith(".step-"):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def put_in_place(part: Path, final: Path) -> None:
+    """Give a checkpoint its name. One of the same step, from before a resume, gives way."""
+    sync_folder(part)
+    old = final.with_name(f".{final.name}.old")
+    if final.exists():
+        final.rename(old)
+    part.rename(final)
+    sync_folder(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """A new name is on the disk only when its folder is."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def to_remove(steps: Iterable[int], keep_last: int, keep_every: int | None) -> list[int]:
+    """Of these checkpoints, those that need not stay: not the last ``keep_last``, and of no step
+    that ``keep_every`` divides."""
+    older = sorted(steps)[:-keep_last]
+    return [step for step in older if not keep_every or step % keep_every]
+
+
+# ------------------------------------------------------------------ which run goes on
+
+
+def state_of(run: Path) -> dict[str, Any]:
+    """What ``status.json`` says; nothing, if there is none or it is no such file."""
+    try:
+        content = json.loads((run / "status.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def is_running(status: Mapping[str, Any]) -> bool:
+    """Whether a rank of the run is alive, as far as can be seen from this host."""
+    if status.get("state") != "running" or status.get("host") != socket.gethostname():
+        return False
+    pids = status.get("pids")
+    return isinstance(pids, list) and any(
+        isinstance(pid, int) and pid != os.getpid() and _is_alive(pid) for pid in pids
+    )
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    with suppress(OSError):  # ended, and waiting to be noticed
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return True
+
+
+def unfinished(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The run folders under ``root`` that did not finish, with their configs, the newest first."""
+    runs = [path.parent for path in root.glob("*/config.yaml")]
+    for run in sorted(runs, key=lambda r: r.name, reverse=True):
+        status = state_of(run)
+        if status.get("state") in (None, "finished") or is_running(status):
+            continue
+        values = config_of(run)
+        if values is not None:
+            yield run, values
+
+
+def config_of(run: Path) -> dict[str, Any] | None:
+    try:
+        values = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def is_checkpoint(path: Path) -> bool:
+    return (path / manifests.NAME).is_file()
+
+
+def find(text: str) -> Path:
+    """The run folder or checkpoint that a user named."""
+    path = Path(text).expanduser()
+    if is_checkpoint(path) or steps_in(path):
+        return path
+    if not path.is_dir():
+        raise UsageError(f"no folder {path} to resume from")
+    if (path / "config.yaml").is_file():
+        raise UsageError(f"{path} is a run without a checkpoint; it cannot be resumed")
+    raise UsageError(f"{path} is neither a checkpoint nor the folder of a run that has some")

@@ -1,0 +1,283 @@
+"""Where a run begins: anew, or from which checkpoint of which run, and whether that fits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardlab import record
+from shardlab.checkpoint import files
+from shardlab.checkpoint import manifest as manifests
+from shardlab.checkpoint.manifest import Manifest
+from shardlab.config import Config
+from shardlab.errors import UsageError
+
+if TYPE_CHECKING:
+    from shardlab.world import World
+
+AUTO = "auto"
+
+# What makes a run another run: with these changed its numbers would mean nothing together.
+MUST_MATCH = (
+    "model.workload", "model.size", "model.options",
+    "data.source", "data.seq_len", "data.shuffle", "data.epoch",
+    "training.global_batch", "training.optimizer", "training.seed",
+)  # fmt: skip
+# What may change, and is told, because the losses will differ from the uninterrupted run's.
+TOLD = (
+    "strategy.name", "strategy.options", "launch.world", "training.steps", "training.accumulate",
+    "training.learning_rate", "training.weight_decay", "training.momentum", "training.schedule",
+    "training.warmup_steps", "training.min_rate", "training.clip_norm", "training.compile",
+    "training.activation_checkpointing", "precision.compute",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run goes on: its folder (none: a new one), and from which checkpoint, if any."""
+
+    run: Path | None
+    checkpoint: Path | None = None
+    manifest: Manifest | None = None
+    notes: tuple[str, ...] = ()  # to be told
+
+    @property
+    def step(self) -> int:
+        return 0 if self.manifest is None else self.manifest.step
+
+    @property
+    def is_resumed(self) -> bool:
+        return self.run is not None or self.manifest is not None
+
+    def keeps_rows(self, world: int) -> bool:
+        """Whether this run's rows go on from those in the folder: same ranks, same folder."""
+        return self.run is not None and self.manifest is not None and self.manifest.world == world
+
+
+# ------------------------------------------------------------------ before any rank
+
+
+def settings_of(
+    resume: str | None, strategy: str | None = None, keep_world: bool = True
+) -> dict[str, Any]:
+    """The settings of the run that a user named, which the flags then change. No torch."""
+    if resume in (None, AUTO):
+        return {}
+    path = files.find(resume)
+    if files.is_checkpoint(path):
+        manifest = manifests.read(path)
+        values, world = manifest.config, manifest.world
+    else:
+        values = files.config_of(path) or {}
+        world = values.get("launch", {}).get("world")
+    base = {key: dict(value) for key, value in values.items() if isinstance(value, Mapping)}
+    base.setdefault("launch", {})["world"] = world if keep_world else None
+    if strategy is not None and strategy != base.get("strategy", {}).get("name"):
+        base["strategy"] = {}  # another's options would be refused
+    return base
+
+
+def is_restarted(environment: Mapping[str, int] | None) -> bool:
+    """Whether torchrun's agent has started these ranks again: then they go on, asked or not."""
+    return environment is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+# ------------------------------------------------------------------ which one
+
+
+def choose(config: Config, world: World) -> Start:
+    """What ``checkpoint.resume`` asks for; the same answer on every rank. A collective.
+
+    "auto": the newest run of this config under ``output.root`` that did not finish, or the run in
+    ``output.dir``; nothing to go on with: a new run. A run folder: on in it. A checkpoint: from it
+    in a new folder. Damaged checkpoints of a run are passed over, and that is said.
+    """
+    wanted = config.checkpoint.resume
+    if wanted is None:
+        return Start(None)
+    if wanted == AUTO:
+        run = _agree(world, lambda: find_run(config))
+        return Start(None) if run is None else newest_good(run, world)
+    path = _agree(world, lambda: files.find(wanted))
+    assert path is not None
+    if files.is_checkpoint(path):
+        manifest = _agree(world, lambda: manifests.read(path))
+        _verify(path, manifest, world)
+        return Start(None, path, manifest)
+    start = newest_good(path, world)
+    if start.manifest is None:
+        raise UsageError(f"no checkpoint of {path} is whole: {'; '.join(start.notes)}")
+    return start
+
+
+def find_run(config: Config) -> Path | None:
+    """The run that "auto" means."""
+    if config.output.dir is not None:
+        run = Path(config.output.dir)
+        return run if (run / "config.yaml").is_file() else None
+    for run, values in files.unfinished(Path(config.output.root)):
+        if not differences(values, config.to_dict(), MUST_MATCH):
+            return run
+    return None
+
+
+def newest_good(run: Path, world: World) -> Start:
+    """The newest checkpoint of a run that is whole, and what was wrong with newer ones."""
+    notes: list[str] = []
+    for path in _agree(world, lambda: list(files.steps_in(run).values())):
+        try:
+            manifest = _agree(world, lambda path=path: manifests.read(path))
+            _verify(path, manifest, world)
+        except UsageError as error:
+            notes.append(str(error))
+            continue
+        return Start(run, path, manifest, tuple(notes))
+    return Start(run, notes=tuple(notes))
+
+
+def _agree(world: World, look: Any) -> Any:
+    """Rank 0 looks, and all get what it found, or its refusal."""
+    found: Any = None
+    if world.rank == 0:
+        try:
+            found = look()
+        except UsageError as error:
+            found = error
+    found = world.share(found)
+    if isinstance(found, UsageError):
+        raise found
+    return found
+
+
+def _verify(folder: Path, manifest: Manifest, world: World) -> None:
+    """Every file is read once, by one of the ranks."""
+    mine = dict(list(manifest.files.items())[world.rank :: world.size])
+    error = None
+    try:
+        manifests.verify(folder, mine)
+    except UsageError as damaged:
+        error = str(damaged)
+    for message in world.gather(error):
+        if message is not None:
+            raise manifests.Damaged(message)
+
+
+# ------------------------------------------------------------------ whether it fits
+
+
+def differences(
+    saved: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]
+) -> dict[str, tuple[Any, Any]]:
+    """The settings in which two configs differ; what one does not say is the default."""
+    standard = Config().to_dict()
+    found = {}
+    for key in keys:
+        section, _, name = key.partition(".")
+        default = standard[section][name]
+        was, is_now = (_setting(values, section, name, default) for values in (saved, now))
+        if was != is_now:
+            found[key] = (was, is_now)
+    return found
+
+
+def _setting(values: Mapping[str, Any], section: str, name: str, default: Any) -> Any:
+    inside = values.get(section)
+    return inside.get(name, default) if isinstance(inside, Mapping) else default
+
+
+def refuse_other_run(start: Start, config: Config, samples: int) -> None:
+    """A checkpoint of another run is refused, with what is different."""
+    manifest = start.manifest
+    assert manifest is not None
+    now = config.to_dict()
+    claimed = [key for key in MUST_MATCH if key.partition(".")[0] in manifest.config]
+    if found := differences(manifest.config, now, claimed):
+        what = ", ".join(
+            f"{key} was {was!r}, is {is_now!r}" for key, (was, is_now) in found.items()
+        )
+        raise UsageError(f"{start.checkpoint} is of another run: {what}")
+    if manifest.samples not in (None, samples):
+        raise UsageError(
+            f"{start.checkpoint} is of another run: the data had {manifest.samples:,} samples, and "
+            f"has {samples:,}"
+        )
+
+
+def changes(start: Start, config: Config) -> list[str]:
+    """What is not as it was, in words."""
+    assert start.manifest is not None
+    if not start.manifest.config:
+        return []
+    saved = dict(start.manifest.config)
+    saved["launch"] = {**saved.get("launch", {}), "world": start.manifest.world}
+    found = differences(saved, config.to_dict(), TOLD)
+    return [f"{key} was {was!r}, is {is_now!r}" for key, (was, is_now) in found.items()]
+
+
+def refuse_other_model(start: Start, expected: Mapping[str, tuple[int, ...]]) -> None:
+    manifest = start.manifest
+    assert manifest is not None
+    saved = {name: tensor.shape for name, tensor in manifest.model().items()}
+    missing, extra = sorted(expected.keys() - saved.keys()), sorted(saved.keys() - expected.keys())
+    other = [
+        f"'{name}' is {_shape(saved[name])} there and {_shape(expected[name])} here"
+        for name in sorted(expected.keys() & saved.keys())
+        if saved[name] != tuple(expected[name])
+    ]
+    found = [
+        *([f"it lacks {_names(missing)}"] if missing else []),
+        *([f"it has {_names(extra)} besides"] if extra else []),
+        *other[:3],
+        *([f"and {len(other) - 3} more shapes differ"] if len(other) > 3 else []),
+    ]
+    if found:
+        raise UsageError(f"{start.checkpoint} is of another model: {'; '.join(found)}")
+
+
+def _names(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:3])
+    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "a number"
+
+
+def refuse_done(start: Start, steps: int) -> None:
+    is_done = start.step > steps or (start.run is None and start.step == steps > 0)
+    if start.manifest is not None and is_done:
+        raise UsageError(
+            f"{start.checkpoint} is of step {start.step} and training.steps is {steps}: nothing is "
+            "left to do; ask for more with --steps"
+        )
+
+
+# ------------------------------------------------------------------ the folder of a resumed run
+
+
+def clear(start: Start) -> None:
+    """Take out of a run's folder what will be done again, and what was left half-written."""
+    assert start.run is not None
+    files.sweep(start.run)
+    record.cut_back(start.run, start.step)
+
+
+def note(folder: Path, start: Start, config: Config, command: str) -> dict[str, Any]:
+    """A line in ``resumes.jsonl``; returned to be told."""
+    row = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "step": start.step,
+        "checkpoint": None if start.checkpoint is None else str(start.checkpoint),
+        "strategy": config.strategy.label,
+        "world": config.launch.world,
+        "changed": [] if start.manifest is None else changes(start, config),
+        "passed_over": list(start.notes),
+        "command": command,
+    }
+    with (folder / "resumes.jsonl").open("a", encoding="utf-8") as file:
+        file.write(record.json_text(row) + "\n")
+    return row

@@ -1,0 +1,349 @@
+"""The two halves that DCP lets one bring along: what is saved (planners), and how (storage).
+
+DCP's own planner cuts tensors into boxes, of which ZeRO's flat shards are none; so every tensor is
+planned flat, ``(elements,)``, and its real shape is in the manifest. DCP's own storage keeps its
+index in a pickle; ours is ``checkpoint.json``, with safetensors files beside it.
+"""
+# ruff: noqa: ARG002, ARG003 - the methods and their arguments are DCP's
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint import planner as plans
+from torch.distributed.checkpoint import planner_helpers
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from shardlab.checkpoint import parts as parting
+from shardlab.checkpoint.manifest import Chunk, File, Manifest
+from shardlab.checkpoint.manifest import Tensor as Entry
+from shardlab.checkpoint.parts import Numbers, Part, Parts
+from shardlab.workloads import huggingface
+
+BLOCK = 1 << 24  # bytes that are brought to the host, hashed and written at a time
+
+
+class Written(NamedTuple):
+    """What a rank reports of each part: its file, whole."""
+
+    file: str
+    size: int
+    sha256: str
+
+
+def _item(name: str, part: Part, start: int, end: int) -> plans.WriteItem:
+    chunk = dcp.ChunkStorageMetadata(torch.Size([start]), torch.Size([end - start]))
+    return plans.WriteItem(
+        index=dcp.MetadataIndex(name, [start]),
+        type=plans.WriteItemType.SHARD,
+        tensor_data=plans.TensorWriteData(
+            chunk=chunk,
+            properties=dcp.TensorProperties(dtype=part.values.dtype),
+            size=torch.Size([part.shape.numel()]),
+        ),
+    )
+
+
+class Saving(plans.SavePlanner):
+    """Each rank offers all that it holds; the first rank decides who writes which of it."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        self.numbers = numbers
+        self.parts: Parts = {}
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        self.parts = state_dict
+
+    def create_local_plan(self) -> plans.SavePlan:
+        items = [
+            _item(name, part, part.start, part.start + len(part.values))
+            for name, part in self.parts.items()
+        ]
+        shapes = {name: tuple(part.shape) for name, part in self.parts.items()}
+        return plans.SavePlan(items, planner_data=(shapes, self.numbers))
+
+    def create_global_plan(
+        self, all_plans: list[plans.SavePlan]
+    ) -> tuple[list[plans.SavePlan], dcp.Metadata]:
+        offers = [{item.index.fqn: item for item in plan.items} for plan in all_plans]
+        shares = parting.share_out([{n: _span(i) for n, i in offer.items()} for offer in offers])
+        shapes: dict[str, tuple[int, ...]] = {}
+        numbers: Numbers = {}
+        entries: dict[str, Entry] = {}
+        planned = []
+        for rank, (plan, offer, share) in enumerate(zip(all_plans, offers, shares, strict=True)):
+            shapes |= plan.planner_data[0]
+            numbers |= plan.planner_data[1]
+            for name, item in offer.items():
+                assert item.tensor_data is not None
+                dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
+                entries.setdefault(name, Entry(shapes[name], dtype, ()))
+            for name, start, end in share:
+                chunks = (*entries[name].chunks, Chunk(start, end - start, file_of(rank)))
+                entries[name] = replace(entries[name], chunks=chunks)
+            items = [_cut(offer[name], start, end) for name, start, end in share]
+            planned.append(plans.SavePlan(items, planner_data=file_of(rank)))
+        _refuse_gaps(entries)
+        return planned, dcp.Metadata({}, planner_data=(entries, numbers))
+
+    def finish_plan(self, new_plan: plans.SavePlan) -> plans.SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: plans.WriteItem) -> Tensor:
+        part = self.parts[write_item.index.fqn]
+        start, end = _span(write_item)
+        return part.values[start - part.start : end - part.start]
+
+
+def file_of(rank: int) -> str:
+    return f"rank{rank}.safetensors"
+
+
+def _span(item: plans.WriteItem) -> tuple[int, int]:
+    assert item.tensor_data is not None
+    start = item.tensor_data.chunk.offsets[0]
+    return start, start + item.tensor_data.chunk.sizes[0]
+
+
+def _cut(item: plans.WriteItem, start: int, end: int) -> plans.WriteItem:
+    assert item.tensor_data is not None
+    chunk = dcp.ChunkStorageMetadata(torch.Size([start]), torch.Size([end - start]))
+    return replace(
+        item,
+        index=dcp.MetadataIndex(item.index.fqn, [start]),
+        tensor_data=replace(item.tensor_data, chunk=chunk),
+    )
+
+
+def _refuse_gaps(entries: dict[str, Entry]) -> None:
+    for name, entry in entries.items():
+        if sum(chunk.length for chunk in entry.chunks) != entry.size:
+            raise RuntimeError(f"no rank holds all of '{name}': the strategy's slots() are wrong")
+
+
+class Writer(StorageWriter):
+    """A safetensors file for each rank in ``folder``; ``commit`` gets what the manifest is made of.
+
+    Each file is hashed as it is written, and on the disk before anyone hears of it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        commit: Callable[[dict[str, Entry], Numbers, dict[str, File]], None],
+    ) -> None:
+        self.folder = folder
+        self.commit = commit
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: plans.SavePlan) -> plans.SavePlan:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return plan
+
+    def prepare_global_plan(self, plans: list[plans.SavePlan]) -> list[plans.SavePlan]:
+        return plans
+
+    def write_data(
+        self, plan: plans.SavePlan, planner: plans.SavePlanner
+    ) -> Future[list[WriteResult]]:
+        done: Future[list[WriteResult]] = Future()
+        results = []
+        if plan.items:
+            written = self._write(plan, planner)
+            results = [WriteResult(item.index, 0, written) for item in plan.items]
+        done.set_result(results)
+        return done
+
+    def _write(self, plan: plans.SavePlan, planner: plans.SavePlanner) -> Written:
+        table: dict[str, Any] = {}
+        position = 0
+        for item in plan.items:
+            start, end = _span(item)
+            assert item.tensor_data is not None
+            dtype = item.tensor_data.properties.dtype
+            until = position + (end - start) * dtype.itemsize
+            table[key_of(item.index.fqn, start)] = {
+                "dtype": huggingface.word_of(dtype),
+                "shape": [end - start],
+                "data_offsets": [position, until],
+            }
+            position = until
+        header = json.dumps(table, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)
+        digest, size, name = hashlib.sha256(), 0, plan.planner_data
+        with (self.folder / name).open("wb") as file:
+
+            def put(data: Any) -> None:
+                nonlocal size
+                digest.update(data)
+                file.write(data)
+                size += len(data)
+
+            put(len(header).to_bytes(8, "little") + header)
+            for item in plan.items:
+                tensor = planner.resolve_data(item)
+                assert isinstance(tensor, Tensor)
+                for block in tensor.split(BLOCK // tensor.dtype.itemsize):
+                    put(block.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        return Written(name, size, digest.hexdigest())
+
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
+        entries, numbers = metadata.planner_data
+        written = {result.storage_data for of_rank in results for result in of_rank}
+        files = {w.file: File(w.size, w.sha256) for w in sorted(written)}
+        self.commit(entries, numbers, files)
+
+
+def key_of(name: str, start: int) -> str:
+    """A part's name inside a file: ``model/wte.weight@0``."""
+    return f"{name}@{start}"
+
+
+# ------------------------------------------------------------------ reading
+
+
+class Loading(plans.LoadPlanner):
+    """Each rank asks for the elements that its parts lack."""
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: dcp.Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        assert metadata is not None
+        self.parts: Parts = state_dict
+        self.metadata = metadata
+
+    def create_local_plan(self) -> plans.LoadPlan:
+        items: list[plans.ReadItem] = []
+        for name, part in self.parts.items():
+            stored = self.metadata.state_dict_metadata[name]
+            assert isinstance(stored, dcp.TensorStorageMetadata)
+            wanted = dcp.ChunkStorageMetadata(
+                torch.Size([part.start]), torch.Size([len(part.values)])
+            )
+            if len(part.values):
+                items += planner_helpers.create_read_items_for_chunk_list(name, stored, [wanted])
+        return plans.LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[plans.LoadPlan]) -> list[plans.LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: plans.LoadPlan) -> plans.LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: plans.ReadItem, value: io.BytesIO) -> NoReturn:
+        raise NotImplementedError("a checkpoint of shardlab's holds tensors and JSON only")
+
+    def resolve_tensor(self, read_item: plans.ReadItem) -> Tensor:
+        values = self.parts[read_item.dest_index.fqn].values
+        return values.narrow(0, read_item.dest_offsets[0], read_item.lengths[0])
+
+    def commit_tensor(self, read_item: plans.ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+class Reader(StorageReader):
+    """The files of a checkpoint, memory-mapped: only what is asked for is read."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        stored: dict[str, dcp.STORAGE_TYPES] = {}
+        for name, tensor in self.manifest.tensors.items():
+            stored[name] = dcp.TensorStorageMetadata(
+                dcp.TensorProperties(dtype=getattr(torch, tensor.dtype)),
+                torch.Size([tensor.size]),
+                [
+                    dcp.ChunkStorageMetadata(torch.Size([c.start]), torch.Size([c.length]))
+                    for c in tensor.chunks
+                ],
+            )
+        return dcp.Metadata(stored)
+
+    def set_up_storage_reader(
+        self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: plans.LoadPlan) -> plans.LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[plans.LoadPlan]) -> list[plans.LoadPlan]:
+        return plans
+
+    def read_data(self, plan: plans.LoadPlan, planner: plans.LoadPlanner) -> Future[None]:
+        opened: dict[str, dict[str, Tensor]] = {}
+        for item in plan.items:
+            name, offset = item.storage_index.fqn, item.storage_index.offset
+            assert offset is not None
+            chunks = self.manifest.tensors[name].chunks
+            file = next(c.file for c in chunks if c.start == offset[0])
+            if file not in opened:
+                opened[file] = huggingface.load_safetensors(self.folder / file)
+            stored = opened[file][key_of(name, offset[0])]
+            first = item.storage_offsets[0]
+            place = planner.resolve_tensor(item)
+            place.copy_(stored[first : first + item.lengths[0]])
+            planner.commit_tensor(item, place)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def whole_tensors(folder: Path, manifest: Manifest, prefix: str) -> dict[str, Tensor]:
+    """Tensors in their shapes, by name without the prefix. In one process, without a group."""
+    opened: dict[str, dict[str, Tensor]] = {}
+    found = {}
+    for name, entry in manifest.tensors.items():
+        if not name.startswith(prefix):
+            continue
+        flat = torch.empty(entry.size, dtype=getattr(torch, entry.dtype))
+        for chunk in entry.chunks:
+            if chunk.file not in opened:
+                opened[chunk.file] = huggingface.load_safetensors(folder / chunk.file)
+            values = opened[chunk.file][key_of(name, chunk.start)]
+            flat[chunk.start : chunk.start + chunk.length] = values
+        found[name.removeprefix(prefix)] = flat.view(entry.shape)
+    return found
+
+
+def save_alone(parts: Parts, writer: Writer) -> None:
+    """All of it by this process, without a group: for what was not trained here."""
+    planner = Saving({})
+    planner.set_up_planner(parts)
+    planned, metadata = planner.create_global_plan(
+        [writer.prepare_local_plan(planner.create_local_plan())]
+    )
+    writer.finish(metadata, [writer.write_data(planned[0], planner).wait()])

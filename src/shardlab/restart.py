@@ -1,0 +1,69 @@
+"""A run that goes on when a rank dies: the world is started again, from the last checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shardlab import launch
+from shardlab.config import Config, check_batch
+from shardlab.errors import Halt, RankFailure, UsageError
+from shardlab.launch import Event
+
+TARGET = "shardlab.train:train_rank"
+
+
+def train(config: Config, command: str, on_event: Callable[[Event], None]) -> Any:
+    """The run, started again at most ``launch.max_restarts`` times; rank 0's result.
+
+    At most ``checkpoint.every`` steps are repeated each time. Input that is refused, Ctrl-C and a
+    loss that is not finite are not tried again: it would end the same way.
+    """
+    folder: Path | None = None
+
+    def listen(event: Event) -> None:
+        nonlocal folder
+        folder = Path(event["folder"]) if "folder" in event else folder
+        on_event(event)
+
+    restarts = 0
+    while True:
+        try:
+            return launch.launch(TARGET, config.launch, config.to_dict(), command, on_event=listen)
+        except RankFailure as failure:
+            if restarts >= config.launch.max_restarts or folder is None or _is_final(failure):
+                raise
+            restarts += 1
+            config = config.with_overrides(
+                {
+                    "checkpoint.resume": "auto",
+                    "output.dir": str(folder),
+                    "launch.world": next_world(config),
+                }
+            )
+            on_event(
+                {
+                    "restart": restarts,
+                    "of": config.launch.max_restarts,
+                    "world": config.launch.world,
+                    "reason": str(failure),
+                }
+            )
+
+
+def _is_final(failure: RankFailure) -> bool:
+    return isinstance(failure, Halt) and failure.state == "not finite"
+
+
+def next_world(config: Config) -> int:
+    """As many ranks as before; with ``min_world``, fewer: as many as can share the batch."""
+    world, least = config.launch.world, config.launch.min_world
+    assert world is not None
+    for fewer in range(world - 1, (least or world) - 1, -1):
+        try:
+            check_batch(config.training, fewer)
+        except UsageError:
+            continue
+        return fewer
+    return world

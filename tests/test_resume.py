@@ -1,0 +1,350 @@
+"""Stop and go on: bit for bit under the same strategy and world, to rounding under any other."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import commands
+import toys
+from conformance import arrays, make_optimizer
+from conftest import GetRanks
+from shardlab import naming
+from shardlab.checkpoint import load as loading
+from shardlab.checkpoint import manifest as manifests
+from shardlab.checkpoint import storage
+from shardlab.checkpoint.during import own_state
+from shardlab.checkpoint.save import About, Checkpoints
+from shardlab.checkpoint.start import Start
+from shardlab.config import CheckpointConfig, Config
+from shardlab.record import read_jsonl
+from shardlab.strategies import STRATEGIES
+from shardlab.strategies.update import Rule
+from shardlab.world import World
+from test_conformance import OPTIONS, REFUSED
+
+TRAIN_RANK = "shardlab.train:train_rank"
+DISTRIBUTED = [name for name in STRATEGIES if name != "single"]
+SAVED, STEPS = 2, 4
+
+
+# ------------------------------------------------------------------ nasty models, on the ranks
+
+
+def build(world: World, strategy: str, toy: str, seed: int, optimizer: str) -> Any:
+    make = naming.resolve(strategy, STRATEGIES, "strategy")
+    options: dict[str, Any] = dict(OPTIONS.get(strategy, {}))
+    if "blocks" in inspect.signature(make).parameters:
+        options["blocks"] = toys.BLOCKS[toy]
+    if strategy == "pytorch_hsdp":
+        options["shards"] = 2 if world.size % 2 == 0 else 1
+    rule = Rule(clip_norm=0.5, schedule=lambda step: 1 / (1 + step))
+    model = toys.build(toy, seed=seed)
+    return make(model, make_optimizer(optimizer), toys.loss, world.mesh, rule=rule, **options)
+
+
+def batches(world: World, step: int, of_world: int) -> list[Any]:
+    """What ``of_world`` ranks would read in a step, shared by the ranks that there are."""
+    whole = [toys.batch(step, rank, micro) for rank in range(of_world) for micro in range(2)]
+    mine = whole[world.rank :: world.size]
+    return mine or [whole[0]]
+
+
+def run(instance: Any, world: World, steps: range, of_world: int) -> list[float]:
+    found = []
+    for step in steps:
+        found.append(float(instance.gradients(batches(world, step, of_world))))
+        instance.step()
+    return found
+
+
+def save_and_go_on(
+    world: World, strategy: str, toy: str, optimizer: str, folder: str, of_world: int
+) -> tuple[list[float], Any]:
+    instance = build(world, strategy, toy, world.rank, optimizer)
+    run(instance, world, range(SAVED), of_world)
+    settings = CheckpointConfig(every=1)
+    about = About({}, strategy, None)
+    checkpoints = Checkpoints(Path(folder), settings, world, instance, about)
+    checkpoints.save(SAVED, own_state(instance, world.device, None))
+    assert checkpoints.last is not None
+    assert checkpoints.last.error is None
+    losses = run(instance, world, range(SAVED, STEPS), of_world)
+    return losses, arrays(instance.full_params())
+
+
+def load_and_go_on(
+    world: World, strategy: str, toy: str, optimizer: str, folder: str, of_world: int
+) -> tuple[list[float], Any]:
+    instance = build(world, strategy, toy, 100 + world.rank, optimizer)
+    path = Path(folder) / "checkpoints" / "step-000002"
+    if getattr(instance, "LEARNS_LAYOUT", False):
+        instance.gradients(batches(world, SAVED, of_world))
+        for parameter in instance.params.values():
+            parameter.grad = None
+    start = Start(None, path, manifests.read(path))
+    loading.load(start, instance, world, Config())
+    losses = run(instance, world, range(SAVED, STEPS), of_world)
+    return losses, arrays(instance.full_params())
+
+
+def toys_of(strategy: str) -> list[str]:
+    return [toy for toy in toys.TOYS if toy not in REFUSED.get(strategy, ())]
+
+
+def all_toys(world: World, what: str, strategy: str, folder: str, of_world: int) -> dict[str, Any]:
+    function = {"save": save_and_go_on, "load": load_and_go_on}[what]
+    return {
+        f"{toy} {optimizer}": function(
+            world, strategy, toy, optimizer, f"{folder}/{toy}-{optimizer}", of_world
+        )
+        for toy in toys_of(strategy)
+        for optimizer in ("sgd", "adamw")
+        if (toy, optimizer) != ("scalar", "sgd")
+    }
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_same_again_bit_for_bit(strategy: str, ranks: GetRanks, tmp_path: Path) -> None:
+    """On models with tied, frozen, unused, odd and scalar tensors, and buffers."""
+    world = ranks(1 if strategy == "single" else 2)
+    whole = world.run(all_toys, "save", strategy, str(tmp_path), 2, deadline_s=60)
+    again = world.run(all_toys, "load", strategy, str(tmp_path), 2, deadline_s=60)
+    for rank, cases in enumerate(whole):
+        for case, (losses, params) in cases.items():
+            assert again[rank][case][0] == losses, case
+            for name, value in params.items():
+                assert np.array_equal(again[rank][case][1][name], value), (case, name)
+
+
+@pytest.mark.parametrize("strategy", ["bucket_ddp_async", "pytorch_ddp", "zero3", "pytorch_zero3"])
+def test_bit_for_bit_on_three_ranks(strategy: str, ranks: GetRanks, tmp_path: Path) -> None:
+    """Where the order of a sum matters, and with it how DDP has laid out its buckets."""
+    args = (strategy, "odd", "adamw", str(tmp_path), 3)
+    whole = ranks(3).run(save_and_go_on, *args, deadline_s=60)
+    again = ranks(3).run(load_and_go_on, *args, deadline_s=60)
+    for (losses, params), (losses_again, params_again) in zip(whole, again, strict=True):
+        assert losses == losses_again
+        assert all(np.array_equal(params[name], params_again[name]) for name in params)
+
+
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_on_as_one_process(strategy: str, ranks: GetRanks, tmp_path: Path) -> None:
+    """Every strategy's checkpoint is read by a plain process, and the other way round."""
+    toy_names = [t for t in toys_of(strategy) if t != "buffers"]  # whose meaning the world changes
+    for toy in toy_names:
+        there, back = str(tmp_path / "there" / toy), str(tmp_path / "back" / toy)
+        many = ranks(2).run(save_and_go_on, strategy, toy, "adamw", there, 2, deadline_s=60)
+        one = ranks(1).run(load_and_go_on, "single", toy, "adamw", there, 2, deadline_s=60)
+        assert_close(many[0], one[0], f"{strategy} to single, {toy}")
+        one = ranks(1).run(save_and_go_on, "single", toy, "adamw", back, 2, deadline_s=60)
+        many = ranks(2).run(load_and_go_on, strategy, toy, "adamw", back, 2, deadline_s=60)
+        assert_close(many[1], one[0], f"single to {strategy}, {toy}")
+
+
+def assert_close(first: Any, second: Any, what: str) -> None:
+    np.testing.assert_allclose(first[0], second[0], rtol=0, atol=1e-10, err_msg=what)
+    for name, value in first[1].items():
+        np.testing.assert_allclose(value, second[1][name], rtol=0, atol=1e-10, err_msg=what)
+
+
+# ------------------------------------------------------------------ whole runs
+
+
+def settings(tmp_path: Path, **changes: Any) -> dict[str, Any]:
+    """A small GPT whose vocabulary nothing divides."""
+    from shardlab import config as configs
+
+    options = {"layers": 2, "heads": 2, "dim": 16, "context": 16, "vocab": 257}
+    values: dict[str, Any] = {
+        "model.options": options,
+        "data.source": "synthetic",
+        "data.audit": True,
+        "training.global_batch": 8,
+        "training.steps": 6,
+        "training.clip_norm": 0.1,
+        "training.schedule": "cosine",
+        "training.warmup_steps": 2,
+        "training.weight_decay": 0.1,
+        "training.evaluate_every": 3,
+        "training.evaluate_samples": 8,
+        "checkpoint.every": 3,
+        "checkpoint.keep_last": 5,
+        "launch.device": "cpu",
+        "output.root": str(tmp_path),
+    }
+    return configs.load(None, values | changes).to_dict()
+
+
+def train(ranks: GetRanks, size: int, values: dict[str, Any]) -> tuple[dict[str, Any], Path]:
+    result = ranks(size).run(TRAIN_RANK, values, "a test", deadline_s=60)[0]
+    return result, Path(result["folder"])
+
+
+def state_at(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    path = folder / "checkpoints" / f"step-{step:06d}"
+    manifest = manifests.read(path)
+    tensors = {
+        name: tensor
+        for prefix in ("model/", "optimizer/")
+        for name, tensor in storage.whole_tensors(path, manifest, prefix).items()
+    }
+    numbers = {n: torch.tensor(v) for n, v in manifest.numbers.items()}
+    update = {f"update {k}": torch.tensor(float(v)) for k, v in manifest.update.items()}
+    return tensors | numbers | update
+
+
+def losses_of(folder: Path, rank: int = 0) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in read_jsonl(folder / f"rank{rank}.jsonl")}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes"),
+    [
+        *(pytest.param(name, {}, id=name) for name in STRATEGIES),
+        pytest.param("zero3", {"precision.compute": "fp16"}, id="fp16"),
+        pytest.param("pytorch_zero3", {"precision.compute": "bf16"}, id="bf16"),
+        pytest.param("simple_ddp", {"training.accumulate": 2, "data.prefetch": 0}, id="accumulate"),
+        pytest.param("simple_ddp", {"checkpoint.asynchronous": True}, id="asynchronous"),
+        pytest.param("zero3", {"checkpoint.asynchronous": True}, id="asynchronous shards"),
+        pytest.param(
+            "bucket_ddp_async", {"strategy.options": {"compress": "powersgd"}}, id="powersgd"
+        ),
+        pytest.param(
+            "zero1",
+            {
+                "model.workload": "cnn_mnist",
+                "model.options": {"dropout": True},
+                "training.evaluate_every": None,
+                "training.evaluate_samples": None,
+            },
+            id="dropout",
+        ),
+    ],
+)
+def test_a_run_goes_on_exactly(
+    strategy: str, changes: dict[str, Any], ranks: GetRanks, tmp_path: Path
+) -> None:
+    size = 1 if strategy == "single" else 2
+    values = settings(tmp_path, **{"strategy.name": strategy}, **changes)
+    _, whole = train(ranks, size, values)
+    middle = whole / "checkpoints" / "step-000003"
+    values["checkpoint"]["resume"] = str(middle)
+    result, resumed = train(ranks, size, values)
+    assert resumed != whole
+    expected = {step: loss for step, loss in losses_of(whole).items() if step >= 3}
+    assert losses_of(resumed) == expected
+    assert sorted(expected) == [3, 4, 5]
+    want, got = state_at(whole, 6), state_at(resumed, 6)
+    assert want.keys() == got.keys()
+    different = [name for name, value in want.items() if not torch.equal(value, got[name])]
+    assert different == []
+    assert result["audit"]["samples"] == 48  # those before the checkpoint were noted in it
+    if "training.evaluate_every" not in changes:
+        held_out = [read_jsonl(f / "evaluation.jsonl")[-1]["loss"] for f in (whole, resumed)]
+        assert held_out[0] == held_out[1]
+
+
+def test_through_strategies_and_worlds(ranks: GetRanks, tmp_path: Path) -> None:
+    """zero3 on 4 ranks, then DDP on 2, then one process: one run, each sample once."""
+    common = {
+        "training.steps": 9, "data.epoch": "exact", "training.global_batch": 8,
+        "precision.compute": "fp64",
+    }  # fmt: skip
+    values = settings(tmp_path / "whole", **common, **{"strategy.name": "single"})
+    _, whole = train(ranks, 1, values)
+
+    values = settings(tmp_path / "parts", **common, **{"strategy.name": "zero3"})
+    values["training"]["steps"] = 3
+    values["training"]["schedule"] = "constant"
+    values["training"]["warmup_steps"] = 0
+    reference = settings(tmp_path / "whole-constant", **common, **{"strategy.name": "single"})
+    reference["training"] |= {"schedule": "constant", "warmup_steps": 0}
+    _, whole = train(ranks, 1, reference)
+
+    _, folder = train(ranks, 4, values)
+    for size, strategy, steps in ((2, "pytorch_ddp", 6), (1, "single", 9)):
+        values["strategy"]["name"] = strategy
+        values["training"]["steps"] = steps
+        values["checkpoint"]["resume"] = str(folder)
+        result, again = train(ranks, size, values)
+        assert again == folder
+    want, got = losses_of(whole), losses_of(folder)
+    assert list(got) == list(range(9))  # no gap, nothing twice
+    np.testing.assert_allclose(list(got.values()), list(want.values()), rtol=0, atol=1e-9)
+    expected, reached = state_at(whole, 9), state_at(folder, 9)
+    for name, value in expected.items():
+        np.testing.assert_allclose(value, reached[name], rtol=0, atol=1e-8, err_msg=name)
+    assert result["audit"]["samples"] == 72
+    assert all(e["repeated"] == 0 for e in result["audit"]["epochs"])
+    resumes = read_jsonl(folder / "resumes.jsonl")
+    assert [row["step"] for row in resumes] == [3, 6]
+    assert "strategy.name was 'zero3', is 'pytorch_ddp'" in resumes[0]["changed"]
+    assert "launch.world was 4, is 2" in resumes[0]["changed"]
+
+
+def test_records_go_on_without_gap_or_repetition(ranks: GetRanks, tmp_path: Path) -> None:
+    """A run that was killed after its checkpoint has rows of steps that will be done again."""
+    values = settings(tmp_path, **{"strategy.name": "simple_ddp", "training.steps": 6})
+    _, folder = train(ranks, 2, values)
+    import shutil
+
+    shutil.rmtree(folder / "checkpoints" / "step-000006")
+    (folder / "status.json").write_text('{"state": "crashed"}')
+    half = folder / "checkpoints" / ".step-000006.part"
+    half.mkdir()
+    before = losses_of(folder)
+    values["checkpoint"]["resume"] = "auto"
+    result, again = train(ranks, 2, values)
+    assert again == folder
+    for rank in (0, 1):
+        assert [row["step"] for row in read_jsonl(folder / f"rank{rank}.jsonl")] == list(range(6))
+        ledger = read_jsonl(folder / f"ledger.rank{rank}.jsonl")
+        steps = [entry["step"] for entry in ledger if entry["step"] is not None]
+        assert steps == sorted(steps)
+        per_step = [steps.count(step) for step in range(6)]
+        assert len(set(per_step)) == 1
+    assert losses_of(folder) == before
+    assert [row["steps"] for row in read_jsonl(folder / "evaluation.jsonl")] == [3, 6]
+    assert [row["step"] for row in read_jsonl(folder / "checkpoints.jsonl")] == [3, 6]
+    assert not half.exists()
+    assert result["steps"] == 6
+    assert json.loads((folder / "status.json").read_text()) == {"state": "finished"}
+
+
+# ------------------------------------------------------------------ the command
+
+
+def test_resume_from_the_command_line(tmp_path: Path) -> None:
+    """A run folder's own settings are used; what is not possible is refused in a line."""
+    first = commands.shardlab(
+        "train", "--size", "tiny", "--data", "synthetic", "--steps", "4", "--lr", "0.01",
+        "--checkpoint-every", "2", "--out", "run", "--json", cwd=tmp_path,
+    )  # fmt: skip
+    assert first.returncode == 0, first.stderr
+    more = commands.shardlab(
+        "train", "--resume", "run", "--steps", "6", "--strategy", "zero2", "--json", cwd=tmp_path
+    )
+    assert more.returncode == 0, more.stderr
+    result = json.loads(more.stdout)
+    assert result["folder"] == "run"
+    rows = read_jsonl(tmp_path / "run" / "rank0.jsonl")
+    assert [row["step"] for row in rows] == list(range(6))
+    shown = commands.shardlab("checkpoint", "show", "run", "--json", cwd=tmp_path)
+    listed = json.loads(shown.stdout)["checkpoints"]
+    assert [(row["step"], row["strategy"], row["damage"]) for row in listed] == [
+        (6, "zero2", None), (4, "simple_ddp", None),
+    ]  # fmt: skip
+
+    other = commands.shardlab(
+        "train", "--resume", "run", "--seed", "5", "--global-batch", "4", cwd=tmp_path
+    )
+    assert other.returncode == 2
+    assert "training.global_batch was 8, is 4, training.seed was 0, is 5" in other.stderr
+    assert len(other.stderr.splitlines()) == 1
