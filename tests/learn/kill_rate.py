@@ -61,14 +61,12 @@ def main(names: list[str]) -> None:
                 row["alarms"] += not verdict.passed
                 wrong = not verdict.passed
             said = verdict.findings[0].message if verdict.findings else "passed"
-            print(
-                f"{'WRONG ' * wrong}{one} {verdict.seconds:.1f} s: {causes[:1]} {said}", flush=True
-            )
+            mark = "WRONG " * wrong
+            print(f"{mark}{one} {verdict.seconds:.1f} s: {causes[:1]} {said}", flush=True)
         rows.append((name, row))
         total = {key: total[key] + row[key] for key in total}
-    print(
-        "\n| exercise | planted bugs | caught | named rightly | correct solutions | false alarms |"
-    )
+    heads = ["exercise", "planted bugs", "caught", "named", "correct solutions", "false alarms"]
+    print(f"\n| {' | '.join(heads)} |")
     print("|---|--:|--:|--:|--:|--:|")
     for name, row in [*rows, ("all", total)]:
         print(f"| {name} | " + " | ".join(str(value) for value in row.values()) + " |")

@@ -147,10 +147,11 @@ class Watch:
         self.case += 1
         if self.case == len(self.checks.CASES):
             return False
-        for rank in self.ranks[: self.checks.CASES[self.case].world]:
-            rank.phase, rank.calls, rank.inside, rank.evidence = "running", [], None, None
-            rank.changed = time.monotonic()
-            self._tell(rank, self.case)
+        for rank in self.ranks:
+            rank.phase, rank.calls, rank.inside, rank.evidence = "idle", [], None, None
+            if rank.number < self.checks.CASES[self.case].world:
+                rank.phase, rank.changed = "running", time.monotonic()
+                self._tell(rank, self.case)
         return True
 
     def _all(self, *phases: str) -> bool:

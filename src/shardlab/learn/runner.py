@@ -107,7 +107,13 @@ def run_rank(job: Job, checks: Checks, say_fd: int, hear_fd: int) -> NoReturn:
 def run_case(
     job: Job, case: Case, checks: Checks, submission: ModuleType, spy: Spy, store: dist.Store
 ) -> dict[str, Any]:
-    """One case in a process group of its own: what it leaves under way cannot reach the next."""
+    """One case in a process group of its own: what it leaves under way cannot reach the next.
+
+    The one before is left only now, when every rank is done with it: who leaves early closes
+    connections that a slower rank still needs.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore(case.name, store),
@@ -121,8 +127,6 @@ def run_case(
     evidence = checks.run(case, job.rank, submission, spy)
     if not isinstance(evidence, dict):
         raise TypeError(f"checks.run returned {type(evidence).__name__}")
-    with spy.paused():
-        dist.destroy_process_group()
     return evidence
 
 

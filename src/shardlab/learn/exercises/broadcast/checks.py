@@ -118,7 +118,7 @@ def _values(case: str, ranks: list[dict[str, Any]]) -> list[Finding]:
     if all_are("own"):
         if set(names) <= set(ranks[0]["buffers"]):
             message = (
-                f"the buffers {mistakes.listed(names)} are not broadcast, rank {first} has its own: "
+                f"not broadcast: {mistakes.listed(names)}, of which rank {first} has its own. "
                 "`model.parameters()` has no buffers; see `model.buffers()`, which also has those "
                 "that a state_dict leaves out"
             )

@@ -11,7 +11,7 @@ and every buffer of the model has rank ``src``'s values, on every rank.
 Check with:  shardlab learn check broadcast
 """
 
-import torch.distributed as dist  # noqa: F401
+import torch.distributed as dist
 from torch import nn
 
 

@@ -12,7 +12,7 @@ gradient is all-reduced inside backward, by a hook, as soon as it is there.
 Check with:  shardlab learn check hooks
 """
 
-import torch.distributed as dist  # noqa: F401
+import torch.distributed as dist
 from torch import nn
 
 

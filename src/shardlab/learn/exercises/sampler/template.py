@@ -14,7 +14,7 @@ Contract: ``indices(length, world, rank, epoch, seed, shuffle)`` returns the lis
 Check with:  shardlab learn check sampler
 """
 
-import torch  # noqa: F401
+import torch
 
 
 def indices(

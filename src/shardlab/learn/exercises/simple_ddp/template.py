@@ -13,7 +13,7 @@ had, the same on each of them. The weights stay as they are.
 Check with:  shardlab learn check simple_ddp
 """
 
-import torch.distributed as dist  # noqa: F401
+import torch.distributed as dist
 from torch import nn
 
 
