@@ -16,6 +16,8 @@ import functools
 import os
 import sys
 import time
+import zlib
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -25,7 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.guard.verdict import Call
+
 Group = dist.ProcessGroup
+REMEMBERED = 1024  # calls that ``recent`` keeps, to tell ranks apart that are out of step
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -68,8 +73,14 @@ class Ledger:
     full_steps: int | None = None  # entries are kept for the first so many steps; none: always
     calls: int = 0
     bytes: int = 0
+    # For whoever watches: what was entered last, what is waited for, and how many waits are over.
+    recent: deque[Call] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    waiting: Entry | None = None
+    waited: int = 0
+    fingerprint: int = 0  # of all calls so far: the same on every rank
+    check: Callable[[Call, Group], None] | None = None  # asked before each is launched
 
-    def open(self, op: str, tensor: Tensor, group: Group, label: str) -> Entry:
+    def open(self, op: str, tensor: Tensor, group: Group, label: str, reduction: str = "") -> Entry:
         frame = sys._getframe(2)  # open <- the collective <- the strategy
         entry = Entry(
             seq=self.calls,
@@ -82,8 +93,16 @@ class Ledger:
             site=f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}",  # noqa: PTH119
             enqueue_ns=time.perf_counter_ns(),
         )
+        what = f"{op}{reduction} {tuple(tensor.shape)} {entry.dtype} '{label}'"
+        call = Call(entry.seq, entry.step, what, entry.site)
+        self.recent.append(call)
+        self.fingerprint = zlib.crc32(what.encode(), self.fingerprint)
         self.calls += 1
         self.bytes += entry.bytes
+        if self.check is not None:
+            self.waiting = entry
+            self.check(call, group)
+            self.waiting = None
         if self.keeps_entries:
             self.entries.append(entry)
         return entry
@@ -103,7 +122,16 @@ class Ledger:
         self.entries = []
         self.step = None
         self.full_steps = full_steps
-        self.calls = self.bytes = 0
+        self.calls = self.bytes = self.waited = self.fingerprint = 0
+        self.recent.clear()
+        self.waiting = self.check = None
+
+    def call_of(self, entry: Entry) -> Call:
+        """What ``recent`` says of an entry, or as much as the entry knows itself."""
+        for call in reversed(self.recent):
+            if call.seq == entry.seq:
+                return call
+        return Call(entry.seq, entry.step, f"{entry.op} '{entry.label}'", entry.site)
 
 
 LEDGER = Ledger()  # a rank is a process: one ledger
@@ -149,18 +177,31 @@ class Pending:
         if entry.ready_ns is not None:
             return
         entry.wait_ns = time.perf_counter_ns()
+        LEDGER.waiting = entry
         with _span(f"wait:{entry.op}", entry):
             for work in self._works:
                 work.wait()
             if self._finish is not None:
                 self._finish()
         entry.ready_ns = time.perf_counter_ns()
+        LEDGER.waiting = None
+        LEDGER.waited += 1
         self._works, self._finish = [], None  # and with them the tensors that they hold
 
 
 def _stamp(entry: Entry, _future: Any) -> None:
     """On Gloo's thread. It knows the entry alone: to hold more would keep tensors alive."""
     entry.done_ns = time.perf_counter_ns()
+
+
+# Of an injected fault (shardlab.inject): asked before each collective, true leaves it out.
+intercept: Callable[[], bool] | None = None
+
+
+def _left_out(op: str, group: Group) -> Pending:
+    """A collective that this rank does not call: nothing is sent, there is nothing to wait for."""
+    now = time.perf_counter_ns()
+    return Pending(Entry(-1, None, op, 0, "", group.size(), "", "", now, ready_ns=now), [], group)
 
 
 def _begin(
@@ -182,7 +223,9 @@ def all_reduce(
     tensor: Tensor, group: Group, *, op: str = "sum", label: str = "", async_op: bool = False
 ) -> Pending:
     """``tensor`` becomes, on each rank, the sum (max, min) of all ranks' tensors."""
-    entry = LEDGER.open("all_reduce", tensor, group, label)
+    if intercept is not None and intercept():
+        return _left_out("all_reduce", group)
+    entry = LEDGER.open("all_reduce", tensor, group, label, "" if op == "sum" else f"({op})")
     reduction = _REDUCTIONS[op]
     return _begin(
         entry, group, async_op, lambda: dist.all_reduce(tensor, reduction, group, async_op=True)
@@ -191,6 +234,8 @@ def all_reduce(
 
 def broadcast(tensor: Tensor, group: Group, *, label: str = "", async_op: bool = False) -> Pending:
     """``tensor`` becomes, on each rank, that of the group's rank 0."""
+    if intercept is not None and intercept():
+        return _left_out("broadcast", group)
     entry = LEDGER.open("broadcast", tensor, group, label)
     return _begin(
         entry,
@@ -208,6 +253,8 @@ def all_gather(
     Gloo's own goes through a buffer of the output's size and copies. There, each rank broadcasts
     its part in place: as many bytes, no buffer, and less time.
     """
+    if intercept is not None and intercept():
+        return _left_out("all_gather", group)
     entry = LEDGER.open("all_gather", output, group, label)
     if group.name() != "gloo":
         return _begin(
@@ -236,6 +283,8 @@ def reduce_scatter(
     Gloo's own is an all-reduce in disguise: twice the bytes. There, each rank sends each
     other the part that is theirs (all-to-all), and sums what it received.
     """
+    if intercept is not None and intercept():
+        return _left_out("reduce_scatter", group)
     entry = LEDGER.open("reduce_scatter", tensor, group, label)
     if group.name() != "gloo":
         return _begin(
@@ -263,5 +312,7 @@ def reduce_scatter(
 
 def barrier(group: Group, *, label: str = "", async_op: bool = False) -> Pending:
     """Returns when every rank of the group is here."""
+    if intercept is not None and intercept():
+        return _left_out("barrier", group)
     entry = LEDGER.open("barrier", torch.empty(0), group, label)
     return _begin(entry, group, async_op, lambda: dist.barrier(group=group, async_op=True))

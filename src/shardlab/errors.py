@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 class UsageError(Exception):
@@ -18,6 +19,31 @@ class RankFailure(Exception):
         self.rank = rank
         self.message = message
         self.traceback = traceback
+
+
+class Halt(RankFailure):
+    """A guard ended the run for what it found: a hang, ranks out of step, a NaN. Exit code 1.
+
+    The message speaks for all ranks; ``report`` is what stands above it. ``state`` and ``details``
+    go to the run folder.
+    """
+
+    def __init__(
+        self,
+        state: str,
+        message: str,
+        rank: int = 0,
+        report: str = "",
+        details: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(rank, message, report or None)
+        self.args = (message,)
+        self.state = state
+        self.details = dict(details or {})
+
+    def __reduce__(self) -> Any:
+        report = self.traceback or ""
+        return Halt, (self.state, self.message, self.rank, report, self.details)
 
 
 class Interrupted(Exception):

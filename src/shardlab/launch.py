@@ -28,7 +28,8 @@ from typing import Any, NoReturn
 
 from shardlab import record
 from shardlab.config import Config, LaunchConfig
-from shardlab.errors import Interrupted, RankFailure, UsageError
+from shardlab.errors import Halt, Interrupted, RankFailure, UsageError
+from shardlab.guard import watchdog
 
 Event = Mapping[str, Any]
 # A function of a rank, named so that naming it imports nothing: "package.module:function".
@@ -92,6 +93,7 @@ class Ranks:
         self.size = size
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["shardlab._preload"])
+        self._monitor: watchdog.Monitor | None = None  # of the ranks that say where they are
         self._pipes: list[connection.Connection] = []
         self._processes: list[Any] = []
         try:
@@ -190,6 +192,7 @@ class Ranks:
         results: dict[int, Any] = {}
         awaited = range(self.size) if only is None else [only]
         failures: list[_Failure] = []
+        self._monitor = None
         while not failures and any(rank not in results for rank in awaited):
             left = None if limit is None else limit - time.monotonic()
             if left is not None and left <= 0:
@@ -199,6 +202,8 @@ class Ranks:
                     f"no answer within {deadline_s:g} s (waiting for {', '.join(late)})",
                 )
             failures = self._listen(left, results, on_event)
+            if (halt := self._hang()) is not None:
+                raise halt
         if failures:
             # The first to speak may be a victim: a rank that lost its peer hears of it in
             # milliseconds, and the cause may still be writing its traceback.
@@ -221,6 +226,8 @@ class Ranks:
             time.sleep(left or 0)
             return []
         failures = []
+        if self._monitor is not None:  # look at the clock also when no rank says anything
+            left = min(0.5, 0.5 if left is None else left)
         ready = connection.wait(list(waitable), left)
         for rank in sorted({waitable[r] for r in ready}):
             pipe = self._pipes[rank]
@@ -230,6 +237,8 @@ class Ranks:
                     if kind == "event":
                         if on_event is not None:
                             on_event(value)
+                    elif kind == "pulse":
+                        self._hear(value)
                     elif kind == "result":
                         results[rank] = value
                         break  # what follows is the next call's: alone, rank 0 is soon ready
@@ -241,6 +250,15 @@ class Ranks:
                 pipe.close()
                 failures.append(_Failure.of(rank, "died", process.exitcode))
         return failures
+
+    def _hang(self) -> Halt | None:
+        return None if self._monitor is None else self._monitor.hang()
+
+    def _hear(self, message: watchdog.Message) -> None:
+        if self._monitor is None and not message.get("end"):
+            self._monitor = watchdog.Monitor(message["limit_s"], message["timeout_s"])
+        if self._monitor is not None:
+            self._monitor.hear(message)
 
 
 @dataclass
@@ -254,6 +272,8 @@ class _Failure:
     def of(cls, rank: int, kind: str, value: Any) -> _Failure:
         if kind == "usage":
             return cls(UsageError(value), (0, 0.0))
+        if kind == "halt":
+            return cls(value, (1, 0.0))
         if kind == "died":
             return cls(RankFailure(rank, f"the process {_how_it_died(value)}"), (2, time.time()))
         message, trace, when = value
@@ -273,6 +293,8 @@ def _as_message(error: BaseException) -> tuple[str, Any]:
     """An exception as a rank reports it: refused input in a line, anything else in full."""
     if isinstance(error, UsageError):
         return "usage", str(error)
+    if isinstance(error, Halt):
+        return "halt", error
     message = str(error).strip().partition("\n")[0]
     message = f"{type(error).__name__}: {message}" if message else type(error).__name__
     return "error", (message, "".join(traceback.format_exception(error)), time.time())
@@ -283,7 +305,12 @@ def _how_it_died(code: int | None) -> str:
         return "stopped answering"
     if code >= 0:
         return f"left with exit code {code}"
-    return f"was killed by {signal.Signals(-code).name}"
+    name = signal.Signals(-code).name
+    hint = (
+        " (over Gloo mostly a collective whose size differs between ranks: "
+        "--set guard.check_steps=1000000 says which)"
+    )
+    return f"was killed by {name}{hint if name == 'SIGABRT' else ''}"
 
 
 # ------------------------------------------------------------------ one run, either way
@@ -306,7 +333,10 @@ def launch(
     def listen(event: Event) -> None:
         nonlocal folder
         folder = Path(event["folder"]) if "folder" in event else folder
-        on_event(event)
+        if "halted" in event:
+            mark(event["halted"])
+        else:
+            on_event(event)
 
     def mark(failure: RankFailure) -> None:
         if folder is not None:
@@ -352,7 +382,8 @@ def _run_joined(
                 f"launch.world is {config.world}, but torchrun has started {size} ranks; "
                 "leave it out"
             )
-        world = worlds.join(config, **environment, store=store, tell=listen)
+        local_rank, local_size = environment["local_rank"], environment["local_size"]
+        world = worlds.join(config, rank, size, local_rank, local_size, store, tell=listen)
         result = _resolve(target)(world, *args)
         worlds.leave()
         return result if rank == 0 else None
@@ -397,7 +428,14 @@ def _rank_main(pipe: connection.Connection, launch: LaunchConfig, rank: int, siz
             store = TCPStore("127.0.0.1", pipe.recv(), size, is_master=False)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
         world = worlds.join(
-            launch, rank, size, rank, size, store, tell=lambda event: send("event", event)
+            launch,
+            rank,
+            size,
+            rank,
+            size,
+            store,
+            tell=lambda event: send("event", event),
+            pulse=lambda message: send("pulse", message),
         )
         send("result", None)
         while (message := pipe.recv()) is not None:

@@ -1,17 +1,33 @@
-"""Which part of a step this is, said in a profiler's trace."""
+"""Which part of a step this is: said to the watchdog, and in a profiler's trace if there is one."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 from typing import Any
 
 import torch
 
+from shardlab.guard.pulse import At
+
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 
 
-def phase(name: str) -> AbstractContextManager[Any]:
-    """A span in the trace, if there is one: it costs ten microseconds, to ask costs none."""
-    if not torch.autograd._profiler_enabled():
-        return nullcontext()
-    return torch.profiler.record_function(name)
+class _Recorded(At):
+    """A phase that is a span in the trace too: ten microseconds, so only where there is one."""
+
+    __slots__ = ("span",)
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.span: Any = torch.profiler.record_function(self.phase)
+        self.span.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        self.span.__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)
+
+
+def phase(name: str) -> At:
+    return _Recorded(name) if torch.autograd._profiler_enabled() else At(name)

@@ -35,6 +35,8 @@ class World:
     backend: str
     mesh: DeviceMesh
     tell: Callable[[Mapping[str, Any]], None] = field(default=_silent, compare=False)  # progress
+    # To the parent that watches over the ranks it has started; none: they watch over each other.
+    pulse: Callable[[Mapping[str, Any]], None] | None = field(default=None, compare=False)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -72,6 +74,7 @@ def join(
     local_size: int,
     store: dist.Store | None = None,
     tell: Callable[[Mapping[str, Any]], None] = _silent,
+    pulse: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> World:
     """Take this process's place among the ranks. Without a store, the environment names it."""
     device, backend = choose(launch, local_rank, local_size)
@@ -89,7 +92,7 @@ def join(
     )
     group = dist.group.WORLD
     assert group is not None
-    return World(rank, size, local_rank, device, backend, _mesh(group, device), tell)
+    return World(rank, size, local_rank, device, backend, _mesh(group, device), tell, pulse)
 
 
 def leave() -> None:

@@ -366,10 +366,12 @@ def describe(world: World, values: dict[str, Any], command: str) -> dict[str, An
 def check_cell(world: World, values: dict[str, Any]) -> None:
     """Refuse unknown options, sizes and data before anything is measured."""
     from shardlab import train
+    from shardlab.guard.guards import refuse_unequal_data
 
     config = _config(values)
     train.resolve_strategy(config)
     workload = train.build_workload(config)
+    refuse_unequal_data(workload, world)
     if workload.couples_ranks and config.strategy.name == BASELINE and world.size > 1:
         raise UsageError(
             f"{BASELINE} would run each rank's samples by themselves, but {workload.name} looks at "
@@ -450,12 +452,16 @@ def _config(values: dict[str, Any]) -> Config:
 def _run(world: World, config: Config) -> dict[str, Any]:
     from shardlab import train
     from shardlab.comm import LEDGER
+    from shardlab.guard import watchdog
     from shardlab.record import Recorder
 
     LEDGER.reset(full_steps=0)
     workload = train.build_workload(config)
     strategy = train.build_strategy(config, workload, world)
-    with Recorder(None, world, LEDGER, config.training.steps) as recorder:
+    with (
+        watchdog.watching(world, config.guard.hang_s, config.launch.timeout_s),
+        Recorder(None, world, LEDGER, config.training.steps) as recorder,
+    ):
         train.train(strategy, train.batches(workload, config, world), recorder)
     steps = list(zip(*world.gather([row["step_ms"] for row in recorder.rows]), strict=True))
     return {

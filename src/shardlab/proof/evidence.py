@@ -24,6 +24,7 @@ from shardlab import comm, train
 from shardlab import config as configs
 from shardlab.config import Config
 from shardlab.errors import unknown
+from shardlab.guard import sequence
 from shardlab.measure import watch
 from shardlab.measure.watch import Message, Running
 from shardlab.plan import claims
@@ -176,6 +177,8 @@ def _build(subject: Subject, config: Config, world: World) -> tuple[Strategy, nn
 
     own = config.with_overrides({"training.seed": subject.seed + world.rank})
     comm.LEDGER.reset()
+    if world.size > 1:  # ranks out of step are told so, rather than wrong numbers or a hang
+        comm.LEDGER.check = sequence.Sequence(world).check
     strategy = train.build_strategy(own, replace(subject.workload, make_model=make_model), world)
     return strategy, made[0]
 
@@ -266,6 +269,7 @@ def _watch(
     strategy: Strategy, microbatches: Sequence[Batch]
 ) -> tuple[str, list[Message], watch.Sent]:
     """The collectives of one more step, in the ledger's words if it has them all."""
+    comm.LEDGER.check = None  # it would be in the times
 
     def step() -> None:
         comm.LEDGER.step = WATCHED

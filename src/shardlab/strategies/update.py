@@ -13,6 +13,7 @@ from torch import Tensor
 from shardlab import comm
 from shardlab.phases import OPTIMIZER, phase
 
+LOOKED_AT = 1 << 16  # elements of the gradient, at least: a small model's are all looked at
 SMALLEST_SCALE = 2.0**-8  # gradients that overflow below are wrong, not large
 
 
@@ -27,6 +28,17 @@ class Rule:
     clip_norm: float | None = None  # the largest norm of the whole gradient, over all shards
     loss_scale: float | None = None  # fp16: the factor to start with; none: no scaling
     schedule: Callable[[int], float] = constant  # learning-rate factor of a step, from 0
+    on_nonfinite: str = "ignore"  # of a NaN or infinite gradient: "stop", "skip" the update
+
+
+class NotFinite(Exception):
+    """A gradient is NaN or infinite: which of those given, by position."""
+
+    def __init__(self, positions: list[int], given: int, was_updated: bool) -> None:
+        super().__init__(f"{len(positions)} of {given} gradients are not finite")
+        self.positions = positions
+        self.given = given
+        self.was_updated = was_updated  # the parameters have been changed by it
 
 
 class Update:
@@ -48,11 +60,15 @@ class Update:
         self.steps = 0  # taken; skipped ones do not count
         self.scale = rule.loss_scale or 1.0
         self.good_steps = 0  # since the scale last changed
+        self.skipped = 0  # steps, for gradients that were not finite
+        self.small: int | None = None  # gradients of so many elements are looked at in each step
 
     @property
     def needs_norm(self) -> bool:
         """Whether an update looks at the whole gradient before it changes anything."""
-        return self.rule.clip_norm is not None or self.rule.loss_scale is not None
+        rule = self.rule
+        wants_norm = rule.clip_norm is not None or rule.loss_scale is not None
+        return wants_norm or rule.on_nonfinite == "skip"
 
     def divisor(self, total: Tensor) -> Tensor:
         """What a loss is divided by before backward: the global count, less the loss scale."""
@@ -79,6 +95,8 @@ class Update:
         apply: Callable[[], object],
     ) -> bool:
         rule = self.rule
+        # On a GPU to look is to wait for it; there the next loss tells.
+        looks = rule.on_nonfinite == "stop" and rule.loss_scale is None and not self._is_on_gpu
         if self.needs_norm:
             norm = global_norm(gradients, self.device, sharded_over) / self.scale  # ()
             if rule.loss_scale is not None and not math.isfinite(float(norm)):
@@ -89,6 +107,11 @@ class Update:
                         f"{self.scale * 2}: the loss itself overflows; try precision bf16"
                     )
                 return False
+            if rule.on_nonfinite == "skip" and not math.isfinite(float(norm)):
+                self.skipped += 1
+                return False
+            if looks and not math.isfinite(float(norm)):
+                self._refuse(gradients, was_updated=False)
             factor = torch.ones_like(norm) / self.scale
             if rule.clip_norm is not None:
                 factor *= (rule.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as in PyTorch
@@ -96,12 +119,38 @@ class Update:
                 torch._foreach_mul_(list(gradients), factor.to(gradients[0].dtype))
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * rule.schedule(self.steps)
+        # Where gradients are still on their way, they are waited for by ``apply``.
+        come_late = apply != self.optimizer.step
+        if looks and not self.needs_norm and not come_late:
+            self._look(gradients, was_updated=False)
         apply()
+        if looks and not self.needs_norm and come_late:
+            self._look(gradients, was_updated=True)
         self.steps += 1
         self.good_steps += 1
         if rule.loss_scale is not None and self.good_steps >= self.GROW_AFTER:
             self.scale, self.good_steps = self.scale * 2, 0
         return True
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return bool(self.device.type == "cuda")
+
+    def _look(self, gradients: Sequence[Tensor], was_updated: bool) -> None:
+        """Look at the smallest gradients, a hundredth of all: what goes wrong in backward goes on
+        to the layers before, and through their biases and norms. All would cost 2% of a step."""
+        if self.small is None:
+            sizes = sorted(g.numel() for g in gradients)
+            room = max(sum(sizes) // 100, LOOKED_AT)
+            within = [n for i, n in enumerate(sizes) if sum(sizes[: i + 1]) <= room]
+            self.small = max(within or sizes[:1] or [0])
+        small = [g for g in gradients if g.numel() <= self.small]
+        if small and not math.isfinite(float(torch.stack(torch._foreach_norm(small)).sum())):
+            self._refuse(gradients, was_updated)
+
+    def _refuse(self, gradients: Sequence[Tensor], was_updated: bool) -> None:
+        bad = [i for i, g in enumerate(gradients) if not g.isfinite().all()]
+        raise NotFinite(bad, len(gradients), was_updated)
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "scale": self.scale, "good_steps": self.good_steps}

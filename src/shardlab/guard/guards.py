@@ -1,0 +1,81 @@
+"""All the guards of one run, as the loop meets them: a strategy to call, steps to go through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar, cast
+
+from shardlab import comm
+from shardlab.config import Config
+from shardlab.errors import UsageError
+from shardlab.guard import drift
+from shardlab.guard.numbers import Watched
+from shardlab.guard.sequence import Sequence
+from shardlab.guard.verdict import names
+from shardlab.strategies.base import Strategy
+from shardlab.workloads.base import Workload
+from shardlab.world import World
+
+T = TypeVar("T")
+
+
+class Guards:
+    """Made by every rank, with a fresh ledger, before it builds its strategy."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config = config.guard
+        self.action = config.training.on_nonfinite
+        self.world = world
+        is_checked = world.size > 1 and (self.config.check_steps or self.config.check_every)
+        self.sequence = Sequence(world) if is_checked else None
+        if self.sequence is not None and self.config.check_steps:
+            comm.LEDGER.check = self.sequence.check
+
+    def watched(self, strategy: Strategy, first_step: int = 0) -> Strategy:
+        """The strategy as the loop should call it."""
+        if self.action == "ignore":
+            return strategy
+        return cast(Strategy, Watched(strategy, self.world, self.action, first_step))
+
+    def between(self, steps: Iterable[T], strategy: Strategy, first_step: int = 0) -> Iterator[T]:
+        """The steps, and after each what is due: before anything is written of it."""
+        done = 0
+        for done, step in enumerate(steps, start=1):
+            yield step
+            self._after(done, first_step + done - 1, strategy)
+        if self.sequence is not None:
+            # No rank goes on alone: what it did next would be paired with the others' step.
+            self.sequence.exchange("left the loop", done)
+
+    def _after(self, done: int, step: int, strategy: Strategy) -> None:
+        config = self.config
+        if self.sequence is not None:
+            if done == config.check_steps:
+                comm.LEDGER.check = None
+            if config.check_every and done > config.check_steps and done % config.check_every == 0:
+                self.sequence.compare()
+        if config.drift_every and done % config.drift_every == 0:
+            drift.check(strategy, self.world, step)
+
+
+def refuse_unequal_data(workload: Workload, world: World) -> None:
+    """Ranks that count their samples differently would leave the loop at different times, and read
+    different samples under one number."""
+    lengths = world.gather(
+        {
+            "data": len(workload.dataset),
+            "held-out data": None if workload.held_out is None else len(workload.held_out),
+        }
+    )
+    for kind in ("data", "held-out data"):
+        found = [row[kind] for row in lengths]
+        if len(set(found)) > 1:
+            by_length = {
+                n: [r for r, m in enumerate(found) if m == n] for n in dict.fromkeys(found)
+            }
+            told = ", ".join(f"{names(ranks)}: {n or 0}" for n, ranks in by_length.items())
+            raise UsageError(
+                f"the ranks' {kind} sets have different lengths ({told} samples), so the ranks "
+                "would not make the same steps; give every rank the whole data set: which samples "
+                "are a rank's own is shardlab's to decide"
+            )

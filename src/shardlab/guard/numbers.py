@@ -1,0 +1,267 @@
+"""A loss or gradient that is NaN or infinite: where it arose, and what becomes of the step.
+
+The loss is the mean over all ranks, so all of them see the same and decide alike. To find the
+cause, the step's forward is run again, on each rank with its own batch, with a look at the output
+of every module. That costs a forward once; to look costs a step next to nothing: on a CPU the
+number is there, on a GPU it is sent to the host and read when it has come, some steps later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardlab.errors import Halt, UsageError
+from shardlab.guard.verdict import names
+from shardlab.record import _sent_to_host
+from shardlab.strategies.base import Strategy
+from shardlab.strategies.update import NotFinite, Update
+from shardlab.workloads.base import Batch
+from shardlab.world import World
+
+STATE = "not finite"
+SKIPS = 10  # in a row: a run that only skips does not train
+
+
+class Watched:
+    """A strategy for the loop, with an eye on its numbers."""
+
+    def __init__(self, strategy: Strategy, world: World, action: str, first_step: int = 0) -> None:
+        self.strategy = strategy
+        self.world = world
+        self.action = action
+        self.number = first_step - 1  # of the step under way
+        self.microbatches: Sequence[Batch] = ()
+        self.loss: Tensor | None = None
+        self.in_a_row = 0
+        self.on_their_way: deque[tuple[int, Tensor, Any]] = deque()
+        self.update: Any = getattr(strategy, "update", None)
+        if action == "skip" and not isinstance(self.update, Update):
+            raise UsageError(
+                f"{type(strategy).__name__} makes its updates itself, so none can be skipped for a "
+                "gradient that is not finite; use training.on_nonfinite: stop"
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.strategy, name)
+
+    def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
+        self.number += 1
+        self.microbatches = microbatches
+        self.loss = loss = self.strategy.gradients(microbatches)
+        if self.action == "stop":
+            if loss.is_cuda:
+                self._read_later(loss)
+            elif not math.isfinite(float(loss)):
+                raise self._halt(float(loss), self.number, self.explain(), was_updated=False)
+        return loss
+
+    def step(self) -> None:
+        skipped = 0 if self.update is None else self.update.skipped
+        try:
+            self.strategy.step()
+        except NotFinite as found:
+            raise self._halt_for_gradient(found) from None
+        if self.action == "skip" and self.update.skipped > skipped:
+            self._skipped()
+        else:
+            self.in_a_row = 0
+
+    # ------------------------------------------------------------ the loss
+
+    def _read_later(self, loss: Tensor) -> None:
+        self.on_their_way.append((self.number, *_sent_to_host(loss)))
+        while self.on_their_way and self.on_their_way[0][2].query():
+            step, copy, _ = self.on_their_way.popleft()
+            if not math.isfinite(float(copy)):
+                raise self._halt(float(copy), step, None, was_updated=True)
+
+    def explain(self) -> list[dict[str, Any]]:
+        """What a second forward of this step meets first, on each rank. A collective."""
+        return self.world.gather(look(self.strategy, self.microbatches))
+
+    def _halt(
+        self, value: float, step: int, found: list[dict[str, Any]] | None, was_updated: bool
+    ) -> Halt:
+        told = (
+            "the layer is not known, since a GPU's number is read after the update; "
+            "training.on_nonfinite: skip reads it before"
+            if found is None
+            else sentence(found)
+        )
+        bad = [] if found is None else [r for r, f in enumerate(found) if f["what"] is not None]
+        return Halt(
+            STATE,
+            f"the loss of step {step} is {value}: {told}",
+            rank=bad[0] if bad else 0,
+            details={
+                "step": step,
+                "number": "loss",
+                "value": str(value),
+                "ranks": bad,
+                "found": found,
+                "was_updated": was_updated,
+            },
+        )
+
+    # ------------------------------------------------------------ gradients
+
+    def _skipped(self) -> None:
+        found = self.explain()
+        self.in_a_row += 1
+        told = (
+            f"update of step {self.number} skipped: its gradient is not finite; {sentence(found)}"
+        )
+        if self.world.rank == 0:
+            self.world.tell({"warning": told})
+        if self.in_a_row >= SKIPS:
+            raise Halt(
+                STATE,
+                f"{SKIPS} updates in a row were skipped, the last in step {self.number}: "
+                f"{sentence(found)}",
+                details={"step": self.number, "number": "gradient", "found": found},
+            )
+
+    def _halt_for_gradient(self, found: NotFinite) -> Halt:
+        """Sharded, only this rank has seen it, and no other would answer: it speaks alone."""
+        known = self._names(found.given)
+        order = list(getattr(self.strategy, "params", {}))
+        bad = sorted({known[i] for i in found.positions} if known else (), key=order.index)
+        is_replica = not hasattr(self.strategy, "trained_pieces") and not any(
+            isinstance(p, torch.distributed.tensor.DTensor)
+            for p in getattr(self.strategy, "params", {}).values()
+        )
+        where, ranks = "", []
+        if is_replica and not found.was_updated:
+            alone = self.world.gather(self._is_bad_alone())
+            ranks = [rank for rank, is_bad in enumerate(alone) if is_bad]
+            where = f"it arose on {names(ranks)}, and " if ranks else ""
+        elif not is_replica:
+            where = f"in the shard of rank {self.world.rank} "
+        # Backward goes from the last layer to the first: it met the last of them first.
+        first = f"backward met it first at '{bad[-1]}' " if bad else ""
+        count = f"({len(found.positions)} of {found.given} tensors)"
+        return Halt(
+            STATE,
+            f"the gradient of step {self.number} is not finite, and the loss is: "
+            f"{where}{first}{count}",
+            rank=ranks[0] if ranks else self.world.rank,
+            details={
+                "step": self.number,
+                "number": "gradient",
+                "ranks": ranks,
+                "parameters": bad,
+                "was_updated": found.was_updated,
+            },
+        )
+
+    def _names(self, given: int) -> list[str]:
+        """Of the gradients that the update was given, in its order."""
+        pieces = getattr(self.strategy, "trained_pieces", None)
+        if pieces is not None:
+            unused = set(self.strategy.unused)  # type: ignore[attr-defined]
+            known = [
+                piece.name
+                for unit, piece, _ in pieces()
+                if unit.grad is not None and piece.name not in unused
+            ]
+        else:
+            params: dict[str, nn.Parameter] = getattr(self.strategy, "params", {})
+            known = [name for name, p in params.items() if p.grad is not None]
+            known = known if len(known) == given else list(params)
+        return known if len(known) == given else []
+
+    def _is_bad_alone(self) -> bool:
+        """Whether this rank's own batches give such a gradient, before any exchange."""
+        strategy: Any = self.strategy
+        params = list(strategy.params.values())
+        for batch in self.microbatches:
+            loss = strategy.loss_fn(strategy.model, batch)
+            for grad in torch.autograd.grad(loss, params, allow_unused=True):
+                if grad is not None and not grad.isfinite().all():
+                    return True
+        return False
+
+
+# ------------------------------------------------------------------ where it arose
+
+
+def look(strategy: Any, microbatches: Sequence[Batch]) -> dict[str, Any]:
+    """The first thing on this rank that is not finite: input, a module's output, or the loss.
+
+    All ranks do this together: under a sharded strategy a forward needs every rank.
+    """
+    model, loss_fn = getattr(strategy, "model", None), getattr(strategy, "loss_fn", None)
+    if not isinstance(model, nn.Module) or loss_fn is None:
+        return {"what": None, "looked": False}
+    found: list[tuple[str, str]] = []
+    infer = getattr(strategy, "infer", lambda function, batch: function(model, batch))
+    worst: dict[str, Any] = {"what": None, "looked": True}
+    with torch.no_grad(), _noting(model, found):
+        for i, batch in enumerate(microbatches):
+            found.clear()
+            loss = infer(loss_fn, batch)
+            if worst["what"] is not None:
+                continue  # the other ranks still need our part
+            if not is_finite(batch.inputs):
+                worst = {"what": "input", "name": "", "microbatch": i, "looked": True}
+            elif found:
+                name, kind = found[0]
+                worst = {"what": "module", "name": name, "kind": kind, "looked": True}
+            elif not is_finite(loss):
+                worst = {"what": "loss", "name": "", "microbatch": i, "looked": True}
+    return worst
+
+
+@contextmanager
+def _noting(model: nn.Module, found: list[tuple[str, str]]) -> Iterator[None]:
+    """The first module whose output is not finite, innermost first, goes into ``found``.
+
+    Around the call itself, not as a hook: what other hooks make of the output is seen too.
+    """
+    known = {module: name or type(model).__name__ for name, module in model.named_modules()}
+    call = nn.Module.__call__
+
+    def noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        output = call(module, *args, **kwargs)
+        if not found and module in known and not is_finite(output):
+            found.append((known[module], type(module).__name__))
+        return output
+
+    nn.Module.__call__ = noted  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+
+
+def is_finite(value: Any) -> bool:
+    """Of all floating-point tensors in it."""
+    return all(
+        bool(t.isfinite().all())
+        for t in tree_leaves(value)
+        if isinstance(t, Tensor) and t.is_floating_point()
+    )
+
+
+def sentence(found: Sequence[dict[str, Any]]) -> str:
+    """``it arose on rank 1, first in the output of 'blocks.2' (Block)``. Pure."""
+    if not any(f["looked"] for f in found):
+        return "the strategy lends no model to look into"
+    bad = {rank: f for rank, f in enumerate(found) if f["what"] is not None}
+    if not bad:
+        return "a second forward of the same batch is finite on every rank"
+    first = next(iter(bad.values()))
+    where = {
+        "input": f"in its input (micro-batch {first.get('microbatch')})",
+        "module": f"first in the output of '{first['name']}' ({first.get('kind')})",
+        "loss": "in the loss function, after every module",
+    }[first["what"]]
+    return f"it arose on {names(list(bad))}, {where}"

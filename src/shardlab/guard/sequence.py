@@ -1,0 +1,112 @@
+"""Are all ranks at the same collective? Asked before it is launched, or after a while.
+
+Ranks pair collectives by order alone. A rank that leaves one out is paired with the wrong one from
+then on: over Gloo, where the sizes agree, without any error. So in the first steps each collective
+is compared with the other ranks' *before* it is launched, and no wrong result is ever computed. One
+question and answer through the store costs a fraction of a millisecond each; later, only a
+fingerprint of everything called so far is compared, every few steps.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from shardlab import comm
+from shardlab.errors import Halt
+from shardlab.guard import verdict
+from shardlab.guard.side import side_store
+from shardlab.guard.verdict import Call, Difference
+from shardlab.world import World
+
+STATE = "out of step"
+
+
+class Sequence:
+    """Compares this rank's collectives with the other ranks'. Every rank makes one, together."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.ledger = comm.LEDGER
+        # Keys of an earlier run in the same world must not be taken for ours.
+        self.store = side_store(f"sequence/{world.share(uuid.uuid4().hex)}")
+        self.asked: dict[str, int] = defaultdict(int)
+
+    def exchange(self, what: str, value: Any, ranks: list[int] | None = None) -> dict[int, Any]:
+        """Every rank's value, by rank. Waits until the last has given its own."""
+        ranks = list(range(self.world.size)) if ranks is None else ranks
+        self.asked[what] += 1
+        key = f"{what}/{self.asked[what]}"
+        self.store.set(f"{key}/{self.world.rank}", json.dumps(value))
+        answers = self.store.multi_get([f"{key}/{rank}" for rank in ranks])
+        return {rank: json.loads(answer) for rank, answer in zip(ranks, answers, strict=True)}
+
+    def check(self, call: Call, group: comm.Group) -> None:
+        """Before a collective is launched: is it the same one on every rank of its group?"""
+        ranks = dist.get_process_group_ranks(group)
+        if len(ranks) == 1:
+            return
+        found = self.exchange(f"group {ranks}", call, ranks)
+        # Under this rank's number: one that called fewer of another group's counts differently.
+        calls = {rank: [Call(*c)._replace(seq=call.seq)] for rank, c in found.items()}
+        difference = verdict.first_difference(calls)
+        if difference is not None:
+            raise halt(self._known_before(difference), "no result was computed from it")
+
+    def _known_before(self, difference: Difference) -> Difference:
+        """What came next the last time tells whether the rank left one out."""
+        theirs, its = difference.theirs, difference.its
+        history = list(self.ledger.recent)[:-1]
+        for call, after in zip(reversed(history[:-1]), reversed(history[1:]), strict=True):
+            if call.what == theirs.what:
+                is_skip = after.what == its.what
+                return Difference(difference.rank, theirs, its, skipped=is_skip)
+        return difference
+
+    def compare(self) -> None:
+        """Everything called so far, by its fingerprint."""
+        ledger = self.ledger
+        prints = self.exchange("fingerprint", [ledger.calls, ledger.fingerprint])
+        if len({tuple(p) for p in prints.values()}) == 1:
+            return
+        found = self.exchange("recent", list(ledger.recent))
+        recent = {rank: [Call(*c) for c in calls] for rank, calls in found.items()}
+        difference = verdict.first_difference(recent)
+        if difference is None:
+            counts = ", ".join(f"rank {r}: {calls}" for r, (calls, _) in prints.items())
+            raise Halt(
+                STATE,
+                f"the ranks are out of step: they called different collectives ({counts}), "
+                f"further back than the last {comm.REMEMBERED}; use guard.check_every 1",
+                details={"collectives": {r: calls for r, (calls, _) in prints.items()}},
+            )
+        raise halt(difference, "results since then are wrong")
+
+    @contextmanager
+    def every_call(self) -> Iterator[None]:
+        """Checks each collective that is launched inside."""
+        self.ledger.check = self.check
+        try:
+            yield
+        finally:
+            self.ledger.check = None
+
+
+def halt(difference: Difference, consequence: str) -> Halt:
+    return Halt(
+        STATE,
+        f"{difference.sentence} ({consequence})",
+        rank=difference.rank,
+        details={
+            "rank": difference.rank,
+            "its": difference.its._asdict(),
+            "theirs": difference.theirs._asdict(),
+            "skipped": difference.skipped,
+        },
+    )

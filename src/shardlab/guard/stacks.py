@@ -1,0 +1,166 @@
+"""The Python stacks of this process, and the line that tells where it is.
+
+A thread that runs Python asks for the stacks of the others. A process whose interpreter cannot run
+(an extension that holds Python's lock) is asked from outside by a signal: ``faulthandler`` writes
+from the signal's handler, in C. A process that is stopped answers to nothing, and Linux says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import re
+import signal
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+SIGNAL = getattr(signal, "SIGUSR1", None)
+_STATES = {
+    "T": "it is stopped (SIGSTOP)",
+    "t": "a debugger holds it",
+    "D": "it waits for a disk or a network file system",
+    "Z": "it is dead",
+}
+_LIBRARIES = tuple(
+    str(Path(path).resolve())
+    for path in {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")}
+)
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+# Ours, but never the answer to "where is it": they call what is.
+_PLUMBING = tuple(f"{_PACKAGE}/{name}" for name in ("comm.py", "guard", "phases.py", "launch.py"))
+
+
+@dataclass(frozen=True)
+class Frame:
+    file: str
+    line: int
+    function: str
+
+    @property
+    def place(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}"  # noqa: PTH119
+
+    @property
+    def is_library(self) -> bool:
+        """Of Python's or an installed package's code: seldom where the fault is."""
+        return self.file.startswith((*_LIBRARIES, "<"))
+
+    @property
+    def is_plumbing(self) -> bool:
+        return self.file.startswith(_PLUMBING)
+
+
+Stack = list[Frame]  # innermost first
+
+
+def of_threads(leave_out: set[int] = frozenset()) -> dict[str, Stack]:  # type: ignore[assignment]
+    """Every thread's stack by the thread's name, the main one first."""
+    names = {t.ident: t.name for t in threading.enumerate()}
+    main = threading.main_thread().ident
+    found = {}
+    frames = sys._current_frames()
+    for ident in sorted(frames, key=lambda ident: ident != main):
+        if ident not in leave_out:
+            found[names.get(ident, f"thread {ident}")] = _walk(frames[ident])
+    return found
+
+
+def _walk(frame: FrameType | None) -> Stack:
+    stack = []
+    while frame is not None:
+        stack.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return stack
+
+
+def place_of(stack: Stack) -> str | None:
+    """The innermost line that is somebody's own code: a user's, a strategy's; else the innermost.
+
+    Inside ``time.sleep`` or a matrix product there is no Python frame, so a user's own line is
+    found also when it is a library that waits.
+    """
+    for frame in stack:
+        if not frame.is_library and not frame.is_plumbing:
+            return frame.place
+    return stack[0].place if stack else None
+
+
+def text_of(stack: Stack) -> str:
+    """Outermost first, as in a traceback."""
+    return "\n".join(f"    {f.file}:{f.line} in {f.function}" for f in reversed(stack))
+
+
+# ------------------------------------------------------------------ asked from outside
+
+
+class Answering:
+    """Makes this process write its stacks to a file when it gets a signal. For the main thread."""
+
+    def __init__(self) -> None:
+        self._file: Any = None
+        self._before: Any = None
+
+    @property
+    def fd(self) -> int | None:
+        return None if self._file is None else self._file.fileno()
+
+    def __enter__(self) -> Answering:
+        taken = SIGNAL is None or signal.getsignal(SIGNAL) is not signal.SIG_DFL  # somebody's own
+        if not taken and threading.current_thread() is threading.main_thread():
+            # Without a name: read by others through /proc, and gone with the process.
+            self._file = tempfile.TemporaryFile()
+            assert SIGNAL is not None
+            faulthandler.register(SIGNAL, self._file, all_threads=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            assert SIGNAL is not None
+            faulthandler.unregister(SIGNAL)
+            self._file.close()
+            self._file = None
+
+
+def ask(pid: int, fd: int | None, patience_s: float = 1.0) -> Stack:
+    """The main thread's stack of another process of this host; empty if it does not answer."""
+    if fd is None or SIGNAL is None:
+        return []
+    path = Path(f"/proc/{pid}/fd/{fd}")
+    try:
+        os.kill(pid, SIGNAL)
+    except (ProcessLookupError, PermissionError):
+        return []
+    limit = time.monotonic() + patience_s
+    before = ""
+    while time.monotonic() < limit:
+        time.sleep(0.05)
+        with contextlib.suppress(OSError):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            if text and text == before:  # it has stopped growing
+                return parse(text)
+            before = text
+    return parse(before)
+
+
+def parse(text: str) -> Stack:
+    """What faulthandler wrote, of the thread it writes last, which is the main one."""
+    last = text.strip().split("\n\n")[-1]
+    found = re.findall(r'File "(.*?)", line (\d+) in (\S+)', last)
+    return [Frame(file, int(line), function) for file, line, function in found]
+
+
+def state_of(pid: int) -> str | None:
+    """What Linux says of a process that does not answer; none if nothing is remarkable."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
+    return _STATES.get(letter)
