@@ -70,7 +70,7 @@ SET = typer.Option(
     "--set", "-s", help="Any setting: training.momentum=0.9, model.options.layers=6 (repeatable).",
     metavar="KEY=VALUE",
 )  # fmt: skip
-WORLD = typer.Option("--world", "-w", help="Number of ranks.  [default: 2]", show_default=False)
+WORLD = typer.Option("--world", "-w", help="Number of ranks.  (default: 2)", show_default=False)
 WORKLOAD = typer.Option(
     "--workload", help="A name from `shardlab workloads`, or your own: path/to/file.py:attr."
 )
@@ -88,7 +88,7 @@ BATCH_SPLIT = typer.Option(
 OPTIMIZER = typer.Option("--optimizer", help="adamw, adam or sgd.")
 LEARNING_RATE = typer.Option("--learning-rate", "--lr")
 WORLDS = typer.Option(
-    "--world", "-w", help="Numbers of ranks: 2, or 1,2,4.  [default: 2]", show_default=False
+    "--world", "-w", help="Numbers of ranks: 2, or 1,2,4.  (default: 2)", show_default=False
 )
 ACCUMULATES = typer.Option("--accumulate", help="Micro-batches per rank and step: 1, or 1,4.")
 PRECISION_AXIS = typer.Option(
@@ -143,7 +143,7 @@ MIN_WORLD = typer.Option(
 HANG_AFTER = typer.Option(
     "--hang-after",
     help="End a run in which no rank has moved for so many seconds, and say who is missing; 0: "
-    "never.  [default: 60, or ten times the longest pause]",
+    "never.  (default: 60, or ten times the longest pause)",
     metavar="SECONDS",
     show_default=False,
 )
@@ -283,7 +283,7 @@ def train(
         print(result["folder"])
     else:
         console.print_training(result)
-    if (result["checkpoints"] or {}).get("error"):
+    if (result["checkpoint"] or {}).get("error"):
         raise SystemExit(1)  # what was trained is not on the disk
 
 
@@ -295,7 +295,7 @@ def compare(
         typer.Option(
             "--strategies",
             help="Comma-separated; an option follows a colon: pytorch_ddp:bucket_mb=4.  "
-            "[default: all]",
+            "(default: all)",
             show_default=False,
         ),
     ] = None,
@@ -466,7 +466,7 @@ def prove(
         typer.Option(
             "--strategies",
             help="Comma-separated, with options as in compare; your own by import path.  "
-            "[default: all]",
+            "(default: all)",
             show_default=False,
         ),
     ] = None,
@@ -474,7 +474,7 @@ def prove(
     world: Annotated[
         str | None,
         typer.Option(
-            "--world", "-w", help="Numbers of ranks: 2,4.  [default: 2]", show_default=False
+            "--world", "-w", help="Numbers of ranks: 2,4.  (default: 2)", show_default=False
         ),
     ] = None,
     workload: Annotated[str | None, WORKLOAD] = None,
@@ -486,7 +486,7 @@ def prove(
         int | None,
         typer.Option(
             "--accumulate",
-            help="Micro-batches per rank and step.  [default: 2]",
+            help="Micro-batches per rank and step.  (default: 2)",
             show_default=False,
         ),
     ] = None,

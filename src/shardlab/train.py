@@ -7,11 +7,11 @@ import inspect
 import os
 import socket
 import statistics
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -39,6 +39,9 @@ from shardlab.trace import capture
 from shardlab.workloads import WORKLOADS, batchnorm, custom
 from shardlab.workloads.base import Batch, LossFn, Workload
 from shardlab.world import World
+
+if TYPE_CHECKING:
+    from shardlab.checkpoint.save import Checkpoints
 
 
 def train(strategy: Strategy, steps: Iterable[Sequence[Batch]], record: Recorder) -> None:
@@ -310,7 +313,7 @@ def _train_rank(world: World, config: Config, command: str) -> dict[str, Any]:
         **summary(rows_of_ranks, workload),
         "evaluations": recorder.evaluations,
         "audit": audited,
-        "checkpoints": None if saved.last is None else saved.last(),
+        "checkpoint": saved.last(),
         "traces": None if traces is None else traces.summary(),
     }
 
@@ -338,7 +341,12 @@ class Saved:
     """The steps of a run, with the checkpoints between them, if there are any."""
 
     steps: Iterator[Sequence[Batch]]
-    last: Callable[[], dict[str, Any] | None] | None = None  # how the last checkpoint went
+    checkpoints: Checkpoints | None = None
+
+    def last(self) -> dict[str, Any] | None:
+        """How the last checkpoint went."""
+        outcome = None if self.checkpoints is None else self.checkpoints.last
+        return None if outcome is None else outcome.row()
 
 
 @contextmanager
@@ -361,7 +369,7 @@ def with_checkpoints(
     with during.saving(recorder.folder, config, workload, world, strategy, recorder) as checkpoints:
         total = config.training.steps
         course = during.between_steps(steps, checkpoints, recorder, total, audit)
-        yield Saved(course, lambda: checkpoints.last and checkpoints.last.row())
+        yield Saved(course, checkpoints)
 
 
 def with_evaluation(

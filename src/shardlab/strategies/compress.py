@@ -54,6 +54,13 @@ class Compressor:
     def launch(self, parts: Parts, flat: Tensor, group: comm.Group, label: str) -> Waitable:  # noqa: ARG002
         return comm.all_reduce(flat, group, label=label, async_op=True)
 
+    def memory(self) -> dict[str, Tensor]:
+        """What this rank remembers from step to step, for a checkpoint."""
+        return {}
+
+    def remember(self, memory: dict[str, Tensor]) -> None:
+        """As it was when the checkpoint was taken."""
+
 
 class Half(Compressor):
     """The sum of 16-bit roundings, itself in 16 bits: half the bytes of fp32.
@@ -133,11 +140,28 @@ class PowerSGD(Compressor):
         matrix = gradient.reshape(len(gradient), -1)
         if name not in self.unsent:
             self.unsent[name] = torch.zeros_like(matrix)
-            # From the name alone, so that all ranks have the same.
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            noise = torch.randn(matrix.shape[1], self.rank, generator=generator)
-            self.start[name] = self.q[name] = _orthonormal(noise.to(matrix))
+            self.start[name] = self.q[name] = self._first(name, matrix)
         self.unsent[name] += matrix
+
+    def _first(self, name: str, like: Tensor) -> Tensor:
+        """The first Q, from the name alone, so that all ranks have the same: (columns, r)."""
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        noise = torch.randn(like.shape[1], self.rank, generator=generator)
+        return _orthonormal(noise.to(like))
+
+    def memory(self) -> dict[str, Tensor]:
+        unsent = {f"unsent/{name}": tensor for name, tensor in self.unsent.items()}
+        # As rows: a product's last bit depends on how its factor lies in memory.
+        return unsent | {f"q/{name}": tensor.T for name, tensor in self.q.items()}
+
+    def remember(self, memory: dict[str, Tensor]) -> None:
+        for key, tensor in memory.items():
+            kind, _, name = key.partition("/")
+            if kind == "unsent":
+                self.unsent[name] = tensor
+                self.start[name] = self._first(name, tensor)
+            else:
+                self.q[name] = tensor.T
 
 
 class _Then:

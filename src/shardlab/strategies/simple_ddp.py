@@ -69,6 +69,12 @@ class SimpleDDP(Replica):
             self.params[name].grad = gradient
         return base.global_mean(loss_sum, total, self.group)
 
+    def own_state(self) -> dict[str, Tensor]:
+        return self.compressor.memory()
+
+    def load_own_state(self, state: dict[str, Tensor]) -> None:
+        self.compressor.remember({name: t.to(self.device) for name, t in state.items()})
+
 
 def all_reduce_gradients(
     params: dict[str, nn.Parameter], group: comm.Group, by: Compressor = Compressor()
