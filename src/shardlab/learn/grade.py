@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,31 +44,13 @@ class Verdict:
 def grade(exercise: Exercise, path: Path, deadline_s: float = DEADLINE_S) -> Verdict:
     """Run the file's code on real ranks and judge what it did."""
     source = read(path)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["shardlab._preload", "shardlab.learn.runner"])
-    ours, theirs = context.Pipe()
-    process = context.Process(
-        target=guard.guard,
-        args=(theirs, exercise.name, str(path.resolve()), source, deadline_s),
-        name=f"guard of {path.name}",
-    )
     begin = time.monotonic()
-    process.start()
-    theirs.close()
-    try:
-        outcome = _receive(ours, START_S)
-        if outcome == "started":
-            begin = time.monotonic()
-            outcome = _receive(ours, deadline_s + MARGIN_S)
-    except KeyboardInterrupt:
-        raise Interrupted from None
-    finally:
-        ours.close()  # a guard that still runs sees it, and ends everything
-        process.join(MARGIN_S)
-        if process.is_alive():
-            process.kill()
-            process.join()
-        process.close()
+    # Made here, so that it goes even if the guard does not live to remove it.
+    with tempfile.TemporaryDirectory(
+        prefix="shardlab-learn-", ignore_cleanup_errors=True
+    ) as scratch:
+        outcome = _guarded(exercise.name, str(path.resolve()), source, deadline_s, scratch)
+    seconds = time.monotonic() - begin
     if isinstance(outcome, dict) and "broken" in outcome:
         raise RuntimeError(f"the grader itself failed: {outcome['broken']}\n{outcome['trace']}")
     if not isinstance(outcome, dict):
@@ -82,9 +65,32 @@ def grade(exercise: Exercise, path: Path, deadline_s: float = DEADLINE_S) -> Ver
         passed=not findings,
         findings=findings,
         cases=tuple(outcome.get("cases", ())),
-        seconds=time.monotonic() - begin,
+        seconds=seconds,
         printed=tuple(outcome.get("printed", ())),
     )
+
+
+def _guarded(*job: Any) -> Any:
+    """The outcome of a check in a guard's process; None if the guard did not live to tell."""
+    *_, deadline_s, _scratch = job
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["shardlab._preload", "shardlab.learn.runner"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=guard.guard, args=(theirs, *job), name="guard")
+    process.start()
+    theirs.close()
+    try:
+        outcome = _receive(ours, START_S)
+        return _receive(ours, deadline_s + MARGIN_S) if outcome == "started" else outcome
+    except KeyboardInterrupt:
+        raise Interrupted from None
+    finally:
+        ours.close()  # a guard that still runs sees it, and ends everything
+        process.join(MARGIN_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        process.close()
 
 
 def _receive(pipe: Any, seconds: float) -> Any:

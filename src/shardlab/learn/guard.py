@@ -20,7 +20,6 @@ import json
 import os
 import secrets
 import select
-import tempfile
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -30,7 +29,7 @@ from typing import Any
 from shardlab.learn import outcomes, processes
 from shardlab.learn.outcomes import End
 
-MEMORY_IN_ALL = 6 * processes.GIB  # resident, of all processes
+MEMORY_IN_ALL = 4 * processes.GIB  # resident, of all processes
 PROCESSES_PER_RANK = 16  # a data loader with workers is fine
 TICK_S = 0.02
 STANDSTILL_S = 3.0  # all wait for one another, and nothing has happened for so long
@@ -73,21 +72,22 @@ class Rank:
         }
 
 
-def guard(pipe: Connection, name: str, path: str, source: str, deadline_s: float) -> None:
+def guard(
+    pipe: Connection, name: str, path: str, source: str, deadline_s: float, scratch: str
+) -> None:
     """Run a check from first to last; send its outcome. Called in a process of its own."""
     os.setsid()
     processes.subreaper()
     outcome: dict[str, Any] = {}
     try:
-        with tempfile.TemporaryDirectory(prefix="shardlab-learn-") as scratch:
-            watch = Watch(pipe, name, path, source, deadline_s, scratch)
-            try:
-                pipe.send("started")
-                end = watch.watch()
-                if end.kind in ("timed-out", "deadlock"):
-                    watch.ask_where()
-            finally:
-                processes.kill_all([rank.pid for rank in watch.ranks])
+        watch = Watch(pipe, name, path, source, deadline_s, scratch)
+        try:
+            pipe.send("started")
+            end = watch.watch()
+            if end.kind in ("timed-out", "deadlock"):
+                watch.ask_where()
+        finally:
+            processes.kill_all([rank.pid for rank in watch.ranks])
         evidence = watch.evidence
         told = [rank.told() for rank in watch.ranks]
         outcome = outcomes.outcome(name, path, source, end, evidence, told, deadline_s)
@@ -267,7 +267,7 @@ class Watch:
                 rank.open = False
         except BlockingIOError:
             pass
-        *lines, rest = bytes(rank.buffer).split(b"\n") if b"\n" in rank.buffer else [rank.buffer]
+        *lines, rest = bytes(rank.buffer).split(b"\n")
         rank.buffer = bytearray(rest)
         if len(rank.buffer) > LONGEST_LINE:
             rank.phase, rank.error, rank.open = "tampered", {"names": []}, False

@@ -200,7 +200,7 @@ def wire_bytes(call: Row, world: int) -> float:
     if call["op"] in ("recv", "irecv", "barrier"):
         return 0.0
     times = 2 if call["op"] == "all_reduce" else 1
-    return times * call["bytes"] * (world - 1) / world
+    return float(times * call["bytes"] * (world - 1) / world)
 
 
 def weights_averaged(case: str, ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:

@@ -124,7 +124,7 @@ def _failed(end: End, path: str, ranks: Sequence[Told]) -> Finding:
     if name == "SyntaxError" or name == "IndentationError":
         return Finding("raised", f"{path} is not Python: {text}{at}", end.case)
     if name == "MemoryError" or any(words in text.lower() for words in NO_MEMORY):
-        message = f"{on} asked for more memory than a check allows (2 GiB){at}: {_first(text)}"
+        message = f"{on} asked for more memory than a check allows (1 GiB){at}: {_first(text)}"
         return Finding("memory", message, end.case)
     if any(words in text.lower() for words in GLOO) and (why := _parting(ranks)):
         return Finding("calls-differ", f"{why} (rank {rank['rank']} failed{at})", end.case)

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 GIB = 2**30
-MEMORY_PER_PROCESS = 2 * GIB  # of private memory; torch itself needs 0.3
+MEMORY_PER_PROCESS = GIB  # of private memory; torch itself has 0.25
 FILE_SIZE = 64 * 2**20
 WHERE_SIGNAL = signal.SIGUSR1
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -40,6 +40,8 @@ def confine(number: int, say: int, hear: int, output: int, scratch: str) -> tupl
             with contextlib.suppress(OSError):
                 os.close(fd)
     _limit(resource.RLIMIT_DATA, MEMORY_PER_PROCESS)
+    # Not every kernel counts the first; of addresses torch has many before anything is allocated.
+    _limit(resource.RLIMIT_AS, _address_space() + 4 * MEMORY_PER_PROCESS)
     _limit(resource.RLIMIT_FSIZE, FILE_SIZE)
     _limit(resource.RLIMIT_CORE, 0)
     os.chdir(scratch)
@@ -55,6 +57,14 @@ def _open_descriptors() -> list[int]:
         with contextlib.suppress(OSError):
             return [int(entry.name) for entry in Path(folder).iterdir()]
     return list(range(3, 256))
+
+
+def _address_space() -> int:
+    """What this process has mapped by now; 64 GiB where nobody tells."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 64 * GIB
 
 
 def _limit(what: int, value: int) -> None:

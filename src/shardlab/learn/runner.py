@@ -100,6 +100,7 @@ def run_rank(job: Job, checks: Checks, say_fd: int, hear_fd: int) -> NoReturn:
                 _say_tampered(spy, say)
                 say("case", evidence)
     except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # it may hold all the memory there is
         say("raised", describe(error, job.path))
     _stay()
 

@@ -37,8 +37,8 @@ def _build(toy: str, rank: int) -> nn.Module:
         return toys.build(toy, seed=10 + rank)
     torch.manual_seed(10 + rank)
     model = Buffers().double()
-    model.norm.running_mean.add_(rank)  # type: ignore[operator, union-attr]
-    model.norm.num_batches_tracked.add_(3 * rank + 1)  # type: ignore[operator, union-attr]
+    model.norm.running_mean.add_(rank)  # type: ignore[union-attr]
+    model.norm.num_batches_tracked.add_(3 * rank + 1)  # type: ignore[union-attr]
     return model
 
 

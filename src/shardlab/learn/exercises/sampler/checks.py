@@ -59,7 +59,7 @@ def _random_states() -> dict[str, str]:
     return {
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
         "random": str(random.getstate()),
-        "numpy": str(np.random.get_state()[1].tolist()),  # type: ignore[union-attr, index]
+        "numpy": str(np.random.get_state()[1].tolist()),  # type: ignore[index]
     }
 
 

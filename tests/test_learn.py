@@ -1,0 +1,214 @@
+"""Every exercise: its template fails helpfully, correct solutions pass, planted bugs are named."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import commands
+from shardlab.learn import ORDER, grade, mistakes
+from shardlab.learn import exercise as exercises
+from shardlab.learn.exercise import Exercise
+
+sys.path.insert(0, str(Path(__file__).parent / "learn"))
+import kill_rate
+from kill_rate import Submission
+
+ALL = list(kill_rate.submissions())
+MUTANTS = [s for s in ALL if s.kind == "mutant"]
+GetVerdict = Callable[[Submission], grade.Verdict]
+
+
+@pytest.fixture(scope="module")
+def verdict(request: pytest.FixtureRequest) -> Iterator[GetVerdict]:
+    """Those of the chosen tests, three at a time: a check waits more than it computes."""
+    chosen = [
+        item.callspec.params["submission"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.path == request.path
+        and hasattr(item, "callspec")
+        and "submission" in item.callspec.params
+    ]
+    with ThreadPoolExecutor(3) as pool:
+        futures: dict[Submission, Future[grade.Verdict]] = {
+            s: pool.submit(grade.grade, exercises.find(s.exercise), s.path)
+            for s in dict.fromkeys(chosen)
+        }
+        yield lambda submission: futures[submission].result()
+        for future in futures.values():
+            future.cancel()
+
+
+@pytest.mark.parametrize("submission", ALL, ids=str)
+def test_verdict(submission: Submission, verdict: GetVerdict) -> None:
+    found = verdict(submission)
+    if submission.kind in ("solution", "correct"):
+        assert found.passed, found.findings
+        return
+    assert not found.passed
+    first = found.findings[0]
+    assert len(first.message) > 20
+    if submission.kind == "mutant":
+        assert first.cause == submission.cause, found.findings
+    else:
+        assert first.cause == "not-done", found.findings
+        assert "TODO" in first.message or "line" in first.message
+
+
+def test_there_are_enough_planted_bugs_and_correct_solutions() -> None:
+    for name in exercises.names():
+        kinds = [s.kind for s in ALL if s.exercise == name]
+        assert kinds.count("mutant") >= 4, name
+        assert kinds.count("correct") >= 2, name
+    assert len(MUTANTS) >= 40
+    assert all(re.fullmatch(r"[a-z0-9-]+", mutant.cause) for mutant in MUTANTS)
+
+
+@pytest.mark.parametrize("name", exercises.names())
+def test_an_exercise_is_whole(name: str) -> None:
+    exercise = Exercise(name)
+    assert name in ORDER
+    for heading in ("## The task", "## How it is checked", "## Pitfalls", "## What it costs"):
+        assert heading in exercise.readme, heading
+    assert "Why it matters" in exercise.readme
+    assert "(picture.svg)" in exercise.readme
+    assert len(exercise.hints) == 3
+    assert all(len(hint) > 40 for hint in exercise.hints)
+    picture = (exercise.folder / "picture.svg").read_text()
+    assert ET.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"
+    assert "prefers-color-scheme: dark" in picture
+    assert "<title" in picture
+    named = exercise.corresponds_to
+    assert (Path(exercises.__file__).parent.parent / named).is_file(), named
+    assert "TODO" in exercise.template
+    assert f"shardlab learn check {name}" in exercise.template
+
+
+# ------------------------------------------------------------------ the issue's own examples
+
+
+def findings(verdict: grade.Verdict) -> str:
+    return " ".join(finding.message for finding in verdict.findings)
+
+
+def of(name: str, stem: str) -> Submission:
+    return next(s for s in MUTANTS if s.exercise == name and s.path.stem == stem)
+
+
+def test_what_is_said_is_what_happened() -> None:
+    summed = grade.grade(Exercise("simple_ddp"), of("simple_ddp", "sum").path)
+    assert "exactly 2x the mean over the ranks on 2 ranks" in findings(summed)
+    assert "exactly 3x the mean over the ranks on 3 ranks" in findings(summed)
+    assert "divide by the world size" in findings(summed)
+    stuck = grade.grade(Exercise("simple_ddp"), of("simple_ddp", "skips_none").path)
+    assert (
+        "rank 0 entered all_reduce 5 times, rank 1 4 times: the parameter `extra.weight` has no "
+        "gradient on rank 1" in findings(stuck)
+    )
+
+
+# ------------------------------------------------------------------ recognisers, without ranks
+
+
+def test_ratio_is_found_only_where_there_is_one() -> None:
+    assert mistakes.ratio([2.0, 4.0], [1.0, 2.0]) == pytest.approx(2)
+    assert mistakes.ratio([2.0, 5.0], [1.0, 2.0]) is None
+    assert mistakes.ratio([0.0, 0.0], [1.0, 2.0]) is None
+    assert mistakes.ratio([float("nan")], [1.0]) is None
+
+
+def test_close_is_relative_and_refuses_nan() -> None:
+    assert mistakes.close([[1e12], [1.0]], [[1e12 + 1], [1.0]])
+    assert not mistakes.close([1.0], [1.0 + 1e-6])
+    assert not mistakes.close([float("nan")], [float("nan")])
+    assert not mistakes.close([1.0], [1.0, 1.0])
+
+
+# ------------------------------------------------------------------ the commands
+
+
+def test_the_path_of_a_learner(tmp_path: Path) -> None:
+    listed = commands.shardlab("learn", cwd=tmp_path)
+    assert listed.returncode == 0, listed.stderr
+    assert "0 of" in listed.stdout
+    assert "next: shardlab learn start sampler" in listed.stdout
+    assert not (tmp_path / "learn").exists()
+
+    started = commands.shardlab("learn", "start", "broadcast", cwd=tmp_path)
+    assert started.returncode == 0, started.stderr
+    assert "shardlab learn check broadcast" in started.stdout
+    again = commands.shardlab("learn", "start", "broadcast", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "learn/broadcast.py exists" in again.stderr
+
+    failed = commands.shardlab("learn", "check", "broadcast", "--json", cwd=tmp_path)
+    assert failed.returncode == 1, failed.stderr
+    result = json.loads(failed.stdout)
+    assert result["schema"] == 1
+    assert result["pass"] is False
+    assert result["verdicts"][0]["findings"][0]["cause"] == "not-done"
+
+    hints = [commands.shardlab("learn", "hint", "broadcast", cwd=tmp_path) for _ in range(4)]
+    assert [hint.stdout.partition("\n")[0] for hint in hints] == [
+        "hint 1 of 3",
+        "hint 2 of 3",
+        "hint 3 of 3",
+        "hint 3 of 3",
+    ]
+
+    (tmp_path / "learn" / "broadcast.py").write_text(Exercise("broadcast").solution)
+    passed = commands.shardlab("learn", "check", cwd=tmp_path)
+    assert passed.returncode == 0, passed.stdout + passed.stderr
+    assert "passed" in passed.stdout
+    rows = json.loads(commands.shardlab("learn", "--json", cwd=tmp_path).stdout)["exercises"]
+    row = next(row for row in rows if row["name"] == "broadcast")
+    assert row["passed"] is not None
+    assert (row["hints"], row["checks"]) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("learn start sampel", "did you mean 'sampler'?"),
+        ("learn check simple_dpp", "did you mean 'simple_ddp'?"),
+        ("learn check nothing.py", "no file nothing.py"),
+        ("learn check sampler", "begin with `shardlab learn start sampler`"),
+        ("learn check", "begin with `shardlab learn start sampler`"),
+        ("learn check sampler --deadline 0", "a check needs time"),
+        ("learn --dir elsewhere check sampler", "put the options after the command"),
+        ("learn show nonsense", "known: sampler, broadcast"),
+    ],
+)
+def test_wrong_input_is_answered_in_a_line(words: str, says: str, tmp_path: Path) -> None:
+    done = commands.shardlab(*words.split(), cwd=tmp_path)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_progress_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "learn").mkdir()
+    (tmp_path / "learn" / "progress.json").write_text("[1]")
+    done = commands.shardlab("learn", "start", "sampler", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "is not a progress file" in done.stderr
+    assert not (tmp_path / "learn" / "sampler.py").exists()
+
+
+@pytest.mark.parametrize("name", exercises.names())
+def test_shown_on_a_terminal(name: str, tmp_path: Path) -> None:
+    shown = commands.shardlab("learn", "show", name, cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "Pitfalls" in shown.stdout
+    ours = commands.shardlab("learn", "solution", name, cwd=tmp_path)
+    assert ours.returncode == 0, ours.stderr
+    assert f"in the package: src/shardlab/{Exercise(name).corresponds_to}" in ours.stdout

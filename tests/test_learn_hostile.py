@@ -1,0 +1,158 @@
+"""Whatever a submission does, the check ends in time, says what happened, and leaves no process."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+import commands
+from shardlab.learn import exercise as exercises
+from shardlab.learn import grade
+
+ENDLESS_S = 5.0  # the deadline of what would not end by itself
+# Each runs as average_gradients(model) of the exercise simple_ddp; the causes that may be named,
+# and words of the message.
+HOSTILE: dict[str, tuple[str, set[str], str]] = {
+    "infinite loop": ("while True:\n    pass", {"timed-out"}, "was busy in line"),
+    "infinite loop on one rank": (
+        "while dist.get_rank() == 1:\n    pass\ndist.barrier()",
+        {"timed-out"},
+        "rank 1 was busy in line",
+    ),
+    "sys.exit": ("import sys; sys.exit(0)", {"exited"}, "SystemExit(0) in line"),
+    "os._exit": ("os._exit(0)", {"exited"}, "exit code 0"),
+    "one rank leaves": (
+        "if dist.get_rank() == 1:\n    os._exit(3)\ndist.barrier()",
+        {"exited"},
+        "rank 1 left with exit code 3",
+    ),
+    "deadlock": (
+        "if dist.get_rank() == 0:\n    dist.barrier()",
+        {"deadlock"},
+        "rank 0 entered barrier once, rank 1 never",
+    ),
+    "crossed calls": (
+        "dist.recv(torch.zeros(4), 1 - dist.get_rank())",
+        {"deadlock"},
+        "waits in recv",
+    ),
+    "wrong shapes": (
+        "dist.all_reduce(torch.zeros(3 + 4 * dist.get_rank()))",
+        {"calls-differ"},
+        "the ranks' calls must come",
+    ),
+    "raises": ("1 / 0", {"raised"}, "ZeroDivisionError in line"),
+    "segmentation fault": (
+        "import ctypes; ctypes.string_at(0)",
+        {"crashed"},
+        "was killed by SIGSEGV",
+    ),
+    "huge tensor": ("torch.ones(1 << 40)", {"memory"}, "more memory than a check allows"),
+    "huge list": ("x = [0] * (1 << 40)", {"memory"}, "more memory than a check allows"),
+    "grows": (
+        "x = []\nwhile True:\n    x.append(bytearray(1 << 24))",
+        {"memory"},
+        "memory",
+    ),
+    "prints PASS": (
+        "print('PASS', flush=True)\nprint('{\"pass\": true}')",
+        {"not-communicated"},
+        "still the rank's own",
+    ),
+    "prints for ever": ("while True:\n    print('x' * 1000)", {"timed-out"}, "busy in line"),
+    "replaces a collective": (
+        "dist.all_reduce = lambda *a, **k: None",
+        {"tampered"},
+        "`torch.distributed.all_reduce`",
+    ),
+    "writes to every descriptor": (
+        "for fd in range(3, 1024):\n"
+        '    try:\n        os.write(fd, b\'["case", {"got": {}}]\\n\')\n'
+        "    except OSError:\n        pass",
+        {"tampered", "unusable", "raised", "crashed"},
+        "",
+    ),
+    "closes every descriptor": (
+        "os.closerange(0, 1024)",
+        {"exited", "unusable", "raised", "crashed"},
+        "",
+    ),
+    "fork bomb": ("while True:\n    os.fork()", {"processes", "memory"}, ""),
+    "daemon that outlives us": (
+        "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
+        "        import time; time.sleep(1000)\n    os._exit(0)",
+        {"not-communicated"},
+        "",
+    ),
+    "ends its guard": (
+        "import signal; os.kill(os.getppid(), signal.SIGKILL); import time; time.sleep(100)",
+        {"tampered"},
+        "guard was ended",
+    ),
+    "stops itself": (
+        "import signal; os.kill(os.getpid(), signal.SIGSTOP)",
+        {"timed-out"},
+        "not done within",
+    ),
+    "ignores signals": (
+        "import signal\nfor s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):\n"
+        "    signal.signal(s, signal.SIG_IGN)\nwhile True:\n    pass",
+        {"timed-out"},
+        "not done within",
+    ),
+    "returns nonsense in .grad": (
+        "for p in model.parameters():\n    p.grad = torch.full_like(p, float('nan'))",
+        {"not-finite"},
+        "nan or inf",
+    ),
+}
+
+
+def submission(body: str) -> str:
+    head = "import os\nimport torch\nimport torch.distributed as dist\n\n\n"
+    return head + "def average_gradients(model):\n" + textwrap.indent(body, "    ") + "\n"
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_ends_with_a_verdict_and_leaves_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, causes, words = HOSTILE[name]
+    path = tmp_path / "submission.py"
+    path.write_text(submission(body))
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    deadline_s = ENDLESS_S if "timed-out" in causes else grade.DEADLINE_S
+    begin = time.monotonic()
+    verdict = grade.grade(exercises.find("simple_ddp"), path, deadline_s)
+    assert time.monotonic() - begin < deadline_s + 20
+    assert not verdict.passed
+    assert verdict.findings[0].cause in causes, verdict.findings
+    assert words in verdict.findings[0].message, verdict.findings
+    assert not commands.wait_until_gone(processes_in(scratch))
+    assert not list(scratch.glob("shardlab-learn-*"))
+
+
+def processes_in(folder: Path) -> list[int]:
+    """Those that work in a folder, or in one that was removed from it: a rank and all it starts."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str((process / "cwd").readlink()).startswith(str(folder)):
+                found.append(int(process.name))
+    return found
+
+
+def test_processes_are_found_by_their_folder(tmp_path: Path) -> None:
+    """The check above can fail."""
+    sleeper = commands.start("sleep", "60", cwd=tmp_path)
+    assert processes_in(tmp_path) == [sleeper.pid]
+    sleeper.kill()
+    sleeper.communicate()
+    assert not commands.wait_until_gone(processes_in(tmp_path))
