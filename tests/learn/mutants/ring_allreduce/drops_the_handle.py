@@ -1,0 +1,24 @@
+# cause: deadlock
+"""A message whose handle is thrown away may never leave."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def ring_all_reduce(tensor: Tensor) -> None:
+    n, rank = dist.get_world_size(), dist.get_rank()
+    right, left = (rank + 1) % n, (rank - 1) % n
+    chunks = tensor.view(-1).tensor_split(n)  # n views; sizes differ by one at most, some may be 0
+
+    def exchange(send: Tensor, receive: Tensor) -> None:
+        dist.isend(send, right)
+        dist.recv(receive, left)
+
+    for hop in range(n - 1):  # reduce-scatter: after it, chunk rank+1 is summed here
+        mine, theirs = chunks[(rank - hop) % n], chunks[(rank - hop - 1) % n]
+        received = torch.empty_like(theirs)
+        exchange(mine, received)
+        theirs += received
+    for hop in range(n - 1):  # all-gather: sums go round, and are copied
+        exchange(chunks[(rank + 1 - hop) % n], chunks[(rank - hop) % n])
