@@ -87,7 +87,7 @@ def text(
     ] = None,
     shard_tokens: Annotated[int, typer.Option(help="Tokens in a shard.")] = 100_000_000,
     jobs: Annotated[
-        int | None, typer.Option(help="Processes.  [default: one per core]", show_default=False)
+        int | None, typer.Option(help="Processes.  (default: one per core)", show_default=False)
     ] = None,
     quiet: Annotated[bool, QUIET] = False,
     as_json: Annotated[bool, JSON] = False,

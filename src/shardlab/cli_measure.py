@@ -52,18 +52,18 @@ def throughput(
         str | None,
         typer.Option(
             "--strategy", help="With options after a colon: pytorch_ddp:bucket_mb=4.  "
-            "[default: single; with more ranks simple_ddp]", show_default=False,
+            "(default: single; with more ranks simple_ddp)", show_default=False,
         ),
     ] = None,
     world: Annotated[
         int | None,
-        typer.Option("--world", "-w", help="Number of ranks.  [default: 1]", show_default=False),
+        typer.Option("--world", "-w", help="Number of ranks.  (default: 1)", show_default=False),
     ] = None,
     batch: Annotated[
         str | None,
         typer.Option(
             "--batch", "-b", help="Samples per rank and micro-batch: 1,2,4,8; of a sweep, where it "
-            "begins.  [default: 1,2,4,8; of a sweep 1]", show_default=False,
+            "begins.  (default: 1,2,4,8; of a sweep 1)", show_default=False,
         ),
     ] = None,
     sweep: Annotated[
@@ -74,8 +74,8 @@ def throughput(
     memory_limit: Annotated[
         str | None,
         typer.Option(
-            help="CPU: what a rank's tensors may hold, 2GB or 500MiB.  [default: 90% of the "
-            "machine's free memory, shared by the ranks]", show_default=False,
+            help="CPU: what a rank's tensors may hold, 2GB or 500MiB.  (default: 90% of the "
+            "machine's free memory, shared by the ranks)", show_default=False,
         ),
     ] = None,
     max_batch: Annotated[int, typer.Option(help="Where a sweep ends.")] = 65536,
@@ -162,19 +162,19 @@ def memory(
         typer.Option(
             "--strategies", "--strategy",
             help="Comma-separated; an option follows a colon: pytorch_ddp:bucket_mb=4.  "
-            "[default: all]", show_default=False,
+            "(default: all)", show_default=False,
         ),
     ] = None,
     config: Annotated[Path | None, CONFIG] = None,
     world: Annotated[
         int | None,
         typer.Option("--world", "-w", help="Number of ranks, as many as you like: they are not "
-                     "started.  [default: 2]", show_default=False),
+                     "started.  (default: 2)", show_default=False),
     ] = None,
     batch: Annotated[
         int | None,
-        typer.Option("--batch", "-b", help="Samples per rank and micro-batch.  [default: that of "
-                     "the config, else 1]", show_default=False),
+        typer.Option("--batch", "-b", help="Samples per rank and micro-batch.  (default: that of "
+                     "the config, else 1)", show_default=False),
     ] = None,
     workload: Annotated[str | None, WORKLOAD] = None,
     size: Annotated[str | None, SIZE] = None,

@@ -21,7 +21,7 @@ SELECT = typer.Option(
     "--select", help="latest: the newest run and its last window; all: every one.", metavar="WHICH"
 )
 JOBS = typer.Option(
-    "--jobs", "-j", help="Processes that read files.  [default: one per core]", show_default=False
+    "--jobs", "-j", help="Processes that read files.  (default: one per core)", show_default=False
 )
 WHOLE = typer.Option("--whole", help="Take a trace without step markers as one step.")
 QUIET = typer.Option("--quiet", "-q", help="No tables: only where the files are.")
@@ -43,7 +43,7 @@ def analyze(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", help="Folder for the files.  [default: beside the traces]",
+            "--out", "-o", help="Folder for the files.  (default: beside the traces)",
             metavar="DIR", show_default=False,
         ),
     ] = None,
@@ -98,7 +98,7 @@ def diff(
     jobs: Annotated[int | None, JOBS] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Folder for diff.json.  [default: none is written]",
+        typer.Option("--out", "-o", help="Folder for diff.json.  (default: none is written)",
                      metavar="DIR", show_default=False),
     ] = None,
     whole: Annotated[bool, WHOLE] = False,
