@@ -115,8 +115,8 @@ PROFILE = typer.Option(
 PROFILE_AFTER = typer.Option(
     "--profile/--no-profile",
     help="Traces of each strategy, in <strategy>/traces/rank<r>/, taken after everything was timed "
-    "and weighed, so that no number is of a profiled step. Options as in train.  [default: "
-    "profile]",
+    "and weighed, so that no number is of a profiled step. Options as in train.  (default: "
+    "profile)",
     show_default=False,
 )
 CHECKPOINT_EVERY = typer.Option(
