@@ -11,8 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import commands
+from shardlab import cli
+from shardlab.errors import UsageError
 from shardlab.learn import ORDER, grade, mistakes
 from shardlab.learn import exercise as exercises
 from shardlab.learn.exercise import Exercise
@@ -187,11 +190,14 @@ def test_the_path_of_a_learner(tmp_path: Path) -> None:
         ("learn show nonsense", "known: sampler, broadcast"),
     ],
 )
-def test_wrong_input_is_answered_in_a_line(words: str, says: str, tmp_path: Path) -> None:
-    done = commands.shardlab(*words.split(), cwd=tmp_path)
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_wrong_input_is_answered_in_a_line(
+    words: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli.app, words.split())
+    assert isinstance(done.exception, UsageError)
+    assert says in str(done.exception)
+    assert "\n" not in str(done.exception)
     assert not list(tmp_path.iterdir())
 
 
@@ -205,10 +211,8 @@ def test_a_progress_file_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", exercises.names())
-def test_shown_on_a_terminal(name: str, tmp_path: Path) -> None:
-    shown = commands.shardlab("learn", "show", name, cwd=tmp_path)
-    assert shown.returncode == 0, shown.stderr
+def test_shown_on_a_terminal(name: str) -> None:
+    shown = CliRunner().invoke(cli.app, ["learn", "show", name], catch_exceptions=False)
     assert "Pitfalls" in shown.stdout
-    ours = commands.shardlab("learn", "solution", name, cwd=tmp_path)
-    assert ours.returncode == 0, ours.stderr
+    ours = CliRunner().invoke(cli.app, ["learn", "solution", name], catch_exceptions=False)
     assert f"in the package: src/shardlab/{Exercise(name).corresponds_to}" in ours.stdout

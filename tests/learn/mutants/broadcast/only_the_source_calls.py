@@ -1,4 +1,4 @@
-# cause: calls-differ
+# cause: deadlock
 import torch.distributed as dist
 
 

@@ -91,9 +91,9 @@ def judge(evidence: Evidence) -> list[Finding]:
         n, psi = len(ranks), ranks[0]["bytes"]
         calls = [rank["calls"] for rank in ranks]
         findings += (
-            mistakes.weights_averaged(case, ranks)
+            mistakes.not_waited(case, calls)
+            or mistakes.weights_averaged(case, ranks)
             or _steps(case, ranks)
-            or mistakes.not_waited(case, calls)
             or mistakes.not_by_hand(case, calls)
             or mistakes.too_many_bytes(
                 case, calls[0], n, 2 * psi * (n - 1) / n * len(ranks[0]["steps"])

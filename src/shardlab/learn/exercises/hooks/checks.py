@@ -59,9 +59,9 @@ def judge(evidence: Evidence) -> list[Finding]:
         n, psi = len(ranks), ranks[0]["bytes"]
         calls = [rank["calls"] for rank in ranks]
         findings += (
-            mistakes.weights_averaged(case, ranks)
+            mistakes.not_waited(case, calls)
+            or mistakes.weights_averaged(case, ranks)
             or _gradients(case, ranks)
-            or mistakes.not_waited(case, calls)
             or mistakes.not_by_hand(case, calls)
             or _when(case, ranks)
             or mistakes.too_many_bytes(case, calls[0], n, STEPS * 2 * psi * (n - 1) / n)

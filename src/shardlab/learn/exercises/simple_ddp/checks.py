@@ -45,9 +45,9 @@ def judge(evidence: Evidence) -> list[Finding]:
         calls = [rank["calls"] for rank in ranks]
         n = len(ranks)
         findings += (
-            mistakes.weights_averaged(case, ranks)
+            mistakes.not_waited(case, calls)
+            or mistakes.weights_averaged(case, ranks)
             or mistakes.gradients(case, ranks)
-            or mistakes.not_waited(case, calls)
             or mistakes.not_by_hand(case, calls)
             or mistakes.too_many_bytes(case, calls[0], n, 2 * ranks[0]["bytes"] * (n - 1) / n)
         )
