@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import comm, environment, evaluate, inject, naming, tensorboard
+from shardlab import boards, comm, environment, evaluate, inject, naming
 from shardlab import config as configs
 from shardlab import world as worlds
 from shardlab.checkpoint import start as starts
@@ -276,10 +276,9 @@ def _train_rank(world: World, config: Config, command: str) -> dict[str, Any]:
     capture.check(config.profile, world.device)
     if config.training.evaluate_every is not None:
         evaluate.held_out_of(workload)
-    if config.output.tensorboard:
-        tensorboard.check()
+    boards.check(config.output)
     start = starts.choose(config, world)
-    starts.refuse_done(start, config.training.steps)
+    starts.refuse_unfit(start, config, len(workload.dataset))
     audit = Audit() if config.data.audit else None
     strategy = build_strategy(config, workload, world)
     if start.manifest is not None:
@@ -288,12 +287,11 @@ def _train_rank(world: World, config: Config, command: str) -> dict[str, Any]:
     inject.arm(config.faults, world, config.strategy.name, folder)
     world.tell({"folder": str(folder)})
     traces = None if start.step else make_capture(config, world, strategy, folder)
-    writes = config.output.tensorboard and world.rank == 0
-    board = tensorboard.Board(folder, start.step) if writes else None
+    shown_on = boards.of_run(config, folder, start.step) if world.rank == 0 else []
     steps = batches(workload, config, world, audit, start.step)
     total = config.training.steps
     with (
-        Recorder(folder, world, comm.LEDGER, total, traces, board, start.step) as recorder,
+        Recorder(folder, world, comm.LEDGER, total, traces, shown_on, start.step) as recorder,
         closing(steps),  # also after a crash: no thread is left behind
         with_checkpoints(steps, config, workload, world, strategy, recorder, audit) as saved,
     ):
@@ -333,7 +331,7 @@ def restore(
         with closing(batches(workload, config, world, first=start.step)) as steps:
             return next(steps)
 
-    during.restore(start, strategy, workload, world, config, audit, first_batches)
+    during.restore(start, strategy, world, config, audit, first_batches)
 
 
 @dataclass(frozen=True)

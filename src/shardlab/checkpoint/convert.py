@@ -114,8 +114,8 @@ def _gpt2_shape(checkpoint: Path, manifest: Manifest) -> gpt2.Shape:
     tensors, model = manifest.model(), manifest.config.get("model", {})
     if model.get("workload") != "gpt2" or not {"wte.weight", "wpe.weight"} <= tensors.keys():
         raise UsageError(
-            f"{checkpoint} holds the workload '{model.get('workload')}', not a gpt2; use the format "
-            f"{SAFETENSORS}"
+            f"{checkpoint} holds the workload '{model.get('workload')}', not a gpt2; use "
+            f"--format {SAFETENSORS}"
         )
     (vocab, dim), (context, _) = tensors["wte.weight"].shape, tensors["wpe.weight"].shape
     blocks = {name.split(".")[1] for name in tensors if name.startswith("blocks.")}

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardlab.checkpoint import rng
 from shardlab.checkpoint.load import load
 from shardlab.checkpoint.save import About, Checkpoints, Outcome
-from shardlab.checkpoint.start import Start, refuse_other_run
+from shardlab.checkpoint.start import Start
 from shardlab.config import Config
 from shardlab.data.audit import Audit
 from shardlab.guard import pulse
@@ -27,14 +27,12 @@ from shardlab.world import World
 def restore(
     start: Start,
     strategy: Strategy,
-    workload: Workload,
     world: World,
     config: Config,
     audit: Audit | None,
     rehearse: Callable[[], Sequence[Batch]],
 ) -> None:
     """Model, optimizer, schedule, scaler, random states and notes as they were. A collective."""
-    refuse_other_run(start, config, len(workload.dataset))
     if getattr(strategy, "LEARNS_LAYOUT", False) and world.size > 2:
         # DDP lays its buckets out anew after its first step, and the order in which more than two
         # ranks' gradients are added depends on that: let it have its first step before.

@@ -22,7 +22,9 @@ def get(device: torch.device) -> dict[str, Tensor]:
         "python": torch.tensor(internal, dtype=torch.int64),  # (625,)
         "numpy": torch.tensor([*map(int, keys), position, has_gauss], dtype=torch.int64),  # (626,)
         # What a generator of normal numbers has in hand: it makes them in pairs.
-        "in_hand": torch.tensor([math.nan if gauss is None else gauss, cached]).double(),
+        "in_hand": torch.tensor(
+            [math.nan if gauss is None else gauss, cached], dtype=torch.float64
+        ),
     }
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)

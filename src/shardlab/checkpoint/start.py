@@ -189,10 +189,11 @@ def _setting(values: Mapping[str, Any], section: str, name: str, default: Any) -
     return inside.get(name, default) if isinstance(inside, Mapping) else default
 
 
-def refuse_other_run(start: Start, config: Config, samples: int) -> None:
-    """A checkpoint of another run is refused, with what is different."""
+def refuse_unfit(start: Start, config: Config, samples: int) -> None:
+    """A checkpoint of another run is refused, with what is different; and one that is too late."""
     manifest = start.manifest
-    assert manifest is not None
+    if manifest is None:
+        return
     now = config.to_dict()
     claimed = [key for key in MUST_MATCH if key.partition(".")[0] in manifest.config]
     if found := differences(manifest.config, now, claimed):
@@ -204,6 +205,12 @@ def refuse_other_run(start: Start, config: Config, samples: int) -> None:
         raise UsageError(
             f"{start.checkpoint} is of another run: the data had {manifest.samples:,} samples, and "
             f"has {samples:,}"
+        )
+    steps = config.training.steps
+    if start.step > steps or (start.run is None and start.step == steps):
+        raise UsageError(
+            f"{start.checkpoint} is of step {start.step} and training.steps is {steps}: nothing is "
+            "left to do; ask for more with --steps"
         )
 
 
@@ -245,15 +252,6 @@ def _names(names: list[str]) -> str:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "a number"
-
-
-def refuse_done(start: Start, steps: int) -> None:
-    is_done = start.step > steps or (start.run is None and start.step == steps > 0)
-    if start.manifest is not None and is_done:
-        raise UsageError(
-            f"{start.checkpoint} is of step {start.step} and training.steps is {steps}: nothing is "
-            "left to do; ask for more with --steps"
-        )
 
 
 # ------------------------------------------------------------------ the folder of a resumed run
