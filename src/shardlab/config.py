@@ -330,6 +330,7 @@ class OutputConfig:
     dir: str | None = None  # this run's folder; none: runs/<time>-<workload>-<strategy>-w<world>
     root: str = "runs"
     tensorboard: bool = False  # train also writes its numbers to <dir>/tensorboard
+    wandb: bool = False  # and to Weights & Biases, by its own settings (WANDB_MODE=offline …)
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from shardlab import boards
 from shardlab.errors import Halt, RankFailure
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from shardlab.boards import Board
     from shardlab.comm import Ledger
-    from shardlab.tensorboard import Board
     from shardlab.trace.capture import Capture
     from shardlab.workloads.base import Batch
     from shardlab.world import World
@@ -41,6 +42,7 @@ README = """\
 | `ledger.rank<r>.jsonl` | a line per collective that our code called: what, where, when |
 | `traces/rank<r>/` | only with `--profile`: PyTorch profiler traces; `shardlab trace analyze .` |
 | `tensorboard/` | only with `output.tensorboard`: for `tensorboard --logdir .` |
+| `wandb/` | only with `output.wandb`: what Weights & Biases keeps of the run |
 | `audit.json` | only after `--audit-data`: how often each sample was fed, epoch by epoch |
 | `evaluation.jsonl` | only if the run evaluated: a line per evaluation on the held-out samples |
 | `checkpoints/step-<n>/` | only with `--checkpoint-every`: what `--resume .` goes on from |
@@ -178,13 +180,13 @@ class Recorder:
         ledger: Ledger,
         total_steps: int,
         capture: Capture | None = None,
-        board: Board | None = None,
+        shown_on: Sequence[Board] = (),
         first: int = 0,
     ) -> None:
         """``first``: the step that a resumed run begins with; the files are gone on with."""
         self.world = world
         self.first = first
-        self.board = board
+        self.boards = shown_on
         self.capture = capture
         self.ledger = ledger
         self.total_steps = total_steps
@@ -210,14 +212,16 @@ class Recorder:
             self._write(all_of_them=True)
         finally:
             self._files.close()
-            if self.board is not None:
-                self.board.close()
+            for board in self.boards:
+                board.close()
 
     def _open(self, folder: Path | None, name: str) -> TextIO | None:
         if folder is None:
             return None
-        mode = "a" if self.first else "w"
-        return self._files.enter_context((folder / name).open(mode, encoding="utf-8"))
+        path = folder / name
+        if not self.first:
+            path.unlink(missing_ok=True)
+        return self._files.enter_context(path.open("a", encoding="utf-8"))
 
     @contextmanager
     def step(self, number: int, microbatches: Sequence[Batch]) -> Iterator[None]:
@@ -274,8 +278,8 @@ class Recorder:
         """An evaluation after so many steps. What it took is in no step's time."""
         row = {"steps": finished, **result}
         self.evaluations.append(row)
-        if self.board is not None:
-            self.board.evaluation(row)
+        for board in self.boards:
+            board.show(finished, boards.of_evaluation(row))
         if self.world.rank == 0:
             if self.folder is not None:
                 with (self.folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
@@ -308,8 +312,8 @@ class Recorder:
             oldest.row["loss"] = float(oldest.loss)
             self._under_way.popleft()
             self.rows.append(oldest.row)
-            if self.board is not None:
-                self.board.step(oldest.row)
+            for board in self.boards:
+                board.show(oldest.row["step"], boards.of_step(oldest.row))
             if self._file:
                 self._file.write(json_text(oldest.row) + "\n")
                 self._file.flush()

@@ -1,0 +1,100 @@
+"""A training run's numbers for TensorBoard or Weights & Biases, while it goes on, from rank 0."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardlab.config import Config, OutputConfig
+from shardlab.errors import UsageError
+
+TAGS = {
+    "loss": "train/loss",
+    "step_ms": "time/step_ms",
+    "data_ms": "time/waiting_for_data_ms",
+    "collectives": "communication/collectives",
+    "collective_bytes": "communication/bytes",
+    "rss_bytes": "memory/resident_bytes",
+    "cuda_peak_bytes": "memory/cuda_peak_bytes",
+}
+BESIDE = ("steps", "samples", "targets", "seconds")  # of an evaluation: no result of it
+PACKAGES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}
+
+
+class Board(Protocol):
+    """Where numbers are shown."""
+
+    def show(self, step: int, numbers: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+def check(output: OutputConfig) -> None:
+    """Refuse before anything is built what cannot be written at the end."""
+    for package, name in PACKAGES.items():
+        if getattr(output, package) and importlib.util.find_spec(package) is None:
+            raise UsageError(
+                f"output.{package} needs {name}: pip install 'shardlab[{package}]'; without "
+                "it, rank0.jsonl has the same numbers"
+            )
+
+
+def of_run(config: Config, folder: Path, first: int = 0) -> list[Board]:
+    """The boards that the config asks for. ``first``: the step that a resumed run begins with."""
+    boards: list[Board] = []
+    if config.output.tensorboard:
+        boards.append(TensorBoard(folder, first))
+    if config.output.wandb:
+        boards.append(WeightsAndBiases(folder, config))
+    return boards
+
+
+def of_step(row: Mapping[str, Any]) -> dict[str, float]:
+    return {tag: row[name] for name, tag in TAGS.items() if row.get(name) is not None}
+
+
+def of_evaluation(row: Mapping[str, Any]) -> dict[str, float]:
+    return {f"held_out/{name}": value for name, value in row.items() if name not in BESIDE}
+
+
+class TensorBoard:
+    """The folder ``tensorboard`` of a run: ``tensorboard --logdir runs`` shows all runs."""
+
+    def __init__(self, folder: Path, first: int = 0) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        # What was shown before of the steps that a resumed run takes again goes.
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first or None)
+
+    def show(self, step: int, numbers: Mapping[str, float]) -> None:
+        for tag, value in numbers.items():
+            self._writer.add_scalar(tag, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of the project shardlab; where it goes is wandb's own business (``WANDB_MODE`` …)."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        wandb: Any = importlib.import_module("wandb")
+        self._run: Any = wandb.init(
+            project="shardlab",
+            name=folder.name,
+            id=folder.name,  # a resumed run goes on as the same
+            resume="allow",
+            dir=str(folder),
+            config=config.to_dict(),
+        )
+        # An axis of our own: numbers of a step may come after an evaluation of a later one, and
+        # wandb's own counter takes none that goes back.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def show(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **numbers})
+
+    def close(self) -> None:
+        self._run.finish()
