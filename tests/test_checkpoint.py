@@ -140,7 +140,7 @@ def fail_on(world: World, rank: int, folder: str, asynchronous: bool) -> list[An
     saver.wait()
     whole = storage.Writer._write
 
-    def full(self: Any, plan: Any, planner: Any) -> Any:
+    def full(self: Any, *_: Any) -> Any:
         (self.folder / "rank9.safetensors").write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device", "the file")
 

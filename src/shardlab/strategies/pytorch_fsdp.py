@@ -173,7 +173,7 @@ def _slot(name: str, tensor: Tensor) -> Slot:
     rows = -(-len(tensor) // group.size())
     of_row = tensor.numel() // max(1, len(tensor))
     start = min(group.rank() * rows, len(tensor)) * of_row
-    return Slot(name, tensor.shape, start, tensor.detach().to_local())
+    return Slot(name, tensor.shape, start, tensor.to_local().detach())
 
 
 def _whole(tensor: Tensor) -> Tensor:
