@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import tempfile
 import textwrap
 import time
@@ -156,3 +158,24 @@ def test_processes_are_found_by_their_folder(tmp_path: Path) -> None:
     sleeper.kill()
     sleeper.communicate()
     assert not commands.wait_until_gone(processes_in(tmp_path))
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_ending_the_command_ends_the_ranks(how: signal.Signals, tmp_path: Path) -> None:
+    path = tmp_path / "submission.py"
+    path.write_text(submission("while True:\n    pass"))
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = [*commands.SHARDLAB, "learn", "check", str(path), "--exercise", "simple_ddp"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(scratch))
+        running = commands.start(*command, cwd=tmp_path)
+    limit = time.monotonic() + 60
+    while not (ranks := processes_in(scratch)) and time.monotonic() < limit:
+        time.sleep(0.1)
+    assert len(ranks) >= 2
+    below = commands.descendants(running.pid)
+    os.kill(running.pid, how)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL), errors
+    assert not commands.wait_until_gone([*ranks, *below], timeout=20)

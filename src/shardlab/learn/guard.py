@@ -83,6 +83,7 @@ def guard(
         watch = Watch(pipe, name, path, source, deadline_s, scratch)
         try:
             pipe.send("started")
+            begin = time.monotonic()
             end = watch.watch()
             if end.kind in ("timed-out", "deadlock"):
                 watch.ask_where()
@@ -92,6 +93,7 @@ def guard(
         told = [rank.told() for rank in watch.ranks]
         outcome = outcomes.outcome(name, path, source, end, evidence, told, deadline_s)
         outcome["cases"] = list(evidence)
+        outcome["seconds"] = time.monotonic() - begin
         outcome["printed"] = [rank.printed for rank in watch.ranks]
     except BaseException as error:  # a mistake of ours: the grader must hear of it
         import traceback
