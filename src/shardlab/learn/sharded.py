@@ -245,7 +245,6 @@ class Weigher(Memory):
 
     def __init__(self) -> None:
         super().__init__()
-        gc.collect()
         gc.freeze()  # what is here already is of no interest, and makes gc.collect() slow
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -253,13 +252,10 @@ class Weigher(Memory):
         self.peak = max(self.peak, self.count())
         return result
 
-    def now(self) -> int:
-        gc.collect()
-        return self.count()
-
     def measure(self, work: Callable[[], T]) -> tuple[T, int, int]:
         """Its result; the most bytes alive in it and those alive after it, beyond those before."""
-        before = self.peak = self.now()
+        before = self.peak = self.count()
         with self:
             result = work()
-        return result, self.peak - before, self.now() - before
+        gc.collect()
+        return result, self.peak - before, self.count() - before

@@ -1,4 +1,4 @@
-"""Asynchronous all-reduce. In the package: src/shardlab/strategies/simple_ddp_async.py."""
+"""Asynchronous all-reduce. In the package: strategies/simple_ddp_async.py."""
 
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -19,6 +19,8 @@ The contract. Every rank has the same model (equal parameters) and its own data.
 
 You need: p.register_post_accumulate_grad_hook(f), which calls f(p) when p.grad is complete, and
 dist.all_reduce(tensor, async_op=True), which returns at once; the sum is there after .wait().
+
+Check with:  shardlab learn check async_allreduce
 """
 
 import torch.distributed as dist

@@ -22,6 +22,8 @@ The contract. Every rank has the same model (equal parameters) and its own data.
 
 You need: p.register_post_accumulate_grad_hook(f), torch.cat, tensor.split, and
 dist.all_reduce(tensor, async_op=True).
+
+Check with:  shardlab learn check buckets
 """
 
 import torch.distributed as dist

@@ -1,5 +1,5 @@
-"""Ring all-reduce. In the package there is none: Gloo and NCCL have theirs in C++, behind
-src/shardlab/comm.py, whose wire_bytes() is the formula that this reaches."""
+"""Ring all-reduce. In the package there is none: Gloo and NCCL have theirs in C++, behind comm.py,
+whose wire_bytes() is the formula that this reaches."""
 
 import torch
 import torch.distributed as dist

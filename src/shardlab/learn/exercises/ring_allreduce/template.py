@@ -13,6 +13,8 @@ When it returns, the tensor holds, on every rank, the sum of all ranks' tensors:
   fewer elements than there are ranks.
 
 You need: tensor.view(-1), which is the same memory, flat; tensor_split(n), which gives n views.
+
+Check with:  shardlab learn check ring_allreduce
 """
 
 import torch.distributed as dist

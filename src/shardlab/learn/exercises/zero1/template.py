@@ -20,6 +20,8 @@ The contract. Every rank has the same parameters and its own data. The grader do
 
 You need: torch.cat, chunk, split, torch.nn.functional.pad; dist.reduce_scatter(mine, list_of_parts)
 or dist.all_reduce; dist.all_gather(list_of_parts, mine).
+
+Check with:  shardlab learn check zero1
 """
 
 from collections.abc import Callable, Iterable

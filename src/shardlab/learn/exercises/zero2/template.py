@@ -23,6 +23,8 @@ The contract. Every rank has the same model (equal parameters) and its own data.
 
 You need: p.register_post_accumulate_grad_hook(f); torch.nn.functional.pad, chunk;
 dist.reduce_scatter(mine, list_of_parts); dist.all_gather(list_of_parts, mine).
+
+Check with:  shardlab learn check zero2
 """
 
 from collections.abc import Callable

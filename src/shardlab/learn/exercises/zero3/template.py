@@ -34,6 +34,8 @@ parameters be views of one flat tensor, and to shrink its storage:
 
 Also allowed: to compute the block again in backward (a torch.autograd.Function), which saves
 nothing of the parameters in forward.
+
+Check with:  shardlab learn check zero3
 """
 
 from collections.abc import Callable
