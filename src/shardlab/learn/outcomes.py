@@ -15,6 +15,7 @@ from shardlab.learn.exercise import Evidence, Exercise, Finding
 
 Told = dict[str, Any]  # of a rank: see guard.Rank.told
 NO_MEMORY = ("can't allocate memory", "not enough memory", "memoryerror", "cannot allocate memory")
+POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 GLOO = ("gloo", "enforce fail", "preamble", "mismatch")
 
 
@@ -167,13 +168,33 @@ def _first(text: str) -> str:
 
 
 def _standstill(ranks: Sequence[Told], path: str, source: str) -> str:
-    why = _parting(ranks)
+    why = _one_way(ranks) or _parting(ranks)
     return f"deadlock: {why + '. ' if why else ''}{_positions(ranks, path, source)}"
 
 
+def _one_way(ranks: Sequence[Told]) -> str:
+    """All ranks send, or all receive."""
+    inside = [rank["inside"] for rank in ranks if rank["phase"] != "idle"]
+    ops = {call["op"] if call else "" for call in inside}
+    if ops == {"send"}:
+        return (
+            "every rank sends and nobody receives. Start the message (isend), receive, then wait "
+            "for it; or let one rank receive first"
+        )
+    started = any(c["op"] == "isend" for rank in ranks for c in rank["calls"])
+    if ops <= {"recv", "irecv"} and started:
+        return (
+            "every rank waits to receive. A message that was started with isend leaves for certain "
+            "only while its handle is kept and waited for"
+        )
+    return ""
+
+
 def _parting(ranks: Sequence[Told]) -> str:
-    """Where the ranks' calls part, if they do."""
+    """Where the ranks' calls part, if they do. Messages between two ranks may differ."""
     first, *others = [rank for rank in ranks if rank["phase"] != "idle"]
+    if any(c["op"] in POINT_TO_POINT for c in first["calls"]):
+        return ""
     for other in others:
         text = mistakes.difference(first["calls"], other["calls"], first["rank"], other["rank"])
         if text:
