@@ -16,60 +16,25 @@ network, and kill the guard (which is noticed, and fails). Untrusted code belong
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import select
+import shutil
 import time
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from shardlab.learn import outcomes, processes
 from shardlab.learn.outcomes import End
+from shardlab.learn.reports import Rank
 
 MEMORY_IN_ALL = 4 * processes.GIB  # resident, of all processes
 PROCESSES_PER_RANK = 16  # a data loader with workers is fine
 TICK_S = 0.02
 STANDSTILL_S = 3.0  # all wait for one another, and nothing has happened for so long
 GRACE_S = 0.3  # after a first failure, how long to listen for the one that caused it
-PRINTED = 16_000  # characters kept of what a rank prints
-LONGEST_LINE = 32 * 2**20
-MOST_CALLS = 5_000  # rows kept of a case
-
-
-@dataclass
-class Rank:
-    """What the guard knows of a rank."""
-
-    number: int
-    pid: int
-    report: int  # file descriptors, ours
-    output: int
-    control: int
-    token: bytes
-    phase: str = "loading"  # idle, running, done (with the case), raised, tampered, dead
-    calls: list[dict[str, Any]] = field(default_factory=list)  # of the case
-    inside: dict[str, Any] | None = None  # the call it has entered or waits for, and not left
-    error: dict[str, Any] | None = None
-    stack: str = ""  # where it was when the time was up
-    evidence: dict[str, Any] | None = None
-    printed: str = ""
-    changed: float = field(default_factory=time.monotonic)
-    buffer: bytearray = field(default_factory=bytearray)
-    open: bool = True
-
-    def told(self) -> dict[str, Any]:
-        """What a verdict needs of it."""
-        return {
-            "rank": self.number,
-            "phase": self.phase,
-            "calls": self.calls,
-            "inside": self.inside,
-            "error": self.error,
-            "stack": self.stack,
-        }
+LOOK_S = 0.05  # between looks at the processes: a fork bomb makes some tens in that time
 
 
 def guard(
@@ -120,6 +85,7 @@ class Watch:
         self.case = -1  # index; -1: the file is being imported
         self.ranks: list[Rank] = []
         self.first_failure: float | None = None
+        self.next_look = 0.0
 
     @property
     def case_name(self) -> str:
@@ -171,6 +137,15 @@ class Watch:
             if now - self.first_failure > GRACE_S:
                 return End("failed", self.case_name)
             return None
+        if now >= self.next_look and (end := self._too_much()) is not None:
+            return end
+        if now > self.limit:
+            return End("timed-out", self.case_name)
+        return self._standstill(now)
+
+    def _too_much(self) -> End | None:
+        """More processes or memory than a check can need."""
+        self.next_look = time.monotonic() + LOOK_S
         running = processes.descendants(os.getpid())
         if len(running) > PROCESSES_PER_RANK * len(self.ranks):
             return End("processes", self.case_name, len(running))
@@ -179,9 +154,7 @@ class Watch:
         resident = sum(max(0, processes.resident_bytes(pid) - shared) for pid in running)
         if resident > MEMORY_IN_ALL:
             return End("memory", self.case_name, resident)
-        if now > self.limit:
-            return End("timed-out", self.case_name)
-        return self._standstill(now)
+        return None
 
     def _standstill(self, now: float) -> End | None:
         """Every rank has either finished the case or is inside a call, and none has moved."""
@@ -226,11 +199,12 @@ class Watch:
         ready, _, _ = select.select([*reports, *outputs, self.pipe.fileno()], [], [], TICK_S)
         for fd in ready:
             if fd in reports:
-                self._read_report(reports[fd])
+                reports[fd].read_report()
             elif fd in outputs:
-                self._read_output(outputs[fd])
+                outputs[fd].read_output()
             else:  # the grader never writes: it is gone
                 processes.kill_all([rank.pid for rank in self.ranks])
+                shutil.rmtree(self.scratch, ignore_errors=True)
                 os._exit(1)
         self._reap()
 
@@ -254,68 +228,7 @@ class Watch:
                     return
                 for rank in self.ranks:
                     if rank.pid == pid:
-                        self._read_report(rank)  # its last words
+                        rank.read_report()  # its last words
                         if rank.phase not in ("raised", "tampered"):
                             rank.phase = "dead"
                             rank.error = {"kind": "died", "code": os.waitstatus_to_exitcode(status)}
-
-    def _read_report(self, rank: Rank) -> None:
-        try:
-            while data := os.read(rank.report, 1 << 16):
-                rank.buffer += data
-                if len(data) < 1 << 16:
-                    break
-            else:
-                rank.open = False
-        except BlockingIOError:
-            pass
-        *lines, rest = bytes(rank.buffer).split(b"\n")
-        rank.buffer = bytearray(rest)
-        if len(rank.buffer) > LONGEST_LINE:
-            rank.phase, rank.error, rank.open = "tampered", {"names": []}, False
-        for line in lines:
-            if line:
-                self._hear(rank, line)
-
-    def _hear(self, rank: Rank, line: bytes) -> None:
-        token, _, text = line.partition(b" ")
-        try:
-            if not secrets.compare_digest(token, rank.token):
-                raise ValueError
-            kind, value = json.loads(text)
-        except ValueError:
-            if rank.phase != "dead":
-                rank.phase, rank.error = "tampered", {"names": []}
-            return
-        rank.changed = time.monotonic()
-        if kind == "loaded":
-            rank.phase = "idle"
-        elif kind == "enter":
-            rank.inside = value
-            if len(rank.calls) < MOST_CALLS:
-                rank.calls.append(value)
-        elif kind == "wait":
-            i = value["index"]
-            row = rank.calls[i] if i < len(rank.calls) else {"op": "a collective"}
-            rank.inside = {**row, "waits": True, "line": value["line"]}
-        elif kind == "leave":
-            rank.inside = None
-        elif kind == "case":
-            rank.phase, rank.evidence, rank.inside = "done", value, None
-        elif kind == "tampered":
-            rank.phase, rank.error = "tampered", {"names": value}
-        elif kind == "raised":
-            rank.phase, rank.error = "raised", value
-
-    def _read_output(self, rank: Rank) -> None:
-        """What it prints: kept for the learner to see, up to a limit, and believed by nobody."""
-        try:
-            data = os.read(rank.output, 1 << 16)
-        except BlockingIOError:
-            return
-        if not data:
-            os.close(rank.output)
-            rank.output = -1
-        elif len(rank.printed) < PRINTED:
-            text = data.decode(errors="replace")
-            rank.printed = (rank.printed + text)[:PRINTED]

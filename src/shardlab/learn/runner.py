@@ -48,10 +48,12 @@ class Speaker:
     """Writes lines to the guard. Threads of the learner's file may call collectives, too."""
 
     def __init__(self, fd: int, token: str) -> None:
-        self._fd, self._token = fd, token
+        self._fd, self._token, self._pid = fd, token, os.getpid()
         self._lock = threading.Lock()
 
     def __call__(self, kind: str, value: Any) -> None:
+        if os.getpid() != self._pid:
+            os._exit(1)  # a copy that the learner's file has forked, and that came back to us
         # A line of its own even if somebody has written garbage before it.
         data = f"\n{self._token} {json.dumps([kind, plain(value)])}\n".encode()
         with self._lock:

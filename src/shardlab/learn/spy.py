@@ -250,7 +250,7 @@ class _Handle:
         if self._tensor is not None and self._row["reduce"] != "avg":
             self._row["touched"] |= self._tensor._version != self._version
         self._tensor = None
-        self._spy._tell("wait", {"index": self._i, "line": self._spy._line()})
+        self._spy._tell("wait", {**self._row, "line": self._spy._line()})
         result = self._handle.wait(*args, **kwargs)
         self._done()
         self._spy._tell("leave", self._i)

@@ -1,0 +1,110 @@
+"""What a rank says to the guard, and what the guard makes of it: nothing is taken on trust."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+PRINTED = 16_000  # characters kept of what a rank prints
+LONGEST_LINE = 32 * 2**20
+MOST_CALLS = 5_000  # rows kept of a case
+CHUNK = 1 << 16
+
+
+@dataclass
+class Rank:
+    """What the guard knows of a rank."""
+
+    number: int
+    pid: int
+    report: int  # file descriptors, ours
+    output: int
+    control: int
+    token: bytes
+    phase: str = "loading"  # idle, running, done (with the case), raised, tampered, dead
+    calls: list[dict[str, Any]] = field(default_factory=list)  # of the case
+    inside: dict[str, Any] | None = None  # the call it has entered or waits for, and not left
+    error: dict[str, Any] | None = None
+    stack: str = ""  # where it was when the time was up
+    evidence: dict[str, Any] | None = None
+    printed: str = ""
+    changed: float = field(default_factory=time.monotonic)
+    buffer: bytes = b""
+    open: bool = True
+
+    def told(self) -> dict[str, Any]:
+        """What a verdict needs of it."""
+        return {
+            "rank": self.number,
+            "phase": self.phase,
+            "calls": self.calls,
+            "inside": self.inside,
+            "error": self.error,
+            "stack": self.stack,
+        }
+
+    def read_report(self) -> None:
+        """All that is there by now."""
+        parts = [self.buffer]
+        try:
+            while data := os.read(self.report, CHUNK):
+                parts.append(data)
+                if len(data) < CHUNK:
+                    break
+            else:
+                self.open = False
+        except BlockingIOError:
+            pass
+        *lines, self.buffer = b"".join(parts).split(b"\n")
+        if len(self.buffer) > LONGEST_LINE:
+            self._tampered([])
+            self.open = False
+        for line in filter(None, lines):
+            self._hear(line)
+
+    def _hear(self, line: bytes) -> None:
+        token, _, text = line.partition(b" ")
+        try:
+            if not secrets.compare_digest(token, self.token):
+                raise ValueError
+            kind, value = json.loads(text)
+        except (ValueError, RecursionError):
+            if self.phase != "dead":
+                self._tampered([])
+            return
+        self.changed = time.monotonic()
+        if kind == "loaded":
+            self.phase = "idle"
+        elif kind == "enter":
+            self.inside = value
+            if len(self.calls) < MOST_CALLS:
+                self.calls.append(value)
+        elif kind == "wait":
+            self.inside = {**value, "waits": True}
+        elif kind == "leave":
+            self.inside = None
+        elif kind == "case":
+            self.phase, self.evidence, self.inside = "done", value, None
+        elif kind == "tampered":
+            self._tampered(value)
+        elif kind == "raised":
+            self.phase, self.error = "raised", value
+
+    def _tampered(self, names: list[str]) -> None:
+        self.phase, self.error = "tampered", {"names": names}
+
+    def read_output(self) -> None:
+        """What it prints: kept for the learner to see, up to a limit, and believed by nobody."""
+        try:
+            data = os.read(self.output, CHUNK)
+        except BlockingIOError:
+            return
+        if not data:
+            os.close(self.output)
+            self.output = -1
+        elif len(self.printed) < PRINTED:
+            self.printed = (self.printed + data.decode(errors="replace"))[:PRINTED]
