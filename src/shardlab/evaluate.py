@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from shardlab import comm
 from shardlab.data import loader
 from shardlab.errors import UsageError
+from shardlab.guard.pulse import PULSE
 from shardlab.strategies import base
 from shardlab.strategies.base import Strategy
 from shardlab.workloads.base import Batch, Dataset, Evaluate, Sums, Workload
@@ -47,6 +48,7 @@ class Evaluation:
         with self._inference() as infer:
             total: Sums = {}
             for batch in self._batches(held_out, count):
+                PULSE.beats += 1  # it may take long, and sends nothing that shows it moves
                 sums = infer(self.function, batch)
                 for name, value in sums.items():
                     total[name] = total.get(name, 0) + value.detach().double()

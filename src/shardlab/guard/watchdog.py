@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import sys
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardlab.errors import Halt
 from shardlab.guard import stacks, verdict
-from shardlab.guard.pulse import LEFT, PULSE
+from shardlab.guard.pulse import BUILDING, CHECKPOINT, LEFT, PULSE
 from shardlab.guard.stacks import Frame
 from shardlab.guard.verdict import Call, Seen
 
@@ -72,14 +73,22 @@ class Monitor:
             return  # in a store an old message looks like a new one
         self.last[rank], self.heard[rank] = message, now
         if before is None or before["beats"] != message["beats"]:
-            self.longest_s = max(self.longest_s, now - self.moved)
+            if before is not None and before["phase"] not in (BUILDING, CHECKPOINT):
+                self.longest_s = max(self.longest_s, now - self.moved)
             self.moved = now
 
     @property
     def limit(self) -> float:
+        """How long ranks may stand still, being where they are."""
+        active = [m for rank, m in self.last.items() if rank not in self.ended]
+        phases = {m["phase"] for m in active}
+        if BUILDING in phases:  # a download has no end that we know of, unless somebody waits
+            return self.most_s if any(m["waits_for"] for m in active) else math.inf
+        if CHECKPOINT in phases:
+            return self.most_s  # a slow disk is not a hang
         if self.limit_s is not None:
             return self.limit_s
-        if any(m["steps_done"] == 0 for m in self.last.values()):
+        if any(m["steps_done"] == 0 for m in active):
             return self.most_s  # a first step may compile, read or allocate for long
         return min(self.most_s, max(LEAST_S, TIMES_LONGEST * self.longest_s))
 
