@@ -123,11 +123,7 @@ def explained(
     if each_is(right, "unchanged"):
         return _partly(case, found, right)
     if step > 0:
-        message = (
-            f"the first step is right, step {step} is not: what the last step left (gradients, "
-            "sums, handles) was not cleared"
-        )
-        return Finding("not-reset", message, case)
+        return _not_reset(case, step)
     if each_is("sum", "unchanged"):
         message = (
             f"the update used exactly {n}.0x the mean gradient on {n} ranks: the reduction sums; "
@@ -151,6 +147,13 @@ def explained(
             "or their sum was not used"
         )
         return Finding("not-communicated", message, case)
+    factor = mistakes.ratio([x for u in used for x in u], rows[0]["maybe"][right] * n)
+    if factor is not None:
+        message = (
+            f"the update used exactly {factor:.4g}x the gradient that one process has: something "
+            "is multiplied or divided that must not be"
+        )
+        return Finding("scaled", message, case)
     if _moved(used, rows[0]["maybe"][right]):
         message = (
             "the parameters were updated by the mean gradient of *other* elements: the share of "
@@ -158,6 +161,14 @@ def explained(
         )
         return Finding("wrong-shard", message, case)
     return Finding("wrong-update", _off("the", rows, step), case)
+
+
+def _not_reset(case: str, step: int) -> Finding:
+    message = (
+        f"the first step is right, step {step} is not: what the last step left (gradients, sums, "
+        "counters, handles) was not set back"
+    )
+    return Finding("not-reset", message, case)
 
 
 def _partly(case: str, found: list[list[set[str]]], right: str) -> Finding:
@@ -226,11 +237,14 @@ def own_optimizer(case: str, ranks: Ranks) -> list[Finding]:
 
 def left(case: str, ranks: Ranks) -> list[Finding]:
     for r, rank in enumerate(ranks):
-        for row in rank["steps"]:
+        for step, row in enumerate(rank["steps"]):
+            if row["left"] and step > 0:
+                return [_not_reset(case, step)]
             if row["left"]:
                 message = (
-                    f"{mistakes.listed(row['left'])} still has its gradient on rank {r} where it "
-                    "must be None: memory stays in use, and the next backward adds to it"
+                    f"after its time there is still a gradient (p.grad) on rank {r}, of "
+                    f"{mistakes.listed(row['left'])}: it must be None, for it keeps memory in use, "
+                    "and the next backward adds to it"
                 )
                 return [Finding("grad-kept", message, case)]
     return []

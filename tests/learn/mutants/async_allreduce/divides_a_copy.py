@@ -15,8 +15,8 @@ class AsyncDDP:
 
     def _launch(self, p: nn.Parameter) -> None:
         if self.is_last:
-            self.under_way.append((dist.all_reduce(p.grad, async_op=True), p.grad))
-            p.grad = p.grad / dist.get_world_size()
+            grad, p.grad = p.grad, p.grad / dist.get_world_size()
+            self.under_way.append((dist.all_reduce(grad, async_op=True), grad))
 
     def finish(self) -> None:
         for work, _grad in self.under_way:

@@ -44,11 +44,11 @@ def judge(evidence: Evidence) -> list[Finding]:
 
 
 def _sum_lost(case: str, ranks: list[dict[str, Any]], _step: int) -> list[Finding]:
-    """Every gradient was sent, and p.grad is still the rank's own, whole or divided."""
-    sent = [c for c in ranks[0]["calls"] if c["what"].startswith("grad:")]
+    """Every byte was sent, and p.grad is still the rank's own, whole or divided."""
+    sent = sum(len(mistakes.flat(g)) * 8 for g in ranks[0]["own"].values() if g is not None)
     own = [name for name, g in ranks[0]["own"].items() if g is not None]
     for factor, words in ((1.0, ""), (1 / len(ranks), f" divided by {len(ranks)}")):
-        if len(sent) >= len(own) and all(
+        if sum(c["bytes"] for c in ranks[0]["calls"]) >= sent and all(
             rank["got"][n] is not None
             and mistakes.close(rank["got"][n], [factor * g for g in mistakes.flat(rank["own"][n])])
             for rank in ranks

@@ -147,6 +147,14 @@ def _forgotten(case: str, ranks: list[dict[str, Any]], _step: int) -> list[Findi
             "are in the flat tensors. Put them back into p.grad after the wait"
         )
         return [Finding("not-copied-back", message, case)]
+    unused = sorted({n for row in ranks for n, g in row["own"].items() if g is None})
+    if kept and sent and unused:
+        message = (
+            f"{mistakes.listed(kept)} never left, and each rank still has its own gradient of "
+            f"them: {mistakes.listed(unused)} got no gradient on some rank, and what waits for it "
+            "waits for ever. In finish(), send the buckets that backward left, complete or not"
+        )
+        return [Finding("bucket-forgotten", message, case)]
     if kept and sent:
         message = (
             f"{mistakes.listed(kept)} never left: each rank still has its own gradient of them. "

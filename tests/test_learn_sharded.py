@@ -1,0 +1,130 @@
+"""The recognisers of the exercises from asynchronous all-reduce to ZeRO-3, without ranks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from shardlab.learn import mistakes_sharded, overlapped, sharded
+from shardlab.learn.exercises.buckets import checks as buckets
+from shardlab.learn.exercises.ring_allreduce import checks as ring
+from shardlab.learn.exercises.zero2 import checks as zero2
+from shardlab.learn.exercises.zero3 import checks as zero3
+
+RANKS, SIZE = 2, 20
+random.seed(0)
+OWN = [[random.uniform(-1, 1) for _ in range(SIZE)] for _ in range(RANKS)]
+MEAN = [sum(values) / RANKS for values in zip(*OWN, strict=True)]
+LAST = [random.uniform(-1, 1) for _ in range(SIZE)]
+HALF = SIZE // 2
+
+
+def cause(*used: list[float], step: int = 0, max_norm: float | None = None) -> str:
+    """What is said of a step of SGD in which each rank used this gradient."""
+    maybe = {"mean": MEAN, "sum": [2 * m for m in MEAN], "mean/n": [m / 2 for m in MEAN]}
+    maybe |= {"own 0": OWN[0], "own 1": OWN[1], "last micro-batch": LAST}
+    if max_norm is not None:
+        maybe |= {"clipped": [m / 4 for m in MEAN], "clipped first": [m / 5 for m in OWN[0]]}
+    before = [0.3] * SIZE
+    rows = [
+        {
+            "before": {"w": before},
+            "got": {"w": [b - sharded.RATE * g for b, g in zip(before, gradient, strict=True)]},
+            "want": {"w": [b - sharded.RATE * m for b, m in zip(before, MEAN, strict=True)]},
+            "maybe": maybe,
+        }
+        for gradient in used
+    ]
+    return mistakes_sharded.explained("a case", rows, step, max_norm).cause
+
+
+@pytest.mark.parametrize(
+    ("used", "named"),
+    [
+        ([[2 * m for m in MEAN]] * 2, "not-averaged"),
+        ([[m / 2 for m in MEAN]] * 2, "averaged-twice"),
+        ([[3 * m for m in MEAN]] * 2, "scaled"),
+        ([OWN[0][:HALF] + OWN[1][HALF:]] * 2, "not-communicated"),
+        ([[0.0] * SIZE] * 2, "not-updated"),
+        ([MEAN[:HALF] + [0.0] * HALF, [0.0] * HALF + MEAN[HALF:]], "not-gathered"),
+        ([[*MEAN[:-1], 0.0]] * 2, "rest-forgotten"),
+        ([LAST] * 2, "microbatches-lost"),
+        ([MEAN[HALF:] + MEAN[:HALF]] * 2, "wrong-shard"),
+        ([[m + 0.5 for m in MEAN]] * 2, "wrong-update"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_gradient_that_was_used_tells_the_mistake(used: list[list[float]], named: str) -> None:
+    assert cause(*used) == named
+
+
+def test_what_is_wrong_only_later_was_not_set_back() -> None:
+    assert cause([2 * m for m in MEAN], [2 * m for m in MEAN], step=1) == "not-reset"
+
+
+def test_clipping_by_shares_is_told_from_not_clipping() -> None:
+    by_share = [m / 2 for m in MEAN[:HALF]] + [m / 3 for m in MEAN[HALF:]]
+    assert cause(by_share, by_share, max_norm=1.0) == "local-norm"
+    assert cause(MEAN, MEAN, max_norm=1.0) == "not-clipped"
+
+
+def test_counts_of_the_ring() -> None:
+    assert ring.counts(1_001_001.0, 3) == [1, 1, 1]
+    assert ring.counts(2_000_001.0, 3) == [1, 0, 2]
+    assert ring.counts(0.5, 3) is None
+    assert ring.counts(float("nan"), 3) is None
+
+
+def test_a_wait_in_finish_is_not_a_wait_in_backward() -> None:
+    events = [("mark", "micro 0"), ("call", 0), ("wait", 0), ("call", 1), ("future", 1)]
+    after = [("mark", "finish"), ("wait", 1)]
+    assert overlapped.waited_in_backward([*events, *after]) == [0]
+
+
+def test_the_weigher_sees_storages_grow_and_go() -> None:
+    weigher = sharded.Weigher()
+    with weigher:
+        kept = torch.zeros(1000, dtype=torch.float64)
+    assert weigher.count() == 8000
+
+    def work() -> None:
+        kept.untyped_storage().resize_(0)
+        kept.untyped_storage().resize_(16_000)
+        kept.untyped_storage().fill_(0)
+        torch.zeros(500, dtype=torch.float64).add_(1)
+        kept.untyped_storage().resize_(8)
+
+    _, peak, after = weigher.measure(work)
+    assert (peak, after) == (16_000 + 4000 - 8000, 8 - 8000)
+
+
+def test_memory_limits_lie_between_right_and_wrong() -> None:
+    """A rank that holds its share and a block or two passes, one that holds all does not."""
+    psi, block = 16.0, 1.0
+    right = {"psi": psi, "block": block, "held": 8, "between": 1, "forward": 2, "params": 0}
+    right |= {"after": 8, "backward": 12, "idle": 24}
+    assert zero3.memory("memory", [right, right]) == []
+    for key, value, named in (
+        ("held", 16, "not-sharded"),
+        ("between", 16, "not-freed"),
+        ("forward", 16, "gathered-at-once"),
+        ("after", 16, "gradients-kept"),
+        ("backward", 17, "gradients-kept"),
+    ):
+        wrong = right | {key: value}
+        assert [f.cause for f in zero3.memory("memory", [right, wrong])] == [named]
+    share = {"psi": 14.0, "largest": 1.0, "kept": 7, "peak": 10, "idle": 35}
+    assert zero2.memory("memory", [share, share]) == []
+    for key, value in (("kept", 14), ("peak", 14), ("idle", 49)):
+        found = zero2.memory("memory", [share, share | {key: value}])
+        assert [f.cause for f in found] == ["gradients-kept"]
+
+
+def test_the_layers_that_are_skipped_have_one_size() -> None:
+    """Else ranks that send in different orders would crash, and not mix them up."""
+    model = buckets.Skipping()
+    sizes = {sum(p.numel() for p in layer.parameters()) for layer in model.children()}
+    assert len(sizes) == 1
+    assert sizes.pop() * 8 == buckets.LAYER
