@@ -83,7 +83,7 @@ class StuckBackward(torch.autograd.Function):
 
 
 def make(
-    data: DataConfig, *, kind: str = "none", how: str = "sleep", rank: int = 1, step: int = 4,
+    _data: DataConfig, *, kind: str = "none", how: str = "sleep", rank: int = 1, step: int = 4,
     length: int = 4000,
 ) -> Workload:  # fmt: skip
     """``kind``: data, forward, backward, input, layer, length or none; on one rank, in one step."""
@@ -129,7 +129,7 @@ class InOrder(SimpleDDP):
 
 
 class Skipping(InOrder):
-    """Rank 1 leaves out one gradient in step 4; the next is of the same shape, the one after not."""
+    """Rank 1 leaves out one gradient in step 4; of the next two only the first has its shape."""
 
     STEP = 4
 

@@ -235,7 +235,7 @@ def _noting(model: nn.Module, found: list[tuple[str, str]]) -> Iterator[None]:
             found.append((known[module], type(module).__name__))
         return output
 
-    nn.Module.__call__ = noted  # type: ignore[method-assign, assignment]
+    nn.Module.__call__ = noted  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -135,19 +135,40 @@ def _of_missing(ranks: Sequence[Seen]) -> tuple[list[Seen], str]:
             "between them, or a rank that is out of step with PyTorch's own collectives"
         )
     behind = _behind(ranks)
-    who = "; ".join(f"rank {r.rank} is stuck: {r.doing}" for r in behind)
     others = [r for r in ranks if r not in behind]
+    counts = [_entered(r) for r in ranks]
+    if None not in counts and len(set(counts)) > 1:
+        most = max(n for n in counts if n is not None)
+        who = "; ".join(
+            f"rank {r.rank} never entered the {nth(_entered(r) or 0)} of PyTorch's own collectives "
+            f"(of {most}): {r.doing}"
+            for r in behind
+        )
+        return behind, who + _waiters(ranks, behind)
+    who = "; ".join(f"rank {r.rank} is stuck: {r.doing}" for r in behind)
     if not others:
         return behind, who
     rest = "; ".join(f"rank {r.rank}: {r.doing.removeprefix('it ')}" for r in others)
     return behind, f"{who}; {rest}; no collective of the ledger is under way"
 
 
+def _entered(r: Seen) -> int | None:
+    """PyTorch's own count of the collectives that a rank has entered."""
+    return None if r.own is None else int(r.own["entered"])
+
+
+def nth(count: int) -> str:
+    """After so many, the next: ``4th``."""
+    number = count + 1
+    last = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10)
+    return f"{number}{last or 'th'}"
+
+
 def _behind(ranks: Sequence[Seen]) -> list[Seen]:
     """Without a collective of ours to tell: who has done least, or computes while others wait, or
     is in code of its own while others are in PyTorch's."""
     for sign in (
-        lambda r: -(r.own or {}).get("entered", 0),  # PyTorch's own count
+        lambda r: -(_entered(r) or 0),
         lambda r: -r.steps_done,
         lambda r: r.phase == DATA,
         lambda r: -r.beats,

@@ -1,0 +1,220 @@
+"""What watchdog, ledger and checks cost: steps with all of them and with none, interleaved.
+
+    python benchmarks/guard_overhead.py [--strategy NAME] [--blocks N] [--out FILE]
+
+On the default comparison's workload (gpt2 mini, two ranks). "On" is what ``shardlab train`` does by
+default after its first steps: the watchdog's thread reporting each second, ledger entries written
+as rows, a fingerprint of the collectives every 10 steps, a checksum of the replicas every 100, a
+look at loss and gradients in each step. "Off" has none of it: collectives go to torch.distributed
+directly. Blocks of ten steps alternate, and the order within each pair too, so that a machine that
+slows down slows both; a block's time includes what is due between its steps. Prints the ratio of
+the medians with its 95% interval, paired by block; and, since that is mostly the machine's noise,
+what each part takes by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shardlab import config as configs
+from shardlab.launch import Ranks
+from shardlab.measure import stats
+
+STEPS = 10  # of a block
+WARMUP = 5
+
+
+class _Done:
+    def wait(self) -> None: ...
+
+
+def measure(world: Any, values: dict[str, Any], blocks: int) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    from shardlab import comm, environment, train
+    from shardlab.guard import drift, watchdog
+    from shardlab.guard.guards import Guards
+    from shardlab.strategies.update import Rule
+
+    config = configs.from_dict(values)
+    workload = train.build_workload(config)
+    comm.LEDGER.reset()
+    guards = Guards(config, world)
+    comm.LEDGER.check = None  # the first steps are measured apart, below
+    strategy: Any = train.build_strategy(config, workload, world)
+    watched = guards.watched(strategy)
+    steps = train.batches(workload, config, world)
+    counted = comm.all_reduce
+    reductions = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+    rules: dict[bool, Rule] = {
+        True: strategy.update.rule,
+        False: Rule(schedule=strategy.update.rule.schedule),
+    }
+
+    def bare(tensor: torch.Tensor, group: Any, *, op: str = "sum", **_: Any) -> Any:
+        dist.all_reduce(tensor, reductions[op], group, async_op=True).wait()
+        return _Done()
+
+    def step(guarded: bool, number: int) -> None:
+        microbatches = next(steps)
+        if not guarded:
+            strategy.gradients(microbatches)
+            strategy.step()
+            return
+        comm.LEDGER.step = number
+        watched.gradients(microbatches)
+        watched.step()
+        comm.LEDGER.step = None
+        for row in comm.LEDGER.take():
+            json.dumps(row)
+
+    def block(guarded: bool, index: int) -> list[float]:
+        """Milliseconds of each step; the last one's includes what is due after the block."""
+        comm.all_reduce = counted if guarded else bare  # type: ignore[assignment]
+        strategy.update.rule = rules[guarded]
+        times = []
+        for i in range(STEPS):
+            start = time.perf_counter()
+            step(guarded, index * STEPS + i)
+            if guarded and i == STEPS - 1:
+                guards.sequence.compare()  # type: ignore[union-attr]
+                if index % 10 == 0:  # every hundredth step
+                    drift.check(strategy, world, 0)
+            times.append((time.perf_counter() - start) * 1e3)
+        return times
+
+    def spell(index: int, guarded: bool) -> list[float]:
+        if not guarded:
+            return block(False, index)
+        with watchdog.watching(world, None, config.launch.timeout_s):
+            return block(True, index)
+
+    for i in range(WARMUP):
+        step(True, i)
+    repeats: dict[bool, list[list[float]]] = {True: [], False: []}
+    for index in range(blocks):
+        for guarded in (True, False) if index % 2 == 0 else (False, True):
+            repeats[guarded].append(spell(index, guarded))
+    comm.all_reduce, strategy.update.rule = counted, rules[True]
+
+    def each_ms(work: Callable[[], Any], times: int = 20) -> float:
+        taken = []
+        for _ in range(times):
+            start = time.perf_counter()
+            work()
+            taken.append((time.perf_counter() - start) * 1e3)
+        return sorted(taken)[times // 2]
+
+    small = torch.zeros(1)
+    loss = torch.zeros((), dtype=torch.float64)
+    entries = len(strategy.params) + 3
+
+    def book() -> None:
+        for _ in range(entries):
+            entry = comm.LEDGER.open("all_reduce", small, world.group, "grad")
+            entry.wait_ns = entry.done_ns = entry.ready_ns = time.perf_counter_ns()
+        for row in comm.LEDGER.take():
+            json.dumps(row)
+
+    def check() -> None:
+        comm.LEDGER.check = guards.sequence.check  # type: ignore[union-attr]
+        comm.LEDGER.open("all_reduce", small, world.group, "grad")
+        comm.LEDGER.check = None
+        comm.LEDGER.entries.clear()
+
+    gradients = [torch.ones_like(p) for p in strategy.params.values()]
+    reporter = watchdog.Reporter(world, None, config.launch.timeout_s, None)
+    parts = {
+        "ledger, a step": each_ms(book),
+        "loss and gradients, a step": each_ms(
+            lambda: (float(loss), strategy.update._look(gradients, False))
+        ),
+        "watchdog's thread, each second": each_ms(lambda: reporter.report(reporter.message())),
+        "fingerprint, every 10 steps": each_ms(guards.sequence.compare),  # type: ignore[union-attr]
+        "replicas' checksums, every 100 steps": each_ms(
+            lambda: drift.check(strategy, world, 0), times=5
+        ),
+        "one collective checked before its launch": each_ms(check),
+    }
+    reporter.report({"rank": world.rank, "end": True})
+    return {
+        "env": environment.describe(world.device, "python benchmarks/guard_overhead.py"),
+        "strategy": config.strategy.name,
+        "collectives_per_step": entries,
+        "on_ms": repeats[True],
+        "off_ms": repeats[False],
+        "parts_ms": parts,
+    }
+
+
+def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """A step is as slow as its slowest rank."""
+    times = {
+        kind: [[max(t) for t in zip(*rows, strict=True)] for rows in _blocks(ranks, kind)]
+        for kind in ("on_ms", "off_ms")
+    }
+    # Means of blocks, so that what is done every ten steps counts.
+    on, off = ([[sum(b) / len(b)] for b in times[kind]] for kind in ("on_ms", "off_ms"))
+    median = stats.spread([b[0] for b in off])["median"]
+    parts = ranks[0]["parts_ms"]
+    per_step = {
+        "ledger": parts["ledger, a step"],
+        "numbers": parts["loss and gradients, a step"],
+        "watchdog": parts["watchdog's thread, each second"] * median / 1000,
+        "fingerprint": parts["fingerprint, every 10 steps"] / 10,
+        "drift": parts["replicas' checksums, every 100 steps"] / 100,
+    }
+    return {
+        "env": ranks[0]["env"],
+        "strategy": ranks[0]["strategy"],
+        "collectives_per_step": ranks[0]["collectives_per_step"],
+        "blocks": len(on),
+        "steps_per_block": STEPS,
+        "step_ms": {
+            "on": stats.spread([b[0] for b in on]),
+            "off": stats.spread([b[0] for b in off]),
+        },
+        "ratio": stats.ratio(on, off),
+        "ratio_95": list(stats.ratio_interval(on, off, paired=True)),
+        "parts_ms": parts,
+        "parts_per_step_ms": per_step,
+        "parts_share_of_step": sum(per_step.values()) / median,
+        "checked_step_share": parts["one collective checked before its launch"]
+        * ranks[0]["collectives_per_step"]
+        / median,
+    }
+
+
+def _blocks(ranks: list[dict[str, Any]], kind: str) -> list[tuple[list[float], ...]]:
+    return list(zip(*(rank[kind] for rank in ranks), strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--strategy", default="simple_ddp")  # the most collectives a step
+    parser.add_argument("--blocks", type=int, default=30)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    config = configs.load(
+        None,
+        {
+            "training.steps": WARMUP + 2 * STEPS * arguments.blocks,
+            "strategy.name": arguments.strategy,
+            "launch.world": 2,
+        },
+    )
+    with Ranks(config.launch, 2) as ranks:
+        result = summary(ranks.run(measure, config.to_dict(), arguments.blocks))
+    print(json.dumps(result, indent=1))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
