@@ -229,7 +229,8 @@ def train(
     from shardlab.report import console
 
     environment = launch.torchrun_environment()
-    base = starts.settings_of(resume, strategy, keep_world=environment is None)
+    named = {"model": workload, "strategy": strategy}
+    base = starts.settings_of(resume, named, keep_world=environment is None)
     if starts.is_restarted(environment):
         resume = starts.AUTO
     resolved = _config(

@@ -8,10 +8,9 @@ import os
 import socket
 import statistics
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from shardlab import boards, comm, environment, evaluate, inject, naming
 from shardlab import config as configs
 from shardlab import world as worlds
 from shardlab.checkpoint import start as starts
+from shardlab.checkpoint.course import kept_rows, with_checkpoints
 from shardlab.checkpoint.start import Start
 from shardlab.config import LOSS_SCALE, Config, TrainingConfig
 from shardlab.data import audit as audits
@@ -30,7 +30,7 @@ from shardlab.errors import UsageError
 from shardlab.guard import pulse, watchdog
 from shardlab.guard.guards import Guards, refuse_unequal_data
 from shardlab.measure import stats
-from shardlab.record import README, Recorder, mark, new_folder, read_jsonl, write_json
+from shardlab.record import README, Recorder, mark, new_folder, write_json
 from shardlab.schedule import learning_rate_factor
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.base import Infer, MakeOptimizer, Strategy, T
@@ -39,9 +39,6 @@ from shardlab.trace import capture
 from shardlab.workloads import WORKLOADS, batchnorm, custom
 from shardlab.workloads.base import Batch, LossFn, Workload
 from shardlab.world import World
-
-if TYPE_CHECKING:
-    from shardlab.checkpoint.save import Checkpoints
 
 
 def train(strategy: Strategy, steps: Iterable[Sequence[Batch]], record: Recorder) -> None:
@@ -84,17 +81,7 @@ def _batches(
     audit: Audit | None,
     first: int,
 ) -> Generator[list[Batch], None, None]:
-    steps = loader.load(
-        workload.dataset,
-        order,
-        config.training.steps,
-        ranks=world.size,
-        rank=world.rank,
-        device=world.device,
-        dtype=torch.float64 if config.precision.compute == "fp64" else None,
-        depth=config.data.prefetch,
-        first=first,
-    )
+    steps = _prepared(workload, config, world, order, first, config.data.prefetch)
     with closing(steps):
         for number, step in enumerate(steps, start=first):
             if audit is not None:
@@ -102,6 +89,22 @@ def _batches(
             if inject.ACTIVE is not None:
                 inject.ACTIVE.begin_step(number)
             yield step.microbatches
+
+
+def _prepared(
+    workload: Workload, config: Config, world: World, order: loader.Order, first: int, depth: int
+) -> Generator[loader.Step, None, None]:
+    return loader.load(
+        workload.dataset,
+        order,
+        config.training.steps,
+        ranks=world.size,
+        rank=world.rank,
+        device=world.device,
+        dtype=torch.float64 if config.precision.compute == "fp64" else None,
+        depth=depth,
+        first=first,
+    )
 
 
 # ------------------------------------------------------------------ building
@@ -296,7 +299,7 @@ def _train_rank(world: World, config: Config, command: str) -> dict[str, Any]:
         with_checkpoints(steps, config, workload, world, strategy, recorder, audit) as saved,
     ):
         if start.keeps_rows(world.size):
-            recorder.rows = read_jsonl(folder / f"rank{world.rank}.jsonl")
+            recorder.rows = kept_rows(folder, world)
         course = with_evaluation(saved.steps, config, workload, world, strategy, recorder)
         course = guards.between(course, strategy, recorder.first)
         train(guards.watched(strategy, recorder.first), course, recorder)
@@ -328,46 +331,11 @@ def restore(
     from shardlab.checkpoint import during  # imports DCP, which others need not wait for
 
     def first_batches() -> Sequence[Batch]:
-        with closing(batches(workload, config, world, first=start.step)) as steps:
-            return next(steps)
+        order = data_order(workload, config)
+        with closing(_prepared(workload, config, world, order, start.step, depth=0)) as steps:
+            return next(steps).microbatches
 
     during.restore(start, strategy, world, config, audit, first_batches)
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The steps of a run, with the checkpoints between them, if there are any."""
-
-    steps: Iterator[Sequence[Batch]]
-    checkpoints: Checkpoints | None = None
-
-    def last(self) -> dict[str, Any] | None:
-        """How the last checkpoint went."""
-        outcome = None if self.checkpoints is None else self.checkpoints.last
-        return None if outcome is None else outcome.row()
-
-
-@contextmanager
-def with_checkpoints(
-    steps: Iterator[Sequence[Batch]],
-    config: Config,
-    workload: Workload,
-    world: World,
-    strategy: Strategy,
-    recorder: Recorder,
-    audit: Audit | None,
-) -> Iterator[Saved]:
-    """The steps, and between them the checkpoints that the config asks for, if it asks."""
-    if config.checkpoint.every is None:
-        yield Saved(steps)
-        return
-    from shardlab.checkpoint import during
-
-    assert recorder.folder is not None
-    with during.saving(recorder.folder, config, workload, world, strategy, recorder) as checkpoints:
-        total = config.training.steps
-        course = during.between_steps(steps, checkpoints, recorder, total, audit)
-        yield Saved(course, checkpoints)
 
 
 def with_evaluation(

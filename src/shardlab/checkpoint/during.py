@@ -33,14 +33,15 @@ def restore(
     rehearse: Callable[[], Sequence[Batch]],
 ) -> None:
     """Model, optimizer, schedule, scaler, random states and notes as they were. A collective."""
-    if getattr(strategy, "LEARNS_LAYOUT", False) and world.size > 2:
+    assert start.manifest is not None
+    is_over = start.step >= config.training.steps
+    if getattr(strategy, "LEARNS_LAYOUT", False) and world.size > 2 and not is_over:
         # DDP lays its buckets out anew after its first step, and the order in which more than two
         # ranks' gradients are added depends on that: let it have its first step before.
         strategy.gradients(rehearse())
         for parameter in strategy.params.values():  # type: ignore[attr-defined]
             parameter.grad = None
     own = load(start, strategy, world, config)
-    assert start.manifest is not None
     if own:
         rng.put(_inside(own[min(own)], "rng/"), world.device)
     is_same = (start.manifest.strategy, start.manifest.world) == (config.strategy.name, world.size)

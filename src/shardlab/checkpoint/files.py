@@ -116,8 +116,8 @@ def _is_alive(pid: int) -> bool:
 
 def unfinished(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The run folders under ``root`` that did not finish, with their configs, the newest first."""
-    runs = [path.parent for path in root.glob("*/config.yaml")]
-    for run in sorted(runs, key=lambda r: r.name, reverse=True):
+    marked = [(path.stat().st_mtime_ns, path.parent) for path in root.glob("*/status.json")]
+    for _, run in sorted(marked, reverse=True):
         status = state_of(run)
         if status.get("state") in (None, "finished") or is_running(status):
             continue

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from shardlab import config as configs
-from shardlab.checkpoint import parts, storage
+from shardlab.checkpoint import parts, planning, storage
 from shardlab.checkpoint.manifest import OWN, Manifest
 from shardlab.checkpoint.save import cause
 from shardlab.checkpoint.start import Start, refuse_other_model
@@ -43,7 +43,7 @@ def load(start: Start, strategy: Strategy, world: World, config: Config) -> Own:
         dcp.load(
             wanted,
             storage_reader=storage.Reader(folder, manifest),
-            planner=storage.Loading(),
+            planner=planning.Loading(),
             process_group=world.group,
         )
     except dcp.CheckpointException as failed:

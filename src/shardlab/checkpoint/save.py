@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from shardlab.checkpoint import files, parts, storage
+from shardlab.checkpoint import files, parts, planning, storage
 from shardlab.checkpoint.manifest import NAME, OWN, File, Manifest
 from shardlab.checkpoint.manifest import Tensor as Entry
 from shardlab.checkpoint.parts import Numbers, Part, Parts
@@ -191,7 +191,7 @@ class Checkpoints:
             dcp.save(
                 held,
                 storage_writer=storage.Writer(part, commit),
-                planner=storage.Saving(numbers),
+                planner=planning.Saving(numbers),
                 process_group=self._group,
             )
         except dcp.CheckpointException as failed:

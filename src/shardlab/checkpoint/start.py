@@ -62,9 +62,15 @@ class Start:
 
 
 def settings_of(
-    resume: str | None, strategy: str | None = None, keep_world: bool = True
+    resume: str | None,
+    named: Mapping[str, str | None] | None = None,
+    keep_world: bool = True,
 ) -> dict[str, Any]:
-    """The settings of the run that a user named, which the flags then change. No torch."""
+    """The settings of the run that a user named, which the flags then change. No torch.
+
+    ``named`` are the workload and the strategy as the user named them, if so. Where to write is not
+    for a checkpoint to say, nor which code to run: code of one's own must be named again.
+    """
     if resume in (None, AUTO):
         return {}
     path = files.find(resume)
@@ -76,8 +82,18 @@ def settings_of(
         world = values.get("launch", {}).get("world")
     base = {key: dict(value) for key, value in values.items() if isinstance(value, Mapping)}
     base.setdefault("launch", {})["world"] = world if keep_world else None
-    if strategy is not None and strategy != base.get("strategy", {}).get("name"):
-        base["strategy"] = {}  # another's options would be refused
+    for key in ("root", "dir"):
+        base.get("output", {}).pop(key, None)
+    for section, key in (("model", "workload"), ("strategy", "name")):
+        given, saved = (named or {}).get(section), base.get(section, {}).get(key)
+        if given is None and ":" in str(saved):
+            flag = {"model": "--workload", "strategy": "--strategy"}[section]
+            raise UsageError(
+                f"{path} was made with code of its own, {saved}, which is run only if you name it: "
+                f"{flag} {saved}"
+            )
+        if given is not None and given != saved:
+            base[section] = {}  # another's options would be refused
     return base
 
 
@@ -206,8 +222,8 @@ def refuse_unfit(start: Start, config: Config, samples: int) -> None:
             f"{start.checkpoint} is of another run: the data had {manifest.samples:,} samples, and "
             f"has {samples:,}"
         )
-    steps = config.training.steps
-    if start.step > steps or (start.run is None and start.step == steps):
+    steps, world = config.training.steps, config.launch.world or 0
+    if start.step > steps or (start.step == steps and not start.keeps_rows(world)):
         raise UsageError(
             f"{start.checkpoint} is of step {start.step} and training.steps is {steps}: nothing is "
             "left to do; ask for more with --steps"

@@ -13,7 +13,8 @@ from shardlab import comm
 from shardlab.strategies import base
 from shardlab.strategies.flat import buckets_of
 from shardlab.strategies.ready import InOrder
-from shardlab.strategies.sharded import Sharded, Unit
+from shardlab.strategies.sharded import Sharded
+from shardlab.strategies.unit import Unit
 from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch, LossFn
 

@@ -15,7 +15,8 @@ from shardlab import comm
 from shardlab.errors import UsageError
 from shardlab.strategies import base
 from shardlab.strategies.flat import units_of
-from shardlab.strategies.sharded import DTYPES, Sharded, Unit
+from shardlab.strategies.sharded import DTYPES, Sharded
+from shardlab.strategies.unit import Unit
 from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch, LossFn
 
