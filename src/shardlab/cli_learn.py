@@ -90,8 +90,12 @@ def check(
     ] = None,
     folder: Annotated[Path, DIR] = DEFAULT_DIR,
     deadline: Annotated[
-        float, typer.Option(help="Seconds that a check may take before it is stopped.")
-    ] = 30.0,
+        float | None,
+        typer.Option(
+            help="Seconds that a check may take before it is stopped.  [default: 30; "
+            "choose_strategy, which measures, 120]", show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:  # fmt: skip
     """Run your code on real ranks and say what is right or wrong with it, and why.
@@ -104,7 +108,7 @@ def check(
     from shardlab.learn import grade as grading
     from shardlab.report import learn as report
 
-    if deadline <= 0:
+    if deadline is not None and deadline <= 0:
         raise UsageError(f"--deadline {deadline:g}: a check needs time")
     verdicts = []
     for exercise, path in _asked(name, exercise_name, folder):
