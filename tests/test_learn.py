@@ -75,10 +75,14 @@ def test_there_are_enough_planted_bugs_and_correct_solutions() -> None:
     assert all(re.fullmatch(r"[a-z0-9-]+", mutant.cause) for mutant in MUTANTS)
 
 
+def test_every_folder_is_on_the_ladder() -> None:
+    folders = {path.parent.name for path in exercises.FOLDER.glob("*/checks.py")}
+    assert folders == set(ORDER)
+
+
 @pytest.mark.parametrize("name", exercises.names())
 def test_an_exercise_is_whole(name: str) -> None:
     exercise = Exercise(name)
-    assert name in ORDER
     for heading in ("## The task", "## How it is checked", "## Pitfalls", "## What it costs"):
         assert heading in exercise.readme, heading
     assert "Why it matters" in exercise.readme

@@ -121,12 +121,12 @@ class Exercise:
 
 def names() -> list[str]:
     """The exercises, in the order of the ladder."""
-    return [name for name in ORDER if (FOLDER / name / "checks.py").exists()]
+    return list(ORDER)
 
 
 def find(name: str) -> Exercise:
-    if name not in names():
-        raise unknown("exercise", name, names())
+    if name not in ORDER:
+        raise unknown("exercise", name, ORDER)
     return Exercise(name)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import select
 import shutil
@@ -59,7 +60,8 @@ def guard(
         outcome = outcomes.outcome(name, path, source, end, evidence, told, deadline_s)
         outcome["cases"] = list(evidence)
         outcome["seconds"] = time.monotonic() - begin
-        outcome["printed"] = [rank.printed for rank in watch.ranks]
+        # Some versions of torch announce each connection on stdout.
+        outcome["printed"] = [re.sub(r"(?m)^\[Gloo\].*\n", "", r.printed) for r in watch.ranks]
     except BaseException as error:  # a mistake of ours: the grader must hear of it
         import traceback
 

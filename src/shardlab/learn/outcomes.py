@@ -169,7 +169,7 @@ def _first(text: str) -> str:
 
 def _standstill(ranks: Sequence[Told], path: str, source: str) -> str:
     why = _one_way(ranks) or _parting(ranks)
-    return f"deadlock: {why + '. ' if why else ''}{_positions(ranks, path, source)}"
+    return f"{why + '. ' if why else ''}{_positions(ranks, path, source)}, and none goes on"
 
 
 def _one_way(ranks: Sequence[Told]) -> str:

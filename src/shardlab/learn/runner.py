@@ -161,7 +161,6 @@ def describe(error: BaseException, path: str) -> dict[str, Any]:
         "function": function,
         "code": linecache.getline(path, line).strip() if line else "",
         "missing": error.name if missing and not frames else None,  # type: ignore[attr-defined]
-        "trace": "".join(traceback.format_exception(error))[-4000:],
     }
 
 

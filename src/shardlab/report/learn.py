@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Table
 
-from shardlab.learn.exercise import Exercise
+from shardlab.learn.exercise import Exercise, Finding
 from shardlab.learn.grade import Verdict
 
 SHOWN = 1500  # characters of what a rank printed
@@ -86,14 +86,24 @@ def print_verdict(verdict: Verdict, flag: str) -> None:
         console.print(f"  [dim]compare with ours: shardlab learn solution {name}[/dim]")
     else:
         console.print(f"[bold red]not yet[/bold red]  {name}")
-    for finding in verdict.findings:
-        where = f" [dim]({escape(finding.case)})[/dim]" if finding.case else ""
-        console.print(f"  [red]{finding.cause}[/red]{where}: {escape(finding.message)}")
+    for cause, findings in _by_cause(verdict.findings).items():
+        first, *others = findings
+        where = f" [dim]({escape(first.case)})[/dim]" if first.case else ""
+        also = f" [dim]Also: {escape(', '.join(f.case for f in others))}[/dim]" if others else ""
+        console.print(f"  [red]{cause}[/red]{where}: {escape(first.message)}{also}")
     for rank, text in enumerate(verdict.printed):
         if text.strip():
             console.print(f"  [dim]rank {rank} printed:\n{escape(text[-SHOWN:].rstrip())}[/dim]")
     if not verdict.passed:
         console.print(f"  [dim]stuck? shardlab learn hint {name}{escape(flag)}[/dim]")
+
+
+def _by_cause(findings: Sequence[Finding]) -> dict[str, list[Finding]]:
+    """The same mistake shows in many cases: said once, in the first of them."""
+    grouped: dict[str, list[Finding]] = {}
+    for finding in findings:
+        grouped.setdefault(finding.cause, []).append(finding)
+    return grouped
 
 
 def print_hints(exercise: Exercise, seen: int) -> None:
