@@ -240,6 +240,20 @@ def with_gradient(model: nn.Module) -> set[str]:
 # ------------------------------------------------------------------ what a rank holds
 
 
+# The frequent views: they make no storage, so there is nothing new to weigh.
+VIEWS = {
+    "alias",
+    "detach",
+    "expand",
+    "select",
+    "slice",
+    "split",
+    "t",
+    "transpose",
+    "view",
+}  # aten's
+
+
 class Weigher(Memory):
     """Weighs at every operation, for a storage may also grow and shrink by resize_()."""
 
@@ -249,7 +263,8 @@ class Weigher(Memory):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.peak = max(self.peak, self.count())
+        if func._schema.name.removeprefix("aten::") not in VIEWS:
+            self.peak = max(self.peak, self.count())
         return result
 
     def measure(self, work: Callable[[], T]) -> tuple[T, int, int]:
