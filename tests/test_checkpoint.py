@@ -450,3 +450,24 @@ def test_the_commands(
     assert not (tmp_path / "x").exists()
     missing = (2, "", "error: no folder nowhere to resume from\n")
     assert shardlab("train", "--resume", "nowhere") == missing
+
+
+def test_files_that_lie_are_refused_in_a_line(saved: Path, tmp_path: Path) -> None:
+    """Their sums fit, but not what the manifest says is in them."""
+    run = copy_of(saved, tmp_path)
+    checkpoint = run / "checkpoints" / "step-000004"
+    manifest = manifests.read(checkpoint)
+    path = checkpoint / "rank0.safetensors"
+    whole = path.read_bytes()
+    draw = random.Random(2)
+    header = int.from_bytes(whole[:8], "little")
+    refused = 0
+    for _ in range(200):
+        data = bytearray(whole)
+        data[draw.randrange(8 + header)] = draw.randrange(32, 127)
+        path.write_bytes(data)
+        try:
+            storage.whole_tensors(checkpoint, manifest, "")
+        except UsageError as error:
+            refused += "\n" not in str(error)
+    assert refused > 100  # a changed offset may still be a place in the file

@@ -274,8 +274,14 @@ def train(
     if environment is None and resolved.launch.world is None:
         resolved = resolved.with_overrides({"launch.world": launch.default_world(resolved)})
     speaks = (environment is None or environment["rank"] == 0) and not (quiet or as_json)
-    with console.training_progress(enabled=speaks) as on_event:
-        result = restart.train(resolved, _command(), on_event)
+    try:
+        with console.training_progress(enabled=speaks) as on_event:
+            result = restart.train(resolved, _command(), on_event)
+    except (RankFailure, Interrupted) as failure:
+        if (folder := getattr(failure, "folder", None)) is not None and speaks:
+            again = f"shardlab train --resume {shlex.quote(str(folder))}"
+            print(f"to go on from its last checkpoint: {again}", file=sys.stderr)
+        raise
     if result is None:  # a rank of torchrun's, but not the first
         return
     if as_json:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import launch
+from shardlab.checkpoint import files
 from shardlab.config import Config, check_batch
-from shardlab.errors import Halt, RankFailure, UsageError
+from shardlab.errors import Halt, Interrupted, RankFailure, UsageError
 from shardlab.launch import Event
 
 TARGET = "shardlab.train:train_rank"
@@ -31,8 +32,12 @@ def train(config: Config, command: str, on_event: Callable[[Event], None]) -> An
     while True:
         try:
             return launch.launch(TARGET, config.launch, config.to_dict(), command, on_event=listen)
+        except Interrupted as stopped:
+            _say_where(stopped, folder)
+            raise
         except RankFailure as failure:
             if restarts >= config.launch.max_restarts or folder is None or _is_final(failure):
+                _say_where(failure, folder)
                 raise
             restarts += 1
             config = config.with_overrides(
@@ -50,6 +55,12 @@ def train(config: Config, command: str, on_event: Callable[[Event], None]) -> An
                     "reason": str(failure),
                 }
             )
+
+
+def _say_where(error: Exception, folder: Path | None) -> None:
+    """Whoever hears of the failure can say how to go on."""
+    if folder is not None and files.steps_in(folder):
+        error.folder = folder  # type: ignore[attr-defined]
 
 
 def _is_final(failure: RankFailure) -> bool:

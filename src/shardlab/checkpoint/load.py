@@ -14,6 +14,7 @@ from shardlab.checkpoint.manifest import OWN, Manifest
 from shardlab.checkpoint.save import cause
 from shardlab.checkpoint.start import Start, refuse_other_model
 from shardlab.config import Config
+from shardlab.errors import UsageError
 from shardlab.strategies.base import Strategy
 from shardlab.world import World
 
@@ -47,7 +48,10 @@ def load(start: Start, strategy: Strategy, world: World, config: Config) -> Own:
             process_group=world.group,
         )
     except dcp.CheckpointException as failed:
-        raise RuntimeError(f"cannot load {folder}: {cause(failed)!r}") from failed
+        reason = cause(failed)
+        if isinstance(reason, UsageError):
+            raise reason from None
+        raise RuntimeError(f"cannot load {folder}: {reason!r}") from failed
     places.settle(_update_of(manifest, config))
     return own
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import planner as plans
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from shardlab.checkpoint.manifest import File, Manifest
+from shardlab.checkpoint.manifest import Damaged, File, Manifest
 from shardlab.checkpoint.manifest import Tensor as Entry
 from shardlab.checkpoint.parts import Numbers, Parts
 from shardlab.checkpoint.planning import Saving, span_of
@@ -165,15 +165,11 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: plans.LoadPlan, planner: plans.LoadPlanner) -> Future[None]:
-        opened: dict[str, dict[str, Tensor]] = {}
+        files = _Files(self.folder, self.manifest)
         for item in plan.items:
-            name, offset = item.storage_index.fqn, item.storage_index.offset
+            offset = item.storage_index.offset
             assert offset is not None
-            chunks = self.manifest.tensors[name].chunks
-            file = next(c.file for c in chunks if c.start == offset[0])
-            if file not in opened:
-                opened[file] = huggingface.load_safetensors(self.folder / file)
-            stored = opened[file][key_of(name, offset[0])]
+            stored = files.chunk(item.storage_index.fqn, offset[0])
             first = item.storage_offsets[0]
             place = planner.resolve_tensor(item)
             place.copy_(stored[first : first + item.lengths[0]])
@@ -183,20 +179,42 @@ class Reader(StorageReader):
         return done
 
 
+class _Files:
+    """The files of a checkpoint, each opened when first asked for."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._opened: dict[str, dict[str, Tensor]] = {}
+
+    def chunk(self, name: str, start: int) -> Tensor:
+        """A chunk of a tensor: (length,). What the manifest says of it must be so."""
+        entry = self.manifest.tensors[name]
+        chunk = next(c for c in entry.chunks if c.start == start)
+        path = self.folder / chunk.file
+        if chunk.file not in self._opened:
+            try:
+                self._opened[chunk.file] = huggingface.load_safetensors(path)
+            except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
+                raise Damaged(f"{path} is damaged: {error}") from None
+        stored = self._opened[chunk.file].get(key_of(name, start))
+        if stored is None or (str(stored.dtype), stored.shape) != (
+            f"torch.{entry.dtype}", (chunk.length,)
+        ):  # fmt: skip
+            raise Damaged(f"{path} is damaged: it has no {key_of(name, start)} as it should be")
+        return stored
+
+
 def whole_tensors(folder: Path, manifest: Manifest, prefix: str) -> dict[str, Tensor]:
     """Tensors in their shapes, by name without the prefix. In one process, without a group."""
-    opened: dict[str, dict[str, Tensor]] = {}
+    files = _Files(folder, manifest)
     found = {}
     for name, entry in manifest.tensors.items():
-        if not name.startswith(prefix):
-            continue
-        flat = torch.empty(entry.size, dtype=getattr(torch, entry.dtype))
-        for chunk in entry.chunks:
-            if chunk.file not in opened:
-                opened[chunk.file] = huggingface.load_safetensors(folder / chunk.file)
-            values = opened[chunk.file][key_of(name, chunk.start)]
-            flat[chunk.start : chunk.start + chunk.length] = values
-        found[name.removeprefix(prefix)] = flat.view(entry.shape)
+        if name.startswith(prefix):
+            flat = torch.empty(entry.size, dtype=getattr(torch, entry.dtype))
+            for chunk in entry.chunks:
+                flat[chunk.start : chunk.start + chunk.length] = files.chunk(name, chunk.start)
+            found[name.removeprefix(prefix)] = flat.view(entry.shape)
     return found
 
 

@@ -133,6 +133,11 @@ def print_training(result: Mapping[str, Any]) -> None:
         out.print(f"held out: {evaluation_text(evaluations[-1])}")
     for line in audit.sentences(result["audit"]) if result["audit"] else ():
         out.print(line, soft_wrap=True, markup=False)
+    if (checkpoint := result["checkpoint"]) is not None and checkpoint["error"] is None:
+        out.print(
+            f"checkpoint after step {checkpoint['step']}: {fmt.size(checkpoint['bytes'])}, the run "
+            f"waited {checkpoint['held_up_s']:.2f} s"
+        )
     out.print(f"files: {result['folder']}", soft_wrap=True, markup=False)
     if traces := result.get("traces"):
         out.print(
