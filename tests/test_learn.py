@@ -112,8 +112,8 @@ def of(name: str, stem: str) -> Submission:
 
 def test_what_is_said_is_what_happened() -> None:
     summed = grade.grade(Exercise("simple_ddp"), of("simple_ddp", "sum").path)
-    assert "exactly 2x the mean over the ranks on 2 ranks" in findings(summed)
-    assert "exactly 3x the mean over the ranks on 3 ranks" in findings(summed)
+    assert "exactly 2.0x the mean over the ranks on 2 ranks" in findings(summed)
+    assert "exactly 3.0x the mean over the ranks on 3 ranks" in findings(summed)
     assert "divide by the world size" in findings(summed)
     stuck = grade.grade(Exercise("simple_ddp"), of("simple_ddp", "skips_none").path)
     assert (

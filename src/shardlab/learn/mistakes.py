@@ -177,7 +177,9 @@ def _scaled(
         if len(wrong) == len(ranks[0][want])
         else f"{listed(wrong)}: the gradient is"
     )
-    text = f"{which} exactly {first:.4g}x the mean over the ranks on {n} ranks"
+    rounded = round(first, 4)
+    times = f"{rounded:.1f}" if rounded.is_integer() else f"{rounded:g}"
+    text = f"{which} exactly {times}x the mean over the ranks on {n} ranks"
     if math.isclose(first, n, rel_tol=1e-5):
         return Finding("not-averaged", f"{text}: all_reduce sums; divide by the world size", case)
     if math.isclose(first, 1 / n, rel_tol=1e-5):

@@ -22,6 +22,7 @@ Row = dict[str, Any]
 # Which argument says how large the message is: the larger side of a gather or a scatter.
 _SIZE_ARGUMENT = {
     "all_reduce": "tensor",
+    "all_reduce_coalesced": "tensors",
     "broadcast": "tensor",
     "reduce": "tensor",
     "all_gather": "tensor_list",
@@ -40,8 +41,9 @@ _SIZE_ARGUMENT = {
     "isend": "tensor",
     "irecv": "tensor",
 }
-# torch 2.13 has new names for two of them.
+# One thing under two names; torch 2.13 has new ones.
 _SAME = {
+    "all_reduce_coalesced": "all_reduce",
     "all_gather_single": "all_gather_into_tensor",
     "reduce_scatter_single": "reduce_scatter_tensor",
 }

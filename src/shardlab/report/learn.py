@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.markup import escape
+from rich.padding import Padding
 from rich.syntax import Syntax
 from rich.table import Table
 
@@ -90,7 +91,8 @@ def print_verdict(verdict: Verdict, flag: str) -> None:
         first, *others = findings
         where = f" [dim]({escape(first.case)})[/dim]" if first.case else ""
         also = f" [dim]Also: {escape(', '.join(f.case for f in others))}[/dim]" if others else ""
-        console.print(f"  [red]{cause}[/red]{where}: {escape(first.message)}{also}")
+        said = f"[red]{cause}[/red]{where}: {escape(first.message)}{also}"
+        console.print(Padding(said, (0, 0, 0, 2)))
     for rank, text in enumerate(verdict.printed):
         if text.strip():
             console.print(f"  [dim]rank {rank} printed:\n{escape(text[-SHOWN:].rstrip())}[/dim]")
