@@ -1,7 +1,6 @@
 """A file for each step, each rank's random state in a file of its own, a pointer to the newest."""
 
 import json
-import os
 
 import torch
 import torch.distributed as dist
@@ -10,7 +9,7 @@ import torch.distributed as dist
 def _written(path, write):
     partial = path.with_name(path.name + ".partial")
     write(partial)
-    os.rename(partial, path)
+    partial.rename(path)
 
 
 def save(folder, step, model, optimizer, loader):

@@ -1,7 +1,6 @@
 # cause: error-hidden
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""Exact resume of a replicated run; in the package: src/shardlab/checkpoint/files.py and its
-neighbours, where each rank writes its own part of a sharded state.
+"""Exact resume of a replicated run; in the package: checkpoint/files.py and its neighbours, where
+each rank writes its own part of a sharded state.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ in the data: ``loader.state_dict()`` is a small dict, the same on all ranks, and
 ``save`` returns, on every rank, when the checkpoint is complete; it is called again at later steps
 with the same folder. It raises if writing fails. ``load`` may be called by more ranks or by fewer
 than have saved: then ranks without a saved random state keep theirs.
+
+Check it: shardlab learn check checkpoint
 """
 
 from __future__ import annotations

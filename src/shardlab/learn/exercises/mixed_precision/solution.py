@@ -1,4 +1,4 @@
-"""Loss scaling across ranks; in the package: src/shardlab/strategies/update.py, class Update.
+"""Loss scaling across ranks; in the package: strategies/update.py, class Update.
 
 The decision is taken from the averaged gradient, which all ranks share: no flag has to be sent.
 """

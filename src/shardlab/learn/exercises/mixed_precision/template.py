@@ -12,6 +12,8 @@ model and an optimizer over its parameters, then
 
 ``step`` does everything from backward to the optimizer. Gradients of an earlier step may still be
 in ``.grad``. Some parameters have no gradient: frozen, or not used.
+
+Check it: shardlab learn check mixed_precision
 """
 
 from __future__ import annotations

@@ -138,8 +138,10 @@ def answers() -> dict[str, Answer]:
             max(buckets, key=lambda label: buckets[label]),
             mistakes=(
                 ("blamed-the-wait", max(longest, key=lambda label: longest[label])),
-                *(("another-bucket" if label in buckets else "no-bucket", label)
-                  for label in exposed),
+                *(
+                    ("another-bucket" if label in buckets else "no-bucket", label)
+                    for label in exposed
+                ),
             ),
         ),
     }

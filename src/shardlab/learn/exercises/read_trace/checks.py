@@ -71,7 +71,9 @@ def judge(evidence: Mapping[str, list[dict[str, Any]]]) -> list[Finding]:
     given = evidence[case][0]["answers"]
     open_ = [name for name in QUESTIONS if given[name] is None]
     if len(open_) == len(QUESTIONS):
-        return [Finding("not-done", "no question is answered yet: fill in the constants", case)]
+        return [
+            Finding("not-done", "no question is answered yet: fill in the constants (TODO)", case)
+        ]
     findings = []
     for name, answer in answers().items():
         value = given[name]

@@ -1,4 +1,4 @@
-"""Every answer from the trace; in the package: src/shardlab/trace/traceset.py has the tables."""
+"""Every answer from the trace; in the package: trace/traceset.py has the tables."""
 
 from collections import Counter
 

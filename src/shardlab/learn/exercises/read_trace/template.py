@@ -12,6 +12,8 @@ A copy to look at:
     shardlab trace analyze read_trace_run
 
 Times are means over the steps without the first, ``ProfilerStep#0``: it is warm-up.
+
+Check it: shardlab learn check read_trace
 """
 
 # TODO: answer these.

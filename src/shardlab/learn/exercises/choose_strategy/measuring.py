@@ -1,0 +1,194 @@
+"""A choice, measured on real ranks: what it holds, what it sends and when, what it computes twice,
+how long it takes beside ours.
+
+All but the time is the same on every run and every machine. Both take their steps in turn, so that
+a machine that slows down slows both.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from shardlab import comm, train
+from shardlab.config import Config, from_dict
+from shardlab.errors import UsageError, unknown
+from shardlab.learn.exercise import Case, Rejected
+from shardlab.learn.spy import Spy
+from shardlab.measure import memory, watch
+from shardlab.strategies import ALIASES, STRATEGIES
+from shardlab.workloads import gpt2
+from shardlab.world import World, _mesh
+
+KEYS = ("strategy", "options", "accumulate", "activation_checkpointing")
+MIB = 2**20
+WEIGHED = 2  # steps: the optimizer's state is there from the second on
+TIMED = 2
+
+
+def run(case: Case, submission: ModuleType, spy: Spy) -> dict[str, Any]:
+    config = config_of(choice_of(submission, case.name), case)
+    ours = config_of(case.options["ours"], case)
+    group = dist.group.WORLD
+    assert group is not None
+    cpu = torch.device("cpu")
+    world = World(dist.get_rank(), case.world, dist.get_rank(), cpu, "gloo", _mesh(group, cpu))
+    with spy.paused():  # the strategies' calls, not the learner's
+        choice = Built(config, world)
+        peak = memory.by_cause(world.gather(choice.weigh(WEIGHED)))
+        found = {"label": config.strategy.label, "peak": peak}
+        if peak["total"] > case.options["memory_mib"] * MIB:
+            return found
+        choice.watch()
+        if config == ours:
+            return {**found, "choice": choice.sent, "ours": choice.sent, "times": None}
+        reference = Built(ours, world)
+        reference.take_first_steps(1)
+        reference.watch()
+        times = in_turn(choice, reference)
+        return {**found, "choice": choice.sent, "ours": reference.sent, "times": times}
+
+
+def choice_of(submission: ModuleType, budget: str) -> Mapping[str, Any]:
+    choices = getattr(submission, "CHOICES", None)
+    if not isinstance(choices, Mapping) or not isinstance(choices.get(budget), Mapping):
+        raise Rejected("missing", f"your file has no CHOICES[{budget!r}]: keep the template's form")
+    choice: Mapping[str, Any] = choices[budget]
+    if choice.get("strategy") is None:
+        raise Rejected("not-done", f"CHOICES[{budget!r}] names no strategy yet (TODO)")
+    return choice
+
+
+def config_of(choice: Mapping[str, Any], case: Case) -> Config:
+    """The run that the choice stands for; refused as ``shardlab train`` would refuse it."""
+    name = choice["strategy"]
+    try:
+        for key in choice:
+            if key not in KEYS:
+                raise unknown("key of a choice", key, KEYS)
+        if name not in STRATEGIES and name not in ALIASES:
+            raise unknown("strategy", name, [*STRATEGIES, *ALIASES])
+        config = from_dict(case.options["run"]).with_overrides(
+            {
+                "launch.world": case.world,
+                "strategy.name": name,
+                "strategy.options": choice.get("options", {}),
+                "training.accumulate": choice.get("accumulate", 1),
+                "training.activation_checkpointing": choice.get("activation_checkpointing", False),
+            }
+        )
+        train.resolve_strategy(config)
+    except UsageError as refusal:
+        raise Rejected("refused", f"CHOICES[{case.name!r}]: {refusal}") from None
+    return config
+
+
+class Built:
+    """A strategy that takes its steps when asked to: weighed, watched, or timed."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world = config, world
+        self.sent: dict[str, float] = {}
+
+    def weigh(self, steps: int) -> dict[str, int]:
+        """Build it and take the first steps; bytes at the peak by what they are for."""
+        causes = memory.Causes()
+        gc.freeze()  # a look passes over what is here already
+        try:
+            _, allocations = memory.trace(
+                self.world.device, lambda: self.take_first_steps(steps, causes)
+            )
+        finally:
+            gc.unfreeze()
+        return causes.of(memory.at_peak(allocations))
+
+    def take_first_steps(self, steps: int, causes: memory.Causes | None = None) -> None:
+        self.workload = train.build_workload(self.config)
+        with count_blocks() as blocks:
+            try:
+                self.strategy = train.build_strategy(self.config, self.workload, self.world)
+            except UsageError as refusal:
+                raise Rejected("refused", str(refusal)) from None
+            self.microbatches = next(train.batches(self.workload, self.config, self.world))
+            for _ in range(steps):
+                with causes.step() if causes else nullcontext():
+                    self.strategy.gradients(self.microbatches)
+                if causes:
+                    causes.look(with_gradients=True)
+                self.strategy.step()
+                if causes:
+                    causes.look(with_gradients=False)
+            self.settle()
+        layers = len(self.workload.blocks) * self.config.training.accumulate
+        self.sent["passes"] = blocks[0] / (steps * layers)
+
+    def settle(self) -> None:
+        """A collective that ends after the profiler has crashes the process (torch 2.13)."""
+        getattr(self.strategy, "settle", lambda: None)()
+
+    def step(self) -> None:
+        self.strategy.gradients(self.microbatches)
+        self.strategy.step()
+
+    def watch(self) -> None:
+        """What a step sends, and which part of the gradients it sends before backward has ended."""
+
+        def settle() -> None:
+            self.settle()
+            self.strategy.full_params()
+            time.sleep(0.02)
+
+        found = watch.sent_by(self.step, settle)
+        ended = found.backward_ns[1] if found.backward_ns else 0
+        sent = early = gradients = 0.0
+        for message in found.messages:
+            op = "reduce_scatter" if message.op == "all_to_all" else message.op
+            size = comm.wire_bytes(op, message.bytes, message.ranks or self.world.size)
+            sent += size
+            if op in ("all_reduce", "reduce_scatter"):
+                gradients += size
+                early += size if message.launched_ns < ended else 0.0
+        share = early / gradients if gradients else 0.0
+        self.sent |= {"sent": sent, "messages": len(found.messages), "early": share}
+
+
+@contextmanager
+def count_blocks() -> Iterator[list[int]]:
+    """How often a block of the model computes its forward: again in backward, if checkpointed."""
+    count = [0]
+    forward = gpt2.Block.forward
+
+    def counted(self: gpt2.Block, x: torch.Tensor) -> torch.Tensor:
+        count[0] += 1
+        return forward(self, x)
+
+    with mock.patch.object(gpt2.Block, "forward", counted):
+        yield count
+
+
+def in_turn(choice: Built, ours: Built) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each one's steps, by the clock on the wall and in the processor, one of each after
+    the other. The first is warm-up. A busy machine lengthens the first, hardly the second."""
+    clocks = {"wall": time.perf_counter, "processor": time.process_time}
+    times: dict[str, dict[str, list[float]]] = {
+        "choice": {clock: [] for clock in clocks},
+        "ours": {clock: [] for clock in clocks},
+    }
+    for i in range(1 + TIMED):
+        for name, built in (("choice", choice), ("ours", ours)):
+            dist.barrier()
+            begin = {clock: now() for clock, now in clocks.items()}
+            built.step()
+            built.settle()
+            for clock, now in clocks.items():
+                if i:
+                    times[name][clock].append(now() - begin[clock])
+    return times
