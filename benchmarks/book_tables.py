@@ -1,0 +1,180 @@
+"""The tables that belong to one chapter of the book, and the numbers inside its sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from book_parts import Missing, Numbers, gpt2_small, part, record, table
+
+from shardlab.comm import wire_bytes
+from shardlab.report import format as fmt
+
+
+def collective_costs(_numbers: Numbers) -> str:
+    """The formulas of ``comm.wire_bytes``, in numbers: of 1 GiB."""
+    ops = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+    rows = [
+        [f"`{op}`", *(fmt.size(wire_bytes(op, 1 << 30, n)) for n in (2, 4, 8, 64))] for op in ops
+    ]
+    return table(["a rank sends, of 1 GiB", *(f"{n} ranks" for n in (2, 4, 8, 64))], rows)
+
+
+def message_sizes(numbers: Numbers) -> str:
+    rows = [
+        [fmt.size(row["bytes"]), *(fmt.number(row[f"ms_{n}"]) for n in (2, 4))]
+        for row in part(numbers, "all_reduce")["sizes"]
+    ]
+    return table(["all-reduce of", "2 ranks, ms", "4 ranks, ms"], rows)
+
+
+def one_or_many(numbers: Numbers) -> str:
+    found = part(numbers, "all_reduce")["split"]
+    total = fmt.size(found[0]["bytes"])
+    rows = [[fmt.count(r["messages"], "message"), fmt.number(r["ms"])] for r in found]
+    return table([f"{total} in", "2 ranks, ms"], rows)
+
+
+def on_the_wire(numbers: Numbers) -> str:
+    rows = [
+        [f"`{r['op']}`", *(f"{r[f'times_{n}']:.2f} ({r[f'best_{n}']:.2f})" for n in (2, 4))]
+        for r in part(numbers, "wire")
+    ]
+    return table(["sent by all ranks together, in units of the tensor (the least possible)",
+                  "2 ranks", "4 ranks"], rows)  # fmt: skip
+
+
+def ten_samples(_numbers: Numbers) -> str:
+    """The sampler's own answer, for 10 samples on 4 ranks."""
+    from shardlab.data import sampler
+
+    rows = []
+    for mode in ("padded", "dropped", "exact"):
+        shares = [
+            sampler.rank_ids(10, 4, rank, 0, 0, mode=mode, shuffle=False).tolist()
+            for rank in range(4)
+        ]
+        read = [i for share in shares for i in share]
+        twice = sorted({i for i in read if read.count(i) > 1})
+        never = sorted(set(range(10)) - set(read))
+        note = f"{twice} twice" if twice else f"{never} never" if never else "each once"
+        rows.append([f"`{mode}`", *map(str, shares), note])
+    return table(["", *(f"rank {r}" for r in range(4)), ""], rows)
+
+
+def memory_by_cause(numbers: Numbers) -> str:
+    found = part(numbers, "memory")
+    causes = ("parameters", "gradients", "optimizer", "buckets", "activations", "other")
+    rows = [
+        [f"`{r['label']}`", *(fmt.size(r["step_bytes"][c]) for c in causes),
+         fmt.size(r["step_bytes"]["total"])]
+        for r in found["rows"] if r["status"] == "ok"
+    ]  # fmt: skip
+    return table(["at the peak of a step", *causes, "total"], rows)
+
+
+def what_fits(numbers: Numbers) -> str:
+    rows = []
+    for row in part(numbers, "fits")["rows"]:
+        need = row["step_bytes"]["total"]
+        answers = ["yes" if need <= limit * 2**30 else "no" for limit in (3, 4, 8)]
+        rows.append([f"`{row['label']}`", fmt.size(need), *answers])
+    return table(["", "needs at its peak", "3 GiB", "4 GiB", "8 GiB"], rows)
+
+
+def ladder(names: str, _numbers: Numbers) -> str:
+    """Beside PyTorch's own, from the records of the ladder."""
+    rows = []
+    for link, file in (("loopback", "ladder-2ranks"), ("4 Gbit/s", "ladder-2ranks-4gbit")):
+        for row in record(file)["pairs"]:
+            if row["ours"] in names.split(", "):
+                low, high = row["speed_ratio_95"]
+                rows.append(
+                    [
+                        f"`{row['ours']}` / `{row['theirs']}`, {link}",
+                        f"{fmt.number(row['ours_ms']['median'])} / "
+                        f"{fmt.number(row['theirs_ms']['median'])}",
+                        f"{row['speed_ratio']:.2f} [{low:.2f}, {high:.2f}]",
+                        " / ".join(
+                            fmt.size(row[f"{who}_peak_bytes"]) for who in ("ours", "theirs")
+                        ),
+                    ]
+                )
+    return table(["ours / PyTorch's, link", "ms per step", "speed, 95%", "peak memory"], rows)
+
+
+def ladder_all(_numbers: Numbers) -> str:
+    return ladder("bucket_ddp_async, zero1, zero2, zero3", {})
+
+
+def number_formats(_numbers: Numbers) -> str:
+    """What PyTorch says of each."""
+    import torch
+
+    rows = []
+    for name in ("float32", "bfloat16", "float16"):
+        info = torch.finfo(getattr(torch, name))
+        least = info.smallest_normal * info.eps  # with the last bit of its fraction alone
+        rows.append([f"`{name}`", str(info.bits // 8), f"{info.max:.3g}", f"{least:.2g}",
+                     f"{info.eps:.2g}"])  # fmt: skip
+    return table(["", "bytes", "largest", "smallest above 0", "step at 1"], rows)
+
+
+def precisions(numbers: Numbers) -> str:
+    rows = [
+        [f"`{name}`", fmt.loss(row["loss"]), f"{row['loss'] - found['fp32']['loss']:+.4f}"]
+        for found in [part(numbers, "precision")]
+        for name, row in found.items()
+    ]
+    return table(["", "loss, mean of the last ten steps", "less that of fp32"], rows)
+
+
+def compressions(_numbers: Numbers) -> str:
+    adam, sgd = (record(name)["rows"] for name in ("compression", "compression-sgd"))
+    rows = []
+    for a, s in zip(adam, sgd, strict=True):
+        low, high = min(a["difference_by_seed"]), max(a["difference_by_seed"])
+        rows.append(
+            [
+                str(a["setting"]),
+                fmt.number(a["gradient_bytes_per_step"]) if a["gradient_bytes_per_step"] else "",
+                f"{a['difference']:+.3f} ({low:+.3f} to {high:+.3f})",
+                f"{s['difference']:+.3f}",
+            ]
+        )
+    return table(["", "bytes per step", "loss, AdamW", "loss, SGD"], rows)
+
+
+TABLES: dict[str, Callable[[Numbers], str]] = {
+    "collective_costs": collective_costs,
+    "message_sizes": message_sizes,
+    "one_or_many": one_or_many,
+    "on_the_wire": on_the_wire,
+    "ten_samples": ten_samples,
+    "memory_by_cause": memory_by_cause,
+    "what_fits": what_fits,
+    "ladder": ladder_all,
+    "number_formats": number_formats,
+    "precisions": precisions,
+    "compressions": compressions,
+}
+
+
+def named_table(name: str, numbers: Numbers) -> str:
+    if name not in TABLES:
+        raise Missing(f"no table '{name}'; there are {', '.join(TABLES)}")
+    return TABLES[name](numbers)
+
+
+def value_of(name: str, numbers: Numbers) -> str:
+    values: Mapping[str, Callable[[], str]] = {
+        "alpha_us": lambda: fmt.number(1000 * part(numbers, "all_reduce")["alpha_ms"]),
+        "beta": lambda: fmt.number(part(numbers, "all_reduce")["gb_per_s"]),
+        "half_size": lambda: fmt.size(part(numbers, "all_reduce")["half_bytes"]),
+        "tensors": lambda: str(len(gpt2_small(1, 1).params)),
+        "state": lambda: fmt.size(4 * gpt2_small(1, 1).psi),
+        "psi": lambda: fmt.size(gpt2_small(1, 1).psi),
+        "parameters": lambda: fmt.compact(gpt2_small(1, 1).psi / 4),
+    }
+    if name not in values:
+        raise Missing(f"no value '{name}'; there are {', '.join(values)}")
+    return values[name]()
