@@ -6,7 +6,7 @@ is no harm. To write one costs a tenth of a microsecond. No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import TypeVar
 
@@ -23,7 +23,7 @@ LEFT = "after the loop"
 class Pulse:
     """One rank's place. ``beats`` counts what it does: a rank whose count stands still is stuck."""
 
-    __slots__ = ("beats", "phase", "step", "steps_done")
+    __slots__ = ("beats", "on_loop", "phase", "step", "steps_done")
 
     def __init__(self) -> None:
         self.reset()
@@ -33,6 +33,7 @@ class Pulse:
         self.step: int | None = None  # of the loop; none before the first
         self.steps_done = 0
         self.beats = 0
+        self.on_loop: Callable[[], None] | None = None  # called when the loop begins
 
     def at(self, phase: str) -> At:
         """``with PULSE.at(EVALUATION):`` says what is done inside."""
@@ -71,6 +72,9 @@ def loading(steps: Iterable[T], first: int = 0) -> Iterator[T]:
     What its source does meanwhile beside loading (an evaluation, a checkpoint) says so itself.
     """
     source = iter(steps)
+    PULSE.enter(DATA)
+    if PULSE.on_loop is not None:
+        PULSE.on_loop()
     while True:
         PULSE.enter(DATA)
         try:

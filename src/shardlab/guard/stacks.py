@@ -54,6 +54,10 @@ class Frame:
         return self.file.startswith((*_LIBRARIES, "<"))
 
     @property
+    def is_launcher(self) -> bool:
+        return self.file == f"{_PACKAGE}/launch.py"
+
+    @property
     def is_plumbing(self) -> bool:
         return self.file.startswith(_PLUMBING)
 
@@ -94,8 +98,10 @@ def place_of(stack: Stack) -> str | None:
 
 
 def text_of(stack: Stack) -> str:
-    """Outermost first, as in a traceback."""
-    return "\n".join(f"    {f.file}:{f.line} in {f.function}" for f in reversed(stack))
+    """Outermost first, as in a traceback; without how the process came to run it."""
+    ours = [i for i, frame in enumerate(stack) if frame.is_launcher]
+    kept = stack[: ours[0]] if ours else stack
+    return "\n".join(f"    {f.file}:{f.line} in {f.function}" for f in reversed(kept))
 
 
 # ------------------------------------------------------------------ asked from outside

@@ -276,7 +276,7 @@ def _report(ranks: Sequence[Seen]) -> str:
         if r.own:
             parts.append(f"  PyTorch's own record: {r.own}")
         for name, stack in r.threads.items():
-            if stack:
+            if any(not f.is_library and not f.is_launcher for f in stack):  # others only wait
                 parts.append(f"  {name}:\n{stacks.text_of(stack)}")
         if not r.threads:
             parts.append(f"  (no stack: it does not answer{f', {r.state}' if r.state else ''})")

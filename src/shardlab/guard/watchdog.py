@@ -170,6 +170,7 @@ class Reporter(threading.Thread):
         self.fd = fd
         self.tick = 0
         self.stopping = threading.Event()
+        self.speaking = threading.Lock()
         self.failed: BaseException | None = None
         self._beats = -1
         self._moved = time.monotonic()
@@ -177,9 +178,9 @@ class Reporter(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.begin()
+            self.speak()
             while not self.stopping.wait(self.tick_s):
-                self.report(self.message())
+                self.speak()
         except (BrokenPipeError, OSError):
             pass  # the parent is gone, and we with it
         except Exception as error:
@@ -191,8 +192,11 @@ class Reporter(threading.Thread):
         with contextlib.suppress(Exception):
             self.report({"rank": self.world.rank, "end": True})
 
-    def begin(self) -> None:
-        self.report(self.message())
+    def speak(self) -> None:
+        """In the thread; and from the main thread when the loop begins, after which silence is not
+        the long silence of a download."""
+        with self.speaking:
+            self.report(self.message())
 
     def report(self, message: Message) -> None:
         """To the parent, through its pipe."""
@@ -286,9 +290,11 @@ def watching(world: World, limit_s: float | None, timeout_s: float) -> Iterator[
         kind = StoreReporter if world.pulse is None else Reporter
         reporter = kind(world, limit_s, timeout_s, answering.fd)
         reporter.start()
+        PULSE.on_loop = reporter.speak
         try:
             yield
         finally:
+            PULSE.on_loop = None
             reporter.stop()
 
 
