@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import commands
+from conftest import GetRanks
 from shardlab import config as configs
 from shardlab import restart
 from shardlab.errors import UsageError
 from shardlab.record import read_jsonl
-from test_resume import losses_of, state_at
+from test_resume import losses_of, state_at, train
 
 STEPS, EVERY = 24, 4
 RUN = [
@@ -29,11 +30,19 @@ RUN = [
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    done = commands.shardlab(*RUN, "--strategy", "zero2", "--out", "run", "-q", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "run"
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, ranks: GetRanks) -> Path:
+    values = {
+        "model.size": "tiny",
+        "data.source": "synthetic",
+        "training.steps": STEPS,
+        "training.global_batch": 8,
+        "training.clip_norm": 0.5,
+        "training.schedule": "cosine",
+        "strategy.name": "zero2",
+        "checkpoint.every": EVERY,
+        "output.root": str(tmp_path_factory.mktemp("undisturbed")),
+    }
+    return train(ranks, 2, configs.load(None, values).to_dict())[1]
 
 
 def kill_a_rank(process: subprocess.Popen[str], root: Path, after: int) -> tuple[str, str]:
