@@ -308,8 +308,9 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class GuardConfig:
     # A run in which no rank moves for so long has hung, and is ended with a verdict. None: 60 s, or
-    # ten times the longest pause so far; up to nine tenths of launch.timeout_s before every rank
-    # has made a step. 0: never
+    # ten times the longest pause so far; until the first step is made, nine tenths of
+    # launch.timeout_s, and while model and data are built or a checkpoint is written in any case.
+    # 0: never
     hang_s: float | None = None
     check_steps: int = 3  # first steps whose collectives are compared before they are launched
     check_every: int = 10  # steps; then all that were launched are compared by a fingerprint
@@ -386,7 +387,7 @@ class Config:
         """The output folder must be new or empty; with resume: auto it may be the run to go on."""
         if self.output.dir is None:
             return
-        folder = Path(self.output.dir)
+        folder = sources.located(self.output.dir)
         is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
         if self.checkpoint.resume == "auto":
             _require(
@@ -439,11 +440,36 @@ _Loader.add_implicit_resolver(
 )
 
 
+MOST_VALUES = 10_000  # in a config; a few lines of YAML can stand for billions
+
+
+def parse_yaml(text: str) -> Any:
+    """What a YAML text says; ValueError, with the line and the problem, if it is none."""
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}: " if mark else ""
+        raise ValueError(where + (getattr(error, "problem", None) or "not YAML")) from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    left = [value]
+    for _ in range(MOST_VALUES + 1):
+        if not left:
+            return value
+        node = left.pop()
+        if isinstance(node, dict):
+            left += node.values()
+        elif isinstance(node, list | set | tuple):
+            left += node
+    raise ValueError(f"more than {MOST_VALUES:,} values")
+
+
 def parse_value(text: str) -> Any:
     """A flag's text as YAML would read it: ``3`` is a number, ``true`` a bool."""
     try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
+        return parse_yaml(text)
+    except ValueError:
         return text
 
 
@@ -461,12 +487,10 @@ def load(
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
             raise UsageError(f"cannot read the config {path}: {reason}") from None
         try:
-            loaded = yaml.load(content, Loader=_Loader)
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            where = f", line {mark.line + 1}" if mark else ""
-            problem = getattr(error, "problem", None) or "not YAML"
-            raise UsageError(f"{path}{where}: {problem}") from None
+            loaded = parse_yaml(content)
+        except ValueError as error:
+            joint = ", " if str(error).startswith("line") else ": "
+            raise UsageError(f"{path}{joint}{error}") from None
         _require(
             loaded is None or isinstance(loaded, dict),
             f"{path}: a config is a mapping of sections, not a {type(loaded).__name__}",
@@ -548,5 +572,6 @@ def typed(value: Any, hint: Any, path: str) -> Any:
         raise UsageError(f"{path} must be a {_WORDS[wanted]}, got {_kind(value)}: {value!r}")
     if wanted is list:
         (inner,) = typing.get_args(hint)
-        return [typed(item, inner, f"{path}[{i}]") for i, item in enumerate(value)]
+        items = typing.cast(list[Any], value)
+        return [typed(item, inner, f"{path}[{i}]") for i, item in enumerate(items)]
     return value

@@ -6,9 +6,25 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+LONGEST = 2000  # characters of a refusal
+
 
 class UsageError(Exception):
     """What the user asked for cannot be done; the message says why and what can. Exit code 2."""
+
+    def __init__(self, message: str = "", *, lines: bool = False) -> None:
+        super().__init__(readable(message, lines))
+
+
+def readable(text: str, lines: bool = False) -> str:
+    """A message may repeat what a file said: it must not fill the screen, nor speak to it."""
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
+    if text.isprintable():
+        return text
+    if not lines:
+        text = " ".join(text.split("\n")).strip()
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 class RankFailure(Exception):
@@ -53,6 +69,8 @@ class Interrupted(Exception):
 def unknown(kind: str, name: object, known: Iterable[str]) -> UsageError:
     """The refusal of a name, with the nearest right one, or all of them."""
     names = list(known)
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    given = str(name).replace("\n", "\\n")
+    given = given if len(given) <= 80 else f"{given[:79]}…"
+    near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(names) or 'none'}"
-    return UsageError(f"unknown {kind} '{name}'; {hint}")
+    return UsageError(f"unknown {kind} '{given}'; {hint}")

@@ -271,7 +271,7 @@ class _Failure:
     @classmethod
     def of(cls, rank: int, kind: str, value: Any) -> _Failure:
         if kind == "usage":
-            return cls(UsageError(value), (0, 0.0))
+            return cls(UsageError(value, lines=True), (0, 0.0))
         if kind == "halt":
             return cls(value, (1, 0.0))
         if kind == "died":

@@ -50,7 +50,9 @@ def read_vocabulary(path: Path) -> Vocabulary:
             byte_of = {char: byte for byte, char in _printable_bytes().items()}
             end = entries.pop(GPT2_END)
             ranks = {bytes(byte_of[c] for c in token): i for token, i in entries.items()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        if wrong := [i for i in (end, *ranks.values()) if type(i) is not int or i < 0]:
+            raise ValueError(f"{wrong[0]!r} is no token id")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise UsageError(f"{path} is not a vocabulary of GPT-2's kind: {error!r}") from None
     if missing := [b for b in range(256) if bytes([b]) not in ranks]:
         raise UsageError(f"{path} is not a byte-level vocabulary: byte {missing[0]} has no token")

@@ -41,7 +41,8 @@ def _find(folder: Path, stem: str, suffix: str) -> Path:
     names = [f"{stem}{joint}{suffix}{end}" for joint in "-." for end in ("", ".gz")]
     for name in names:
         for found in sorted(folder.rglob(name)):
-            return found
+            if found.is_file():
+                return found
     raise UsageError(f"{folder} holds no {names[0]} (nor {names[1]})")
 
 
@@ -80,7 +81,7 @@ def read_cifar10(path: Path, split: str) -> tuple[Bytes, Ids]:
         path = path.parent
     stems = CIFAR10_BATCHES[split]
     for suffix, read in ((".bin", _read_binary), ("", _read_pickle), (".png", _read_sheet)):
-        folders = [f.parent for f in sorted(path.rglob(stems[0] + suffix))]
+        folders = [f.parent for f in sorted(path.rglob(stems[0] + suffix)) if f.is_file()]
         if folders:
             files = [folders[0] / (stem + suffix) for stem in stems]
             missing = [f.name for f in files if not f.is_file()]
@@ -160,7 +161,11 @@ def _sheet_labels(folder: Path, split: str) -> Ids:
     """A JSON list (its name is misspelt in the package that carries the sheets)."""
     for name in (f"{split}_lables.json", f"{split}_labels.json"):
         if (folder / name).is_file():
-            return np.array(json.loads((folder / name).read_text()), dtype=np.int64)
+            try:
+                labels = json.loads((folder / name).read_text(encoding="utf-8"))
+                return np.array(labels, dtype=np.int64).reshape(-1)
+            except (ValueError, TypeError, OverflowError, RecursionError) as error:
+                raise UsageError(f"{folder / name} is not a list of labels: {error}") from None
     raise UsageError(f"{folder} lacks {split}_lables.json")
 
 

@@ -88,7 +88,7 @@ def load(name: str, source: str = sources.AUTO, split: str = "train") -> ImageSe
 
 def _locate(name: str, source: str) -> Path:
     if source != sources.AUTO:
-        path = Path(source).expanduser()
+        path = sources.located(source)
         if not path.exists():
             raise UsageError(f"no such data: {path}")
         return path

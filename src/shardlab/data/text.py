@@ -44,7 +44,8 @@ def find_documents(paths: Iterable[Path]) -> list[Path]:
         if path.is_dir():
             for folder, subfolders, names in os.walk(path):
                 subfolders[:] = sorted(s for s in subfolders if not s.startswith("."))
-                files += [Path(folder, n) for n in sorted(names) if not n.startswith(".")]
+                found = (Path(folder, n) for n in sorted(names) if not n.startswith("."))
+                files += [file for file in found if file.is_file()]
         elif path.is_file():
             files.append(path)
         else:
@@ -70,7 +71,7 @@ def read_documents(path: Path) -> list[str] | None:
     if path.name.removesuffix(".gz").endswith(".jsonl"):
         try:
             return [str(json.loads(line)["text"]) for line in text.splitlines() if line.strip()]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UsageError(f"{path}: a line is not JSON with a 'text': {error!r}") from None
     return [text]
 

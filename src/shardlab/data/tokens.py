@@ -48,7 +48,12 @@ def write_shard(path: Path, tokens: Any) -> None:
 
 def open_shard(path: Path) -> Tokens:
     """The tokens of a shard, memory-mapped. A file that is not one is refused with the reason."""
-    size = path.stat().st_size
+    try:
+        size = path.stat().st_size
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
     if size < HEADER:
         raise UsageError(f"{path} is not a token shard: {size} bytes, its header alone is {HEADER}")
     magic, version, count = np.fromfile(path, dtype="<i4", count=3).tolist()

@@ -30,6 +30,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name, least in (("repeats", 1), ("warmup", 0), ("steps", 1)):
+            if type(getattr(self, name)) is not int:
+                raise UsageError(f"--{name} is no whole number: {getattr(self, name)!r}")
             if getattr(self, name) < least:
                 raise UsageError(f"--{name} must be at least {least}, got {getattr(self, name)}")
 

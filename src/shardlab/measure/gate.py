@@ -45,11 +45,59 @@ def read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UsageError(f"{path} is not JSON") from None
     if not isinstance(found, dict) or found.get("schema") != 1 or "cells" not in found:
         raise UsageError(f"{path} is not a compare.json of schema 1")
+    try:
+        _check(found)
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise UsageError(f"{path} is damaged: {what}") from None
     return found
+
+
+def _check(found: Mapping[str, Any]) -> None:
+    """That a record has what is read of it here; one that was written by us has."""
+    for key, kind in (
+        ("workload", str), ("parameters", int), ("global_batch", int), ("command", str),
+        ("env", dict), ("config", dict), ("cells", list),
+    ):  # fmt: skip
+        _of_type(found, key, kind)
+    _of_type(found["env"], "device", str)
+    for section in ("model", "data", "training", "precision"):
+        _of_type(found["config"], section, dict)
+    for cell in found["cells"]:
+        for key, kind in (
+            ("label", str), ("strategy", str), ("options", dict), ("world", int),
+            ("accumulate", int), ("status", str),
+        ):  # fmt: skip
+            _of_type(cell, key, kind)
+        precision = cell.get("precision") or found["config"]["precision"]["compute"]
+        _of_type({"precision": precision}, "precision", str)
+        if cell.get("peak_bytes") is not None:
+            _of_type(cell, "peak_bytes", dict)
+            _times([[cell["peak_bytes"].get("total", 1)]])
+        if cell["step_ms"] is not None:
+            _of_type(cell, "step_ms", dict)
+            _times([[cell["step_ms"]["median"]]])
+            _times(cell["step_ms_repeats"])
+
+
+def _of_type(values: Any, key: str, kind: type) -> None:
+    if type(values) is not dict:
+        raise TypeError(f"{values!r} is no mapping")
+    if type(values[key]) is not kind:
+        raise TypeError(f"'{key}' is no {kind.__name__}")
+
+
+def _times(rows: Any) -> None:
+    """A list of lists of numbers above 0."""
+    if not isinstance(rows, list) or not rows or not all(isinstance(r, list) and r for r in rows):
+        raise TypeError("'step_ms_repeats' are not lists of times")
+    for value in (value for row in rows for value in row):
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
+            raise ValueError(f"{value!r} is no time or size")
 
 
 def refuse_others(old: Mapping[str, Any], cells: Sequence[Cell]) -> None:

@@ -41,29 +41,63 @@ class Store:
         found = self._read("plan.json")
         if found.get("schema") != SCHEMA:
             raise UsageError(f"{self.folder} was written by another version of shardlab")
+        try:
+            return self._planned(found)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UsageError(f"{self.folder} is damaged: {error!r}") from None
+
+    def _planned(self, found: dict[str, Any]) -> tuple[list[Cell], Plan, str]:
         cells = [Cell(configs.from_dict(c["config"]), c["label"]) for c in found["cells"]]
         values = dict(found["plan"])
         if values["profile"] is not None:
             values["profile"] = ProfileConfig(**values["profile"])
         for number, cell in enumerate(cells):
             if (self.folder / f"{number}.json").exists():
-                for name, value in self._read(f"{number}.json").items():
-                    setattr(cell, name, value)
+                kept = self._read(f"{number}.json")
+                if kept.pop("label") != cell.label:
+                    raise ValueError(f"{number}.json is of another strategy")
+                for name, value in kept.items():
+                    setattr(cell, name, _kept(cell, name, value))
                 # JSON has no NaN: a loss that was none is null there.
                 cell.losses = [math.nan if loss is None else loss for loss in cell.losses]
+        if not cells or not isinstance(found["command"], str):
+            raise ValueError("plan.json has no cells, or no command")
         return cells, Plan(**values), found["command"]
 
     def _read(self, name: str) -> dict[str, Any]:
         try:
+            if not (self.folder / name).is_file():
+                raise FileNotFoundError
             found: dict[str, Any] = json.loads((self.folder / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise UsageError(
                 f"nothing to resume: {self.folder.parent} has no cells/{name}; --resume takes the "
                 "folder of an interrupted `shardlab compare`"
             ) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UsageError(f"cannot read {self.folder / name}: {error}") from None
+        if not isinstance(found, dict):
+            raise UsageError(f"{self.folder / name} is damaged: no JSON object")
         return found
+
+
+def _kept(cell: Cell, name: str, value: Any) -> Any:
+    """What a file says was measured of a cell, if it can be."""
+    if name not in cell.measured():
+        raise ValueError(f"nothing called {name!r} is measured")
+    default = getattr(cell, name)
+    kinds: tuple[type, ...] = (dict, type(None)) if default is None else (type(default),)
+    if name in ("tokens_per_sample", "reason"):
+        kinds = (int, str, type(None))
+    if type(value) not in kinds:
+        raise TypeError(f"{name!r} is a {type(value).__name__}")
+    if name == "times_ms":
+        value = [[float(ms) for ms in row] for row in value]
+        if not all(row and all(0 < ms < math.inf for ms in row) for row in value):
+            raise ValueError("a step took no time, or for ever")
+    if name in ("skews_ms", "losses"):
+        value = [None if number is None else float(number) for number in value]
+    return value
 
 
 def settings(cells: Sequence[Cell], plan: Plan) -> dict[str, Any]:

@@ -9,6 +9,7 @@ begin without its end) is decoded again, event by event, by a slower decoder tha
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -57,6 +58,7 @@ NO_CATEGORY = "M"  # put in where it is missing: names of processes and threads,
 
 # Below it, a float holds a nanosecond in a number of microseconds; above it the digits are read.
 EXACT_US = float(2**43)
+LONGEST_US = float(2**52)  # as nanoseconds it must fit 64 bits, twice
 _TIME = re.compile(rb'"ts"\s*:\s*(\d+)(\.)?')
 BATCH = 4096  # events
 
@@ -182,7 +184,7 @@ def digits_to_ns(texts: Sequence[bytes]) -> Ints:
     """``1712195495519689.047`` to nanoseconds without a float, which would keep a quarter of a
     microsecond."""
     size = len(texts[0])
-    if {len(text) for text in texts} == {size} and size > 5:  # as a profiler writes them
+    if {len(text) for text in texts} == {size} and 5 < size <= 20:  # as a profiler writes them
         table = np.frombuffer(b"".join(texts), np.uint8).reshape(-1, size).astype(np.int64) - 48
         point = table[:, -4] == ord(".") - 48
         table = np.delete(table, size - 4, axis=1)
@@ -282,14 +284,22 @@ class Columns:
                 self._add_memory(start, [e.args for e in group])
                 continue
             dur = _column([e.dur for e in group])
-            if dur.min() < 0:  # no duration, or one in two halves
+            if dur.min() < 0 or dur.max() > LONGEST_US:  # none, one in two halves, or nonsense
                 raise ReadAgain(replace(self.mode, anything=True))
             self._add(name, kind, group, start, to_ns(dur))
 
     def _starts(self, events: list[Any]) -> Ints:
         if self.mode.digits:
-            return digits_to_ns([bytes(e.ts) for e in events])
+            try:
+                start = digits_to_ns([bytes(e.ts) for e in events])
+                if abs(start).max() <= 1000 * LONGEST_US:
+                    return start
+            except (ValueError, OverflowError):
+                pass
+            raise ReadAgain(replace(self.mode, anything=True))  # one of them is no time
         us = _column([e.ts for e in events])
+        if not abs(us).max() <= LONGEST_US:
+            raise ReadAgain(replace(self.mode, anything=True))
         if us.max() >= EXACT_US and (us != np.floor(us)).any():
             raise ReadAgain(replace(self.mode, digits=True))
         return to_ns(us)
@@ -334,8 +344,8 @@ class Columns:
         kinds = np.full(count, kind, np.int8) if np.isscalar(kind) else kind
         self._parts.append(
             (
-                name, kinds, start, dur, thread, stream.astype(np.int32),
-                device.astype(np.int16), correlation.astype(np.int64),
+                name, kinds, start, dur, thread, _within(stream, np.int32),
+                _within(device, np.int16), _within(correlation, np.int64),
             )
         )  # fmt: skip
         self.rows += count
@@ -345,7 +355,7 @@ class Columns:
             (
                 at_ns,
                 *(
-                    np.array([getattr(a, name) for a in args], np.int64)
+                    _within([getattr(a, name) for a in args], np.int64)
                     for name in (
                         "bytes", "total_allocated", "total_reserved", "device_type", "device_id"
                     )
@@ -374,7 +384,7 @@ class Columns:
         memory: list[tuple[int, _AnyArgs]] = []
         for event in _anything.decode(text):
             if event.ph in ("B", "E"):
-                begun = self._open[(event.pid, event.tid)]
+                begun = self._open[(str(event.pid), str(event.tid))]
                 if event.ph == "B":
                     begun.append(event)
                     continue
@@ -393,7 +403,7 @@ class Columns:
                 if (args := _loose_args(event)) is not None and args.bytes is not None:
                     memory.append((start, args))
                 continue
-            kind = _KINDS.get(event.cat)
+            kind = _KINDS.get(event.cat) if isinstance(event.cat, str) else None
             if kind is None or stop is None or stop < start or not isinstance(event.name, str):
                 continue
             self._take_anything(rows, event, kind, start, stop)
@@ -480,9 +490,17 @@ def _loose_memory(args: _AnyArgs) -> _MemoryArgs:
 def _number(value: Any, default: int = -1) -> int:
     """A number, perhaps written as a string."""
     try:
-        return int(value)
-    except (TypeError, ValueError):
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
         return default
+    return number if abs(number) < 1 << 53 else default
+
+
+def _within(values: Any, kind: Any) -> Any:
+    """Whole numbers of a type; what is too large for it (damage) is the largest."""
+    limits = np.iinfo(kind)
+    most = float(min(limits.max, 1 << 53))
+    return np.clip(np.asarray(values, np.float64), float(limits.min), most).astype(kind)
 
 
 def _ns(us: Raw) -> int | None:
@@ -491,10 +509,12 @@ def _ns(us: Raw) -> int | None:
     try:
         if not part or part.isdigit():
             sign = -1 if whole.startswith(b"-") else 1
-            return int(whole) * 1000 + sign * round(float(b"0." + (part or b"0")) * 1000)
-        return round(float(bytes(us).strip(b'"')) * 1000)
+            ns = int(whole) * 1000 + sign * round(float(b"0." + (part or b"0")) * 1000)
+        else:
+            ns = round(float(bytes(us).strip(b'"')) * 1000)
     except (ValueError, OverflowError):
         return None
+    return ns if abs(ns) <= 1000 * LONGEST_US else None
 
 
 _BYTES = {
@@ -515,7 +535,7 @@ def _describe(row: int, args: Any) -> CommArgs:
     dims, types = getattr(args, "dims", None), getattr(args, "types", None)
     elements, dtype = _number(args.in_elements), args.dtype if isinstance(args.dtype, str) else ""
     if elements < 0 and isinstance(dims, list):
-        elements = sum(int(np.prod(d)) for d in dims if isinstance(d, list) and _flat(d))
+        elements = _number(sum(math.prod(d) for d in dims if isinstance(d, list) and _flat(d)))
     if not dtype and isinstance(types, list) and types and isinstance(types[0], str):
         dtype = types[0]
     return CommArgs(

@@ -25,10 +25,10 @@ from shardlab.trace.model import (
 )
 from shardlab.trace.stream import EventText
 
-_STEP = re.compile(r"ProfilerStep\s*#\s*(\d+)")
-_RANK_IN_NAME = re.compile(r"(?:rank|worker|node)[-_ ]?(\d+)", re.IGNORECASE)
-_RANK = re.compile(rb'"rank"\s*:\s*(\d+)')
-_WORLD = re.compile(rb'"world_size"\s*:\s*(\d+)')
+_STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,15})")
+_RANK_IN_NAME = re.compile(r"(?:rank|worker|node)[-_ ]?(\d{1,9})", re.IGNORECASE)
+_RANK = re.compile(rb'"rank"\s*:\s*(\d{1,9})')
+_WORLD = re.compile(rb'"world_size"\s*:\s*(\d{1,9})')
 PAUSE = 0.5  # of a step: a longer gap between two markers is the profiler's pause, not the step's
 
 
@@ -122,7 +122,7 @@ def _metadata(text: EventText) -> dict[str, Any]:
     for part in (head + b"}" if head else b"{}", b"{" + tail if tail else b"{}"):
         try:
             found |= msgspec.json.decode(part, type=dict[str, Any])
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             rank, world = _RANK.search(part), _WORLD.search(part)
             if rank:
                 found.setdefault("distributedInfo", {})["rank"] = int(rank[1])
@@ -135,19 +135,26 @@ def _identity(metadata: Mapping[str, Any], path: Path) -> tuple[int | None, int 
     """Rank and world: as stamped by us or by PyTorch, else from the name of file or folder."""
     for key, size in (("shardlab", "world"), ("distributedInfo", "world_size")):
         stamp = metadata.get(key)
-        if isinstance(stamp, Mapping) and (rank := _integer(stamp.get("rank"))) is not None:
-            return rank, _integer(stamp.get(size))
+        if isinstance(stamp, Mapping) and (rank := _count(stamp.get("rank"))) is not None:
+            return rank, _count(stamp.get(size))
     for name in (path.name, path.parent.name):
         if found := _RANK_IN_NAME.search(name):
             return int(found[1]), None
     return None, None
 
 
+def _count(value: Any) -> int | None:
+    """Of ranks: what is none, or more than there can be, is not said."""
+    number = _integer(value)
+    return number if number is not None and 0 <= number < 10**9 else None
+
+
 def _integer(value: Any) -> int | None:
     try:
-        return int(value)
-    except (TypeError, ValueError):
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
         return None
+    return number if abs(number) < 1 << 62 else None
 
 
 # ------------------------------------------------------------------ steps

@@ -98,7 +98,8 @@ def blame(name: str, what: str) -> Iterator[None]:
             place = f"{_shown(frames[-1].filename)}:{frames[-1].lineno}: " if frames else ""
         message = str(error).strip() or "no message"
         raise UsageError(
-            f"{place}{type(error).__name__}: {message} (in {what} of {name})\n{text}".rstrip()
+            f"{place}{type(error).__name__}: {message} (in {what} of {name})\n{text}".rstrip(),
+            lines=True,
         ) from None
 
 

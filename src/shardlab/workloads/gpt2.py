@@ -168,7 +168,7 @@ def gpt2(
     """GPT-2, next-token loss on token shards; sizes tiny, mini, midi, small, medium, large, xl."""
     if size is not None and size not in SIZES:
         raise unknown("gpt2 size", size, SIZES)
-    folder = None if weights is None else Path(weights).expanduser()
+    folder = None if weights is None else sources.located(weights)
     start = SIZES[size or "mini"] if folder is None or size else shape_of(folder)
     given = {"layers": layers, "heads": heads, "dim": dim, "context": context, "vocab": vocab}
     shape = replace(start, **{k: v for k, v in given.items() if v is not None})
