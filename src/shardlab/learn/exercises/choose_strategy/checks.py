@@ -129,6 +129,6 @@ def _slower(ranks: list[dict[str, Any]]) -> float:
 
     def fastest(who: str, clock: str) -> float:
         steps = zip(*(r["times"][who][clock] for r in ranks), strict=True)
-        return min(max(step) for step in steps)
+        return float(min(max(step) for step in steps))
 
     return min(fastest("choice", c) / fastest("ours", c) for c in ("wall", "processor"))

@@ -59,7 +59,8 @@ def batch(size: float, scale: float, rank: int, step: int) -> tuple[Tensor, Tens
 def loss_of(model: nn.Module, x: Tensor, weights: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.float16):
         y = model(x)  # (samples, outputs), float16
-    return (y.float() * weights).mean()
+    loss: Tensor = (y.float() * weights).mean()
+    return loss
 
 
 def trained(model: nn.Module) -> list[Tensor]:
@@ -123,7 +124,8 @@ class Reference:
     def after(self, g: Tensor) -> Tensor:
         """The parameters if ``g`` is what the optimizer is given."""
         held = g if self.momentum is None else MOMENTUM * self.momentum + g
-        return flat(self.model) - self.options["lr"] * held
+        rate: float = self.options["lr"]
+        return flat(self.model) - rate * held
 
     def step(self, data: Sequence[tuple[Tensor, Tensor]], own: int) -> dict[str, Any]:
         scale, clip = self.scale, self.options["clip_norm"]

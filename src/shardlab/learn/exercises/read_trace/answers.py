@@ -35,7 +35,7 @@ class Answer:
             return str(given).strip().lower() == str(value).strip().lower()
         if not isinstance(given, int | float) or isinstance(given, bool):
             return False
-        return abs(given - value) <= self.tolerance * abs(value) + self.points
+        return bool(abs(given - value) <= self.tolerance * abs(value) + self.points)
 
     def mistake(self, given: Any) -> str | None:
         """The known mistake that leads to this answer, the nearest one first."""
