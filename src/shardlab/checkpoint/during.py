@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardlab.checkpoint import rng
+from shardlab import inject
+from shardlab.checkpoint import files, rng
 from shardlab.checkpoint.load import load
 from shardlab.checkpoint.save import About, Checkpoints, Outcome
 from shardlab.checkpoint.start import Start
@@ -85,6 +86,9 @@ def saving(
 
     def done(outcome: Outcome) -> None:
         recorder.checkpointed(outcome.row())
+        if inject.ACTIVE is not None and outcome.error is None:
+            written = folder / files.FOLDER / files.name_of(outcome.step)
+            inject.ACTIVE.checkpoint_written(written, outcome.step)
 
     checkpoints = Checkpoints(folder, config.checkpoint, world, strategy, about, done)
     yield checkpoints

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from shardlab import inject
 from shardlab.checkpoint import files, parts, planning, storage
 from shardlab.checkpoint.manifest import NAME, OWN, File, Manifest
 from shardlab.checkpoint.manifest import Tensor as Entry
@@ -182,10 +183,14 @@ class Checkpoints:
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
             )
             write_manifest(part, manifest)
+            if inject.ACTIVE is not None:
+                inject.ACTIVE.at("checkpoint", step - 1)
             files.put_in_place(part, final)
             size = manifest.bytes
             self._retain()
 
+        if inject.ACTIVE is not None and self.world.rank:  # rank 0's turn is when it gives the name
+            inject.ACTIVE.at("checkpoint", step - 1)
         error = None
         try:
             dcp.save(
