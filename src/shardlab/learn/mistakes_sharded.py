@@ -56,6 +56,11 @@ def update(case: str, ranks: Ranks) -> list[Finding]:
                     f"rank {r} has no {mistakes.listed(missing)}: all parameters, by their names"
                 )
                 return [Finding("missing-parameter", message, case)]
+            for name, want in row["want"].items():
+                sizes = len(mistakes.flat(row["got"][name])), len(mistakes.flat(want))
+                if sizes[0] != sizes[1]:
+                    message = f"`{name}` has {sizes[0]} elements on rank {r}, not {sizes[1]}"
+                    return [Finding("wrong-size", f"{message}: whole, without padding", case)]
         if ranks[0]["kind"] == "sgd":
             return [explained(case, rows, step, ranks[0]["max_norm"])]
         return [adam(case, rows, step, ranks)]
@@ -178,7 +183,7 @@ def _partly(case: str, found: list[list[set[str]]], right: str) -> Finding:
     if nowhere:
         message = (
             f"{len(nowhere)} of {size} elements changed on no rank: they are in nobody's share. "
-            f"{len(found)} does not divide {size}: pad, or let one share be larger"
+            f"What {len(found)} does not divide has a rest: pad, or let one share be larger"
         )
         return Finding("rest-forgotten", message, case)
     done = [sum(right in s for s in each) for each in found]

@@ -38,6 +38,9 @@ def whole(zero: Any) -> dict[str, Tensor]:
     params = zero.full_params()
     if not isinstance(params, dict) or not all(isinstance(v, Tensor) for v in params.values()):
         raise Rejected("wrong-type", "full_params() must give a dict from names to tensors")
+    if any(v.numel() and not v.untyped_storage().nbytes() for v in params.values()):
+        message = "full_params() gives parameters that are freed already: copy them (clone) before"
+        raise Rejected("freed-too-early", message)  # to read them would end the process
     return {name: value.detach().clone() for name, value in params.items()}
 
 
