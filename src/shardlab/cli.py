@@ -41,6 +41,8 @@ def main() -> None:
     """The console script. Exit codes: 0 done, 1 a rank failed, 2 wrong input, 130 interrupted."""
     # Before torch is imported: its profiler writes a line to stderr at each start below this level.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # A peer that is gone is told by us, in a line; c10d would add a page of its C++ frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         app()
     except UsageError as error:
