@@ -144,8 +144,8 @@ def planted(names: str, numbers: Numbers) -> str:
         file = "saboteurs" if (name in _classes("saboteurs")) else "test_prove"
         node, _ = find(f"tests/{file}.py:{name}")
         what = " ".join((ast.get_docstring(node) or "").split())  # type: ignore[arg-type]
-        said = "; ".join(f"*{check}*: {message}" for check, message in found[name].items())
-        lines.append(f"- `{name}`: {what}\n  **prove says** {said}")
+        lines.append(f"- `{name}`: {what}")
+        lines += [f"  - *{check}*: {message}" for check, message in found[name].items()]
     return "\n".join(lines)
 
 
@@ -174,7 +174,7 @@ def trace(name: str, numbers: Numbers) -> str:
 def output(key: str, numbers: Numbers) -> str:
     """A command, and what it printed."""
     found = part(numbers, "outputs")[key]
-    return f"```text\n$ {found['command']}\n{found['text'].rstrip()}\n```"
+    return f"```console\n$ {found['command']}\n{found['text'].rstrip()}\n```"
 
 
 KINDS: dict[str, Callable[[str, Numbers], str]] = {

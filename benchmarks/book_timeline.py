@@ -123,7 +123,7 @@ def draw(step: Mapping[str, Any], title: str) -> str:
     rows = [(rank, lane) for rank in ranks for lane in ("compute", "comm")]
     height_of_rank = 2 * LANE + GAP
     bottom = TOP + len(ranks) * (height_of_rank + 3 * GAP)
-    height = bottom + 46
+    height = bottom + 62  # the key may need two lines
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
         f"<title>{title}</title>",
@@ -161,10 +161,14 @@ def _key(step: Mapping[str, Any], y: int) -> list[str]:
     present = {kind for _, _, kind in spans}
     out, x = [], LEFT
     for kind, name in KEY.items():
-        if kind in present:
-            out.append(f'<rect class="{kind}" x="{x}" y="{y}" width="11" height="11"/>')
-            out.append(f'<text class="quiet" x="{x + 15}" y="{y + 10}">{name}</text>')
-            x += 30 + round(6.4 * len(name))
+        if kind not in present:
+            continue
+        width = 30 + round(6.4 * len(name))
+        if x + width > WIDTH:
+            x, y = LEFT, y + 18
+        out.append(f'<rect class="{kind}" x="{x}" y="{y}" width="11" height="11"/>')
+        out.append(f'<text class="quiet" x="{x + 15}" y="{y + 10}">{name}</text>')
+        x += width
     return out
 
 
