@@ -1,0 +1,102 @@
+"""The exercises whose right answers are measured: the trace to read, the budgets to choose for."""
+
+from __future__ import annotations
+
+import gzip
+import re
+from typing import Any
+
+import pytest
+
+from shardlab.learn.exercise import Case
+from shardlab.learn.exercises.choose_strategy import checks as choosing
+from shardlab.learn.exercises.read_trace import TRACE, answers
+from shardlab.learn.exercises.read_trace import checks as reading
+from shardlab.measure.estimate import Simulator
+
+
+def test_the_trace_is_small_and_of_no_machine() -> None:
+    files = sorted(TRACE.glob("traces/*/*.gz"))
+    assert len(files) == 2
+    assert sum(path.stat().st_size for path in files) < 200_000
+    for path in files:
+        text = gzip.decompress(path.read_bytes()).decode()
+        assert '"host":"lab"' in text
+        assert not re.search(r'"/[a-z]+/', text)  # no path
+
+
+def test_no_known_mistake_passes_for_right() -> None:
+    found = answers.answers()
+    assert list(found) == list(reading.QUESTIONS)
+    assert {cause for answer in found.values() for cause, _ in answer.mistakes} <= set(reading.SAYS)
+    for name in ("STEP_MS", "COMM_MS", "OVERLAP_PERCENT", "BYTES_PER_STEP"):
+        answer = found[name]
+        for cause, value in answer.mistakes:
+            if (name, cause) != ("COMM_MS", "counted-warm-up"):  # step 0 sends as long: no harm
+                assert not answer.matches(value, answer.right), (name, cause)
+    assert found["LATE_RANK"].right == answers.LATE
+    assert found["LATE_BECAUSE"].right == "host"  # the script makes its data late
+
+
+def test_an_answer_of_a_wrong_kind_is_wrong_not_an_error() -> None:
+    for value in (True, [1], {"a": 1}, "about 100", float("nan")):
+        findings = reading.judge(
+            {"questions": [{"answers": dict.fromkeys(reading.QUESTIONS, value)}]}
+        )
+        assert len(findings) >= len(reading.QUESTIONS) - 1, value
+
+
+def estimated_mib(simulator: Simulator, case: Case, choice: dict[str, Any]) -> float:
+    from shardlab.learn.exercises.choose_strategy import measuring
+
+    weights = simulator.run(measuring.config_of(choice, case), "cpu")["weights"]
+    return max(peak["total"] for peak in weights.values()) / choosing.MIB
+
+
+@pytest.mark.parametrize(
+    ("budget", "too_large"),
+    [
+        ("tight", {"strategy": "simple_ddp_async", "activation_checkpointing": True}),
+        ("tiny", {"strategy": "zero2", "activation_checkpointing": True}),
+    ],
+)
+def test_a_budget_has_room_for_ours_and_not_for_less(
+    budget: str, too_large: dict[str, Any]
+) -> None:
+    """By the estimate, which needs no ranks: 3% to either side, lest the next torch tips it."""
+    case = next(c for c in choosing.CASES if c.name == budget)
+    with Simulator() as simulator:
+        ours = estimated_mib(simulator, case, case.options["ours"])
+        more = estimated_mib(simulator, case, too_large)
+    assert ours < 0.97 * case.options["memory_mib"]
+    assert more > 1.03 * case.options["memory_mib"]
+
+
+def evidence(**changes: Any) -> dict[str, list[dict[str, Any]]]:
+    """Of the roomy case, as good as ours."""
+    sent = {"sent": 100.0, "messages": 8, "early": 1.0, "passes": 1.0}
+    steps = {"wall": [1.0, 1.1], "processor": [0.5, 0.6]}
+    row = {
+        "label": "mine",
+        "peak": {"total": 40 * choosing.MIB, "optimizer": 40 * choosing.MIB},
+        "choice": sent | {k: v for k, v in changes.items() if k in sent},
+        "ours": sent,
+        "times": {"choice": changes.get("times", steps), "ours": steps},
+    }
+    return {"roomy": [row, row]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "causes"),
+    [
+        ({}, []),
+        ({"sent": 109.0}, []),
+        ({"sent": 150.0}, ["sends-more"]),
+        ({"passes": 2.0}, ["computes-twice"]),
+        ({"early": 0.0}, ["not-overlapped"]),
+        ({"times": {"wall": [5.0, 9.0], "processor": [0.5, 0.5]}}, []),  # a busy machine
+        ({"times": {"wall": [5.0, 9.0], "processor": [2.5, 2.6]}}, ["slower"]),
+    ],
+)
+def test_what_is_wasted_is_said(changes: dict[str, Any], causes: list[str]) -> None:
+    assert [f.cause for f in choosing.judge(evidence(**changes))] == causes
