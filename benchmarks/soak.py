@@ -39,7 +39,7 @@ from shardlab.errors import RankFailure, UsageError
 from shardlab.strategies import STRATEGIES
 
 STEPS, EVERY = 8, 2
-HANG_S = 3.0  # after which the watchdog ends a run
+HANG_S = 4.0  # after which the watchdog ends a run that is made to hang; others have its default
 DEADLINE_S = 60.0  # of one start of a run; the longest hang must be ended long before
 RESTARTS = 3
 BASE: dict[str, Any] = {
@@ -55,7 +55,7 @@ BASE: dict[str, Any] = {
     },
     "checkpoint": {"every": EVERY, "keep_last": 3},
     # Every step is compared, so that a collective that was left out is found in its step.
-    "guard": {"hang_s": HANG_S, "check_steps": 1, "check_every": 1},
+    "guard": {"check_steps": 1, "check_every": 1},
     "launch": {"device": "cpu", "timeout_s": 30.0},
 }  # fmt: skip
 
@@ -263,9 +263,11 @@ def settings(strategy: str, world: int, folder: Path, **more: Any) -> Config:
 def run(case: Case, folder: Path, rng: random.Random) -> None:
     """Start it, disturb it, and let it go on until it has finished or cannot."""
     restarts = RESTARTS if case.goes_on == "restart" and case.by != "torchrun" else 0
+    hangs = any(f.startswith("hang") for f in case.faults) or case.outside.startswith("STOP")
     config = settings(
         case.strategy, case.world, folder,
-        **{"faults": case.faults, "launch.max_restarts": restarts},
+        **{"faults": case.faults, "launch.max_restarts": restarts,
+           "guard.hang_s": HANG_S if hangs else None},
     )  # fmt: skip
     start = {"library": _in_here, "command": _as_command, "torchrun": _under_torchrun}[case.by]
     began = time.monotonic()

@@ -340,7 +340,8 @@ def launch(
 
     def mark(failure: RankFailure) -> None:
         if folder is not None:
-            record.mark_crashed(folder, failure)
+            with contextlib.suppress(OSError):  # a full disk: it is told, if not written
+                record.mark_crashed(folder, failure)
 
     try:
         environment = torchrun_environment()
@@ -354,7 +355,8 @@ def launch(
         raise
     except (Interrupted, UsageError) as error:
         if folder is not None:  # refused in mid-run: a strategy that cannot do what the model needs
-            record.mark(folder, "interrupted", reason=str(error) or "Ctrl-C")
+            with contextlib.suppress(OSError):
+                record.mark(folder, "interrupted", reason=str(error) or "Ctrl-C")
         raise
 
 

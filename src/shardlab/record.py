@@ -6,13 +6,14 @@ read or mark a folder.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -76,8 +77,13 @@ def new_folder(root: Path, name: str, chosen: Path | None = None) -> Path:
 def write_text(path: Path, text: str) -> None:
     """Whole or not at all: a reader never sees half a file."""
     part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8", newline="\n")
-    os.replace(part, path)  # noqa: PTH105
+    try:
+        part.write_text(text, encoding="utf-8", newline="\n")
+        os.replace(part, path)  # noqa: PTH105
+    except OSError:  # a full disk
+        with suppress(OSError):
+            part.unlink()
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -101,13 +107,36 @@ def _finite(value: Any) -> Any:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The rows of a file that may have been cut off in its last line."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
             break
+        if not isinstance(row, dict):
+            break
+        rows.append(row)
     return rows
+
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+@contextmanager
+def room_needed(rank: int) -> Iterator[None]:
+    """A disk that is full ends a run with a sentence, not with the stack of whoever wrote last."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        what = f": {error.filename}" if error.filename else ""
+        raise Halt(
+            "disk full",
+            f"rank {rank} cannot write the run's files: {error.strerror}{what}. Checkpoints that "
+            "are there are whole: make room, then go on with --resume",
+            rank,
+        ) from None
 
 
 def mark(folder: Path, state: str, **details: Any) -> None:
@@ -141,14 +170,22 @@ def _mark_halted(folder: Path, halt: Halt) -> None:
 def cut_back(folder: Path, step: int) -> None:
     """Remove what was recorded of ``step`` and later, by all ranks: it will be done again."""
     for path in folder.glob("rank*.jsonl"):
-        _keep(path, [row for row in read_jsonl(path) if row["step"] < step])
+        _keep(path, [row for row in read_jsonl(path) if _number(row, "step") < step])
     for name, key in (("evaluation.jsonl", "steps"), ("checkpoints.jsonl", "step")):
         if (folder / name).exists():
-            _keep(folder / name, [row for row in read_jsonl(folder / name) if row[key] <= step])
+            rows = [row for row in read_jsonl(folder / name) if _number(row, key) <= step]
+            _keep(folder / name, rows)
     for path in folder.glob("ledger.rank*.jsonl"):
         rows = read_jsonl(path)
-        later = (i for i, row in enumerate(rows) if row["step"] is not None and row["step"] >= step)
+        later = (i for i, r in enumerate(rows) if r.get("step", 0) is not None
+                 and _number(r, "step") >= step)  # fmt: skip
         _keep(path, rows[: next(later, len(rows))])
+
+
+def _number(row: Mapping[str, Any], key: str) -> float:
+    """Of a row that may be damaged: then it is not kept."""
+    value = row.get(key)
+    return value if isinstance(value, int) else math.inf
 
 
 def _keep(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -30,7 +30,7 @@ from shardlab.errors import UsageError
 from shardlab.guard import pulse, watchdog
 from shardlab.guard.guards import Guards, refuse_unequal_data
 from shardlab.measure import stats
-from shardlab.record import README, Recorder, mark, new_folder, write_json
+from shardlab.record import README, Recorder, mark, new_folder, room_needed, write_json
 from shardlab.schedule import learning_rate_factor
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.base import Infer, MakeOptimizer, Strategy, T
@@ -265,7 +265,8 @@ def train_rank(world: World, values: dict[str, Any], command: str) -> dict[str, 
     refused leaves nothing behind.
     """
     config = configs.from_dict(values).with_overrides({"launch.world": world.size})
-    with watchdog.watching(world, config.guard.hang_s, config.launch.timeout_s):
+    hang_s, timeout_s = config.guard.hang_s, config.launch.timeout_s
+    with watchdog.watching(world, hang_s, timeout_s), room_needed(world.rank):
         return _train_rank(world, config, command)
 
 
