@@ -8,14 +8,15 @@ as rows, a fingerprint of the collectives every 10 steps, a checksum of the repl
 look at loss and gradients in each step. "Off" has none of it: collectives go to torch.distributed
 directly. Blocks of ten steps alternate, and the order within each pair too, so that a machine that
 slows down slows both; a block's time includes what is due between its steps. Prints the ratio of
-the medians with its 95% interval, paired by block; and, since that is mostly the machine's noise,
-what each part takes by itself.
+the medians with its 95% interval, paired by block, of the time on the clock and of the processor's
+time (what other programs do disturbs that less); and what each part takes by itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -74,22 +75,21 @@ def measure(world: Any, values: dict[str, Any], blocks: int) -> dict[str, Any]:
         for row in comm.LEDGER.take():
             json.dumps(row)
 
-    def block(guarded: bool, index: int) -> list[float]:
-        """Milliseconds of each step; the last one's includes what is due after the block."""
+    def block(guarded: bool, index: int) -> tuple[float, float]:
+        """Milliseconds of a step, by the clock and by the processor, with what is due after ten."""
         comm.all_reduce = counted if guarded else bare  # type: ignore[assignment]
         strategy.update.rule = rules[guarded]
-        times = []
+        start, processor = time.perf_counter(), time.process_time()
         for i in range(STEPS):
-            start = time.perf_counter()
             step(guarded, index * STEPS + i)
-            if guarded and i == STEPS - 1:
-                guards.sequence.compare()  # type: ignore[union-attr]
-                if index % 10 == 0:  # every hundredth step
-                    drift.check(strategy, world, 0)
-            times.append((time.perf_counter() - start) * 1e3)
-        return times
+        if guarded:
+            guards.sequence.compare()  # type: ignore[union-attr]
+            if index % 10 == 0:  # every hundredth step
+                drift.check(strategy, world, 0)
+        taken = time.perf_counter() - start, time.process_time() - processor
+        return taken[0] * 1e3 / STEPS, taken[1] * 1e3 / STEPS
 
-    def spell(index: int, guarded: bool) -> list[float]:
+    def spell(index: int, guarded: bool) -> tuple[float, float]:
         if not guarded:
             return block(False, index)
         with watchdog.watching(world, None, config.launch.timeout_s):
@@ -97,7 +97,7 @@ def measure(world: Any, values: dict[str, Any], blocks: int) -> dict[str, Any]:
 
     for i in range(WARMUP):
         step(True, i)
-    repeats: dict[bool, list[list[float]]] = {True: [], False: []}
+    repeats: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for index in range(blocks):
         for guarded in (True, False) if index % 2 == 0 else (False, True):
             repeats[guarded].append(spell(index, guarded))
@@ -147,20 +147,16 @@ def measure(world: Any, values: dict[str, Any], blocks: int) -> dict[str, Any]:
         "env": environment.describe(world.device, "python benchmarks/guard_overhead.py"),
         "strategy": config.strategy.name,
         "collectives_per_step": entries,
-        "on_ms": repeats[True],
-        "off_ms": repeats[False],
+        "on": repeats[True],
+        "off": repeats[False],
         "parts_ms": parts,
     }
 
 
 def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """A step is as slow as its slowest rank."""
-    times = {
-        kind: [[max(t) for t in zip(*rows, strict=True)] for rows in _blocks(ranks, kind)]
-        for kind in ("on_ms", "off_ms")
-    }
-    # Means of blocks, so that what is done every ten steps counts.
-    on, off = ([[sum(b) / len(b)] for b in times[kind]] for kind in ("on_ms", "off_ms"))
+    """By the clock a step is as slow as its slowest rank; by the processor, all ranks' together."""
+    on, off = ([[max(t for t, _ in b)] for b in _blocks(ranks, kind)] for kind in ("on", "off"))
+    cpu = [[[sum(t for _, t in b)] for b in _blocks(ranks, kind)] for kind in ("on", "off")]
     median = stats.spread([b[0] for b in off])["median"]
     parts = ranks[0]["parts_ms"]
     per_step = {
@@ -182,6 +178,13 @@ def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         },
         "ratio": stats.ratio(on, off),
         "ratio_95": list(stats.ratio_interval(on, off, paired=True)),
+        "processor_ms": {
+            "on": stats.spread([b[0] for b in cpu[0]]),
+            "off": stats.spread([b[0] for b in cpu[1]]),
+        },
+        "processor_ratio": stats.ratio(*cpu),
+        "processor_ratio_95": list(stats.ratio_interval(*cpu, paired=True)),
+        "load_average": os.getloadavg(),
         "parts_ms": parts,
         "parts_per_step_ms": per_step,
         "parts_share_of_step": sum(per_step.values()) / median,
@@ -191,7 +194,7 @@ def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _blocks(ranks: list[dict[str, Any]], kind: str) -> list[tuple[list[float], ...]]:
+def _blocks(ranks: list[dict[str, Any]], kind: str) -> list[tuple[tuple[float, float], ...]]:
     return list(zip(*(rank[kind] for rank in ranks), strict=True))
 
 
