@@ -110,9 +110,12 @@ def write(world: World, strategy: str, folder: str, asynchronous: bool = False) 
 def test_all_ranks_write_and_old_ones_go(
     strategy: str, asynchronous: bool, ranks: GetRanks, tmp_path: Path
 ) -> None:
+    later = tmp_path / "checkpoints" / "step-000009"  # damaged, and passed over by a resume
+    later.mkdir(parents=True)
     outcomes = ranks(2).run(write, strategy, str(tmp_path), asynchronous, deadline_s=60)
     assert [row["step"] for row in outcomes[0]] == [1, 2, 3, 4]
     assert all(row["error"] is None for row in outcomes[0])
+    later.rmdir()
     assert list(files.steps_in(tmp_path)) == [4, 3]
     assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"step-000003", "step-000004"}
     newest = files.steps_in(tmp_path)[4]
@@ -261,6 +264,7 @@ def test_damage_is_named_and_passed_over(
     (resumed,) = read_jsonl(run / "resumes.jsonl")
     assert resumed["step"] == 2
     assert name in resumed["passed_over"][0]
+    assert list(files.steps_in(run)) == [4, 2]
     manifests.verify(newest, manifests.read(newest).files)  # it is whole again
 
 

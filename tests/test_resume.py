@@ -382,6 +382,8 @@ def test_auto_takes_the_newest_that_did_not_finish(tmp_path: Path) -> None:
     dead = {"state": "running", "host": host, "pids": [2**22 + 1]}
     killed = fake_run(tmp_path, "killed", dead, 6000)
     assert starts.find_run(config) == killed
+    with pytest.raises(UsageError, match="alive is running"):
+        starts.not_running(tmp_path / "alive")
 
 
 def test_code_is_run_only_if_it_is_named(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ class Checkpoints:
                 inject.ACTIVE.at("checkpoint", step - 1)
             files.put_in_place(part, final)
             size = manifest.bytes
-            self._retain()
+            self._retain(step)
 
         if inject.ACTIVE is not None and self.world.rank:  # rank 0's turn is when it gives the name
             inject.ACTIVE.at("checkpoint", step - 1)
@@ -209,8 +209,9 @@ class Checkpoints:
         seconds = time.perf_counter() - start
         return Outcome(step, seconds, seconds if held_up is None else held_up, size, error)
 
-    def _retain(self) -> None:
-        steps = files.steps_in(self.run)
+    def _retain(self, newest: int) -> None:
+        """Later ones are of before a resume that passed them over: they do not count."""
+        steps = {step: path for step, path in files.steps_in(self.run).items() if step <= newest}
         for step in files.to_remove(steps, self.settings.keep_last, self.settings.keep_every):
             # Under another name first: half removed, it must not be taken for a checkpoint.
             going = steps[step].with_name(f".{steps[step].name}.old")

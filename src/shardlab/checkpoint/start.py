@@ -116,10 +116,9 @@ def choose(config: Config, world: World) -> Start:
     if wanted is None:
         return Start(None)
     if wanted == AUTO:
-        run = _agree(world, lambda: find_run(config))
+        run = _agree(world, lambda: not_running(find_run(config)))
         return Start(None) if run is None else newest_good(run, world)
-    path = _agree(world, lambda: files.find(wanted))
-    assert path is not None
+    path = _agree(world, lambda: not_running(files.find(wanted)))
     if files.is_checkpoint(path):
         manifest = _agree(world, lambda: manifests.read(path))
         _verify(path, manifest, world)
@@ -128,6 +127,13 @@ def choose(config: Config, world: World) -> Start:
     if start.manifest is None:
         raise UsageError(f"no checkpoint of {path} is whole: {'; '.join(start.notes)}")
     return start
+
+
+def not_running(run: Path | None) -> Path | None:
+    """Two runs in one folder would write over each other."""
+    if run is not None and files.is_running(files.state_of(run)):
+        raise UsageError(f"{run} is running; wait for it, or choose another folder with --out")
+    return run
 
 
 def find_run(config: Config) -> Path | None:
