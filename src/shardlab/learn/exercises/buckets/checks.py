@@ -20,6 +20,7 @@ CASES = (
     Case("a large parameter", 2, {"toy": "deep", "micros": 1, "bucket_bytes": 200}),
     Case("unused parameters", 2, {"toy": "skipping", "micros": 1, "bucket_bytes": LAYER}),
     Case("unused, two micro-batches", 2, {"toy": "skipping", "micros": 2, "bucket_bytes": 500}),
+    Case("many layers", 2, {"toy": "many", "micros": 1, "bucket_bytes": 1000}),
 )
 STEPS = 2
 
@@ -44,11 +45,18 @@ class Skipping(nn.Module):
         return out
 
 
+def many() -> nn.Module:
+    """Enough small layers to tell a full bucket from one per parameter."""
+    layers = [m for _ in range(24) for m in (nn.Linear(6, 6), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(6, 3))
+
+
 def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
     options = dict(case.options)
     toy, bucket_bytes = options.pop("toy"), options.pop("bucket_bytes")
     torch.manual_seed(0)
-    model = Skipping().double() if toy == "skipping" else toys.build(toy)
+    own = {"skipping": Skipping, "many": many}
+    model = own[toy]().double() if toy in own else toys.build(toy)
     spy.watch(model)
     ddp = submission.BucketDDP(model, bucket_bytes)
     evidence = overlapped.run(ddp, model, rank, case.world, steps=STEPS, spy=spy, **options)
