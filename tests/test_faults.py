@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+import commands
+from conftest import GetRanks
 from shardlab import config as configs
 from shardlab import faults
-from shardlab.errors import UsageError
+from shardlab.errors import Halt, RankFailure, UsageError
+from shardlab.record import read_jsonl
 
 # ------------------------------------------------------------------ naming them
 
@@ -81,3 +90,151 @@ def test_a_rank_must_be_there_and_a_collective_ours() -> None:
         faults.check_world([drop], 2, "pytorch_ddp")
     with pytest.raises(UsageError, match=r"needs a second rank"):
         faults.check_world([drop], 1, "zero3")
+
+
+# ------------------------------------------------------------------ what they do
+
+
+def run_of(
+    root: Path, *faults: str, strategy: str = "bucket_ddp_async", **more: Any
+) -> dict[str, Any]:
+    values = {
+        "model.size": "tiny",
+        "model.options": {"layers": 1, "dim": 16, "heads": 2, "context": 8, "vocab": 31},
+        "data.source": "synthetic",
+        "training.steps": 6,
+        "training.global_batch": 4,
+        "strategy.name": strategy,
+        "checkpoint.every": 2,
+        "output.dir": str(root),
+        "faults": list(faults),
+    }
+    return configs.load(None, values | more).to_dict()
+
+
+def trained(ranks: GetRanks, values: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rank 0's rows. (What the launcher does when a run has failed is not done here.)"""
+    ranks(2).run("shardlab.train:train_rank", values, "test", deadline_s=60)
+    return read_jsonl(Path(values["output"]["dir"]) / "rank0.jsonl")
+
+
+def test_a_slow_rank_is_slow_and_computes_the_same(ranks: GetRanks, tmp_path: Path) -> None:
+    plain = trained(ranks, run_of(tmp_path / "plain"))
+    slow = trained(ranks, run_of(tmp_path / "slow", "slow:rank=1,ms=80"))
+    assert [row["loss"] for row in slow] == [row["loss"] for row in plain]
+    assert min(row["step_ms"] for row in slow) > 70  # rank 0 waits for rank 1, in every step
+    once = trained(ranks, run_of(tmp_path / "once", "slow:rank=0,ms=300,step=3,where=data"))
+    assert [row["data_ms"] > 250 for row in once] == [False, False, False, True, False, False]
+    (struck,) = read_jsonl(tmp_path / "once" / "faults.rank0.jsonl")
+    assert (struck["fault"], struck["step"]) == ("slow:rank=0,ms=300,step=3,where=data", 3)
+    assert "slow:rank=1,ms=80" in (tmp_path / "slow" / "config.yaml").read_text()
+    # And nothing is left of it for the next run in the same processes.
+    again = trained(ranks, run_of(tmp_path / "again"))
+    assert max(row["step_ms"] for row in again[1:]) < 70 or again == plain
+    assert not list((tmp_path / "again").glob("faults*"))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "pytorch_ddp"])
+def test_a_killed_rank_goes_on_from_the_checkpoint_and_is_not_killed_again(
+    ranks: GetRanks, tmp_path: Path, strategy: str
+) -> None:
+    plain = trained(ranks, run_of(tmp_path / "plain", strategy=strategy))
+    kill = "kill:rank=1,step=3,where=collective"
+    with pytest.raises(RankFailure, match="rank 1: the process was killed by SIGKILL"):
+        trained(ranks, run_of(tmp_path / "killed", kill, strategy=strategy))
+    again = run_of(tmp_path / "killed", kill, strategy=strategy, **{"checkpoint.resume": "auto"})
+    rows = trained(ranks, again)
+    assert [(row["step"], row["loss"]) for row in rows] == [
+        (row["step"], row["loss"]) for row in plain
+    ]
+
+
+def test_what_guards_are_for_is_found(ranks: GetRanks, tmp_path: Path) -> None:
+    with pytest.raises(Halt, match="all_reduce") as left_out:
+        trained(ranks, run_of(tmp_path / "drop", "drop-collective:rank=1,step=1"))
+    assert left_out.value.state == "out of step"
+    with pytest.raises(Halt, match="step 2") as spoilt:
+        trained(ranks, run_of(tmp_path / "nan", "nan:rank=1,step=2,layer=blocks.0"))
+    assert "blocks.0" in str(spoilt.value)
+    assert spoilt.value.state == "not finite"
+    hang = run_of(tmp_path / "hang", "hang:rank=0,step=1,where=data", **{"guard.hang_s": 3})
+    with pytest.raises(Halt, match=r"rank 0 .*data loading"):
+        trained(ranks, hang)
+
+
+def test_a_damaged_checkpoint_is_passed_over(ranks: GetRanks, tmp_path: Path) -> None:
+    plain = trained(ranks, run_of(tmp_path / "plain"))
+    faults = ("corrupt-checkpoint:step=2,how=truncate", "kill:rank=0,step=5")
+    with pytest.raises(RankFailure):
+        trained(ranks, run_of(tmp_path / "run", *faults))
+    rows = trained(ranks, run_of(tmp_path / "run", *faults, **{"checkpoint.resume": "auto"}))
+    assert [row["loss"] for row in rows] == [row["loss"] for row in plain]
+    (resumed,) = read_jsonl(tmp_path / "run" / "resumes.jsonl")
+    assert resumed["step"] == 2
+    assert "step-000004" in resumed["passed_over"][0]
+
+
+def test_a_full_disk_loses_nothing(ranks: GetRanks, tmp_path: Path) -> None:
+    plain = trained(ranks, run_of(tmp_path / "plain"))
+    # Records are small and can be written, checkpoints cannot: the run goes on without them.
+    small = {"profile.ledger_steps": 0}
+    some = trained(ranks, run_of(tmp_path / "some", "disk-full:step=3,bytes=9000", **small))
+    assert [row["loss"] for row in some] == [row["loss"] for row in plain]
+    written = read_jsonl(tmp_path / "some" / "checkpoints.jsonl")
+    assert [row["error"] is None for row in written] == [True, False, False]
+    assert [p.name for p in (tmp_path / "some" / "checkpoints").iterdir()] == ["step-000002"]
+    ranks(2).kill()  # the limit is of the process, for good
+    with pytest.raises(Halt, match="cannot write the run's files") as full:
+        trained(ranks, run_of(tmp_path / "none", "disk-full:step=3"))
+    assert "Traceback" not in (full.value.traceback or "")
+    again = run_of(tmp_path / "none", **{"checkpoint.resume": "auto"})
+    assert [row["loss"] for row in trained(ranks, again)] == [row["loss"] for row in plain]
+    assert not list((tmp_path / "none").rglob("*.part"))
+
+
+def test_the_command_says_what_is_injected_and_refuses_what_cannot_be(tmp_path: Path) -> None:
+    run = ["train", "--size", "tiny", "--data", "synthetic", "--steps", "2", "--json"]
+    beyond = commands.shardlab(*run, "--inject", "kill:rank=2,step=1", cwd=tmp_path)
+    assert beyond.returncode == 2
+    assert beyond.stderr.strip().splitlines()[-1].endswith("the world has 2: ranks 0 to 1")
+    assert not (tmp_path / "runs").exists()
+    slow = commands.shardlab(*run, "--inject", "slow:rank=1,ms=5", cwd=tmp_path)
+    assert slow.returncode == 0, slow.stderr
+    assert "FAULT INJECTION IS ON: rank 1 is late by 5 ms in forward" in slow.stderr
+    assert "injected fault: rank 1 is late" in slow.stderr
+    json.loads(slow.stdout)
+
+
+# ------------------------------------------------------------------ files that cannot be written
+
+
+def test_folders_that_cannot_be_used(ranks: GetRanks, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "something").write_text("there already")
+    with pytest.raises(UsageError, match="exists and is not empty; choose another"):
+        run_of(tmp_path / "full")
+    for out in (tmp_path / "file" / "run", Path("/proc/run")):
+        with pytest.raises(UsageError, match="cannot write the run folder"):
+            trained(ranks, run_of(out))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "full"]
+    assert (tmp_path / "full" / "something").read_text() == "there already"
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    """On a file system of 300 kB, where we may mount one."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "none", str(place)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    try:
+        run = ["train", "--size", "tiny", "--data", "synthetic", "--steps", "60"]
+        done = commands.shardlab(*run, "--strategy", "zero1", "--checkpoint-every", "20",
+                                 "--out", "small/run", cwd=tmp_path)  # fmt: skip
+        assert done.returncode == 1
+        assert "cannot write the run's files: No space left on device" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert not list(place.rglob("*.part"))
+    finally:
+        subprocess.run(["umount", str(place)], check=True)

@@ -343,8 +343,8 @@ def launch(
             with contextlib.suppress(OSError):  # a full disk: it is told, if not written
                 record.mark_crashed(folder, failure)
 
+    environment = torchrun_environment()
     try:
-        environment = torchrun_environment()
         if environment is not None:
             return _run_joined(target, config, args, environment, listen, mark)
         assert config.world is not None
@@ -352,6 +352,10 @@ def launch(
             return ranks.run(target, *args, on_event=listen)[0]
     except RankFailure as failure:
         mark(failure)
+        if folder is not None and environment is None:  # every rank is gone: none is writing one
+            from shardlab.checkpoint import files
+
+            files.sweep(folder)
         raise
     except (Interrupted, UsageError) as error:
         if folder is not None:  # refused in mid-run: a strategy that cannot do what the model needs
