@@ -233,6 +233,22 @@ def commanded(command: list[str], root: Path) -> subprocess.CompletedProcess[str
 CASES: dict[str, Callable[[Path], Any]] = {
     "torchrun": partial(commanded, [*TORCHRUN, "-m", "shardlab", *TRAIN, *STOPPED]),
     "command": partial(commanded, [*commands.SHARDLAB, *TRAIN, *IN_DATA]),
+    "prove": partial(
+        commanded,
+        [
+            *commands.SHARDLAB,
+            "prove",
+            "--strategies",
+            f"{FILE}:Waiting",
+            "--workload",
+            f"{FILE}:make",
+            "--set",
+            "launch.timeout_s=6",
+            "--json",
+            "--device",
+            "cpu",
+        ],
+    ),
     "data": partial(trained, "simple_ddp", world=3, kind="data"),
     "forward": partial(trained, "bucket_ddp_async", kind="forward", how="sleep"),
     "loop": partial(trained, "simple_ddp", kind="forward", how="loop"),
@@ -344,6 +360,15 @@ def test_the_command_ends_and_the_folder_says_why(hangs: Hangs) -> None:
     assert hang["stood_s"] < LIMIT_S + 5
     assert any("in strike" in f for s in hang["ranks"][1]["stacks"].values() for f in s)
     assert "rank 0: is in the step" in (folder / "hang.txt").read_text()
+
+
+def test_a_strategy_that_hangs_in_its_proof(hangs: Hangs) -> None:
+    done, _ = hangs("prove")
+    assert done.returncode == 1, done.stderr
+    (verdict,) = json.loads(done.stdout)["verdicts"]
+    assert not verdict["pass"]
+    assert "rank 1 never entered all_reduce #" in done.stdout
+    assert f"at {line_of('time.sleep(600)')}; rank 0 waits for it" in done.stdout
 
 
 def test_torchrun(hangs: Hangs) -> None:

@@ -151,6 +151,15 @@ class Swapping(InOrder):
         return names
 
 
+class Waiting(InOrder):
+    """Rank 1 sleeps in its second step."""
+
+    def order(self, names: list[str]) -> list[str]:
+        if comm.LEDGER.step == 1 and self.group.rank() == 1:
+            strike("sleep")
+        return names
+
+
 class Drifting(SimpleDDP):
     """Rank 1 changes one weight by its least bit after step 2."""
 

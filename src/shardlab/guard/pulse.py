@@ -13,6 +13,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 BUILDING = "building model and data"
+PROOF = "its proof"
 DATA = "data loading"
 STEP = "the step"  # between forward, backward and the optimizer: what a strategy does itself
 EVALUATION = "evaluation"

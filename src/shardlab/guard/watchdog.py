@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardlab.errors import Halt
 from shardlab.guard import stacks, verdict
-from shardlab.guard.pulse import BUILDING, CHECKPOINT, LEFT, PULSE
+from shardlab.guard.pulse import BUILDING, CHECKPOINT, LEFT, PROOF, PULSE
 from shardlab.guard.stacks import Frame
 from shardlab.guard.verdict import Call, Seen
 
@@ -82,7 +82,8 @@ class Monitor:
         """How long ranks may stand still, being where they are."""
         active = [m for rank, m in self.last.items() if rank not in self.ended]
         phases = {m["phase"] for m in active}
-        if BUILDING in phases:  # a download has no end that we know of, unless somebody waits
+        # A download, or a user's model of any size, has no end that we know of, unless one waits.
+        if phases & {BUILDING, PROOF}:
             return self.most_s if any(m["waits_for"] for m in active) else math.inf
         if CHECKPOINT in phases:
             return self.most_s  # a slow disk is not a hang

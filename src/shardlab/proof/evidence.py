@@ -24,13 +24,14 @@ from shardlab import comm, train
 from shardlab import config as configs
 from shardlab.config import Config
 from shardlab.errors import unknown
-from shardlab.guard import sequence
+from shardlab.guard import pulse, sequence, watchdog
 from shardlab.measure import watch
 from shardlab.measure.watch import Message, Running
 from shardlab.plan import claims
 from shardlab.proof import subjects
 from shardlab.proof.difference import Trail
 from shardlab.proof.subjects import Subject
+from shardlab.prove import TIMEOUT_S
 from shardlab.strategies.base import Strategy
 from shardlab.workloads.base import Batch
 from shardlab.world import World
@@ -52,7 +53,9 @@ def examine(world: World, values: dict[str, Any]) -> dict[str, Any] | None:
         return None
     stack, users = _prepare(member, config)
     claim = claim_of(config)
-    with watch.Alive() as alive:
+    timeout_s = min(config.launch.timeout_s, TIMEOUT_S)
+    with watch.Alive() as alive, watchdog.watching(member, None, timeout_s):
+        pulse.PULSE.enter(pulse.PROOF)
         on_users = _examine_users(users, config, member, claim, alive)
         on_stack = _examine_stack(stack, config, member, claim)
     return {
