@@ -1,0 +1,132 @@
+"""What a checkpoint costs: ours, sharded and asynchronous, beside the usual ways, taking turns.
+
+    python benchmarks/checkpoint_cost.py [--size midi] [--rounds 8] [--out FILE]
+
+Two CPU ranks, FSDP2 (``pytorch_zero3``), after a step with AdamW. Each round does, in turn:
+
+    ours           this project's checkpoint: each rank its shards, hashed, on the disk (fsync)
+    asynchronous   the same with a thread; what is timed is how long the run waits
+    gathered       the whole state gathered on every rank, and torch.save by rank 0 (fsync)
+    dcp            PyTorch's distributed checkpoint with its own planner and storage (fsync)
+
+Prints the median of each, and ours as a multiple of the others with its 95% interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from shardlab import config as configs
+from shardlab.launch import Ranks
+from shardlab.measure import stats
+
+
+def measure(world: Any, values: dict[str, Any], folder: str, rounds: int) -> dict[str, Any]:
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    from shardlab import environment, train
+    from shardlab.checkpoint.save import About, Checkpoints
+    from shardlab.config import CheckpointConfig
+
+    config = configs.from_dict(values)
+    workload = train.build_workload(config)
+    strategy: Any = train.build_strategy(config, workload, world)
+    (microbatches,) = train.batches(workload, config, world)
+    strategy.gradients(microbatches)
+    strategy.step()
+    where = Path(folder)
+    about = About({}, config.strategy.name, None)
+    ours = Checkpoints(where / "ours", CheckpointConfig(every=1), world, strategy, about)
+    settings = CheckpointConfig(every=1, asynchronous=True)
+    threaded = Checkpoints(where / "threaded", settings, world, strategy, about)
+    number = 0
+
+    def gathered() -> None:
+        state = strategy.state_dict()
+        if world.rank == 0:
+            with (where / "gathered.pt").open("wb") as file:
+                torch.save(state, file)
+                os.fsync(file.fileno())
+        world.gather(None)
+
+    def by_dcp() -> None:
+        model, optimizer = get_state_dict(strategy.model, strategy.optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        writer = dcp.FileSystemWriter(where / f"dcp-{number}")
+        dcp.save(state, storage_writer=writer, process_group=world.group)
+
+    kinds: dict[str, Callable[[], object]] = {
+        "ours": lambda: ours.save(number, {}),
+        "asynchronous": lambda: threaded.save(number, {}),
+        "gathered": gathered,
+        "dcp": by_dcp,
+    }
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for number in range(1, rounds + 2):
+        for kind, save in kinds.items():
+            world.gather(None)
+            start = time.perf_counter()
+            save()
+            taken = time.perf_counter() - start
+            threaded.wait()
+            shutil.rmtree(where / f"dcp-{number - 1}", ignore_errors=True)
+            if number > 1:  # the first round also pays for imports
+                seconds[kind].append(max(world.gather(taken)))
+    assert ours.last is not None
+    against = {
+        kind: {
+            "ratio": stats.ratio([seconds["ours"]], [seconds[kind]]),
+            "interval_95": stats.ratio_interval(
+                [[s] for s in seconds["ours"]], [[s] for s in seconds[kind]], paired=True
+            ),
+        }
+        for kind in ("gathered", "dcp")
+    }
+    return {
+        "env": environment.describe(world.device, "python benchmarks/checkpoint_cost.py"),
+        "size": config.model.size,
+        "bytes": ours.last.bytes,
+        "seconds": {kind: stats.spread(times) for kind, times in seconds.items()},
+        "ours_as_a_multiple_of": against,
+        "run_waits_asynchronous_over_ours": stats.ratio(
+            [seconds["asynchronous"]], [seconds["ours"]]
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", default="midi")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    config = configs.load(
+        None,
+        {
+            "model.size": arguments.size,
+            "data.source": "synthetic",
+            "training.steps": 1,
+            "strategy.name": "pytorch_zero3",
+            "launch.world": 2,
+            "launch.device": "cpu",
+        },
+    )
+    with tempfile.TemporaryDirectory() as folder, Ranks(config.launch, 2) as ranks:
+        result = ranks.run(measure, config.to_dict(), folder, arguments.rounds)[0]
+    print(json.dumps(result, indent=1))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
