@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gzip
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import shardlab.trace
 from shardlab.learn.exercise import Case
 from shardlab.learn.exercises.choose_strategy import checks as choosing
 from shardlab.learn.exercises.read_trace import TRACE, answers
+from shardlab.learn.exercises.read_trace import __main__ as copying
 from shardlab.learn.exercises.read_trace import checks as reading
 from shardlab.measure.estimate import Simulator
 
@@ -23,6 +26,16 @@ def test_the_trace_is_small_and_of_no_machine() -> None:
         text = gzip.decompress(path.read_bytes()).decode()
         assert '"host":"lab"' in text
         assert not re.search(r'"/[a-z]+/', text)  # no path
+
+
+def test_a_copy_to_look_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "copy"
+    assert copying.main(copy) == 0
+    assert len(shardlab.trace.load(copy).ranks) == 2
+    (copy / "mine").touch()
+    assert copying.main(copy) == 2
+    assert "exists" in capsys.readouterr().err
+    assert (copy / "mine").exists()
 
 
 def test_no_known_mistake_passes_for_right() -> None:

@@ -6,8 +6,17 @@ from pathlib import Path
 
 from shardlab.learn.exercises.read_trace import TRACE
 
-target = Path(sys.argv[1] if len(sys.argv) > 1 else "read_trace_run")
-if target.exists():
-    sys.exit(f"{target} exists already; look at it with `shardlab trace analyze {target}`")
-shutil.copytree(TRACE, target)
-print(f"{target}: now `shardlab trace analyze {target}`, and open {target}/traces/summary.html")
+
+def main(target: Path) -> int:
+    if target.exists():
+        print(f"{target} exists: look at it with `shardlab trace analyze {target}`, or name "
+              "another folder", file=sys.stderr)  # fmt: skip
+        return 2
+    shutil.copytree(TRACE, target)
+    print(f"{target}: now `shardlab trace analyze {target}`, which writes "
+          f"{target}/traces/summary.html")  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else "read_trace_run")))
