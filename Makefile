@@ -8,13 +8,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup compare test lint site clean
+.PHONY: help setup compare test lint site soak clean
 
 help:
 	@echo "make compare   measure the data-parallel strategies on this machine (under three minutes)"
 	@echo "make test      lint, type-check and run every test"
 	@echo "make setup     only create $(VENV) and install"
 	@echo "make lint      only ruff and mypy"
+	@echo "make soak      60 runs, disturbed at random, must end as the undisturbed (15 minutes at most)"
 	@echo "make site      build the book and all pages into site/"
 	@echo "make clean     remove $(VENV), caches and runs/"
 
@@ -43,6 +44,9 @@ test: $(READY) lint
 site: $(READY)
 	$(BIN)/python -m sphinx -W --keep-going -q -b html -d site/.doctrees docs site
 	@echo "open site/index.html"
+
+soak: $(READY)
+	$(BIN)/python benchmarks/soak.py --out runs/soak
 
 clean:
 	rm -rf $(VENV) runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """Kill, hang, slow down, damage: every run must end as if nothing had happened.
 
-    python benchmarks/soak.py [--cases 60] [--minutes 15] [--seed 0] [--out DIR]
+    python benchmarks/soak.py [--cases 60] [--minutes 15] [--seed 0] [--short] [--out DIR]
 
 Each case trains a small GPT with one strategy on two or three ranks, disturbs it at random, and
 lets it go on: by itself (``--max-restarts``) or by ``--resume``. It passes if
@@ -42,6 +42,7 @@ STEPS, EVERY = 8, 2
 HANG_S = 4.0  # after which the watchdog ends a run that is made to hang; others have its default
 DEADLINE_S = 120.0  # of one start of a run; on an idle machine none takes a tenth of it
 RESTARTS = 3
+SHORT = ("zero3", "bucket_ddp_async", "pytorch_ddp", "pytorch_zero3")
 BASE: dict[str, Any] = {
     "model": {
         "workload": "gpt2", "size": "tiny",
@@ -85,10 +86,10 @@ class Case:
 # ------------------------------------------------------------------ which cases
 
 
-def cases(count: int, rng: random.Random) -> list[Case]:
+def cases(count: int, rng: random.Random, short: bool) -> list[Case]:
     """``count`` cases: every kind in turn, and every strategy in turn."""
     makers = list(MAKERS.values())
-    strategies = list(STRATEGIES)
+    strategies = list(SHORT if short else STRATEGIES)
     rng.shuffle(strategies)
     made: list[Case] = []
     turn = 0
@@ -96,7 +97,7 @@ def cases(count: int, rng: random.Random) -> list[Case]:
         maker = makers[len(made) % len(makers)]
         for attempt in range(len(strategies)):
             strategy = strategies[(turn + attempt) % len(strategies)]
-            case = maker(strategy, _world(strategy, rng), rng)
+            case = maker(strategy, 2 if short else _world(strategy, rng), rng)
             if case is not None:
                 made.append(case)
                 turn += attempt + 1
@@ -459,10 +460,10 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def soak(
-    count: int, minutes: float, seed: int, place: Path, tell: Callable[[str], None]
+    count: int, minutes: float, seed: int, short: bool, place: Path, tell: Callable[[str], None]
 ) -> list[Case]:
     rng = random.Random(seed)
-    planned = cases(count, rng)
+    planned = cases(count, rng, short)
     references: dict[tuple[str, int], Path] = {}
     done: list[Case] = []
     limit = time.monotonic() + 60 * minutes
@@ -511,14 +512,17 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=60)
     parser.add_argument("--minutes", type=float, default=15.0, help="no new case after so many")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--short", action="store_true", help="two ranks and four strategies")
     parser.add_argument("--out", type=Path, help="folder for soak.json and soak.md")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # each lost peer is a page of C++ frames
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="shardlab-soak-") as place:
-        done = soak(arguments.cases, arguments.minutes, arguments.seed, Path(place),
-                    lambda line: print(line, flush=True))  # fmt: skip
+        done = soak(
+            arguments.cases, arguments.minutes, arguments.seed, arguments.short, Path(place),
+            lambda line: print(line, flush=True),
+        )  # fmt: skip
         if not all(case.passed for case in done):  # what failed is kept, to be looked at
             kept = Path(tempfile.mkdtemp(prefix="shardlab-soak-failed-"))
             shutil.copytree(place, kept, dirs_exist_ok=True)
