@@ -59,7 +59,8 @@ def _over_memory(case: Case, row: Mapping[str, Any]) -> list[tuple[str, str]]:
     peak, budget = row["peak"], case.options["memory_mib"] * MIB
     if peak["total"] <= budget:
         return []
-    parts = sorted(((b, name) for name, b in peak.items() if name in NAMES and b), reverse=True)
+    shown = ((b, name) for name, b in peak.items() if name in NAMES and b > 0.05 * MIB)
+    parts = sorted(shown, reverse=True)
     listed = ", ".join(f"{NAMES[name]} {b / MIB:.1f}" for b, name in parts)
     largest = next((name for _, name in parts if name in SHARDED_BY), "activations")
     return [
