@@ -10,11 +10,13 @@ import base64
 import contextlib
 import csv
 import gzip
+import hashlib
 import io
 import json
 import pickle
 import struct
 import tarfile
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,22 +24,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import typer
 import yaml
 
 import chrome
 from mutations import Files
-from shardlab import cli
+from shardlab import cli, inject, record
 from shardlab import config as configs
 from shardlab import train as training
+from shardlab.checkpoint import convert, files, manifest
+from shardlab.checkpoint import start as starts
 from shardlab.data import bpe, catalog, images, loader, obtaining, reviews, tokens
 from shardlab.data import text as texts
 from shardlab.errors import UsageError
 from shardlab.measure import gate
 from shardlab.measure import resume as resuming
 from shardlab.measure.cells import Cell, Plan
-from shardlab.report import compare as comparison_report
-from shardlab.report import console, terminal
+from shardlab.report import console
+from shardlab.workloads import gpt2, huggingface
 from shardlab.workloads.base import Dataset
 from test_report import cell, explained, proof, result_of
 
@@ -392,6 +397,72 @@ def read_begun(folder: Path, _out: Path) -> None:
     assert all(isinstance(value, float) for c in cells for row in c.times_ms for value in row)
 
 
+def _checkpoints() -> tuple[Files, Files]:
+    """A checkpoint, and a run folder that holds two and did not finish."""
+    torch.manual_seed(0)
+    model = gpt2.GPT2(gpt2.Shape(layers=1, heads=2, dim=8, context=8, vocab=11))
+    state = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    with tempfile.TemporaryDirectory() as place:
+        weights, made = Path(place) / "model.safetensors", Path(place) / "made"
+        huggingface.save_safetensors(weights, state)
+        convert.import_(weights, made, convert.SAFETENSORS)
+        one = {path.name: path.read_bytes() for path in made.iterdir()}
+    rows = [{"step": i, "loss": 2.0, "step_ms": 3.0} for i in range(5)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    config = configs.Config().with_overrides({"model.size": "tiny", "launch.world": 2})
+    run = {
+        "config.yaml": config.to_yaml().encode(),
+        "status.json": json.dumps({"state": "crashed", "pids": [1, 2], "host": "x"}).encode(),
+        "rank0.jsonl": lines,
+        "rank1.jsonl": lines,
+        "ledger.rank0.jsonl": lines,
+        "checkpoints.jsonl": b'{"step": 2, "error": null}\n{"step": 4, "error": null}\n',
+        "faults.rank0.jsonl": b'{"fault": "kill:rank=0,step=1", "rank": 0, "step": 1}\n',
+    }
+    for step in ("step-000002", "step-000004"):
+        run |= {f"checkpoints/{step}/{name}": content for name, content in one.items()}
+    return one, run
+
+
+def read_checkpoint(folder: Path, out: Path) -> None:
+    """As ``checkpoint show``, ``train --resume PATH`` before ranks, and ``checkpoint export``."""
+    command("checkpoint", "show", folder)
+    base = starts.settings_of(str(folder))
+    with contextlib.suppress(UsageError):
+        cli._config(None, None, {"checkpoint.resume": str(folder)}, base)
+    command("checkpoint", "export", folder, "--to", out / "model.safetensors")
+
+
+def read_resealed(folder: Path, out: Path) -> None:
+    """The same of one whose checksums are right: damaged on purpose, or by whoever wrote it."""
+    for path in folder.rglob(manifest.NAME):
+        with contextlib.suppress(Exception):
+            content = json.loads(path.read_bytes())
+            for name, entry in content["checkpoint"]["files"].items():
+                assert (path.parent / name).is_file()
+                data = (path.parent / name).read_bytes()
+                entry |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            content["sha256"] = manifest._sum_of(content["checkpoint"])
+            path.write_text(json.dumps(content))
+    read_checkpoint(folder, out)
+
+
+def go_on(folder: Path, _out: Path) -> None:
+    """As ``train --resume auto``, before its ranks load anything."""
+    config = configs.Config().with_overrides(
+        {"output.dir": str(folder), "checkpoint.resume": "auto"}
+    )
+    starts.find_run(config)
+    list(files.unfinished(folder.parent))
+    for path in files.steps_in(folder).values():
+        with contextlib.suppress(UsageError):
+            manifest.verify(path, manifest.read(path).files)
+    inject.fired(folder)
+    record.cut_back(folder, 3)
+    command("checkpoint", "show", folder)
+
+
+ONE, RUN = _checkpoints()
 SUBJECTS = (
     Subject("config", _config_examples(), read_config, 4, is_named=True),
     Subject("--set", ({"settings.txt": SETTINGS},), read_settings, is_named=True),
@@ -408,6 +479,7 @@ SUBJECTS = (
     Subject("compare.json", ({"compare.json": json.dumps(_record()).encode()},), read_record, 2,
             is_named=True),
     Subject("compare, interrupted", (_begun(),), read_begun, 2),
+    Subject("checkpoint", (ONE,), read_checkpoint, 1),
+    Subject("checkpoint, resealed", (ONE,), read_resealed, 2),
+    Subject("run folder", (RUN,), go_on, 2),
 )  # fmt: skip
-
-__all__ = ["SUBJECTS", "Subject", "comparison_report", "terminal"]

@@ -22,6 +22,7 @@ from torch import nn
 from shardlab import comm
 from shardlab.errors import unknown
 from shardlab.faults import Fault, check_world, parse
+from shardlab.record import read_jsonl
 from shardlab.world import World
 
 if TYPE_CHECKING:
@@ -127,11 +128,8 @@ def fired(folder: Path) -> set[str]:
     """The faults that have struck in a run folder, by any rank."""
     found = set()
     for path in folder.glob("faults.rank*.jsonl"):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                found.add(str(json.loads(line)["fault"]))
-            except (ValueError, TypeError, KeyError):  # cut off by the kill that it was about
-                continue
+        if path.is_file():
+            found |= {str(row.get("fault")) for row in read_jsonl(path)}
     return found
 
 

@@ -108,6 +108,8 @@ def _finite(value: Any) -> Any:
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The rows of a file that may have been cut off in its last line."""
     rows: list[dict[str, Any]] = []
+    if path.exists() and not path.is_file():
+        return rows
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
@@ -169,17 +171,21 @@ def _mark_halted(folder: Path, halt: Halt) -> None:
 
 def cut_back(folder: Path, step: int) -> None:
     """Remove what was recorded of ``step`` and later, by all ranks: it will be done again."""
-    for path in folder.glob("rank*.jsonl"):
+    for path in _files(folder, "rank*.jsonl"):
         _keep(path, [row for row in read_jsonl(path) if _number(row, "step") < step])
     for name, key in (("evaluation.jsonl", "steps"), ("checkpoints.jsonl", "step")):
-        if (folder / name).exists():
+        if (folder / name).is_file():
             rows = [row for row in read_jsonl(folder / name) if _number(row, key) <= step]
             _keep(folder / name, rows)
-    for path in folder.glob("ledger.rank*.jsonl"):
+    for path in _files(folder, "ledger.rank*.jsonl"):
         rows = read_jsonl(path)
         later = (i for i, r in enumerate(rows) if r.get("step", 0) is not None
                  and _number(r, "step") >= step)  # fmt: skip
         _keep(path, rows[: next(later, len(rows))])
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    return [path for path in folder.glob(pattern) if path.is_file()]
 
 
 def _number(row: Mapping[str, Any], key: str) -> float:
