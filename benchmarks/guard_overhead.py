@@ -6,9 +6,9 @@ On the default comparison's workload (gpt2 mini, two ranks). "On" is what ``shar
 default after its first steps: the watchdog's thread reporting each second, ledger entries written
 as rows, a fingerprint of the collectives every 10 steps, a checksum of the replicas every 100, a
 look at loss and gradients in each step. "Off" has none of it: collectives go to torch.distributed
-directly. Blocks of ten steps alternate, and the order within each pair too, so that a machine that
-slows down slows both; a block's time includes what is due between its steps. Prints the ratio of
-the medians with its 95% interval, paired by block, of the time on the clock and of the processor's
+directly (the watchdog's thread, a few microseconds a second, runs beside both). Steps alternate,
+and the order within each pair too, so that a machine that slows down slows both. Prints the ratio of
+the medians of ten steps' means with its 95% interval, paired, by the clock and by the processor's
 time (what other programs do disturbs that less); and what each part takes by itself.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ from shardlab import config as configs
 from shardlab.launch import Ranks
 from shardlab.measure import stats
 
-STEPS = 10  # of a block
+STEPS = 10  # of each kind in a block
 WARMUP = 5
 
 
@@ -75,32 +76,29 @@ def measure(world: Any, values: dict[str, Any], blocks: int) -> dict[str, Any]:
         for row in comm.LEDGER.take():
             json.dumps(row)
 
-    def block(guarded: bool, index: int) -> tuple[float, float]:
-        """Milliseconds of a step, by the clock and by the processor, with what is due after ten."""
+    def timed(guarded: bool, number: int) -> tuple[float, float]:
+        """Milliseconds of a step, by the clock and by the processor, with what is due after it."""
         comm.all_reduce = counted if guarded else bare  # type: ignore[assignment]
         strategy.update.rule = rules[guarded]
         start, processor = time.perf_counter(), time.process_time()
-        for i in range(STEPS):
-            step(guarded, index * STEPS + i)
-        if guarded:
+        step(guarded, number)
+        if guarded and number % 10 == 0:
             guards.sequence.compare()  # type: ignore[union-attr]
-            if index % 10 == 0:  # every hundredth step
-                drift.check(strategy, world, 0)
-        taken = time.perf_counter() - start, time.process_time() - processor
-        return taken[0] * 1e3 / STEPS, taken[1] * 1e3 / STEPS
-
-    def spell(index: int, guarded: bool) -> tuple[float, float]:
-        if not guarded:
-            return block(False, index)
-        with watchdog.watching(world, None, config.launch.timeout_s):
-            return block(True, index)
+        if guarded and number % 100 == 0:
+            drift.check(strategy, world, 0)
+        return (time.perf_counter() - start) * 1e3, (time.process_time() - processor) * 1e3
 
     for i in range(WARMUP):
         step(True, i)
-    repeats: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for index in range(blocks):
-        for guarded in (True, False) if index % 2 == 0 else (False, True):
-            repeats[guarded].append(spell(index, guarded))
+    repeats: dict[bool, list[list[tuple[float, float]]]] = {True: [], False: []}
+    with watchdog.watching(world, None, config.launch.timeout_s):
+        for index in range(blocks):
+            steps_of: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+            for i in range(STEPS):
+                for guarded in (True, False) if i % 2 == 0 else (False, True):
+                    steps_of[guarded].append(timed(guarded, index * STEPS + i))
+            for guarded in (True, False):
+                repeats[guarded].append(steps_of[guarded])
     comm.all_reduce, strategy.update.rule = counted, rules[True]
 
     def each_ms(work: Callable[[], Any], times: int = 20) -> float:
@@ -109,7 +107,7 @@ def measure(world: Any, values: dict[str, Any], blocks: int) -> dict[str, Any]:
             start = time.perf_counter()
             work()
             taken.append((time.perf_counter() - start) * 1e3)
-        return sorted(taken)[times // 2]
+        return min(taken)  # when nothing disturbs it
 
     small = torch.zeros(1)
     loss = torch.zeros((), dtype=torch.float64)
@@ -154,9 +152,20 @@ def measure(world: Any, values: dict[str, Any], blocks: int) -> dict[str, Any]:
 
 
 def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """By the clock a step is as slow as its slowest rank; by the processor, all ranks' together."""
-    on, off = ([[max(t for t, _ in b)] for b in _blocks(ranks, kind)] for kind in ("on", "off"))
-    cpu = [[[sum(t for _, t in b)] for b in _blocks(ranks, kind)] for kind in ("on", "off")]
+    """By the clock a step is as slow as its slowest rank; by the processor, all ranks' together.
+
+    Means of ten steps each, so that what is done every ten counts.
+    """
+
+    def means(kind: str, which: int, over: Callable[[Any], float]) -> list[list[float]]:
+        groups = zip(*(rank[kind] for rank in ranks), strict=True)
+        return [
+            [statistics.fmean(over([s[which] for s in step]) for step in zip(*g, strict=True))]
+            for g in groups
+        ]
+
+    on, off = means("on", 0, max), means("off", 0, max)
+    cpu = [means("on", 1, sum), means("off", 1, sum)]
     median = stats.spread([b[0] for b in off])["median"]
     parts = ranks[0]["parts_ms"]
     per_step = {
@@ -192,10 +201,6 @@ def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         * ranks[0]["collectives_per_step"]
         / median,
     }
-
-
-def _blocks(ranks: list[dict[str, Any]], kind: str) -> list[tuple[tuple[float, float], ...]]:
-    return list(zip(*(rank[kind] for rank in ranks), strict=True))
 
 
 def main() -> None:
