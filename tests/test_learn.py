@@ -122,6 +122,24 @@ def test_what_is_said_is_what_happened() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("source", "cause", "words"),
+    [
+        ("def average_gradients(model:\n", "raised", "is not Python"),
+        ("x = '\0'\n", "raised", "null bytes"),
+        ("import no_such_module\n", "raised", "ModuleNotFoundError in line 1"),
+        ("x = 1\n", "missing", "your file has no `average_gradients`"),
+        ("average_gradients = 3\n", "unusable", "'int' object is not callable"),
+    ],
+)
+def test_a_file_that_is_none(source: str, cause: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "simple_ddp.py"
+    path.write_text(source)
+    found = grade.grade(Exercise("simple_ddp"), path)
+    assert [finding.cause for finding in found.findings] == [cause]
+    assert words in found.findings[0].message
+
+
 # ------------------------------------------------------------------ recognisers, without ranks
 
 

@@ -129,6 +129,8 @@ def _failed(end: End, path: str, ranks: Sequence[Told]) -> Finding:
         return Finding("memory", message, end.case)
     if any(words in text.lower() for words in GLOO) and (why := _parting(ranks)):
         return Finding("calls-differ", f"{why} (rank {rank['rank']} failed{at})", end.case)
+    if not line and not end.case:
+        return Finding("raised", f"{path} cannot be loaded: {name}: {_first(text)}")
     if not line:
         message = f"what your code left could not be used on {on}: {name}: {_first(text)}"
         return Finding("unusable", message, end.case)
