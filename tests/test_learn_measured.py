@@ -113,3 +113,24 @@ def evidence(**changes: Any) -> dict[str, list[dict[str, Any]]]:
 )
 def test_what_is_wasted_is_said(changes: dict[str, Any], causes: list[str]) -> None:
     assert [f.cause for f in choosing.judge(evidence(**changes))] == causes
+
+
+@pytest.mark.parametrize(
+    ("peak", "passes", "advice"),
+    [
+        ({"optimizer": 24, "activations": 12, "gradients": 12}, 1.0, "zero1"),
+        ({"gradients": 12, "optimizer": 12, "parameters": 6, "activations": 30}, 2.0, "zero2"),
+        ({"parameters": 12, "optimizer": 12, "activations": 1, "gradients": 6}, 2.0, "zero3"),
+        ({"optimizer": 12, "activations": 11, "parameters": 6}, 1.0, "checkpointing"),
+    ],
+)
+def test_what_to_do_about_the_peak_is_what_is_not_done_yet(
+    peak: dict[str, int], passes: float, advice: str
+) -> None:
+    mib = choosing.MIB
+    held = {name: size * mib for name, size in peak.items()} | {"total": 99 * mib}
+    row = {"label": "mine", "peak": held, "psi": 12 * mib, "passes": passes}
+    (finding,) = choosing.judge({"tight": [row, row]})
+    assert finding.cause == "over-memory"
+    assert "52.0 more than the budget of 47" in finding.message
+    assert advice in finding.message.rpartition(". ")[2]

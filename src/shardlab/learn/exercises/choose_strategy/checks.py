@@ -31,10 +31,10 @@ NAMES = {
     "activations": "activations", "buckets": "buckets and gathered blocks", "other": "other",
 }  # fmt: skip
 SHARDED_BY = {
-    "optimizer": "zero1 shards the optimizer's state",
-    "gradients": "zero2 also shards the gradients",
-    "parameters": "zero3 shards the parameters, too",
-    "activations": "activation checkpointing keeps none but the blocks' inputs",
+    "optimizer": "The optimizer's state is whole on every rank: zero1 shards it",
+    "gradients": "The gradients are whole on every rank: zero2 shards them",
+    "parameters": "The parameters are whole on every rank: zero3 shards them",
+    "activations": "Activations are kept: checkpointing keeps the blocks' inputs alone",
 }
 
 
@@ -62,15 +62,23 @@ def _over_memory(case: Case, row: Mapping[str, Any]) -> list[tuple[str, str]]:
     shown = ((b, name) for name, b in peak.items() if name in NAMES and b > 0.05 * MIB)
     parts = sorted(shown, reverse=True)
     listed = ", ".join(f"{NAMES[name]} {b / MIB:.1f}" for b, name in parts)
-    largest = next((name for _, name in parts if name in SHARDED_BY), "activations")
+    advice = next((f". {SHARDED_BY[n]}" for _, n in parts if _is_whole(n, row)), "")
     return [
         (
             "over-memory",
             f"{row['label']} holds {peak['total'] / MIB:.1f} MiB at the peak of a step, "
             f"{(peak['total'] - budget) / MIB:.1f} more than the budget of {budget / MIB:.0f}: "
-            f"{listed}. Of what is largest: {SHARDED_BY[largest]}",
+            f"{listed}{advice}",
         )
     ]
+
+
+def _is_whole(name: str, row: Mapping[str, Any]) -> bool:
+    """Whether this part of the peak could still be made smaller."""
+    if name == "activations":
+        return bool(row["passes"] < 1.5)
+    wholes = {"optimizer": 2.0, "gradients": 1.0, "parameters": 1.0}
+    return name in wholes and bool(row["peak"][name] > 0.9 * wholes[name] * row["psi"])
 
 
 def _wasteful(case: Case, ranks: list[dict[str, Any]]) -> list[tuple[str, str]]:

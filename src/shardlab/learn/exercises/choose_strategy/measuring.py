@@ -44,7 +44,12 @@ def run(case: Case, submission: ModuleType, spy: Spy) -> dict[str, Any]:
     with spy.paused():  # the strategies' calls, not the learner's
         choice = Built(config, world)
         peak = memory.by_cause(world.gather(choice.weigh(WEIGHED)))
-        found = {"label": config.strategy.label, "peak": peak}
+        found = {
+            "label": config.strategy.label,
+            "peak": peak,
+            "psi": choice.psi,
+            "passes": choice.sent["passes"],
+        }
         if peak["total"] > case.options["memory_mib"] * MIB:
             return found
         choice.watch()
@@ -129,6 +134,11 @@ class Built:
             self.settle()
         layers = len(self.workload.blocks) * self.config.training.accumulate
         self.sent["passes"] = blocks[0] / (steps * layers)
+
+    @property
+    def psi(self) -> int:
+        """Ψ: bytes of the whole model's parameters."""
+        return sum(p.numel() * p.element_size() for p in self.workload.make_model().parameters())
 
     def settle(self) -> None:
         """A collective that ends after the profiler has crashes the process (torch 2.13)."""
