@@ -7,8 +7,8 @@ default after its first steps: the watchdog's thread reporting each second, ledg
 as rows, a fingerprint of the collectives every 10 steps, a checksum of the replicas every 100, a
 look at loss and gradients in each step. "Off" has none of it: collectives go to torch.distributed
 directly (the watchdog's thread, a few microseconds a second, runs beside both). Steps alternate,
-and the order within each pair too, so that a machine that slows down slows both. Prints the ratio of
-the medians of ten steps' means with its 95% interval, paired, by the clock and by the processor's
+and the order within each pair too, so that a machine that slows down slows both. Prints the ratio
+of the medians of ten steps' means with its 95% interval, paired, by the clock and by the processor's
 time (what other programs do disturbs that less); and what each part takes by itself.
 """
 
