@@ -8,7 +8,7 @@ as rows, a fingerprint of the collectives every 10 steps, a checksum of the repl
 look at loss and gradients in each step. "Off" has none of it: collectives go to torch.distributed
 directly (the watchdog's thread, a few microseconds a second, runs beside both). Steps alternate,
 and the order within each pair too, so that a machine that slows down slows both. Prints the ratio
-of the medians of ten steps' means with its 95% interval, paired, by the clock and by the processor's
+of the medians of ten steps' means with its 95% interval, paired, by the clock and by processor
 time (what other programs do disturbs that less); and what each part takes by itself.
 """
 
