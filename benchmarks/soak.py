@@ -321,7 +321,7 @@ def _as_command(config: Config, _case: Case, folder: Path) -> str:
 
 def _under_torchrun(config: Config, case: Case, folder: Path) -> str:
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={case.world}"]
-    torchrun += [f"--max-restarts={RESTARTS}", "--master-port=0", "-m", "shardlab", "train"]
+    torchrun += [f"--max-restarts={RESTARTS}", "--standalone", "-m", "shardlab", "train"]
     config = config.with_overrides({"launch.world": None})
     return _spawn(torchrun, config, folder)
 

@@ -55,6 +55,7 @@ class Subject:
     examples: tuple[Files, ...]
     read: Callable[[Path, Path], None]  # from the first folder; writes, if at all, to the second
     weight: int = 1  # of the cases: more for what has more to say
+    forgives: bool = False  # what is damaged is passed over, not refused
     is_named: bool = False  # the user names the file: if it is a pipe, somebody will write to it
 
 
@@ -465,7 +466,7 @@ def go_on(folder: Path, _out: Path) -> None:
 ONE, RUN = _checkpoints()
 SUBJECTS = (
     Subject("config", _config_examples(), read_config, 4, is_named=True),
-    Subject("--set", ({"settings.txt": SETTINGS},), read_settings, is_named=True),
+    Subject("--set", ({"settings.txt": SETTINGS},), read_settings, forgives=True, is_named=True),
     Subject("token shards", ({"a.bin": shard(), "dataset.json": json.dumps(DESCRIBED).encode()},
                              {"a.bin": shard(), "b_val_0.bin": shard(600)}), read_tokens, 2),
     Subject("images", _image_examples(), read_images, 2),
@@ -481,5 +482,5 @@ SUBJECTS = (
     Subject("compare, interrupted", (_begun(),), read_begun, 2),
     Subject("checkpoint", (ONE,), read_checkpoint, 1),
     Subject("checkpoint, resealed", (ONE,), read_resealed, 2),
-    Subject("run folder", (RUN,), go_on, 2),
+    Subject("run folder", (RUN,), go_on, 2, forgives=True),
 )  # fmt: skip

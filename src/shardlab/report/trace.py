@@ -8,6 +8,7 @@ its size. The timeline's spans travel as binary columns in base64: 13 bytes each
 from __future__ import annotations
 
 import base64
+import functools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,14 +54,19 @@ def write_html(path: Path, traces: TraceSet) -> None:
     write_text(path, html(traces))
 
 
-def html(traces: TraceSet) -> str:
-    environment = jinja2.Environment(
+@functools.cache  # a template takes longer to compile than to fill
+def _templates() -> jinja2.Environment:
+    return jinja2.Environment(
         loader=jinja2.PackageLoader("shardlab.report"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+def html(traces: TraceSet) -> str:
+    environment = _templates()
     ranks = traces.breakdown(per="rank")
     steps = traces.breakdown(per="step")
     collectives = traces.collectives()
