@@ -15,7 +15,7 @@ help:
 	@echo "make test      lint, type-check and run every test"
 	@echo "make setup     only create $(VENV) and install"
 	@echo "make lint      only ruff and mypy"
-	@echo "make soak      60 runs, disturbed at random, must end as the undisturbed (15 minutes at most)"
+	@echo "make soak      54 runs, disturbed at random, must end as the undisturbed (15 minutes at most)"
 	@echo "make site      build the book and all pages into site/"
 	@echo "make clean     remove $(VENV), caches and runs/"
 

@@ -1,6 +1,6 @@
 """Kill, hang, slow down, damage: every run must end as if nothing had happened.
 
-    python benchmarks/soak.py [--cases 60] [--minutes 15] [--seed 0] [--short] [--out DIR]
+    python benchmarks/soak.py [--cases 54] [--minutes 15] [--seed 0] [--short] [--out DIR]
 
 Each case trains a small GPT with one strategy on two or three ranks, disturbs it at random, and
 lets it go on: by itself (``--max-restarts``) or by ``--resume``. It passes if
@@ -509,7 +509,7 @@ def table(done: list[Case]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=60)
+    parser.add_argument("--cases", type=int, default=54)
     parser.add_argument("--minutes", type=float, default=15.0, help="no new case after so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--short", action="store_true", help="two ranks and four strategies")
