@@ -398,5 +398,8 @@ def test_code_is_run_only_if_it_is_named(tmp_path: Path) -> None:
     base = starts.settings_of(str(run), {"strategy": "zero3"})
     assert base["strategy"] == {}
     assert "root" not in base["output"]
-    base = starts.settings_of(str(run), {"strategy": "evil.py:Strategy"})
+    (tmp_path / "mine.yaml").write_text("strategy: {name: 'evil.py:Strategy'}")
+    named = starts.named_by(tmp_path / "mine.yaml", None, None)
+    assert named == {"model": None, "strategy": "evil.py:Strategy"}
+    base = starts.settings_of(str(run), named)
     assert base["strategy"]["name"] == "evil.py:Strategy"

@@ -231,7 +231,7 @@ def train(
     from shardlab.report import console
 
     environment = launch.torchrun_environment()
-    named = {"model": workload, "strategy": strategy}
+    named = starts.named_by(config, workload, strategy)
     base = starts.settings_of(resume, named, keep_world=environment is None)
     if starts.is_restarted(environment):
         resume = starts.AUTO

@@ -21,6 +21,7 @@ from shardlab import config as configs
 from shardlab import world as worlds
 from shardlab.checkpoint import start as starts
 from shardlab.checkpoint.course import kept_rows, with_checkpoints
+from shardlab.checkpoint.fit import refuse_unfit
 from shardlab.checkpoint.start import Start
 from shardlab.config import LOSS_SCALE, Config, TrainingConfig
 from shardlab.data import audit as audits
@@ -282,7 +283,7 @@ def _train_rank(world: World, config: Config, command: str) -> dict[str, Any]:
         evaluate.held_out_of(workload)
     boards.check(config.output)
     start = starts.choose(config, world)
-    starts.refuse_unfit(start, config, len(workload.dataset))
+    refuse_unfit(start, config, len(workload.dataset))
     audit = Audit() if config.data.audit else None
     strategy = build_strategy(config, workload, world)
     if start.manifest is not None:

@@ -127,8 +127,13 @@ def unfinished(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def config_of(run: Path) -> dict[str, Any] | None:
+    return settings_in(run / "config.yaml")
+
+
+def settings_in(path: Path) -> dict[str, Any] | None:
+    """What a YAML file says; none, if it is no such file."""
     try:
-        values = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return None
     return values if isinstance(values, dict) else None

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from shardlab import config as configs
 from shardlab.checkpoint import parts, planning, storage
+from shardlab.checkpoint.fit import refuse_other_model
 from shardlab.checkpoint.manifest import OWN, Manifest
 from shardlab.checkpoint.save import cause
-from shardlab.checkpoint.start import Start, refuse_other_model
+from shardlab.checkpoint.start import Start
 from shardlab.config import Config
 from shardlab.errors import UsageError
 from shardlab.strategies.base import Strategy

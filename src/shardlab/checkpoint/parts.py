@@ -156,7 +156,7 @@ class Places:
         slots = slots_of(strategy)
         known = manifest.optimizer_keys()
         if slots is None:
-            self._make_state(strategy, manifest, known)
+            self._make_state(manifest, known)
             return
         for slot in slots.model:
             self._add(MODEL + slot.name, slot, slot.tensor)
@@ -178,11 +178,8 @@ class Places:
             self._copies.append((local, flat))
         self.parts[name] = Part(slot.shape, slot.start, flat)
 
-    def _make_state(
-        self, strategy: Strategy, manifest: Manifest, known: dict[str, dict[str, float | None]]
-    ) -> None:
+    def _make_state(self, manifest: Manifest, known: dict[str, dict[str, float | None]]) -> None:
         """For a strategy that takes its state whole."""
-        del strategy
         model = {
             n: torch.empty(t.shape, dtype=_dtype(t.dtype)) for n, t in manifest.model().items()
         }

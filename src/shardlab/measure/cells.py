@@ -218,6 +218,12 @@ def _cell(
             # They would be of a run, and there is none.
             "training.evaluate_every": None,
             "training.evaluate_samples": None,
+            "checkpoint.every": None,
+            "checkpoint.asynchronous": False,
+            "checkpoint.keep_every": None,
+            "checkpoint.resume": None,
+            "launch.max_restarts": 0,
+            "launch.min_world": None,
             "output.dir": None,
         }
     )
