@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import shlex
 import subprocess
@@ -364,24 +363,30 @@ def docs_lines() -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("page", "line"), docs_lines(), ids=lambda value: value)
-def test_commands_of_other_pages_can_be_parsed(page: str, line: str) -> None:
-    """They may need data or hours, but that each command and option exists can be seen at once."""
+def parse(line: str) -> None:
+    """Every command and option of the line exists; nothing is run."""
     import typer
 
     from shardlab import cli
 
-    assert page
-    words = shlex.split(line.replace("...", ""))[1:]
-    if os.pathsep in line and "|" in line:
-        words = words[: words.index("|")]
-    command = typer.main.get_command(cli.app)
-    context = command.make_context("shardlab", words, resilient_parsing=False)
+    words = shlex.split(line.partition(" | ")[0].replace("...", ""))[1:]
+    context = typer.main.get_command(cli.app).make_context("shardlab", words)
     while hasattr(context.command, "commands"):
-        rest = (
-            [*context._protected_args, *context.args]
-            if hasattr(context, "_protected_args")
-            else context.args
-        )
+        rest = [*context._protected_args, *context.args]
+        if not rest:  # a group that says something by itself
+            return
         name, found, rest = context.command.resolve_command(context, rest)
         context = found.make_context(name, rest, parent=context)
+
+
+@pytest.mark.parametrize(("page", "line"), docs_lines(), ids=lambda value: value)
+def test_commands_of_other_pages_can_be_parsed(page: str, line: str) -> None:
+    """They may need data or hours, but that each command and option exists can be seen at once."""
+    assert page
+    parse(line)
+
+
+@pytest.mark.parametrize("line", ["shardlab trian", "shardlab train --stategy zero1"])
+def test_what_cannot_be_parsed_is_noticed(line: str) -> None:
+    with pytest.raises(Exception, match="trian|stategy"):
+        parse(line)
