@@ -337,13 +337,25 @@ def _spawn(command: list[str], config: Config, folder: Path) -> str:
     try:
         output, _ = process.communicate()
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
+        for pid in [*_descendants(process.pid), process.pid]:  # torchrun's ranks are no group of it
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.wait()
         raise
     if process.returncode == 0:
         return "finished"
     lines = [line for line in output.splitlines() if line.startswith("error:")]
     return f"exit code {process.returncode}: {(lines or ['no word'])[-1]}"[:300]
+
+
+def _descendants(pid: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            if parent == pid:
+                found.append(int(path.parent.name))
+    return [*found, *(below for child in found for below in _descendants(child))]
 
 
 class _Disturber(threading.Thread):

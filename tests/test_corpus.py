@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+import commands
 import mutations
 from corpus import SUBJECTS, Subject
 from shardlab.errors import UsageError
@@ -134,3 +135,37 @@ def test_bad_input_is_refused_in_a_line(
     assert not wrong, f"{len(wrong)} of {share} cases ended badly ({dict(outcomes)}):\n{said}"
     if ONLY is None and not subject.forgives:
         assert outcomes["refused"] > share // 20  # the damage is felt
+
+
+COMMANDS = {  # of each subject: the command that reads its folder
+    "config": ["train", "--config", "in/config.yaml"],
+    "token shards": ["data", "show", "in"],
+    "archive": ["data", "mnist", "--from", "in/mnist.tar.gz", "--to", "out"],
+    "traces": ["trace", "analyze", "in", "--out", "out"],
+    "compare.json": ["compare", "--against", "in/compare.json", "--strategies", "zero3"],
+    "compare, interrupted": ["compare", "--resume", "in"],
+    "checkpoint": ["checkpoint", "show", "in"],
+}
+
+
+def test_commands_refuse_in_a_line(tmp_path: Path) -> None:
+    """A sample of the corpus as a user meets it: those cases that the readers refuse."""
+    for name, command in COMMANDS.items():
+        (subject,) = (subject for subject in SUBJECTS if subject.name == name)
+        place = tmp_path / name / "case"
+        place.mkdir(parents=True)
+        (place.parent / "outside").mkdir()
+        number = len(subject.examples)
+        while run_case(subject, number, place) != "refused":
+            shutil.rmtree(place)
+            place.mkdir()
+            number += 1
+        shutil.rmtree(place / "out")
+        before = tree(tmp_path)
+        done = commands.shardlab(*command, cwd=place)
+        assert "Traceback" not in done.stderr, f"{name}:{number}\n{done.stderr}"
+        assert done.returncode in (1, 2), f"{name}:{number}\n{done.stderr}"
+        if done.returncode == 2:
+            assert done.stderr.startswith("error: "), done.stderr
+            assert done.stderr.count("\n") == 1, done.stderr
+        assert tree(tmp_path) == before, f"{name}:{number} left something behind"
