@@ -59,7 +59,9 @@ class Entry:
     site: str  # file:line of the strategy that called
     enqueue_ns: int
     wait_ns: int | None = None  # when the strategy began to wait for it
-    done_ns: int | None = None  # when it had finished; none on NCCL, where the GPU alone knows
+    # When it had finished; none on NCCL, where the GPU alone knows, and in a recorded run where
+    # that was before the wait
+    done_ns: int | None = None
     ready_ns: int | None = None  # when the wait was over and the strategy went on
     launches: int = 1  # messages that the backend was given for it
 
@@ -166,16 +168,15 @@ class Pending:
         work: Any,
         group: Group,
         finish: Callable[[], None] | None = None,
-        waits_at_once: bool = False,
     ) -> None:
         self.entry = entry
         self._works: list[Any] = work if isinstance(work, list) else [work]
         self._finish = finish
         # Gloo runs on threads of its own; the last part to end stamps last. Such a callback waits
-        # for Python's lock, and costs 0.1 ms (in backward 2 ms): only where somebody will read the
-        # stamp, and not where the wait begins at once and its end is the same moment.
-        self._is_stamped_here = waits_at_once and group.name() == "gloo"
-        if group.name() == "gloo" and LEDGER.keeps_entries and not waits_at_once:
+        # for Python's lock and costs 0.1 ms, in backward 2 ms: 5% of a step of many collectives.
+        # So only where no limit says that a run is being recorded; there, see wait().
+        self._is_gloo = group.name() == "gloo"
+        if self._is_gloo and LEDGER.full_steps is None:
             for part in self._works:
                 part.get_future().add_done_callback(functools.partial(_stamp, entry))
 
@@ -184,11 +185,18 @@ class Pending:
         if entry.ready_ns is not None:
             return
         entry.wait_ns = time.perf_counter_ns()
+        # What ends while it is waited for ends when the wait does. What had ended before is not
+        # stamped: when, only a callback could tell.
+        ends_here = (
+            self._is_gloo
+            and LEDGER.full_steps is not None
+            and not all(work.is_completed() for work in self._works)
+        )
         LEDGER.waiting = entry
         with _span(f"wait:{entry.op}", entry):
             for work in self._works:
                 work.wait()
-            if self._is_stamped_here:
+            if ends_here:
                 entry.done_ns = time.perf_counter_ns()
             if self._finish is not None:
                 self._finish()
@@ -222,7 +230,7 @@ def _begin(
 ) -> Pending:
     """Start a collective asynchronously; wait for it here unless ``async_op``."""
     with _span(entry.op, entry):
-        pending = Pending(entry, start(), group, finish, waits_at_once=not async_op)
+        pending = Pending(entry, start(), group, finish)
     if not async_op:
         pending.wait()
     return pending
