@@ -76,6 +76,8 @@ class Rank:
             if self.phase != "dead":
                 self._tampered([])
             return
+        if self.phase in ("raised", "tampered", "dead"):
+            return  # nothing that it says later undoes it
         self.changed = time.monotonic()
         if kind == "loaded":
             self.phase = "idle"
