@@ -73,6 +73,10 @@ def test_a_config_holds_faults_and_refuses_those_that_never_strike() -> None:
     assert config(faults=None).faults == []
     with pytest.raises(UsageError, match=r"would never strike: the run has 10 steps, 0 to 9"):
         config(faults=["kill:rank=1,step=10"])
+    for fault in ("corrupt-checkpoint", "kill:rank=0,step=1,where=checkpoint"):
+        assert config(faults=[fault], checkpoint={"every": 2}).faults == [fault]
+        with pytest.raises(UsageError, match=r"writes no checkpoints; add --checkpoint-every"):
+            config(faults=[fault])
     with pytest.raises(UsageError, match=r"named twice"):
         config(faults=["kill:rank=1,step=9"] * 2)
     with pytest.raises(UsageError, match=r"faults must be a list, got text"):

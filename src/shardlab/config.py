@@ -349,7 +349,8 @@ class Config:
     faults: list[str] = field(default_factory=list)  # --inject: shardlab.faults tells which
 
     def __post_init__(self) -> None:
-        injected.check_steps(self.faults, self.training.steps)
+        has_checkpoints = self.checkpoint.every is not None
+        injected.check_steps(self.faults, self.training.steps, has_checkpoints)
         needed = self.profile.repeat * self.profile.window
         _require(
             not self.profile.enabled or self.training.steps >= needed,

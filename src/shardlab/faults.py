@@ -112,7 +112,7 @@ def _value(text: str, key: str, value: str) -> Any:
     raise UsageError(f"--inject {text[:60]}: {key}={value[:20]} is not a whole number from 0 on")
 
 
-def check_steps(texts: Iterable[str], steps: int) -> None:
+def check_steps(texts: Iterable[str], steps: int, has_checkpoints: bool = True) -> None:
     """Refuse what is no fault, and a fault that would never strike."""
     seen = set()
     for text in texts:
@@ -120,6 +120,11 @@ def check_steps(texts: Iterable[str], steps: int) -> None:
         if fault.step is not None and fault.step >= steps:
             raise UsageError(
                 f"the fault {text} would never strike: the run has {steps} steps, 0 to {steps - 1}"
+            )
+        if not has_checkpoints and "checkpoint" in (fault.kind.partition("-")[2], fault.where):
+            raise UsageError(
+                f"the fault {text} would never strike: the run writes no checkpoints; add "
+                "--checkpoint-every"
             )
         if text in seen:
             raise UsageError(f"the fault {text} is named twice")
