@@ -17,6 +17,7 @@ import pytest
 import commands
 from shardlab.learn import exercise as exercises
 from shardlab.learn import grade
+from shardlab.learn.reports import Rank
 
 ENDLESS_S = 8.0  # the deadline of what would not end by itself
 # Each runs as average_gradients(model) of the exercise simple_ddp; the causes that may be named,
@@ -218,3 +219,15 @@ def test_ending_the_command_ends_the_ranks(how: signal.Signals, tmp_path: Path) 
     assert running.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL), errors
     assert not commands.wait_until_gone([*ranks, *below], timeout=20)
     assert not list(scratch.glob("shardlab-learn-*"))
+
+
+def test_tampering_is_not_undone_by_what_follows() -> None:
+    report, theirs = os.pipe()
+    os.set_blocking(report, False)
+    rank = Rank(0, os.getpid(), report, -1, -1, b"token")
+    os.write(theirs, b'["case", {}]\n\ntoken ["case", {"got": {}}]\n')
+    rank.read_report()
+    assert rank.phase == "tampered"
+    assert rank.evidence is None
+    os.close(theirs)
+    os.close(report)
