@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import tempfile
@@ -45,6 +46,7 @@ def measure(names: list[str]) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             data = part(Path(scratch))
         env = describe(torch.device("cpu"), f"python benchmarks/book.py measure {name}")
+        env["load_average"] = os.getloadavg()  # other work on the machine is in the numbers too
         numbers = read() if NUMBERS.exists() else {}
         numbers[name] = {"command": command, "env": env, "data": data}
         text = json.dumps(numbers, indent=1, ensure_ascii=False, sort_keys=True)
