@@ -126,6 +126,26 @@ def measure(world: Any, values: dict[str, Any], blocks: int) -> dict[str, Any]:
         comm.LEDGER.check = None
         comm.LEDGER.entries.clear()
 
+    def processor_ms(work: Callable[[], Any]) -> float:
+        """Of one small collective, the least of 40 means."""
+        taken = []
+        for _ in range(40):
+            world.gather(None)
+            start = time.process_time()
+            for _ in range(50):
+                work()
+            taken.append((time.process_time() - start) * 1e3 / 50)
+            comm.LEDGER.take()
+        return min(taken)
+
+    def ledgered() -> None:
+        counted(small, world.group, label="x", async_op=True).wait()
+
+    alone = processor_ms(lambda: bare(small, world.group))
+    with_row = processor_ms(ledgered)
+    comm.LEDGER.full_steps = None  # as in a proof: a callback stamps when it ended
+    with_stamp = processor_ms(ledgered)
+    comm.LEDGER.full_steps = 1_000_000
     gradients = [torch.ones_like(p) for p in strategy.params.values()]
     reporter = watchdog.Reporter(world, None, config.launch.timeout_s, None)
     parts = {
@@ -139,6 +159,9 @@ def measure(world: Any, values: dict[str, Any], blocks: int) -> dict[str, Any]:
             lambda: drift.check(strategy, world, 0), times=5
         ),
         "one collective checked before its launch": each_ms(check),
+        "processor: one small collective": alone,
+        "processor: the same with the ledger": with_row,
+        "processor: the same with a stamp by callback": with_stamp,
     }
     reporter.report({"rank": world.rank, "end": True})
     return {
