@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -242,3 +243,11 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         assert not list(place.rglob("*.part"))
     finally:
         subprocess.run(["umount", str(place)], check=True)
+
+
+def test_the_page_names_faults_as_they_are() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "reliability.md").read_text()
+    named = re.findall(r"--inject (\S+)", page)
+    assert len(named) >= 8
+    kinds = {faults.parse(text).kind for text in named if text != "FAULT`"}
+    assert kinds == set(faults.KINDS)

@@ -85,8 +85,8 @@ class Monitor:
         # A download, or a user's model of any size, has no end that we know of, unless one waits.
         if phases & {BUILDING, PROOF}:
             return self.most_s if any(m["waits_for"] for m in active) else math.inf
-        if CHECKPOINT in phases:
-            return self.most_s  # a slow disk is not a hang
+        if phases == {CHECKPOINT}:
+            return self.most_s  # a slow disk is not a hang; a rank that never came to it is one
         if self.limit_s is not None:
             return self.limit_s
         if any(m["steps_done"] == 0 for m in active):
