@@ -104,7 +104,7 @@ MESSAGES = {
     "NoBufferBroadcast": "buffer 'drift'",
     "MeanOfMeans": "each rank divides by its own count: a mean of means",
     "ReadsAnothersData": "the data of rank 1 is not in it, the rest 2.0x: ranks read the same",
-    "BucketTooEarly": "gradient '",  # a race: what is lost differs from run to run
+    "BucketTooEarly": "gradient",  # a race: what is lost differs from run to run
     "NobodyWaits": "nobody waits for all_reduce 'grad",
     "EveryMicrobatch": "the sum so far is all-reduced after each",
     "ShardOffByOne": "shifted by one element, as by a shard's offset that is off by one",
@@ -318,7 +318,7 @@ def test_units_of_last_place() -> None:
 
 
 def first_of(**looks: Any) -> dict[str, Any]:
-    return {"step": 1, "kind": "parameter", "tensor": "w", "model": "m", "rank": 1, "ranks": [1],
+    return {"step": 1, "kind": "parameter", "gradients_equal": True, "tensor": "w", "model": "m", "rank": 1, "ranks": [1],
             "world": 2, "counts": [[1], [1]], **looks}  # fmt: skip
 
 

@@ -102,8 +102,10 @@ def _by_elements(first: Mapping[str, Any]) -> str:
         return f"{off}{only}, in only {place}{edge}"
     if first["ratio"] is not None and not _is(first["ratio"], 1):
         return f"{off}{only}: exactly {_times(first['ratio'])}"
-    if first["kind"] == "parameter":
+    if first["kind"] == "parameter" and first.get("gradients_equal"):
         return f"{off}{only}, though the gradients are equal: look at the update"
+    if first["kind"] == "parameter":
+        return f"{off}{only}: a wrong gradient, or one that the update did not wait for"
     return f"{off}{only}"
 
 

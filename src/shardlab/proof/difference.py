@@ -29,6 +29,7 @@ class Trail:
     digests: dict[str, str] = field(default_factory=dict)  # of every tensor of every step
     first: dict[str, Any] | None = None  # difference from one process
     worst: dict[str, Any] = field(default_factory=lambda: {"ulp": 0.0, "where": None})
+    looked: set[int] = field(default_factory=set)  # steps whose gradients were compared
     unwaited: list[str] = field(default_factory=list)  # collectives still under way after step()
 
     def start(self, tensors: Tensors) -> None:
@@ -45,6 +46,7 @@ class Trail:
             return
         want, is_new = self.reference, self.first is None
         if gradients is not None:
+            self.looked.add(step)
             self._compare(step, "gradient", gradients, want.gradients[step])
             if is_new and self.first is not None:  # says more about the cause than the loss
                 mixture = mixture_of(gradients, want.parts[step], self.first["tensor"])
@@ -55,9 +57,11 @@ class Trail:
         """Parameters and buffers after the step."""
         self._note(step, "parameter", tensors)
         if self.reference is not None:
-            want = self.reference
+            want, is_new = self.reference, self.first is None
             before = want.tensors[step - 1] if step else want.start
             self._compare(step, "parameter", tensors, want.tensors[step], before)
+            if is_new and self.first is not None:
+                self.first["gradients_equal"] = step in self.looked
 
     def _note(self, step: int | None, kind: str, tensors: Tensors) -> None:
         for name, tensor in tensors.items():

@@ -203,9 +203,11 @@ def _run(
         comm.LEDGER.step = step
         loss = around(partial(strategy.gradients, shares[rank]))
         comm.LEDGER.step = None
-        after("gradients")
         # To look at gradients is to wait for them: step() must do so too, where nobody looks.
         looks = step == 0 or step + 1 < len(shares_of_steps)
+        if looks:
+            getattr(strategy, "settle", lambda: None)()
+            after("gradients")
         trail.gradients(step, loss, strategy.full_grads() if looks else None)
         comm.LEDGER.step = step
         around(strategy.step)
