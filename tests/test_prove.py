@@ -318,8 +318,8 @@ def test_units_of_last_place() -> None:
 
 
 def first_of(**looks: Any) -> dict[str, Any]:
-    return {"step": 1, "kind": "parameter", "gradients_equal": True, "tensor": "w", "model": "m", "rank": 1, "ranks": [1],
-            "world": 2, "counts": [[1], [1]], **looks}  # fmt: skip
+    return {"step": 1, "kind": "parameter", "tensor": "w", "model": "m", "rank": 1, "ranks": [1],
+            "world": 2, "counts": [[1], [1]], "gradients_equal": True, **looks}  # fmt: skip
 
 
 @pytest.mark.parametrize(
