@@ -265,7 +265,7 @@ def settings(strategy: str, world: int, folder: Path, **more: Any) -> Config:
 def run(case: Case, folder: Path, rng: random.Random) -> None:
     """Start it, disturb it, and let it go on until it has finished or cannot."""
     restarts = RESTARTS if case.goes_on == "restart" and case.by != "torchrun" else 0
-    # A collective that is left out is paired with another one; if sizes differ, Gloo waits for ever.
+    # A collective that is left out is paired with another one: of other sizes, Gloo waits for ever.
     makes_hang = ("hang", "drop")
     hangs = any(f.startswith(makes_hang) for f in case.faults) or case.outside.startswith("STOP")
     config = settings(
