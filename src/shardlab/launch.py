@@ -12,6 +12,7 @@ second. This process itself does not import torch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -343,10 +344,17 @@ def launch(
             with contextlib.suppress(OSError):  # a full disk: it is told, if not written
                 record.mark_crashed(folder, failure)
 
+    def mark_unless_told(failure: RankFailure) -> None:
+        """Of a rank that only knows that it must go: whoever knows why has said so, perhaps."""
+        from shardlab.checkpoint import files
+
+        if folder is not None and files.state_of(folder).get("state") == "running":
+            mark(failure)
+
     environment = torchrun_environment()
     try:
         if environment is not None:
-            return _run_joined(target, config, args, environment, listen, mark)
+            return _run_joined(target, config, args, environment, listen, mark, mark_unless_told)
         assert config.world is not None
         with Ranks(config, config.world) as ranks:
             return ranks.run(target, *args, on_event=listen)[0]
@@ -371,6 +379,7 @@ def _run_joined(
     environment: Mapping[str, int],
     listen: Callable[[Event], None],
     mark: Callable[[RankFailure], None],
+    mark_unless_told: Callable[[RankFailure], None],
 ) -> Any:
     """This process as one rank of torchrun's world."""
     from torch.distributed import PrefixStore, rendezvous
@@ -382,16 +391,18 @@ def _run_joined(
     # After a restart the old world's addresses are still in torchrun's store: a new name space.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"shardlab/{attempt}", store)
+    ended = RankFailure(rank, "ended by torchrun, because another rank had failed")
     try:
         if config.world not in (None, size):
             raise UsageError(
                 f"launch.world is {config.world}, but torchrun has started {size} ranks; "
                 "leave it out"
             )
-        local_rank, local_size = environment["local_rank"], environment["local_size"]
-        world = worlds.join(config, rank, size, local_rank, local_size, store, tell=listen)
-        result = _resolve(target)(world, *args)
-        worlds.leave()
+        with _ended_by_signal(functools.partial(mark_unless_told, ended)):
+            local_rank, local_size = environment["local_rank"], environment["local_size"]
+            world = worlds.join(config, rank, size, local_rank, local_size, store, tell=listen)
+            result = _resolve(target)(world, *args)
+            worlds.leave()
         return result if rank == 0 else None
     except Exception as error:
         failure = _Failure.of(rank, *_as_message(error))
@@ -405,6 +416,31 @@ def _run_joined(
             if store.add("failures", 1) > 1:
                 raise SystemExit(failure.exit_code) from None
         raise failure.error from None
+
+
+@contextlib.contextmanager
+def _ended_by_signal(say: Callable[[], None]) -> Iterator[None]:
+    """torchrun ends the ranks that are left by SIGTERM. It may find us waiting in C, where no
+    handler of Python's runs; but the signal's number still comes, through a pipe, to a thread.
+    """
+    numbers, sender = os.pipe()
+    os.set_blocking(sender, False)
+
+    def listen() -> None:
+        while number := os.read(numbers, 1):
+            if number[0] == signal.SIGTERM:
+                say()
+                os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=listen, daemon=True).start()
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    pipe_before = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(pipe_before)
+        signal.signal(signal.SIGTERM, before)
+        os.close(sender)  # the thread reads the end, and leaves
 
 
 # ------------------------------------------------------------------ the child
