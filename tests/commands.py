@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -31,6 +32,11 @@ def shardlab(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[s
     return run(*SHARDLAB, *args, cwd=cwd, **env)
 
 
+def _hears_ctrl_c() -> None:
+    """Where the tests themselves run in a shell's background, it is ignored, and that passes on."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(*command: str, cwd: Path) -> subprocess.Popen[str]:
     """In the background, in a process group of its own."""
     return subprocess.Popen(
@@ -41,6 +47,7 @@ def start(*command: str, cwd: Path) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=_hears_ctrl_c,
     )
 
 
