@@ -142,9 +142,8 @@ class Zero3(Sharded):
         self._await(self.units[i])
 
     def _arrived(self, i: int, name: str, parameter: nn.Parameter) -> None:
-        """Half way through a block, the gradients of the one before have had time to travel.
-
-        When their buffers are free there is room for this block's, and to prefetch the next.
+        """Half way through a block, the gradients of the one before have had time to travel: when
+        their buffers are free there is room for this block's, and to prefetch the next.
         """
         self.arrived.append((self.units[i], name, parameter))
         self.counts[i] += 1

@@ -30,7 +30,7 @@ class Place:
     def mistake(self, message: str) -> UsageError:
         source = linecache.getline(self.file, self.line).strip()
         shown = f"\n    {source}" if source else ""
-        return UsageError(f"{_shown(self.file)}:{self.line}: {message}{shown}")
+        return UsageError(f"{_shown(self.file)}:{self.line}: {message}{shown}", lines=True)
 
     @classmethod
     def of_name(cls, name: str) -> Place:
