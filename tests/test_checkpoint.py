@@ -453,7 +453,7 @@ def test_the_commands(
     assert code == 2
     assert err.startswith("error: run/checkpoints/step-000004/rank0.safetensors is damaged")
     assert not (tmp_path / "x").exists()
-    missing = (2, "", "error: no folder nowhere to resume from\n")
+    missing = (2, "", "error: there is no folder nowhere: name a run's, or a checkpoint's\n")
     assert shardlab("train", "--resume", "nowhere") == missing
 
 

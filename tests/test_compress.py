@@ -20,7 +20,8 @@ from shardlab import config as configs
 from shardlab import train as training
 from shardlab.errors import UsageError
 from shardlab.strategies import STRATEGIES
-from shardlab.strategies.compress import Compressor, Half, PowerSGD
+from shardlab.strategies.compress import Compressor, Half
+from shardlab.strategies.powersgd import PowerSGD
 from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch
 from shardlab.world import World

@@ -149,7 +149,7 @@ def find(text: str) -> Path:
     if is_checkpoint(path) or steps_in(path):
         return path
     if not path.is_dir():
-        raise UsageError(f"no folder {path} to resume from")
+        raise UsageError(f"there is no folder {path}: name a run's, or a checkpoint's")
     if (path / "config.yaml").is_file():
         raise UsageError(f"{path} is a run without a checkpoint; it cannot be resumed")
     raise UsageError(f"{path} is neither a checkpoint nor the folder of a run that has some")

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from shardlab import comm
 from shardlab.errors import UsageError
-from shardlab.strategies import base
+from shardlab.strategies import base, dtensors
 from shardlab.strategies.sharded import DTYPES
-from shardlab.strategies.slots import Slot, Slots
+from shardlab.strategies.slots import Slots
 from shardlab.strategies.update import Rule, Update
 from shardlab.workloads.base import Batch, LossFn
 
@@ -80,7 +79,7 @@ class PyTorchFSDP:
 
     def step(self) -> None:
         grads = [p.grad for p in self.params.values() if p.grad is not None]
-        self.update([_local(g) for g in grads], sharded_over=self.mesh.get_group(-1))
+        self.update([dtensors.local(g) for g in grads], sharded_over=self.mesh.get_group(-1))
         self.optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
@@ -124,23 +123,23 @@ class PyTorchFSDP:
     def full_params(self) -> dict[str, Tensor]:
         base.broadcast_buffers(self.model, self.group)
         tensors = (*self.model.named_parameters(), *self.model.named_buffers())
-        return {name: _whole(t.detach()) for name, t in tensors}
+        return {name: dtensors.whole(t.detach()) for name, t in tensors}
 
     def full_grads(self) -> dict[str, Tensor | None]:
         scale = self.update.scale
         return {
-            name: None if p.grad is None else _whole(p.grad) / scale
+            name: None if p.grad is None else dtensors.whole(p.grad) / scale
             for name, p in self.params.items()
         }
 
     def slots(self) -> Slots:
         tensors = (*self.model.named_parameters(), *self.model.named_buffers())
-        trained = {p: _slot(name, p) for name, p in self.params.items()}
-        return Slots([_slot(name, t) for name, t in tensors], trained, self.optimizer)
+        trained = {p: dtensors.slot(name, p) for name, p in self.params.items()}
+        return Slots([dtensors.slot(name, t) for name, t in tensors], trained, self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         optimizer = {
-            name: {key: _whole(value) for key, value in self.optimizer.state[p].items()}
+            name: {key: dtensors.whole(value) for key, value in self.optimizer.state[p].items()}
             for name, p in self.params.items()
             if p in self.optimizer.state
         }
@@ -150,54 +149,15 @@ class PyTorchFSDP:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-            tensor.copy_(_like(state["model"][name], tensor))
+            tensor.copy_(dtensors.like(state["model"][name], tensor))
         self.optimizer.state.clear()
         for name, p in self.params.items():
             if name in state["optimizer"]:
                 self.optimizer.state[p] = {
-                    key: _like(value, p) if value.shape == p.shape else value.clone()
+                    key: dtensors.like(value, p) if value.shape == p.shape else value.clone()
                     for key, value in state["optimizer"][name].items()
                 }
         self.update.load_state_dict(state["update"])
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _slot(name: str, tensor: Tensor) -> Slot:
-    """The rows that fully_shard has dealt to this rank: ceil(rows / n), the last ones fewer."""
-    if not isinstance(tensor, DTensor):
-        return Slot(name, tensor.shape, 0, tensor.detach())
-    group = tensor.device_mesh.get_group(-1)
-    rows = -(-len(tensor) // group.size())
-    of_row = tensor.numel() // max(1, len(tensor))
-    start = min(group.rank() * rows, len(tensor)) * of_row
-    return Slot(name, tensor.shape, start, tensor.to_local().detach())
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """A copy of the whole of it. A collective, if it is sharded.
-
-    fully_shard deals out rows: each rank has ceil(rows / n), the last ones fewer or none. (Its own
-    ``full_tensor`` crashes with CUDA tensors over Gloo, torch 2.11.)
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor.clone()
-    group, local = tensor.device_mesh.get_group(-1), tensor.to_local()
-    rows = -(-len(tensor) // group.size())
-    padded = local.new_zeros(rows, *local.shape[1:])
-    padded[: len(local)] = local
-    full = local.new_empty(rows * group.size(), *local.shape[1:])
-    comm.all_gather(full, padded, group, label="full")
-    return full[: len(tensor)].clone()
-
-
-def _like(whole: Tensor, tensor: Tensor) -> Tensor:
-    """Sharded as ``tensor`` is."""
-    if not isinstance(tensor, DTensor):
-        return whole.clone()
-    return distribute_tensor(whole.to(tensor.device), tensor.device_mesh, tensor.placements)
 
 
 def _leaves(loss: Tensor) -> set[Tensor]:
