@@ -373,7 +373,7 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
 
 
 def test_the_interval_of_the_same_numbers() -> None:
-    times = [[100.0, 101.0], [99.0, 100.0]]
+    times = [[100.0, 101.0], [99.0, 100.0], [100.0, 100.0], [101.0, 99.0]]
     assert stats.ratio(times, times) == 1
     low, high = stats.ratio_interval(times, times, paired=True)
     assert 0.95 < low <= 1 <= high < 1.05

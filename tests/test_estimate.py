@@ -133,6 +133,19 @@ def test_a_gpu_gives_out_blocks(simulator: Simulator) -> None:
     assert found["total"] > 0
 
 
+def test_over_nccl_ddps_first_buckets_stay_beside_the_new_ones(simulator: Simulator) -> None:
+    """Measured on a GPU (docs/memory.md): one more copy of the gradients in the second step."""
+    ours = step(simulator, config_of("bucket_ddp_async", 1, 1, GPT), "cuda")
+    ddp = step(simulator, config_of("pytorch_ddp", 1, 1, GPT), "cuda")
+    unknown = config_of("pytorch_ddp:find_unused_parameters=true", 1, 1, GPT)
+    gloo = step(simulator, config_of("pytorch_ddp", 1, 1, GPT), "cpu")
+    one_copy = ddp["parameters"]
+    assert ddp["total"] - ours["total"] == pytest.approx(one_copy, rel=0.02)
+    assert ddp["gradients"] == pytest.approx(2 * one_copy, rel=0.02)
+    assert gloo["gradients"] == pytest.approx(one_copy, rel=0.02)
+    assert step(simulator, unknown, "cuda")["gradients"] == pytest.approx(one_copy, rel=0.02)
+
+
 def test_wrong_input_and_a_crash_are_told_apart(simulator: Simulator) -> None:
     with pytest.raises(UsageError, match="cannot form groups of 3"):
         simulator.run(config_of("pytorch_hsdp:shards=3", 4, 1, GPT), "cpu")

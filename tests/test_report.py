@@ -377,8 +377,11 @@ def test_the_terminal_explains_and_proves() -> None:
     assert text.count("✓") == text.count("✗") == 1
     table = terminal.explained_table(result)
     assert table is not None
-    assert table.row_count == 2
+    assert table.row_count == 3
     assert terminal.explained_table(result_of(cell("single", 100))) is None
+    unprofiled = terminal.explained_table(result_of(cell("single", 100, mfu=0.25)))
+    assert unprofiled is not None
+    assert [c.header for c in unprofiled.columns] == ["strategy", "skew\nms", "speed\n95%", "MFU"]
     assert terminal.verdict_lines(result)[1].startswith("Choose b: ")
 
 

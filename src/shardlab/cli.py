@@ -323,9 +323,9 @@ def compare(
     device: Annotated[str | None, DEVICE] = None,
     backend: Annotated[str | None, BACKEND] = None,
     port: Annotated[int | None, PORT] = None,
-    repeats: Annotated[int, typer.Option(help="Interleaved visits to each strategy.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Interleaved visits to each strategy.")] = 4,
     warmup: Annotated[int, typer.Option(help="Steps before the clock counts, per visit.")] = 2,
-    steps: Annotated[int, typer.Option(help="Timed steps per visit.")] = 6,
+    steps: Annotated[int, typer.Option(help="Timed steps per visit.")] = 3,
     prove: Annotated[
         bool, typer.Option(help="Prove each strategy on a small float64 model, after the timing.")
     ] = True,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -82,6 +84,7 @@ def join(
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(launch.threads_per_rank)
+        _keep_freed_memory()
     dist.init_process_group(
         backend,
         store=store,
@@ -93,6 +96,19 @@ def join(
     group = dist.group.WORLD
     assert group is not None
     return World(rank, size, local_rank, device, backend, _mesh(group, device), tell, pulse)
+
+
+def _keep_freed_memory() -> None:
+    """What a step frees stays with the process, for the next step to use.
+
+    As it comes, glibc gives it back when it likes, and each page of it costs a fault when it is
+    touched again: 2 to 6% of a sharded step, and more or less of that with what ran before.
+    """
+    trim_threshold, mmap_threshold = -1, -3  # of <malloc.h>
+    with contextlib.suppress(OSError, AttributeError):  # not glibc: nothing to be told
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(trim_threshold, 2**31 - 1)  # free memory at the end of the heap, to be given back
+        mallopt(mmap_threshold, 32 * 2**20)  # beyond, a mapping of its own; the most it takes
 
 
 def leave() -> None:

@@ -39,9 +39,11 @@ def confine(number: int, say: int, hear: int, output: int, scratch: str) -> tupl
         if fd > 2 and fd not in (base, base + 1):
             with contextlib.suppress(OSError):
                 os.close(fd)
-    _limit(resource.RLIMIT_DATA, MEMORY_PER_PROCESS)
-    # Not every kernel counts the first; of addresses torch has many before anything is allocated.
-    _limit(resource.RLIMIT_AS, _address_space() + 4 * MEMORY_PER_PROCESS)
+    # Above what it has by now: torch itself has much, and more where it is built for GPUs. Not
+    # every kernel counts the first.
+    data, mapped = _memory()
+    _limit(resource.RLIMIT_DATA, data + MEMORY_PER_PROCESS)
+    _limit(resource.RLIMIT_AS, mapped + 4 * MEMORY_PER_PROCESS)
     _limit(resource.RLIMIT_FSIZE, FILE_SIZE)
     _limit(resource.RLIMIT_CORE, 0)
     os.chdir(scratch)
@@ -59,12 +61,13 @@ def _open_descriptors() -> list[int]:
     return list(range(3, 256))
 
 
-def _address_space() -> int:
-    """What this process has mapped by now; 64 GiB where nobody tells."""
+def _memory() -> tuple[int, int]:
+    """Bytes of data and of all addresses that this process has by now; where nobody tells, most."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        pages = [int(number) for number in Path("/proc/self/statm").read_text().split()]
     except OSError:
-        return 64 * GIB
+        return 0, 64 * GIB
+    return pages[5] * resource.getpagesize(), pages[0] * resource.getpagesize()
 
 
 def _limit(what: int, value: int) -> None:

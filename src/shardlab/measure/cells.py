@@ -22,9 +22,9 @@ BASELINE = "single"
 class Plan:
     """How often and how long each strategy is run, and what is done after it was timed."""
 
-    repeats: int = 3
+    repeats: int = 4
     warmup: int = 2
-    steps: int = 6  # timed, per repeat
+    steps: int = 3  # timed, per repeat
     prove: bool = True
     profile: ProfileConfig | None = None  # traces, after all is timed; none: none
 

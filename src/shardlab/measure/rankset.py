@@ -29,3 +29,8 @@ class RankSet:
         if self.ranks is None or not self.ranks.alive:
             self.ranks = self.stack.enter_context(Ranks(self.launch, self.size))
         return self.ranks.run(target, *args, deadline_s=deadline_s)
+
+    def renew(self) -> None:
+        """The next job has new processes."""
+        self.stack.close()
+        self.ranks = None

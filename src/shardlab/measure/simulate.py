@@ -131,9 +131,29 @@ class _Reducer(dist.Reducer):
     """DDP's, which lays its buckets out anew after a step, and asks rank 0 how: there is none.
 
     The buckets stay in the order of the parameters. Their sizes, and so the memory, are the same.
+    But over NCCL the first step's lie beside the new ones in the second step: PyTorch lets go of
+    what DDP has sent when a thread that looks every 100 ms has seen it arrive and something else is
+    sent, which is in the second backward.
     """
 
+    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(params, *args, **kwargs)
+        is_laid_out_anew = not args[5]  # find_unused_parameters
+        self._of_gradients = list(params) if is_laid_out_anew else []
+        self._steps = 0
+        self._first_buckets: list[Tensor] = []
+
+    def prepare_for_backward(self, outputs: Any) -> None:
+        """Once in a step, before the backward that sends."""
+        super().prepare_for_backward(outputs)
+        self._steps += 1
+
     def _rebuild_buckets(self) -> bool:
+        """At the beginning of each forward."""
+        if self._steps != 1 or Solo.kind != "nccl":
+            self._first_buckets = []
+        elif not self._first_buckets:
+            self._first_buckets = [torch.empty_like(p) for p in self._of_gradients]
         return False
 
 

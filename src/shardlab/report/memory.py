@@ -33,7 +33,11 @@ def show(result: Result, path: Path) -> None:
         out.print()
     for line in sentences(result):
         out.print(line, markup=False)
-    out.print(f"  {path}", soft_wrap=True, markup=False)
+    snapshots = result.get("snapshots") or []
+    if snapshots:
+        out.print("drop a snapshot on https://pytorch.org/memory_viz to see it", markup=False)
+    for written in (path, *snapshots):
+        out.print(f"  {written}", soft_wrap=True, markup=False)
 
 
 def _table(title: str) -> Table:

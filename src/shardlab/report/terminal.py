@@ -54,32 +54,45 @@ def _table(title: str, caption: Text | None = None) -> Table:
 
 
 def explained_table(result: Result) -> Table | None:
-    """How sure a speed is, and where a profiled step went; none if nothing was profiled."""
-    cells = [c for c in fmt.measured(result) if c.get("profile")]
-    if not cells:
+    """How sure a speed is, and where a profiled step went; none if there is nothing to say."""
+    cells = fmt.measured(result)
+    has_profile = any(cell.get("profile") for cell in cells)
+    has_mfu = any(cell.get("mfu") for cell in cells)
+    if not (has_profile or has_mfu or len(cells) > 1):
         return None
+    sure = "how sure the speed is (95%)"
     table = _table(
-        "where a profiled step goes, ms · what a rank sends · how sure the speed is (95%)"
+        f"where a profiled step goes, ms · what a rank sends · {sure}" if has_profile else sure
     )
     table.add_column("strategy", overflow="fold", min_width=12)
-    has_mfu = any(cell.get("mfu") for cell in cells)
-    heads = ("com-\npute", "exposed\ncomm", "waits", "idle", "over-\nlap", "sent", "skew\nms")
-    for header in (*heads, "speed\n95%", *(["MFU"] if has_mfu else [])):
+    heads = ("com-\npute", "exposed\ncomm", "waits", "idle", "over-\nlap", "sent")
+    for header in (*(heads if has_profile else ()), "skew\nms", "speed\n95%"):
         table.add_column(header, justify="right", no_wrap=True)
+    if has_mfu:
+        table.add_column("MFU", justify="right", no_wrap=True)
     for cell in cells:
-        profile, sent = cell["profile"], cell.get("sent") or {}
-        idle = profile["memory_ms"] + profile["idle_host_ms"] + profile["idle_ms"]
-        shown = (profile["compute_ms"], profile["exposed_comm_ms"], profile["wait_ms"], idle)
         table.add_row(
             Text(cell["label"]),
-            *(fmt.number(value) for value in shown),
-            fmt.percent(profile["overlap_pct"]),
-            fmt.size(sent.get("bytes")),
+            *(_profile(cell) if has_profile else ()),
             fmt.number(cell["skew_ms"]),
             fmt.interval(cell["speed_interval"]) or fmt.NOTHING,
             *([fmt.mfu(cell)] if has_mfu else []),
         )
     return table
+
+
+def _profile(cell: fmt.Cell) -> list[str]:
+    """Where a profiled step of the cell went, and what it sent."""
+    profile, sent = cell.get("profile"), cell.get("sent") or {}
+    if not profile:
+        return [fmt.NOTHING] * 6
+    idle = profile["memory_ms"] + profile["idle_host_ms"] + profile["idle_ms"]
+    shown = (profile["compute_ms"], profile["exposed_comm_ms"], profile["wait_ms"], idle)
+    return [
+        *(fmt.number(value) for value in shown),
+        fmt.percent(profile["overlap_pct"]),
+        fmt.size(sent.get("bytes")),
+    ]
 
 
 def gate_table(gate: Mapping[str, Any]) -> Table:

@@ -138,7 +138,8 @@ class BucketDDPAsync(SimpleDDP):
             for name in names:
                 self.params[name].grad = gradients.get(name)
             self.optimizer.step()  # it passes over parameters that have no gradient
-            self.optimizer.zero_grad(set_to_none=True)
+            for name in names:
+                self.params[name].grad = None
 
     def full_grads(self) -> dict[str, Tensor | None]:
         self.settle()

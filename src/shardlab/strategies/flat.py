@@ -79,7 +79,7 @@ def buckets_of(
     order: Iterable[str],
     bucket_mb: float | None,
     first_bucket_mb: float,
-    parts: int = 4,
+    parts: int = 2,
 ) -> list[dict[str, nn.Parameter]]:
     """Parameters in the given order, cut into buckets of about ``bucket_mb``: full when that much
     is in, as in DDP, so that a small parameter is not sent alone because the next is large.

@@ -95,7 +95,8 @@ class Sharded(ShardedState):
                 for parameter, part in gradients[unit.label].items():
                     parameter.grad = part
                 self.optimizer.step()  # it passes over parameters that have no gradient
-                self.optimizer.zero_grad(set_to_none=True)
+                for parameter in gradients[unit.label]:
+                    parameter.grad = None
                 then(unit)
 
         whole = [part for parts in gradients.values() for part in parts.values()]
