@@ -111,6 +111,7 @@ def of_record(path: Path) -> Iterator[dict[str, Any]]:
             "data.source": "synthetic",
             "data.seq_len": data["seq_len"],
             "precision.compute": result["config"]["precision"]["compute"],
+            "launch.backend": result["env"]["backend"],
         },
     )
     for cell in result["cells"]:

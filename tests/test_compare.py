@@ -318,9 +318,13 @@ def test_mfu_is_a_share_of_the_measured_rate_of_a_device() -> None:
     found = cells(configs.Config(), "single,simple_ddp")
     for cell in found:
         cell.times_ms, cell.skews_ms, cell.losses, cell.samples = [[100.0]], [0.0], [5.0], 8
-    env = ENV | {"flops_per_sample": 1e9, "matmul": {"fp32": {"flops_per_s": 160e9}}}
+    peak = {"flops_per_s": 160e9, "devices": 2}
+    env = ENV | {"flops_per_sample": 1e9, "matmul": {"fp32": peak}}
     rows = comparison.summarize(found, Plan(), "shardlab compare", env)["cells"]
     assert [row["mfu"] for row in rows] == [0.5, 0.25]  # 80 GFLOP/s, by one device, by two
+    env["matmul"] = {"fp32": peak | {"devices": 1}}  # that the two share
+    rows = comparison.summarize(found, Plan(), "shardlab compare", env)["cells"]
+    assert [row["mfu"] for row in rows] == [0.5, 0.5]
     rows = comparison.summarize(found, Plan(), "shardlab compare", ENV)["cells"]
     assert rows[0]["mfu"] is None
 

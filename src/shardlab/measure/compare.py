@@ -68,7 +68,7 @@ def compare(
         store = None if folder is None else Store(folder())
         if store is not None:
             store.begin(cells, plan, command)
-        estimate = functools.partial(_estimate, simulator, env["device"])
+        estimate = functools.partial(_estimate, simulator, env["device"], env["backend"])
         planned = list(_jobs(cells, plan, folder, estimate))
         jobs = [job for job in planned if not job.is_done(job.cell)]
         total = len(planned)
@@ -92,7 +92,9 @@ def _calibrate(ranks: RankSet, cells: Sequence[Cell], command: str) -> dict[str,
     for precision in dict.fromkeys(cell.config.precision.compute for cell in cells):
         cell = next(c for c in cells if c.config.precision.compute == precision)
         found = ranks.run("shardlab.measure.throughput:describe", cell.config.to_dict(), command)[0]
-        peaks[precision], flops = found["peak"], found["flops_per_sample"]
+        peak, flops = found["peak"], found["flops_per_sample"]
+        of_device = peak["flops_per_s"] * ranks.size / peak["devices"]  # which ranks may share
+        peaks[precision] = {**peak, "flops_per_s": of_device}
     return {"matmul": peaks, "flops_per_sample": flops}
 
 
@@ -175,9 +177,9 @@ def _weigh(ranks: RankSet, cell: Cell, estimate: Callable[[Cell], None]) -> None
         estimate(cell)
 
 
-def _estimate(simulator: Simulator, device: str, cell: Cell) -> None:
+def _estimate(simulator: Simulator, device: str, backend: str, cell: Cell) -> None:
     """What ``shardlab memory`` would have said, beside what was weighed. It may not know."""
-    config = cell.config.with_overrides(WEIGHED)
+    config = cell.config.with_overrides({**WEIGHED, "launch.backend": backend})
     try:
         weights = simulator.run(config, device)["weights"]
         cell.estimated_bytes = max(weights.values(), key=lambda peak: peak["total"])
@@ -332,8 +334,10 @@ def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
     row["skew_ms"] = statistics.median(cell.skews_ms)
     row |= stats.throughput(times, cell.samples, cell.tokens_per_sample)
     if env.get("matmul") and env.get("flops_per_sample"):
-        rate = env["flops_per_sample"] * row["samples_per_s"] / cell.world
-        row["mfu"] = rate / env["matmul"][config.precision.compute]["flops_per_s"]
+        peak = env["matmul"][config.precision.compute]
+        devices = min(cell.world, peak["devices"])
+        rate = env["flops_per_sample"] * row["samples_per_s"]
+        row["mfu"] = rate / (peak["flops_per_s"] * devices)
     row["peak_bytes"] = cell.peak_bytes or {"total": None}
     row["loss"] = cell.losses[-1]
     if baseline.status == "ok" and baseline.times_ms:

@@ -55,6 +55,7 @@ class Solo(dist.ProcessGroup):
     """A process group whose other ranks are not there. Every collective is done at once."""
 
     kind = "gloo"  # whose ways it imitates: strategies and FSDP ask
+    copies = True  # in the memory that is looked at; of a GPU's tensors Gloo makes its on the host
     on_tensors: Callable[[Any], None] = staticmethod(lambda _tensors: None)
 
     def __init__(self, rank: int, size: int) -> None:
@@ -96,7 +97,7 @@ class Solo(dist.ProcessGroup):
 
     def _copy(self, tensors: Any) -> None:
         """Made, all at one time, and let go of."""
-        if self.kind == "gloo":
+        if self.copies:
             [torch.empty_like(t) for t in tree_leaves(tensors) if isinstance(t, Tensor)]
 
     def _exchange(self, output: Any, given: Any, *_: Any, **__: Any) -> Any:
@@ -249,11 +250,13 @@ def without_peers() -> Iterator[None]:
 
 
 @contextmanager
-def solo_world(size: int, device: torch.device, backend: str, rank: int = 0) -> Iterator[World]:
-    """Rank ``rank`` of ``size``, alone."""
+def solo_world(
+    size: int, device: torch.device, backend: str, rank: int = 0, on_gpu: bool = False
+) -> Iterator[World]:
+    """Rank ``rank`` of ``size``, alone. ``on_gpu``: it stands for one, wherever its tensors are."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _make_solo, devices=["cpu", "cuda"])
-    Solo.kind = backend
+    Solo.kind, Solo.copies = backend, backend == "gloo" and not on_gpu
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)
     try:
         group = dist.group.WORLD
@@ -389,7 +392,7 @@ def simulate(config: Config, device: str) -> Simulation:
         if backend == "auto":
             backend = "gloo" if device == "cpu" else "nccl"
         size = config.launch.world or 1
-        world = stack.enter_context(solo_world(size, where, backend))
+        world = stack.enter_context(solo_world(size, where, backend, on_gpu=device == "cuda"))
         stack.enter_context(mock.patch.object(Solo, "on_tensors", staticmethod(note)))
         stack.enter_context(mock.patch.object(train, "make_optimizer", optimizer_there))
         stack.enter_context(fake)

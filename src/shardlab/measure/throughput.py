@@ -353,13 +353,15 @@ def describe(world: World, values: dict[str, Any], command: str) -> dict[str, An
         except Exception:  # a user's model that cannot run without content: no MFU then
             flops = None
     rates = world.gather(matmul_rate(world, config.precision.compute))
+    rate = sum(r["flops_per_s"] for r in rates) / len(rates)  # of a rank; they may share a GPU
+    devices = len(set(world.gather(str(world.device)))) if world.device.type == "cuda" else None
     return {
         **environment.describe(world.device, command),
         "backend": world.backend,
         "workload": workload.name,
         "parameters": sum(p.numel() for p in workload.make_model().parameters()),
         "flops_per_sample": flops,
-        "peak": {**rates[0], "flops_per_s": sum(r["flops_per_s"] for r in rates) / len(rates)},
+        "peak": {**rates[0], "flops_per_s": rate, "devices": devices},
     }
 
 
