@@ -63,7 +63,7 @@ def ratio_interval(
     ratios = np.log(_medians(above, first, draw)) - np.log(_medians(below, second, draw))
     center = np.log(ratio(above, below))
     fewest = min(len(above), len(below))
-    widening = STUDENT.get(fewest, 1.0)
+    widening = STUDENT.get(fewest, 1 + 1.3 / (fewest - 1)) if fewest > 1 else 1.0
     low, high = np.exp(center + widening * (np.percentile(ratios, [2.5, 97.5]) - center))
     return float(low), float(high)
 
