@@ -70,9 +70,7 @@ def trace(device: torch.device, work: Callable[[], T]) -> tuple[T, list[Allocati
         )
     with (
         _lingering_waits(),
-        profile(
-            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        ) as profiler,
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
         result = work()
     is_allocation = torch._C._profiler._EventType.Allocation

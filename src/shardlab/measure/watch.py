@@ -70,7 +70,7 @@ def sent_by(work: Callable[[], None], settle: Callable[[], None]) -> Sent:
     """
     with (
         around_backward(lambda: record_function(BACKWARD)),
-        profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiler,
+        profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler,
     ):
         work()
         with record_function(SETTLE):

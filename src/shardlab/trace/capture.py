@@ -132,7 +132,6 @@ class Capture:
             record_shapes=profile.shapes,
             with_stack=profile.stacks,
             profile_memory=profile.memory,
-            acc_events=True,  # of one window there are none to add up, but torch 2.11 would warn
         )
         self._profiler.prepare_trace()
         if cuda:
