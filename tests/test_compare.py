@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import signal
 import subprocess
@@ -23,6 +24,8 @@ from shardlab.measure import compare as comparison
 from shardlab.measure import explain, stats
 from shardlab.measure.cells import Cell, Plan
 from shardlab.measure.memory import peak_bytes
+from shardlab.measure.rankset import RankSet
+from shardlab.world import World
 
 SHORT = ["--size", "tiny", "--repeats", "2", "--warmup", "1", "--steps", "2"]
 TINY = [*SHORT, "--no-prove", "--no-profile"]
@@ -374,6 +377,39 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
         held += low <= 2.0 <= high
         assert high - low < 0.4
     assert held >= 34
+
+
+def test_two_comparisons_differ_by_less_than_their_interval() -> None:
+    """As many visits and steps as a comparison has, each with its luck, each step with noise."""
+    draw = np.random.default_rng(3)
+
+    def times() -> list[list[float]]:
+        luck = 1 + 0.04 * draw.standard_normal((Plan().repeats, 1))
+        noise = 1 + 0.04 * draw.standard_normal((Plan().repeats, Plan().steps))
+        return [list(map(float, repeat)) for repeat in 100 * luck * noise]
+
+    within = inside = 0
+    for _ in range(60):
+        first, second = ((times(), times()) for _ in range(2))
+        low, high = stats.ratio_interval(*first, paired=True)
+        within += abs(stats.ratio(*first) - stats.ratio(*second)) < high - low
+        inside += low <= stats.ratio(*second) <= high
+    assert within >= 59
+    assert inside >= 51
+
+
+def process(_world: World) -> int:
+    return os.getpid()
+
+
+def test_each_repeat_on_a_cpu_has_new_ranks() -> None:
+    jobs = list(comparison._jobs(cells(configs.Config(), "single,simple_ddp"), Plan(), None, print))
+    assert [j.what for j in jobs if j.begins_repeat] == [f"repeat {n} of 4" for n in (2, 3, 4)]
+    with RankSet(configs.LaunchConfig(), 2) as ranks:
+        first = ranks.run(process)
+        assert ranks.run(process) == first
+        ranks.renew()
+        assert not set(ranks.run(process)) & set(first)
 
 
 def test_the_interval_of_the_same_numbers() -> None:

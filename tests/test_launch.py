@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import resource
 import signal
 import sys
 import time
@@ -75,6 +77,23 @@ def first_of(world: World, size: int) -> tuple[int, float] | None:
 
 def shared(world: World) -> tuple[Any, list[int]]:
     return world.share(f"from {world.rank}"), world.gather(world.rank * 10)
+
+
+def faults_of_a_step(_world: World) -> int:
+    """Pages that the system had to give again, in the third of three steps of 64 MiB in tensors."""
+    faults = 0
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        tensors = [torch.ones(2**21) for _ in range(8)]
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        del tensors
+    return faults
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
+def test_what_a_step_frees_is_there_for_the_next(ranks: GetRanks) -> None:
+    """64 MiB are 16,384 pages; as glibc comes, all are taken anew."""
+    assert max(ranks(2).run(faults_of_a_step)) < 1000
 
 
 def test_each_rank_knows_its_place(ranks: GetRanks) -> None:

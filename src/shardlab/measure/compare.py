@@ -74,8 +74,8 @@ def compare(
         total = len(planned)
         for done, job in enumerate(jobs, start=total - len(jobs)):
             on_progress(f"{job.cell.label} · {job.what}", done, total)
-            # Where its threads come to lie makes a process 10% faster or slower for life. On a GPU
-            # that matters less, and to start there takes long.
+            # A process may be 10% faster or slower than another for all its life. On a GPU that
+            # matters less, and to start there takes long.
             if job.begins_repeat and env["device"] == "cpu":
                 ranks.renew()
             if job.cell.status == "ok":
