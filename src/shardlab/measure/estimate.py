@@ -332,7 +332,11 @@ def write_snapshot(world: World, values: dict[str, Any], folder: str) -> str | N
     from shardlab.trace import capture
 
     config = configs.from_dict(values)
-    capture.check(configs.ProfileConfig(enabled=True, memory_snapshot=True), world.device)
+    if world.device.type != "cuda":
+        raise UsageError(
+            f"--snapshot is made by PyTorch's CUDA allocator, and these ranks are on the "
+            f"{world.device.type}; leave it out (--measure shows the peak that a run has)"
+        )
     member = world.first(config.launch.world or 1)
     if member is None:
         return None
