@@ -21,7 +21,7 @@ from shardlab import config as configs
 from shardlab.errors import RankFailure, UsageError
 from shardlab.measure import estimate
 from shardlab.measure.estimate import Simulator, largest_batch
-from shardlab.measure.simulate import Tracker
+from shardlab.measure.simulate import Tracker, backend_of
 from shardlab.measure.sizes import parse_bytes
 from shardlab.report import memory as report
 from shardlab.strategies import STRATEGIES
@@ -144,6 +144,17 @@ def test_over_nccl_ddps_first_buckets_stay_beside_the_new_ones(simulator: Simula
     assert ddp["gradients"] == pytest.approx(2 * one_copy, rel=0.02)
     assert gloo["gradients"] == pytest.approx(one_copy, rel=0.02)
     assert step(simulator, unknown, "cuda")["gradients"] == pytest.approx(one_copy, rel=0.02)
+
+
+def test_ranks_that_share_a_gpu_are_estimated_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are measured here; 64 ranks elsewhere have 64 GPUs."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    ranks = {world: configs.LaunchConfig(world=world, device="cuda") for world in (1, 2, 64)}
+    assert backend_of(ranks[2], "cuda", here=True) == "gloo"
+    assert backend_of(ranks[1], "cuda", here=True) == "nccl"
+    assert backend_of(ranks[64], "cuda", here=False) == "nccl"
+    assert backend_of(configs.LaunchConfig(world=2), "cpu", here=True) == "gloo"
 
 
 def test_wrong_input_and_a_crash_are_told_apart(simulator: Simulator) -> None:

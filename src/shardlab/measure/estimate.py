@@ -49,8 +49,11 @@ class Simulator:
             self._pipe.close()
             self._process = None
 
-    def run(self, config: Config, device: str) -> dict[str, Any]:
-        """``device``, ``kernels``, and ``weights`` at two peaks: ``building`` and ``step``."""
+    def run(self, config: Config, device: str, here: bool = False) -> dict[str, Any]:
+        """``device``, ``kernels``, and ``weights`` at two peaks: ``building`` and ``step``.
+
+        ``here``: for the ranks that this machine would start, which may have to share a GPU.
+        """
         if self._process is None:
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(["shardlab._preload"])
@@ -58,7 +61,7 @@ class Simulator:
             self._process = context.Process(target=_answer, args=(theirs,), daemon=True)
             self._process.start()
             theirs.close()
-        self._pipe.send((config.to_dict(), device))
+        self._pipe.send((config.to_dict(), device, here))
         try:
             kind, value = self._pipe.recv()
         except (EOFError, ConnectionResetError):
@@ -139,18 +142,18 @@ def estimate(
     """The content of ``memory.json``. A strategy that cannot be estimated is a row that says so.
 
     ``limit`` asks for the largest batch whose step fits into so many bytes; ``measure`` runs a
-    config on real ranks.
+    config on real ranks, and then the estimate is for these.
     """
     total = len(rows) * (2 if measure else 1)
     with Simulator() as simulator:
         for done, row in enumerate(rows):
             on_progress(f"{row.config.strategy.label} · estimate", done, total)
             try:
-                found = simulator.run(row.config, device)
+                found = simulator.run(row.config, device, here=measure is not None)
                 row.device, row.kernels = found["device"], found["kernels"]
                 row.estimate = found["weights"]
                 if limit is not None:
-                    row.largest_batch = _largest(simulator, row, limit)
+                    row.largest_batch = _largest(simulator, row, limit, measure is not None)
             except UsageError as error:
                 if len(rows) == 1:
                     raise
@@ -174,13 +177,13 @@ def estimate(
     return summarize(rows, limit, command)
 
 
-def _largest(simulator: Simulator, row: Row, limit: int) -> int:
+def _largest(simulator: Simulator, row: Row, limit: int, here: bool) -> int:
     assert row.estimate is not None
     known = {row.batch: row.estimate["step"]["total"]}
 
     def peak(batch: int) -> int:
         if batch not in known:
-            found = simulator.run(with_batch(row.config, batch), row.device)
+            found = simulator.run(with_batch(row.config, batch), row.device, here)
             known[batch] = found["weights"]["step"]["total"]
         return known[batch]
 
@@ -284,9 +287,9 @@ def _answer(pipe: Any) -> None:
 
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
-            values, device = pipe.recv()
+            values, device, here = pipe.recv()
             try:
-                found = simulate.simulate(configs.from_dict(values), device)
+                found = simulate.simulate(configs.from_dict(values), device, here)
                 answer: tuple[str, Any] = "result", asdict(found)
             except UsageError as error:
                 answer = "usage", str(error)

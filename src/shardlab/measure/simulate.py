@@ -36,12 +36,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardlab import comm, train
-from shardlab.config import Config, TrainingConfig
+from shardlab.config import Config, LaunchConfig, TrainingConfig
 from shardlab.measure import memory
 from shardlab.measure.memory import Allocation, Causes
 from shardlab.strategies.base import MakeOptimizer
 from shardlab.workloads.base import Batch, Workload
-from shardlab.world import World
+from shardlab.world import World, choose
 
 BACKEND = "shardlab_solo"
 _c10d: Any = torch._C._distributed_c10d
@@ -352,7 +352,16 @@ class Simulation:
     weights: memory.Weights
 
 
-def simulate(config: Config, device: str) -> Simulation:
+def backend_of(launch: LaunchConfig, device: str, here: bool) -> str:
+    """What the ranks would talk over: ``here`` several share a GPU, elsewhere each has its own."""
+    if here and device == "cuda" and torch.cuda.device_count():
+        return choose(launch, 0, launch.world or 1)[1]
+    if launch.backend != "auto":
+        return launch.backend
+    return "gloo" if device == "cpu" else "nccl"
+
+
+def simulate(config: Config, device: str, here: bool = False) -> Simulation:
     """What rank 0 of the config's world would hold on such a device: while building, in a step.
 
     PyTorch without CUDA refuses fake tensors on a GPU. There, the CPU's operators stand in, with
@@ -388,9 +397,7 @@ def simulate(config: Config, device: str) -> Simulation:
 
     with ExitStack() as stack:
         stack.enter_context(without_peers())
-        backend = config.launch.backend
-        if backend == "auto":
-            backend = "gloo" if device == "cpu" else "nccl"
+        backend = backend_of(config.launch, device, here)
         size = config.launch.world or 1
         world = stack.enter_context(solo_world(size, where, backend, on_gpu=device == "cuda"))
         stack.enter_context(mock.patch.object(Solo, "on_tensors", staticmethod(note)))
