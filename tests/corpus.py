@@ -35,6 +35,7 @@ from shardlab import config as configs
 from shardlab import train as training
 from shardlab.checkpoint import convert, files, manifest
 from shardlab.checkpoint import start as starts
+from shardlab.cli.flags import config_of
 from shardlab.data import bpe, catalog, images, loader, obtaining, reviews, tokens
 from shardlab.data import text as texts
 from shardlab.errors import UsageError
@@ -124,7 +125,7 @@ def read_settings(folder: Path, _out: Path) -> None:
         raise UsageError(str(error)) from None
     for line in content.splitlines()[:50]:
         with contextlib.suppress(UsageError):
-            cli._config(None, [line], {})
+            config_of(None, [line], {})
 
 
 SETTINGS = b"""training.steps=5
@@ -430,7 +431,7 @@ def read_checkpoint(folder: Path, out: Path) -> None:
     command("checkpoint", "show", folder)
     base = starts.settings_of(str(folder))
     with contextlib.suppress(UsageError):
-        cli._config(None, None, {"checkpoint.resume": str(folder)}, base)
+        config_of(None, None, {"checkpoint.resume": str(folder)}, base)
     command("checkpoint", "export", folder, "--to", out / "model.safetensors")
 
 

@@ -13,10 +13,11 @@ from shardlab import config as configs
 from shardlab.measure import compare as comparison
 from shardlab.measure import explain, verdict
 from shardlab.report import compare
+from shardlab.report import compare_charts as charts
 from test_report import cell, explained, proof, result_of, without_numbers
 
 EVIL = "<img src=x onerror=alert(1)>"
-CAUSES = dict.fromkeys(compare.CAUSES, 10 * 2**20)
+CAUSES = dict.fromkeys(charts.CAUSES, 10 * 2**20)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from rich.table import Table
 from shardlab.measure import verdict as verdicts
 from shardlab.proof.verdict import CHECKS
 from shardlab.report import compare, terminal
+from shardlab.report import compare_charts as charts
 from shardlab.report import format as fmt
 
 MISSING = (
@@ -510,7 +511,7 @@ def test_step_chart_keeps_the_others_apart_when_one_is_far_behind() -> None:
     result = result_of(cell("single", 800), cell("a", 100), cell("b", 110))
     stalled = copy.deepcopy(result)
     stalled["cells"][1]["step_ms_repeats"][0][0] = 5000.0
-    chart = compare._step_chart(stalled)
+    chart = charts.step_chart(stalled)
     single, a, b = chart.rows
     assert single.beyond
     assert chart.baseline is None
@@ -521,40 +522,40 @@ def test_step_chart_keeps_the_others_apart_when_one_is_far_behind() -> None:
 
 
 def test_step_chart_draws_a_limited_number_of_dots() -> None:
-    chart = compare._step_chart(UNUSUAL["many steps"])
+    chart = charts.step_chart(UNUSUAL["many steps"])
     assert chart.every == 10
-    assert len(chart.rows[0].dots) == compare.DOTS_PER_REPEAT
+    assert len(chart.rows[0].dots) == charts.DOTS_PER_REPEAT
 
 
 def test_parts_of_a_bar_add_up() -> None:
-    causes = dict.fromkeys(compare.CAUSES, 2**20)
+    causes = dict.fromkeys(charts.CAUSES, 2**20)
     many = [
         cell("single", 200, peak_bytes={"total": 6 * 2**20, **causes}, profile=explained(200)),
         cell("a", 100, peak_bytes={"total": 3 * 2**20, **dict.fromkeys(causes, 2**19)},
              profile=explained(100)),
     ]  # fmt: skip
     result = result_of(*many)
-    for chart in (compare._memory_chart(result), compare._stack_chart(result)):
+    for chart in (charts.memory_chart(result), charts.stack_chart(result)):
         assert chart is not None
         for row, width in zip(chart.rows, (100, 50), strict=True):
             assert sum(s.width for s in row.segments) == pytest.approx(width)
             assert row.segments[0].x == 0
-    assert compare._memory_chart(result_of(cell("single", 1))) is None
+    assert charts.memory_chart(result_of(cell("single", 1))) is None
     result["cells"][0]["estimated_bytes"] = {"total": 6.3 * 2**20}
     result["cells"][1]["estimated_bytes"] = {"total": None, "reason": "no"}
-    chart = compare._memory_chart(result)
+    chart = charts.memory_chart(result)
     assert chart is not None
     assert [row.note for row in chart.rows] == ["estimate +5.0%", ""]
 
 
 def test_scaling_has_what_ran_in_several_worlds() -> None:
     cells = [cell("a", ms, world=world, label=f"a{world}") for world, ms in ((1, 200), (2, 125))]
-    chart = compare._scaling(result_of(cell("single", 200), *cells))
+    chart = charts.scaling(result_of(cell("single", 200), *cells))
     assert chart is not None
     (curve,) = chart.curves
     assert curve.text == "80% of ideal from 1 to 2 ranks"
     assert [tick.text for tick in chart.worlds] == ["1", "2"]
-    assert compare._scaling(result_of(cell("single", 200), cell("a", 100))) is None
+    assert charts.scaling(result_of(cell("single", 200), cell("a", 100))) is None
 
 
 @pytest.mark.parametrize(
@@ -562,7 +563,7 @@ def test_scaling_has_what_ran_in_several_worlds() -> None:
     [(0, 300, "0 50 100 150 200 250 300"), (3.6, 5.4, "4.0 4.5 5.0"), (1, 1, "")],
 )
 def test_ticks_are_round(low: float, high: float, texts: str) -> None:
-    assert [tick.text for tick in compare._ticks(low, high)] == texts.split()
+    assert [tick.text for tick in charts._ticks(low, high)] == texts.split()
 
 
 def test_reports_need_no_torch() -> None:

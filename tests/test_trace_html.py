@@ -13,6 +13,7 @@ import browser
 import commands
 from conftest import GetRanks
 from handmade import HandMade
+from shardlab.report import timeline, trace_charts
 from shardlab.report import trace as report
 from test_capture import captured
 
@@ -43,14 +44,14 @@ def test_one_rank_cannot_tell_waiting() -> None:
 
 def test_the_parts_of_a_bar_add_up_to_the_step() -> None:
     traces = HandMade()
-    stacks = report._stacks(traces.breakdown("rank"), traces.breakdown("step"))
+    stacks = trace_charts.stacks(traces.breakdown("rank"), traces.breakdown("step"))
     assert len(stacks.rows) == 6
     for row in stacks.rows:
         assert sum(s.width for s in row.segments) == pytest.approx(100)
         x, width = row.hidden
         assert x + width == pytest.approx(60)  # inside compute, at its end
     many = HandMade(steps=100)
-    stacks = report._stacks(many.breakdown("rank"), many.breakdown("step"))
+    stacks = trace_charts.stacks(many.breakdown("rank"), many.breakdown("step"))
     assert not stacks.per_step
     assert len(stacks.rows) == 2
 
@@ -63,9 +64,9 @@ def test_what_is_left_out_of_the_timeline_is_said() -> None:
     assert len(page.encode()) < 2_000_000
     left_out = re.search(r"([\d,]+) of the shortest spans", page)
     assert left_out is not None
-    assert int(left_out[1].replace(",", "")) > 200_000 - report.MAX_SPANS
-    drawn = report._timeline(large, report._shifts(large))["spans"]  # type: ignore[arg-type]
-    assert drawn == report.MAX_SPANS
+    assert int(left_out[1].replace(",", "")) > 200_000 - timeline.MAX_SPANS
+    drawn = timeline.timeline(large, timeline.shifts_of(large))["spans"]  # type: ignore[arg-type]
+    assert drawn == timeline.MAX_SPANS
 
 
 def test_a_thousand_ranks_fit_on_a_page() -> None:

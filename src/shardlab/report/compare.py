@@ -1,7 +1,6 @@
 """A comparison as files: JSON, CSV, a Markdown table, and a page that needs nothing else.
 
-The page is laid out here and drawn by the template. Charts use percentages across and pixels
-down, so that they stretch with the window while their text and dots keep their size.
+The page is put together here, laid out by ``compare_charts`` and drawn by the template.
 """
 
 from __future__ import annotations
@@ -9,23 +8,21 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import jinja2
 
 from shardlab.errors import UsageError
 from shardlab.measure import explain
 from shardlab.proof.verdict import CHECKS
 from shardlab.record import write_json, write_text
+from shardlab.report import compare_charts as charts
 from shardlab.report import format as fmt
-from shardlab.report import trace
 from shardlab.report.format import Cell, Result
+from shardlab.report.page import asset, templates
 from shardlab.report.terminal import verdict, verdict_lines
+from shardlab.report.timeline import shifts_of, timeline
 
 CSV_COLUMNS = (
     "workload", "parameters", "global_batch", "strategy", "label", "options", "world", "accumulate",
@@ -127,38 +124,35 @@ def html(result: Result) -> str:
 
 
 def _page(result: Result, timelines: Sequence[Timeline]) -> str:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("shardlab.report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     ranks = fmt.names([str(w) for w in sorted({c["world"] for c in _spread_out(result)})], 8)
     noun = "rank" if ranks == "1" else "ranks"
     strategies = len({cell["strategy"] for cell in result["cells"]})
     side = fmt.count(strategies, "strategy", "strategies").replace(" ", "\u00a0")
     has_numbers = bool(fmt.measured(result))
-    return environment.get_template("compare.html.j2").render(
-        result=result,
-        fmt=fmt,
-        css=trace.asset("timeline.css"),
-        js=trace.asset("tables.js") + (trace.asset("timeline.js") if timelines else ""),
-        title=f"{result['workload']} on {ranks} {noun}: {side} side by side",
-        verdict=verdict(result),
-        answer=result.get("answer"),
-        leanest=fmt.leanest(result),
-        step_chart=_step_chart(result) if has_numbers else None,
-        bar_rows=_bar_rows(result) if has_numbers else None,
-        memory=_memory_chart(result),
-        stacks=_stack_chart(result),
-        scaling=_scaling(result),
-        timelines=timelines,
-        best_timeline=_shown_first(result, timelines),
-        checks=CHECKS,
-        proofs=[cell for cell in result["cells"] if cell.get("proof")],
-        loss_chart=_loss_chart(result) if has_numbers else None,
-        environment_rows=list(_environment_rows(result["env"])),
+    return (
+        templates()
+        .get_template("compare.html.j2")
+        .render(
+            result=result,
+            fmt=fmt,
+            css=asset("timeline.css"),
+            js=asset("tables.js") + (asset("timeline.js") if timelines else ""),
+            title=f"{result['workload']} on {ranks} {noun}: {side} side by side",
+            verdict=verdict(result),
+            answer=result.get("answer"),
+            leanest=fmt.leanest(result),
+            step_chart=charts.step_chart(result) if has_numbers else None,
+            bar_rows=charts.bar_rows(result) if has_numbers else None,
+            memory=charts.memory_chart(result),
+            stacks=charts.stack_chart(result),
+            scaling=charts.scaling(result),
+            timelines=timelines,
+            best_timeline=_shown_first(result, timelines),
+            checks=CHECKS,
+            proofs=[cell for cell in result["cells"] if cell.get("proof")],
+            loss_chart=charts.loss_chart(result) if has_numbers else None,
+            environment_rows=list(_environment_rows(result["env"])),
+        )
     )
 
 
@@ -166,296 +160,6 @@ def _spread_out(result: Result) -> Sequence[Cell]:
     """Those that run on several ranks; all, if there are none."""
     found = [cell for cell in result["cells"] if cell["strategy"] != "single"]
     return found or list(result["cells"])
-
-
-# ------------------------------------------------------------------ layout of the charts
-
-
-@dataclass(frozen=True)
-class Tick:
-    at: float  # percent of the axis
-    text: str
-
-
-def _ticks(low: float, high: float, about: int = 7, whole: bool = False) -> list[Tick]:
-    """Round numbers (1, 2 or 5 times a power of ten apart) between ``low`` and ``high``."""
-    span = high - low
-    if span <= 0:
-        return []
-    power = 10.0 ** math.floor(math.log10(span / about))
-    step = next(power * factor for factor in (1, 2, 5, 10) if span <= power * factor * about)
-    step = max(step, 1) if whole else step
-    decimals = max(0, -math.floor(math.log10(step)))
-    return [
-        Tick(100 * (i * step - low) / span, f"{i * step:,.{decimals}f}")
-        for i in range(math.ceil(low / step), math.floor(high / step) + 1)
-    ]
-
-
-@dataclass(frozen=True)
-class Dot:
-    x: float  # percent
-    lane: float  # which repeat, from 0 (the first) to 1 (the last)
-    beyond: bool  # drawn at the axis' end, for it lies past it
-
-
-@dataclass(frozen=True)
-class StepRow:
-    cell: Cell
-    beyond: bool = False  # all of it past the axis
-    median: float = 0  # percent, as are the next two
-    p10: float = 0
-    p90: float = 0
-    dots: Sequence[Dot] = ()
-
-
-@dataclass(frozen=True)
-class StepChart:
-    ticks: list[Tick]
-    baseline: float | None  # percent
-    rows: list[StepRow]
-    every: int  # one dot for so many steps
-    stalls: int  # single steps past the axis
-
-
-FAR = 2.5  # times the fastest: at 8 ranks ``single`` would press all the others into a corner
-DOTS_PER_REPEAT = 100
-
-
-def _step_chart(result: Result) -> StepChart:
-    """Median, spread and single steps, on an axis that shows the strategies near the fastest."""
-    cells = fmt.measured(result)
-    best = min(cell["step_ms"]["median"] for cell in cells)
-    near = [cell for cell in cells if cell["step_ms"]["median"] <= FAR * best]
-    times = [ms for cell in near for repeat in cell["step_ms_repeats"] for ms in repeat]
-    low: float = min(times)
-    p90: float = max(cell["step_ms"]["p90"] for cell in near)
-    high: float = min(
-        max(times), p90 + 0.2 * (p90 - low)
-    )  # one stalled step does not stretch the axis
-    margin = 0.04 * (high - low) or 0.1 * high or 1.0
-    low, high = max(low - margin, 0), high + margin
-    every = math.ceil(result["timed_steps"] / DOTS_PER_REPEAT)
-
-    def percent(ms: float) -> float:
-        return min(max(100 * (ms - low) / (high - low), 0), 100)
-
-    def row(cell: Cell) -> StepRow:
-        if cell not in near:
-            return StepRow(cell, beyond=cell["step_ms"] is not None)
-        lanes = max(len(cell["step_ms_repeats"]) - 1, 1)
-        dots = [
-            Dot(percent(ms), lane / lanes, ms > high)
-            for lane, repeat in enumerate(cell["step_ms_repeats"])
-            for step, ms in enumerate(repeat)
-            if step % every == 0 or ms > high
-        ]
-        time = cell["step_ms"]
-        return StepRow(
-            cell,
-            median=percent(time["median"]),
-            p10=percent(time["p10"]),
-            p90=percent(time["p90"]),
-            dots=dots,
-        )
-
-    rows = [row(cell) for cell in result["cells"]]
-    reference = fmt.baseline(result)
-    return StepChart(
-        ticks=_ticks(low, high),
-        baseline=percent(reference["step_ms"]["median"]) if reference in near else None,
-        rows=rows,
-        every=every,
-        stalls=sum(dot.beyond for row in rows for dot in row.dots),
-    )
-
-
-@dataclass(frozen=True)
-class BarRow:
-    cell: Cell
-    rate: float  # percent of the longest bar
-    memory: float
-
-
-def _bar_rows(result: Result) -> list[BarRow]:
-    """Throughput and peak memory, each as a share of the largest."""
-    key = fmt.rate_key(result)
-    most_rate = max(cell[key] or 0 for cell in result["cells"]) or 1
-    most_memory = max(fmt.peak(cell) or 0 for cell in result["cells"]) or 1
-    return [
-        BarRow(cell, 100 * (cell[key] or 0) / most_rate, 100 * (fmt.peak(cell) or 0) / most_memory)
-        for cell in result["cells"]
-    ]
-
-
-@dataclass(frozen=True)
-class Segment:
-    kind: str  # a class of the style sheet
-    name: str
-    x: float  # percent, as is the width
-    width: float
-    text: str
-
-
-@dataclass(frozen=True)
-class StackRow:
-    cell: Cell
-    segments: list[Segment]
-    hidden: tuple[float, float]  # x and width, at compute's end
-    total: str
-    text: str
-    note: str = ""  # below the total
-
-
-@dataclass(frozen=True)
-class StackChart:
-    rows: list[StackRow]
-    kinds: list[tuple[str, str]]  # of those that appear, for the legend
-    ticks: list[Tick]
-    has_hidden: bool = False
-
-
-def _stacked(
-    amounts: Sequence[tuple[Cell, dict[str, float]]],
-    names: Mapping[str, str],
-    show: Callable[[float], str],
-    unit: float,
-) -> StackChart:
-    """Bars of parts, on one axis from zero; ``unit`` is what the axis counts in."""
-    most = max((sum(parts.values()) for _, parts in amounts), default=0) or 1.0
-    rows = []
-    for cell, parts in amounts:
-        x, segments = 0.0, []
-        for kind, name in names.items():
-            width = 100 * parts[kind] / most
-            if width > 0:
-                segments.append(Segment(kind, name, x, width, show(parts[kind])))
-            x += width
-        said = ", ".join(f"{segment.name} {segment.text}" for segment in segments)
-        rows.append(StackRow(cell, segments, (0.0, 0.0), show(sum(parts.values())), said))
-    seen = {segment.kind for row in rows for segment in row.segments}
-    kinds = [(kind, name) for kind, name in names.items() if kind in seen]
-    return StackChart(rows, kinds, _ticks(0, most / unit))
-
-
-def _stack_chart(result: Result) -> StackChart | None:
-    """A profiled step of each strategy: the mean over its ranks and steps."""
-    cells = [cell for cell in fmt.measured(result) if cell.get("profile")]
-    if not cells:
-        return None
-    names = trace.PART_NAMES  # by column of the analysis, in microseconds; ours are in ms
-    amounts = [
-        (cell, {part: cell["profile"][f"{part.removesuffix('_us')}_ms"] for part in names})
-        for cell in cells
-    ]
-    chart = _stacked(amounts, names, lambda ms: f"{fmt.number(ms)} ms", 1)
-    most = max(sum(parts.values()) for _, parts in amounts) or 1.0
-    rows = []
-    for row in chart.rows:
-        profile = row.cell["profile"]
-        compute, hidden = (
-            100 * profile[f"{name}_ms"] / most for name in ("compute", "hidden_comm")
-        )
-        text = row.text
-        if hidden:
-            text += f"; {fmt.number(profile['hidden_comm_ms'])} ms of communication behind compute"
-        rows.append(replace(row, hidden=(compute - hidden, hidden), text=text))
-    return replace(chart, rows=rows, has_hidden=any(row.hidden[1] for row in rows))
-
-
-CAUSES = {
-    "parameters": "parameters",
-    "optimizer": "optimizer state",
-    "gradients": "gradients",
-    "buckets": "buckets and gathered blocks",
-    "activations": "activations",
-    "other": "other",
-}
-
-
-def _memory_chart(result: Result) -> StackChart | None:
-    """What the fullest rank held at its peak, and what for."""
-    cells = [c for c in fmt.measured(result) if CAUSES.keys() <= (c["peak_bytes"] or {}).keys()]
-    if not cells:
-        return None
-    most = max(cell["peak_bytes"]["total"] for cell in cells)
-    unit = next((1024.0**p for p in (3, 2, 1) if most >= 1024**p), 1.0)
-    amounts = [(cell, {cause: cell["peak_bytes"][cause] for cause in CAUSES}) for cell in cells]
-    chart = _stacked(amounts, CAUSES, fmt.size, unit)
-    return replace(chart, rows=[replace(row, note=_estimated(row.cell)) for row in chart.rows])
-
-
-def _estimated(cell: Cell) -> str:
-    """How far the estimate was off, where there is one."""
-    estimate = (cell.get("estimated_bytes") or {}).get("total")
-    if estimate is None:
-        return ""
-    error = 100 * (estimate / cell["peak_bytes"]["total"] - 1)
-    return f"estimate {error:+.1f}%"
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """How one strategy's throughput grows with the ranks."""
-
-    name: str
-    path: str  # of an SVG, in a square of 100 by 100
-    ideal: str
-    points: list[tuple[float, float, str]]  # x, y, and what it says
-    text: str
-
-
-@dataclass(frozen=True)
-class ScalingChart:
-    curves: list[Scaling]
-    worlds: list[Tick]
-    y_ticks: list[Tick]
-
-
-def _scaling(result: Result) -> ScalingChart | None:
-    """Throughput by number of ranks, for what ran in several; ideal: from its smallest world."""
-    key = fmt.rate_key(result)
-    groups: dict[str, dict[int, float]] = {}
-    cells = [cell for cell in fmt.measured(result) if cell["strategy"] != "single"]
-    several = {
-        name: len({cell[name] for cell in cells}) > 1 for name in ("precision", "accumulate")
-    }
-    for cell in cells:
-        parts = [f"{k}={v}" for k, v in cell["options"].items()]
-        parts += [cell["precision"]] if several["precision"] else []
-        parts += [f"accumulate={cell['accumulate']}"] if several["accumulate"] else []
-        name = f"{cell['strategy']} ({', '.join(parts)})" if parts else cell["strategy"]
-        groups.setdefault(name, {})[cell["world"]] = cell[key]
-    groups = {name: rates for name, rates in groups.items() if len(rates) > 1}
-    if not groups:
-        return None
-    worlds = sorted({world for rates in groups.values() for world in rates})
-    ideals = {
-        name: {w: rates[min(rates)] * w / min(rates) for w in rates}
-        for name, rates in groups.items()
-    }
-    most = max(max(*rates.values(), *ideals[name].values()) for name, rates in groups.items())
-
-    def place(world: int, rate: float) -> tuple[float, float]:
-        across = (world - worlds[0]) / (worlds[-1] - worlds[0])
-        return 100 * across, 100 * (1 - rate / most)
-
-    def line(rates: Mapping[int, float]) -> str:
-        points = [place(world, rates[world]) for world in sorted(rates)]
-        return "M" + " L".join(f"{x:.2f} {y:.2f}" for x, y in points)
-
-    curves = []
-    for name, rates in groups.items():
-        first, last = min(rates), max(rates)
-        efficiency = 100 * rates[last] / ideals[name][last]
-        points = [
-            (*place(w, rates[w]), f"{fmt.count(w, 'rank')}: {fmt.compact(rates[w])}")
-            for w in sorted(rates)
-        ]
-        text = f"{efficiency:.0f}% of ideal from {first} to {fmt.count(last, 'rank')}"
-        curves.append(Scaling(name, line(rates), line(ideals[name]), points, text))
-    across = [Tick(place(world, 0)[0], str(world)) for world in worlds]
-    return ScalingChart(curves, across, _ticks(0, most, about=4))
 
 
 @dataclass(frozen=True)
@@ -472,7 +176,7 @@ def _timelines(result: Result, spans: int) -> Iterator[Timeline]:
             found = explain.traces(Path(cell["traces"]["folder"]))
         except UsageError:  # the files were moved away: the numbers are still there
             continue
-        yield Timeline(cell, trace.timeline(found, max_spans=spans // len(cells)))
+        yield Timeline(cell, timeline(found, shifts_of(found), spans // len(cells)))
 
 
 def _shown_first(result: Result, timelines: Sequence[Timeline]) -> Cell | None:
@@ -481,90 +185,6 @@ def _shown_first(result: Result, timelines: Sequence[Timeline]) -> Cell | None:
     timed = [t.cell for t in timelines if t.cell["step_ms"] is not None]
     chosen = next((cell for cell in timed if cell["label"] == choice), None)
     return chosen or min(timed, key=lambda cell: cell["step_ms"]["median"], default=None)
-
-
-@dataclass(frozen=True)
-class Curve:
-    cell: Cell
-    path: str  # of an SVG, in a square of 100 by 100
-    kind: str  # "band": the reference, broad and pale; "same": lies on it; "apart": does not
-    dashes: str
-
-
-@dataclass(frozen=True)
-class LossChart:
-    x_ticks: list[Tick]
-    y_ticks: list[Tick]  # from the bottom
-    timed_from: float  # percent: before it is the warm-up, if there is any
-    curves: list[Curve]
-    note: str
-
-
-DASHES = ("none", "9 5", "3 4", "12 4 3 4", "6 3", "1.5 5")
-
-
-def _loss_chart(result: Result) -> LossChart | None:
-    """The curves over each other. They normally coincide, so the first is drawn broad and pale."""
-    cells = [cell for cell in fmt.measured(result) if cell["losses"]]
-    cells.sort(key=lambda cell: cell["label"] != result["baseline"])  # drawn first, below the rest
-    finite = [loss for cell in cells for loss in cell["losses"] if math.isfinite(loss)]
-    if not finite:
-        return None
-    margin = 0.06 * (max(finite) - min(finite)) or 0.01 * abs(max(finite)) or 1.0
-    low, high = min(finite) - margin, max(finite) + margin
-    steps = max(len(cell["losses"]) for cell in cells)
-
-    def point(step: int, loss: float) -> str:
-        x, y = step / max(steps - 1, 1), (high - loss) / (high - low)
-        return f"{100 * x:.2f} {100 * y:.2f}"
-
-    def curve(index: int, cell: Cell) -> Curve:
-        apart = fmt.agrees(cell, result) is False
-        kind = "band" if index == 0 else "apart" if apart else "same"
-        dashes = DASHES[(index - 1) % len(DASHES)] if index else "none"
-        return Curve(cell, _path(cell["losses"], point), kind, dashes)
-
-    return LossChart(
-        x_ticks=_ticks(1, steps, about=8, whole=True),
-        y_ticks=_ticks(low, high),
-        timed_from=100 * min((result["warmup_steps"] - 0.5) / max(steps - 1, 1), 1),
-        curves=[curve(index, cell) for index, cell in enumerate(cells)],
-        note=_loss_note(cells, result),
-    )
-
-
-def _path(losses: Sequence[float], point: Callable[[int, float], str]) -> str:
-    """A line through the finite losses, broken where there are others."""
-    parts = []
-    for is_finite, run in groupby(enumerate(losses), key=lambda item: math.isfinite(item[1])):
-        if is_finite:
-            points = [point(step, loss) for step, loss in run]
-            # A line to where it starts: a single point is then a dot, by its round cap.
-            parts.append(f"M{points[0]} L" + " ".join(points[1:] or points))
-    return "".join(parts)
-
-
-def _loss_note(cells: Sequence[Cell], result: Result) -> str:
-    unknown = [cell["label"] for cell in cells if fmt.agrees(cell, result) is None]
-    if unknown and (len(unknown) == len(cells) or fmt.baseline(result)["label"] in unknown):
-        return "There is no finite loss of single to compare with."
-    if len(cells) == 1:
-        return ""
-    if unknown:
-        cells = [cell for cell in cells if cell["label"] not in unknown]
-    loosest = max(fmt.tolerance(result, cell) for cell in cells)
-    tolerance = f"{100 * loosest:g}% of the loss"
-    apart = [cell["label"] for cell in cells if not fmt.agrees(cell, result)]
-    if apart:
-        verb = "is" if len(apart) == 1 else "are"
-        return f"At the last step {fmt.names(apart)} {verb} further from single than {tolerance}."
-    largest = max(cells, key=lambda cell: cell["loss_difference"])
-    text = f"At the last step all {len(cells)} are within {tolerance} of single"
-    if largest["loss_difference"] == 0:
-        return f"{text}: exactly the same."
-    return (
-        f"{text}; {largest['label']} is furthest, by {fmt.difference(largest['loss_difference'])}."
-    )
 
 
 ENVIRONMENT_NAMES = {

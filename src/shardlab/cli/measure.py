@@ -10,44 +10,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardlab.cli import flags
 from shardlab.errors import UsageError
 
 if TYPE_CHECKING:
     from shardlab.config import Config
     from shardlab.measure.rankset import RankSet
 
-CONFIG = typer.Option("--config", "-c", help="YAML file; flags override it.", metavar="FILE")
-SET = typer.Option(
-    "--set", "-s", help="Any setting: training.momentum=0.9, model.options.layers=6 (repeatable).",
-    metavar="KEY=VALUE",
-)  # fmt: skip
-WORKLOAD = typer.Option(
-    "--workload", help="A name from `shardlab workloads`, or your own: path/to/file.py:attr."
-)
-SIZE = typer.Option("--size", help="The workload's size, e.g. gpt2's tiny, mini, small, xl.")
-DATA = typer.Option("--data", help="As in train; synthetic needs nothing.", metavar="PATH")
-SEQ_LEN = typer.Option("--seq-len", help="Tokens per sample.")
-ACCUMULATE = typer.Option("--accumulate", help="Micro-batches per rank and step.")
-OPTIMIZER = typer.Option("--optimizer", help="adamw, adam or sgd.")
-PRECISION = typer.Option("--precision", help="fp32, bf16, fp16 (autocast) or fp64.")
 CHECKPOINTING = typer.Option(
     "--activation-checkpointing", help="Blocks are computed again in backward, not kept."
 )
-BACKEND = typer.Option("--backend", help="auto, gloo or nccl.")
-OUT = typer.Option("--out", "-o", help="Folder for the files; new or empty.", metavar="DIR")
-QUIET = typer.Option("--quiet", "-q", help="No progress, no table: only where the files are.")
-JSON = typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")
 
 MOST_RANKS_PER_CORE = 4  # beyond, to measure on a CPU takes too long to be asked for by mistake
 
 
-def add_to(app: typer.Typer) -> None:
-    app.command()(throughput)
-    app.command()(memory)
-
-
 def throughput(
-    config: Annotated[Path | None, CONFIG] = None,
+    config: Annotated[Path | None, flags.CONFIG] = None,
     strategy: Annotated[
         str | None,
         typer.Option(
@@ -82,13 +60,13 @@ def throughput(
     time_limit: Annotated[
         float, typer.Option(help="Seconds after which a sweep tries no further size.")
     ] = 120.0,
-    workload: Annotated[str | None, WORKLOAD] = None,
-    size: Annotated[str | None, SIZE] = None,
-    data: Annotated[str | None, DATA] = None,
-    seq_len: Annotated[int | None, SEQ_LEN] = None,
-    accumulate: Annotated[int | None, ACCUMULATE] = None,
-    optimizer: Annotated[str | None, OPTIMIZER] = None,
-    precision: Annotated[str | None, PRECISION] = None,
+    workload: Annotated[str | None, flags.WORKLOAD] = None,
+    size: Annotated[str | None, flags.SIZE] = None,
+    data: Annotated[str | None, flags.DATA] = None,
+    seq_len: Annotated[int | None, flags.SEQ_LEN] = None,
+    accumulate: Annotated[int | None, flags.ACCUMULATE] = None,
+    optimizer: Annotated[str | None, flags.OPTIMIZER] = None,
+    precision: Annotated[str | None, flags.PRECISION] = None,
     activation_checkpointing: Annotated[bool, CHECKPOINTING] = False,
     warmup: Annotated[int, typer.Option(help="Steps before the clock counts, per size.")] = 2,
     steps: Annotated[int, typer.Option(help="Timed steps per size.")] = 5,
@@ -97,15 +75,15 @@ def throughput(
     ] = 1e12,
     tokens: Annotated[float, typer.Option(help="… trained on so many tokens …")] = 1e13,
     target_days: Annotated[float, typer.Option(help="… in so many days.")] = 90.0,
-    device: Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda.")] = None,
-    backend: Annotated[str | None, BACKEND] = None,
-    settings: Annotated[list[str] | None, SET] = None,
-    out: Annotated[str | None, OUT] = None,
-    quiet: Annotated[bool, QUIET] = False,
-    as_json: Annotated[bool, JSON] = False,
+    device: Annotated[str | None, flags.DEVICE] = None,
+    backend: Annotated[str | None, flags.BACKEND] = None,
+    settings: Annotated[list[str] | None, flags.SET] = None,
+    out: Annotated[str | None, flags.OUT] = None,
+    quiet: Annotated[bool, flags.QUIET] = False,
+    as_json: Annotated[bool, flags.JSON] = False,
 ) -> None:  # fmt: skip
     """Measure tokens/s, MFU and peak memory for each batch size, until memory runs out."""
-    from shardlab import cli, launch, record
+    from shardlab import launch, record
     from shardlab.measure import throughput as measuring
     from shardlab.measure.cells import parse_spec
     from shardlab.measure.sizes import parse_bytes
@@ -124,11 +102,11 @@ def throughput(
         time_limit_s=time_limit,
     )
     goal = measuring.Goal(model_params, tokens, target_days)
-    flags = _flags(
+    given = _settings(
         workload, size, data, seq_len, accumulate, optimizer, precision,
         activation_checkpointing, device, backend, out,
     )  # fmt: skip
-    resolved = cli._config(config, settings, flags)
+    resolved = flags.config_of(config, settings, given)
     ranks = world or resolved.launch.world or 1
     if ranks < 1:
         raise UsageError(f"--world must be at least 1, got {ranks}")
@@ -143,8 +121,8 @@ def throughput(
         overrides["strategy.name"] = "single"
     resolved = resolved.with_overrides(overrides)
     with console.comparison_progress(enabled=not (quiet or as_json)) as on_progress:
-        result = measuring.measure(resolved, plan, goal, cli._command(), on_progress)
-    folder = record.new_folder(Path(resolved.output.root), "throughput", Path(out) if out else None)
+        result = measuring.measure(resolved, plan, goal, flags.command(), on_progress)
+    folder = record.new_folder(Path(resolved.output.root), "throughput", flags.path_of(out))
     files = report.write(folder, result)
     if as_json:
         print(record.json_text(result))
@@ -165,7 +143,7 @@ def memory(
             "(default: all)", show_default=False,
         ),
     ] = None,
-    config: Annotated[Path | None, CONFIG] = None,
+    config: Annotated[Path | None, flags.CONFIG] = None,
     world: Annotated[
         int | None,
         typer.Option("--world", "-w", help="Number of ranks, as many as you like: they are not "
@@ -176,13 +154,13 @@ def memory(
         typer.Option("--batch", "-b", help="Samples per rank and micro-batch.  (default: that of "
                      "the config, else 1)", show_default=False),
     ] = None,
-    workload: Annotated[str | None, WORKLOAD] = None,
-    size: Annotated[str | None, SIZE] = None,
-    data: Annotated[str | None, DATA] = None,
-    seq_len: Annotated[int | None, SEQ_LEN] = None,
-    accumulate: Annotated[int | None, ACCUMULATE] = None,
-    optimizer: Annotated[str | None, OPTIMIZER] = None,
-    precision: Annotated[str | None, PRECISION] = None,
+    workload: Annotated[str | None, flags.WORKLOAD] = None,
+    size: Annotated[str | None, flags.SIZE] = None,
+    data: Annotated[str | None, flags.DATA] = None,
+    seq_len: Annotated[int | None, flags.SEQ_LEN] = None,
+    accumulate: Annotated[int | None, flags.ACCUMULATE] = None,
+    optimizer: Annotated[str | None, flags.OPTIMIZER] = None,
+    precision: Annotated[str | None, flags.PRECISION] = None,
     activation_checkpointing: Annotated[bool, CHECKPOINTING] = False,
     fits: Annotated[
         str | None,
@@ -201,14 +179,14 @@ def memory(
         str | None,
         typer.Option("--device", help="What the estimate is for: auto (as here), cpu or cuda."),
     ] = None,
-    backend: Annotated[str | None, BACKEND] = None,
-    settings: Annotated[list[str] | None, SET] = None,
-    out: Annotated[str | None, OUT] = None,
-    quiet: Annotated[bool, QUIET] = False,
-    as_json: Annotated[bool, JSON] = False,
+    backend: Annotated[str | None, flags.BACKEND] = None,
+    settings: Annotated[list[str] | None, flags.SET] = None,
+    out: Annotated[str | None, flags.OUT] = None,
+    quiet: Annotated[bool, flags.QUIET] = False,
+    as_json: Annotated[bool, flags.JSON] = False,
 ) -> None:  # fmt: skip
     """Tell what each rank will hold at the peak of a step, without running it."""
-    from shardlab import cli, launch, record
+    from shardlab import launch, record
     from shardlab.measure import estimate
     from shardlab.measure.rankset import RankSet
     from shardlab.measure.sizes import parse_bytes
@@ -221,11 +199,11 @@ def memory(
     limit = None if fits is None else parse_bytes(fits, "--fits")
     if batch is not None and batch < 1:
         raise UsageError(f"--batch {batch}: a batch has at least one sample")
-    flags = _flags(
+    given = _settings(
         workload, size, data, seq_len, accumulate, optimizer, precision,
         activation_checkpointing, device, backend, out,
     )  # fmt: skip
-    resolved = cli._config(config, settings, flags)
+    resolved = flags.config_of(config, settings, given)
     specs = [s.strip() for s in strategies.split(",")] if strategies else list(STRATEGIES)
     ranks = launch.DEFAULT_WORLD if world is None else world
     if world is None and resolved.launch.world is not None:
@@ -236,7 +214,7 @@ def memory(
 
     @functools.cache
     def folder() -> Path:
-        return record.new_folder(Path(resolved.output.root), "memory", Path(out) if out else None)
+        return record.new_folder(Path(resolved.output.root), "memory", flags.path_of(out))
 
     most = max(row.config.launch.world or 1 for row in rows)
     with (
@@ -245,7 +223,7 @@ def memory(
     ):
         weigh = _weigher(rankset) if measure else None
         kind = resolved.launch.device
-        result = estimate.estimate(rows, kind, limit, cli._command(), weigh, on_progress)
+        result = estimate.estimate(rows, kind, limit, flags.command(), weigh, on_progress)
         if snapshot:
             result["snapshots"] = [
                 path for row in rows for path in estimate.snapshots(rankset, row.config, folder())
@@ -281,7 +259,7 @@ def _numbers(text: str, flag: str) -> tuple[int, ...]:
         raise UsageError(f"{flag} {text}: not whole numbers, as in 1,2,4") from None
 
 
-def _flags(
+def _settings(
     workload: str | None,
     size: str | None,
     data: str | None,

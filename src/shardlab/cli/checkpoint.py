@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from shardlab.cli.flags import JSON
 from shardlab.errors import UsageError
 
 app = typer.Typer(
@@ -19,7 +20,6 @@ PATH = typer.Argument(help="A checkpoint, or a run folder that has some.", metav
 FORMAT = typer.Option(
     "--format", help="safetensors: a file, our names. hf-gpt2: a folder that transformers reads."
 )
-JSON = typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")
 
 
 @app.command()

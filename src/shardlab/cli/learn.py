@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardlab.cli.flags import JSON
 from shardlab.errors import UsageError
 
 if TYPE_CHECKING:
     from shardlab.learn.exercise import Exercise
 
 DIR = typer.Option("--dir", help="Folder of your files.", metavar="PATH")
-JSON = typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")
 NAME = typer.Argument(help="An exercise; `shardlab learn` lists them.")
 DEFAULT_DIR = Path("learn")
 

@@ -1,0 +1,101 @@
+"""The commands: parse, call one function, print. torch is imported only by what needs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+import shardlab
+from shardlab.cli import checkpoint, compare, data, learn, measure, prove, trace, train
+from shardlab.cli.flags import JSON
+from shardlab.errors import Interrupted, RankFailure, UsageError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="A laboratory for distributed training in PyTorch: run every data-parallel strategy on "
+    "one loop, compare them, and see that they equal one process.",
+)
+for command in (train.train, compare.compare, prove.prove, measure.throughput, measure.memory):
+    app.command()(command)
+app.add_typer(data.app, name="data")
+app.add_typer(trace.app, name="trace")
+app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(learn.app, name="learn")
+
+
+def main() -> None:
+    """The console script. Exit codes: 0 done, 1 a rank failed, 2 wrong input, 130 interrupted."""
+    # Before torch is imported: its profiler writes a line to stderr at each start below this level.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # A peer that is gone is told by us, in a line; c10d would add a page of its C++ frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    try:
+        app()
+    except UsageError as error:
+        _end(2, f"error: {error}")
+    except RankFailure as failure:
+        if failure.traceback:
+            print(failure.traceback, file=sys.stderr, end="")
+        _end(1, f"error: {failure}")
+    except Interrupted:
+        _end(130, "interrupted: every rank was ended")
+
+
+def _end(code: int, message: str) -> NoReturn:
+    print(message, file=sys.stderr)
+    raise SystemExit(code)
+
+
+@app.command()
+def strategies(as_json: Annotated[bool, JSON] = False) -> None:
+    """List the strategies, in the order of the ladder."""
+    from shardlab.strategies import STRATEGIES
+
+    _list_names(STRATEGIES, "strategy", as_json)
+
+
+@app.command()
+def workloads(as_json: Annotated[bool, JSON] = False) -> None:
+    """List what can be trained."""
+    from shardlab.workloads import WORKLOADS
+
+    _list_names(WORKLOADS, "workload", as_json)
+
+
+def _list_names(known: dict[str, str], kind: str, as_json: bool) -> None:
+    from shardlab import naming
+    from shardlab.report import console
+
+    rows = {name: naming.summary(path) for name, path in known.items()}
+    if as_json:
+        print(json.dumps(rows))
+    else:
+        console.print_names(rows, kind)
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, JSON] = False) -> None:
+    """Say what this machine can run, and why not the rest. Starts two ranks to see."""
+    from shardlab import diagnosis
+    from shardlab.report import console
+
+    checks = diagnosis.examine()
+    if as_json:
+        print(json.dumps(checks))
+    else:
+        console.print_diagnosis(checks)
+    if any(check["status"] == "failed" for check in checks):
+        raise SystemExit(1)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(shardlab.__version__)
