@@ -23,8 +23,9 @@ CASES = (
     Case("tiny", 2, {"run": RUN, "memory_mib": 31,
                      "ours": {"strategy": "zero3", "activation_checkpointing": True}}),
 )  # fmt: skip
-# How much more than the best that fits is still good: bytes are exact, time is not.
-MORE_BYTES, SLOWER = 1.1, 2.0
+# How much more than the best that fits is still good. Bytes are exact; time is the machine's, too:
+# FSDP2, a good choice, takes little longer than ZeRO-1 on some and twice as long on others.
+MORE_BYTES, SLOWER = 1.1, 3.0
 OVERLAPPED = 0.5  # of the gradients, launched before backward has ended
 NAMES = {
     "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state",
