@@ -89,6 +89,18 @@ def test_wrong_input_is_answered_in_a_line(args: list[str], message: str, tmp_pa
     assert sorted(tmp_path.rglob("*")) == before  # no run folder, nothing half-written
 
 
+@pytest.mark.parametrize("command", ["train", "memory --strategy zero1"])
+def test_a_folder_for_temporary_files_that_is_too_deep(command: str, tmp_path: Path) -> None:
+    """Python's own error is a traceback that ends with "AF_UNIX path too long"."""
+    deep = tmp_path / ("d" * 80)
+    deep.mkdir()
+    done = commands.shardlab(*command.split(), "--size", "tiny", cwd=tmp_path, TMPDIR=str(deep))
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "characters, as in TMPDIR=/tmp" in done.stderr
+    assert list(tmp_path.iterdir()) == [deep]
+
+
 def test_a_port_in_use(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))

@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 from shardlab import record
 from shardlab.config import Config, LaunchConfig
 from shardlab.errors import Halt, Interrupted, RankFailure, UsageError
+from shardlab.forking import fork_server
 from shardlab.guard import watchdog
 
 Event = Mapping[str, Any]
@@ -92,8 +93,7 @@ class Ranks:
         refuse_used_port(launch.port)
         self.launch = launch
         self.size = size
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["shardlab._preload"])
+        context = fork_server()
         self._monitor: watchdog.Monitor | None = None  # of the ranks that say where they are
         self._pipes: list[connection.Connection] = []
         self._processes: list[Any] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 import time
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.errors import Interrupted, UsageError
+from shardlab.forking import fork_server
 from shardlab.learn import guard
 from shardlab.learn.exercise import Exercise, Finding
 
@@ -75,8 +75,7 @@ def grade(exercise: Exercise, path: Path, deadline_s: float | None = None) -> Ve
 def _guarded(*job: Any) -> Any:
     """The outcome of a check in a guard's process; None if the guard did not live to tell."""
     *_, deadline_s, _scratch = job
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["shardlab._preload", "shardlab.learn.runner"])
+    context = fork_server("shardlab.learn.runner")
     ours, theirs = context.Pipe()
     process = context.Process(target=guard.guard, args=(theirs, *job), name="guard")
     process.start()

@@ -7,7 +7,6 @@ own, which answers one config after another; ``weigh``, at the end, measures the
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardlab.config import Config
 from shardlab.errors import RankFailure, UsageError
+from shardlab.forking import fork_server
 from shardlab.measure.cells import BASELINE, parse_spec
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ class Simulator:
         ``here``: for the ranks that this machine would start, which may have to share a GPU.
         """
         if self._process is None:
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["shardlab._preload"])
+            context = fork_server()
             self._pipe, theirs = context.Pipe()
             self._process = context.Process(target=_answer, args=(theirs,), daemon=True)
             self._process.start()
