@@ -306,6 +306,15 @@ def test_of_those_that_are_equally_fast_the_leaner_is_chosen() -> None:
     )
 
 
+def test_a_little_less_memory_is_not_worth_a_harder_strategy() -> None:
+    """Nor do the bytes of a run decide between two that are equal: the next would say otherwise."""
+    found = answer(
+        cell("pytorch_ddp", 100, mib=85), cell("zero1", 101, mib=61.7), cell("zero3", 100, mib=60.2)
+    )
+    assert found["choice"] == "zero1"
+    assert "it is the simplest of the 2 that need least memory, 61.7 MiB." in found["why"]
+
+
 def test_what_is_much_slower_is_not_taken_as_equal_however_noisy_it_was() -> None:
     wild = {"step_ms_repeats": [[50.0, 300.0], [60.0, 250.0]]}
     found = answer(cell("a", 100, mib=90, **wild), cell("b", 140, mib=60, **wild))

@@ -2,7 +2,7 @@
 
 Pure: from the rows of ``compare.json``. A strategy that was found wrong (its proof failed, or its
 loss is not that of ``single``) is never chosen. Strategies whose difference is within the noise are
-taken as equally fast if they are close, and then the one that needs less memory is better; then
+taken as equally fast if they are close, and then one that needs notably less memory is better; then
 the simpler one.
 """
 
@@ -33,7 +33,7 @@ def answer(result: Mapping[str, Any]) -> dict[str, Any]:
     unsure = [cell for cell in right if cell is fastest or _tied(cell, fastest)]
     limit = (1 + CLOSE) * fastest["step_ms"]["median"]
     equal = [cell for cell in unsure if cell["step_ms"]["median"] <= limit]
-    choice = min(equal, key=_price)
+    choice = min(_lean(equal), key=_difficulty)
     why = _why(choice, fastest, equal, right)
     otherwise = [*_otherwise(choice, unsure, right, result)]
     if excluded:
@@ -56,13 +56,18 @@ def _tied(cell: Row, fastest: Row) -> bool:
     return low <= 1.0
 
 
-def _price(cell: Row) -> tuple[float, int, float]:
-    """What is paid for the same speed: memory (to two digits), then difficulty, then time."""
-    peak = fmt.peak(cell)
-    memory = float("inf") if peak is None else float(f"{peak:.2g}")
+def _lean(cells: Sequence[Row]) -> Sequence[Row]:
+    """Those that need the least memory, or hardly more; all, if it is not known."""
+    peaks = [(peak, cell) for cell in cells if (peak := fmt.peak(cell)) is not None]
+    limit = min((peak for peak, _ in peaks), default=0) / (1 - NOTABLE)
+    return [cell for peak, cell in peaks if peak <= limit] or cells
+
+
+def _difficulty(cell: Row) -> tuple[int, float]:
+    """The rung of the ladder, then the time. The user's own comes first."""
     ladder = list(STRATEGIES)
-    place = ladder.index(cell["strategy"]) if cell["strategy"] in ladder else -1  # the user's own
-    return memory, place, cell["step_ms"]["median"]
+    place = ladder.index(cell["strategy"]) if cell["strategy"] in ladder else -1
+    return place, cell["step_ms"]["median"]
 
 
 def _why(choice: Row, fastest: Row, equal: Sequence[Row], right: Sequence[Row]) -> str:
@@ -73,10 +78,15 @@ def _why(choice: Row, fastest: Row, equal: Sequence[Row], right: Sequence[Row]) 
     if choice is fastest and len(equal) == 1:
         return f"{label}: it is the fastest{proved}."
     rivals = fmt.names([cell["label"] for cell in equal if cell is not choice])
-    peak, most = fmt.peak(choice), max(fmt.peak(cell) or 0 for cell in equal)
+    lean = _lean(equal)
     reason = "it is the simplest of them"
-    if peak is not None and peak < (1 - NOTABLE) * most:
-        reason = f"it needs least memory of them, {fmt.size(peak)}"
+    if len(lean) == 1:
+        reason = f"it needs least memory of them, {fmt.size(fmt.peak(choice))}"
+    elif len(lean) < len(equal):
+        reason = (
+            f"it is the simplest of the {len(lean)} that need least memory, "
+            f"{fmt.size(fmt.peak(choice))}"
+        )
     return f"{label}: as fast as {rivals} within the noise{proved}, and {reason}."
 
 
