@@ -193,10 +193,13 @@ def _prove_and_estimate(
     ranks: RankSet, cell: Cell, cells: Sequence[Cell], estimate: Callable[[Cell], None]
 ) -> None:
     """Side by side: a quarter of a proof its ranks wait for each other, and nothing is timed."""
-    with ThreadPoolExecutor(1) as beside:
+    beside = ThreadPoolExecutor(1)
+    try:
         estimated = beside.submit(estimate, cell)
         _prove(ranks, cell, cells)
         estimated.result()
+    finally:
+        beside.shutdown(wait=False)  # who interrupts does not wait for an estimate
 
 
 def _prove(ranks: RankSet, cell: Cell, cells: Sequence[Cell]) -> None:

@@ -43,11 +43,11 @@ class Simulator:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.join()
             self._pipe.close()
-            self._process = None
 
     def run(self, config: Config, device: str, here: bool = False) -> dict[str, Any]:
         """``device``, ``kernels``, and ``weights`` at two peaks: ``building`` and ``step``.
