@@ -64,7 +64,7 @@ def compare(
     port: Annotated[int | None, flags.PORT] = None,
     repeats: Annotated[int, typer.Option(help="Interleaved visits to each strategy.")] = 4,
     warmup: Annotated[int, typer.Option(help="Steps before the clock counts, per visit.")] = 2,
-    steps: Annotated[int, typer.Option(help="Timed steps per visit.")] = 3,
+    steps: Annotated[int, typer.Option(help="Timed steps per visit.")] = 2,
     prove: Annotated[
         bool, typer.Option(help="Prove each strategy on a small float64 model, after the timing.")
     ] = True,

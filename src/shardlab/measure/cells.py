@@ -24,7 +24,7 @@ class Plan:
 
     repeats: int = 4
     warmup: int = 2
-    steps: int = 3  # timed, per repeat
+    steps: int = 2  # timed, per repeat: what differs is one visit from the next, not its steps
     prove: bool = True
     profile: ProfileConfig | None = None  # traces, after all is timed; none: none
 
