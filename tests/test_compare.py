@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import torch
 
 import commands
 from shardlab import config as configs
+from shardlab.cli import compare as cli_compare
 from shardlab.errors import UsageError
 from shardlab.measure import compare as comparison
 from shardlab.measure import explain, stats
@@ -401,6 +403,14 @@ def test_two_comparisons_differ_by_less_than_their_interval() -> None:
         inside += low <= stats.ratio(*second) <= high
     assert within >= 59
     assert inside >= 51
+
+
+def test_the_commands_defaults_are_the_plans() -> None:
+    """They stand in both, so that --help needs no import."""
+    given = inspect.signature(cli_compare.compare).parameters
+    assert {name: given[name].default for name in ("repeats", "warmup", "steps", "prove")} == {
+        "repeats": Plan.repeats, "warmup": Plan.warmup, "steps": Plan.steps, "prove": Plan.prove,
+    }  # fmt: skip
 
 
 def process(_world: World) -> int:

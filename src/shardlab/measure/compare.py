@@ -192,7 +192,7 @@ def _estimate(simulator: Simulator, device: str, backend: str, cell: Cell) -> No
 def _prove_and_estimate(
     ranks: RankSet, cell: Cell, cells: Sequence[Cell], estimate: Callable[[Cell], None]
 ) -> None:
-    """Side by side: a quarter of a proof its ranks wait for each other, and nothing is timed."""
+    """Side by side: the ranks of a proof often wait for each other, and nothing is timed."""
     beside = ThreadPoolExecutor(1)
     try:
         estimated = beside.submit(estimate, cell)

@@ -13,7 +13,7 @@ from itertools import groupby
 
 from shardlab.report import format as fmt
 from shardlab.report.format import Cell, Result
-from shardlab.report.trace_charts import PART_NAMES
+from shardlab.trace.model import PARTS
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def stack_chart(result: Result) -> StackChart | None:
     cells = [cell for cell in fmt.measured(result) if cell.get("profile")]
     if not cells:
         return None
-    names = PART_NAMES  # by column of the analysis, in microseconds; ours are in ms
+    names = PARTS  # by column of the analysis, in microseconds; ours are in ms
     amounts = [
         (cell, {part: cell["profile"][f"{part.removesuffix('_us')}_ms"] for part in names})
         for cell in cells

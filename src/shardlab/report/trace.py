@@ -17,7 +17,7 @@ from shardlab.report import format as fmt
 from shardlab.report import timeline
 from shardlab.report import trace_charts as charts
 from shardlab.report.page import asset, templates
-from shardlab.report.trace_charts import PART_NAMES, ms, step_us
+from shardlab.report.trace_charts import ms, step_us
 from shardlab.trace import model
 
 if TYPE_CHECKING:
@@ -46,14 +46,14 @@ def html(traces: TraceSet) -> str:
     memory = traces.memory()
     return environment.get_template("trace.html.j2").render(
         fmt=fmt,
-        ms=charts.ms,
+        ms=ms,
         css=asset("timeline.css") + asset("trace.css"),
         js=asset("tables.js") + asset("timeline.js"),
         version=__version__,
         title=title(traces, ranks),
         verdict=verdict(traces),
         facts=_facts(traces, ranks, spans),
-        parts=charts.PART_NAMES,
+        parts=model.PARTS,
         ranks=ranks,
         stacks=charts.stacks(ranks, steps),
         timeline=spans,
@@ -99,8 +99,8 @@ def _went(ranks: Sequence[model.Breakdown]) -> str:
     wall = sum(row.wall_us for row in ranks)
     if not wall:
         return "The traces hold no time at all."
-    shares = {part: sum(getattr(row, part) for row in ranks) / wall for part in PART_NAMES}
-    said = [(share, PART_NAMES[part]) for part, share in shares.items() if share >= 0.005]
+    shares = {part: sum(getattr(row, part) for row in ranks) / wall for part in model.PARTS}
+    said = [(share, model.PARTS[part]) for part, share in shares.items() if share >= 0.005]
     said.sort(reverse=True)
     texts = [f"{100 * share:.0f}% {name}" for share, name in said]
     listed = fmt.names(texts, at_most=len(texts))

@@ -24,15 +24,6 @@ MAX_STACKS = 64  # rows of the stacked chart, one for each step; beyond, one for
 MAX_COLLECTIVES, MAX_TRACKS = 48, 600  # rows of the bucket timeline, and lines in all
 CURVE_POINTS = 500
 
-PART_NAMES = {
-    "compute_us": "compute",
-    "exposed_comm_us": "exposed communication",
-    "wait_us": "waiting for a slower rank",
-    "memory_us": "memory copies",
-    "idle_host_us": "host-bound idle",
-    "idle_us": "other idle",
-}
-
 
 def ms(us: float | None) -> str:
     """Microseconds as milliseconds, for reading."""
@@ -82,7 +73,7 @@ def stacks(ranks: Sequence[model.Breakdown], steps: Sequence[model.Breakdown]) -
     rows = []
     for row, n in values:
         x, segments = 0.0, []
-        for part in PART_NAMES:
+        for part in model.PARTS:
             us = getattr(row, part) / n
             width = 100 * us / most
             if width > 0:
@@ -90,7 +81,7 @@ def stacks(ranks: Sequence[model.Breakdown], steps: Sequence[model.Breakdown]) -
             x += width
         compute = 100 * row.compute_us / n / most
         hidden = 100 * row.hidden_comm_us / n / most
-        said = ", ".join(f"{PART_NAMES[s.part]} {ms(s.us)} ms" for s in segments)
+        said = ", ".join(f"{model.PARTS[s.part]} {ms(s.us)} ms" for s in segments)
         if hidden:
             said += f"; {ms(row.hidden_comm_us / n)} ms of communication behind compute"
         rows.append(
@@ -102,7 +93,7 @@ def stacks(ranks: Sequence[model.Breakdown], steps: Sequence[model.Breakdown]) -
         rows,
         per_step,
         _ticks(most / 1000),
-        [part for part in PART_NAMES if any(s.part == part for r in rows for s in r.segments)],
+        [part for part in model.PARTS if any(s.part == part for r in rows for s in r.segments)],
         any(row.hidden[1] for row in rows),
         0 if per_step else len(ranks) - len(rows),
     )

@@ -22,14 +22,6 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 NOISE = 0.02  # of the step: a smaller difference is none
-PARTS = {
-    "compute_us": "compute",
-    "exposed_comm_us": "exposed communication",
-    "wait_us": "waiting for a slower rank",
-    "memory_us": "memory copies",
-    "idle_host_us": "host-bound idle",
-    "idle_us": "other idle",
-}
 GROUPS = ("part", "phase", "collective", "label", "operator")
 
 
@@ -179,7 +171,7 @@ def _parts(traces: TraceSet) -> dict[str, Value]:
     rows = traces.breakdown(per="rank")
     return {
         name: Value(statistics.mean(getattr(row, part) / max(row.steps, 1) for row in rows))
-        for part, name in PARTS.items()
+        for part, name in model.PARTS.items()
     }
 
 

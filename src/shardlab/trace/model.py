@@ -153,7 +153,14 @@ class Breakdown:
         return 100 * self.hidden_comm_us / self.comm_us if self.comm_us else None
 
 
-PARTS = ("compute_us", "exposed_comm_us", "wait_us", "memory_us", "idle_host_us", "idle_us")
+PARTS = {
+    "compute_us": "compute",
+    "exposed_comm_us": "exposed communication",
+    "wait_us": "waiting for a slower rank",
+    "memory_us": "memory copies",
+    "idle_host_us": "host-bound idle",
+    "idle_us": "other idle",
+}
 
 
 @dataclass(frozen=True)
