@@ -138,6 +138,19 @@ class Ledger:
 
 LEDGER = Ledger()  # a rank is a process: one ledger
 
+_host_groups: dict[Group, Group] = {}
+
+
+def host_group(group: Group) -> Group:
+    """The same ranks over Gloo: what their hosts tell each other does not wait for their GPUs."""
+    if group.name() == "gloo":
+        return group
+    if group not in _host_groups:
+        ranks = dist.get_process_group_ranks(group)
+        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _host_groups[group] = made
+    return _host_groups[group]
+
 
 def wire_bytes(op: str, size: int, ranks: int) -> float:
     """Bytes one rank must send for a collective on ``size`` bytes, by the best algorithm."""

@@ -234,6 +234,7 @@ def without_peers() -> Iterator[None]:
         (dist, "Logger", _Logger),
         (dist, "all_gather_object", _gather_alone),
         (dist, "broadcast_object_list", _nothing),
+        (comm, "host_group", lambda group: group),
         (ddp, "_verify_param_shape_across_processes", _nothing),
         (DeviceMesh, "__init__", _unfaked(DeviceMesh.__init__)),
     ]

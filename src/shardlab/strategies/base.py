@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import comm
-from shardlab.errors import unknown
+from shardlab.errors import UsageError, unknown
 from shardlab.phases import BACKWARD, FORWARD, phase
 from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch, LossFn
@@ -125,6 +125,22 @@ class Used:
             return []
         self.pending.wait()
         return [n for n, is_used in zip(self.names, self.mask.tolist(), strict=True) if not is_used]
+
+
+def any_rank(flags: Sequence[bool], group: comm.Group, label: str) -> list[bool]:
+    """For each flag, whether it is set on any rank. On a GPU the hosts agree among themselves: to
+    read the answer from the device would be to wait for all it was given to do."""
+    mask = torch.tensor([int(flag) for flag in flags], dtype=torch.uint8)
+    comm.all_reduce(mask, comm.host_group(group), op="max", label=label)
+    return [bool(flag) for flag in mask.tolist()]
+
+
+def refuse_sparse(name: str, parameter: nn.Parameter) -> None:
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        raise UsageError(
+            f"the gradient of '{name}' is sparse, and sparse gradients are not summed over ranks: "
+            "make its embedding with sparse=False"
+        )
 
 
 def global_mean_and_unused(
