@@ -143,14 +143,11 @@ def refuse_sparse(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def global_mean_and_unused(
-    loss_sum: Tensor, total: Tensor, names: Iterable[str], used: set[str], group: comm.Group
-) -> tuple[Tensor, list[str]]:
-    """The mean loss, and the parameters that got a gradient on no rank."""
-    message = Used(names, used, loss_sum.device, group)
-    mean = global_mean(loss_sum, total, group)
-    message.pending.wait()
-    return mean, message.unused()
+def came_again(strategy: str, name: str) -> UsageError:
+    return UsageError(
+        f"{strategy}: the gradient of '{name}' came again after its bucket was sent, which it did "
+        "not in the first step: use checkpoint(..., use_reentrant=False), or the strategy zero2"
+    )
 
 
 def accumulate(
@@ -198,8 +195,21 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def broadcast_model(model: nn.Module, group: comm.Group) -> None:
     """Every rank starts from rank 0's parameters and buffers, whatever it was initialised with."""
+    materialise_buffers(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         comm.broadcast(tensor.data, group, label=f"init {name}")
+
+
+def materialise_buffers(model: nn.Module) -> None:
+    """Give expanded buffers memory of their own: one element that stands for many can be sent, but
+    nothing can be copied into it from a checkpoint."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and any(
+                stride == 0 and size > 1
+                for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
+            ):
+                module._buffers[name] = buffer.contiguous()
 
 
 def broadcast_buffers(model: nn.Module, group: comm.Group) -> None:

@@ -83,14 +83,16 @@ class Block(Unit):
         return bool(self.arrived) or self.full_grad is not None
 
     def start_gather(self, group: comm.Group) -> None:
-        """Start to put the parameters together. If they are here the other ranks need them still."""
+        """Start to put the parameters together. If they are here, other ranks need them still."""
         label = f"params {self.label or 'root'}"
         if self.state is not SHARDED:
             self.wait()
             self._keep_changes()
             scratch = torch.empty_like(self.whole)
             shard = self.shard.to(scratch.dtype)
-            self.for_others.append(comm.all_gather(scratch, shard, group, label=label, async_op=True))
+            self.for_others.append(
+                comm.all_gather(scratch, shard, group, label=label, async_op=True)
+            )
             return
         self.storage.resize_(self.bytes)
         shard = self.shard.to(self.whole.dtype)

@@ -39,9 +39,9 @@ def _harmless() -> frozenset[Any]:
     return frozenset(
         [
             *(accessor.__get__ for accessor in properties if accessor is not None),
-            torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-            torch.Tensor.grad.__set__,  # type: ignore[attr-defined]
-            torch.Tensor.grad.__delete__,  # type: ignore[attr-defined]
+            vars(torch._C.TensorBase)["requires_grad"].__set__,
+            vars(torch._C.TensorBase)["grad"].__set__,
+            vars(torch._C.TensorBase)["grad"].__delete__,
             *(getattr(torch.Tensor, name) for name in _METHODS),
             *(getattr(torch, name) for name in _FUNCTIONS),
         ]
@@ -87,4 +87,4 @@ def come_back(parameters: Iterable[Tensor]) -> None:
     """Their content is here."""
     for p in parameters:
         if isinstance(p, Away):
-            p.__class__ = nn.Parameter
+            p.__class__ = nn.Parameter  # type: ignore[assignment]

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlab import comm
 from shardlab.phases import BACKWARD, FORWARD, phase
 from shardlab.strategies import base
 from shardlab.strategies.agenda import GATHER, Agenda, Op
-from shardlab.strategies.block import GATHERING, SHARDED, WHOLE, Block, tensors_in
+from shardlab.strategies.block import GATHERING, SHARDED, Block, tensors_in
 from shardlab.strategies.flat import units_of
 from shardlab.strategies.sharded import DTYPES, Sharded
 from shardlab.strategies.update import Rule
