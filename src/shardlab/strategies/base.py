@@ -14,9 +14,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
 
 from shardlab import comm
-from shardlab.errors import unknown
+from shardlab.errors import UsageError, unknown
 from shardlab.phases import BACKWARD, FORWARD, phase
 from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch, LossFn
@@ -149,7 +150,7 @@ def accumulate(
         with phase(FORWARD):
             loss = loss_fn(model, batch)  # ()
         with phase(BACKWARD):
-            (loss / divisor).backward()
+            backward(loss, divisor)
         loss_sum = loss_sum + loss.detach()
     return loss_sum
 
@@ -171,13 +172,73 @@ def last_of_step(
     loss_sum += loss.detach()
     pending = comm.all_reduce(loss_sum, group, label="loss", async_op=True)
     with phase(BACKWARD):
-        (loss / divisor).backward()
+        backward(loss, divisor)
     return pending
+
+
+def backward(loss: Tensor, divisor: Tensor) -> None:
+    if not loss.requires_grad:
+        raise UsageError(
+            "the loss of a micro-batch depends on no parameter that requires a gradient; one "
+            "process could not train on it either"
+        )
+    (loss / divisor).backward()
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that train, by name; a tied one once, under its first name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def refuse_unsupported(model: nn.Module, ranks: int | None = None) -> None:
+    """Refuse, by name, a model that no strategy can train, before anything is done with it."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise UsageError(
+                f"'{name}' has no shape yet (a lazy module): call the model once on a sample in "
+                "make_model, or give the module its sizes"
+            )
+    for name, module in model.named_modules():
+        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if is_sparse and module.weight.requires_grad:
+            raise UsageError(
+                f"module '{name}' has sparse=True, and no strategy sends sparse gradients; "
+                "build it with sparse=False"
+            )
+        if ranks != 1 and getattr(module, "max_norm", None) is not None:
+            raise UsageError(
+                f"module '{name}' has max_norm: its forward changes the weight by the rows that it "
+                "looks up, which differ from rank to rank; leave max_norm out, or use one rank"
+            )
+
+
+def refuse_sparse(name: str, gradient: Tensor | None) -> None:
+    """Of a functional embedding, which no module tells of."""
+    if gradient is not None and gradient.layout != torch.strided:
+        raise UsageError(
+            f"parameter '{name}' got a sparse gradient, and no strategy sends these; call "
+            "F.embedding with sparse=False"
+        )
+
+
+def refuse_sparse_gradients(params: Mapping[str, nn.Parameter]) -> None:
+    """Look at each parameter's first gradient, once."""
+    handles: dict[str, Any] = {}
+    for name, p in params.items():
+
+        def look(gradient: Tensor, name: str = name) -> None:
+            refuse_sparse(name, gradient)
+            handles.pop(name).remove()
+
+        handles[name] = p.register_hook(look)
+
+
+def make_whole_buffers(model: nn.Module) -> None:
+    """Give a buffer whose elements share memory (``expand``) memory that can be written to."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and 0 in buffer.stride() and buffer.numel() > 1:
+                module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
 
 
 def broadcast_model(model: nn.Module, group: comm.Group) -> None:

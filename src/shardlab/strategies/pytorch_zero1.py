@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab.errors import UsageError
-from shardlab.strategies import base
+from shardlab.strategies import base, theirs
 from shardlab.strategies.pytorch_ddp import PyTorchDDP
 from shardlab.strategies.slots import Slots, replica
 from shardlab.strategies.update import Rule
@@ -40,6 +41,8 @@ class PyTorchZero1(PyTorchDDP):
     gradient though it needs one n-th. Parameters are dealt out whole, so the shares are uneven.
     """
 
+    NAME = "pytorch_zero1"
+
     def __init__(
         self,
         model: nn.Module,
@@ -54,9 +57,14 @@ class PyTorchZero1(PyTorchDDP):
         if not isinstance(make_optimizer, functools.partial):
             raise UsageError("pytorch_zero1 needs its optimizer as a functools.partial of a class")
         group, kind, settings = mesh.get_group("dp"), make_optimizer.func, make_optimizer.keywords
+
+        def make_sharded(params: Iterable[nn.Parameter]) -> ZeroRedundancyOptimizer:
+            with theirs.refusals(self.NAME):
+                return ZeroRedundancyOptimizer(list(params), kind, group, **settings)  # type: ignore[arg-type]
+
         super().__init__(
             model,
-            lambda params: ZeroRedundancyOptimizer(list(params), kind, group, **settings),  # type: ignore[arg-type]
+            make_sharded,
             loss_fn,
             mesh,
             rule=rule,
