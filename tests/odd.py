@@ -167,6 +167,57 @@ class HiddenOutput(Net):
         return self.Box(super().forward(x))
 
 
+class WritesIntoDict(Net):
+    """Blocks return nothing: they write into what they are given."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, state: dict[str, Tensor]) -> None:
+            state["x"] = torch.tanh(self.linear(state["x"]))
+
+    def block(self, _i: int) -> nn.Module:
+        return self.Block()
+
+    def body(self, x: Tensor) -> Tensor:
+        state = {"x": x}
+        for block in self.blocks:
+            block(state)
+        return state["x"]
+
+
+class CollectsLosses(Net):
+    """Blocks add to a list of losses, as mixtures of experts do."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:
+            losses.append(self.linear.bias.square().sum())
+            return torch.tanh(self.linear(x))
+
+    def block(self, _i: int) -> nn.Module:
+        return self.Block()
+
+    def body(self, x: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        for block in self.blocks:
+            x = block(x, losses)
+        return x + sum(losses)
+
+
+class OtherValues(Net):
+    """functional_call: a block with other values of its parameters."""
+
+    def body(self, x: Tensor) -> Tensor:
+        scaled = {n: p * 0.9 for n, p in self.blocks[1].named_parameters()}
+        return torch.func.functional_call(self.blocks[1], scaled, self.blocks[0](x))
+
+
 class OutputUnused(Net):
     """The second block runs, and nothing comes of it."""
 
@@ -400,6 +451,25 @@ class SparseBag(Sparse):
         return Net.forward(self, self.table(x.long().clamp(0, 8)))
 
 
+class MaxNorm(Net):
+    """Forward changes the rows of the weight that it looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 6, max_norm=0.5)
+
+
+class OneParameter(nn.Module):
+    """Fewer parameters than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(x)
+
+
 class SparseFunction(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -556,6 +626,9 @@ CASES: dict[str, Case] = {
     "same_module": Case(SameModule),
     "dataclass": Case(DataclassOutput, loss=dataclass_loss),
     "hidden_output": Case(HiddenOutput, loss=dataclass_loss),
+    "writes_into_dict": Case(WritesIntoDict),
+    "collects_losses": Case(CollectsLosses),
+    "other_values": Case(OtherValues),
     "output_unused": Case(OutputUnused),
     "passed_through": Case(PassedThrough),
     "late_unused": Case(LateUnused),
@@ -579,6 +652,8 @@ CASES: dict[str, Case] = {
     "lazy_buffer": Case(LazyBuffer),
     "sparse": Case(Sparse),
     "sparse_bag": Case(SparseBag),
+    "max_norm": Case(MaxNorm),
+    "one_parameter": Case(OneParameter, ()),
     "sparse_function": Case(SparseFunction),
     "all_complex": Case(AllComplex),
     "view_in_place": Case(ViewInPlace),

@@ -113,16 +113,56 @@ def names(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
     return found
 
 
-def refuse_hidden(name: str, _unit: nn.Module, _inputs: Any, output: Any) -> None:
-    """FSDP acts where backward comes to a unit's outputs: it must find the tensors in them."""
-    if not torch.is_grad_enabled() or _grad_tensors(output):
-        return
-    for leaf in tree_leaves(output):
-        if leaf is not None and not isinstance(leaf, Tensor | int | float | str):
-            raise UsageError(
-                f"FSDP: {name} returns a {type(leaf).__name__}, in which it finds no tensor; "
-                "return tensors, or a tuple or dict of them"
-            )
+# ------------------------------------------------------------------ around a unit's forward
+
+
+class Around:
+    """Refuses what a unit's forward may do in plain PyTorch, and FSDP's hooks around it spoil."""
+
+    def __init__(self, name: str, unit: nn.Module, inner: set[nn.Module]) -> None:
+        self.name = name or "the model"
+        self.modules = [m for m in unit.modules() if m is unit or m not in inner]
+        self.given: list[tuple[Any, Any]] = []  # lists and dicts among the inputs, and a copy
+        unit.register_forward_pre_hook(self._first, prepend=True)
+        unit.register_forward_pre_hook(self._before, with_kwargs=True)
+        unit.register_forward_hook(self._after)
+
+    def _first(self, _unit: nn.Module, _args: Any) -> None:
+        """Before FSDP's own: it would put its parameters in the place of others."""
+        for module in self.modules:
+            for local, p in module._parameters.items():
+                if p is not None and not isinstance(p, nn.Parameter):
+                    raise UsageError(
+                        f"FSDP: {self.name} is called with another tensor as its '{local}' "
+                        "(functional_call), which FSDP would overwrite; use zero1 or zero2"
+                    )
+
+    def _before(self, _unit: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """FSDP has put the inputs that need a gradient into new lists and dicts."""
+        held = [v for v in (*args, *kwargs.values()) if isinstance(v, list | dict)]
+        if held and torch.is_grad_enabled() and _grad_tensors((args, kwargs)):
+            self.given = [(value, value.copy()) for value in held]
+
+    def _after(self, _unit: nn.Module, _args: Any, output: Any) -> None:
+        given, self.given = self.given, []
+        for value, before in given:
+            if [*map(id, _items(value))] != [*map(id, _items(before))]:
+                raise UsageError(
+                    f"FSDP: {self.name} writes into a {type(value).__name__} that it is given, "
+                    "and FSDP gives it a copy; return what it makes, or use zero1 or zero2"
+                )
+        if not torch.is_grad_enabled() or _grad_tensors(output):
+            return
+        for leaf in tree_leaves(output):  # FSDP acts where backward comes to these
+            if leaf is not None and not isinstance(leaf, Tensor | int | float | str):
+                raise UsageError(
+                    f"FSDP: {self.name} returns a {type(leaf).__name__}, in which FSDP finds no "
+                    "tensor; return tensors, or a tuple or dict of them"
+                )
+
+
+def _items(value: Any) -> list[Any]:
+    return [*value.keys(), *value.values()] if isinstance(value, dict) else value
 
 
 # ------------------------------------------------------------------ its collectives

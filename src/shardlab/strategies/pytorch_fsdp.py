@@ -76,9 +76,12 @@ class PyTorchFSDP:
         self.names = fsdp_calls.names(model)
         self.unwatched = set(self.params)  # whose whole, which is made by a first gather, we await
         self.arrived: set[str] = set()  # what got a gradient in this micro-batch
+        inner = {
+            module for unit in units.values() for module in unit.modules() if unit is not model
+        }
         for name, unit in units.items():
             unit.register_forward_pre_hook(self._watch)
-            unit.register_forward_hook(partial(fsdp_calls.refuse_hidden, name or "the model"))
+            fsdp_calls.Around(name, unit, inner if unit is model else set())
 
     def shard_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         return mesh

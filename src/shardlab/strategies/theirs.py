@@ -36,6 +36,18 @@ _SAID = {
         "a parameter is used outside the forward of its block (by the loss, or by another module), "
         "and FSDP has it whole only there; use zero1, zero2 or pytorch_ddp"
     ),
+    "its data is not allocated yet": (
+        "a block's parameter is used after the block, when FSDP has freed it; use zero1, zero2 or "
+        "pytorch_ddp"
+    ),
+    "output 0 of registerpostbackwardfunction": (
+        "a block changes its input in place, and FSDP has put a function of its own there; use an "
+        "operation that is not in place, or zero1, zero2 or pytorch_ddp"
+    ),
+    "appears to not have been used in the graph": (
+        "autograd.grad() was asked for a parameter that the result does not use; under FSDP the "
+        "model computes with another tensor than model.parameters() has; use zero1 or zero2"
+    ),
     "out of bounds for storage of size 0": (
         "backward came to a block without FSDP's knowing (its output was changed in place, or was "
         "not found), and its parameters were not gathered; use zero1, zero2 or pytorch_ddp"
