@@ -169,7 +169,7 @@ def impatient(world: World, strategy: str, name: str) -> odd.Course:
 @pytest.mark.parametrize("strategy", ["pytorch_zero2", "pytorch_zero3"])
 def test_a_block_that_one_rank_skips_in_a_later_step(strategy: str, ranks: GetRanks) -> None:
     """The other ranks are in a collective that will never end: they must be ended too."""
-    with pytest.raises(UsageError, match="rank 1 came to '.*' where the others did not"):
+    with pytest.raises(UsageError, match=r"rank 1 came to '.*' where the others did not"):
         ranks(2).run(impatient, strategy, "late_skip_one", deadline_s=30)
 
 
@@ -219,7 +219,7 @@ def test_ddp_refuses(name: str, ranks: GetRanks) -> None:
 
 @pytest.mark.parametrize("name", OF_SEVERAL_KINDS)
 def test_zero1_refuses_numbers_of_several_kinds(name: str, ranks: GetRanks) -> None:
-    with pytest.raises(UsageError, match="^pytorch_zero1: .*same dense type"):
+    with pytest.raises(UsageError, match=r"^pytorch_zero1: .*same dense type"):
         ranks(2).run(odd.run, "pytorch_zero1", name, {}, deadline_s=30)
 
 

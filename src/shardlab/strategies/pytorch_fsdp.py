@@ -76,9 +76,7 @@ class PyTorchFSDP:
         self.names = fsdp_calls.names(model)
         self.unwatched = set(self.params)  # whose whole, which is made by a first gather, we await
         self.arrived: set[str] = set()  # what got a gradient in this micro-batch
-        inner = {
-            module for unit in units.values() for module in unit.modules() if unit is not model
-        }
+        inner = {m for unit in units.values() if unit is not model for m in unit.modules()}
         for name, unit in units.items():
             unit.register_forward_pre_hook(self._watch)
             fsdp_calls.Around(name, unit, inner if unit is model else set())
