@@ -52,21 +52,11 @@ class PyTorchFSDP:
         base.make_whole_buffers(model)
         base.broadcast_model(model, self.group)  # fully_shard does not
         self.mesh = self.shard_mesh(mesh)
-        dtype = base.option("comm_dtype", comm_dtype, DTYPES)
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
         self.lockstep = Lockstep("FSDP", self.group)
         units = fsdp_calls.units(model, blocks)
         fsdp_calls.refuse(model, units)
         with theirs.refusals("FSDP"):
-            for unit in units.values():
-                fully_shard(
-                    unit,
-                    mesh=self.mesh,
-                    reshard_after_forward=self.RESHARD_AFTER_FORWARD,
-                    mp_policy=policy,
-                )
-            for name, unit in units.items():
-                fsdp_calls.watch(unit, name or "the root", self.lockstep)
+            self.shard(units, base.option("comm_dtype", comm_dtype, DTYPES))
             fsdp_calls.as_one(model)
         self.params = base.trainable(model)
         self.optimizer = make_optimizer(self.params.values())
@@ -80,6 +70,17 @@ class PyTorchFSDP:
         for name, unit in units.items():
             unit.register_forward_pre_hook(self._watch)
             fsdp_calls.Around(name, unit, inner if unit is model else set())
+
+    def shard(self, units: fsdp_calls.Units, dtype: torch.dtype | None) -> None:
+        """Every block, those inside others first, and the root last, which takes what is left."""
+        for name, unit in units.items():
+            fully_shard(
+                unit,
+                mesh=self.mesh,
+                reshard_after_forward=self.RESHARD_AFTER_FORWARD,
+                mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype),
+            )
+            fsdp_calls.watch(unit, name or "the root", self.lockstep)
 
     def shard_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         return mesh
