@@ -610,6 +610,7 @@ CASES: dict[str, Case] = {
     "zero_elements": Case(net_with(lambda: torch.zeros(0, 6), nothing)),
     "zero_columns": Case(net_with(lambda: torch.zeros(6, 0), nothing)),
     "not_contiguous": Case(net_with(lambda: torch.randn(6, 6).t(), by_hand)),
+    "gaps": Case(net_with(lambda: torch.randn(12, dtype=torch.float64)[::2], lambda x, p: x * p)),
     "scalar": Case(net_with(lambda: torch.tensor(0.5), lambda x, p: x * p)),
     "frozen_integers": Case(net_with(lambda: torch.arange(6), lambda x, p: x[:, p], train=False)),
     "frozen_complex": Case(

@@ -217,6 +217,13 @@ def test_ddp_refuses(name: str, ranks: GetRanks) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_zero1_refuses_gaps(ranks: GetRanks) -> None:
+    """It would broadcast the memory between the elements, and train something else."""
+    assert complaints(ranks, 2, "pytorch_ddp", ("gaps",)) == []
+    with pytest.raises(UsageError, match=r"'blocks.0.extra' has gaps in memory"):
+        ranks(2).run(odd.run, "pytorch_zero1", "gaps", {}, deadline_s=30)
+
+
 @pytest.mark.parametrize("name", OF_SEVERAL_KINDS)
 def test_zero1_refuses_numbers_of_several_kinds(name: str, ranks: GetRanks) -> None:
     with pytest.raises(UsageError, match=r"^pytorch_zero1: .*same dense type"):

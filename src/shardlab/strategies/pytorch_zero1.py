@@ -54,8 +54,16 @@ class PyTorchZero1(PyTorchDDP):
         bucket_mb: float = 25.0,
         find_unused_parameters: bool = False,
     ) -> None:
+        base.refuse_unsupported(model, mesh.size())
         if not isinstance(make_optimizer, functools.partial):
             raise UsageError("pytorch_zero1 needs its optimizer as a functools.partial of a class")
+        for name, p in model.named_parameters():
+            span = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
+            if 0 < p.numel() != span:
+                raise UsageError(
+                    f"pytorch_zero1: parameter '{name}' has gaps in memory (strides {p.stride()}), "
+                    "and ZeroRedundancyOptimizer sends what lies in them; make it contiguous"
+                )
         group, kind, settings = mesh.get_group("dp"), make_optimizer.func, make_optimizer.keywords
 
         def make_sharded(params: Iterable[nn.Parameter]) -> ZeroRedundancyOptimizer:
