@@ -34,7 +34,7 @@ from shardlab.measure import stats
 from shardlab.record import README, Recorder, mark, new_folder, room_needed, write_json
 from shardlab.schedule import learning_rate_factor
 from shardlab.strategies import STRATEGIES
-from shardlab.strategies.base import Infer, MakeOptimizer, Strategy, T
+from shardlab.strategies.base import Infer, MakeOptimizer, Strategy, T, refuse_unsupported
 from shardlab.strategies.update import Rule
 from shardlab.trace import capture
 from shardlab.workloads import WORKLOADS, batchnorm, custom
@@ -141,7 +141,9 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
     worlds.seed(config.training.seed)
     dtype = torch.float64 if config.precision.compute == "fp64" else torch.float32
     # Initialised on the CPU, so that the same seed is the same model on every device.
-    model = cast_model(workload.make_model(), world.device, dtype)
+    model = workload.make_model()
+    refuse_unsupported(model, world.size)
+    model = cast_model(model, world.device, dtype)
     batchnorm.join(model, world.group)
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError(f"the model of {workload.name} has no parameter that trains")

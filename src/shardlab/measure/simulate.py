@@ -40,6 +40,7 @@ from shardlab.config import Config, LaunchConfig, TrainingConfig
 from shardlab.measure import memory
 from shardlab.measure.memory import Allocation, Causes
 from shardlab.strategies.base import MakeOptimizer
+from shardlab.strategies.lockstep import Lockstep
 from shardlab.workloads.base import Batch, Workload
 from shardlab.world import World, choose
 
@@ -237,6 +238,7 @@ def without_peers() -> Iterator[None]:
         (dist, "all_gather_object", _gather_alone),
         (dist, "broadcast_object_list", _nothing),
         (comm, "host_group", lambda group: group),
+        (Lockstep, "_agree", _nothing),
         (ddp, "_verify_param_shape_across_processes", _nothing),
         (DeviceMesh, "__init__", _unfaked(DeviceMesh.__init__)),
     ]

@@ -78,7 +78,6 @@ class BucketDDPAsync(SimpleDDP):
             p.register_post_accumulate_grad_hook(partial(self._arrived, name))
 
     def _arrived(self, name: str, parameter: nn.Parameter) -> None:
-        base.refuse_sparse(name, parameter)
         is_first = name not in self.arrivals
         self.arrivals[name] = None
         if self.is_last:

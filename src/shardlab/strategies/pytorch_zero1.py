@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab.errors import UsageError
-from shardlab.strategies import base
+from shardlab.strategies import base, theirs
 from shardlab.strategies.pytorch_ddp import PyTorchDDP
 from shardlab.strategies.slots import Slots, replica
 from shardlab.strategies.update import Rule
@@ -40,6 +41,8 @@ class PyTorchZero1(PyTorchDDP):
     gradient though it needs one n-th. Parameters are dealt out whole, so the shares are uneven.
     """
 
+    NAME = "pytorch_zero1"
+
     def __init__(
         self,
         model: nn.Module,
@@ -51,12 +54,25 @@ class PyTorchZero1(PyTorchDDP):
         bucket_mb: float = 25.0,
         find_unused_parameters: bool = False,
     ) -> None:
+        base.refuse_unsupported(model, mesh.size())
         if not isinstance(make_optimizer, functools.partial):
             raise UsageError("pytorch_zero1 needs its optimizer as a functools.partial of a class")
+        for name, p in model.named_parameters():
+            span = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
+            if 0 < p.numel() != span:
+                raise UsageError(
+                    f"pytorch_zero1: parameter '{name}' has gaps in memory (strides {p.stride()}), "
+                    "and ZeroRedundancyOptimizer sends what lies in them; make it contiguous"
+                )
         group, kind, settings = mesh.get_group("dp"), make_optimizer.func, make_optimizer.keywords
+
+        def make_sharded(params: Iterable[nn.Parameter]) -> ZeroRedundancyOptimizer:
+            with theirs.refusals(self.NAME):
+                return ZeroRedundancyOptimizer(list(params), kind, group, **settings)  # type: ignore[arg-type]
+
         super().__init__(
             model,
-            lambda params: ZeroRedundancyOptimizer(list(params), kind, group, **settings),  # type: ignore[arg-type]
+            make_sharded,
             loss_fn,
             mesh,
             rule=rule,

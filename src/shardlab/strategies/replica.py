@@ -26,10 +26,12 @@ class Replica:
         *,
         rule: Rule = Rule(),
     ) -> None:
+        base.refuse_unsupported(model, mesh.size())
         self.model = model
         self.loss_fn = loss_fn
         self.group = mesh.get_group("dp")
         self.params = base.trainable(model)
+        base.refuse_sparse_gradients(self.params)
         self.device = next(iter(self.params.values())).device
         self.optimizer = make_optimizer(self.params.values())
         self.update = Update(self.optimizer, rule)

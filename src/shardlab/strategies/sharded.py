@@ -37,6 +37,7 @@ class Sharded(ShardedState):
         mesh: DeviceMesh,
         rule: Rule,
     ) -> None:
+        base.refuse_unsupported(model, mesh.size())
         self.model = model
         self.make_optimizer = make_optimizer
         self.loss_fn = loss_fn
@@ -44,6 +45,7 @@ class Sharded(ShardedState):
         self.rank, self.ranks = self.group.rank(), self.group.size()
         self.rule = rule
         self.params = base.trainable(model)
+        base.refuse_sparse_gradients(self.params)
         self.device = next(iter(self.params.values())).device
         self.used: set[str] = set()  # what got a gradient on this rank, in this step
         self.unused: list[str] = []  # what got one on no rank

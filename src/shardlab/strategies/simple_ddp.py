@@ -87,8 +87,6 @@ def all_reduce_gradients(
     one process. Ranks that disagreed about it would wait for each other for ever, so they
     agree first.
     """
-    for name, p in params.items():
-        base.refuse_sparse(name, p)
     used = [p.grad is not None for p in params.values()]
     used = base.any_rank(used, group, label="used parameters")
     for (name, p), is_used in zip(params.items(), used, strict=True):
