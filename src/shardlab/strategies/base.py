@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import comm
-from shardlab.errors import unknown
+from shardlab.errors import UsageError, unknown
 from shardlab.phases import BACKWARD, FORWARD, phase
 from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch, LossFn
@@ -76,6 +76,17 @@ def option(name: str, value: str, known: Mapping[str, T]) -> T:
     if value not in known:
         raise unknown(name, value, known)
     return known[value]
+
+
+def dp_group(mesh: DeviceMesh) -> comm.Group:
+    """The process group of the data-parallel ranks: the mesh's dimension "dp"."""
+    if "dp" not in (mesh.mesh_dim_names or ()):
+        names = ", ".join(mesh.mesh_dim_names or ()) or "none"
+        raise UsageError(
+            f"the device mesh needs a dimension named 'dp', and its names are: {names}; make it "
+            "with init_device_mesh(device, (ranks,), mesh_dim_names=('dp',))"
+        )
+    return mesh.get_group("dp")
 
 
 def local_count(microbatches: Sequence[Batch], device: torch.device) -> Tensor:

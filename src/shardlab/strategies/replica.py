@@ -28,7 +28,7 @@ class Replica:
     ) -> None:
         self.model = model
         self.loss_fn = loss_fn
-        self.group = mesh.get_group("dp")
+        self.group = base.dp_group(mesh)
         self.params = base.trainable(model)
         self.device = next(iter(self.params.values())).device
         self.optimizer = make_optimizer(self.params.values())
