@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from shardlab.config import DataConfig
 from shardlab.workloads.base import Batch, Workload
 
 MASKS: list[list[float]] = []  # one for each forward of this process, the newest last
+BEGINNINGS: list[float] = []  # a weight of each model, as it was initialised
 
 
 class Net(nn.Module):
@@ -20,6 +23,7 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(6, 16)
         self.second = nn.Linear(16, 3)
+        BEGINNINGS.append(self.second.weight[2, 15].item())
 
     def forward(self, x: Tensor) -> Tensor:  # (rows, 6)
         hidden = torch.tanh(self.first(x))
@@ -50,9 +54,16 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def make(
-    _data: DataConfig, *, slow_ms: float = 0.0, slow_evaluation_ms: float = 0.0,
-    slow_build_s: float = 0.0,
-) -> Workload:  # fmt: skip
-    time.sleep(slow_build_s)
+    _data: DataConfig,
+    *,
+    slow_ms: float = 0.0,  # each batch
+    slow_evaluation_ms: float = 0.0,
+    meeting: str = "",  # a folder at which so many processes meet before one goes on
+    expected: int = 0,
+) -> Workload:
+    if meeting:
+        (Path(meeting) / str(os.getpid())).touch()
+        while len(list(Path(meeting).iterdir())) < expected:
+            time.sleep(0.05)
     held_out = Rows(8, slow_evaluation_ms)
     return Workload("dropping", Net, loss, Rows(400, slow_ms), held_out=held_out)

@@ -520,9 +520,8 @@ def _run_joined(
             assert isinstance(failure.error, RankFailure)
             mark(failure.error)
             time.sleep(GRACE_S)
-        # The first to say so speaks for all; the others leave without a word.
         with contextlib.suppress(Exception):
-            if store.add("failures", 1) > 1:
+            if _has_been_said(store, isinstance(failure.error, UsageError)):
                 raise SystemExit(failure.exit_code) from None
         raise failure.error from None
 
@@ -546,11 +545,20 @@ def refused_together(refusal: str) -> str:
     if environment is None or _came_together:
         return refusal
     rank, size = environment["rank"], environment["size"]
-    store = _store_of_torchrun(rank, size)
-    refusal = _refusal_of_any(store, rank, size, refusal, STOP_S) or refusal
-    if store.add("failures", 1) > 1:
-        raise SystemExit(2)  # it has been said
+    with contextlib.suppress(Exception):  # no store: no other rank to tell
+        store = _store_of_torchrun(rank, size)
+        refusal = _refusal_of_any(store, rank, size, refusal, STOP_S) or refusal
+        if _has_been_said(store, is_refusal=True):
+            raise SystemExit(2)
     return refusal
+
+
+def _has_been_said(store: Any, is_refusal: bool) -> bool:
+    """The first rank to fail speaks for all; a refusal is told once on each node, in its log."""
+    node = os.environ.get("GROUP_RANK", "0")
+    nth = store.add("failures", 1)
+    nth_on_node = store.add(f"failures on node {node}", 1)
+    return bool((nth_on_node if is_refusal else nth) > 1)
 
 
 _came_together = False  # all of torchrun's ranks have told each other whether they can begin
