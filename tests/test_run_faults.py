@@ -36,6 +36,7 @@ from test_resume import TRAIN_RANK, losses_of, state_at
 
 WORKLOAD = f"{Path(dropping.__file__)}:make"
 STEPS = 12
+SLOW_MS = 20.0
 
 
 def settings(root: Path, **changes: Any) -> dict[str, Any]:
@@ -113,7 +114,7 @@ def test_masks_go_on_after_a_resume(ranks: GetRanks, tmp_path: Path) -> None:
 # ------------------------------------------------------------------ signals
 
 
-def command(*more: str, steps: int = 400, slow_ms: float = 20.0, every: int = 1000) -> list[str]:
+def command(*more: str, steps: int = 400, slow_ms: float = SLOW_MS, every: int = 1000) -> list[str]:
     return [
         "train", "--workload", WORKLOAD, "--strategy", "zero2", "--global-batch", "8",
         "--steps", str(steps), "--checkpoint-every", str(every), "--device", "cpu",
@@ -158,7 +159,7 @@ def test_a_run_that_is_asked_to_stop_goes_on_exactly(
 ) -> None:
     """It finishes its step, saves, says how to go on; resumed, it ends as if left alone."""
     process = started(*launcher, *command(*more))
-    status = commands.wait_for_steps(tmp_path / "runs", 3)
+    status = commands.wait_for_steps(tmp_path / "runs", 3, timeout=90)
     os.kill(process.pid, number)
     _, errors = process.communicate(timeout=60)
     assert commands.wait_until_gone(status["pids"]) == []
@@ -178,7 +179,12 @@ def test_a_run_that_is_asked_to_stop_goes_on_exactly(
         assert process.returncode == 128 + number
         assert "Traceback" not in errors
 
-    changes = {"training.steps": made + 4, "checkpoint.every": 1000, "model.workload": WORKLOAD}
+    changes = {
+        "training.steps": made + 4,
+        "checkpoint.every": 1000,
+        "model.workload": WORKLOAD,
+        "model.options": {"slow_ms": SLOW_MS},
+    }
     values = settings(tmp_path / "other", **changes)
     undisturbed = Path(ranks(2).run(TRAIN_RANK, values, "a test", deadline_s=60)[0]["folder"])
     values["checkpoint"]["resume"] = str(folder)

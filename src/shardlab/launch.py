@@ -202,11 +202,11 @@ class Ranks:
             raise Interrupted from None
         raise error
 
-    def ask_to_stop(self) -> None:
+    def ask_to_stop(self, number: int) -> None:
         """A training run ends after its step; what else they do goes on."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGTERM)
+                os.kill(process.pid, number)
 
     def kill(self) -> None:
         """End every rank and whatever it started, now."""
@@ -460,7 +460,7 @@ class _Signals:
         if self.number is None:
             self.number, self._when = number, now
             if self.ranks is not None and self.can_save():
-                self.ranks.ask_to_stop()
+                self.ranks.ask_to_stop(number)
                 return
         elif number == signal.SIGTERM and now - self._when < stop.SAME_S:
             return

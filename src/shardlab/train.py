@@ -475,6 +475,12 @@ def _take_folder(
     strategy = config.strategy.name.rpartition(":")[2]
     name = f"{workload.name}-{strategy}-w{world.size}"
     chosen = Path(config.output.dir) if config.output.dir else None
+    try:
+        str(chosen or config.output.root).encode()
+    except UnicodeEncodeError:  # the file system would take it, but no text file could name it
+        raise UsageError(
+            f"the name of the run folder is not UTF-8: {chosen or config.output.root}"
+        ) from None
     folder = new_folder(Path(config.output.root), name, chosen)
     lock.take(folder)
     if any(path.name != runlock.NAME for path in folder.iterdir()):
