@@ -140,7 +140,10 @@ def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     continue
-            process.communicate()
+            process.wait()
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            stream.close()
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
