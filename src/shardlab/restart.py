@@ -31,7 +31,10 @@ def train(config: Config, command: str, on_event: Callable[[Event], None]) -> An
     restarts = 0
     while True:
         try:
-            return launch.launch(TARGET, config.launch, config.to_dict(), command, on_event=listen)
+            saves = config.checkpoint.every is not None
+            return launch.launch(
+                TARGET, config.launch, config.to_dict(), command, saves=saves, on_event=listen
+            )
         except Interrupted as stopped:
             _say_where(stopped, folder)
             raise
@@ -64,7 +67,8 @@ def _say_where(error: Exception, folder: Path | None) -> None:
 
 
 def _is_final(failure: RankFailure) -> bool:
-    return isinstance(failure, Halt) and failure.state == "not finite"
+    is_not_finite = isinstance(failure, Halt) and failure.state == "not finite"
+    return is_not_finite or failure.is_final
 
 
 def next_world(config: Config) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardlab import inject
+from shardlab import world as worlds
 from shardlab.checkpoint import files, rng
 from shardlab.checkpoint.load import load
 from shardlab.checkpoint.save import About, Checkpoints, Outcome
@@ -45,6 +46,8 @@ def restore(
     own = load(start, strategy, world, config)
     if own:
         rng.put(_inside(own[min(own)], "rng/"), world.device)
+    else:  # this rank was not there: it must not draw again what it drew in another life
+        worlds.seed_rank(config.training.seed, world.rank, start.step)
     is_same = (start.manifest.strategy, start.manifest.world) == (config.strategy.name, world.size)
     put = getattr(strategy, "load_own_state", None)
     if is_same and put is not None:
@@ -103,13 +106,24 @@ def between_steps(
     total: int,
     audit: Audit | None,
 ) -> Generator[Sequence[Batch], None, None]:
-    """The steps, with a checkpoint after every so many of them and after the last."""
+    """The steps, with a checkpoint after every so many of them and after the last.
+
+    That is so also if there are fewer than ``total``, because the run was asked to stop.
+    """
     every = checkpoints.settings.every
     assert every is not None
     device = checkpoints.world.device
+
+    def save(finished: int) -> None:
+        recorder.flush()
+        with pulse.PULSE.at(pulse.CHECKPOINT):
+            checkpoints.save(finished, own_state(checkpoints.strategy, device, audit))
+
+    finished = saved = recorder.first
     for finished, microbatches in enumerate(steps, start=recorder.first + 1):
         yield microbatches
         if finished == total or finished % every == 0:
-            recorder.flush()
-            with pulse.PULSE.at(pulse.CHECKPOINT):
-                checkpoints.save(finished, own_state(checkpoints.strategy, device, audit))
+            save(finished)
+            saved = finished
+    if saved < finished:
+        save(finished)

@@ -11,13 +11,14 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from shardlab import runlock
 from shardlab.checkpoint import manifest as manifests
 from shardlab.errors import UsageError
 
@@ -92,9 +93,14 @@ def state_of(run: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def is_running(status: Mapping[str, Any]) -> bool:
-    """Whether a rank of the run is alive, as far as can be seen from this host."""
-    if status.get("state") != "running" or status.get("host") != socket.gethostname():
+def is_running(run: Path) -> bool:
+    """Whether the run goes on, as far as can be seen from this host."""
+    status = state_of(run)
+    if status.get("state") != "running":
+        return False
+    if (is_held := runlock.is_held(run)) is not None:
+        return is_held
+    if status.get("host") != socket.gethostname():
         return False
     pids = status.get("pids")
     return isinstance(pids, list) and any(
@@ -118,8 +124,7 @@ def unfinished(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The run folders under ``root`` that did not finish, with their configs, the newest first."""
     marked = [(path.stat().st_mtime_ns, path.parent) for path in root.glob("*/status.json")]
     for _, run in sorted(marked, reverse=True):
-        status = state_of(run)
-        if status.get("state") in (None, "finished") or is_running(status):
+        if state_of(run).get("state") in (None, "finished") or is_running(run):
             continue
         values = config_of(run)
         if values is not None:

@@ -79,6 +79,17 @@ def option(name: str, value: str, known: Mapping[str, T]) -> T:
     return known[value]
 
 
+def dp_group(mesh: DeviceMesh) -> comm.Group:
+    """The process group of the data-parallel ranks: the mesh's dimension "dp"."""
+    if "dp" not in (mesh.mesh_dim_names or ()):
+        names = ", ".join(mesh.mesh_dim_names or ()) or "none"
+        raise UsageError(
+            f"the device mesh needs a dimension named 'dp', and its names are: {names}; make it "
+            "with init_device_mesh(device, (ranks,), mesh_dim_names=('dp',))"
+        )
+    return mesh.get_group("dp")
+
+
 def local_count(microbatches: Sequence[Batch], device: torch.device) -> Tensor:
     """The number of targets on this rank: (), on the device.
 

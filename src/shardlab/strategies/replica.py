@@ -29,7 +29,7 @@ class Replica:
         base.refuse_unsupported(model, mesh.size())
         self.model = model
         self.loss_fn = loss_fn
-        self.group = mesh.get_group("dp")
+        self.group = base.dp_group(mesh)
         self.params = base.trainable(model)
         base.refuse_sparse_gradients(self.params)
         self.device = next(iter(self.params.values())).device
