@@ -46,7 +46,7 @@ class PyTorchFSDP:
         base.refuse_unsupported(model, mesh.size())
         self.model = model
         self.loss_fn = loss_fn
-        self.group = mesh.get_group("dp")
+        self.group = base.dp_group(mesh)
         self.ranks = mesh.size()
         self.device = next(model.parameters()).device
         base.broadcast_model(model, self.group)  # fully_shard does not

@@ -41,7 +41,7 @@ class Sharded(ShardedState):
         self.model = model
         self.make_optimizer = make_optimizer
         self.loss_fn = loss_fn
-        self.group = mesh.get_group("dp")
+        self.group = base.dp_group(mesh)
         self.rank, self.ranks = self.group.rank(), self.group.size()
         self.rule = rule
         self.params = base.trainable(model)
