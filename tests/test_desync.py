@@ -14,8 +14,10 @@ from torch import nn
 import commands
 import troubled
 from conftest import GetRanks
-from shardlab import comm
+from shardlab import comm, restart
 from shardlab import config as configs
+from shardlab.checkpoint import files, storage
+from shardlab.checkpoint import manifest as manifests
 from shardlab.config import LaunchConfig
 from shardlab.errors import Halt, RankFailure, UsageError
 from shardlab.guard import drift, sequence
@@ -183,6 +185,56 @@ def test_a_replica_that_drifts_is_found_by_its_tensor(tmp_path: Path) -> None:
         "after step 3"
     )
     assert caught.value.state == "drifted"
+
+
+def state_after(config: configs.Config) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The last checkpoint of a run that may start again, and why it did."""
+    reasons: list[str] = []
+
+    def listen(event: Any) -> None:
+        if "restart" in event:
+            reasons.append(event["reason"])
+
+    folder = restart.train(config, "test", listen)["folder"]
+    newest = next(iter(files.steps_in(Path(folder)).values()))
+    assert newest.name == "step-000012"
+    manifest = manifests.read(newest)
+    return storage.whole_tensors(newest, manifest, ""), reasons
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more", "reason"),
+    [
+        # On the code before, the checkpoint of step 4 was made of drifted replicas and was taken.
+        ("bucket_ddp_async", {"faults": ["drift:rank=1,step=3"]}, "replicas have drifted apart"),
+        ("pytorch_ddp", {"faults": ["drift:rank=0,step=2"]}, "replicas have drifted apart"),
+        ("OptimizerDriftingOnce", {}, "'second.weight/exp_avg' of rank 1 differs"),
+        ("SwappingOnce", {"guard.drift_every": 0}, "results since then are wrong"),
+    ],
+)
+def test_no_checkpoint_is_made_of_replicas_that_differ(
+    strategy: str, more: dict[str, Any], reason: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Drifted or out of step, saved, found later, started again: as if nothing had happened."""
+    monkeypatch.setenv("TROUBLED", str(tmp_path))
+    base = {
+        "training.steps": 12, "checkpoint.every": 2, "launch.max_restarts": 1, "launch.world": 2,
+        "launch.device": "cpu", "guard.drift_every": 7, "guard.check_steps": 0,
+        "guard.check_every": 7, "data.shuffle": True,
+    }  # fmt: skip
+    plain = {"OptimizerDriftingOnce": "simple_ddp", "SwappingOnce": f"{FILE}:InOrder"}
+    name = f"{FILE}:{strategy}" if strategy in plain else strategy
+    undisturbed, none = state_after(
+        config_of(tmp_path / "plain", plain.get(strategy, strategy), **base)
+    )
+    got, reasons = state_after(config_of(tmp_path / "disturbed", name, **base | more))
+    assert none == []
+    assert len(reasons) == 1
+    assert reason in reasons[0]
+    assert undisturbed.keys() == got.keys()
+    for key, value in undisturbed.items():  # (a random state has NaN for "nothing in hand")
+        assert torch.equal(got[key].nan_to_num(), value.nan_to_num()), key
 
 
 def test_checksums_see_one_bit() -> None:

@@ -19,6 +19,7 @@ from shardlab.checkpoint.start import Start
 from shardlab.config import Config
 from shardlab.data.audit import Audit
 from shardlab.guard import pulse
+from shardlab.guard.guards import Guards
 from shardlab.record import Recorder
 from shardlab.strategies.base import Strategy
 from shardlab.workloads.base import Batch, Workload
@@ -79,6 +80,7 @@ def saving(
     world: World,
     strategy: Strategy,
     recorder: Recorder,
+    guards: Guards,
 ) -> Iterator[Checkpoints]:
     """The run's checkpoints; at the end, what is under way is waited for."""
     values = config.with_overrides({"output.dir": None, "checkpoint.resume": None}).to_dict()
@@ -90,7 +92,7 @@ def saving(
             written = folder / files.FOLDER / files.name_of(outcome.step)
             inject.ACTIVE.checkpoint_written(written, outcome.step)
 
-    checkpoints = Checkpoints(folder, config.checkpoint, world, strategy, about, done)
+    checkpoints = Checkpoints(folder, config.checkpoint, world, strategy, about, done, guards)
     yield checkpoints
     with pulse.PULSE.at(pulse.CHECKPOINT):
         checkpoints.wait()  # not after a crash: the other ranks may be gone

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -26,6 +26,9 @@ from shardlab.config import CheckpointConfig
 from shardlab.record import write_text
 from shardlab.strategies.base import Strategy
 from shardlab.world import World
+
+if TYPE_CHECKING:
+    from shardlab.guard.guards import Guards
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ class Checkpoints:
         strategy: Strategy,
         about: About,
         on_done: Callable[[Outcome], None] = lambda _outcome: None,
+        guards: Guards | None = None,
     ) -> None:
         self.run = run
         self.settings = settings
@@ -107,6 +111,7 @@ class Checkpoints:
         self.strategy = strategy
         self.about = about
         self.on_done = on_done
+        self.guards = guards
         self.last: Outcome | None = None
         self._group = world.group
         self._under_way: _Thread | None = None
@@ -119,7 +124,11 @@ class Checkpoints:
         """After ``step`` steps, with what is this rank's alone. A collective."""
         start = time.perf_counter()
         self.wait()
+        if self.guards is not None:
+            self.guards.before_checkpoint()
         held, numbers, update = parts.held_by(self.strategy)
+        if self.guards is not None:
+            self.guards.check_saved(held, numbers, step - 1)
         held |= {
             f"{OWN}{self.world.rank}/{name}": Part(tensor.shape, 0, tensor.reshape(-1))
             for name, tensor in own.items()

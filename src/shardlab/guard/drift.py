@@ -9,9 +9,9 @@ hold the same shard are compared.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from torch.distributed.tensor import DTensor
 from shardlab.errors import Halt
 from shardlab.guard.verdict import names
 from shardlab.world import World
+
+if TYPE_CHECKING:
+    from shardlab.checkpoint.parts import Numbers, Parts
 
 STATE = "drifted"
 _WORDS = {1: torch.int8, 2: torch.int16}  # by size; all others are read as int32
@@ -38,6 +41,20 @@ def check(strategy: Any, world: World, step: int) -> None:
     if difference is None:
         return
     raise halt(difference, step)
+
+
+def check_saved(parts: Parts, numbers: Numbers, world: World, step: int) -> None:
+    """Stop if ranks hold the same run of a tensor, of the model or the optimizer, and it differs.
+
+    A checkpoint is put together from all ranks' parts, so it would mix them. A collective.
+    """
+    tensors = ((n, f"{p.start}+{len(p.values)}", p.values) for n, p in parts.items())
+    found: list[tuple[str, str, Any]] = [*sums_of(tensors)]
+    found += [(name, "number", value) for name, value in numbers.items()]
+    difference = first_difference(world.gather(found))
+    if difference is not None:
+        name, ranks, others = difference
+        raise halt((name.partition("/")[2], ranks, others), step)
 
 
 def halt(difference: tuple[str, list[int], list[int]], step: int) -> Halt:
@@ -118,13 +135,13 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def first_difference(
-    found: list[list[tuple[str, str, Sums]]],
+    found: Sequence[Sequence[tuple[str, str, Any]]],
 ) -> tuple[str, list[int], list[int]] | None:
     """The first tensor in the model's order that differs, the ranks that do and the others. Pure.
 
     Those in the minority are said to differ; of two equally many, those without the lowest rank.
     """
-    holders: dict[tuple[str, str], dict[int, Sums]] = defaultdict(dict)
+    holders: dict[tuple[str, str], dict[int, Any]] = defaultdict(dict)
     for rank, sums in enumerate(found):
         for name, part, value in sums:
             holders[name, part][rank] = value
