@@ -113,5 +113,6 @@ def between_steps(
         yield microbatches
         if finished == total or finished % every == 0:
             recorder.flush()
+            save = checkpoints.save_last if finished == total else checkpoints.save
             with pulse.PULSE.at(pulse.CHECKPOINT):
-                checkpoints.save(finished, own_state(checkpoints.strategy, device, audit))
+                save(finished, own_state(checkpoints.strategy, device, audit))
