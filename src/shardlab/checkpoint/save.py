@@ -224,6 +224,8 @@ class Checkpoints:
                 tensors=tensors,
                 files=written,
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
+                tied=parts.tied_names(self.strategy),
+                unsaved=parts.unsaved_names(self.strategy),
             )
             write_manifest(part, manifest)
             if inject.ACTIVE is not None:
@@ -244,6 +246,8 @@ class Checkpoints:
             self._retain(step)
         except dcp.CheckpointException as failed:
             reason = cause(failed)
+            if isinstance(reason, UsageError):
+                raise reason from None
             if not isinstance(reason, OSError):
                 raise RuntimeError(f"the checkpoint of step {step} failed: {reason!r}") from failed
             error = f"{reason.strerror or reason}: {reason.filename or part}"
