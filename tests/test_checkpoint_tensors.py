@@ -44,8 +44,10 @@ class Layouts(nn.Module):
         if kind == "complex":
             self.spin = nn.Parameter(torch.randn(3, dtype=torch.complex128))
             self.nothing = nn.Parameter(torch.zeros(0, 3))
-        self.register_buffer("expanded", torch.rand(1).expand(4096))
-        self.register_buffer("rows", torch.rand(1, 3).expand(5, 3))
+        wide = torch.rand(1).expand(4096)
+        rows = torch.rand(1, 3).expand(5, 3)
+        self.register_buffer("expanded", wide.clone() if kind == "plain" else wide)  # DDP refuses
+        self.register_buffer("rows", rows.clone() if kind == "plain" else rows)
         self.register_buffer("columns", torch.rand(5, 4).t())
         self.register_buffer("slice", torch.rand(9)[::2])
         self.register_buffer("empty", torch.zeros(0, 4))
@@ -90,7 +92,7 @@ def saved_state(
     settings = CheckpointConfig(every=1, asynchronous=asynchronous)
     about = About({}, strategy, None)
     saver = Checkpoints(Path(folder), settings, world, instance, about)
-    run(instance, world, range(2), 2)
+    run(instance, world, range(2), world.size)
     saver.save(2, {})
     saver.wait()
     return instance.full_params()
@@ -104,7 +106,7 @@ def loaded_state(world: World, strategy: str, kind: str, folder: str) -> dict[st
         path = next(iter(files.steps_in(path).values()))
     loading.load(Start(None, path, manifests.read(path)), instance, world, configs.Config())
     found: dict[str, Tensor] = instance.full_params()
-    run(instance, world, range(2, 3), 2)
+    run(instance, world, range(2, 3), world.size)
     return found
 
 
@@ -124,7 +126,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         ("pytorch_ddp", 2, "simple_ddp_ga", 3, "plain"),
         ("bucket_ddp_async", 3, "zero3", 2, "buffers"),
         ("zero1", 2, "zero2", 3, "buffers"),
-        ("zero3", 3, "pytorch_ddp", 2, "buffers"),
+        ("zero3", 3, "simple_ddp_async", 2, "buffers"),
         ("pytorch_zero3", 2, "zero1", 1, "plain"),
         ("zero2", 2, "pytorch_zero3", 2, "plain"),
     ],
@@ -134,14 +136,14 @@ def test_every_kind_of_tensor_comes_back(
 ) -> None:
     """Expanded, strided, empty, without dimensions; bool, whole, half, complex; any strategy."""
     args = (strategy, kind, str(tmp_path), size == 2)
-    held = ranks(size).run(saved_state, *args, deadline_s=60)[0]
+    held = ranks(size).run(saved_state, *args, deadline_s=100)[0]
     assert held["count"] > 0
     assert held["freqs_cis"].imag.abs().min() > 0
     newest = files.steps_in(tmp_path)[2]
     manifest = manifests.read(newest)
     manifests.verify(newest, manifest.files)
     assert_same(storage.whole_tensors(newest, manifest, "model/"), held)
-    for found in ranks(other).run(loaded_state, then, kind, str(tmp_path), deadline_s=60):
+    for found in ranks(other).run(loaded_state, then, kind, str(tmp_path), deadline_s=100):
         assert_same(found, held)
 
     # Out as a state_dict, in as another's beginning: what is not persistent stays as it was made.
@@ -150,6 +152,7 @@ def test_every_kind_of_tensor_comes_back(
     torch.set_default_dtype(torch.float64)
     model = Layouts(kind)
     torch.set_default_dtype(torch.float32)
+    model.expanded, model.rows = model.expanded.clone(), model.rows.clone()  # PyTorch refuses
     state = huggingface.load_safetensors(out)
     model.load_state_dict(state, strict=True)
     assert "freqs_cis" not in state
@@ -157,7 +160,7 @@ def test_every_kind_of_tensor_comes_back(
                 {n: held[n] for n in held if n != "freqs_cis"})  # fmt: skip
     convert.import_(out, back, "safetensors")
     for rank, found in enumerate(
-        ranks(other).run(loaded_state, then, kind, str(back), deadline_s=60)
+        ranks(other).run(loaded_state, then, kind, str(back), deadline_s=100)
     ):
         assert rank == 0 or not torch.equal(found["freqs_cis"], held["freqs_cis"])
         del found["freqs_cis"]
@@ -219,7 +222,7 @@ def trained(ranks: GetRanks, folder: Path, **values: Any) -> Path:
             "output.dir": str(folder), "data.source": "synthetic", "launch.device": "cpu", **values,
         },
     )  # fmt: skip
-    ranks(2).run("shardlab.train:train_rank", config.to_dict(), "test", deadline_s=60)
+    ranks(2).run("shardlab.train:train_rank", config.to_dict(), "test", deadline_s=100)
     return files.steps_in(folder)[1]
 
 

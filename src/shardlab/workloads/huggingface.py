@@ -169,8 +169,9 @@ def load_safetensors(path: Path) -> dict[str, Tensor]:
     data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[start:]
     tensors = {}
     for name, (dtype, shape, begin, end) in entries.items():
-        # A copy where the place is odd: tensors of 4 bytes must begin at a multiple of 4.
-        part = data[begin:end] if (start + begin) % dtype.itemsize == 0 else data[begin:end].clone()
+        # A copy where the place is odd: elements of 4 bytes must begin at a multiple of 4.
+        size = dtype.itemsize * (2 if name in of_complex else 1)
+        part = data[begin:end] if (start + begin) % size == 0 else data[begin:end].clone()
         tensor = part.view(dtype).view(shape)
         tensors[name] = torch.view_as_complex(tensor) if name in of_complex else tensor
     return tensors
