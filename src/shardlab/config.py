@@ -314,7 +314,9 @@ class GuardConfig:
     hang_s: float | None = None
     check_steps: int = 3  # first steps whose collectives are compared before they are launched
     check_every: int = 10  # steps; then all that were launched are compared by a fingerprint
-    drift_every: int = 100  # steps after which replicas are compared, bit for bit; 0: never
+    # steps after which replicas are compared, bit for bit; and before each checkpoint, with the
+    # optimizer's state. 0: never
+    drift_every: int = 100
 
     def __post_init__(self) -> None:
         for key in ("check_steps", "check_every", "drift_every"):

@@ -18,7 +18,9 @@ TARGET = "shardlab.train:train_rank"
 def train(config: Config, command: str, on_event: Callable[[Event], None]) -> Any:
     """The run, started again at most ``launch.max_restarts`` times; rank 0's result.
 
-    At most ``checkpoint.every`` steps are repeated each time. Input that is refused, Ctrl-C and a
+    At most ``checkpoint.every`` steps are repeated each time. Replicas that have drifted apart, or
+    ranks out of step, go on from the newest checkpoint too: before each is written all ranks have
+    compared what they hold and what they have called. Input that is refused, Ctrl-C and a
     loss that is not finite are not tried again: it would end the same way.
     """
     folder: Path | None = None

@@ -320,7 +320,9 @@ def _train_rank(
     with (
         Recorder(folder, world, comm.LEDGER, total, traces, shown_on, start.step) as recorder,
         closing(steps),  # also after a crash: no thread is left behind
-        with_checkpoints(wanted, config, workload, world, strategy, recorder, audit) as saved,
+        with_checkpoints(
+            wanted, config, workload, world, strategy, recorder, audit, guards
+        ) as saved,
     ):
         if start.keeps_rows(world.size):
             recorder.rows = kept_rows(folder, world)

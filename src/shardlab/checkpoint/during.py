@@ -20,6 +20,7 @@ from shardlab.checkpoint.start import Start
 from shardlab.config import Config
 from shardlab.data.audit import Audit
 from shardlab.guard import pulse
+from shardlab.guard.guards import Guards
 from shardlab.record import Recorder
 from shardlab.strategies.base import Strategy
 from shardlab.workloads.base import Batch, Workload
@@ -82,6 +83,7 @@ def saving(
     world: World,
     strategy: Strategy,
     recorder: Recorder,
+    guards: Guards,
 ) -> Iterator[Checkpoints]:
     """The run's checkpoints; at the end, what is under way is waited for."""
     values = config.with_overrides({"output.dir": None, "checkpoint.resume": None}).to_dict()
@@ -93,7 +95,7 @@ def saving(
             written = folder / files.FOLDER / files.name_of(outcome.step)
             inject.ACTIVE.checkpoint_written(written, outcome.step)
 
-    checkpoints = Checkpoints(folder, config.checkpoint, world, strategy, about, done)
+    checkpoints = Checkpoints(folder, config.checkpoint, world, strategy, about, done, guards)
     yield checkpoints
     with pulse.PULSE.at(pulse.CHECKPOINT):
         checkpoints.wait()  # not after a crash: the other ranks may be gone
@@ -114,16 +116,17 @@ def between_steps(
     assert every is not None
     device = checkpoints.world.device
 
-    def save(finished: int) -> None:
+    def save(finished: int, is_last: bool) -> None:
         recorder.flush()
+        write = checkpoints.save_last if is_last else checkpoints.save
         with pulse.PULSE.at(pulse.CHECKPOINT):
-            checkpoints.save(finished, own_state(checkpoints.strategy, device, audit))
+            write(finished, own_state(checkpoints.strategy, device, audit))
 
     finished = saved = recorder.first
     for finished, microbatches in enumerate(steps, start=recorder.first + 1):
         yield microbatches
         if finished == total or finished % every == 0:
-            save(finished)
+            save(finished, is_last=finished == total)
             saved = finished
     if saved < finished:
-        save(finished)
+        save(finished, is_last=True)

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -74,11 +74,21 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def to_remove(steps: Iterable[int], keep_last: int, keep_every: int | None) -> list[int]:
-    """Of these checkpoints, those that need not stay: not the last ``keep_last``, and of no step
-    that ``keep_every`` divides."""
-    older = sorted(steps)[:-keep_last]
-    return [step for step in older if not keep_every or step % keep_every]
+def to_remove(
+    steps: Iterable[int],
+    keep_last: int,
+    keep_every: int | None,
+    is_whole: Callable[[int], bool] = lambda _step: True,
+) -> list[int]:
+    """Of these checkpoints, those that need not stay: older than the last ``keep_last`` that are
+    whole, and of no step that ``keep_every`` divides. Damaged ones push out nothing."""
+    newest_first = sorted(steps, reverse=True)
+    if len(newest_first) <= keep_last:
+        return []
+    whole = 0
+    while newest_first and whole < keep_last:
+        whole += is_whole(newest_first.pop(0))
+    return [step for step in reversed(newest_first) if not keep_every or step % keep_every]
 
 
 # ------------------------------------------------------------------ which run goes on

@@ -90,7 +90,7 @@ class PyTorchDDP(Replica):
             self.ddp.register_comm_hook(self.group, default_hooks.bf16_compress_hook)
         elif compress == "powersgd":
             self._refuse_for_powersgd()
-            state = powerSGD_hook.PowerSGDState(
+            state = _Memory(
                 self.group,
                 matrix_approximation_rank=rank,
                 start_powerSGD_iter=2,  # the least: DDP lays its buckets out anew in the first step
@@ -98,6 +98,8 @@ class PyTorchDDP(Replica):
                 orthogonalization_epsilon=1e-8,  # a gradient of zeros would become NaN
             )
             self.ddp.register_comm_hook(state, _powersgd_one_by_one)
+            state.may_skip = self.update.rule.on_nonfinite == "skip"
+            self.update.after = state.after_step
 
     def _refuse_for_powersgd(self) -> None:
         """What PyTorch's hook would fail on in the third step."""
@@ -170,11 +172,40 @@ class _DDP(DistributedDataParallel):
         return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
+class _Memory(powerSGD_hook.PowerSGDState):
+    """The hook's memory, which a skipped step leaves as it was before: the same law as ours."""
+
+    may_skip = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.before: dict[int, tuple[Tensor | None, Tensor | None]] = {}  # errors and Q, by bucket
+
+    def keep(self, index: int) -> None:
+        """Before the hook works on a bucket: it makes new errors, and writes over its Q."""
+        if self.may_skip:
+            q = self.q_memory_dict.get(index)
+            self.before[index] = self.error_dict.get(index), None if q is None else q.clone()
+
+    def after_step(self, was_made: bool) -> None:
+        for index, (error, q) in self.before.items():
+            if was_made:
+                continue
+            if error is None or q is None:  # it was the first step with PowerSGD: it begins anew
+                for memory in (self.error_dict, self.p_memory_dict, self.q_memory_dict):
+                    memory.pop(index, None)
+            else:
+                self.error_dict[index] = error
+                self.q_memory_dict[index].copy_(q)
+        self.before.clear()
+
+
 # Without annotations: DDP compares a hook's with classes, and ours are text.
 def _powersgd_one_by_one(state, bucket):  # type: ignore[no-untyped-def]
     """PyTorch's hook, and on Gloo the wait for it. It all-reduces P and Q from callbacks, which
     Gloo runs on its own threads: with another bucket under way, ranks pair the wrong tensors.
     """
+    state.keep(bucket.index())
     future = powerSGD_hook.powerSGD_hook(state, bucket)
     if state.process_group.name() == "gloo":
         future.wait()

@@ -49,6 +49,7 @@ class SimpleDDP(Replica):
     ) -> None:
         super().__init__(model, make_optimizer, loss_fn, mesh, rule=rule)
         self.compressor = compressor(compress, powersgd_rank, rule)
+        self.update.after = lambda was_made: self.compressor.after_step(was_made)
         base.broadcast_model(model, self.group)
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:

@@ -62,6 +62,8 @@ class Update:
         self.good_steps = 0  # since the scale last changed
         self.skipped = 0  # steps, for gradients that were not finite
         self.small: int | None = None  # gradients of so many elements are looked at in each step
+        # Told whether each update was made: a compressor's memory must forget a skipped step.
+        self.after: Callable[[bool], object] = lambda _was_made: None
 
     @property
     def needs_norm(self) -> bool:
@@ -86,7 +88,9 @@ class Update:
         ``apply``, if given, calls the optimizer's step() itself, for some parameters at a time.
         """
         with phase(OPTIMIZER):
-            return self._update(gradients, sharded_over, apply or self.optimizer.step)
+            was_made = self._update(gradients, sharded_over, apply or self.optimizer.step)
+            self.after(was_made)
+            return was_made
 
     def _update(
         self,
