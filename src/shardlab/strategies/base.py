@@ -23,7 +23,9 @@ from shardlab.workloads.base import Batch, LossFn
 
 T = TypeVar("T")
 Infer = Callable[[nn.Module, Batch], T]
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+# What this rank updates, by the parameter's name: the whole parameter, its rows (DTensor), or a 1-D
+# piece of it. There may be nothing.
+MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 
 
 class Strategy(Protocol):
@@ -178,6 +180,12 @@ def last_of_step(
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that train, by name; a tied one once, under its first name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def drop_gradients(params: Mapping[str, nn.Parameter]) -> None:
+    """Of all of them: an optimizer's zero_grad() forgets those that it was not given."""
+    for p in params.values():
+        p.grad = None
 
 
 def broadcast_model(model: nn.Module, group: comm.Group) -> None:

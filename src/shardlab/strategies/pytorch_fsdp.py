@@ -11,8 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from shardlab import optimizers
 from shardlab.errors import UsageError
 from shardlab.strategies import base, dtensors
+from shardlab.strategies.replica import copied
 from shardlab.strategies.sharded import DTYPES
 from shardlab.strategies.slots import Slots
 from shardlab.strategies.update import Rule, Update
@@ -57,7 +59,8 @@ class PyTorchFSDP:
             except ValueError as error:  # it cannot shard a parameter without dimensions
                 raise UsageError(f"fully_shard refuses: {error}") from None
         self.params = base.trainable(model)
-        self.optimizer = make_optimizer(self.params.values())
+        optimizers.check(make_optimizer, optimizers.ROWS, "fully_shard")
+        self.optimizer = make_optimizer(self.params)
         self.update = Update(self.optimizer, rule)
         self.checks_left = 2  # steps in which we look for parameters without a gradient
         self.hooks = [self._watch(model, name) for name in (*blocks, "")]
@@ -80,7 +83,7 @@ class PyTorchFSDP:
     def step(self) -> None:
         grads = [p.grad for p in self.params.values() if p.grad is not None]
         self.update([dtensors.local(g) for g in grads], sharded_over=self.mesh.get_group(-1))
-        self.optimizer.zero_grad(set_to_none=True)
+        base.drop_gradients(self.params)
 
     @torch.no_grad()
     def infer(self, function: base.Infer[base.T], batch: Batch) -> base.T:
@@ -139,7 +142,7 @@ class PyTorchFSDP:
 
     def state_dict(self) -> dict[str, Any]:
         optimizer = {
-            name: {key: dtensors.whole(value) for key, value in self.optimizer.state[p].items()}
+            name: {k: dtensors.whole_state(v) for k, v in self.optimizer.state[p].items()}
             for name, p in self.params.items()
             if p in self.optimizer.state
         }
@@ -154,7 +157,9 @@ class PyTorchFSDP:
         for name, p in self.params.items():
             if name in state["optimizer"]:
                 self.optimizer.state[p] = {
-                    key: dtensors.like(value, p) if value.shape == p.shape else value.clone()
+                    key: dtensors.like(value, p)
+                    if isinstance(value, Tensor) and value.shape == p.shape
+                    else copied(value)
                     for key, value in state["optimizer"][name].items()
                 }
         self.update.load_state_dict(state["update"])

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlab.errors import UsageError
+from shardlab import optimizers
 from shardlab.strategies import base
 from shardlab.strategies.pytorch_ddp import PyTorchDDP
+from shardlab.strategies.replica import copied
 from shardlab.strategies.slots import Slots, replica
 from shardlab.strategies.update import Rule
 from shardlab.workloads.base import LossFn
@@ -51,12 +52,22 @@ class PyTorchZero1(PyTorchDDP):
         bucket_mb: float = 25.0,
         find_unused_parameters: bool = False,
     ) -> None:
-        if not isinstance(make_optimizer, functools.partial):
-            raise UsageError("pytorch_zero1 needs its optimizer as a functools.partial of a class")
-        group, kind, settings = mesh.get_group("dp"), make_optimizer.func, make_optimizer.keywords
+        optimizers.check(make_optimizer, optimizers.DEALT, "pytorch_zero1")
+        group = mesh.get_group("dp")
+
+        def make_sharded(params: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+            names = {p: name for name, p in params.items()}
+
+            def of_rank(groups: Any) -> torch.optim.Optimizer:
+                mine = [p for group in groups for p in group["params"]]
+                return make_optimizer({names[p]: p for p in mine})
+
+            groups = make_optimizer(params).param_groups
+            return ZeroRedundancyOptimizer(groups, of_rank, group)  # type: ignore[arg-type]
+
         super().__init__(
             model,
-            lambda params: ZeroRedundancyOptimizer(list(params), kind, group, **settings),  # type: ignore[arg-type]
+            make_sharded,
             loss_fn,
             mesh,
             rule=rule,
@@ -91,5 +102,5 @@ class PyTorchZero1(PyTorchDDP):
         mine.state.clear()
         for name, p in self.params.items():
             if p in owned and name in state["optimizer"]:
-                mine.state[p] = {k: v.clone() for k, v in state["optimizer"][name].items()}
+                mine.state[p] = {k: copied(v) for k, v in state["optimizer"][name].items()}
         self.update.load_state_dict(state["update"])

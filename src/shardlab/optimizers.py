@@ -1,0 +1,678 @@
+"""The optimizer of a run: named by the config or made by the user, over what a rank keeps.
+
+A user's function gets the model's parameters by name, in their own shapes, and returns one
+optimizer. A rank may keep other tensors than those: 1-D pieces of some of them (ZeRO's flat
+shards), or only some of them. So the function is called with *stand-ins* wherever a rank does not
+have the whole parameter, and in the optimizer's groups each stand-in is then replaced by the
+rank's own tensor. Groups, rates and the class are thus the same on every rank.
+
+Whether an optimizer may be treated so is measured, not looked up: it takes a few steps on small
+tensors, whole and cut up, and the results must be the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from shardlab import naming
+from shardlab.config import NO_DECAY, OPTIMIZERS, TrainingConfig
+from shardlab.errors import UsageError, unknown
+from shardlab.workloads.base import AfterStep, MakeUsers
+from shardlab.workloads.blame import blame
+
+KEPT = "after."  # what after_step keeps stands in the optimizer's state under such keys
+AVERAGE = f"{KEPT}ema"  # the key of the moving average that training.ema_decay asks for
+STAND_IN = 0.625  # the value of a stand-in's elements; exact in every dtype
+FLAT = "keeps flat pieces of parameters"
+ROWS = "keeps rows of parameters (DTensor)"
+DEALT = "gives each rank some of the parameters to update"
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What was found out about an optimizer. A reason is None where all is well."""
+
+    flat: str | None = None  # why it cannot update pieces of a parameter one by one
+    dealt: str | None = None  # why it cannot update some parameters without the others
+    by_parts: bool = True  # step() may be called for some of the parameters at a time
+    is_random: bool = False
+    unsaved: str | None = None  # why a run with it cannot be resumed from a checkpoint
+    state: tuple[float, ...] = ()  # of each group: state tensors for a parameter
+    numbers: Mapping[str, Any] = field(default_factory=dict)  # state that is one number: its type
+    counters: frozenset[str] = frozenset()  # options of groups that step() changes
+
+
+@dataclass
+class _Made:
+    """What is remembered of an optimizer that a plan has made."""
+
+    traits: Traits
+    after: _After | None
+
+
+_MADE: WeakKeyDictionary[Optimizer, _Made] = WeakKeyDictionary()
+_MEASURED: dict[Any, Traits] = {}
+
+
+def of_class(kind: Callable[..., Optimizer], **options: Any) -> Callable[..., Optimizer]:
+    """The plainest factory of the strategies' contract: one group, nothing measured."""
+
+    def make(params: Mapping[str, nn.Parameter]) -> Optimizer:
+        return kind(list(params.values()) or [nn.Parameter(torch.zeros(0))], **options)
+
+    return make
+
+
+# ------------------------------------------------------------------ the plan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Makes a rank's optimizer; a strategy calls it with what the rank updates, by name."""
+
+    make: MakeUsers
+    label: str  # whose it is, for messages
+    whole: Mapping[str, Tensor]  # the model's parameters as stand-ins: shape, dtype, requires_grad
+    after: AfterStep | None = None
+    traits: Traits = Traits()
+
+    def __call__(self, params: Mapping[str, nn.Parameter]) -> Optimizer:
+        optimizer, after = self.over(params)
+        if self.traits.is_random and dist.is_initialized() and dist.get_world_size() > 1:
+            raise UsageError(
+                f"{_name(optimizer)} draws random numbers when it updates: ranks would drift apart"
+            )
+        _MADE[optimizer] = _Made(self.traits, after)
+        return optimizer
+
+    def over(self, params: Mapping[str, nn.Parameter]) -> tuple[Optimizer, _After | None]:
+        """The user's optimizer with this rank's tensors in its groups."""
+        if strange := params.keys() - self.whole.keys():
+            raise UsageError(
+                f"the strategy updates '{min(strange)}', which the model does not have"
+            )
+        given = {
+            name: params[name] if name in params and params[name].shape == like.shape
+            else _stand_in(like)
+            for name, like in self.whole.items()
+        }  # fmt: skip
+        optimizer = self.built(given)
+        names = {p: name for name, p in given.items()}
+        replaced = {given[name] for name, p in params.items() if given[name] is not p}
+        self._refuse_own_lists(optimizer, replaced)
+        # A group that does not train at all is left out, on every rank.
+        trained = [g for g in optimizer.param_groups if any(p.requires_grad for p in g["params"])]
+        optimizer.param_groups[:] = trained
+        for group in optimizer.param_groups:
+            mine = []
+            for p in group["params"]:
+                held = params.get(names[p])
+                state = optimizer.state.pop(p, {})
+                if held is None:
+                    continue
+                mine.append(held)
+                if state:  # as Adagrad's, which is there from the beginning
+                    optimizer.state[held] = {
+                        key: value if held is p else self._moved(key, value, p, held)
+                        for key, value in state.items()
+                    }
+            group.pop("param_names", None)
+            # A rank may have none of a group's parameters; groups stay the same on every rank.
+            group["params"] = mine or [nn.Parameter(torch.zeros(0, device=self.device))]
+        after = None
+        if self.after is not None:
+            after = _After(self.after, {p: name for name, p in params.items()})
+            optimizer.register_step_pre_hook(after.before)
+            optimizer.register_step_post_hook(after.then)
+        return optimizer, after
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.whole.values())).device
+
+    def groups(self) -> list[list[str]]:
+        """The names of the parameters in each group, of those that train."""
+        given: dict[str, nn.Parameter] = {n: _stand_in(like) for n, like in self.whole.items()}
+        names = {p: name for name, p in given.items()}
+        optimizer = self.built(given)
+        groups = [
+            [names[p] for p in group["params"] if p.requires_grad]
+            for group in optimizer.param_groups
+        ]
+        return [group for group in groups if group]
+
+    def built(self, given: Mapping[str, nn.Parameter]) -> Optimizer:
+        """What the function makes of these parameters, looked over."""
+        with blame(self.label, "the optimizer"):
+            optimizer: Any = self.make(list(given.items()))
+        if not isinstance(optimizer, Optimizer):
+            several = isinstance(optimizer, list | tuple)
+            raise UsageError(
+                f"the optimizer of {self.label} is a {type(optimizer).__name__}, not one "
+                "torch.optim.Optimizer"
+                + (": put several into one class, which treats its groups differently" * several)
+            )
+        found = [p for group in optimizer.param_groups for p in group["params"]]
+        names = {p: name for name, p in given.items()}
+        if any(p not in names for p in found):
+            raise UsageError(
+                f"the optimizer of {self.label} has a tensor that is none of the parameters that "
+                "its function was given: take them from the argument, not from a model"
+            )
+        twice = next((names[p] for i, p in enumerate(found) if p in set(found[:i])), None) \
+            if len(set(found)) < len(found) else None  # fmt: skip
+        if twice is not None:
+            raise UsageError(f"the optimizer of {self.label} has the parameter '{twice}' twice")
+        if not any(p.requires_grad for p in found):
+            raise UsageError(f"the optimizer of {self.label} updates no parameter that trains")
+        for i, group in enumerate(optimizer.param_groups):
+            rate = group.get("lr")
+            if isinstance(rate, bool) or not isinstance(rate, float | int | Tensor):
+                raise UsageError(
+                    f"group {i} of {_name(optimizer)} has no learning rate 'lr', which the "
+                    f"schedule is multiplied with, but {rate!r}"
+                )
+        return optimizer
+
+    def _refuse_own_lists(self, optimizer: Optimizer, replaced: set[nn.Parameter]) -> None:
+        """A list of parameters of its own would still have the stand-ins."""
+        for attribute, value in vars(optimizer).items():
+            if attribute in ("param_groups", "state", "defaults"):
+                continue
+            if any(isinstance(leaf, Tensor) and leaf in replaced for leaf in tree_leaves(value)):
+                raise UsageError(
+                    f"{_name(optimizer)} keeps parameters in '{attribute}' beside its groups: a "
+                    "strategy that shards cannot replace them there"
+                )
+
+    def _moved(self, key: str, value: Any, stand_in: Tensor, held: Tensor) -> Any:
+        """State that an optimizer made for a stand-in, for the tensor in its place."""
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        if value.shape != stand_in.shape:
+            raise UsageError(
+                f"{self.label}: the optimizer begins with the state '{key}' of shape "
+                f"{tuple(value.shape)} for a parameter of {tuple(stand_in.shape)}, which has no "
+                "pieces"
+            )
+        first = value.reshape(-1)[:1]
+        return first.expand(held.numel()).clone().view(held.shape)
+
+    # ------------------------------------------------------------ what may be done with it
+
+    def check(self, how: str, strategy: str) -> None:
+        """Refuse an optimizer that would not do the same to what a strategy's ranks keep."""
+        reason = self.traits.dealt if how == DEALT else self.traits.flat
+        if reason is not None:
+            raise UsageError(
+                f"{strategy} {how}, and {reason}; use a strategy with whole parameters, such as "
+                "bucket_ddp_async or pytorch_ddp"
+            )
+
+    def state_per_parameter(self, sizes: Mapping[str, int]) -> float:
+        """State tensors that are kept for a parameter, on average over the given bytes."""
+        total = sum(
+            count * sizes.get(name, 0)
+            for names, count in zip(self.groups(), self.traits.state, strict=True)
+            for name in names
+        )
+        return total / max(1, sum(sizes.values()))
+
+
+def check(make_optimizer: Any, how: str, strategy: str) -> None:
+    """``Plan.check``, for whatever factory a strategy was given."""
+    if isinstance(make_optimizer, Plan):
+        make_optimizer.check(how, strategy)
+
+
+def steps_by_parts(optimizer: Optimizer) -> bool:
+    """Whether step() may be called several times in an update, for some parameters each time."""
+    made = _MADE.get(optimizer)
+    return made is None or made.traits.by_parts
+
+
+def counters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What step() has changed in the optimizer's groups: of each group, some numbers."""
+    made = _MADE.get(optimizer)
+    keys = made.traits.counters if made is not None else ()
+    return [{key: group[key] for key in keys} for group in optimizer.param_groups] if keys else []
+
+
+def resumed(optimizer: Optimizer, steps: int, groups: Sequence[Mapping[str, Any]]) -> None:
+    """The optimizer's state has been loaded: mend what a checkpoint cannot tell apart.
+
+    A checkpoint knows tensors and numbers: a count may have been an int, and the state of a
+    parameter with one element may have been one number.
+    """
+    for group, values in zip(optimizer.param_groups, groups, strict=False):
+        group.update(values)
+    made = _MADE.get(optimizer)
+    if made is None:
+        return
+    if made.after is not None:
+        made.after.steps = steps
+    for state in optimizer.state.values():
+        for key, kind in made.traits.numbers.items():
+            if key in state:
+                state[key] = _as_number(state[key], kind)
+
+
+def _as_number(value: Any, kind: Any) -> Any:
+    if isinstance(kind, torch.dtype):
+        return torch.as_tensor(value).reshape(()).to(kind)
+    return kind(value)
+
+
+def _stand_in(like: Tensor) -> nn.Parameter:
+    """A parameter of that shape without memory of its own."""
+    one = torch.full((), STAND_IN, dtype=like.dtype, device=like.device)
+    return nn.Parameter(one.expand(like.shape), requires_grad=like.requires_grad)
+
+
+def _name(optimizer: Optimizer) -> str:
+    return type(optimizer).__name__
+
+
+class _After:
+    """Calls ``after_step`` when the optimizer has stepped, and keeps its tensors in the state.
+
+    There they are checkpointed, and change hands with the parameter. During step() they are taken
+    out: most optimizers make their own state when they find none.
+    """
+
+    def __init__(self, function: AfterStep, names: Mapping[nn.Parameter, str]) -> None:
+        self.function = function
+        self.names = dict(names)
+        self.steps = 0
+        self.kept: dict[str, dict[str, Tensor]] = {}
+
+    def before(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self.kept = {name: {} for name in self.names.values()}
+        for p, name in self.names.items():
+            state = optimizer.state.get(p, {})
+            for key in [key for key in state if key.startswith(KEPT)]:
+                self.kept[name][key.removeprefix(KEPT)] = state.pop(key)
+            if not state:
+                optimizer.state.pop(p, None)
+
+    @torch.no_grad()
+    def then(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        parts = {name: p.detach() for p, name in self.names.items()}
+        with blame("the workload", "after_step"):
+            self.function(self.steps, parts, self.kept)
+        self.steps += 1
+        for p, name in self.names.items():
+            for key, value in self.kept[name].items():
+                if not isinstance(value, Tensor) or value.shape != p.shape:
+                    raise UsageError(
+                        f"after_step keeps '{key}' of '{name}', which is no tensor of the shape "
+                        "that it was given for that parameter"
+                    )
+                optimizer.state[p][KEPT + key] = value
+        self.kept = {}
+
+
+def moving_average(decay: float) -> AfterStep:
+    """The first parameters, then ``decay`` of the average and the rest of the new ones."""
+
+    def average(
+        _step: int, parts: Mapping[str, Tensor], kept: Mapping[str, dict[str, Tensor]]
+    ) -> None:
+        for name, part in parts.items():
+            if "ema" in kept[name]:
+                kept[name]["ema"].lerp_(part, 1 - decay)
+            else:
+                kept[name]["ema"] = part.clone()
+
+    return average
+
+
+# ------------------------------------------------------------------ from the config
+
+
+def plan(
+    training: TrainingConfig,
+    make: MakeUsers | None,
+    after: AfterStep | None,
+    model: nn.Module,
+    label: str,
+    device: torch.device | None = None,
+    measures: bool = True,
+) -> Plan:
+    """How to make the optimizer of a run. ``device`` is the run's, where it is not the model's."""
+    if make is not None:
+        _refuse_both(training, label)
+    else:
+        device = device or next(model.parameters()).device
+        make, label = named_by(training, device), f"training.optimizer {training.optimizer}"
+    functions = [after] if after is not None else []
+    if training.ema_decay is not None:
+        functions.append(moving_average(training.ema_decay))
+    whole = {name: _stand_in(p) for name, p in model.named_parameters()}
+    made = Plan(make, label, whole, _one_after_another(functions))
+    return replace(made, traits=measured(made)) if measures else made
+
+
+def _one_after_another(functions: Sequence[AfterStep]) -> AfterStep | None:
+    if len(functions) < 2:
+        return functions[0] if functions else None
+
+    def both(step: int, parts: Mapping[str, Tensor], kept: Mapping[str, dict[str, Tensor]]) -> None:
+        for function in functions:
+            function(step, parts, kept)
+
+    return both
+
+
+def _refuse_both(training: TrainingConfig, label: str) -> None:
+    """A setting of the config that the user's own optimizer would not know of."""
+    standard = TrainingConfig()
+    for key in (
+        "optimizer", "learning_rate", "weight_decay", "momentum", "betas", "eps",
+        "optimizer_options", "no_decay",
+    ):  # fmt: skip
+        if getattr(training, key) != getattr(standard, key):
+            raise UsageError(
+                f"training.{key} is for an optimizer of the config; {label} makes its own, and "
+                "would not know of it: leave one of them out"
+            )
+
+
+# The settings of the config that are arguments of an optimizer's class, under its names.
+ARGUMENTS = {
+    "lr": "learning_rate", "weight_decay": "weight_decay", "momentum": "momentum",
+    "betas": "betas", "eps": "eps",
+}  # fmt: skip
+
+
+def named_by(training: TrainingConfig, device: torch.device) -> MakeUsers:
+    """The class that the config names, with its settings as arguments."""
+    kind = _resolved(training.optimizer)
+    parameters = inspect.signature(kind).parameters.values()
+    takes = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    standard = TrainingConfig()
+    options: dict[str, Any] = {}
+    for argument, key in ARGUMENTS.items():
+        value = getattr(training, key)
+        is_asked = value != getattr(standard, key)
+        # Decay is passed as it stands: AdamW's own default is 0.01, and the config says 0.
+        if argument in takes and (is_asked or argument in ("lr", "weight_decay")):
+            options[argument] = tuple(value) if isinstance(value, list) else value
+        elif is_asked and takes_any:
+            options[argument] = value
+        elif is_asked:
+            raise UsageError(f"training.{key}: {kind.__name__} has no such setting")
+    known = sorted(takes - {"params"} - ARGUMENTS.keys())
+    for name, value in training.optimizer_options.items():
+        if name in ARGUMENTS:
+            raise UsageError(
+                f"training.optimizer_options.{name} has its own key: training.{ARGUMENTS[name]}"
+            )
+        if name not in known and not takes_any:
+            raise unknown(f"option of {kind.__name__}", name, known)
+        options[name] = tuple(value) if isinstance(value, list) else value
+    if training.optimizer in ("adam", "adamw") and not {"fused", "foreach"} & options.keys():
+        # On a GPU one kernel for all parameters: a tenth of the step of a small batch is saved.
+        options["fused"] = True if device.type == "cuda" else None
+
+    def make(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        params = [p for _, p in named]
+        groups: list[dict[str, Any]] = [{"params": params}]
+        if training.no_decay != NO_DECAY[0]:
+            groups = [
+                {"params": [p for p in params if p.dim() > 1]},
+                {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+            ]
+        made: Optimizer = kind([group for group in groups if group["params"]], **options)
+        return made
+
+    return make
+
+
+def _resolved(name: str) -> Any:
+    if ":" not in name:
+        classes = {n.lower(): c for n, c in vars(torch.optim).items() if isinstance(c, type)}
+        kind = classes.get(name)
+        if kind is None or name not in OPTIMIZERS:
+            raise unknown("training.optimizer", name, [n for n in OPTIMIZERS if n in classes])
+        return kind
+    with blame(name, "importing it"):
+        kind = naming.resolve(name, {}, "training.optimizer")
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise UsageError(f"training.optimizer {name} is no class of torch.optim.Optimizer's kind")
+    return kind
+
+
+# ------------------------------------------------------------------ measuring
+
+STEPS = 3
+SIZES = (5, 4, 3, 2, 2)  # of a tensor that stands for a parameter of so many dimensions
+UNMEASURED = {"fused": False, "foreach": False, "capturable": False, "lr": 0.05}
+Places = list[dict[str, slice | None]]  # of each rank: what of which tensor it has; None: all
+
+
+def measured(plan: Plan) -> Traits:
+    """What an optimizer does to small tensors, whole and cut up; once for each kind in a process.
+
+    Whole: as one process would. Then all at once: two ranks that have uneven pieces of each tensor
+    and step for one of them at a time. Where the result is another, it is found out why.
+    """
+    optimizer = plan.built({n: _stand_in(like) for n, like in plan.whole.items()})
+    name = _name(optimizer)
+    required = [
+        p.name for p in inspect.signature(optimizer.step).parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]  # fmt: skip
+    if required:
+        raise UsageError(
+            f"{name}.step() needs a {required[0]}: it computes the loss again itself, several "
+            "times; no strategy does that"
+        )
+    samples = _samples(plan)
+    options = [
+        sorted((k, repr(v)) for k, v in group.items() if k not in ("params", "param_names"))
+        for group in optimizer.param_groups
+    ]
+    dims = [[plan.whole[n].dim() for n in names] for names in samples]
+    key = type(optimizer), repr(options), repr(dims), plan.after, plan.device
+    if key not in _MEASURED:
+        _MEASURED[key] = _measure(plan, samples, name)
+    return _MEASURED[key]
+
+
+def _samples(plan: Plan) -> list[list[str]]:
+    """Of each group the names of some parameters: two of each number of dimensions."""
+    result = []
+    for names in plan.groups():
+        by_dim: dict[int, list[str]] = {}
+        for name in names:
+            by_dim.setdefault(plan.whole[name].dim(), []).append(name)
+        result.append([name for alike in by_dim.values() for name in alike[:2]])
+    return result
+
+
+def _measure(plan: Plan, samples: list[list[str]], name: str) -> Traits:
+    names = [n for group in samples for n in group]
+    whole: Places = [dict.fromkeys(names)]
+    try:
+        trial = _Trial(plan, names, whole, torch.float64)
+    except UsageError:
+        raise
+    except Exception:
+        try:  # a kernel may know float32 alone
+            trial = _Trial(plan, names, whole, torch.float32)
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise UsageError(f"{name} cannot take a step: {reason}") from None
+    cut: Places = [{}, {}]
+    for n in names:
+        size = math.prod(_small(plan, n))
+        cut[0][n], cut[1][n] = slice(0, size // 3), slice(size // 3, size)
+
+    def fails(places: Places, **how: Any) -> str | None:
+        try:
+            again = _Trial(plan, names, places, trial.dtype, **how)
+        except Exception as error:
+            return str(error).partition("\n")[0]
+        return None if again.agrees(trial) else "the result is another"
+
+    traits = _of_state(trial, samples, name)
+    if fails(whole, resumed=True) and traits.unsaved is None:
+        traits = replace(traits, unsaved=f"{name} keeps what it needs outside of its state")
+    is_alone = plan.after is not None  # its hook must be called once in an update
+    if not fails(cut, by_parts=not is_alone, seed=1):
+        return replace(traits, by_parts=not is_alone)
+    flat, dealt = fails(cut), fails([dict.fromkeys(names[::2]), dict.fromkeys(names[1::2])])
+    what = name
+    if plan.after is not None and flat:
+        alone = replace(plan, after=None)
+        is_optimizer = measured(alone).flat is not None
+        what = name if is_optimizer else "after_step"
+    if dealt:
+        dealt = f"{what} updates a parameter from what it knows of others ({dealt})"
+    if flat:
+        flat = dealt or f"{what} does not update each element by itself ({flat})"
+    return replace(
+        traits,
+        flat=flat,
+        dealt=dealt,
+        by_parts=not is_alone and fails(whole, by_parts=True) is None,
+        is_random=fails(whole, seed=1) is not None,
+    )
+
+
+def _small(plan: Plan, name: str) -> tuple[int, ...]:
+    dim = plan.whole[name].dim()
+    return (SIZES + (2,) * dim)[:dim]
+
+
+class _Trial:
+    """A few steps of the optimizer on small tensors that ranks share as ``places`` says."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        names: list[str],
+        places: Places,
+        dtype: torch.dtype,
+        by_parts: bool = False,
+        seed: int = 0,
+        resumed: bool = False,
+    ) -> None:
+        self.plan, self.dtype, self.by_parts, self.resumed = plan, dtype, by_parts, resumed
+        generator = torch.Generator().manual_seed(0)
+
+        def random(name: str) -> Tensor:
+            values = torch.randn(_small(plan, name), generator=generator, dtype=dtype)
+            return (values * torch.arange(1, values.numel() + 1).view(values.shape)).to(plan.device)
+
+        self.start = {name: random(name) for name in names}
+        self.gradients = [{name: random(name) for name in names} for _ in range(STEPS)]
+        self.end = {name: torch.zeros_like(t).reshape(-1) for name, t in self.start.items()}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            for place in places:
+                self._of_rank(place)
+
+    def _of_rank(self, place: Mapping[str, slice | None]) -> None:
+        def cut(tensor: Tensor, name: str) -> Tensor:
+            part = place[name]
+            return tensor.clone() if part is None else tensor.reshape(-1)[part].clone()
+
+        self.held = {name: nn.Parameter(cut(self.start[name], name)) for name in place}
+        self.optimizer, after = self._made()
+        for number, gradients in enumerate(self.gradients):
+            if self.resumed and number == STEPS - 1:
+                before = self.optimizer, after
+                self.optimizer, after = self._made()
+                self._resume(*before)
+                if after is not None:
+                    after.steps = number
+            turns = [[name] for name in place] if self.by_parts else [list(place)]
+            for turn in turns:
+                for name in turn:
+                    self.held[name].grad = cut(gradients[name], name)
+                self.optimizer.step()
+                for name in turn:
+                    self.held[name].grad = None
+        for name, part in place.items():
+            self.end[name][part or slice(None)] = self.held[name].detach().reshape(-1)
+
+    def _made(self) -> tuple[Optimizer, _After | None]:
+        optimizer, after = self.plan.over(self.held)
+        for group in optimizer.param_groups:
+            group.update({key: value for key, value in UNMEASURED.items() if key in group})
+        self.options = [_plain(group) for group in optimizer.param_groups]
+        return optimizer, after
+
+    def _resume(self, old: Optimizer, _after: _After | None) -> None:
+        """As from a checkpoint: the state of each parameter, and the groups' numbers."""
+        for p, state in old.state.items():
+            self.optimizer.state[p] = dict(state)
+        for group, was in zip(self.optimizer.param_groups, old.param_groups, strict=True):
+            group.update(_plain(was))
+
+    def agrees(self, other: _Trial) -> bool:
+        """Whether both ended alike, but for rounding; against what the steps have changed."""
+        slack = 1e-9 if self.dtype is torch.float64 else 1e-4
+        return all(
+            torch.allclose(
+                self.end[name], end, rtol=0, equal_nan=True,
+                atol=slack * float((end - other.start[name].reshape(-1)).abs().nan_to_num().max()),
+            )
+            for name, end in other.end.items()
+            if end.numel()
+        )  # fmt: skip
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if isinstance(v, bool | int | float)}
+
+
+def _of_state(trial: _Trial, samples: list[list[str]], name: str) -> Traits:
+    """What the optimizer keeps: tensors, numbers, and whether a checkpoint can hold them."""
+    counts: list[float] = []
+    numbers: dict[str, Any] = {}
+    unsaved = None
+    for names in samples:
+        kept, elements = 0, 0
+        for n in names:
+            p = trial.held[n]
+            elements += p.numel()
+            for key, value in trial.optimizer.state.get(p, {}).items():
+                if isinstance(value, Tensor) and value.shape == p.shape and p.dim():
+                    kept += value.numel()
+                elif isinstance(value, Tensor) and value.dim() == 0:
+                    if p.dim():
+                        numbers[key] = value.dtype
+                    elif key != "step":
+                        kept += 1
+                elif isinstance(value, bool | int | float):
+                    numbers[key] = type(value)
+                elif isinstance(value, Tensor):
+                    kept += value.numel()
+                    unsaved = f"{name} keeps '{key}', which is not of its parameter's shape"
+                elif value is not None:
+                    unsaved = f"{name} keeps a {type(value).__name__} for a parameter ('{key}')"
+        counts.append(kept / max(1, elements))
+    changed = {
+        key
+        for group, options in zip(trial.optimizer.param_groups, trial.options, strict=True)
+        for key, value in _plain(group).items()
+        if options.get(key) != value
+    }
+    return Traits(
+        state=tuple(counts), numbers=numbers, unsaved=unsaved, counters=frozenset(changed)
+    )
