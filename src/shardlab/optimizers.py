@@ -96,17 +96,25 @@ class Plan:
         _MADE[optimizer] = _Made(self.traits, after)
         return optimizer
 
-    def over(self, params: Mapping[str, nn.Parameter]) -> tuple[Optimizer, _After | None]:
-        """The user's optimizer with this rank's tensors in its groups."""
+    def over(
+        self, params: Mapping[str, nn.Parameter], as_they_are: bool = False
+    ) -> tuple[Optimizer, _After | None]:
+        """The user's optimizer with this rank's tensors in its groups.
+
+        ``as_they_are``: its function is given them all, also those of another shape.
+        """
         if strange := params.keys() - self.whole.keys():
             raise UsageError(
                 f"the strategy updates '{min(strange)}', which the model does not have"
             )
+
+        def fits(name: str) -> bool:
+            return as_they_are or params[name].shape == self.whole[name].shape
+
         given = {
-            name: params[name] if name in params and params[name].shape == like.shape
-            else _stand_in(like)
+            name: params[name] if name in params and fits(name) else _stand_in(like)
             for name, like in self.whole.items()
-        }  # fmt: skip
+        }
         optimizer = self.built(given)
         names = {p: name for name, p in given.items()}
         replaced = {given[name] for name, p in params.items() if given[name] is not p}
@@ -132,7 +140,8 @@ class Plan:
             group["params"] = mine or [nn.Parameter(torch.zeros(0, device=self.device))]
         after = None
         if self.after is not None:
-            after = _After(self.after, {p: name for name, p in params.items()})
+            mine = {p for group in optimizer.param_groups for p in group["params"]}
+            after = _After(self.after, {p: name for name, p in params.items() if p in mine})
             optimizer.register_step_pre_hook(after.before)
             optimizer.register_step_post_hook(after.then)
         return optimizer, after
@@ -524,8 +533,10 @@ def _measure(plan: Plan, samples: list[list[str]], name: str) -> Traits:
     def fails(places: Places, **how: Any) -> str | None:
         try:
             again = _Trial(plan, names, places, trial.dtype, **how)
+        except UsageError as error:
+            return str(error)
         except Exception as error:
-            return str(error).partition("\n")[0]
+            return f"{type(error).__name__}: {error}".partition("\n")[0]
         return None if again.agrees(trial) else "the result is another"
 
     traits = _of_state(trial, samples, name)
@@ -611,7 +622,11 @@ class _Trial:
             self.end[name][part or slice(None)] = self.held[name].detach().reshape(-1)
 
     def _made(self) -> tuple[Optimizer, _After | None]:
-        optimizer, after = self.plan.over(self.held)
+        is_whole = all(p.shape == self.start[name].shape for name, p in self.held.items())
+        try:  # whole tensors as in one process, so that only what is cut has stand-ins
+            optimizer, after = self.plan.over(self.held, as_they_are=is_whole)
+        except UsageError:  # the function may want its model's own sizes
+            optimizer, after = self.plan.over(self.held)
         for group in optimizer.param_groups:
             group.update({key: value for key, value in UNMEASURED.items() if key in group})
         self.options = [_plain(group) for group in optimizer.param_groups]
