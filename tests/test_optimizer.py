@@ -326,8 +326,10 @@ def close(actual: Arrays, expected: Arrays, what: str) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("strategy", KINDS)
 def test_every_optimizer_equals_one_process(strategy: str, world: int, ranks: GetRanks) -> None:
-    for results in ranks(world).run(run, strategy, list(CASES), deadline_s=200):
-        for name in CASES:
+    # PyTorch's DTensor cannot do what Rprop does: refused, see below.
+    names = [name for name in CASES if (strategy, name) != ("pytorch_zero3", "rprop")]
+    for results in ranks(world).run(run, strategy, names, deadline_s=200):
+        for name in names:
             history, kept = reference(name, world)
             for step in range(STEPS):
                 close(results[name][0][step], history[step], f"{name}, step {step}:")
@@ -413,6 +415,7 @@ def refusals(world: World, make: MakeUsers, after: AfterStep | None) -> dict[str
             of(torch.optim.SGD, lr=0.1), normalizes, (*FLAT, "pytorch_zero3"),
             "after_step does not update each element by itself",
         ),
+        (of(torch.optim.Rprop), None, ("pytorch_zero3",), "Rprop fails on it (RuntimeError"),
         (of(Noisy), None, (*KINDS, "simple_ddp"), ""),
         (
             of(Remembers), None, (*FLAT, "pytorch_zero3"),

@@ -13,21 +13,22 @@ tensors, whole and cut up, and the results must be the same.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from shardlab import naming
 from shardlab.config import NO_DECAY, OPTIMIZERS, TrainingConfig
 from shardlab.errors import UsageError, unknown
+from shardlab.optimizer_traits import Traits, fails_on_rows, measured, name_of
 from shardlab.workloads.base import AfterStep, MakeUsers
 from shardlab.workloads.blame import blame
 
@@ -39,30 +40,15 @@ ROWS = "keeps rows of parameters (DTensor)"
 DEALT = "gives each rank some of the parameters to update"
 
 
-@dataclass(frozen=True)
-class Traits:
-    """What was found out about an optimizer. A reason is None where all is well."""
-
-    flat: str | None = None  # why it cannot update pieces of a parameter one by one
-    dealt: str | None = None  # why it cannot update some parameters without the others
-    by_parts: bool = True  # step() may be called for some of the parameters at a time
-    is_random: bool = False
-    unsaved: str | None = None  # why a run with it cannot be resumed from a checkpoint
-    state: tuple[float, ...] = ()  # of each group: state tensors for a parameter
-    numbers: Mapping[str, Any] = field(default_factory=dict)  # state that is one number: its type
-    counters: frozenset[str] = frozenset()  # options of groups that step() changes
-
-
 @dataclass
 class _Made:
     """What is remembered of an optimizer that a plan has made."""
 
     traits: Traits
-    after: _After | None
+    after: After | None
 
 
 _MADE: WeakKeyDictionary[Optimizer, _Made] = WeakKeyDictionary()
-_MEASURED: dict[Any, Traits] = {}
 
 
 def of_class(kind: Callable[..., Optimizer], **options: Any) -> Callable[..., Optimizer]:
@@ -85,20 +71,21 @@ class Plan:
     label: str  # whose it is, for messages
     whole: Mapping[str, Tensor]  # the model's parameters as stand-ins: shape, dtype, requires_grad
     after: AfterStep | None = None
-    traits: Traits = Traits()
+    traits: Traits | None = None  # None: not measured, in a simulation without values
 
     def __call__(self, params: Mapping[str, nn.Parameter]) -> Optimizer:
         optimizer, after = self.over(params)
-        if self.traits.is_random and dist.is_initialized() and dist.get_world_size() > 1:
+        traits = self.traits or Traits()
+        if traits.is_random and dist.is_initialized() and dist.get_world_size() > 1:
             raise UsageError(
-                f"{_name(optimizer)} draws random numbers when it updates: ranks would drift apart"
+                f"{name_of(optimizer)} draws random numbers to update: ranks would drift apart"
             )
-        _MADE[optimizer] = _Made(self.traits, after)
+        _MADE[optimizer] = _Made(traits, after)
         return optimizer
 
     def over(
         self, params: Mapping[str, nn.Parameter], as_they_are: bool = False
-    ) -> tuple[Optimizer, _After | None]:
+    ) -> tuple[Optimizer, After | None]:
         """The user's optimizer with this rank's tensors in its groups.
 
         ``as_they_are``: its function is given them all, also those of another shape.
@@ -140,8 +127,8 @@ class Plan:
             group["params"] = mine or [nn.Parameter(torch.zeros(0, device=self.device))]
         after = None
         if self.after is not None:
-            mine = {p for group in optimizer.param_groups for p in group["params"]}
-            after = _After(self.after, {p: name for name, p in params.items() if p in mine})
+            updated = {p for group in optimizer.param_groups for p in group["params"]}
+            after = After(self.after, {p: name for name, p in params.items() if p in updated})
             optimizer.register_step_pre_hook(after.before)
             optimizer.register_step_post_hook(after.then)
         return optimizer, after
@@ -150,9 +137,12 @@ class Plan:
     def device(self) -> torch.device:
         return next(iter(self.whole.values())).device
 
+    def stand_ins(self) -> dict[str, nn.Parameter]:
+        return {name: _stand_in(like) for name, like in self.whole.items()}
+
     def groups(self) -> list[list[str]]:
         """The names of the parameters in each group, of those that train."""
-        given: dict[str, nn.Parameter] = {n: _stand_in(like) for n, like in self.whole.items()}
+        given = self.stand_ins()
         names = {p: name for name, p in given.items()}
         optimizer = self.built(given)
         groups = [
@@ -189,7 +179,7 @@ class Plan:
             rate = group.get("lr")
             if isinstance(rate, bool) or not isinstance(rate, float | int | Tensor):
                 raise UsageError(
-                    f"group {i} of {_name(optimizer)} has no learning rate 'lr', which the "
+                    f"group {i} of {name_of(optimizer)} has no learning rate 'lr', which the "
                     f"schedule is multiplied with, but {rate!r}"
                 )
         return optimizer
@@ -201,7 +191,7 @@ class Plan:
                 continue
             if any(isinstance(leaf, Tensor) and leaf in replaced for leaf in tree_leaves(value)):
                 raise UsageError(
-                    f"{_name(optimizer)} keeps parameters in '{attribute}' beside its groups: a "
+                    f"{name_of(optimizer)} keeps parameters in '{attribute}' beside its groups: a "
                     "strategy that shards cannot replace them there"
                 )
 
@@ -220,9 +210,13 @@ class Plan:
 
     # ------------------------------------------------------------ what may be done with it
 
-    def check(self, how: str, strategy: str) -> None:
+    def check(self, how: str, strategy: str, mesh: DeviceMesh | None = None) -> None:
         """Refuse an optimizer that would not do the same to what a strategy's ranks keep."""
+        if self.traits is None:
+            return
         reason = self.traits.dealt if how == DEALT else self.traits.flat
+        if reason is None and mesh is not None:
+            reason = fails_on_rows(self, mesh)
         if reason is not None:
             raise UsageError(
                 f"{strategy} {how}, and {reason}; use a strategy with whole parameters, such as "
@@ -231,6 +225,7 @@ class Plan:
 
     def state_per_parameter(self, sizes: Mapping[str, int]) -> float:
         """State tensors that are kept for a parameter, on average over the given bytes."""
+        assert self.traits is not None
         total = sum(
             count * sizes.get(name, 0)
             for names, count in zip(self.groups(), self.traits.state, strict=True)
@@ -239,10 +234,10 @@ class Plan:
         return total / max(1, sum(sizes.values()))
 
 
-def check(make_optimizer: Any, how: str, strategy: str) -> None:
-    """``Plan.check``, for whatever factory a strategy was given."""
+def check(make_optimizer: Any, how: str, strategy: str, mesh: DeviceMesh | None = None) -> None:
+    """``Plan.check``, for whatever factory a strategy was given. ``mesh``: of rows, if so kept."""
     if isinstance(make_optimizer, Plan):
-        make_optimizer.check(how, strategy)
+        make_optimizer.check(how, strategy, mesh)
 
 
 def steps_by_parts(optimizer: Optimizer) -> bool:
@@ -258,14 +253,12 @@ def counters(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{key: group[key] for key in keys} for group in optimizer.param_groups] if keys else []
 
 
-def resumed(optimizer: Optimizer, steps: int, groups: Sequence[Mapping[str, Any]]) -> None:
+def resumed(optimizer: Optimizer, steps: int) -> None:
     """The optimizer's state has been loaded: mend what a checkpoint cannot tell apart.
 
     A checkpoint knows tensors and numbers: a count may have been an int, and the state of a
     parameter with one element may have been one number.
     """
-    for group, values in zip(optimizer.param_groups, groups, strict=False):
-        group.update(values)
     made = _MADE.get(optimizer)
     if made is None:
         return
@@ -289,11 +282,7 @@ def _stand_in(like: Tensor) -> nn.Parameter:
     return nn.Parameter(one.expand(like.shape), requires_grad=like.requires_grad)
 
 
-def _name(optimizer: Optimizer) -> str:
-    return type(optimizer).__name__
-
-
-class _After:
+class After:
     """Calls ``after_step`` when the optimizer has stepped, and keeps its tensors in the state.
 
     There they are checkpointed, and change hands with the parameter. During step() they are taken
@@ -462,232 +451,3 @@ def _resolved(name: str) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise UsageError(f"training.optimizer {name} is no class of torch.optim.Optimizer's kind")
     return kind
-
-
-# ------------------------------------------------------------------ measuring
-
-STEPS = 3
-SIZES = (5, 4, 3, 2, 2)  # of a tensor that stands for a parameter of so many dimensions
-UNMEASURED = {"fused": False, "foreach": False, "capturable": False, "lr": 0.05}
-Places = list[dict[str, slice | None]]  # of each rank: what of which tensor it has; None: all
-
-
-def measured(plan: Plan) -> Traits:
-    """What an optimizer does to small tensors, whole and cut up; once for each kind in a process.
-
-    Whole: as one process would. Then all at once: two ranks that have uneven pieces of each tensor
-    and step for one of them at a time. Where the result is another, it is found out why.
-    """
-    optimizer = plan.built({n: _stand_in(like) for n, like in plan.whole.items()})
-    name = _name(optimizer)
-    required = [
-        p.name for p in inspect.signature(optimizer.step).parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]  # fmt: skip
-    if required:
-        raise UsageError(
-            f"{name}.step() needs a {required[0]}: it computes the loss again itself, several "
-            "times; no strategy does that"
-        )
-    samples = _samples(plan)
-    options = [
-        sorted((k, repr(v)) for k, v in group.items() if k not in ("params", "param_names"))
-        for group in optimizer.param_groups
-    ]
-    dims = [[plan.whole[n].dim() for n in names] for names in samples]
-    key = type(optimizer), repr(options), repr(dims), plan.after, plan.device
-    if key not in _MEASURED:
-        _MEASURED[key] = _measure(plan, samples, name)
-    return _MEASURED[key]
-
-
-def _samples(plan: Plan) -> list[list[str]]:
-    """Of each group the names of some parameters: two of each number of dimensions."""
-    result = []
-    for names in plan.groups():
-        by_dim: dict[int, list[str]] = {}
-        for name in names:
-            by_dim.setdefault(plan.whole[name].dim(), []).append(name)
-        result.append([name for alike in by_dim.values() for name in alike[:2]])
-    return result
-
-
-def _measure(plan: Plan, samples: list[list[str]], name: str) -> Traits:
-    names = [n for group in samples for n in group]
-    whole: Places = [dict.fromkeys(names)]
-    try:
-        trial = _Trial(plan, names, whole, torch.float64)
-    except UsageError:
-        raise
-    except Exception:
-        try:  # a kernel may know float32 alone
-            trial = _Trial(plan, names, whole, torch.float32)
-        except Exception as error:
-            reason = str(error).partition("\n")[0]
-            raise UsageError(f"{name} cannot take a step: {reason}") from None
-    cut: Places = [{}, {}]
-    for n in names:
-        size = math.prod(_small(plan, n))
-        cut[0][n], cut[1][n] = slice(0, size // 3), slice(size // 3, size)
-
-    def fails(places: Places, **how: Any) -> str | None:
-        try:
-            again = _Trial(plan, names, places, trial.dtype, **how)
-        except UsageError as error:
-            return str(error)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}".partition("\n")[0]
-        return None if again.agrees(trial) else "the result is another"
-
-    traits = _of_state(trial, samples, name)
-    if fails(whole, resumed=True) and traits.unsaved is None:
-        traits = replace(traits, unsaved=f"{name} keeps what it needs outside of its state")
-    is_alone = plan.after is not None  # its hook must be called once in an update
-    if not fails(cut, by_parts=not is_alone, seed=1):
-        return replace(traits, by_parts=not is_alone)
-    flat, dealt = fails(cut), fails([dict.fromkeys(names[::2]), dict.fromkeys(names[1::2])])
-    what = name
-    if plan.after is not None and flat:
-        alone = replace(plan, after=None)
-        is_optimizer = measured(alone).flat is not None
-        what = name if is_optimizer else "after_step"
-    if dealt:
-        dealt = f"{what} updates a parameter from what it knows of others ({dealt})"
-    if flat:
-        flat = dealt or f"{what} does not update each element by itself ({flat})"
-    return replace(
-        traits,
-        flat=flat,
-        dealt=dealt,
-        by_parts=not is_alone and fails(whole, by_parts=True) is None,
-        is_random=fails(whole, seed=1) is not None,
-    )
-
-
-def _small(plan: Plan, name: str) -> tuple[int, ...]:
-    dim = plan.whole[name].dim()
-    return (SIZES + (2,) * dim)[:dim]
-
-
-class _Trial:
-    """A few steps of the optimizer on small tensors that ranks share as ``places`` says."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        names: list[str],
-        places: Places,
-        dtype: torch.dtype,
-        by_parts: bool = False,
-        seed: int = 0,
-        resumed: bool = False,
-    ) -> None:
-        self.plan, self.dtype, self.by_parts, self.resumed = plan, dtype, by_parts, resumed
-        generator = torch.Generator().manual_seed(0)
-
-        def random(name: str) -> Tensor:
-            values = torch.randn(_small(plan, name), generator=generator, dtype=dtype)
-            return (values * torch.arange(1, values.numel() + 1).view(values.shape)).to(plan.device)
-
-        self.start = {name: random(name) for name in names}
-        self.gradients = [{name: random(name) for name in names} for _ in range(STEPS)]
-        self.end = {name: torch.zeros_like(t).reshape(-1) for name, t in self.start.items()}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            for place in places:
-                self._of_rank(place)
-
-    def _of_rank(self, place: Mapping[str, slice | None]) -> None:
-        def cut(tensor: Tensor, name: str) -> Tensor:
-            part = place[name]
-            return tensor.clone() if part is None else tensor.reshape(-1)[part].clone()
-
-        self.held = {name: nn.Parameter(cut(self.start[name], name)) for name in place}
-        self.optimizer, after = self._made()
-        for number, gradients in enumerate(self.gradients):
-            if self.resumed and number == STEPS - 1:
-                before = self.optimizer, after
-                self.optimizer, after = self._made()
-                self._resume(*before)
-                if after is not None:
-                    after.steps = number
-            turns = [[name] for name in place] if self.by_parts else [list(place)]
-            for turn in turns:
-                for name in turn:
-                    self.held[name].grad = cut(gradients[name], name)
-                self.optimizer.step()
-                for name in turn:
-                    self.held[name].grad = None
-        for name, part in place.items():
-            self.end[name][part or slice(None)] = self.held[name].detach().reshape(-1)
-
-    def _made(self) -> tuple[Optimizer, _After | None]:
-        is_whole = all(p.shape == self.start[name].shape for name, p in self.held.items())
-        try:  # whole tensors as in one process, so that only what is cut has stand-ins
-            optimizer, after = self.plan.over(self.held, as_they_are=is_whole)
-        except UsageError:  # the function may want its model's own sizes
-            optimizer, after = self.plan.over(self.held)
-        for group in optimizer.param_groups:
-            group.update({key: value for key, value in UNMEASURED.items() if key in group})
-        self.options = [_plain(group) for group in optimizer.param_groups]
-        return optimizer, after
-
-    def _resume(self, old: Optimizer, _after: _After | None) -> None:
-        """As from a checkpoint: the state of each parameter, and the groups' numbers."""
-        for p, state in old.state.items():
-            self.optimizer.state[p] = dict(state)
-        for group, was in zip(self.optimizer.param_groups, old.param_groups, strict=True):
-            group.update(_plain(was))
-
-    def agrees(self, other: _Trial) -> bool:
-        """Whether both ended alike, but for rounding; against what the steps have changed."""
-        slack = 1e-9 if self.dtype is torch.float64 else 1e-4
-        return all(
-            torch.allclose(
-                self.end[name], end, rtol=0, equal_nan=True,
-                atol=slack * float((end - other.start[name].reshape(-1)).abs().nan_to_num().max()),
-            )
-            for name, end in other.end.items()
-            if end.numel()
-        )  # fmt: skip
-
-
-def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if isinstance(v, bool | int | float)}
-
-
-def _of_state(trial: _Trial, samples: list[list[str]], name: str) -> Traits:
-    """What the optimizer keeps: tensors, numbers, and whether a checkpoint can hold them."""
-    counts: list[float] = []
-    numbers: dict[str, Any] = {}
-    unsaved = None
-    for names in samples:
-        kept, elements = 0, 0
-        for n in names:
-            p = trial.held[n]
-            elements += p.numel()
-            for key, value in trial.optimizer.state.get(p, {}).items():
-                if isinstance(value, Tensor) and value.shape == p.shape and p.dim():
-                    kept += value.numel()
-                elif isinstance(value, Tensor) and value.dim() == 0:
-                    if p.dim():
-                        numbers[key] = value.dtype
-                    elif key != "step":
-                        kept += 1
-                elif isinstance(value, bool | int | float):
-                    numbers[key] = type(value)
-                elif isinstance(value, Tensor):
-                    kept += value.numel()
-                    unsaved = f"{name} keeps '{key}', which is not of its parameter's shape"
-                elif value is not None:
-                    unsaved = f"{name} keeps a {type(value).__name__} for a parameter ('{key}')"
-        counts.append(kept / max(1, elements))
-    changed = {
-        key
-        for group, options in zip(trial.optimizer.param_groups, trial.options, strict=True)
-        for key, value in _plain(group).items()
-        if options.get(key) != value
-    }
-    return Traits(
-        state=tuple(counts), numbers=numbers, unsaved=unsaved, counters=frozenset(changed)
-    )

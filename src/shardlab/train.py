@@ -156,7 +156,8 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
                 "has none: use training.compile: blocks"
             )
     optimizer = make_optimizer(config.training, workload, model)
-    if config.checkpoint.every is not None and (reason := optimizer.traits.unsaved):
+    if config.checkpoint.every is not None and optimizer.traits and optimizer.traits.unsaved:
+        reason = optimizer.traits.unsaved
         raise UsageError(f"checkpoint.every: {reason}, and a checkpoint would not have it")
     if config.training.clip_value is not None:
         refuse_complex(model)

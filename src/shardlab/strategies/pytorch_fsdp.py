@@ -59,7 +59,7 @@ class PyTorchFSDP:
             except ValueError as error:  # it cannot shard a parameter without dimensions
                 raise UsageError(f"fully_shard refuses: {error}") from None
         self.params = base.trainable(model)
-        optimizers.check(make_optimizer, optimizers.ROWS, "fully_shard")
+        optimizers.check(make_optimizer, optimizers.ROWS, "fully_shard", self.mesh)
         self.optimizer = make_optimizer(self.params)
         self.update = Update(self.optimizer, rule)
         self.checks_left = 2  # steps in which we look for parameters without a gradient

@@ -175,7 +175,10 @@ class Update:
         self.steps, self.scale = state["steps"], state["scale"]
         self.good_steps = state["good_steps"]
         inner = self._inner
-        optimizers.resumed(inner, self.steps, state.get("groups", ()))
+        optimizers.resumed(inner, self.steps)
+        for optimizer in (inner, self.optimizer):  # ZeRO-1's outer one tells the inner
+            for group, values in zip(optimizer.param_groups, state.get("groups", ()), strict=False):
+                group.update(values)
         for held in inner.state.values():
             # A fused optimizer counts on the GPU, the others do on the CPU.
             if isinstance(held.get("step"), Tensor):
