@@ -379,6 +379,37 @@ def test_the_state_goes_from_one_strategy_to_another(
                 close(results[name][taker], expected, f"{name}, {giver} to {taker}:")
 
 
+def exchanged(world: World, strategy: str) -> list[Arrays]:
+    """The parameters; after the exchange, the average; after another, the parameters again."""
+    instance = build(world, strategy, "average", world.rank)
+    for step in range(STEPS):
+        instance.gradients([toys.batch(step, world.rank, 0)])
+        instance.step()
+    found = [arrays(instance.full_params())]
+    for _ in range(2):
+        instance.exchange_averages()
+        found.append(arrays(instance.full_params()))
+        x = toys.batch(0, 0, 0)
+        found[-1]["output"] = arrays(instance.infer(lambda m, b: {"y": m(b.inputs)}, x))["y"]
+    return found
+
+
+@pytest.mark.parametrize("strategy", KINDS)
+def test_the_average_takes_the_parameters_place_and_gives_it_back(
+    strategy: str, ranks: GetRanks
+) -> None:
+    history, kept = reference("average", 2)
+    average = {**history[-1], **kept}
+    model = build_net(0)
+    model.load_state_dict({n: torch.from_numpy(a) for n, a in average.items()})
+    output = model(toys.batch(0, 0, 0).inputs).detach().numpy()
+    for before, there, back in ranks(2).run(exchanged, strategy, deadline_s=60):
+        close(before, history[-1], "before")
+        close(there, {**average, "output": output}, "the average")
+        assert not np.allclose(back.pop("output"), output)
+        close(back, history[-1], "back")
+
+
 # ------------------------------------------------------------------ what is refused
 
 

@@ -113,8 +113,8 @@ class TrainingConfig:
     min_rate: float = 0.0  # cosine only: a fraction of the learning rate
     clip_norm: float | None = None  # the largest norm of the whole gradient; none: any
     clip_value: float | None = None  # the largest element of the gradient; none: any
-    # A moving average of the parameters, kept with the optimizer's state: so much of it stays at
-    # each step. None: none
+    # A moving average of the parameters, kept with the optimizer's state, and evaluated instead of
+    # them: so much of it stays at each step. None: no average
     ema_decay: float | None = None
     activation_checkpointing: bool = False  # blocks are computed again in backward, not kept
     # torch.compile. "blocks": each by itself, so that gradients still come one block at a time.

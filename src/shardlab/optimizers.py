@@ -336,6 +336,19 @@ def moving_average(decay: float) -> AfterStep:
     return average
 
 
+@torch.no_grad()
+def exchange_averages(optimizer: Optimizer) -> None:
+    """This rank's parameters become their moving average, and that them; the same again undoes it.
+
+    Before the first update there is no average, and nothing changes.
+    """
+    for p, state in optimizer.state.items():
+        if AVERAGE in state:
+            parameters = p.detach().clone()
+            p.copy_(state[AVERAGE])
+            state[AVERAGE].copy_(parameters)
+
+
 # ------------------------------------------------------------------ from the config
 
 

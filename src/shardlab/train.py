@@ -425,6 +425,7 @@ def make_evaluation(
         chunk=-(-training.global_batch // training.accumulate),
         samples=training.evaluate_samples,
         dtype=torch.float64 if compute == "fp64" else torch.float32,
+        of_average=training.ema_decay is not None,
     )
 
 

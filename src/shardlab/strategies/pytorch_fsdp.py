@@ -95,6 +95,10 @@ class PyTorchFSDP:
         self.names.clear()
         return result
 
+    def exchange_averages(self) -> None:
+        """Parameters and their moving average change places, between steps."""
+        optimizers.exchange_averages(self.optimizer)
+
     # ------------------------------------------------------------ a parameter without a gradient
 
     def _watch(self, model: nn.Module, block: str) -> Any:

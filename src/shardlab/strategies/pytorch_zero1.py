@@ -75,6 +75,10 @@ class PyTorchZero1(PyTorchDDP):
             find_unused_parameters=find_unused_parameters,
         )
 
+    def exchange_averages(self) -> None:
+        optimizers.exchange_averages(self.optimizer.optim)  # type: ignore[attr-defined]
+        self.optimizer._sync_params()  # type: ignore[attr-defined]
+
     def slots(self) -> Slots:
         inner = self.optimizer.optim  # type: ignore[attr-defined]
         owned = {p for group in inner.param_groups for p in group["params"]}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardlab import optimizers
 from shardlab.strategies import base
 from shardlab.strategies.slots import Slots, replica
 from shardlab.strategies.update import Rule, Update
@@ -42,6 +43,10 @@ class Replica:
     def infer(self, function: base.Infer[base.T], batch: Batch) -> base.T:
         """``function(model, batch)`` without gradients. Every rank calls it, with rows or none."""
         return function(self.model, batch)
+
+    def exchange_averages(self) -> None:
+        """Parameters and their moving average change places, between steps. A collective."""
+        optimizers.exchange_averages(self.optimizer)
 
     def full_params(self) -> dict[str, Tensor]:
         base.broadcast_buffers(self.model, self.group)

@@ -75,6 +75,15 @@ class Sharded(ShardedState):
         self.settle()
         return result
 
+    def exchange_averages(self) -> None:
+        """Parameters and their moving average change places, between steps. A collective."""
+        self.settle()
+        optimizers.exchange_averages(self.optimizer)
+        self.spread()
+
+    def spread(self) -> None:
+        """Shards were written from outside: tell the others, if they keep them."""
+
     def update_shards(self, then: Callable[[Unit], None] = lambda _: None) -> None:
         """Update this rank's shards from its part of the gradient, unit by unit.
 
