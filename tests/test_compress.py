@@ -16,7 +16,7 @@ from torch import Tensor
 import toys
 from conformance import Arrays, arrays
 from conftest import GetRanks
-from shardlab import comm, naming
+from shardlab import comm, naming, optimizers
 from shardlab import config as configs
 from shardlab import train as training
 from shardlab.errors import UsageError
@@ -213,7 +213,7 @@ def build(
     name: str, model: torch.nn.Module, world: World, rule: Rule = Rule(), **options: Any
 ) -> Any:
     make = naming.resolve(name, STRATEGIES, "strategy")
-    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    sgd = optimizers.of_class(torch.optim.SGD, lr=0.1)
     return make(model, sgd, toys.loss, world.mesh, rule=rule, **options)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import boards, comm, environment, evaluate, inject, naming, runlock
+from shardlab import boards, comm, environment, evaluate, inject, naming, optimizers, runlock
 from shardlab import config as configs
 from shardlab import world as worlds
 from shardlab.checkpoint import start as starts
@@ -37,11 +37,12 @@ from shardlab.record import README, Recorder, mark, new_folder, room_needed, wri
 from shardlab.runlock import RunLock
 from shardlab.schedule import learning_rate_factor
 from shardlab.strategies import STRATEGIES
-from shardlab.strategies.base import Infer, MakeOptimizer, Strategy, T, refuse_unsupported
+from shardlab.strategies.base import Infer, Strategy, T, refuse_unsupported
 from shardlab.strategies.update import Rule
 from shardlab.trace import capture
 from shardlab.workloads import WORKLOADS, batchnorm, custom
 from shardlab.workloads.base import Batch, LossFn, Workload, cast_model
+from shardlab.workloads.blame import blame
 from shardlab.world import World
 
 VISIBLE_S = 5.0  # how long a rank looks for the run folder that rank 0 has made
@@ -164,16 +165,28 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
                 f"{config.strategy.name} works block by block, and a model that is compiled as one "
                 "has none: use training.compile: blocks"
             )
+    optimizer = make_optimizer(config.training, workload, model)
+    if config.checkpoint.every is not None and optimizer.traits and optimizer.traits.unsaved:
+        reason = optimizer.traits.unsaved
+        raise UsageError(f"checkpoint.every: {reason}, and a checkpoint would not have it")
+    if config.training.clip_value is not None:
+        refuse_complex(model)
     strategy: Strategy = make(
         model,
-        make_optimizer(config.training, world.device),
+        optimizer,
         loss_fn(config, workload, world),
         world.mesh,
-        rule=make_rule(config),
+        rule=make_rule(config, workload),
         **options,
     )
     worlds.seed_rank(config.training.seed, world.rank)
     return strategy
+
+
+def refuse_complex(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if p.is_complex():
+            raise UsageError(f"training.clip_value: '{name}' is complex, and has no largest value")
 
 
 def loss_fn(config: Config, workload: Workload, world: World) -> LossFn:
@@ -183,34 +196,66 @@ def loss_fn(config: Config, workload: Workload, world: World) -> LossFn:
     return inject.in_forward(loss, config.strategy.name) if config.faults else loss
 
 
-def make_optimizer(training: TrainingConfig, device: torch.device) -> MakeOptimizer:
-    """A factory: a strategy that shards builds its optimizer over what it keeps."""
-    rate, decay = training.learning_rate, training.weight_decay
-    if training.optimizer == "sgd":
-        return functools.partial(
-            torch.optim.SGD, lr=rate, weight_decay=decay, momentum=training.momentum
-        )
-    kind = torch.optim.AdamW if training.optimizer == "adamw" else torch.optim.Adam
-    # On a GPU one kernel for all parameters: a tenth of the step of a small batch is saved.
-    fused = True if device.type == "cuda" else None
-    return functools.partial(kind, lr=rate, weight_decay=decay, fused=fused)
+def make_optimizer(
+    training: TrainingConfig,
+    workload: Workload,
+    model: nn.Module,
+    device: torch.device | None = None,
+    measures: bool = True,
+) -> optimizers.Plan:
+    """A factory: a strategy that shards builds its optimizer over what it keeps.
+
+    The model is whole here, before a strategy owns it. ``device``: the run's, if not the model's.
+    """
+    make, after = workload.optimizer, workload.after_step
+    return optimizers.plan(training, make, after, model, workload.name, device, measures)
 
 
-def make_rule(config: Config) -> Rule:
-    """What the config asks of every update beside the optimizer."""
+def make_rule(config: Config, workload: Workload | None = None) -> Rule:
+    """What the config and the workload ask of every update beside the optimizer."""
     training, precision = config.training, config.precision
     return Rule(
         clip_norm=training.clip_norm,
+        clip_value=training.clip_value,
         loss_scale=(precision.loss_scale or LOSS_SCALE) if precision.compute == "fp16" else None,
-        schedule=functools.partial(
+        schedule=make_schedule(training, workload),
+        on_nonfinite=training.on_nonfinite,
+    )
+
+
+def make_schedule(training: TrainingConfig, workload: Workload | None) -> Callable[[int], float]:
+    """The factor of a step's learning rates: ours, or the user's function."""
+    own = None if workload is None else workload.schedule
+    label = "the workload's schedule"
+    if own is not None and (training.schedule != "constant" or training.warmup_steps):
+        raise UsageError(
+            "the workload has a schedule of its own: leave out training.schedule and "
+            "training.warmup_steps, or that"
+        )
+    if own is None and ":" in training.schedule:
+        label = f"training.schedule {training.schedule}"
+        with blame(training.schedule, "importing it"):
+            own = naming.resolve(training.schedule, {}, "training.schedule")
+    if own is None:
+        return functools.partial(
             learning_rate_factor,
             total=training.steps,
             warmup=training.warmup_steps,
             kind=training.schedule,
             floor=training.min_rate,
-        ),
-        on_nonfinite=training.on_nonfinite,
-    )
+        )
+    if not callable(own):
+        raise UsageError(f"{label} is a {type(own).__name__}, not a function of the step")
+
+    def factor(step: int) -> float:
+        with blame(label, "the step's factor"):
+            value = float(own(step))
+        if not 0 <= value < float("inf"):
+            raise UsageError(f"{label} gives {value} for step {step}: a factor, 0 or more, belongs")
+        return value
+
+    factor(0)
+    return factor
 
 
 def in_precision(function: Infer[T], compute: str) -> Infer[T]:
@@ -414,6 +459,7 @@ def make_evaluation(
         chunk=-(-training.global_batch // training.accumulate),
         samples=training.evaluate_samples,
         dtype=torch.float64 if compute == "fp64" else torch.float32,
+        of_average=training.ema_decay is not None,
     )
 
 

@@ -397,8 +397,11 @@ def simulate(config: Config, device: str, here: bool = False) -> Simulation:
     def note(tensors: Any) -> None:
         causes.note_collective(t for t in tree_leaves(tensors) if isinstance(t, Tensor))
 
-    def optimizer_there(training: TrainingConfig, _device: torch.device) -> MakeOptimizer:
-        return make_optimizer(training, torch.device(device))
+    def optimizer_there(
+        training: TrainingConfig, workload: Workload, model: nn.Module
+    ) -> MakeOptimizer:
+        there = torch.device(device)
+        return make_optimizer(training, workload, model, there, measures=False)  # no values here
 
     with ExitStack() as stack:
         stack.enter_context(without_peers())

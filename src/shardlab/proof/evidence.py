@@ -264,7 +264,7 @@ def _full(job: claims.Job) -> dict[str, int]:
     return {
         "params": job.held,
         "gradients": job.psi,
-        "optimizer": job.state * job.psi,
+        "optimizer": round(job.state * job.psi),
         "buffers": job.buffers,
         "tensors": len(job.params),
     }

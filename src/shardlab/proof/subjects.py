@@ -63,7 +63,9 @@ class Subject:
                       for b in model.buffers())  # fmt: skip
         ranks, micro = len(self.steps[0]), len(self.steps[0][0])
         training, options = config.training, config.strategy.options
-        state = 2 if training.optimizer != "sgd" else int(training.momentum > 0)
+        sizes = {p.name: p.bytes for p in params if p.trains}
+        plan = train.make_optimizer(training, self.workload, model)
+        state = plan.state_per_parameter(sizes)
         return claims.Job(tuple(params), buffers, ranks, micro, state, options)
 
 
@@ -193,7 +195,7 @@ def refer(subject: Subject, config: Config, device: torch.device) -> Reference:
     worlds.seed(subject.seed)
     model = subject.workload.make_model().to(device, torch.float64)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    optimizer = train.make_optimizer(config.training, device)(trained.values())
+    optimizer = train.make_optimizer(config.training, subject.workload, model)(trained)
     result = Reference(_tensors(model))
     for shares in subject.steps:
         count = max(1, sum(batch.count for share in shares for batch in share))
@@ -219,7 +221,7 @@ def refer(subject: Subject, config: Config, device: torch.device) -> Reference:
         for name, p in trained.items():
             p.grad = gradients[name]
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()  # of all, also those that the optimizer leaves out
         result.losses.append(loss_sum / count)
         result.gradients.append(gradients)
         result.tensors.append(_tensors(model))

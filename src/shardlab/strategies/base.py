@@ -24,7 +24,9 @@ from shardlab.workloads.base import Batch, LossFn
 
 T = TypeVar("T")
 Infer = Callable[[nn.Module, Batch], T]
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+# What this rank updates, by the parameter's name: the whole parameter, its rows (DTensor), or a 1-D
+# piece of it. There may be nothing.
+MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 
 
 class Strategy(Protocol):
@@ -255,6 +257,12 @@ def make_whole_buffers(model: nn.Module) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and 0 in buffer.stride() and buffer.numel() > 1:
                 module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
+
+
+def drop_gradients(params: Mapping[str, nn.Parameter]) -> None:
+    """Of all of them: an optimizer's zero_grad() forgets those that it was not given."""
+    for p in params.values():
+        p.grad = None
 
 
 def broadcast_model(model: nn.Module, group: comm.Group) -> None:

@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from shardlab import comm
+from shardlab import comm, optimizers
 from shardlab.errors import UsageError
 from shardlab.strategies import base, dtensors, fsdp_calls, theirs
 from shardlab.strategies.lockstep import Lockstep
+from shardlab.strategies.replica import copied
 from shardlab.strategies.sharded import DTYPES
 from shardlab.strategies.slots import Slots
 from shardlab.strategies.update import Rule, Update
@@ -58,7 +59,8 @@ class PyTorchFSDP:
             self.shard(units, base.option("comm_dtype", comm_dtype, DTYPES))
             fsdp_calls.as_one(model)
         self.params = base.trainable(model)
-        self.optimizer = make_optimizer(self.params.values())
+        optimizers.check(make_optimizer, optimizers.ROWS, "fully_shard", self.mesh)
+        self.optimizer = make_optimizer(self.params)
         self.update = Update(self.optimizer, rule)
         self.used: set[str] = set()  # what got a gradient on this rank, in this step
         self.news: list[comm.Pending] = []  # what got one on any rank
@@ -101,7 +103,7 @@ class PyTorchFSDP:
     def step(self) -> None:
         grads = [p.grad for p in self.params.values() if p.grad is not None]
         self.update([dtensors.local(g) for g in grads], sharded_over=self.mesh.get_group(-1))
-        self.optimizer.zero_grad(set_to_none=True)
+        base.drop_gradients(self.params)
         for pending in self.news:
             pending.wait()
 
@@ -114,6 +116,10 @@ class PyTorchFSDP:
             if isinstance(module, FSDPModule):
                 module.reshard()  # there is no backward that would
         return result
+
+    def exchange_averages(self) -> None:
+        """Parameters and their moving average change places, between steps."""
+        optimizers.exchange_averages(self.optimizer)
 
     # ------------------------------------------------------------ which gradients came
 
@@ -166,7 +172,7 @@ class PyTorchFSDP:
 
     def state_dict(self) -> dict[str, Any]:
         optimizer = {
-            name: {key: dtensors.whole(value) for key, value in self.optimizer.state[p].items()}
+            name: {k: dtensors.whole_state(v) for k, v in self.optimizer.state[p].items()}
             for name, p in self.params.items()
             if p in self.optimizer.state
         }
@@ -181,7 +187,9 @@ class PyTorchFSDP:
         for name, p in self.params.items():
             if name in state["optimizer"]:
                 self.optimizer.state[p] = {
-                    key: dtensors.like(value, p) if value.shape == p.shape else value.clone()
+                    key: dtensors.like(value, p)
+                    if isinstance(value, Tensor) and value.shape == p.shape
+                    else copied(value)
                     for key, value in state["optimizer"][name].items()
                 }
         self.update.load_state_dict(state["update"])

@@ -169,6 +169,9 @@ class Zero1(Sharded):
     def load_state_dict(self, state: dict[str, object]) -> None:
         self.settle()
         super().load_state_dict(state)
+        self.spread()
+
+    def spread(self) -> None:
         for unit in self.units:
             assert unit.full is not None
             comm.all_gather(unit.full, unit.shard, self.group, label=f"params {unit.label}")
