@@ -148,8 +148,8 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
     prepare_blocks(model, workload, config.training)
     options = dict(config.strategy.options)
     if "blocks" in inspect.signature(make).parameters:
-        options["blocks"] = workload.blocks
-        if config.training.compile == "model" and workload.blocks:
+        options["blocks"] = workload.blocks_of(model)
+        if config.training.compile == "model" and options["blocks"]:
             raise UsageError(
                 f"{config.strategy.name} works block by block, and a model that is compiled as one "
                 "has none: use training.compile: blocks"
@@ -163,6 +163,22 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
         **options,
     )
     return strategy
+
+
+def notes(config: Config, workload: Workload) -> list[str]:
+    """What is to be said once of a workload and its strategy; nothing of it is an error."""
+    found = list(workload.notes)
+    works_by_block = "blocks" in inspect.signature(resolve_strategy(config)).parameters
+    if works_by_block and workload.blocks == ():
+        found.append(nothing_to_shard_by(config.strategy.name))
+    return found
+
+
+def nothing_to_shard_by(strategy: str) -> str:
+    return (
+        f"{strategy} has nothing to shard by: the workload names no blocks and none can be guessed "
+        "from its model, so the whole model is one unit, and each rank gathers all of it"
+    )
 
 
 def loss_fn(config: Config, workload: Workload, world: World) -> LossFn:
@@ -223,7 +239,7 @@ def prepare_blocks(model: nn.Module, workload: Workload, training: TrainingConfi
     names, and a strategy's hooks on a block run around it. What they gather before a block's
     backward is thus there when checkpointing computes the block's forward again.
     """
-    blocks = [model.get_submodule(name) for name in workload.blocks]
+    blocks = [model.get_submodule(name) for name in workload.blocks_of(model)]
     if training.compile != "none":
         _refuse_without_compiler(next(model.parameters()).device)
     if training.compile == "blocks" and blocks:
@@ -291,6 +307,9 @@ def _train_rank(world: World, config: Config, command: str) -> dict[str, Any]:
     folder = make_folder(config, workload, world, command, start)
     inject.arm(config.faults, world, config.strategy.name, folder)
     world.tell({"folder": str(folder)})
+    if world.rank == 0 and not start.is_resumed:
+        for note in notes(config, workload):
+            world.tell({"note": note})
     traces = None if start.step else make_capture(config, world, strategy, folder)
     shown_on = boards.of_run(config, folder, start.step) if world.rank == 0 else []
     steps = batches(workload, config, world, audit, start.step)
@@ -422,7 +441,8 @@ def make_folder(
             else:
                 chosen = Path(config.output.dir) if config.output.dir else None
                 folder = new_folder(Path(config.output.root), name, chosen)
-                write_json(folder / "env.json", environment.describe(world.device, command))
+                described = environment.describe(world.device, command)
+                write_json(folder / "env.json", {**described, "notes": notes(config, workload)})
                 readme = README.format(title=folder.name)
                 (folder / "README.md").write_text(readme, encoding="utf-8")
             again = config.with_overrides({"output.dir": None, "checkpoint.resume": None})
