@@ -1,11 +1,11 @@
-"""The user's data and loss in whatever form: every row of the table in docs/workloads.md, shared out
-unevenly among ranks, gives the loss and the gradient of the plain loss on the whole batch."""
+"""The user's data and loss in whatever form: every row of the table in docs/workloads.md, shared
+out unevenly among ranks, gives loss and gradient of the plain loss on the whole batch."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections import namedtuple
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from shardlab import config as configs
 from shardlab import train as training
 from shardlab.data.loader import cast
 from shardlab.errors import UsageError
-from shardlab.workloads.base import Batch, Workload
+from shardlab.workloads.base import Workload
 from shardlab.workloads.blocks import check_blocks, guess_blocks
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +34,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.nn.utils.rnn import pad_sequence
-from shardlab.workloads.base import Batch, Workload
+from shardlab.workloads.base import Workload
 
 g = torch.Generator().manual_seed(0)
 inputs = torch.randn(24, 4, generator=g)
@@ -107,7 +107,7 @@ class WithLoss(nn.Module):
 with_loss = WithLoss()
 
 class CausalLM(nn.Module):
-    '''As Hugging Face's: the labels are shifted in here, and the loss is a mean over what counts.'''
+    '''As Hugging Face's: labels are shifted in here, and the loss is a mean over what counts.'''
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(11, 8)
@@ -240,23 +240,23 @@ def test_it_is_the_loss_of_one_process(three: str, tmp_path: Path) -> None:
 
 
 ODD = {
-    "numpy": "model, [(x.numpy().astype(np.float64), np.int64(y)) for x, y in pairs], F.cross_entropy",
+    "numpy": "model, [(x.double().numpy(), np.int64(y)) for x, y in pairs], F.cross_entropy",
     "numbers": "nn.Linear(1, 1), [([0.5 * i], [float(i)]) for i in range(12)], nn.MSELoss()",
     "named tuples": "model, [namedtuple('S', 'x y')(x, y) for x, y in pairs], F.cross_entropy",
     "dataclasses": "named_model, [dataclasses.make_dataclass('S', ['x', 'y'])(x, y) for x, y in "
     "pairs], F.cross_entropy",
     "None for a target": "autoencoder, [(x, None) for x in inputs], nn.MSELoss()",
     "one tensor each": "autoencoder, TensorDataset(inputs), nn.MSELoss()",
-    "probabilities": "model, [(x, torch.softmax(x[:3], 0)) for x, y in pairs], nn.CrossEntropyLoss()",
+    "probabilities": "model, [(x, x[:3].softmax(0)) for x, y in pairs], nn.CrossEntropyLoss()",
     "mean over samples": "autoencoder, inputs, lambda o, t: ((o - t) ** 2).sum(1).mean()",
-    "batchmean": "nn.Sequential(model, nn.LogSoftmax(1)), [(x, torch.softmax(x[:3], 0)) for x, y in "
+    "batchmean": "nn.Sequential(model, nn.LogSoftmax(1)), [(x, x[:3].softmax(0)) for x, y in "
     "pairs], nn.KLDivLoss(reduction='batchmean')",
     "another ignored label": "tagger, [(x, y.clamp(min=-1)) for x, y in ignoring], "
     "nn.CrossEntropyLoss(ignore_index=-1)",
     "ignored as zeros": "tagger, ignoring, lambda o, t: F.cross_entropy(o, t, reduction='sum')",
     "smoothed": "model, pairs, nn.CrossEntropyLoss(label_smoothing=0.1)",
-    "weighted sum": "model, pairs, nn.CrossEntropyLoss(torch.tensor([1., 2., 3.]), reduction='sum')",
-    "rows along the second dimension": "tagger, DataLoader(sentences, collate_fn=lambda rows: "
+    "weighted sum": "model, pairs, nn.CrossEntropyLoss(torch.arange(3.), reduction='sum')",
+    "a dict from the collate function": "tagger, DataLoader(sentences, collate_fn=lambda rows: "
     "{'x': pad(rows)[0], 'y': pad(rows)[1]}), nn.CrossEntropyLoss()",
 }  # fmt: skip
 
@@ -510,7 +510,7 @@ def penalty(model, batch):
     return loss(model, batch) + 0.1 * sum(p.square().sum() for p in model.parameters())
 
 def penalty_per_target(model, batch):
-    return loss(model, batch) + 0.1 * batch.count * sum(p.square().sum() for p in model.parameters())
+    return loss(model, batch) + batch.count * sum(p.square().sum() for p in model.parameters())
 
 def zero(model, batch):
     return loss(model, batch) * 0
@@ -548,7 +548,7 @@ def test_no_false_alarm(made_of: str, tmp_path: Path) -> None:
     assert all(RIGHT[made_of] in note for note in notes)
 
 
-@pytest.mark.parametrize("three, count", [
+@pytest.mark.parametrize(("three", "count"), [
     ("Noisy(), pairs, nn.CrossEntropyLoss()", "targets"),
     ("Noisy(), pairs, lambda o, t: F.cross_entropy(o, t)", "targets"),
     ("Noisy(), pairs, lambda o, t: F.cross_entropy(o, t, reduction='sum')", None),
@@ -593,3 +593,258 @@ workload = Workload("padded", Tagger, loss, Padded())
     right = source.replace("count=x.numel()", "count=int((y != -100).sum())")
     (tmp_path / "right").mkdir()
     assert_same(build(tmp_path / "right", right))
+
+
+# ------------------------------------------------------------------ Hugging Face's
+
+
+HUGGING_FACE = """
+import transformers
+
+transformers.logging.set_verbosity_error()
+SMALL = {"vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
+         "intermediate_size": 8, "num_key_value_heads": 2}
+
+def llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)), tokens, None
+
+def bert():
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)), tokens, None
+"""
+
+
+@pytest.mark.parametrize(("name", "count"), [("llama", "next tokens"), ("bert", "targets")])
+def test_a_loss_inside_a_model_of_hugging_faces(name: str, count: str, tmp_path: Path) -> None:
+    """The labels count that are not -100, and a causal model's are shifted by one: measured."""
+    pytest.importorskip("transformers")
+    workload = build(tmp_path, HUGGING_FACE, name)
+    assert f"the loss is a mean over {count}, and is taken times their number" in workload.notes
+    assert len(workload.blocks or ()) == 2
+    labels = [row for row in workload.dataset.batch(range(8)).targets]
+    expected = sum(int((row[1 if name == "llama" else 0 :] != -100).sum()) for row in labels)
+    assert workload.dataset.batch(range(8)).count == expected
+
+
+# ------------------------------------------------------------------ blocks
+
+
+class Layered(nn.Module):
+    def __init__(self, *modules: nn.Module, **named: nn.Module) -> None:
+        super().__init__()
+        for name, module in named.items():
+            self.add_module(name, module)
+
+
+def linears(n: int) -> list[nn.Module]:
+    return [nn.Linear(3, 3) for _ in range(n)]
+
+
+def test_blocks_are_guessed() -> None:
+    def conv(width: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(width, width, 3), nn.BatchNorm2d(width))
+
+    stack = Layered(inlet=nn.Linear(3, 3), layers=nn.ModuleList(linears(2)), outlet=nn.Linear(3, 3))
+    assert guess_blocks(stack) == ("layers.0", "layers.1")
+    assert guess_blocks(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))) == ("0", "2")
+    assert guess_blocks(nn.Linear(3, 3)) == ()
+    # Side by side, both; inside each other, the outermost.
+    two = Layered(encoder=nn.Sequential(*linears(2)), decoder=nn.Sequential(*linears(2)))
+    assert guess_blocks(two) == ("encoder.0", "encoder.1", "decoder.0", "decoder.1")
+    stages = nn.ModuleList(nn.Sequential(*linears(3)) for _ in range(2))
+    assert guess_blocks(Layered(stages=stages)) == ("stages.0", "stages.1")
+    # A list of lists, which cannot be called, is one list; tiny modules between are left out.
+    lists = nn.ModuleList(nn.ModuleList([nn.Linear(3, 3), nn.Bilinear(3, 3, 3)]) for _ in range(2))
+    assert guess_blocks(Layered(layers=lists)) == ("layers.0.0", "layers.0.1", "layers.1.0",
+                                                   "layers.1.1")  # fmt: skip
+    flat = nn.Sequential(*conv(8), nn.ReLU(), *conv(8), nn.Flatten(), nn.Linear(8, 2))
+    assert guess_blocks(flat) == ("0", "3")
+    # What shares a parameter with something else, or is one and the same module.
+    shared_layer = nn.Linear(3, 3)
+    assert guess_blocks(nn.Sequential(shared_layer, shared_layer)) == ()
+    tied = nn.Sequential(*linears(3))
+    tied[2].weight = tied[0].weight
+    assert guess_blocks(tied) == ("1",)
+    assert guess_blocks(nn.Sequential(nn.LazyLinear(3), nn.LazyLinear(3))) == ()
+
+
+def test_named_blocks_are_looked_over() -> None:
+    model = Layered(layers=nn.ModuleList(nn.Sequential(*linears(2)) for _ in range(2)))
+    check_blocks(model, ["layers.0", "layers.1"])
+    with pytest.raises(UsageError, match=r"unknown block 'layer.0'; did you mean 'layers.0'\?"):
+        check_blocks(model, ["layer.0"])
+    with pytest.raises(UsageError, match=r"'layers.0.1' lies inside the block 'layers.0'"):
+        check_blocks(model, ["layers.0", "layers.0.1"])
+    with pytest.raises(UsageError, match=r"'layers' is a ModuleList, which is never called"):
+        check_blocks(model, ["layers"])
+
+
+def test_a_block_that_is_not_called_is_no_block(tmp_path: Path) -> None:
+    source = """
+class Uncalled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    def forward(self, x):
+        x = F.linear(x, self.layers[0].weight)
+        return self.layers[2](self.layers[1](x))
+
+def workload():
+    return Uncalled(), pairs, nn.CrossEntropyLoss()
+"""
+    workload = build(tmp_path, source)
+    assert workload.blocks == ("layers.1", "layers.2")
+    assert "the blocks are guessed from the model: layers.1, layers.2" in workload.notes
+
+
+# ------------------------------------------------------------------ streams
+
+
+COUNTED = """
+class Counted:
+    begun = 0
+    def __iter__(self):
+        Counted.begun += 1
+        return iter(pairs[:10])
+counted = Counted()
+"""
+
+
+def test_a_stream_by_number(tmp_path: Path) -> None:
+    """The i-th that it yields, over and over; interleaved micro-batches do not begin it again."""
+    source = COUNTED + returns("model, counted, nn.CrossEntropyLoss()")
+    dataset: Any = build(tmp_path, source, **{"data.shuffle": False}).dataset
+    rows = dataset.batch(range(10)).inputs
+    for start in (0, 4, 8, 12, 96):
+        for ids in ([start, start + 2], [start + 1, start + 3]):
+            assert torch.equal(dataset.batch(ids).inputs, rows[[i % 10 for i in ids]])
+    begun = type(dataset.data).begun
+    for start in range(100, 140, 4):
+        dataset.batch([start, start + 2])
+        dataset.batch([start + 1, start + 3])
+    assert type(dataset.data).begun - begun == 4  # one pass after another: 40 samples of 10
+    assert torch.equal(dataset.batch([0, 1]).inputs, rows[:2])  # as another run would
+
+
+@pytest.mark.parametrize(("source", "overrides", "message"), [
+    ("iter(sorted(pairs, key=lambda _: torch.rand(1)))", {},
+     "yield other samples each time they are iterated"),
+    ("iter([])", {}, "yield no samples"),
+    ("iter(pairs)", {"data.epoch": "exact"}, "data.epoch exact cannot be had"),
+    ("iter(pairs)", {"data.audit": True}, "data.audit cannot count them"),
+])  # fmt: skip
+def test_what_a_stream_cannot_do(
+    source: str, overrides: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    stream = f"\nclass Other:\n    def __iter__(self):\n        return {source}\n"
+    text = refused(tmp_path, stream + returns("model, Other(), nn.CrossEntropyLoss()"),
+                   **{"data.shuffle": False, **overrides})  # fmt: skip
+    assert message in text
+
+
+# ------------------------------------------------------------------ on ranks
+
+
+OWN = """
+from my_helpers import WIDTH  # beside this file
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 3)
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+def loader():
+    return Deep(), DataLoader(pairs, batch_size=4), nn.CrossEntropyLoss()
+
+def streamed():
+    return Deep(), stream, nn.CrossEntropyLoss()
+
+def whole():
+    return nn.Linear(4, 3), pairs, nn.CrossEntropyLoss()
+
+def sharded():
+    import os
+    class Own(IterableDataset):
+        def __iter__(self):
+            return iter(pairs[int(os.environ["RANK"])::2])
+    return Deep(), Own(), nn.CrossEntropyLoss()
+"""
+
+
+def run(ranks: Any, size: int, folder: Path, name: str, **changes: Any) -> dict[str, Any]:
+    (folder / "my_helpers.py").write_text("WIDTH = 4\n")
+    (folder / "own.py").write_text(HAVE + OWN)
+    overrides = {
+        "model.workload": f"{folder / 'own.py'}:{name}", "strategy.name": "zero3",
+        "training.steps": 4, "training.global_batch": 7, "training.batch_split": "uneven",
+        "precision.compute": "fp64", "output.root": str(folder / "runs"), **changes,
+    }  # fmt: skip
+    values = configs.load(None, overrides).to_dict()
+    result: dict[str, Any] = ranks(size).run(
+        "shardlab.train:train_rank", values, "a test", deadline_s=100
+    )[0]
+    return result
+
+
+def test_a_loader_on_ranks_is_one_process(ranks: Any, tmp_path: Path) -> None:
+    """A mean, uneven shares, a helper module beside the file; and what is said about it."""
+    three = run(ranks, 3, tmp_path, "loader", **{"training.global_batch": 4,
+                                                 "training.accumulate": 2})  # fmt: skip
+    one = run(ranks, 1, tmp_path, "loader", **{"training.global_batch": 4})
+    assert three["loss"] == pytest.approx(one["loss"], rel=1e-9)
+    notes = json.loads((Path(three["folder"]) / "env.json").read_text())["notes"]
+    assert [note.partition(":")[0] for note in notes] == [
+        "of the DataLoader, the samples and the collate function are used; its batch size (4), "
+        "order and workers are not",
+        "the blocks are guessed from the model",
+        "the loss is a mean over targets, and is taken times their number",
+    ]
+
+
+def test_a_stream_goes_on_where_it_stopped(ranks: Any, tmp_path: Path) -> None:
+    """5 steps of 7 are more than its 24 samples; another world reads on at the next sample."""
+    changes = {"data.shuffle": False, "training.steps": 5, "checkpoint.every": 3}
+    at_once = run(ranks, 1, tmp_path, "streamed", **changes)
+    begun = run(ranks, 2, tmp_path, "streamed", **changes)
+    assert begun["loss"] == pytest.approx(at_once["loss"], rel=1e-9)
+    resumed = run(ranks, 3, tmp_path, "streamed", **changes, **{
+        "checkpoint.resume": str(Path(begun["folder"]) / "checkpoints" / "step-000003"),
+    })  # fmt: skip
+    assert resumed["loss"] == pytest.approx(at_once["loss"], rel=1e-9)
+
+
+def test_a_stream_that_shards_itself_is_refused(ranks: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="the ranks' data or losses differ"):
+        run(ranks, 2, tmp_path, "sharded", **{"data.shuffle": False})
+
+
+def test_without_blocks_zero3_says_so(ranks: Any, tmp_path: Path) -> None:
+    result = run(ranks, 2, tmp_path, "whole")
+    notes = json.loads((Path(result["folder"]) / "env.json").read_text())["notes"]
+    assert notes[-1].startswith("zero3 has nothing to shard by")
+
+
+def test_the_folders_are_importable_by_the_command(tmp_path: Path) -> None:
+    """The file's own folder, and the current one for a module path; on the ranks, and torchrun's."""
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "my_helpers.py").write_text("WIDTH = 4\n")
+    (tmp_path / "inner" / "own.py").write_text(HAVE + OWN)
+    program = (
+        "import sys; sys.path = [p for p in sys.path if p]; from shardlab.cli import main; main()"
+    )
+    for command, workload, where in (
+        ([sys.executable, "-c", program], "inner/own.py:loader", tmp_path),
+        ([sys.executable, "-c", program], "own:loader", tmp_path / "inner"),
+        (["torchrun", "--nproc-per-node=2", "--no-python", sys.executable, "-m", "shardlab"],
+         "inner/own.py:loader", tmp_path),
+    ):  # fmt: skip
+        done = commands.run(
+            *command, "train", "--workload", workload, "--strategy", "simple_ddp", "--steps", "2",
+            cwd=where, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("note: the loss is a mean over targets") == 1, done.stderr

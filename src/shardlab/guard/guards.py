@@ -65,13 +65,14 @@ def refuse_unequal_data(workload: Workload, world: World) -> None:
         {
             "data": len(workload.dataset),
             "held-out data": None if workload.held_out is None else len(workload.held_out),
-            "digest": getattr(workload.dataset, "digest", None),  # of a stream's first samples
+            "identity": getattr(workload.dataset, "identity", None),  # of a short form's
         }
     )
-    if len({row["digest"] for row in lengths}) > 1:
+    if len({row["identity"] for row in lengths}) > 1:
         raise UsageError(
-            "the ranks' iterable data begin with different samples; give every rank the whole "
-            "stream, in the same order: which samples are a rank's own is shardlab's to decide"
+            "the ranks' data or losses differ: iterable data begin with other samples, or the loss "
+            "is a mean on some ranks alone; give every rank all of the data, in the same order: "
+            "which samples are a rank's own is shardlab's to decide"
         )
     for kind in ("data", "held-out data"):
         found = [row[kind] for row in lengths]

@@ -8,7 +8,6 @@ form. Each is tried out on a few samples before anything is built on it.
 from __future__ import annotations
 
 import inspect
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,9 @@ from shardlab.workloads.blocks import check_blocks, show_blocks
 from shardlab.workloads.samples import COUNTS, IGNORED, Samples, Stream, call, source_of
 
 LARGE = 200_000_000  # parameters: such a model is not tried, only built
-SLOW_S = 0.5  # the loss of two samples: of a slower model nothing is measured twice
+# Parameters times elements of a sample: of a dearer model less is measured. (Not by the clock: every
+# rank must come to the same finding.)
+DEAR = 10_000_000_000
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ class Short:
         count = finding.counts[0] if is_mean else "targets"
         samples = self.samples
         samples.count = count
+        samples.identity = f"{finding.kind} over {count}, {samples.digest}"
         return Workload(
             name=self.name.rpartition(":")[0].rpartition("/")[2].removesuffix(".py")
             .replace("_", "-"),
@@ -237,12 +239,12 @@ def _check(name: str, built: Workload | Short, where: Place, device: torch.devic
     if sum(p.numel() for p in model.parameters()) > LARGE:
         finding = _presumed(built, model)
     else:
-        used, seconds = _try(name, workload, model, batch, where, device)
+        used = _try(name, workload, model, batch, where, device)
         if workload.blocks is None:  # a block that is not called would never be gathered
             blocks = tuple(block for block in blocks if block in used)
         finding = Finding(SUM)
         if not workload.couples_samples:
-            finding = _measure(name, built, workload, model, device, seconds > SLOW_S)
+            finding = _measure(name, built, workload, model, batch, device)
             _judge(finding, built, Place.of(built.loss) or where)
         _check_evaluation(name, workload, model.to(device, torch.float32), where)
     if workload.blocks is None and blocks:
@@ -257,8 +259,8 @@ def _try(
     batch: Batch,
     where: Place,
     device: torch.device,
-) -> tuple[set[str], float]:
-    """One forward and backward. Which modules were called, and how long the loss took."""
+) -> set[str]:
+    """One forward and backward: the names of the modules that were called."""
     loss_at = Place.of(workload.loss) or where
     model.to(device, torch.float32)
     called: set[str] = set()
@@ -266,10 +268,8 @@ def _try(
         module.register_forward_pre_hook(lambda _m, _a, name=module_name: called.add(name))
         for module_name, module in model.named_modules()
     ]
-    begun = time.perf_counter()
     with blame(name, "the loss"):
         loss: Any = _loss_in_eval(workload.loss, model, batch)
-    seconds = time.perf_counter() - begun
     for hook in hooks:
         hook.remove()
     if not isinstance(loss, Tensor):
@@ -291,7 +291,7 @@ def _try(
             "backward reaches none of the model's parameters: is it called in the loss?"
         )
     model.zero_grad()
-    return called, seconds
+    return called
 
 
 def _loss_in_eval(loss: LossFn, model: nn.Module, batch: Batch) -> Tensor:
@@ -312,26 +312,29 @@ def _measure(
     built: Workload | Short,
     workload: Workload,
     model: nn.Module,
+    batch: Batch,
     device: torch.device,
-    is_slow: bool,
 ) -> Finding:
     """Whether the loss adds up: in float64, or as the model can."""
     dataset = workload.dataset
     length = len(dataset)
-    most = min(2 if is_slow else adding.SAMPLES, length)
+    elements = sum(t.numel() for t in tensors_of(batch.inputs)) // max(1, batch.samples)
+    is_dear = elements * sum(p.numel() for p in model.parameters()) > DEAR
+    most = min(2 if is_dear else adding.SAMPLES, length)
     if most < 2:
         return Finding(SUM, note="of one sample it cannot be measured whether the loss adds up")
-    last = most - 1 if isinstance(dataset, Stream) or is_slow else length - 1
+    last = most - 1 if isinstance(dataset, Stream) or is_dear else length - 1
     ids = [i * last // (most - 1) for i in range(most)]
     ignored = IGNORED
     rules: dict[str, adding.Count] = {"count": lambda batch: batch.count}
     if isinstance(built, Short):
         ignored = built.samples.ignored
         rules = {rule: partial(_count, rule, ignored) for rule in COUNTS}
-    ways = [(torch.device("cpu"), torch.float64), (device, torch.float32)][is_slow:]
+    adding.shake(model)
+    ways = [(torch.device("cpu"), torch.float64), (device, torch.float32)][is_dear:]
     for number, (place, dtype) in enumerate(ways):
         bench = Bench(model.to(place, dtype), workload.loss, dataset.batch, place, dtype,
-                      most_draws=4 if is_slow else adding.DRAWS)  # fmt: skip
+                      most_draws=4 if is_dear else adding.DRAWS)  # fmt: skip
         try:
             finding = adding.measure(bench, ids, rules)
         except UsageError:

@@ -120,6 +120,8 @@ class Samples:
     keep_targets: bool
     count: str = "targets"
     ignored: int = IGNORED
+    digest: str = ""  # of a stream's first samples
+    identity: str = ""  # what every rank must have found the same
 
     def __len__(self) -> int:
         return len(self.data)
@@ -173,7 +175,7 @@ class Stream(Samples):
                     "ranks would read different ones and a resumed run could not go on where it "
                     "stopped: shuffle with a fixed seed"
                 )
-        self.digest = first  # must be the same on every rank
+        self.digest = first
 
     def __len__(self) -> int:
         return ENDLESS
