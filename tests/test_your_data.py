@@ -34,7 +34,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.nn.utils.rnn import pad_sequence
-from shardlab.workloads.base import Workload
+from shardlab.workloads.base import Batch, Workload
 
 g = torch.Generator().manual_seed(0)
 inputs = torch.randn(24, 4, generator=g)
@@ -620,8 +620,8 @@ def test_a_loss_inside_a_model_of_hugging_faces(name: str, count: str, tmp_path:
     workload = build(tmp_path, HUGGING_FACE, name)
     assert f"the loss is a mean over {count}, and is taken times their number" in workload.notes
     assert len(workload.blocks or ()) == 2
-    labels = [row for row in workload.dataset.batch(range(8)).targets]
-    expected = sum(int((row[1 if name == "llama" else 0 :] != -100).sum()) for row in labels)
+    labels = workload.dataset.batch(range(8)).targets
+    expected = int((labels[:, 1 if name == "llama" else 0 :] != -100).sum())
     assert workload.dataset.batch(range(8)).count == expected
 
 
@@ -629,7 +629,7 @@ def test_a_loss_inside_a_model_of_hugging_faces(name: str, count: str, tmp_path:
 
 
 class Layered(nn.Module):
-    def __init__(self, *modules: nn.Module, **named: nn.Module) -> None:
+    def __init__(self, **named: nn.Module) -> None:
         super().__init__()
         for name, module in named.items():
             self.add_module(name, module)
@@ -828,23 +828,25 @@ def test_without_blocks_zero3_says_so(ranks: Any, tmp_path: Path) -> None:
     assert notes[-1].startswith("zero3 has nothing to shard by")
 
 
-def test_the_folders_are_importable_by_the_command(tmp_path: Path) -> None:
-    """The file's own folder, and the current one for a module path; on the ranks, and torchrun's."""
+PROGRAM = "import sys; sys.path.remove(''); from shardlab.cli import main; main()"  # as installed
+TORCHRUN = ["torchrun", "--nproc-per-node=2", "--no-python", sys.executable, "-m", "shardlab"]
+
+
+@pytest.mark.parametrize(("command", "workload", "where"), [
+    ([sys.executable, "-c", PROGRAM], "inner/own.py:loader", "."),
+    ([sys.executable, "-c", PROGRAM], "own:loader", "inner"),
+    (TORCHRUN, "inner/own.py:loader", "."),
+], ids=["a file", "a module", "torchrun"])  # fmt: skip
+def test_the_folders_are_importable_by_the_command(
+    command: list[str], workload: str, where: str, tmp_path: Path
+) -> None:
+    """The file's own folder, and the current one for a module path; on every rank."""
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "my_helpers.py").write_text("WIDTH = 4\n")
     (tmp_path / "inner" / "own.py").write_text(HAVE + OWN)
-    program = (
-        "import sys; sys.path = [p for p in sys.path if p]; from shardlab.cli import main; main()"
-    )
-    for command, workload, where in (
-        ([sys.executable, "-c", program], "inner/own.py:loader", tmp_path),
-        ([sys.executable, "-c", program], "own:loader", tmp_path / "inner"),
-        (["torchrun", "--nproc-per-node=2", "--no-python", sys.executable, "-m", "shardlab"],
-         "inner/own.py:loader", tmp_path),
-    ):  # fmt: skip
-        done = commands.run(
-            *command, "train", "--workload", workload, "--strategy", "simple_ddp", "--steps", "2",
-            cwd=where, timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.count("note: the loss is a mean over targets") == 1, done.stderr
+    done = commands.run(
+        *command, "train", "--workload", workload, "--strategy", "simple_ddp", "--steps", "2",
+        cwd=tmp_path / where,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("note: the loss is a mean over targets") == 1, done.stderr

@@ -28,8 +28,8 @@ from shardlab.workloads.blocks import check_blocks, show_blocks
 from shardlab.workloads.samples import COUNTS, IGNORED, Samples, Stream, call, source_of
 
 LARGE = 200_000_000  # parameters: such a model is not tried, only built
-# Parameters times elements of a sample: of a dearer model less is measured. (Not by the clock: every
-# rank must come to the same finding.)
+# Parameters times elements of a sample: of a dearer model less is measured. (Not by the clock:
+# every rank must come to the same finding.)
 DEAR = 10_000_000_000
 
 
