@@ -384,11 +384,13 @@ def describe(world: World, values: dict[str, Any], command: str) -> dict[str, An
     workload = train.build_workload(_config(values))
     model = workload.make_model()
     norms = nn.modules.batchnorm._BatchNorm
+    no_blocks = [train.nothing_to_shard_by("zero3")] if workload.blocks == () else []
     return {
         **environment.describe(world.device, command),
         "backend": world.backend,
         "workload": workload.name,
         "parameters": sum(p.numel() for p in model.parameters()),
+        "notes": [*workload.notes, *no_blocks],
         "normalizes_batches": any(isinstance(m, norms) for m in model.modules()),
     }
 
