@@ -52,7 +52,7 @@ class Sample(Batch):
     rank: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each is itself
 class Animal:
     name: str
     why: str
@@ -66,7 +66,7 @@ class Animal:
     tolerance: float
 
     def build(self, seed: int) -> nn.Module:
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         try:
@@ -151,7 +151,7 @@ class Net(nn.Module):
     def __init__(self, block: Callable[[], nn.Module] = Block, depth: int = 3) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(block() for _ in range(depth))
-        self.head = nn.Linear(W, CLASSES)
+        self.head = nn.Linear(W, CLASSES, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # (rows, width)
         for block in self.blocks:

@@ -53,12 +53,12 @@ Find = Callable[[str], Animal]  # an animal by its name: on a rank too
 
 @dataclass
 class Course:
-    """What can be seen of a run: losses and evaluations, gradients and tensors by step."""
+    """What is seen of a run."""
 
-    losses: list[float] = field(default_factory=list)
-    grads: list[Arrays] = field(default_factory=list)
-    tensors: list[Arrays] = field(default_factory=list)
-    unseen: Arrays = field(default_factory=dict)  # tensors at the end of a run without looking
+    losses: list[float] = field(default_factory=list)  # of each step
+    grads: Arrays = field(default_factory=dict)  # of the last step
+    tensors: dict[int, Arrays] = field(default_factory=dict)  # after each step but the first
+    evaluated: float | list[float] = 0.0  # before the last step; of one process: by rank
 
 
 @dataclass
@@ -108,8 +108,12 @@ def reference(animal: Animal, world: int) -> Course:
     optimizer = OPTIMIZER(list(trained.values()))
     course = Course()
     for step in range(STEPS):
-        if step == STEPS - 1:
-            course.losses += [_evaluated(animal, model, step, r) for r in range(world)]
+        if step == STEPS - 1 and animal.evaluate is not None:
+            with torch.no_grad():
+                course.evaluated = [
+                    float(animal.evaluate(model, animal.batch(step, r, MICRO)))
+                    for r in range(world)
+                ]
         share = [[animal.batch(step, r, m) for m in range(MICRO)] for r in range(world)]
         count = max(1, sum(b.count for batches in share for b in batches))
         start = _state(model, trained)
@@ -124,20 +128,12 @@ def reference(animal: Animal, world: int) -> Course:
                 kept = _state(model, trained)
         _set(model, trained, kept)
         course.losses.append(total / count)
-        course.grads.append(arrays({n: p.grad for n, p in trained.items()}))
+        course.grads = arrays({n: p.grad for n, p in trained.items()})
         optimizer.step()
         optimizer.zero_grad()
         tensors = (*model.named_parameters(), *model.named_buffers())
-        course.tensors.append(arrays(dict(tensors)))
-    course.unseen = course.tensors[-1]
+        course.tensors[step] = arrays(dict(tensors))
     return course
-
-
-def _evaluated(animal: Animal, model: nn.Module, step: int, rank: int) -> float:
-    if animal.evaluate is None:
-        return 0.0
-    with torch.no_grad():
-        return float(animal.evaluate(model, animal.batch(step, rank, 7)))
 
 
 def _state(model: nn.Module, trained: dict[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -156,35 +152,23 @@ def _set(model: nn.Module, trained: dict[str, nn.Parameter], values: dict[str, T
 
 
 def _course(animal: Animal, strategy: str, world: World, at: list[int]) -> Course:
+    """Nobody looks before the end of step 1: what a step leaves behind by mistake is then still
+    there for the next. After that everybody does, and it must not matter."""
     course = Course()
-    for looks in (True, False):
-        model = animal.build(seed=world.rank)
-        instance = _make(animal, strategy, model, world)
-        for step in range(STEPS):
-            at[0] = max(at[0], step)
-            if step == STEPS - 1 and looks:
-                evaluated = _infer(animal, instance, step, world.rank)
-                course.losses += world.gather(evaluated)
-            elif step == STEPS - 1:
-                _infer(animal, instance, step, world.rank)
-            batches = [animal.batch(step, world.rank, m) for m in range(MICRO)]
-            loss = float(instance.gradients(batches))
-            if looks:
-                course.losses.append(loss)
-                course.grads.append(arrays(instance.full_grads()))
-            instance.step()
-            if looks:
-                course.tensors.append(arrays(instance.full_params()))
-        if not looks:
-            course.unseen = arrays(instance.full_params())
-        at[0] = STEPS
+    instance = _make(animal, strategy, animal.build(seed=world.rank), world)
+    for step in range(STEPS):
+        at[0] = step
+        if step == STEPS - 1 and animal.evaluate is not None:
+            batch = animal.batch(step, world.rank, MICRO)
+            course.evaluated = float(instance.infer(animal.evaluate, batch))
+        batches = [animal.batch(step, world.rank, m) for m in range(MICRO)]
+        course.losses.append(float(instance.gradients(batches)))
+        if step == STEPS - 1:
+            course.grads = arrays(instance.full_grads())
+        instance.step()
+        if step:
+            course.tensors[step] = arrays(instance.full_params())
     return course
-
-
-def _infer(animal: Animal, instance: Any, step: int, rank: int) -> float:
-    if animal.evaluate is None:
-        return 0.0
-    return float(instance.infer(animal.evaluate, animal.batch(step, rank, 7)))
 
 
 def _make(animal: Animal, strategy: str, model: nn.Module, world: World) -> Any:
@@ -198,7 +182,9 @@ def _make(animal: Animal, strategy: str, model: nn.Module, world: World) -> Any:
     return make(model, OPTIMIZER, animal.loss, world.mesh, **options)
 
 
-def run_cells(world: World, find: Find, cells: Sequence[tuple[int, str, str]]) -> None:
+def run_cells(
+    world: World, find: Find, cells: Sequence[tuple[int, str, str]], limit_s: float
+) -> None:
     """Each cell: its number, an animal, a strategy. The outcomes are told as they come."""
     warnings.simplefilter("ignore")  # PyTorch's own, of what a model does on purpose
     inner, before = None, set[int]()
@@ -208,17 +194,21 @@ def run_cells(world: World, find: Find, cells: Sequence[tuple[int, str, str]]) -
             before = _sockets()
             inner = _apart(world)
         at = [-1]
-        with _limited(CELL_S):
+        with _limited(limit_s):
             try:
                 outcome = Outcome("done", course=_course(find(name), strategy, inner, at))
             except UsageError as error:
                 outcome = Outcome("refused", str(error), at[0])
             except Exception as error:
                 outcome = _failure(error, at[0])
-            if outcome.kind != "done":
+            # A refusal at the start finds every rank at the same place, and nothing under way.
+            is_clean = outcome.kind == "done" or (outcome.kind == "refused" and at[0] < 0)
+            if not is_clean:
                 _cut(_sockets() - before)
             world.tell({"cell": number, "rank": world.rank, "outcome": outcome})
-            if any(kind != "done" for kind in world.gather(outcome.kind)):
+            failed = torch.tensor(not is_clean, dtype=torch.int32)  # ()
+            dist.all_reduce(failed, group=world.group)
+            if failed:
                 inner = None  # on none of its connections can anything be sent any more
 
 
@@ -295,9 +285,9 @@ def run(
     find: Find,
     cells: Sequence[tuple[str, str]],
     on_verdict: Callable[[int, Verdict], None] = lambda _number, _verdict: None,
+    limit_s: float = CELL_S,
 ) -> list[Verdict]:
     """A verdict for each (animal, strategy), in a world of this size."""
-    references: dict[str, Course | Exception] = {}
     verdicts: dict[int, Verdict] = {}
     heard: dict[int, dict[int, Outcome]] = {}
     under_way = -1
@@ -311,19 +301,16 @@ def run(
             return
         heard[number][event["rank"]] = event["outcome"]
         if len(heard[number]) == size:
-            name = cells[number][0]
-            if name not in references:
-                references[name] = _refer(find(name), size)
-            outcomes = heard.pop(number)
+            animal, outcomes = find(cells[number][0]), heard.pop(number)
             ordered = [outcomes[r] for r in range(size)]
-            verdicts[number] = judge(find(name), ordered, references[name])
+            verdicts[number] = judge(animal, ordered, _refer(animal, size))
             on_verdict(number, verdicts[number])
 
     while left := [(i, *cell) for i, cell in enumerate(cells) if i not in verdicts]:
         under_way = left[0][0]
         try:
-            deadline = 2 * CELL_S + 2.0 * len(left)
-            get_ranks(size).run(run_cells, find, left, on_event=hear, deadline_s=deadline)
+            deadline = 2 * limit_s + 2.0 * len(left)
+            get_ranks(size).run(run_cells, find, left, limit_s, on_event=hear, deadline_s=deadline)
         except (RankFailure, UsageError) as failure:
             number = next(i for i, *_ in left if i not in verdicts and i >= under_way)
             said = [o for o in heard.get(number, {}).values() if o.kind == "error"]
@@ -334,6 +321,7 @@ def run(
     return [verdicts[i] for i in range(len(cells))]
 
 
+@functools.lru_cache(maxsize=1000)
 def _refer(animal: Animal, size: int) -> Course | Exception:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -360,23 +348,28 @@ def judge(animal: Animal, outcomes: Sequence[Outcome], expected: Course | Except
         return Verdict("WRONG", f"one process fails, {type(expected).__name__}: {expected}"[:300])
     for rank, outcome in enumerate(outcomes):
         assert outcome.course is not None
-        difference = first_difference(outcome.course, expected, animal.tolerance)
+        difference = first_difference(outcome.course, expected, rank, animal.tolerance)
         if difference:
             return Verdict("WRONG", f"rank {rank}: {difference}")
     return Verdict("equal")
 
 
-def first_difference(got: Course, want: Course, tolerance: float) -> str | None:
-    for step in range(STEPS):
-        for what in ("grads", "tensors"):
-            text = _difference(getattr(got, what)[step], getattr(want, what)[step], tolerance)
-            if text:
-                return f"step {step}: {what} {text}"
-    for i, (a, b) in enumerate(zip(got.losses, want.losses, strict=True)):
+def first_difference(got: Course, want: Course, rank: int, tolerance: float) -> str | None:
+    for step, (a, b) in enumerate(zip(got.losses, want.losses, strict=True)):
         if not abs(a - b) <= tolerance * max(1.0, abs(b)):
-            return f"loss {i} of {len(want.losses)} is {a}, not {b}"
-    text = _difference(got.unseen, want.unseen, tolerance)
-    return f"without looking: {text}" if text else None
+            return f"the loss of step {step} is {a}, not {b}"
+        if step in got.tensors:
+            text = _difference(got.tensors[step], want.tensors[step], tolerance)
+            if text:
+                return f"after step {step} {text}"
+    text = _difference(got.grads, want.grads, tolerance)
+    if text:
+        return f"the gradient {text}"
+    if isinstance(want.evaluated, list):
+        error = abs(got.evaluated - want.evaluated[rank])  # type: ignore[operator]
+        if not error <= tolerance:
+            return f"an evaluation is off by {error:.1e}"
+    return None
 
 
 def _difference(got: Arrays, want: Arrays, tolerance: float) -> str | None:
