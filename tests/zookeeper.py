@@ -303,7 +303,7 @@ def run(
         if len(heard[number]) == size:
             animal, outcomes = find(cells[number][0]), heard.pop(number)
             ordered = [outcomes[r] for r in range(size)]
-            verdicts[number] = judge(animal, ordered, _refer(animal, size))
+            verdicts[number] = judge(animal, ordered, refer(animal, size))
             on_verdict(number, verdicts[number])
 
     while left := [(i, *cell) for i, cell in enumerate(cells) if i not in verdicts]:
@@ -322,7 +322,7 @@ def run(
 
 
 @functools.lru_cache(maxsize=1000)
-def _refer(animal: Animal, size: int) -> Course | Exception:
+def refer(animal: Animal, size: int) -> Course | Exception:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
