@@ -302,6 +302,17 @@ class UnfrozenTooLate(Net):
         return super().forward(x)
 
 
+@animal("used, and frozen before backward: its hooks are called without a gradient")
+class FrozenAfterUse(Net):
+    loss = staticmethod(by_step)
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        self.blocks[0].requires_grad_(True)
+        out = super().forward(x)
+        self.blocks[0].requires_grad_(step == 0)
+        return out
+
+
 @animal("a parameter that nothing uses: its gradient is None, and no decay touches it")
 class UnusedParameter(Net):
     def __init__(self) -> None:

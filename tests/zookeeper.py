@@ -100,8 +100,8 @@ def _plain(tensor: Tensor) -> Tensor:
 def reference(animal: Animal, world: int) -> Course:
     """A plain loop that sees every rank's micro-batches one after another.
 
-    What forward changes beside the gradients (buffers, frozen parameters) it changes on each rank
-    from the same start, and rank 0's is kept, as DDP does with buffers.
+    What forward changes beside the gradients (buffers, parameters, which of them train) it changes
+    on each rank from the same start, and rank 0's is kept, as DDP does with buffers.
     """
     model = animal.build(seed=0)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -109,24 +109,19 @@ def reference(animal: Animal, world: int) -> Course:
     course = Course()
     for step in range(STEPS):
         if step == STEPS - 1 and animal.evaluate is not None:
-            with torch.no_grad():
-                course.evaluated = [
-                    float(animal.evaluate(model, animal.batch(step, r, MICRO)))
-                    for r in range(world)
-                ]
+            course.evaluated = []
+            for rank in _each_rank(model, world):
+                with torch.no_grad():
+                    value = animal.evaluate(model, animal.batch(step, rank, MICRO))
+                course.evaluated.append(float(value))
         share = [[animal.batch(step, r, m) for m in range(MICRO)] for r in range(world)]
         count = max(1, sum(b.count for batches in share for b in batches))
-        start = _state(model, trained)
-        kept, total = start, 0.0
-        for rank, batches in enumerate(share):
-            _set(model, trained, start)
-            for batch in batches:
+        total = 0.0
+        for rank in _each_rank(model, world):
+            for batch in share[rank]:
                 loss = animal.loss(model, batch)
                 (loss / count).backward()
                 total += float(loss.detach())
-            if rank == 0:
-                kept = _state(model, trained)
-        _set(model, trained, kept)
         course.losses.append(total / count)
         course.grads = arrays({n: p.grad for n, p in trained.items()})
         optimizer.step()
@@ -136,16 +131,33 @@ def reference(animal: Animal, world: int) -> Course:
     return course
 
 
-def _state(model: nn.Module, trained: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+def _each_rank(model: nn.Module, world: int) -> Iterator[int]:
+    """The ranks in turn, each with the state that the first has found; the first one's stays."""
+    start = kept = _state(model)
+    for rank in range(world):
+        _set(model, start)
+        yield rank
+        if rank == 0:
+            kept = _state(model)
+    _set(model, kept)
+
+
+State = dict[str, tuple[Tensor, bool]]  # the value, and whether it trains now
+
+
+def _state(model: nn.Module) -> State:
     tensors = (*model.named_parameters(), *model.named_buffers())
-    return {name: t.detach().clone() for name, t in tensors if name not in trained}
+    return {name: (t.detach().clone(), t.requires_grad) for name, t in tensors}
 
 
 @torch.no_grad()
-def _set(model: nn.Module, trained: dict[str, nn.Parameter], values: dict[str, Tensor]) -> None:
+def _set(model: nn.Module, state: State) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name not in trained and not torch.equal(tensor, values[name]):
-            tensor.copy_(values[name])
+        value, trains = state[name]
+        if not torch.equal(tensor, value):
+            tensor.copy_(value)
+        if tensor.is_leaf:
+            tensor.requires_grad_(trains)
 
 
 # ------------------------------------------------------------------ on a rank
