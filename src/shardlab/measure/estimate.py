@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardlab.config import Config
-from shardlab.errors import RankFailure, UsageError
+from shardlab.errors import Late, RankFailure, UsageError
 from shardlab.forking import fork_server
 from shardlab.measure.cells import BASELINE, parse_spec
 
@@ -79,6 +79,7 @@ class Simulator:
             raise UsageError(value)
         if kind == "error":
             message, trace = value
+            self.__exit__()  # the next has a new process, in which nothing has failed
             raise RankFailure(0, f"the estimate failed: {message}", trace)
         simulation: dict[str, Any] = value
         return simulation
@@ -92,7 +93,7 @@ class Simulator:
         place = stacks.place_of(stacks.ask(self._process.pid, self._stacks))
         self.__exit__()
         where = f"; it stood at {place}" if place else ""
-        raise RankFailure(0, f"the estimate gave no answer within {limit_s:g} s{where}")
+        raise Late(0, f"the estimate gave no answer within {limit_s:g} s{where}")
 
 
 @dataclass
