@@ -21,11 +21,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import commands
 from shardlab import config as configs
+from shardlab.cli import app
 from shardlab.cli import compare as cli_compare
-from shardlab.errors import UsageError
+from shardlab.errors import Late, UsageError
 from shardlab.measure import compare as comparison
 from shardlab.measure import explain, forward, gate, stats
 from shardlab.measure.cells import Cell, Plan
@@ -500,6 +502,80 @@ def test_losses_of_a_random_forward_are_not_compared(proved: bool) -> None:
     chart = compare_charts.loss_chart(result)
     assert chart is not None
     assert chart.note.startswith("They need not coincide: forward draws random numbers")
+
+
+# ------------------------------------------------------------------ what takes too long
+
+
+class NeverDone:
+    """Ranks that give no answer to one function within 7 s."""
+
+    def __init__(self, function: str) -> None:
+        self.function = function
+
+    def run(self, target: str, *_args: Any) -> list[Any]:
+        if target.endswith(self.function):
+            raise Late(0, "no answer within 7 s (waiting for 0, 1)")
+        return [None]
+
+
+@pytest.mark.parametrize(
+    ("function", "said"), [("time_cell", "a visit"), ("weigh_cell", "weighing it")]
+)
+def test_what_takes_too_long_is_a_row(function: str, said: str) -> None:
+    (cell,) = cells(configs.Config(), "simple_ddp")
+    assert comparison._try_on_ranks(NeverDone(function), function, cell) is None  # type: ignore[arg-type]
+    assert cell.status == "failed"
+    assert cell.reason == (
+        f"{said} took too long (--time-limit): rank 0: no answer within 7 s (waiting for 0, 1)"
+    )
+
+
+def test_a_proof_that_takes_too_long_calls_nothing_wrong() -> None:
+    (cell,) = cells(configs.Config(), "simple_ddp")
+    comparison._prove(NeverDone(":examine"), cell, [cell])  # type: ignore[arg-type]
+    assert cell.proof is not None
+    assert cell.proof["pass"] is None
+    assert cell.proof["message"].startswith("the proof took too long (--time-limit): rank 0: no")
+
+
+def nap(_world: World, seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def test_every_job_of_ranks_has_the_limit() -> None:
+    with RankSet(configs.LaunchConfig(), 1, deadline_s=1) as ranks:
+        with pytest.raises(Late, match=r"no answer within 1 s \(waiting for 0\)"):
+            ranks.run(nap, 60.0)
+        assert ranks.run(nap, 0.0) == [None]  # new ones
+
+
+def test_a_strategy_that_is_proved_wrong_fails_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = {}
+    for passed in (True, None, False):
+
+        def measured(cells: list[Cell], plan: Plan, command: str, *_: Any, p: Any = passed) -> Any:
+            for cell in cells:
+                cell.times_ms, cell.skews_ms, cell.losses = [[1.0], [1.0]], [0.0], [5.0]
+            cells[1].proof = {"pass": p, "message": "said", "checks": {}}
+            env = ENV | {"shardlab": "", "time": "", "backend": "gloo"}
+            return comparison.summarize(cells, plan, command, env)
+
+        monkeypatch.setattr(comparison, "compare", measured)
+        out = f"out-{passed}"
+        done = CliRunner().invoke(app, ["compare", "--strategies", "single,zero3", "--out", out])
+        code[passed] = done.exit_code
+        assert (tmp_path / out / "report.html").exists(), done
+    assert code == {True: 0, None: 0, False: 1}
+
+
+def test_help_says_what_the_proof_is_of_and_how_long_it_takes() -> None:
+    text = " ".join(CliRunner().invoke(app, ["compare", "--help"]).stdout.replace("│", " ").split())
+    assert "prove each strategy on your model" in text
+    assert "3 s and 20 steps of your model on 4 samples a rank" in text
 
 
 # ------------------------------------------------------------------ the rest

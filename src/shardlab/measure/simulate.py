@@ -379,7 +379,7 @@ def simulate(config: Config, device: str, here: bool = False) -> Simulation:
             found.append(_simulate(config, device, here, values))
         except UsageError as error:
             refusal = refusal or error
-        asked |= dict.fromkeys(values.questions)
+        asked |= values.questions
         if not asked:
             break
     if not found:
@@ -404,8 +404,8 @@ def _simulate(config: Config, device: str, here: bool, values: Values) -> Simula
     workload = train.build_workload(config)  # with real samples: a user's is tried out on some
     workload = replace(
         workload,
-        make_model=in_a_line("make_model", workload.make_model),
-        loss=in_a_line("the loss", workload.loss),
+        make_model=in_a_line("make_model", workload.make_model, values),
+        loss=in_a_line("the loss", workload.loss, values),
     )
     comm.LEDGER.reset(full_steps=0)
     make_optimizer = train.make_optimizer

@@ -28,7 +28,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 GUESSES = (1, 0)  # True and False, for a condition
-MOST_QUESTIONS = 10_000  # of one line: more is a loop that waits for another answer
+MOST_QUESTIONS = 2_000  # of one line in one forward: more is a loop that waits for another answer
 _INIT = torch.nn.init.__file__
 _OURS, _MEASURING = (str(folder) for folder in (Path(__file__).parents[1], Path(__file__).parent))
 _DEPENDS_ON_VALUES = (
@@ -42,7 +42,8 @@ class Values:
 
     def __init__(self, guess: int = GUESSES[0]) -> None:
         self.guess = guess
-        self.questions: Counter[str] = Counter()  # by place, file:line
+        self.questions: dict[str, None] = {}  # the places that asked, file:line
+        self.in_this_call: Counter[str] = Counter()
 
     def answer(self) -> int:
         frame = _who_asks(sys._getframe(1))
@@ -51,8 +52,9 @@ class Values:
         if frame.f_code.co_filename == _INIT:  # is any value out of bounds? No: it would loop
             return 0
         place = f"{_shown(frame.f_code.co_filename)}:{frame.f_lineno}"
-        self.questions[place] += 1
-        if self.questions[place] > MOST_QUESTIONS:
+        self.questions[place] = None
+        self.in_this_call[place] += 1
+        if self.in_this_call[place] > MOST_QUESTIONS:
             raise UsageError(
                 f"{place}: a loop waits for the value of a tensor, and in an estimate tensors have "
                 "none; shardlab compare weighs what it runs"
@@ -77,14 +79,16 @@ def _is_ours(file: str) -> bool:
     return file.startswith(_OURS) and not file.startswith(_MEASURING)
 
 
-def in_a_line(what: str, function: Callable[P, T]) -> Callable[P, T]:
+def in_a_line(what: str, function: Callable[P, T], values: Values) -> Callable[P, T]:
     """``function``, the user's, whose errors are told with the line of the user's they come from.
 
-    An error that comes from our code, which may run inside (hooks), stays as it is.
+    An error that comes from our code, which may run inside (hooks), stays as it is. Each call has
+    its own count of questions to ``values``.
     """
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        values.in_this_call.clear()
         try:
             return function(*args, **kwargs)
         except UsageError:
