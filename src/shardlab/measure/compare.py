@@ -64,9 +64,9 @@ def compare(
         # What is wrong with any cell is wrong input: said before anything is measured.
         for cell in cells:
             if not cell.times_ms and cell.status == "ok":
-                _run_on_ranks(ranks, "check_cell", cell)
-        env = _run_on_ranks(ranks, "describe", cells[0], command)
-        env["loss_not_compared"] = _run_on_ranks(ranks, "look_at_forward", cells[0])
+                _look(ranks, "check_cell", cell)
+        env = _look(ranks, "describe", cells[0], command)
+        env["loss_not_compared"] = _look(ranks, "look_at_forward", cells[0])
         if env["device"] == "cuda":
             env |= _calibrate(ranks, cells, command)
         store = None if folder is None else Store(folder())
@@ -163,6 +163,15 @@ def _schedule(cells: int, repeats: int) -> Iterator[tuple[int, int]]:
 def _run_on_ranks(ranks: RankSet, function: str, cell: Cell, *args: Any) -> Any:
     """Rank 0's result of one of this module's functions."""
     return ranks.run(f"{__name__}:{function}", cell.config.to_dict(), *args)[0]
+
+
+def _look(ranks: RankSet, function: str, cell: Cell, *args: Any) -> Any:
+    """The same, before anything is measured: what fails here is no row, but the end."""
+    try:
+        return _run_on_ranks(ranks, function, cell, *args)
+    except Late as late:
+        what = "building and trying the model took too long (--time-limit)"
+        raise Late(late.rank, f"{what}: {late.message}") from None
 
 
 def _try_on_ranks(ranks: RankSet, function: str, cell: Cell) -> Any:

@@ -6,8 +6,8 @@ either, two strategies that are both right have different losses, and only a pro
 
 from __future__ import annotations
 
+import pickle
 import random
-from typing import Any
 
 import numpy as np
 import torch
@@ -65,11 +65,10 @@ def _value(loss: Tensor) -> float:
     return float(loss.detach())
 
 
-def _random_state(device: torch.device) -> tuple[Any, ...]:
+def _random_state(device: torch.device) -> tuple[bytes, ...]:
     """Of every generator that a model may draw from without making its own."""
-    numbers = np.random.get_state()
-    state = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
-    state += [(numbers[0], numbers[1].tobytes(), numbers[2:])]  # type: ignore[union-attr]
+    states = [torch.get_rng_state()]
     if device.type == "cuda":
-        state.append(torch.cuda.get_rng_state(device).numpy().tobytes())
-    return tuple(state)
+        states.append(torch.cuda.get_rng_state(device))
+    others = pickle.dumps((random.getstate(), np.random.get_state()))
+    return others, *(state.numpy().tobytes() for state in states)
