@@ -19,7 +19,7 @@ import commands
 import people
 from conftest import GetRanks
 from shardlab import config as configs
-from shardlab.errors import RankFailure, UsageError
+from shardlab.errors import Late, RankFailure, UsageError
 from shardlab.measure import estimate
 from shardlab.measure.estimate import Simulator, largest_batch
 from shardlab.measure.simulate import Tracker, backend_of
@@ -232,6 +232,7 @@ def odd(folder: Path, line: str) -> configs.Config:
         ("x = x * (len(torch.unique(x)) > 0)", "needs the values of its tensors"),
         ("x = x[x[:, 0] > -1e9]", "needs the values of its tensors"),
         ("while (x > 1e9).any(): x = x / 2", None),
+        ("n = int((x == x).sum() / len(x)); x = x[:, :n]", "asks a tensor for its value, and"),
         ("while (x == x).sum().item() != x.numel(): x = x / 2", "a loop waits for the value"),
     ],
 )
@@ -248,12 +249,12 @@ def test_models_that_ask_for_values(
 
 
 def test_an_estimate_has_a_time_limit(tmp_path: Path) -> None:
-    config = odd(tmp_path, "import time; time.sleep(60 * (type(x) is not torch.Tensor))")
-    with (
-        Simulator() as opened,
-        pytest.raises(RankFailure, match=r"no answer within 4 s; it stood at odd.py:10"),
-    ):
-        opened.run(config, "cpu", limit_s=4)
+    sleeps = odd(tmp_path, "import time; time.sleep(60 * (type(x) is not torch.Tensor))")
+    with Simulator() as opened:
+        opened.run(config_of("single", 1, 1, GPT), "cpu")  # its process has begun
+        with pytest.raises(Late, match=r"no answer within 8 s; it stood at odd.py:10"):
+            opened.run(sleeps, "cpu", limit_s=8)
+        assert step(opened, config_of("single", 1, 1, GPT))["total"] > 0  # with a new one
 
 
 def test_one_that_fails_is_a_row() -> None:

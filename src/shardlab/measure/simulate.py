@@ -40,7 +40,7 @@ from shardlab.config import Config, LaunchConfig, TrainingConfig
 from shardlab.errors import UsageError
 from shardlab.measure import memory
 from shardlab.measure.memory import Allocation, Causes
-from shardlab.measure.values import GUESSES, Values, in_a_line
+from shardlab.measure.values import GUESSES, NO_VALUES, Values, in_a_line
 from shardlab.strategies.base import MakeOptimizer
 from shardlab.workloads.base import Batch, Workload
 from shardlab.world import World, choose
@@ -384,7 +384,11 @@ def simulate(config: Config, device: str, here: bool = False) -> Simulation:
             break
     if not found:
         assert refusal is not None
-        raise refusal
+        if not asked or NO_VALUES in str(refusal):
+            raise refusal
+        raise UsageError(
+            f"{refusal}. {next(iter(asked))} asks a tensor for its value, and {NO_VALUES}"
+        )
     return replace(max(found, key=lambda s: s.weights.step["total"]), assumed=tuple(asked))
 
 

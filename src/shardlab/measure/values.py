@@ -27,6 +27,7 @@ from shardlab.workloads.blame import _is_users, _shown
 P = ParamSpec("P")
 T = TypeVar("T")
 
+NO_VALUES = "in an estimate tensors have none; shardlab compare weighs what it runs"
 GUESSES = (1, 0)  # True and False, for a condition
 MOST_QUESTIONS = 2_000  # of one line in one forward: more is a loop that waits for another answer
 _INIT = torch.nn.init.__file__
@@ -55,10 +56,7 @@ class Values:
         self.questions[place] = None
         self.in_this_call[place] += 1
         if self.in_this_call[place] > MOST_QUESTIONS:
-            raise UsageError(
-                f"{place}: a loop waits for the value of a tensor, and in an estimate tensors have "
-                "none; shardlab compare weighs what it runs"
-            )
+            raise UsageError(f"{place}: a loop waits for the value of a tensor, and {NO_VALUES}")
         return self.guess
 
 
@@ -111,9 +109,6 @@ def _told(error: Exception, what: str) -> UsageError | None:
         return None
     place = f"{_shown(known.filename)}:{known.lineno}"
     if isinstance(error, _DEPENDS_ON_VALUES):
-        return UsageError(
-            f"{place}: {error.func} needs the values of its tensors, and in an estimate tensors "
-            f"have none: {known.line}; shardlab compare weighs what it runs"
-        )
+        return UsageError(f"{place}: {error.func} needs the values of its tensors, and {NO_VALUES}")
     message = str(error).strip().partition("\n")[0] or "no message"
     return UsageError(f"{place}: {type(error).__name__}: {message} (in {what}, of the estimate)")
