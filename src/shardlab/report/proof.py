@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardlab.proof.verdict import reasons as reasons_of
 from shardlab.report import format as fmt
 
 Result = Mapping[str, Any]  # the content of prove.json
@@ -87,23 +88,15 @@ def _number(name: str, measured: Any) -> str:
 def reasons(result: Result) -> list[Text]:
     """What failed or was skipped, and why, in a line each."""
     failed = [
-        Text.assemble((f"{v['label']}, world {v['world']}, {name}: ", "bold"), check["message"])
+        Text.assemble((f"{v['label']}, world {v['world']}, {name}: ", "bold"), reason)
         for v in result["verdicts"]
-        for name, check in _failures(v).items()
+        for name, reason in reasons_of(v["checks"]).items()
     ]
     skipped = [
         Text.assemble((f"{s['label']}, world {s['world']}, skipped: ", "bold"), s["reason"])
         for s in result["skipped"]
     ]
     return failed + skipped
-
-
-def _failures(verdict: Verdict) -> dict[str, Any]:
-    """The checks that failed; once, if all of them for the same reason."""
-    failures = {n: check for n, check in verdict["checks"].items() if not check["pass"]}
-    if len({check["message"] for check in failures.values()}) == 1 and len(failures) > 1:
-        return {"every check": next(iter(failures.values()))}
-    return failures
 
 
 def summary(result: Result) -> str:
