@@ -41,7 +41,7 @@ class Job:
     buffers: int  # bytes
     ranks: int
     micro: int
-    state: int  # tensors that the optimizer keeps for each parameter: two for Adam
+    state: float  # tensors that the optimizer keeps for each parameter: two for Adam
     options: Mapping[str, Any] = field(default_factory=dict)  # of the strategy
 
     @property

@@ -34,7 +34,7 @@ def _difference(ranks: Sequence[Mapping[str, Any]], number: int) -> dict[str, An
     located = [{**at, "rank": r} for other, r in found if (at := other.get("located")) is not None]
     earliest = min(
         located,
-        key=lambda at: (at["step"], at["direction"] != "forward", at["micro"], at["rank"]),
+        key=lambda at: (at["step"], at["micro"], at["direction"] != "forward", at["rank"]),
         default=None,
     )
     return {
@@ -91,11 +91,10 @@ def _located(first: Mapping[str, Any]) -> str:
     at = first.get("located")
     if at is None:
         return ""
-    module = f"module '{at['module']}'" if at["module"] else "the model itself"
-    what = "output" if at["direction"] == "forward" else "gradient"
-    text = f"{at['direction']} differs first in the {what} of {module}"
-    if at["direction"] == "backward" and at["used_by"]:
-        text += f", which {fmt.names([repr(u) for u in at['used_by']], at_most=2)} took as input"
+    names = at.get("modules", [at["module"]])
+    modules = f"'{fmt.names(names, at_most=3)}'" if names != [""] else "the model itself"
+    what = "output" if at["direction"] == "forward" else f"gradient of the {at['of']}"
+    text = f"{at['direction']} differs first in the {what} of {modules}"
     text += f", on rank {at['rank']} in micro-batch {at['micro']}"
     if at["step"] != first["step"]:
         text += f" of step {at['step']}"

@@ -88,8 +88,8 @@ class Trail:
             if self.first is None and not error <= tolerance:
                 old = None if before is None else before.get(name)
                 looks = looks or compare(got[name], want[name], tolerance * unit, old)
-                looks.setdefault("ulp", error)
-                self.first = {"step": step, "kind": kind, "tensor": name, **looks}
+                where = {"step": step, "kind": kind, "tensor": name}
+                self.first = {**where, "ulp": error, **looks}
 
 
 def _place(step: int | None, kind: str, name: str) -> str:

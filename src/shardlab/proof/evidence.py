@@ -59,6 +59,14 @@ class Prepared:
 _prepared: dict[str, tuple[Prepared, Prepared]] = {}  # the stack and the user's model
 
 
+def prepare(world: World, values: dict[str, Any]) -> None:
+    """Run the models in one process: what is wrong with them is not the fault of a strategy."""
+    config = configs.from_dict(values)
+    member = world.first(config.launch.world or 1)
+    if member is not None:
+        _prepare(member, config)
+
+
 def examine(world: World, values: dict[str, Any]) -> dict[str, Any] | None:
     """Everything that is measured of one strategy on this rank, as plain values."""
     config = configs.from_dict(values)
@@ -220,7 +228,9 @@ def _run_plain(subject: Subject, config: Config, world: World) -> Prepared:
         held = alive.weigh(model)
         held.params -= sum(p.numel() * p.element_size() for p in model.parameters())
         del model
-    return Prepared(subject, plain.refer(subject, config, world.device), held)
+    reference = plain.refer(subject, config, world.device)
+    subject.state = reference.state
+    return Prepared(subject, reference, held)
 
 
 def _in_dtype(config: Config, prepared: Prepared) -> Config:
@@ -398,7 +408,7 @@ def _small(job: claims.Job) -> int:
     return max(1024, 16 * len(job.params))
 
 
-def _full(job: claims.Job) -> dict[str, int]:
+def _full(job: claims.Job) -> dict[str, float]:
     """What one rank would hold if nothing were sharded."""
     return {
         "params": job.held,

@@ -31,7 +31,8 @@ class Event:
     direction: str  # "forward" or "backward"
     module: str
     call: int  # of this module, with this micro-batch
-    part: int  # of what it returns
+    part: int  # of what it returns, or was given
+    of: str = "output"  # or "input"
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Probe:
     calls: Counter[tuple[Place, str]] = field(default_factory=Counter)
     made: dict[int, Event] = field(default_factory=dict)  # by the tensor's identity, in a forward
     alive: list[Tensor] = field(default_factory=list)  # so that no identity is used twice
+    now: Place | None = None  # the micro-batch that they are of
 
     def attach(self, model: nn.Module) -> None:
         for name, module in model.named_modules():
@@ -56,30 +58,38 @@ class Probe:
         place = self.loss.current
         if place is None or place.rank != self.rank or torch._C._current_graph_task_id() != -1:
             return None
+        if place != self.now:
+            self.now = place
+            self.made.clear()
+            self.alive.clear()
         return place
 
     def _enter(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._place() is not None:
-            for tensor in _tensors((args, kwargs)):
-                if id(tensor) in self.made:
-                    self.users.setdefault(self.made[id(tensor)], []).append(name)
+        place = self._place()
+        if place is None:
+            return
+        for part, tensor in enumerate(_tensors((args, kwargs))):
+            if id(tensor) not in self.made:
+                event = Event(place, "backward", name, self.calls[place, name], part, "input")
+                self.made[id(tensor)] = event
+                self.alive.append(tensor)
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._note, event))
+            self.users.setdefault(self.made[id(tensor)], []).append(name)
 
     def _leave(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         place = self._place()
         if place is None:
             return
-        if place not in {event.place for event in self.made.values()}:
-            self.made.clear()
-            self.alive.clear()
         call = self.calls[place, name]
         self.calls[place, name] += 1
         for part, tensor in enumerate(_tensors(output)):
             event = Event(place, "forward", name, call, part)
             self._note(event, tensor)
             self.alive.append(tensor)
-            self.made.setdefault(id(tensor), event)
+            back = Event(place, "backward", name, call, part)
+            self.made.setdefault(id(tensor), back)
             if tensor.requires_grad:
-                back = Event(place, "backward", name, call, part)
                 tensor.register_hook(partial(self._note, back))
 
     def _note(self, event: Event, tensor: Tensor) -> None:
@@ -122,18 +132,25 @@ def first_difference(mine: Probe, theirs: Probe, dtype: torch.dtype) -> dict[str
         if got.shape == want.shape and _close(got, want, rounding, floor):
             continue
         ratio = ratio_of(got, want, rounding) if got.shape == want.shape else None
-        forward = Event(event.place, "forward", event.module, event.call, event.part)
-        users = list(dict.fromkeys(theirs.users.get(forward, [])))
         return {
             "direction": event.direction,
+            "of": event.of,
             "module": event.module,
             "step": event.place.step,
             "micro": event.place.micro,
             "call": event.call,
             "ratio": ratio,
-            "used_by": [u for u in users if u != event.module],
+            **(_of_users(theirs.users.get(event, [])) if event.direction == "backward" else {}),
         }
     return None
+
+
+def _of_users(users: list[str]) -> dict[str, Any]:
+    """A gradient comes from whoever used the tensor: the innermost modules among them, if any."""
+    names = list(dict.fromkeys(users))
+    inner = [n for n in names if not any(o != n and o.startswith(f"{n}.") for o in names)]
+    inner = [n for n in inner if n]
+    return {"of": "input", "module": inner[0], "modules": inner} if inner else {}
 
 
 def _close(got: Tensor, want: Tensor, rounding: float, floor: float) -> bool:

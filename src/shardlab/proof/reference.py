@@ -74,6 +74,7 @@ class Reference:
     parts: list[list[dict[str, Tensor]]] = field(default_factory=list)  # [step][rank, micro]
     units: list[dict[tuple[str, str], Tensor]] = field(default_factory=list)  # [step][kind, name]
     noise: float = 0.0  # the twin's largest error, as a part of the gradient's largest value
+    state: float = 0.0  # tensors that the optimizer keeps for each parameter: two for Adam
 
     def unit(self, step: int | None, kind: str, name: str) -> Tensor:
         """What the errors of a tensor are measured in."""
@@ -123,6 +124,13 @@ class Update:
             group["lr"] = rate * factor
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def state(self) -> float:
+        """Elements that the optimizer keeps for each element of what it updates."""
+        kept = [(p, self.optimizer.state[p]) for p in self.trained if p in self.optimizer.state]
+        updated = sum(p.numel() for p, _ in kept)
+        tensors = [v for _, entry in kept for key, v in entry.items() if key != "step"]
+        return sum(v.numel() for v in tensors if isinstance(v, Tensor)) / max(1, updated)
 
 
 def run(
@@ -181,6 +189,7 @@ def run(
             p.grad = None if gradient is None else gradient.clone()  # clipping is in place
         update(step)
         result.tensors.append(tensors_of(model))
+    result.state = update.state()
     return result
 
 

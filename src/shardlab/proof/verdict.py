@@ -210,7 +210,7 @@ def _too_high(ranks: Sequence[Evidence], peak: int, allowed: float) -> str:
     return f"{text}: full gradients are kept until backward ends"
 
 
-def _slack(full: Mapping[str, int]) -> int:
+def _slack(full: Mapping[str, float]) -> float:
     """Small things beside the tensors themselves: Adam's step of each, a loss, a count."""
     return 512 + 64 * full["tensors"]
 
