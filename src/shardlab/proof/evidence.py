@@ -270,8 +270,6 @@ def _build(
         if world.rank:  # so that a missing broadcast shows
             worlds.seed(subject.seed + world.rank)
             _take_values(model, subject.workload.make_model())
-        if probe is not None:
-            probe.attach(model)
         made.append(model)
         return model
 
@@ -280,6 +278,8 @@ def _build(
     if world.size > 1:  # ranks out of step are told so, rather than wrong numbers or a hang
         comm.LEDGER.check = sequence.Sequence(world).check
     strategy = train.build_strategy(own, replace(subject.workload, make_model=make_model), world)
+    if probe is not None:  # after the strategy's own hooks: what a module returns in the end
+        probe.attach(made[0])
     return strategy, made[0]
 
 
