@@ -24,7 +24,7 @@ from shardlab.errors import UsageError
 from shardlab.guard.pulse import PULSE
 from shardlab.strategies import base
 from shardlab.strategies.base import Strategy
-from shardlab.workloads.base import Batch, Dataset, Evaluate, Sums, Workload
+from shardlab.workloads.base import Batch, Dataset, Evaluate, Sums, Workload, cast_model
 from shardlab.world import World
 
 
@@ -103,7 +103,7 @@ class Evaluation:
         if infer is not None and isinstance(model, nn.Module):
             return model, infer
         with torch.random.fork_rng(devices=[]):
-            copy = self.workload.make_model().to(self.world.device, self.dtype)
+            copy = cast_model(self.workload.make_model(), self.world.device, self.dtype)
         state = self.strategy.full_params()
         with torch.no_grad():
             for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):

@@ -38,7 +38,7 @@ from shardlab.strategies.base import Infer, MakeOptimizer, Strategy, T
 from shardlab.strategies.update import Rule
 from shardlab.trace import capture
 from shardlab.workloads import WORKLOADS, batchnorm, custom
-from shardlab.workloads.base import Batch, LossFn, Workload
+from shardlab.workloads.base import Batch, LossFn, Workload, cast_model
 from shardlab.world import World
 
 
@@ -141,7 +141,7 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
     worlds.seed(config.training.seed)
     dtype = torch.float64 if config.precision.compute == "fp64" else torch.float32
     # Initialised on the CPU, so that the same seed is the same model on every device.
-    model = workload.make_model().to(world.device, dtype)
+    model = cast_model(workload.make_model(), world.device, dtype)
     batchnorm.join(model, world.group)
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError(f"the model of {workload.name} has no parameter that trains")

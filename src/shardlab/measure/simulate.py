@@ -199,13 +199,15 @@ def _nothing(*_: Any, **__: Any) -> None: ...
 
 
 def _moved(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """``model.to(device, dtype)``, which cannot replace a fake tensor in its place."""
+    """``cast_model``, which cannot replace a fake tensor in its place."""
+    of_complex = torch.complex128 if dtype == torch.float64 else torch.complex64
     new: dict[int, Any] = {}  # a tied parameter stays one
     old = []  # and what has a number is kept until all are done, lest its number be used again
 
     def move(tensor: Tensor) -> Tensor:
         if id(tensor) not in new:
-            moved = tensor.detach().to(device, dtype if tensor.is_floating_point() else None)
+            real = dtype if tensor.is_floating_point() else None
+            moved = tensor.detach().to(device, of_complex if tensor.is_complex() else real)
             if isinstance(tensor, nn.Parameter):
                 moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
             new[id(tensor)] = moved
@@ -227,13 +229,14 @@ def without_peers() -> Iterator[None]:
     """PyTorch is content with a rank whose peers do not exist, and tensors without content."""
     mesh_maker = device_mesh.init_device_mesh
     patches: list[tuple[Any, str, Any]] = [
-        (nn.Module, "to", _moved),
+        (train, "cast_model", _moved),
         (torch, "tensor", _tensor),
         (FakeTensor, "tolist", _tolist),
         (dist, "Reducer", _Reducer),
         (dist, "Logger", _Logger),
         (dist, "all_gather_object", _gather_alone),
         (dist, "broadcast_object_list", _nothing),
+        (comm, "host_group", lambda group: group),
         (ddp, "_verify_param_shape_across_processes", _nothing),
         (DeviceMesh, "__init__", _unfaked(DeviceMesh.__init__)),
     ]

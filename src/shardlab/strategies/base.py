@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import comm
-from shardlab.errors import unknown
+from shardlab.errors import UsageError, unknown
 from shardlab.phases import BACKWARD, FORWARD, phase
 from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch, LossFn
@@ -127,14 +127,27 @@ class Used:
         return [n for n, is_used in zip(self.names, self.mask.tolist(), strict=True) if not is_used]
 
 
-def global_mean_and_unused(
-    loss_sum: Tensor, total: Tensor, names: Iterable[str], used: set[str], group: comm.Group
-) -> tuple[Tensor, list[str]]:
-    """The mean loss, and the parameters that got a gradient on no rank."""
-    message = Used(names, used, loss_sum.device, group)
-    mean = global_mean(loss_sum, total, group)
-    message.pending.wait()
-    return mean, message.unused()
+def any_rank(flags: Sequence[bool], group: comm.Group, label: str) -> list[bool]:
+    """For each flag, whether it is set on any rank. On a GPU the hosts agree among themselves: to
+    read the answer from the device would be to wait for all it was given to do."""
+    mask = torch.tensor([int(flag) for flag in flags], dtype=torch.uint8)
+    comm.all_reduce(mask, comm.host_group(group), op="max", label=label)
+    return [bool(flag) for flag in mask.tolist()]
+
+
+def refuse_sparse(name: str, parameter: nn.Parameter) -> None:
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        raise UsageError(
+            f"the gradient of '{name}' is sparse, and sparse gradients are not summed over ranks: "
+            "make its embedding with sparse=False"
+        )
+
+
+def came_again(strategy: str, name: str) -> UsageError:
+    return UsageError(
+        f"{strategy}: the gradient of '{name}' came again after its bucket was sent, which it did "
+        "not in the first step: use checkpoint(..., use_reentrant=False), or the strategy zero2"
+    )
 
 
 def accumulate(
@@ -182,8 +195,21 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def broadcast_model(model: nn.Module, group: comm.Group) -> None:
     """Every rank starts from rank 0's parameters and buffers, whatever it was initialised with."""
+    materialise_buffers(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         comm.broadcast(tensor.data, group, label=f"init {name}")
+
+
+def materialise_buffers(model: nn.Module) -> None:
+    """Give expanded buffers memory of their own: one element that stands for many can be sent, but
+    nothing can be copied into it from a checkpoint."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and any(
+                stride == 0 and size > 1
+                for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
+            ):
+                module._buffers[name] = buffer.contiguous()
 
 
 def broadcast_buffers(model: nn.Module, group: comm.Group) -> None:

@@ -41,6 +41,9 @@ class BucketDDPAsync(SimpleDDP):
     Backward's results are written into the buckets once, where they are added up, sent and read by
     the optimizer: nothing is packed or unpacked. Ψ bytes stay allocated.
     Buckets filled in forward order would all be ready last, and nothing would overlap.
+
+    How often each gradient comes in a backward (re-entrant checkpointing may give it in parts) is
+    learnt in the first step. One that comes more often later, when its bucket is gone, is refused.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class BucketDDPAsync(SimpleDDP):
         self.bucket_mb = bucket_mb, first_bucket_mb
         buckets_of({}, (), *self.bucket_mb)  # refuse a wrong size now, not after the first step
         self.arrivals: dict[str, None] = {}  # whose gradient came in this step, in that order
+        self.times: dict[str, int] = {}  # how often, in the last micro-batch
         self.is_last = False  # micro-batch of the step
         self.buckets: list[Tensor] = []  # (elements,) each; none before the first step's end
         self.views: dict[str, Tensor] = {}  # each gradient's place in its bucket
@@ -74,15 +78,18 @@ class BucketDDPAsync(SimpleDDP):
             p.register_post_accumulate_grad_hook(partial(self._arrived, name))
 
     def _arrived(self, name: str, parameter: nn.Parameter) -> None:
+        base.refuse_sparse(name, parameter)
         is_first = name not in self.arrivals
         self.arrivals[name] = None
+        if self.is_last:
+            self.times[name] = self.times.get(name, 0) + 1
         if not self.buckets:
             return
         if is_first:  # in this step: over what the bucket held, so nothing has to be zeroed
             assert parameter.grad is not None
             parameter.grad = self.views[name].copy_(parameter.grad)
-        if self.is_last:
-            self.queue.arrived(self.bucket_of[name])
+        if self.is_last and not self.queue.arrived(self.bucket_of[name], name):
+            raise base.came_again("bucket_ddp_async", name)
 
     def _launch(self, bucket: int) -> None:
         parts = {name: self.views[name] for name in self.names[bucket]}
@@ -100,6 +107,7 @@ class BucketDDPAsync(SimpleDDP):
         divisor = self.update.divisor(total)
         *head, last = microbatches
         self.arrivals.clear()
+        self.times.clear()
         loss_sum = base.accumulate(self.model, self.loss_fn, head, divisor)
         if self.buckets:
             self.queue.start()
@@ -165,4 +173,5 @@ class BucketDDPAsync(SimpleDDP):
                 self.bucket_of[name] = len(self.buckets)
             self.buckets.append(flat)
             self.names.append(list(params))
-        self.queue = InOrder([len(names) for names in self.names], self._launch)
+        needs = [{name: max(1, self.times.get(name, 0)) for name in names} for names in self.names]
+        self.queue = InOrder(needs, self._launch)

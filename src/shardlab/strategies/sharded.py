@@ -48,7 +48,7 @@ class Sharded(ShardedState):
         self.used: set[str] = set()  # what got a gradient on this rank, in this step
         self.unused: list[str] = []  # what got one on no rank
         self.comm_dtype: torch.dtype | None = None  # of gradients on their way; none: their own
-        self.in_flight: deque[tuple[Unit, Tensor, comm.Pending]] = deque()
+        self.in_flight: deque[tuple[Unit, Tensor, comm.Pending, Tensor]] = deque()
         base.broadcast_model(model, self.group)
 
     def own(self, units: list[Unit]) -> None:
@@ -105,10 +105,15 @@ class Sharded(ShardedState):
     # ------------------------------------------------------------ gradients, freed as they go
 
     def move_gradient(self, unit: Unit, name: str, parameter: nn.Parameter) -> None:
-        """From backward's own tensor, which is freed, into the unit's buffer."""
+        """From backward's own tensor, which is freed, into the unit's buffer. A gradient that comes
+        again before the buffer is sent is added: re-entrant checkpointing gives it in parts."""
         self.used.add(name)
-        assert parameter.grad is not None
-        self.place(unit, name).copy_(parameter.grad)
+        if parameter.grad is None:  # it came twice, and was moved with the first
+            return
+        if unit.full_grad is not None and name not in unit.missing:
+            unit.layout.view(unit.full_grad, name).add_(parameter.grad)
+        else:
+            self.place(unit, name).copy_(parameter.grad)
         parameter.grad = None
 
     def place(self, unit: Unit, name: str) -> Tensor:
@@ -137,20 +142,22 @@ class Sharded(ShardedState):
         return full
 
     def scatter(self, unit: Unit) -> None:
-        """Reduce-scatter the unit's gradients, asynchronously; at most IN_FLIGHT at a time."""
+        """Reduce-scatter the unit's gradients, asynchronously; at most IN_FLIGHT at a time.
+
+        The buffer is not the unit's any more: a gradient that comes late begins a new one.
+        """
         while len(self.in_flight) >= self.IN_FLIGHT:
             self.receive()
-        full = self.filled(unit)
+        full, unit.full_grad = self.filled(unit), None
         shard = torch.empty(unit.layout.shard, dtype=full.dtype, device=full.device)
         label = f"grad {unit.label}"
         pending = comm.reduce_scatter(shard, full, self.group, label=label, async_op=True)
-        self.in_flight.append((unit, shard, pending))
+        self.in_flight.append((unit, shard, pending, full))
 
     def receive(self) -> None:
         """The oldest unit under way: add it to this rank's shard, and free its buffer."""
-        unit, shard, pending = self.in_flight.popleft()
+        unit, shard, pending, _ = self.in_flight.popleft()
         pending.wait()
-        unit.full_grad = None
         if unit.grad is None:
             unit.grad = shard.to(unit.like["dtype"])
         else:

@@ -87,11 +87,11 @@ def all_reduce_gradients(
     one process. Ranks that disagreed about it would wait for each other for ever, so they
     agree first.
     """
-    device = next(iter(params.values())).device
-    used = torch.tensor([p.grad is not None for p in params.values()], dtype=torch.uint8)
-    used = used.to(device)
-    comm.all_reduce(used, group, op="max", label="used parameters")
-    for (name, p), is_used in zip(params.items(), used.tolist(), strict=True):
+    for name, p in params.items():
+        base.refuse_sparse(name, p)
+    used = [p.grad is not None for p in params.values()]
+    used = base.any_rank(used, group, label="used parameters")
+    for (name, p), is_used in zip(params.items(), used, strict=True):
         if is_used:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)

@@ -69,6 +69,22 @@ class Workload:
     couples_ranks: str | None = None  # what in forward looks at other ranks' samples, if anything
 
 
+def cast_model(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The model on the device, its real numbers in ``dtype`` and its complex ones as wide.
+
+    ``model.to(device, dtype)`` would cut off imaginary parts.
+    """
+    of_complex = torch.complex128 if dtype == torch.float64 else torch.complex64
+
+    def cast(tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            return tensor.to(device, of_complex)
+        return tensor.to(device, dtype if tensor.is_floating_point() else None)
+
+    model._apply(cast)
+    return model
+
+
 class Part:
     """A run of another data set's samples, under their numbers from 0 on."""
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardlab import naming
 from shardlab.config import DataConfig
 from shardlab.errors import UsageError, unknown
-from shardlab.workloads.base import Batch, Workload
+from shardlab.workloads.base import Batch, Workload, cast_model
 from shardlab.workloads.blame import Place, blame
 
 LARGE = 200_000_000  # parameters: such a model is not tried, only built
@@ -160,7 +160,7 @@ def _check(name: str, workload: Workload, where: Place, device: torch.device) ->
         return
     loss_at = Place.of(workload.loss) or where
     # As training will, but without dropout, and so that BatchNorm takes a single row.
-    model.to(device, torch.float32).eval()
+    cast_model(model, device, torch.float32).eval()
     with blame(name, "the loss"):
         loss: Any = workload.loss(model, batch)
     if not isinstance(loss, Tensor):
