@@ -56,7 +56,7 @@ class Prepared:
     outside: watch.Held  # what the plain model itself keeps, beyond parameters and buffers
 
 
-_prepared: dict[str, tuple[Prepared, Prepared]] = {}  # the stack and the user's model
+_prepared: dict[str, tuple[str, Prepared]] = {}  # "stack" and "users": of which config, and it
 
 
 def prepare(world: World, values: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ def prepare(world: World, values: dict[str, Any]) -> None:
     config = configs.from_dict(values)
     member = world.first(config.launch.world or 1)
     if member is not None:
-        _prepare(member, config)
+        _prepare("users", member, config)
 
 
 def examine(world: World, values: dict[str, Any]) -> dict[str, Any] | None:
@@ -73,7 +73,7 @@ def examine(world: World, values: dict[str, Any]) -> dict[str, Any] | None:
     member = world.first(config.launch.world or 1)
     if member is None:
         return None
-    stack, users = _prepare(member, config)
+    stack, users = (_prepare(which, member, config) for which in ("stack", "users"))
     claim = claim_of(config)
     timeout_s = min(config.launch.timeout_s, TIMEOUT_S)
     with watch.Alive() as alive, watchdog.watching(member, None, timeout_s), _eager_chance(config):
@@ -179,13 +179,18 @@ def claim_of(config: Config) -> claims.Claim | None:
     return claims.CLAIMS[name]
 
 
-def _prepare(world: World, config: Config) -> tuple[Prepared, Prepared]:
+def _prepare(which: str, world: World, config: Config) -> Prepared:
+    """The stack or the user's model, once for all strategies of a config."""
     key = json.dumps({**config.to_dict(), "strategy": None})
-    if key not in _prepared:
-        _prepared.clear()  # of another world size
-        stack = subjects.stack(world.size, config.training.seed, world.device)
-        _prepared[key] = (_run_plain(stack, config, world), _prepare_users(config, world))
-    return _prepared[key]
+    if which not in _prepared or _prepared[which][0] != key:
+        _prepared.pop(which, None)  # of another world size
+        if which == "users":
+            made = _prepare_users(config, world)
+        else:
+            stack = subjects.stack(world.size, config.training.seed, world.device)
+            made = _run_plain(stack, config, world)
+        _prepared[which] = (key, made)
+    return _prepared[which][1]
 
 
 def _prepare_users(config: Config, world: World) -> Prepared:

@@ -23,6 +23,7 @@ from shardlab.errors import UsageError
 from shardlab.proof.chance import put_back, untrained
 from shardlab.proof.subjects import Subject, sample
 from shardlab.schedule import learning_rate_factor
+from shardlab.workloads.base import cast_model
 
 Gradients = dict[str, Tensor | None]
 
@@ -101,7 +102,7 @@ def refer(subject: Subject, config: Config, device: torch.device) -> Reference:
 def build(subject: Subject, device: torch.device) -> nn.Module:
     """The subject's model as every run of it begins."""
     worlds.seed(subject.seed)
-    return subject.workload.make_model().to(device, subject.dtype)
+    return cast_model(subject.workload.make_model(), device, subject.dtype)
 
 
 class Update:
@@ -255,7 +256,7 @@ def measure(
             assert mine is not None
             assert other is not None
             noise[name] = max(noise.get(name, 0.0), largest(mine - other))
-            if size > FLOOR * top:
+            if size > 2.0**-10 * top:  # smaller ones are the remains of what cancels
                 reference.noise = max(reference.noise, noise[name] / size)
             floor = scale.unit(max(size, FLOOR * top))
             units["gradient", name] = _unit(floor, MARGIN * noise[name] / scale.tolerance)

@@ -22,7 +22,7 @@ from shardlab.data import sampler
 from shardlab.errors import UsageError
 from shardlab.plan import claims
 from shardlab.proof.chance import Seeded
-from shardlab.workloads.base import Batch, Workload
+from shardlab.workloads.base import Batch, Workload, cast_model
 from shardlab.world import World
 
 SAMPLES = 64  # elements of each gradient that a diagnosis looks at
@@ -43,7 +43,7 @@ class Subject:
 
     def job(self, config: Config, without: Collection[str] = ()) -> claims.Job:
         """What the formulas need to know; ``without`` leaves out parameters by name."""
-        model = self.workload.make_model().to(dtype=self.dtype)
+        model = cast_model(self.workload.make_model(), torch.device("cpu"), self.dtype)
         inside: dict[nn.Parameter, set[str]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
             block = next((b for b in self.workload.blocks if name.startswith(f"{b}.")), "")

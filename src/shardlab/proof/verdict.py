@@ -16,7 +16,7 @@ CHECKS = ("equal", "state", "bytes", "overlap", "reproducible")
 STATE_TOLERANCE = 0.01
 SENT_TOLERANCE = 0.02
 UNMEASURED = "not measured: it did not get through"
-MIXED = 2.0**-40  # more rounding than this, as a part of a gradient, is not float64's
+MIXED = 2.0**-28  # more rounding than this, as a part of a gradient, is not float64's
 
 
 def judge(ranks: Sequence[Evidence]) -> dict[str, Check]:
