@@ -79,10 +79,15 @@ def nature(make_model: Callable[[], nn.Module], loss: Seeded) -> Nature:
     first, draws = run(model)
     put_back(model, outside)
     second, _ = run(model)
-    if torch.equal(first, second):
+    if _same(first, second):
         return Nature(draws, remembers=False, repeats=True)
     third, _ = run(make_model())
-    return Nature(draws, remembers=True, repeats=torch.equal(first, third))
+    return Nature(draws, remembers=True, repeats=_same(first, third))
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """In every bit; a NaN is the same as another."""
+    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def untrained(model: nn.Module) -> list[tuple[str, Tensor]]:
