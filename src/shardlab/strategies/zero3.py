@@ -176,16 +176,16 @@ class Zero3(Sharded):
 
     def _watch_inputs(self, i: int, inputs: Sequence[Tensor]) -> None:
         """When the gradient of a call's input is there, backward is through with the call."""
-        inputs = [t for t in inputs if t.requires_grad]
-        if not inputs:
+        unit, number = self.units[i], sum(t.requires_grad for t in inputs)
+        if not number:
             return
-        unit, left = self.units[i], len(inputs)
+        left = number  # the hook must not hold the tensors that hold the hook
         unit.open_calls += 1
         unit.untouched_calls += 1
 
         def came(_gradient: Tensor) -> None:
             nonlocal left
-            if left == len(inputs):
+            if left == number:
                 unit.untouched_calls -= 1
             left -= 1
             if left == 0:
@@ -193,7 +193,8 @@ class Zero3(Sharded):
             self._call_done(i)
 
         for tensor in inputs:
-            tensor.register_hook(came)
+            if tensor.requires_grad:
+                tensor.register_hook(came)
 
     def _call_done(self, i: int) -> None:
         """Parameters that checkpointing has used again are kept until all inputs have a gradient:
