@@ -11,12 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardlab.strategies.pytorch_ddp import PyTorchDDP
+from shardlab.strategies.pytorch_zero3 import PyTorchZero3
 from shardlab.strategies.zero2 import Zero2
 from shardlab.strategies.zero3 import Zero3
 from shardlab.workloads.base import Batch, Workload
+
+Mistake = Callable[[Any, nn.Module], None]  # of the layer, in the model
 
 WIDTH = 12
 LAYER = "layers.2"
@@ -63,24 +68,24 @@ def _is_here(model: nn.Module) -> bool:
     return any(name == LAYER for name, _ in model.named_modules())
 
 
-def _on_rank_1(strategy: Any) -> bool:
-    return bool(strategy.group.rank() == 1)
+def _on_rank_1() -> bool:
+    return dist.get_rank() == 1
 
 
 # ------------------------------------------------------------------ mistakes of gradients
 
 
-def factor(_strategy: Any, layer: nn.Linear, _model: nn.Module) -> None:
+def factor(layer: nn.Linear, _model: nn.Module) -> None:
     """A thousandth too much."""
     layer.weight.register_hook(lambda g: g * 1.001)
 
 
-def doubled(strategy: Any, layer: nn.Linear, _model: nn.Module) -> None:
+def doubled(layer: nn.Linear, _model: nn.Module) -> None:
     """Twice, on one rank."""
-    layer.bias.register_hook(lambda g: g * 2 if _on_rank_1(strategy) else g)
+    layer.bias.register_hook(lambda g: g * 2 if _on_rank_1() else g)
 
 
-def forgotten(_strategy: Any, layer: nn.Linear, _model: nn.Module) -> None:
+def forgotten(layer: nn.Linear, _model: nn.Module) -> None:
     """The second micro-batch's gradient is lost."""
     calls = []
 
@@ -91,14 +96,14 @@ def forgotten(_strategy: Any, layer: nn.Linear, _model: nn.Module) -> None:
     layer.weight.register_hook(drop)
 
 
-def swapped(_strategy: Any, layer: nn.Linear, model: nn.Module) -> None:
+def swapped(layer: nn.Linear, model: nn.Module) -> None:
     """Two layers get each other's: the later one's is given to both."""
     kept: list[Tensor] = []
     model.get_parameter("layers.3.weight").register_hook(lambda g: kept.append(g.clone()))
     layer.weight.register_hook(lambda g: kept.pop() if kept else g)
 
 
-def edge(_strategy: Any, layer: nn.Linear, _model: nn.Module) -> None:
+def edge(layer: nn.Linear, _model: nn.Module) -> None:
     """An element in the middle is lost, as at the edge of a shard."""
 
     def cut(gradient: Tensor) -> Tensor:
@@ -112,9 +117,9 @@ def edge(_strategy: Any, layer: nn.Linear, _model: nn.Module) -> None:
 # ------------------------------------------------------------------ mistakes of parameters
 
 
-def skipped(strategy: Any, layer: nn.Linear, _model: nn.Module) -> None:
+def skipped(layer: nn.Linear, _model: nn.Module) -> None:
     """The layer is passed over, on one rank."""
-    layer.register_forward_hook(lambda _m, x, y: 0 * y + x[0] if _on_rank_1(strategy) else None)
+    layer.register_forward_hook(lambda _m, x, y: 0 * y + x[0] if _on_rank_1() else None)
 
 
 def _before(layer: nn.Linear, change: Callable[[Tensor], None]) -> None:
@@ -127,7 +132,7 @@ def _before(layer: nn.Linear, change: Callable[[Tensor], None]) -> None:
     layer.register_forward_pre_hook(run)
 
 
-def transposed(_strategy: Any, layer: nn.Linear, _model: nn.Module) -> None:
+def transposed(layer: nn.Linear, _model: nn.Module) -> None:
     """The view has rows for columns. (Odd calls only, or a weight that stays would be right.)"""
     calls = []
 
@@ -139,25 +144,25 @@ def transposed(_strategy: Any, layer: nn.Linear, _model: nn.Module) -> None:
     _before(layer, change)
 
 
-def stale(strategy: Any, layer: nn.Linear, _model: nn.Module) -> None:
+def stale(layer: nn.Linear, _model: nn.Module) -> None:
     """One rank computes with the weights of the first step for ever."""
     first: list[Tensor] = []
 
     def change(weight: Tensor) -> None:
         if not first:
             first.append(weight.clone())
-        if _on_rank_1(strategy):
+        if _on_rank_1():
             weight.copy_(first[0])
 
     _before(layer, change)
 
 
-def another(_strategy: Any, layer: nn.Linear, _model: nn.Module) -> None:
+def another(layer: nn.Linear, _model: nn.Module) -> None:
     """Rows of the shard are shifted by one."""
     _before(layer, lambda weight: weight.copy_(weight.roll(1, 0)))
 
 
-def overwritten(_strategy: Any, layer: nn.Linear, _model: nn.Module) -> None:
+def overwritten(layer: nn.Linear, _model: nn.Module) -> None:
     """Between forward and backward somebody writes into the weights that backward still needs."""
 
     def after(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
@@ -172,7 +177,7 @@ def overwritten(_strategy: Any, layer: nn.Linear, _model: nn.Module) -> None:
     layer.register_forward_hook(after)
 
 
-MISTAKES: dict[str, Callable[[Any, Any, nn.Module], None]] = {
+MISTAKES: dict[str, Mistake] = {
     f.__name__: f
     for f in (
         factor, doubled, forgotten, swapped, edge,
@@ -181,21 +186,19 @@ MISTAKES: dict[str, Callable[[Any, Any, nn.Module], None]] = {
 }  # fmt: skip
 
 
-def _with(base: Any, name: str, mistake: Callable[[Any, Any, nn.Module], None]) -> Any:
+def _with(base: Any, name: str, mistake: Mistake) -> Any:
     class Mistaken(base):  # type: ignore[misc]
-        claim = base.__name__.lower()
-
         def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
             super().__init__(model, *args, **options)
             if _is_here(model):
-                mistake(self, model.get_submodule(LAYER), model)
+                mistake(model.get_submodule(LAYER), model)
 
     Mistaken.__signature__ = inspect.signature(base)  # its options, for whoever asks
     Mistaken.__name__ = Mistaken.__qualname__ = f"{base.__name__}{name.title()}"
     return Mistaken
 
 
-for _base in (Zero2, Zero3):
+for _base in (Zero2, Zero3, PyTorchDDP, PyTorchZero3):
     for _name, _mistake in MISTAKES.items():
         _made = _with(_base, _name, _mistake)
         globals()[_made.__name__] = _made

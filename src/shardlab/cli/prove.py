@@ -61,8 +61,8 @@ def prove(
     numbers in its forward are seeded alike in both. Workloads of ours are taken in their smallest
     size, unless you give --size.
 
-    It takes some five seconds for each strategy with a model of a million parameters. Of yours:
-    about as long as 15 optimizer steps in float64 for each strategy, and three times that once.
+    It takes a few seconds for each strategy, and with a large model as long as ten optimizer steps
+    in float64; before the first strategy, as long as ten steps in one process.
     """
     from shardlab import launch, record
     from shardlab import prove as proofs
