@@ -7,13 +7,12 @@ import pytest
 import people
 from conftest import GetRanks
 from judging import checks_of, failures
+from shardlab.errors import UsageError
 
 TRANSFORMERS = ("gpt2", "bert", "t5", "vit", "llama")
 STRATEGIES = (
     "single", "simple_ddp", "bucket_ddp_async", "zero1", "zero2", "zero3", "pytorch_ddp",
 )  # fmt: skip
-# PyTorch's DistributedDataParallel refuses a parameter that got no gradient, or knows none.
-UNUSED = {"stochastic_depth"}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -21,6 +20,10 @@ UNUSED = {"stochastic_depth"}
 def test_the_verdict_is_right(model: str, strategy: str, ranks: GetRanks) -> None:
     if model in TRANSFORMERS:
         pytest.importorskip("transformers")
+    if (model, strategy) == ("stochastic_depth", "pytorch_ddp"):  # it would wait for ever
+        with pytest.raises(UsageError, match="set the strategy's option find_unused_parameters"):
+            checks_of(ranks, f"people:{model}", strategy)
+        return
     checks = checks_of(ranks, f"people:{model}", strategy)
     assert failures(checks) == {}
     random = checks["equal"]["measured"]["random"]

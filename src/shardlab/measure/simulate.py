@@ -40,6 +40,7 @@ from shardlab.config import Config, LaunchConfig, TrainingConfig
 from shardlab.measure import memory
 from shardlab.measure.memory import Allocation, Causes
 from shardlab.strategies.base import MakeOptimizer
+from shardlab.strategies.lockstep import Lockstep
 from shardlab.workloads.base import Batch, Workload
 from shardlab.world import World, choose
 
@@ -237,6 +238,7 @@ def without_peers() -> Iterator[None]:
         (dist, "all_gather_object", _gather_alone),
         (dist, "broadcast_object_list", _nothing),
         (comm, "host_group", lambda group: group),
+        (Lockstep, "_agree", _nothing),
         (ddp, "_verify_param_shape_across_processes", _nothing),
         (DeviceMesh, "__init__", _unfaked(DeviceMesh.__init__)),
     ]
@@ -395,8 +397,11 @@ def simulate(config: Config, device: str, here: bool = False) -> Simulation:
     def note(tensors: Any) -> None:
         causes.note_collective(t for t in tree_leaves(tensors) if isinstance(t, Tensor))
 
-    def optimizer_there(training: TrainingConfig, _device: torch.device) -> MakeOptimizer:
-        return make_optimizer(training, torch.device(device))
+    def optimizer_there(
+        training: TrainingConfig, workload: Workload, model: nn.Module
+    ) -> MakeOptimizer:
+        there = torch.device(device)
+        return make_optimizer(training, workload, model, there, measures=False)  # no values here
 
     with ExitStack() as stack:
         stack.enter_context(without_peers())

@@ -112,10 +112,11 @@ def _examine_users(
     strategy, _ = _build(subject, config, world)
     again = _run(strategy, subject, world.rank, Trail(reference), looks=False)
     del strategy
-    used = subject.job(config, without=reference.unused)
+    used = subject.job(config, without=reference.irregular)
     return {
         "claimed": None if claim is None else claim.of(job),
         "claimed_of_used": None if claim is None else claim.of(used),
+        "irregular": bool(reference.irregular),
         "full": _full(job),
         "micro": job.micro,
         "replica": replica,
@@ -233,9 +234,7 @@ def _run_plain(subject: Subject, config: Config, world: World) -> Prepared:
         held = alive.weigh(model)
         held.params -= sum(p.numel() * p.element_size() for p in model.parameters())
         del model
-    reference = plain.refer(subject, config, world.device)
-    subject.state = reference.state
-    return Prepared(subject, reference, held)
+    return Prepared(subject, plain.refer(subject, config, world.device), held)
 
 
 def _in_dtype(config: Config, prepared: Prepared) -> Config:
@@ -418,7 +417,7 @@ def _full(job: claims.Job) -> dict[str, float]:
     return {
         "params": job.held,
         "gradients": job.psi,
-        "optimizer": job.state * job.psi,
+        "optimizer": round(job.state * job.psi),
         "buffers": job.buffers,
         "tensors": len(job.params),
     }

@@ -22,7 +22,6 @@ from shardlab.config import Config
 from shardlab.errors import UsageError
 from shardlab.proof.chance import put_back, untrained
 from shardlab.proof.subjects import Subject, sample
-from shardlab.schedule import learning_rate_factor
 from shardlab.workloads.base import cast_model
 
 Gradients = dict[str, Tensor | None]
@@ -75,7 +74,6 @@ class Reference:
     parts: list[list[dict[str, Tensor]]] = field(default_factory=list)  # [step][rank, micro]
     units: list[dict[tuple[str, str], Tensor]] = field(default_factory=list)  # [step][kind, name]
     noise: float = 0.0  # the twin's largest error, as a part of the gradient's largest value
-    state: float = 0.0  # tensors that the optimizer keeps for each parameter: two for Adam
 
     def unit(self, step: int | None, kind: str, name: str) -> Tensor:
         """What the errors of a tensor are measured in."""
@@ -85,10 +83,10 @@ class Reference:
         return self.units[step].get((kind, name), _unit(self.scale.unit(0.0)))
 
     @property
-    def unused(self) -> set[str]:
-        """What got a gradient in no step."""
-        names = {n for step in self.gradients for n in step}
-        return {n for n in names if all(step[n] is None for step in self.gradients)}
+    def irregular(self) -> set[str]:
+        """What has no gradient in some micro-batch of the first step, on some rank, or in all."""
+        names = set(self.gradients[0])
+        return {n for part in self.parts[0] for n in names if n not in part}
 
 
 def refer(subject: Subject, config: Config, device: torch.device) -> Reference:
@@ -108,30 +106,24 @@ def build(subject: Subject, device: torch.device) -> nn.Module:
 class Update:
     """The update of a plain loop, from the same config that every strategy's is made of."""
 
-    def __init__(self, model: nn.Module, config: Config, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, subject: Subject, config: Config) -> None:
         self.training = config.training
-        self.trained = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = train.make_optimizer(self.training, device)(self.trained)
+        self.model = model
+        self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.optimizer = train.make_optimizer(self.training, subject.workload, model)(self.trained)
+        self.factor = train.make_schedule(self.training, subject.workload)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def __call__(self, step: int) -> None:
         training = self.training
         if training.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.trained, training.clip_norm)
-        factor = learning_rate_factor(
-            step, training.steps, training.warmup_steps, training.schedule, training.min_rate
-        )
+            nn.utils.clip_grad_norm_(self.trained.values(), training.clip_norm)
+        if training.clip_value is not None:
+            nn.utils.clip_grad_value_(self.trained.values(), training.clip_value)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * factor
+            group["lr"] = rate * self.factor(step)
         self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def state(self) -> float:
-        """Elements that the optimizer keeps for each element of what it updates."""
-        kept = [(p, self.optimizer.state[p]) for p in self.trained if p in self.optimizer.state]
-        updated = sum(p.numel() for p, _ in kept)
-        tensors = [v for _, entry in kept for key, v in entry.items() if key != "step"]
-        return sum(v.numel() for v in tensors if isinstance(v, Tensor)) / max(1, updated)
+        self.model.zero_grad()  # of all, also those that the optimizer leaves out
 
 
 def run(
@@ -154,8 +146,8 @@ def run(
     models = [build(subject, device) if subject.remembers and r else model for r in range(ranks)]
     for each in dict.fromkeys(models):
         attach(each)
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    update = Update(model, config, device)
+    update = Update(model, subject, config)
+    trained = update.trained
     result = Reference(tensors_of(model), SCALES[subject.dtype])
     order: list[str] = []  # in which backward makes the gradients
     for name, p in trained.items():
@@ -190,7 +182,6 @@ def run(
             p.grad = None if gradient is None else gradient.clone()  # clipping is in place
         update(step)
         result.tensors.append(tensors_of(model))
-    result.state = update.state()
     return result
 
 
@@ -291,8 +282,8 @@ def _moved(
 ) -> list[Mapping[str, Tensor]]:
     """The trained parameters of each step, had every gradient been moved by its rounding."""
     model = build(subject, device)
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    update = Update(model, config, device)
+    update = Update(model, subject, config)
+    trained = update.trained
     reached: list[Mapping[str, Tensor]] = []
     for step, gradients in enumerate(reference.gradients):
         for name, p in trained.items():

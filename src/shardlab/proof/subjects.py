@@ -39,7 +39,6 @@ class Subject:
     why_dtype: str | None = None  # why it is not float64, where it is not
     draws: bool = False  # forward uses random numbers; they are seeded alike
     remembers: bool = False  # forward depends on what it has seen, beyond its buffers
-    state: float | None = None  # optimizer state for each parameter, once it was measured
 
     def job(self, config: Config, without: Collection[str] = ()) -> claims.Job:
         """What the formulas need to know; ``without`` leaves out parameters by name."""
@@ -56,9 +55,9 @@ class Subject:
         buffers = sum(b.numel() * b.element_size() for b in model.buffers())
         ranks, micro = len(self.steps[0]), len(self.steps[0][0])
         training, options = config.training, config.strategy.options
-        state = self.state
-        if state is None:
-            state = 2 if training.optimizer != "sgd" else int(training.momentum > 0)
+        sizes = {p.name: p.bytes for p in params if p.trains}
+        plan = train.make_optimizer(training, self.workload, model)
+        state = plan.state_per_parameter(sizes)
         return claims.Job(tuple(params), buffers, ranks, micro, state, options)
 
 

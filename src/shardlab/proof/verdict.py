@@ -176,7 +176,7 @@ def _misheld(
     }
     for kind, name in names.items():
         held, wanted = fullest[kind], claimed[kind]
-        # Nobody minds that gradients are gone; nor that what got none has no optimizer state.
+        # Nobody minds that gradients are gone; nor that what got none has no optimizer state yet.
         least = {"gradients": 0.0, "optimizer": ranks[0]["claimed_of_used"]["optimizer"]}
         low = least.get(kind, wanted)
         if low - STATE_TOLERANCE * low - slack <= held and _at_most(
@@ -259,8 +259,11 @@ def _missent(evidence: Evidence) -> Iterator[str]:
         if op == "broadcast":  # buffers, in each forward at most
             slack += evidence["micro"] * full["buffers"]
         margin = SENT_TOLERANCE * wanted + slack
-        # What no step has used may be sent, or not.
-        if low <= wanted + margin and high >= of_used.get(op, wanted) - margin:
+        # What is not used in every micro-batch may be sent, or not.
+        most = evidence["claimed"]["most"].get(op, wanted) * (
+            evidence["claimed"]["if_irregular"] if evidence["irregular"] else 1.0
+        )
+        if low <= most + margin and high >= of_used.get(op, wanted) - margin:
             continue
         yield _how_missent(op, high, wanted, evidence)
 

@@ -81,6 +81,12 @@ def _announce(console: Console, event: Mapping[str, Any]) -> None:
             "run goes on, and the one before it stays",
             markup=False, soft_wrap=True,
         )  # fmt: skip
+    if "stopping" in event:
+        console.print(
+            f"{event['stopping']}: the run stops after this step, with a checkpoint; a second one "
+            "ends it at once",
+            markup=False, soft_wrap=True,
+        )  # fmt: skip
     if "evaluation" in event:
         console.print(f"held out: {evaluation_text(event['evaluation'])}", highlight=False)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlab import comm
+from shardlab import comm, optimizers
 from shardlab.strategies import base
 from shardlab.strategies.compress import Waitable
 from shardlab.strategies.flat import Layout, buckets_of
@@ -78,7 +78,6 @@ class BucketDDPAsync(SimpleDDP):
             p.register_post_accumulate_grad_hook(partial(self._arrived, name))
 
     def _arrived(self, name: str, parameter: nn.Parameter) -> None:
-        base.refuse_sparse(name, parameter)
         is_first = name not in self.arrivals
         self.arrivals[name] = None
         if self.is_last:
@@ -133,16 +132,20 @@ class BucketDDPAsync(SimpleDDP):
         if self.update.needs_norm:
             self.settle()
         gradients = {n: p.grad for n, p in self.params.items() if p.grad is not None}
-        self.optimizer.zero_grad(set_to_none=True)
+        base.drop_gradients(self.params)
         self.update(list(gradients.values()), apply=partial(self._update_buckets, gradients))
-        self.optimizer.zero_grad(set_to_none=True)
+        base.drop_gradients(self.params)
         self.settle()
         self.under_way.clear()
 
     def _update_buckets(self, gradients: dict[str, Tensor]) -> None:
         # Not strict: without gradients before it, a step has nothing under way and changes nothing.
-        for pending, names in zip(self.under_way, self.names, strict=False):
-            pending.wait()
+        turns = [([p], names) for p, names in zip(self.under_way, self.names, strict=False)]
+        if not optimizers.steps_by_parts(self.optimizer) and turns:
+            turns = [(self.under_way, [name for names in self.names for name in names])]
+        for under_way, names in turns:
+            for pending in under_way:
+                pending.wait()
             for name in names:
                 self.params[name].grad = gradients.get(name)
             self.optimizer.step()  # it passes over parameters that have no gradient

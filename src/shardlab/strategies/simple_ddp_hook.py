@@ -65,8 +65,7 @@ class SimpleDDPHook(SimpleDDP):
         for i, name in enumerate(self.order):
             self.params[name].register_post_accumulate_grad_hook(partial(self._arrived, i))
 
-    def _arrived(self, i: int, parameter: nn.Parameter) -> None:
-        base.refuse_sparse(self.order[i], parameter)
+    def _arrived(self, i: int, _parameter: nn.Parameter) -> None:
         self.used.add(self.order[i])
         if self.is_last:
             self.queue.arrived(i, self.order[i])

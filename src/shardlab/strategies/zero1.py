@@ -88,7 +88,6 @@ class Zero1(Sharded):
 
     def arrived(self, bucket: int, name: str, parameter: nn.Parameter) -> None:
         """A gradient's first micro-batch goes into its bucket; the others are added there."""
-        base.refuse_sparse(name, parameter)
         if name not in self.used:
             assert parameter.grad is not None
             parameter.grad = self.place(self.units[bucket], name).copy_(parameter.grad)
@@ -170,6 +169,9 @@ class Zero1(Sharded):
     def load_state_dict(self, state: dict[str, object]) -> None:
         self.settle()
         super().load_state_dict(state)
+        self.spread()
+
+    def spread(self) -> None:
         for unit in self.units:
             assert unit.full is not None
             comm.all_gather(unit.full, unit.shard, self.group, label=f"params {unit.label}")

@@ -60,7 +60,6 @@ class Zero2(Zero1):
         self.comm_dtype = base.option("zero2's comm_dtype", comm_dtype, DTYPES)
 
     def arrived(self, bucket: int, name: str, parameter: nn.Parameter) -> None:
-        base.refuse_sparse(name, parameter)
         self.move_gradient(self.units[bucket], name, parameter)
         self.queue.arrived(bucket, name)
 

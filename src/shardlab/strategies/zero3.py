@@ -211,7 +211,6 @@ class Zero3(Sharded):
         """
         if not self.is_running:
             return
-        base.refuse_sparse(name, parameter)
         unit = self.units[i]
         unit.arrived.append((name, parameter))
         unit.seen.add(name)
@@ -280,7 +279,7 @@ class Zero3(Sharded):
                     loss = self.loss_fn(self.model, batch)  # ()
                 self._end_forward()
                 with phase(BACKWARD):
-                    (loss / divisor).backward()
+                    base.backward(loss, divisor)
             loss_sum += loss.detach()
             is_used = self._finish()
         self.unused = [name for name, used in zip(self.params, is_used, strict=True) if not used]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -46,6 +46,18 @@ Sums = dict[str, Tensor]
 Evaluate = Callable[[nn.Module, Batch], Sums]
 
 
+# The user's optimizer: one, over some or all of the named parameters that it is given. It is
+# called on every rank, also with stand-ins of the parameters' shapes: names, shapes, dtypes and
+# requires_grad may decide what it does, values may not.
+MakeUsers = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
+# Called on every rank after each update, with the number of the step from 0, what this rank
+# updates, by the parameter's name (the whole, its rows, or a flat piece of it), and for each a dict
+# in which it may keep tensors of that shape. They are checkpointed. It must treat each element by
+# itself, and keep nothing elsewhere.
+AfterStep = Callable[[int, Mapping[str, Tensor], Mapping[str, dict[str, Tensor]]], None]
+
+
 class Dataset(Protocol):
     def __len__(self) -> int: ...
 
@@ -66,6 +78,9 @@ class Workload:
     held_out: Dataset | None = None  # samples that are never trained on; none: no evaluation
     evaluate: Evaluate | None = None  # none: the loss alone
     flops_per_sample: float | None = None  # of forward and backward; none: not known
+    optimizer: MakeUsers | None = None  # none: the config's
+    schedule: Callable[[int], float] | None = None  # a step's factor for all rates; none: config's
+    after_step: AfterStep | None = None
     couples_ranks: str | None = None  # what in forward looks at other ranks' samples, if anything
 
 
