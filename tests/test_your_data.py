@@ -625,6 +625,14 @@ def test_a_loss_inside_a_model_of_hugging_faces(name: str, count: str, tmp_path:
     assert workload.dataset.batch(range(8)).count == expected
 
 
+def test_the_example_of_hugging_faces() -> None:
+    pytest.importorskip("transformers")
+    path = ROOT / "examples" / "hugging_face.py"
+    workload = training.build_workload(configs.load(None, {"model.workload": f"{path}:workload"}))
+    assert workload.dataset.batch([0, 1]).count == 2 * 31  # the next tokens
+    assert workload.blocks == ("transformer.h.0", "transformer.h.1")
+
+
 # ------------------------------------------------------------------ blocks
 
 
