@@ -414,6 +414,12 @@ def test_a_sample_that_raises_in_mid_run_is_named(tmp_path: Path) -> None:
         workload.dataset.batch([3, 11])
 
 
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_few_samples(length: int, tmp_path: Path) -> None:
+    workload = build(tmp_path, returns(f"model, pairs[:{length}], F.cross_entropy"))
+    assert "the loss is a mean over targets, and is taken times their number" in workload.notes
+
+
 def test_a_model_that_is_made_outside_of_the_function(tmp_path: Path) -> None:
     source = "\ndef workload():\n    return model, pairs, nn.CrossEntropyLoss()\n"
     assert "returns the same model each time" in refused(tmp_path, source)

@@ -326,10 +326,8 @@ def _measure(
     length = len(dataset)
     elements = sum(t.numel() for t in tensors_of(batch.inputs)) // max(1, batch.samples)
     is_dear = elements * sum(p.numel() for p in model.parameters()) > DEAR
-    most = min(2 if is_dear else adding.SAMPLES, length)
-    if most < 2:
-        return Finding(SUM, note="of one sample it cannot be measured whether the loss adds up")
-    last = most - 1 if isinstance(dataset, Stream) or is_dear else length - 1
+    most = 2 if is_dear else max(2, min(adding.SAMPLES, length))
+    last = min(most if isinstance(dataset, Stream) or is_dear else length, length) - 1
     ids = [i * last // (most - 1) for i in range(most)]
     ignored = IGNORED
     rules: dict[str, adding.Count] = {"count": lambda batch: batch.count}
