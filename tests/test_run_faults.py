@@ -153,6 +153,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
     ("launcher", "number", "more"),
     [
         pytest.param(commands.SHARDLAB, signal.SIGTERM, [], id="SIGTERM"),
+        pytest.param(commands.SHARDLAB, signal.SIGTERM, ["--max-restarts", "2"], id="to all"),
         pytest.param(commands.SHARDLAB, signal.SIGINT, ["--checkpoint-async"], id="Ctrl-C"),
         pytest.param([*TORCHRUN, "-m", "shardlab"], signal.SIGTERM, [], id="torchrun"),
     ],
@@ -163,7 +164,9 @@ def test_a_run_that_is_asked_to_stop_goes_on_exactly(
     """It finishes its step, saves, says how to go on; resumed, it ends as if left alone."""
     process = started(*launcher, *command(*more))
     status = commands.wait_for_steps(tmp_path / "runs", 3, timeout=90)
-    os.kill(process.pid, number)
+    to_all = commands.descendants(process.pid) if "--max-restarts" in more else []  # as Slurm does
+    for pid in (process.pid, *to_all):
+        os.kill(pid, number)
     _, errors = process.communicate(timeout=60)
     assert commands.wait_until_gone(status["pids"]) == []
     (folder,) = (tmp_path / "runs").iterdir()

@@ -506,8 +506,9 @@ def _run_joined(
         with stop.heard(_TorchrunSignals(store, rank, size, mark_unless_told)):
             local_rank, local_size = environment["local_rank"], environment["local_size"]
             world = worlds.join(config, rank, size, local_rank, local_size, store, tell=listen)
-            result = _unless_stopped(_resolve(target)(world, *args))
+            result = _resolve(target)(world, *args)
             worlds.leave()
+        result = _unless_stopped(result)
         return result if rank == 0 else None
     except Interrupted as stopped:
         if rank:
