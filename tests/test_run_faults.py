@@ -397,6 +397,40 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("output.dir=file/out", "error: cannot write the run folder: [Errno 20] Not a directory"),
+        (r'output.dir="a\0b"', "embedded null byte"),
+        (b"output.dir=a\xff", "error: the name of the run folder is not UTF-8: a"),
+    ],
+    ids=["below a file", "null", "bytes"],
+)
+def test_a_run_folder_that_cannot_be(setting: str | bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    done = commands.shardlab(
+        "train", "--workload", WORKLOAD, "-w", "1", "--steps", "2", "--set", os.fsdecode(setting),
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    (line,) = said(done.stderr)
+    assert message in line
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_current_folder_is_gone(tmp_path: Path) -> None:
+    leave = (
+        "import os, subprocess, sys; os.rmdir(os.getcwd()); sys.exit(subprocess.call(sys.argv[1:]))"
+    )
+    (tmp_path / "gone").mkdir()
+    done = commands.run(
+        sys.executable, "-c", leave, *commands.SHARDLAB, "train", cwd=tmp_path / "gone"
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: the current folder is gone")
+
+
 def bomb(prefix: bytes = b"") -> bytes:
     """100 MB in 100 kB."""
     return gzip.compress(prefix + b"1" * 100_000_000)
