@@ -475,8 +475,12 @@ def _unless_stopped(result: Any) -> Any:
         return result
     made = result["stopped"]
     how = f"by {signal.Signals(result['signal']).name} after {made} step{'s' * (made != 1)}"
-    error = (result["checkpoint"] or {}).get("error")
-    saved = f"its checkpoint was not written: {error}" if error else "with a checkpoint"
+    if result["checkpoint"] is None:
+        saved = "before it had made a step of its own"
+    elif error := result["checkpoint"].get("error"):
+        saved = f"its checkpoint was not written: {error}"
+    else:
+        saved = "with a checkpoint"
     raise Interrupted(f"{how}, {saved}", result["signal"])
 
 
