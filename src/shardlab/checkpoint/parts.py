@@ -93,7 +93,7 @@ def held_by(strategy: Strategy) -> tuple[Parts, Numbers, dict[str, Any]]:
             name = f"{OPTIMIZER}{slot.name}/{key}"
             if value is None:
                 continue
-            if _is_number(key, value, parameter.numel()):
+            if _is_number(key, value, len(slot.shape)):
                 numbers[name] = float(value)
             else:
                 parts[name] = _part(slot, value)
@@ -114,9 +114,10 @@ def _flat(tensor: Tensor) -> Tensor:
     return local.detach().reshape(-1)
 
 
-def _is_number(key: str, value: Any, size: int) -> bool:
-    """Adam's count of steps is one; the state of a parameter of one element is not."""
-    return not isinstance(value, Tensor) or key == "step" or (value.dim() == 0 and size != 1)
+def _is_number(key: str, value: Any, dimensions: int) -> bool:
+    """Adam's count of steps is one, ASGD's eta; the state of a parameter without dimensions is
+    not, though it has none either."""
+    return not isinstance(value, Tensor) or key == "step" or (value.dim() == 0 and dimensions > 0)
 
 
 def _of_state(state: dict[str, Any]) -> tuple[Parts, Numbers, dict[str, Any]]:
@@ -135,7 +136,7 @@ def _of_state(state: dict[str, Any]) -> tuple[Parts, Numbers, dict[str, Any]]:
             name = f"{OPTIMIZER}{parameter}/{key}"
             if value is None:
                 continue
-            if _is_number(key, value, whole.numel()):
+            if _is_number(key, value, whole.dim()):
                 numbers[name] = float(value)
             else:
                 parts[name] = Part(whole.shape, 0, _flat(value))
