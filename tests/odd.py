@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import naming
+from shardlab import naming, optimizers
 from shardlab.strategies import STRATEGIES
 from shardlab.workloads.base import Batch
 from shardlab.world import World
@@ -674,7 +674,7 @@ def build(name: str, seed: int) -> nn.Module:
 
 
 # A decay, so that a zero gradient instead of none would show.
-MAKE = functools.partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
+MAKE = optimizers.of_class(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
 
 
 def numpy(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -685,7 +685,7 @@ def numpy(tensors: dict[str, Any]) -> dict[str, Any]:
 def plain(name: str, ranks: int) -> Course:
     model = build(name, 0)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    optimizer = MAKE(trained.values())
+    optimizer = MAKE(trained)
     course: Course = []
     for step in range(STEPS):
         batches = [batch(step, rank) for rank in range(ranks)]

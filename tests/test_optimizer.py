@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,12 @@ from conftest import GetRanks
 from shardlab import config as configs
 from shardlab import naming, optimizers
 from shardlab import train as training
-from shardlab.config import OPTIMIZERS, Config, TrainingConfig
+from shardlab.checkpoint import load as loading
+from shardlab.checkpoint import manifest as manifests
+from shardlab.checkpoint.during import own_state
+from shardlab.checkpoint.save import About, Checkpoints
+from shardlab.checkpoint.start import Start
+from shardlab.config import OPTIMIZERS, CheckpointConfig, Config, TrainingConfig
 from shardlab.errors import UsageError
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.update import Rule
@@ -131,6 +137,33 @@ class Noisy(Normed):
             for p in group["params"]:
                 if p.grad is not None:
                     p.sub_(p.grad + torch.randn_like(p), alpha=group["lr"])
+
+
+class Lists(Normed):
+    """Keeps gradients in a list."""
+
+    @torch.no_grad()
+    def step(self, _closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    history = self.state[p].setdefault("history", [])
+                    history.append(p.grad)
+                    p.sub_(sum(history), alpha=group["lr"])
+
+
+class Outside(Normed):
+    """Counts in an attribute."""
+
+    taken = 0
+
+    @torch.no_grad()
+    def step(self, _closure: Callable[[], float] | None = None) -> None:
+        self.taken += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / self.taken)
 
 
 class Remembers(torch.optim.SGD):
@@ -379,6 +412,48 @@ def test_the_state_goes_from_one_strategy_to_another(
                 close(results[name][taker], expected, f"{name}, {giver} to {taker}:")
 
 
+def saved(world: World, strategy: str, folder: str) -> None:
+    for name in AGAIN:
+        instance = build(world, strategy, name, world.rank)
+        for step in range(STEPS - 1):
+            instance.gradients([toys.batch(step, world.rank, 0)])
+            instance.step()
+        about = About({}, strategy, None)
+        path = Path(folder) / name
+        checkpoints = Checkpoints(path, CheckpointConfig(every=1), world, instance, about)
+        checkpoints.save(STEPS - 1, own_state(instance, world.device, None))
+        assert checkpoints.last is not None
+        assert checkpoints.last.error is None
+
+
+def went_on(world: World, strategy: str, folder: str) -> dict[str, Arrays]:
+    ends = {}
+    for name in AGAIN:
+        instance = build(world, strategy, name, 10 + world.rank)
+        path = Path(folder) / name / "checkpoints" / f"step-{STEPS - 1:06d}"
+        loading.load(Start(None, path, manifests.read(path)), instance, world, Config())
+        instance.gradients([toys.batch(STEPS - 1, world.rank, 0)])
+        instance.step()
+        kept = arrays(beside(instance.state_dict()))
+        ends[name] = arrays(instance.full_params()) | {f"kept {n}": a for n, a in kept.items()}
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("giver", "taker"),
+    [("zero2", "pytorch_zero1"), ("pytorch_zero3", "zero3"), ("bucket_ddp_async", "pytorch_zero3")],
+)
+def test_a_checkpoint_has_all_that_an_optimizer_keeps(
+    giver: str, taker: str, ranks: GetRanks, tmp_path: Path
+) -> None:
+    ranks(2).run(saved, giver, str(tmp_path), deadline_s=100)
+    for ends in ranks(2).run(went_on, taker, str(tmp_path), deadline_s=100):
+        for name in AGAIN:
+            history, kept = reference(name, 2)
+            expected = {**history[-1], **{f"kept {n}": a for n, a in kept.items()}}
+            close(ends[name], expected, f"{name}, {giver} to {taker}:")
+
+
 def exchanged(world: World, strategy: str) -> list[Arrays]:
     """The parameters; after the exchange, the average; after another, the parameters again."""
     instance = build(world, strategy, "average", world.rank)
@@ -620,12 +695,15 @@ def test_what_a_checkpoint_would_lose_is_refused_before_the_run(ranks: GetRanks)
     config = configs.load(
         None,
         {
-            "model.size": "tiny", "training.steps": 2, "training.optimizer": "adafactor",
+            "model.size": "tiny", "training.steps": 2, "training.optimizer": "test_optimizer:Lists",
             "checkpoint.every": 1, "data.source": "synthetic",
         },
     )  # fmt: skip
     (message,) = set(ranks(2).run(refused, config, deadline_s=60))
-    assert "Adafactor keeps 'col_var', which is not of its parameter's shape" in message
+    assert "checkpoint.every: Lists keeps a list for a parameter ('history')" in message
+    outside = plan_of(of(Outside)).traits
+    assert outside.unsaved == "Outside keeps what it needs outside of its state"
+    assert plan_of(of(Counts)).traits.unsaved is None
 
 
 def refused(world: World, config: Config) -> str:

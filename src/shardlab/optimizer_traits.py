@@ -296,9 +296,8 @@ def _of_state(trial: _Trial, samples: list[list[str]], name: str) -> Traits:
                         kept += 1
                 elif isinstance(value, bool | int | float):
                     numbers[key] = type(value)
-                elif isinstance(value, Tensor):
+                elif isinstance(value, Tensor):  # of another shape, as Adafactor's
                     kept += value.numel()
-                    unsaved = f"{name} keeps '{key}', which is not of its parameter's shape"
                 elif value is not None:
                     unsaved = f"{name} keeps a {type(value).__name__} for a parameter ('{key}')"
         counts.append(kept / max(1, elements))

@@ -22,7 +22,8 @@ TOLD = (
     "strategy.name", "strategy.options", "launch.world", "training.steps", "training.accumulate",
     "training.learning_rate", "training.weight_decay", "training.momentum", "training.schedule",
     "training.warmup_steps", "training.min_rate", "training.clip_norm", "training.compile",
-    "training.activation_checkpointing", "precision.compute",
+    "training.activation_checkpointing", "precision.compute", "training.betas", "training.eps",
+    "training.optimizer_options", "training.no_decay", "training.clip_value", "training.ema_decay",
 )  # fmt: skip
 
 

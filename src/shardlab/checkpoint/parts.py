@@ -94,7 +94,7 @@ def held_by(strategy: Strategy) -> tuple[Parts, Numbers, dict[str, Any]]:
             name = f"{OPTIMIZER}{slot.name}/{key}"
             if value is None:
                 continue
-            if _is_number(key, value, parameter.numel()):
+            if _is_number(key, value, len(slot.shape)):
                 numbers[name] = _number(name, value)
             elif value.shape == parameter.shape:
                 parts[name] = _part(slot, value)
@@ -118,9 +118,10 @@ def _flat(tensor: Tensor) -> Tensor:
     return local.detach().reshape(-1)
 
 
-def _is_number(key: str, value: Any, size: int) -> bool:
-    """Adam's count of steps is one; the state of a parameter of one element is not."""
-    return not isinstance(value, Tensor) or key == "step" or (value.dim() == 0 and size != 1)
+def _is_number(key: str, value: Any, dimensions: int) -> bool:
+    """Adam's count of steps is one, ASGD's eta; the state of a parameter without dimensions is
+    not, though it has none either."""
+    return not isinstance(value, Tensor) or key == "step" or (value.dim() == 0 and dimensions > 0)
 
 
 def _number(name: str, value: Any) -> float:
@@ -157,7 +158,7 @@ def _of_state(state: dict[str, Any]) -> tuple[Parts, Numbers, dict[str, Any]]:
             name = f"{OPTIMIZER}{parameter}/{key}"
             if value is None:
                 continue
-            if _is_number(key, value, whole.numel()):
+            if _is_number(key, value, whole.dim()):
                 numbers[name] = _number(name, value)
             else:
                 parts[name] = Part(value.shape, 0, _flat(value))
