@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import zoo_generator
 import zoo_page
 import zookeeper
 from conftest import GetRanks
@@ -65,6 +67,34 @@ def test_there_are_at_least_eighty_and_each_says_why() -> None:
 def test_the_page_is_up_to_date() -> None:
     page = Path(__file__).parent.parent / "docs" / "zoo.md"
     assert page.read_text() == zoo_page.page(), "run: python tests/zoo_page.py"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", [0, secrets.randbelow(10_000)], ids=["fixed", "fresh"])
+def test_random_models(seed: int, ranks: GetRanks) -> None:
+    """A failure names its model: ``python tests/zoo_generator.py --only NUMBER`` runs it again."""
+    numbers = [seed * zoo_generator.SPAN + i for i in range(20)]
+    strategies = [s for s in GROUPS["ours"] if s != "single"]
+    found = zoo_generator.hunt(ranks, numbers, strategies)
+    assert found.failures == []
+    assert not found.refusals
+    assert found.tried - found.unsound >= 10
+
+
+def test_a_number_is_a_model() -> None:
+    first, again, other = (str(zoo_generator.plan_of(n).calls) for n in (7, 7, 8))
+    assert first == again != other
+    assert len(zoo_generator.TRAITS) >= 50
+
+
+def test_every_trait_can_be_trained_somewhere() -> None:
+    """No trait is one that one process always refuses: it would find nothing."""
+    seen: set[str] = set()
+    for number in range(400):
+        traits = set(zoo_generator.plan_of(number).traits)
+        if traits - seen and zoo_generator.is_sound(str(number), 1):
+            seen |= traits
+    assert seen == set(zoo_generator.TRAITS)
 
 
 # ------------------------------------------------------------------ the keeper notices
