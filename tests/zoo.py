@@ -38,6 +38,7 @@ GROUPS = {  # names for several strategies at once
     "ours": tuple(s for s in STRATEGIES if not s.startswith("pytorch_")),
     "ddp": ("pytorch_ddp", "pytorch_zero1"),
     "fsdp": ("pytorch_zero2", "pytorch_zero3", "pytorch_hsdp"),
+    "fsdp3": ("pytorch_zero3", "pytorch_hsdp"),  # which free parameters after forward
     "pytorch": tuple(s for s in STRATEGIES if s.startswith("pytorch_")),
     "flat": ("zero1", "zero2", "zero3"),
     "ranks": tuple(s for s in STRATEGIES if s != "single"),
@@ -899,7 +900,7 @@ class GivesWeight(Block):
 
 @animal(
     "blocks return a parameter of their own, which is used after them",
-    refused={"fsdp": "is used after the block"},
+    refused={"fsdp3": "is used after the block"},
 )
 class ReturnsItsWeight(Net):
     def __init__(self) -> None:
@@ -998,7 +999,9 @@ class PenaltyInForward(Net):
         return super().forward(x) * (1 + 0.01 * penalty)
 
 
-@animal("zero times every parameter, so that none is without a gradient", refused={"fsdp": OUTSIDE})
+@animal(
+    "zero times every parameter, so that none is without a gradient", refused={"fsdp3": OUTSIDE}
+)
 class ZeroTimesParameters(Net):
     @staticmethod
     def loss(model: nn.Module, batch: Sample) -> Tensor:
@@ -1025,7 +1028,7 @@ class Borrower(Block):
 
 @animal(
     "a block uses another block's weight, which it holds without owning it",
-    refused={"fsdp": OUTSIDE},
+    refused={"fsdp3": OUTSIDE},
 )
 class BorrowedByABlock(Net):
     def __init__(self) -> None:
@@ -1079,7 +1082,7 @@ class LossOfParts(nn.Module):
 
 @animal(
     "the loss reads a parameter of the model by its name",
-    refused={"ddp": "used outside forward", "fsdp": OUTSIDE},
+    refused={"ddp": "used outside forward", "fsdp3": OUTSIDE},
 )
 class TemperatureInLoss(Net):
     def __init__(self) -> None:
@@ -1501,7 +1504,7 @@ class Fourier(nn.Module):
 
 
 @animal(
-    "quantised weights: frozen integer parameters beside trained scales", refused={"fsdp": OUTSIDE}
+    "quantised weights: frozen integer parameters beside trained scales", refused={"fsdp3": OUTSIDE}
 )
 class IntegerParameter(Net):
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ FOOT = """
 
 Write it as a class in `tests/zoo.py`, under `@animal("why it is here")`. `Net` is a start: three
 blocks and a head. `blocks` names the modules to shard by, `refused` the strategies that refuse it
-(or a group of them: `ours`, `ddp`, `fsdp`, `pytorch`, `ranks`, `all`) and words of the refusal;
+(or a group of them, as in `GROUPS`) and words of the refusal;
 a `loss` or an `evaluate` of the class replaces the default. Then run
 
 ```text
