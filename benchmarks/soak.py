@@ -1,6 +1,6 @@
 """Kill, hang, slow down, damage: every run must end as if nothing had happened.
 
-    python benchmarks/soak.py [--cases 54] [--minutes 15] [--seed 0] [--short] [--out DIR]
+    python benchmarks/soak.py [--cases 54] [--seeds 0] [--minutes 15] [--short] [--out DIR]
 
 Each case trains a small GPT with one strategy on two or three ranks, disturbs it at random, and
 lets it go on: by itself (``--max-restarts``) or by ``--resume``. It passes if
@@ -10,13 +10,17 @@ lets it go on: by itself (``--max-restarts``) or by ``--resume``. It passes if
 - no run took longer than its deadline;
 - no process and no half-written file is left.
 
-Writes soak.json and soak.md; exit code 1 if any case fails. ``--seed`` chooses the faults.
+A seed chooses the faults; ``--seeds 1,2,3`` or ``--seeds 1-10`` makes so many cases of each. With
+``--out`` soak.json and soak.md are written after every case, and the same command goes on where it
+was stopped. Every case ends in a row, whatever happened; those that did not end as the undisturbed
+run are in a table of their own. Exit code 1 if there are any, or if cases are left to do.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -27,7 +31,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +43,9 @@ from shardlab.errors import RankFailure, UsageError
 from shardlab.strategies import STRATEGIES
 
 STEPS, EVERY = 8, 2
-HANG_S = 4.0  # after which the watchdog ends a run that is made to hang; others have its default
-DEADLINE_S = 120.0  # of one start of a run; on an idle machine none takes a tenth of it
+# After which the watchdog ends a run that is made to hang, and the deadline of one start of a run;
+# or as long as the undisturbed run takes, and thirty times as long, where the machine is busy.
+HANG_S, DEADLINE_S = 4.0, 120.0
 RESTARTS = 3
 SHORT = ("zero3", "bucket_ddp_async", "pytorch_ddp", "pytorch_zero3")
 BASE: dict[str, Any] = {
@@ -77,6 +82,8 @@ class Case:
     seconds: float = 0.0  # all of it
     longest_s: float = 0.0  # the longest start
     wrong: list[str] = field(default_factory=list)
+    seed: int = 0
+    number: int = 0  # among those of its seed
 
     @property
     def passed(self) -> bool:
@@ -170,13 +177,22 @@ def _nan(strategy: str, world: int, rng: random.Random) -> Case:
 
 
 def _corrupt(strategy: str, world: int, rng: random.Random) -> Case:
+    """Any of the checkpoints. After the last one no step is left in which to be killed."""
     how = rng.choice(faults.DAMAGES)
-    last = rng.randrange(1, STEPS // EVERY)  # the number of the checkpoint that is damaged
-    kill = f"kill:rank={rng.randrange(world)},step={EVERY * (last + 1) - 1}"
-    damage = f"corrupt-checkpoint:step={EVERY * last},how={how}"
-    return Case(
-        f"checkpoint damaged ({how}), then killed", strategy, world, [damage, kill], _on(rng)
-    )
+    after = EVERY * rng.randrange(1, STEPS // EVERY + 1)  # steps, when it was taken
+    is_last = after == STEPS
+    killed_at = rng.randrange(STEPS) if is_last else rng.randrange(after, after + EVERY)
+    kill = f"kill:rank={rng.randrange(world)},step={killed_at}"
+    damage = f"corrupt-checkpoint:step={after - 1},how={how}"
+    kind = "killed, last checkpoint damaged" if is_last else "checkpoint damaged, then killed"
+    return Case(f"{kind} ({how})", strategy, world, [damage, kill], _on(rng))
+
+
+def _drift(strategy: str, world: int, rng: random.Random) -> Case | None:
+    if "ddp" not in strategy:
+        return None
+    fault = f"drift:rank={rng.randrange(world)},step={rng.randrange(STEPS)}"
+    return Case("a copy of the weights drifts", strategy, world, [fault], _on(rng))
 
 
 def _disk_full(strategy: str, world: int, rng: random.Random) -> Case:
@@ -231,7 +247,7 @@ MAKERS: dict[str, Callable[[str, int, random.Random], Case | None]] = {
     "drop": _drop, "disk-full": _disk_full, "slow": _slow, "no space": _no_space,
     "kill by hand": _kill_by_hand, "in checkpoint": _kill_in_checkpoint, "hang again": _hang,
     "flip": _bit_flip, "stop": _signal("STOP"), "twice": _kill_twice, "command": _command,
-    "parent": _parent, "torchrun": _torchrun,
+    "parent": _parent, "torchrun": _torchrun, "drift": _drift,
 }  # fmt: skip
 
 
@@ -262,8 +278,10 @@ def settings(strategy: str, world: int, folder: Path, **more: Any) -> Config:
     return configs.from_dict(values).with_overrides(more)
 
 
-def run(case: Case, folder: Path, rng: random.Random) -> None:
+def run(case: Case, folder: Path, undisturbed_s: float) -> None:
     """Start it, disturb it, and let it go on until it has finished or cannot."""
+    rng = random.Random(f"{case.seed}/{case.number}")  # its own: cases may be run one by one
+    limit_s = max(DEADLINE_S, 30 * undisturbed_s)
     restarts = RESTARTS if case.goes_on == "restart" and case.by != "torchrun" else 0
     # A collective that is left out is paired with another one: of other sizes, Gloo waits for ever.
     makes_hang = ("hang", "drop")
@@ -271,7 +289,7 @@ def run(case: Case, folder: Path, rng: random.Random) -> None:
     config = settings(
         case.strategy, case.world, folder,
         **{"faults": case.faults, "launch.max_restarts": restarts,
-           "guard.hang_s": HANG_S if hangs else None},
+           "guard.hang_s": max(HANG_S, undisturbed_s) if hangs else None},
     )  # fmt: skip
     start = {"library": _in_here, "command": _as_command, "torchrun": _under_torchrun}[case.by]
     began = time.monotonic()
@@ -283,11 +301,11 @@ def run(case: Case, folder: Path, rng: random.Random) -> None:
         at = time.monotonic()
         disturber = _Disturber(case, folder) if not attempt else None
         try:
-            with deadline(DEADLINE_S):
+            with deadline(limit_s):
                 ended = start(config, case, folder)
         except TookTooLong:
             ended = "hung"
-            case.wrong.append(f"start {attempt + 1} took longer than {DEADLINE_S:g} s")
+            case.wrong.append(f"start {attempt + 1} took longer than {limit_s:g} s")
         finally:
             if disturber is not None:
                 disturber.stop()
@@ -298,6 +316,15 @@ def run(case: Case, folder: Path, rng: random.Random) -> None:
         if not attempt and "newest checkpoint" in case.outside:
             _damage_newest(folder, case.outside.split()[0], rng)
     case.seconds = time.monotonic() - began
+
+
+def disturbed(case: Case, folder: Path, reference: Path, undisturbed_s: float) -> None:
+    """Run and judge it. What nobody thought of is a wrong result too, and not the soak's end."""
+    try:
+        run(case, folder, undisturbed_s)
+        judge(case, folder, reference)
+    except Exception as error:
+        case.wrong.append(f"{type(error).__name__}: {error}"[:300])
 
 
 def _in_here(config: Config, case: Case, _folder: Path) -> str:
@@ -438,8 +465,12 @@ def different(folder: Path, reference: Path, world: int) -> list[str]:
     """In what the last checkpoints or the losses differ. Files are compared by their checksums."""
     found = []
     ours, theirs = (run / files.FOLDER / files.name_of(STEPS) for run in (folder, reference))
-    a, b = manifest.read(ours), manifest.read(theirs)
-    manifest.verify(ours, a.files)
+    b = manifest.read(theirs)
+    try:
+        a = manifest.read(ours)
+        manifest.verify(ours, a.files)
+    except UsageError as damaged:
+        return [f"the last checkpoint cannot be read: {damaged}"]
     for name in ("files", "tensors", "numbers", "update", "step", "world", "strategy"):
         if getattr(a, name) != getattr(b, name):
             found.append(f"the last checkpoint differs in its {name}")
@@ -474,32 +505,52 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def soak(
-    count: int, minutes: float, seed: int, short: bool, place: Path, tell: Callable[[str], None]
-) -> list[Case]:
-    rng = random.Random(seed)
-    planned = cases(count, rng, short)
-    references: dict[tuple[str, int], Path] = {}
-    done: list[Case] = []
+    planned: list[Case],
+    done: list[Case],
+    minutes: float,
+    place: Path,
+    tell: Callable[[str], None],
+    on_done: Callable[[], None],
+) -> None:
+    """Run what is not done yet, and add it to ``done``."""
+    references: dict[tuple[str, int], tuple[Path, float]] = {}
     limit = time.monotonic() + 60 * minutes
-    for number, case in enumerate(planned):
+    finished = {(case.seed, case.number) for case in done}
+    left = [case for case in planned if (case.seed, case.number) not in finished]
+    for position, case in enumerate(left):
         if time.monotonic() > limit:
-            tell(f"{minutes:g} minutes are over: {len(planned) - number} cases were not run")
+            tell(f"{minutes:g} minutes are over: {len(left) - position} cases were not run")
             break
         key = case.strategy, case.world
         if key not in references:
-            references[key] = place / f"undisturbed-{case.strategy}-{case.world}"
-            with deadline(DEADLINE_S):
-                restart.train(settings(*key, references[key]), "soak", lambda _event: None)
-        folder = place / f"case-{number:03d}"
-        run(case, folder, rng)
-        judge(case, folder, references[key])
+            path, began = place / f"undisturbed-{case.strategy}-{case.world}", time.monotonic()
+            with deadline(10 * DEADLINE_S):
+                restart.train(settings(*key, path), "soak", lambda _event: None)
+            references[key] = path, time.monotonic() - began
+        folder = place / f"seed-{case.seed}-case-{case.number:03d}"
+        disturbed(case, folder, *references[key])
         done.append(case)
+        on_done()
         verdict = "same" if case.passed else "; ".join(case.wrong)
-        tell(f"{number + 1:3d}/{len(planned)} {case.kind}, {case.strategy} on {case.world}: "
-             f"{verdict} ({case.seconds:.1f} s)")  # fmt: skip
+        tell(f"{len(done):3d}/{len(planned)} seed {case.seed}, {case.kind}, {case.strategy} on "
+             f"{case.world}: {verdict} ({case.seconds:.1f} s)")  # fmt: skip
         if case.passed:
             shutil.rmtree(folder)
-    return done
+
+
+def not_the_same(done: list[Case]) -> str:
+    """Markdown: a line for each case that did not end as the undisturbed run, and why."""
+    lost = [case for case in done if not case.passed]
+    if not lost:
+        return f"Not the same as the undisturbed run: none of {len(done)}.\n"
+    lines = ["| seed | case | fault | strategy | not the same |", "|--:|--:|---|---|---|"]
+    for case in lost:
+        what = ", ".join([case.kind, *case.faults, *filter(None, [case.outside])])
+        why = "; ".join(case.wrong).replace("|", "/")
+        lines.append(
+            f"| {case.seed} | {case.number} | {what} | {case.strategy}:{case.world} | {why} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def table(done: list[Case]) -> str:
@@ -521,40 +572,87 @@ def table(done: list[Case]) -> str:
     return "\n".join(lines) + "\n"
 
 
+class Record:
+    """``soak.json`` and ``soak.md``: written after every case, and read when the soak goes on."""
+
+    def __init__(self, folder: Path | None, about: dict[str, Any]) -> None:
+        self.folder = folder
+        self.about = about
+        self.done: list[Case] = []
+        path = None if folder is None else folder / "soak.json"
+        if path is not None and path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if {key: found.get(key) for key in about} != about:
+                raise SystemExit(f"{path} is of another soak: {found.get('command')}")
+            names = {f.name for f in fields(Case)}
+            self.done = [
+                Case(**{k: v for k, v in row.items() if k in names}) for row in found["cases"]
+            ]
+
+    def write(self) -> None:
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        rows = [asdict(case) | {"passed": case.passed} for case in self.done]
+        same = sum(case.passed for case in self.done)
+        content = {**self.about, "done": len(rows), "same": same, "cases": rows}
+        record.write_json(self.folder / "soak.json", content)
+        text = f"{table(self.done)}\n{not_the_same(self.done)}"
+        record.write_text(self.folder / "soak.md", text)
+
+
+def seeds_in(text: str) -> list[int]:
+    """``1,2,5-7``."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return list(dict.fromkeys(found))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=54)
+    parser.add_argument("--cases", type=int, default=54, help="of each seed")
     parser.add_argument("--minutes", type=float, default=15.0, help="no new case after so many")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", "--seed", type=seeds_in, default=[0], help="such as 1,2,5-7")
     parser.add_argument("--short", action="store_true", help="two ranks and four strategies")
     parser.add_argument("--out", type=Path, help="folder for soak.json and soak.md")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # each lost peer is a page of C++ frames
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="shardlab-soak-") as place:
-        done = soak(
-            arguments.cases, arguments.minutes, arguments.seed, arguments.short, Path(place),
-            lambda line: print(line, flush=True),
-        )  # fmt: skip
-        if not all(case.passed for case in done):  # what failed is kept, to be looked at
-            kept = Path(tempfile.mkdtemp(prefix="shardlab-soak-failed-"))
-            shutil.copytree(place, kept, dirs_exist_ok=True)
-            print(f"the folders of what failed: {kept}")
-    text = table(done)
-    print(text)
-    print(
-        f"{len(done)} cases in {(time.monotonic() - began) / 60:.1f} minutes, seed {arguments.seed}"
+    seeds = ",".join(map(str, arguments.seeds))
+    short = " --short" if arguments.short else ""
+    command = f"python benchmarks/soak.py --cases {arguments.cases} --seeds {seeds}{short}"
+    kept = Record(
+        arguments.out,
+        {"schema": 1, "command": command, "seeds": arguments.seeds, "each": arguments.cases},
     )
-    if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        command = f"python benchmarks/soak.py --cases {arguments.cases} --seed {arguments.seed}"
-        rows = [asdict(case) | {"passed": case.passed} for case in done]
-        record.write_json(
-            arguments.out / "soak.json", {"schema": 1, "command": command, "cases": rows}
-        )
-        record.write_text(arguments.out / "soak.md", text)
-    raise SystemExit(0 if all(case.passed for case in done) else 1)
+    planned: list[Case] = []
+    for seed in arguments.seeds:
+        of_seed = cases(arguments.cases, random.Random(seed), arguments.short)
+        for number, case in enumerate(of_seed):
+            case.seed, case.number = seed, number
+        planned += of_seed
+    began, before = time.monotonic(), len(kept.done)
+    with tempfile.TemporaryDirectory(prefix="shardlab-soak-") as place:
+        try:
+            soak(
+                planned, kept.done, arguments.minutes, Path(place),
+                lambda line: print(line, flush=True), kept.write,
+            )  # fmt: skip
+        finally:
+            if not all(case.passed for case in kept.done[before:]):  # to be looked at
+                failed = Path(tempfile.mkdtemp(prefix="shardlab-soak-failed-"))
+                shutil.copytree(place, failed, dirs_exist_ok=True)
+                print(f"the folders of what failed: {failed}")
+    print(table(kept.done))
+    print(not_the_same(kept.done))
+    print(
+        f"{len(kept.done) - before} cases in {(time.monotonic() - began) / 60:.1f} minutes, "
+        f"seeds {seeds}; {len(kept.done)} of {len(planned)} are done"
+    )
+    is_well = len(kept.done) == len(planned) and all(case.passed for case in kept.done)
+    raise SystemExit(0 if is_well else 1)
 
 
 if __name__ == "__main__":

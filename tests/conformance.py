@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import toys
-from shardlab import comm, naming
+from shardlab import comm, naming, optimizers
 from shardlab.launch import Ranks
 from shardlab.strategies import STRATEGIES
 from shardlab.workloads.base import Batch
@@ -53,9 +53,9 @@ ALL_CASES = [Case(*c) for c in itertools.product(toys.TOYS, (1, 2, 3), ("sgd", "
 
 def make_optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer]:
     if name == "sgd":
-        return functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        return optimizers.of_class(torch.optim.SGD, lr=0.1, momentum=0.9)
     # A decay, so that an unused parameter with a zero gradient instead of none would show.
-    return functools.partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
+    return optimizers.of_class(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
 
 
 def arrays(tensors: dict[str, torch.Tensor | None]) -> Arrays:
@@ -67,7 +67,7 @@ def reference(case: Case, world: int) -> Trajectory:
     """One plain process. Buffers follow rank 0's, as DDP's do."""
     model = toys.build(case.toy, seed=0)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    optimizer = make_optimizer(case.optimizer)(trained.values())
+    optimizer = make_optimizer(case.optimizer)(trained)
     result = Trajectory()
     for step in range(STEPS):
         share = [[toys.batch(step, r, m) for m in range(case.micro)] for r in range(world)]

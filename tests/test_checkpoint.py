@@ -18,6 +18,7 @@ import toys
 from conformance import make_optimizer
 from conftest import GetRanks
 from shardlab import config as configs
+from shardlab import inject
 from shardlab.checkpoint import convert, files, parts, rng, storage
 from shardlab.checkpoint import load as loading
 from shardlab.checkpoint import manifest as manifests
@@ -71,6 +72,22 @@ def test_retention(keep_last: int, keep_every: int | None, left: list[int]) -> N
     steps = [2, 4, 6, 8, 10]
     removed = files.to_remove(steps, keep_last, keep_every)
     assert [step for step in steps if step not in removed] == left
+
+
+def test_damaged_ones_push_out_no_good_ones() -> None:
+    """Whatever is damaged, the newest ``keep_last`` whole ones stay."""
+    draw = random.Random()
+    for _ in range(300):
+        steps = draw.sample(range(1, 40), draw.randint(0, 9))
+        damaged = {step for step in steps if draw.random() < 0.4}
+        keep_last, keep_every = draw.randint(1, 4), draw.choice([None, 3])
+        removed = files.to_remove(steps, keep_last, keep_every, lambda s, d=damaged: s not in d)
+        whole = sorted(set(steps) - damaged)
+        assert set(whole[-keep_last:]).isdisjoint(removed)
+        assert all(keep_every is None or step % keep_every for step in removed)
+        if len(whole) >= keep_last:  # and nothing older is left that need not be
+            old = [s for s in steps if s < whole[-keep_last] and (not keep_every or s % keep_every)]
+            assert removed == sorted(old)
 
 
 def test_random_states_come_back() -> None:
@@ -170,6 +187,66 @@ def test_a_full_disk_loses_nothing(
         ]  # fmt: skip
     assert list(files.steps_in(tmp_path)) == [3]
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000003"]
+
+
+def with_damage(world: World, folder: str, asynchronous: bool, how: str) -> list[str]:
+    """Four checkpoints, of which the second is damaged when the third is written: who is left."""
+    instance = build(world, "zero2", "mlp", 0, "adamw")
+    settings = CheckpointConfig(every=1, keep_last=2, asynchronous=asynchronous)
+    saver = Checkpoints(Path(folder), settings, world, instance, About({}, "zero2", None))
+    left = []
+    for step in range(1, 5):
+        run(instance, world, range(step - 1, step), 2)
+        saver.save(step, {})
+        saver.wait()
+        if step == 2 and world.rank == 0:
+            inject.damage(files.steps_in(Path(folder))[2], how)
+        left.append(str(world.share(list(files.steps_in(Path(folder))))))
+    return left
+
+
+@pytest.mark.parametrize(("asynchronous", "how"), [(False, "flip"), (True, "delete")])
+def test_a_damaged_one_does_not_count_among_keep_last(
+    asynchronous: bool, how: str, ranks: GetRanks, tmp_path: Path
+) -> None:
+    left = ranks(2).run(with_damage, str(tmp_path), asynchronous, how, deadline_s=60)
+    assert left[0] == ["[1]", "[2, 1]", "[3, 2, 1]", "[4, 3]"]
+
+
+def last_one_damaged(world: World, folder: str, asynchronous: bool, times: int) -> list[Any]:
+    """A run's last checkpoint, damaged so many times as soon as it is there."""
+    instance = build(world, "simple_ddp", "mlp", 0, "adamw")
+    settings = CheckpointConfig(every=1, asynchronous=asynchronous)
+    outcomes: list[Any] = []
+
+    def done(outcome: Any) -> None:
+        outcomes.append(outcome.error)
+        if world.rank == 0 and len(outcomes) <= times:
+            inject.damage(
+                files.steps_in(Path(folder))[1], ("flip", "truncate", "delete")[times - 1]
+            )
+
+    about = About({}, "simple_ddp", None)
+    saver = Checkpoints(Path(folder), settings, world, instance, about, done)
+    run(instance, world, range(1), 2)
+    saver.save_last(1, {})
+    return outcomes
+
+
+@pytest.mark.parametrize(("asynchronous", "times"), [(False, 1), (True, 2), (False, 3)])
+def test_the_last_checkpoint_is_read_back_and_written_again(
+    asynchronous: bool, times: int, ranks: GetRanks, tmp_path: Path
+) -> None:
+    for errors in ranks(2).run(last_one_damaged, str(tmp_path), asynchronous, times, deadline_s=60):
+        assert errors[:times] == [None] * times
+        if times < 3:
+            assert errors[times:] == [None]
+        else:
+            assert "step-000001" in errors[-1]
+            assert errors[-1].endswith(", 3 times")
+    newest = files.steps_in(tmp_path)[1]
+    damage = showing.overview(tmp_path)[0]["damage"]
+    assert (damage is None) == (times < 3), newest
 
 
 class Bare(SimpleDDP):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 import toys
 from conformance import Arrays, arrays
 from conftest import GetRanks
-from shardlab import comm, naming
+from shardlab import comm, naming, optimizers
 from shardlab import config as configs
 from shardlab import train as training
 from shardlab.errors import UsageError
@@ -212,7 +213,7 @@ def build(
     name: str, model: torch.nn.Module, world: World, rule: Rule = Rule(), **options: Any
 ) -> Any:
     make = naming.resolve(name, STRATEGIES, "strategy")
-    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    sgd = optimizers.of_class(torch.optim.SGD, lr=0.1)
     return make(model, sgd, toys.loss, world.mesh, rule=rule, **options)
 
 
@@ -280,6 +281,36 @@ def test_an_overflow_of_fp16_skips_the_step(ranks: GetRanks) -> None:
     for name, p in runs[0][1].items():
         assert np.isfinite(p).all()
         assert np.array_equal(p, runs[1][1][name])
+
+
+def train_with_nan(world: World, name: str, bad: int | None, rank: int, at: str) -> Arrays:
+    """Parameters after STEPS steps; step ``bad`` is NaN in one rank's data, or is left out."""
+    rule = Rule(on_nonfinite="skip")
+    options = {"compress": "powersgd", "powersgd_rank": 1}
+    strategy = build(name, toys.build("mlp", 0), world, rule, **options)
+    for step in range(STEPS):
+        if step == bad and at == "left out":
+            continue
+        batches = [toys.batch(step, world.rank, m) for m in range(2)]
+        if step == bad and world.rank == rank:
+            batches[1].inputs[0, 0] = float(at)
+        strategy.gradients(batches)
+        strategy.step()
+    return arrays(strategy.full_params())
+
+
+@pytest.mark.parametrize("name", [*OURS, pytest.param("pytorch_ddp", marks=WITHOUT_GPU)])
+@pytest.mark.parametrize("at", ["nan", "inf"])
+def test_a_skipped_step_leaves_no_trace_in_powersgd(name: str, at: str, ranks: GetRanks) -> None:
+    """Error feedback would keep a NaN for ever. The run goes on as if the step had not been."""
+    draw = random.Random()
+    bad, rank = draw.randrange(3, STEPS - 1), draw.randrange(2)
+    skipped = ranks(2).run(train_with_nan, name, bad, rank, at)
+    plain = ranks(2).run(train_with_nan, name, bad, rank, "left out")
+    for ours, expected in zip(skipped, plain, strict=True):
+        for parameter, value in expected.items():
+            assert np.isfinite(value).all()
+            assert np.array_equal(ours[parameter], value), (bad, rank, parameter)
 
 
 def several_buckets(world: World) -> Arrays:

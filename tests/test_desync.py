@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import nn
 import commands
 import troubled
 from conftest import GetRanks
-from shardlab import comm
+from shardlab import comm, restart
 from shardlab import config as configs
+from shardlab.checkpoint import files, storage
+from shardlab.checkpoint import manifest as manifests
 from shardlab.config import LaunchConfig
 from shardlab.errors import Halt, RankFailure, UsageError
 from shardlab.guard import drift, sequence
@@ -184,6 +187,56 @@ def test_a_replica_that_drifts_is_found_by_its_tensor(tmp_path: Path) -> None:
     assert caught.value.state == "drifted"
 
 
+def state_after(config: configs.Config) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The last checkpoint of a run that may start again, and why it did."""
+    reasons: list[str] = []
+
+    def listen(event: Any) -> None:
+        if "restart" in event:
+            reasons.append(event["reason"])
+
+    folder = restart.train(config, "test", listen)["folder"]
+    newest = next(iter(files.steps_in(Path(folder)).values()))
+    assert newest.name == "step-000012"
+    manifest = manifests.read(newest)
+    return storage.whole_tensors(newest, manifest, ""), reasons
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more", "reason"),
+    [
+        # On the code before, the checkpoint of step 4 was made of drifted replicas and was taken.
+        ("bucket_ddp_async", {"faults": ["drift:rank=1,step=3"]}, "replicas have drifted apart"),
+        ("pytorch_ddp", {"faults": ["drift:rank=0,step=2"]}, "replicas have drifted apart"),
+        ("OptimizerDriftingOnce", {}, "'second.weight/exp_avg' of rank 1 differs"),
+        ("SwappingOnce", {"guard.drift_every": 0}, "results since then are wrong"),
+    ],
+)
+def test_no_checkpoint_is_made_of_replicas_that_differ(
+    strategy: str, more: dict[str, Any], reason: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Drifted or out of step, saved, found later, started again: as if nothing had happened."""
+    monkeypatch.setenv("TROUBLED", str(tmp_path))
+    base = {
+        "training.steps": 12, "checkpoint.every": 2, "launch.max_restarts": 1, "launch.world": 2,
+        "launch.device": "cpu", "guard.drift_every": 7, "guard.check_steps": 0,
+        "guard.check_every": 7, "data.shuffle": True,
+    }  # fmt: skip
+    plain = {"OptimizerDriftingOnce": "simple_ddp", "SwappingOnce": f"{FILE}:InOrder"}
+    name = f"{FILE}:{strategy}" if strategy in plain else strategy
+    undisturbed, none = state_after(
+        config_of(tmp_path / "plain", plain.get(strategy, strategy), **base)
+    )
+    got, reasons = state_after(config_of(tmp_path / "disturbed", name, **base | more))
+    assert none == []
+    assert len(reasons) == 1
+    assert reason in reasons[0]
+    assert undisturbed.keys() == got.keys()
+    for key, value in undisturbed.items():  # (a random state has NaN for "nothing in hand")
+        assert torch.equal(got[key].nan_to_num(), value.nan_to_num()), key
+
+
 def test_checksums_see_one_bit() -> None:
     model = nn.Linear(50, 40)
     before = drift.checksums(model)
@@ -195,9 +248,61 @@ def test_checksums_see_one_bit() -> None:
     assert drift.first_difference([before, before]) is None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float32])
-def test_checksums_of_every_width(dtype: torch.dtype) -> None:
-    assert int(drift.checksum(torch.ones(3, 2, dtype=dtype).t())) != 0
+WIDTHS = [torch.bool, torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.int64,
+          torch.complex64, torch.complex128]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+def test_checksums_see_every_change_and_every_swap(dtype: torch.dtype) -> None:
+    """Values whose bits cancel easily (powers of two, opposite signs), in odd layouts."""
+    seed = random.randrange(2**32)  # another in each run: the claim is for all of them
+    draw = torch.Generator().manual_seed(seed)
+    parts = torch.randint(-8, 9, (2, 37, 29), generator=draw).double()
+    parts = parts.sign() * 2 ** parts.abs()
+    values = torch.complex(*parts) if dtype.is_complex else parts[0] > 2 if dtype == torch.bool \
+        else parts[0]  # fmt: skip
+    if dtype == torch.int64:
+        values = values.long() << torch.randint(0, 50, (37, 29), generator=draw)
+    tensor = values.to(dtype).t()  # (29, 37), not contiguous
+    before = drift.checksum(tensor).tolist()
+    assert drift.checksum(tensor.contiguous()).tolist() == before
+    swaps = 0
+    for _ in range(200):
+        i, j = torch.randint(0, tensor.numel(), (2,), generator=draw).tolist()
+        other = tensor.contiguous().view(-1).clone()
+        if other[i] == other[j]:
+            continue
+        swaps += 1
+        other[[i, j]] = other[[j, i]]
+        assert drift.checksum(other).tolist() != before, (seed, i, j)
+        other = tensor.contiguous().view(-1).clone()
+        other[i] = other[j]
+        assert drift.checksum(other).tolist() != before, (seed, i, j)
+    assert swaps > 20
+
+
+def test_checksums_see_swaps_between_blocks_and_between_tensors() -> None:
+    seed = random.randrange(2**32)
+    draw = torch.Generator().manual_seed(seed)
+    wide = torch.randint(-3, 4, (3 * drift.BLOCK + 5,), generator=draw).to(torch.float64)
+    before = drift.checksum(wide).tolist()
+    for i, j in [(0, drift.BLOCK), (drift.BLOCK - 1, 3 * drift.BLOCK + 4), (7, 2 * drift.BLOCK)]:
+        wide[i], wide[j] = 2.0, 1.0  # their bits differ by 2**52
+        first = drift.checksum(wide).tolist()
+        wide[i], wide[j] = 1.0, 2.0
+        assert drift.checksum(wide).tolist() != first, (seed, i, j)
+    assert drift.checksum(wide).tolist() != before
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    found = drift.checksums(model)
+    model[0].weight, model[1].weight = model[1].weight, model[0].weight
+    assert drift.first_difference([found, drift.checksums(model)]) == ("0.weight", [1], [0])
+
+
+def test_checksums_of_nothing_and_of_expanded_tensors() -> None:
+    assert drift.checksum(torch.zeros(0, 3)).tolist() == [0]
+    expanded = torch.ones(1).expand(7)
+    assert drift.checksum(expanded).tolist() == drift.checksum(torch.ones(7)).tolist()
+    assert drift.checksum(torch.tensor(3.0)).tolist() != drift.checksum(torch.tensor(4.0)).tolist()
 
 
 # ------------------------------------------------------------------ unequal data

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import commands
 import toys
 from conftest import GetRanks
 from shardlab import config as configs
-from shardlab import evaluate
+from shardlab import evaluate, optimizers
 from shardlab import train as training
 from shardlab.errors import UsageError
 from shardlab.evaluate import Evaluation
@@ -118,7 +117,7 @@ def trained_and_evaluated(world: World, name: str, held_out: int) -> list[dict[s
     if name == "bare":
         torch.manual_seed(0)
         strategy = Bare(
-            Net().double(), partial(torch.optim.AdamW, lr=1e-3), loss, world.mesh,
+            Net().double(), optimizers.of_class(torch.optim.AdamW, lr=1e-3), loss, world.mesh,
             blocks=workload.blocks,
         )  # fmt: skip
     run = training.make_evaluation(config, workload, world, strategy)

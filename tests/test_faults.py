@@ -15,6 +15,7 @@ import commands
 from conftest import GetRanks
 from shardlab import config as configs
 from shardlab import faults
+from shardlab.checkpoint import manifest as manifests
 from shardlab.errors import Halt, RankFailure, UsageError
 from shardlab.record import read_jsonl
 
@@ -178,6 +179,26 @@ def test_a_damaged_checkpoint_is_passed_over(ranks: GetRanks, tmp_path: Path) ->
     (resumed,) = read_jsonl(tmp_path / "run" / "resumes.jsonl")
     assert resumed["step"] == 2
     assert "step-000004" in resumed["passed_over"][0]
+
+
+@pytest.mark.parametrize("how", faults.DAMAGES)
+def test_a_run_does_not_finish_with_a_damaged_checkpoint(
+    how: str, ranks: GetRanks, tmp_path: Path
+) -> None:
+    """The fault strikes the last one: it is read back, and written again."""
+    values = run_of(
+        tmp_path / "run", f"corrupt-checkpoint:step=5,how={how}",
+        **{"checkpoint.asynchronous": how == "flip"},
+    )  # fmt: skip
+    trained(ranks, values)
+    last = tmp_path / "run" / "checkpoints" / "step-000006"
+    manifests.verify(last, manifests.read(last).files)
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "checkpoints.jsonl")] == [
+        2,
+        4,
+        6,
+        6,
+    ]
 
 
 def test_a_full_disk_loses_nothing(ranks: GetRanks, tmp_path: Path) -> None:

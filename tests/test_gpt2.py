@@ -255,7 +255,7 @@ def test_damaged_weights_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "m" / "model.safetensors"
     whole = path.read_bytes()
     for content, message in [
-        (whole[:-10], "does not fit into it"),
+        (whole[:-10], "is damaged: its tensors have"),
         (whole[:100], "cut off"),
         (b"\x05\0\0\0\0\0\0\0{oops" + whole, "not a safetensors file"),
     ]:

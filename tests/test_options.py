@@ -21,7 +21,7 @@ import toys
 from conformance import Arrays, arrays
 from conftest import GetRanks
 from shardlab import config as configs
-from shardlab import naming
+from shardlab import naming, optimizers
 from shardlab import train as training
 from shardlab.errors import UsageError
 from shardlab.schedule import SCHEDULES, learning_rate_factor
@@ -54,7 +54,7 @@ def build(
     options: dict[str, Any] = {"blocks": toys.BLOCKS[toy]} if "blocks" in parameters else {}
     if "shards" in parameters and world.size % 2:
         options["shards"] = world.size  # groups of two cannot be formed
-    optimizer = functools.partial(torch.optim.SGD, lr=RATE)
+    optimizer = optimizers.of_class(torch.optim.SGD, lr=RATE)
     model = toys.build(toy, seed).to(dtype)
     return make(model, optimizer, loss, world.mesh, rule=rule, **options)
 

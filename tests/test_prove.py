@@ -41,7 +41,7 @@ Checks = dict[str, dict[str, Any]]
 def checks_of(ranks: GetRanks, strategy: str, world: int = 2) -> Checks:
     """What ``shardlab prove`` finds out about one strategy, on the tests' own ranks."""
     config = configs.load(None, {"data.seq_len": 16, "training.steps": 3})
-    (case,) = cases_of(small(config, None), [strategy], [world])
+    (case,) = cases_of(small(config), [strategy], [world])
     evidence = ranks(world).run("shardlab.proof.evidence:examine", case.config.to_dict())
     return verdict.judge([e for e in evidence if e is not None])
 
@@ -150,7 +150,7 @@ class LosesTheEdge(Zero2):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("TooEarly", "step 1 of stack, gradient 'inlet.weight': the last micro-batch of the other"),
+        ("TooEarly", "gradient 'blocks.15.weight': the last micro-batch of the other ranks is not"),
         ("LosesTheEdge", "in only 2 of 1,120 elements, 447 to 1119, at the edge of a shard"),
     ],
 )
@@ -308,18 +308,24 @@ def test_units_of_last_place() -> None:
     want = torch.tensor([1.0, -2.0], dtype=torch.float64)
     assert difference.ulps(want, want) == 0
     assert difference.ulps(want + torch.tensor([3 * math.ulp(2.0), 0]), want) == 3
-    # What is zero in theory is not measured by its own size.
-    assert difference.ulps(want * 2e-16, want * 1e-16, floor=1.0) < 2
+    # In units that are given, for all elements or for each: what is zero in theory is not measured
+    # by its own size.
+    assert difference.ulps(want * 2, want, torch.tensor(4.0, dtype=torch.float64)) == 0.5
+    assert difference.ulps(want * 2, want, torch.tensor([4.0, 1.0], dtype=torch.float64)) == 2
     assert difference.ulps(want * 2e-16, want * 1e-16) > 1e15
     assert difference.ulps(None, None) == 0
     for other in (None, want[:1], want * math.nan, want * math.inf):
         assert difference.ulps(other, want) == math.inf
     assert difference.ulps(torch.empty(0), torch.empty(0)) == 0
+    imaginary = torch.complex(want, want)
+    assert difference.ulps(imaginary, imaginary) == 0
+    assert difference.ulps(imaginary.conj(), imaginary) > 1e15
 
 
 def first_of(**looks: Any) -> dict[str, Any]:
     return {"step": 1, "kind": "parameter", "tensor": "w", "model": "m", "rank": 1, "ranks": [1],
-            "world": 2, "counts": [[1], [1]], "gradients_equal": True, **looks}  # fmt: skip
+            "world": 2, "counts": [[1], [1]], "gradients_equal": True, "ulp": 1e9,
+            **looks}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -464,10 +470,26 @@ def test_what_is_alive_is_weighed_by_what_it_is_for() -> None:
 
 
 def test_cases() -> None:
-    config = small(configs.load(), None)
+    config = small(configs.load())
     assert (config.model.size, config.training.accumulate) == ("tiny", 2)
-    assert small(configs.load(None, {"model.size": "mini"}), None).model.size == "mini"
-    assert small(configs.load(), 1).training.accumulate == 1
+    assert small(configs.load(), given={"training.accumulate"}).training.accumulate == 1
+    long = {"training.steps": 99, "training.warmup_steps": 50, "training.global_batch": 512}
+    large = configs.load(None, {"model.size": "small", "data.seq_len": 1024, **long})
+    assert small(large, steps=2, worlds=[2, 4]) == configs.load(
+        None,
+        {
+            "model.size": "tiny",
+            "training.steps": 2,
+            "training.warmup_steps": 1,
+            "training.global_batch": 16,
+            "training.accumulate": 2,
+            "training.batch_split": "uneven",
+        },
+    )
+    given = {"model.size", "data.seq_len", "training.global_batch"}
+    kept = small(large, given=given)
+    assert (kept.model.size, kept.data.seq_len) == ("small", 1024)
+    assert kept.training.global_batch == 512
     cases = cases_of(config, ["single", "zero1:bucket_mb=1"], [2, 4])
     assert [(c.label, c.world) for c in cases] == [
         ("single", 1), ("zero1 (bucket_mb=1)", 2), ("zero1 (bucket_mb=1)", 4),

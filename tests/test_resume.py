@@ -30,6 +30,7 @@ from shardlab.checkpoint.start import Start
 from shardlab.config import CheckpointConfig, Config
 from shardlab.errors import UsageError
 from shardlab.record import read_jsonl
+from shardlab.runlock import RunLock
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.update import Rule
 from shardlab.world import World
@@ -383,7 +384,7 @@ def test_auto_takes_the_newest_that_did_not_finish(tmp_path: Path) -> None:
     killed = fake_run(tmp_path, "killed", dead, 6000)
     assert starts.find_run(config) == killed
     with pytest.raises(UsageError, match="alive is running"):
-        starts.not_running(tmp_path / "alive")
+        starts.taken(tmp_path / "alive", RunLock())
 
 
 def test_code_is_run_only_if_it_is_named(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_a_run_leaves_a_folder_that_explains_itself(tmp_path: Path) -> None:
     assert folder.name.endswith("-gpt2-tiny-simple_ddp_ga-w2")
     names = {p.name for p in folder.iterdir()}
     assert names == {
-        "README.md", "config.yaml", "env.json", "status.json",
+        "README.md", "config.yaml", "env.json", "run.lock", "status.json",
         "rank0.jsonl", "rank1.jsonl", "ledger.rank0.jsonl", "ledger.rank1.jsonl",
     }  # fmt: skip
     readme = (folder / "README.md").read_text()

@@ -486,9 +486,8 @@ def rows(step: int, first: int, number: int) -> Batch:
 
 
 def normalised(world: World, name: str) -> tuple[list[float], dict[str, Any]]:
-    from functools import partial
 
-    from shardlab import naming
+    from shardlab import naming, optimizers
     from shardlab.strategies import STRATEGIES
 
     torch.manual_seed(0)
@@ -496,7 +495,7 @@ def normalised(world: World, name: str) -> tuple[list[float], dict[str, Any]]:
     batchnorm.join(model, world.group)
     make = naming.resolve(name, STRATEGIES, "strategy")
     blocks = {"blocks": ("bn1", "conv2", "bn2")} if "zero3" in name else {}
-    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizer = optimizers.of_class(torch.optim.SGD, lr=0.1, momentum=0.9)
     strategy = make(model, optimizer, classification_loss, world.mesh, **blocks)
     losses = []
     for step, split in enumerate(SPLITS):

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -149,6 +150,28 @@ class Swapping(InOrder):
         if comm.LEDGER.step == 4 and self.group.rank() == 1:
             names[1:3] = reversed(names[1:3])
         return names
+
+
+class SwappingOnce(InOrder):
+    """The same, in the first start of a run alone: the folder ``TROUBLED`` tells."""
+
+    def order(self, names: list[str]) -> list[str]:
+        marker = Path(os.environ["TROUBLED"]) / "swapped"
+        if comm.LEDGER.step == 4 and self.group.rank() == 1 and not marker.exists():
+            marker.touch()
+            names[1:3] = reversed(names[1:3])
+        return names
+
+
+class OptimizerDriftingOnce(SimpleDDP):
+    """Rank 1's momentum changes after step 3, in the first start of a run alone; no weight does."""
+
+    def step(self) -> None:
+        super().step()
+        marker = Path(os.environ["TROUBLED"]) / "drifted"
+        if comm.LEDGER.step == 3 and self.group.rank() == 1 and not marker.exists():
+            marker.touch()
+            self.optimizer.state[self.params["second.weight"]]["exp_avg"][0, 0] += 0.5
 
 
 class Waiting(InOrder):

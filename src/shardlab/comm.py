@@ -138,6 +138,19 @@ class Ledger:
 
 LEDGER = Ledger()  # a rank is a process: one ledger
 
+_host_groups: dict[Group, Group] = {}
+
+
+def host_group(group: Group) -> Group:
+    """The same ranks over Gloo: what their hosts tell each other does not wait for their GPUs."""
+    if group.name() == "gloo":
+        return group
+    if group not in _host_groups:
+        ranks = dist.get_process_group_ranks(group)
+        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _host_groups[group] = made
+    return _host_groups[group]
+
 
 def wire_bytes(op: str, size: int, ranks: int) -> float:
     """Bytes one rank must send for a collective on ``size`` bytes, by the best algorithm."""
@@ -236,6 +249,28 @@ def _begin(
     return pending
 
 
+def _dense(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
+    """What a backend can be given for a tensor, and what is left to do afterwards.
+
+    Backends read and write numel() elements from the tensor's first on. Where it has gaps or
+    another order, that is the wrong memory; where it is expanded, it is beyond its storage.
+    """
+    if tensor.is_contiguous():
+        return tensor, None
+    for axis, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
+        if stride == 0 and size > 1:  # one element stands for all
+            tensor = tensor.narrow(axis, 0, 1)
+    if tensor.is_contiguous():
+        return tensor, None
+    copy = tensor.contiguous()
+
+    def write_back() -> None:
+        with torch.no_grad():
+            tensor.copy_(copy)
+
+    return copy, write_back
+
+
 def all_reduce(
     tensor: Tensor, group: Group, *, op: str = "sum", label: str = "", async_op: bool = False
 ) -> Pending:
@@ -243,9 +278,13 @@ def all_reduce(
     if intercept is not None and intercept():
         return _left_out("all_reduce", group)
     entry = LEDGER.open("all_reduce", tensor, group, label, "" if op == "sum" else f"({op})")
-    reduction = _REDUCTIONS[op]
+    reduction, (dense, finish) = _REDUCTIONS[op], _dense(tensor)
     return _begin(
-        entry, group, async_op, lambda: dist.all_reduce(tensor, reduction, group, async_op=True)
+        entry,
+        group,
+        async_op,
+        lambda: dist.all_reduce(dense, reduction, group, async_op=True),
+        finish,
     )
 
 
@@ -254,11 +293,13 @@ def broadcast(tensor: Tensor, group: Group, *, label: str = "", async_op: bool =
     if intercept is not None and intercept():
         return _left_out("broadcast", group)
     entry = LEDGER.open("broadcast", tensor, group, label)
+    dense, finish = _dense(tensor)
     return _begin(
         entry,
         group,
         async_op,
-        lambda: dist.broadcast(tensor, group=group, group_src=0, async_op=True),
+        lambda: dist.broadcast(dense, group=group, group_src=0, async_op=True),
+        finish,
     )
 
 

@@ -28,7 +28,13 @@ from shardlab.schedule import SCHEDULES
 
 T = TypeVar("T")
 
-OPTIMIZERS = ("adamw", "adam", "sgd")
+# The classes of torch.optim, in lower case. (Not all can be used: the refusal says why.)
+OPTIMIZERS = (
+    "adamw", "adam", "sgd", "adadelta", "adafactor", "adagrad", "adamax", "asgd", "lbfgs", "muon",
+    "nadam", "radam", "rmsprop", "rprop", "sparseadam",
+)  # fmt: skip
+MOMENTUM = ("sgd", "rmsprop", "muon")  # those with such a setting
+NO_DECAY = ("nothing", "norms_and_biases")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 LOSS_SCALE = 65536.0  # what fp16 starts with when nobody says; it halves itself where too large
 DEVICES = ("auto", "cpu", "cuda")
@@ -90,14 +96,26 @@ class TrainingConfig:
     global_batch: int = 8  # samples per optimizer step, over all ranks and micro-batches
     accumulate: int = 1  # micro-batches per rank and step
     batch_split: str = "exact"  # "uneven": some ranks get a sample less; the loss stays exact
-    optimizer: str = "adamw"
+    optimizer: str = (
+        "adamw"  # a class of torch.optim, or your own: path/to/file.py:Class, module:Class
+    )
     learning_rate: float = 1e-3
     weight_decay: float = 0.0
-    momentum: float = 0.0  # sgd only
-    schedule: str = "constant"  # "cosine": the rate falls to min_rate of itself over the run
+    no_decay: str = "nothing"  # "norms_and_biases": parameters of fewer than two dimensions
+    momentum: float = 0.0  # sgd, rmsprop, muon; 0: the class's own
+    betas: list[float] | None = None  # of Adam and its kind; none: the class's own
+    eps: float | None = None  # none: the class's own
+    optimizer_options: dict[str, Any] = field(default_factory=dict)  # other arguments of the class
+    # "cosine": the rate falls to min_rate of itself over the run; or your own: file.py:function,
+    # module:function, which gives the factor of a step, from 0
+    schedule: str = "constant"
     warmup_steps: int = 0  # the rate rises in a line over so many steps, before either
     min_rate: float = 0.0  # cosine only: a fraction of the learning rate
     clip_norm: float | None = None  # the largest norm of the whole gradient; none: any
+    clip_value: float | None = None  # the largest element of the gradient; none: any
+    # A moving average of the parameters, kept with the optimizer's state, and evaluated instead of
+    # them: so much of it stays at each step. None: no average
+    ema_decay: float | None = None
     activation_checkpointing: bool = False  # blocks are computed again in backward, not kept
     # torch.compile. "blocks": each by itself, so that gradients still come one block at a time.
     # "model": as one, which is faster, but all gradients come at the end and nothing overlaps.
@@ -131,13 +149,25 @@ class TrainingConfig:
             self.evaluate_samples is None or self.evaluate_every is not None,
             "training.evaluate_samples is for a run that evaluates; set training.evaluate_every",
         )
-        _one_of("training.optimizer", self.optimizer, OPTIMIZERS)
+        if ":" not in self.optimizer:
+            object.__setattr__(self, "optimizer", self.optimizer.lower())
+            _one_of("training.optimizer", self.optimizer, OPTIMIZERS)
+        _one_of("training.no_decay", self.no_decay, NO_DECAY)
+        _require(
+            self.no_decay == NO_DECAY[0] or self.weight_decay > 0,
+            f"training.no_decay {self.no_decay} is for a run with decay; set training.weight_decay",
+        )
         _one_of("training.batch_split", self.batch_split, BATCH_SPLITS)
         _require(
-            self.momentum == 0 or self.optimizer == "sgd",
+            self.momentum == 0 or self.optimizer in MOMENTUM or ":" in self.optimizer,
             f"training.momentum is for sgd; {self.optimizer} has no such setting",
         )
-        _one_of("training.schedule", self.schedule, SCHEDULES)
+        if ":" not in self.schedule:
+            _one_of("training.schedule", self.schedule, SCHEDULES)
+        _require(
+            self.warmup_steps == 0 or ":" not in self.schedule,
+            f"training.warmup_steps is for a schedule of ours; {self.schedule} says it all itself",
+        )
         _one_of("training.compile", self.compile, COMPILE)
         _one_of("training.on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         _require(
@@ -153,9 +183,21 @@ class TrainingConfig:
             self.min_rate == 0 or self.schedule == "cosine",
             f"training.min_rate is for the cosine schedule; {self.schedule} does not fall",
         )
+        for key in ("clip_norm", "clip_value", "eps"):
+            value = getattr(self, key)
+            _require(
+                value is None or 0 < value < float("inf"),
+                f"training.{key} must be above 0, got {value}",
+            )
         _require(
-            self.clip_norm is None or 0 < self.clip_norm < float("inf"),
-            f"training.clip_norm must be above 0, got {self.clip_norm}",
+            self.clip_norm is None or self.clip_value is None,
+            "training.clip_norm and training.clip_value: which comes first? Set one of them",
+        )
+        for value in self.betas or ():
+            _require(0 <= value < 1, f"training.betas are 0 or more and below 1, got {value}")
+        _require(
+            self.ema_decay is None or 0 < self.ema_decay < 1,
+            f"training.ema_decay must be above 0 and below 1, got {self.ema_decay}",
         )
 
 
@@ -314,7 +356,9 @@ class GuardConfig:
     hang_s: float | None = None
     check_steps: int = 3  # first steps whose collectives are compared before they are launched
     check_every: int = 10  # steps; then all that were launched are compared by a fingerprint
-    drift_every: int = 100  # steps after which replicas are compared, bit for bit; 0: never
+    # steps after which replicas are compared, bit for bit; and before each checkpoint, with the
+    # optimizer's state. 0: never
+    drift_every: int = 100
 
     def __post_init__(self) -> None:
         for key in ("check_steps", "check_every", "drift_every"):

@@ -35,6 +35,11 @@ class RankFailure(Exception):
         self.rank = rank
         self.message = message
         self.traceback = traceback
+        self.is_final = False  # the run was to end anyway, and is not started again
+
+
+class Late(RankFailure):
+    """Ranks gave no answer within a time limit, and were ended. They may have been at work."""
 
 
 class Halt(RankFailure):
@@ -63,7 +68,18 @@ class Halt(RankFailure):
 
 
 class Interrupted(Exception):
-    """Ctrl-C, and every rank was ended. Exit code 130. (Typer swallows KeyboardInterrupt.)"""
+    """Ctrl-C, or SIGTERM on a run, and every rank has ended. Exit code 128 and the signal's number.
+
+    (Typer swallows KeyboardInterrupt.)
+    """
+
+    def __init__(self, message: str = "every rank was ended", number: int = 2) -> None:
+        super().__init__(message)
+        self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.number
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> UsageError:

@@ -24,7 +24,7 @@ from shardlab.errors import UsageError
 from shardlab.guard.pulse import PULSE
 from shardlab.strategies import base
 from shardlab.strategies.base import Strategy
-from shardlab.workloads.base import Batch, Dataset, Evaluate, Sums, Workload
+from shardlab.workloads.base import Batch, Dataset, Evaluate, Sums, Workload, cast_model
 from shardlab.world import World
 
 
@@ -39,6 +39,7 @@ class Evaluation:
     chunk: int  # samples at a time, over all ranks: as many as in a micro-batch
     samples: int | None = None  # so many of the held-out ones, evenly spread; none: all
     dtype: torch.dtype = torch.float32
+    of_average: bool = False  # of the parameters' moving average, not of the parameters
 
     def __call__(self) -> dict[str, Any]:
         """Loss, accuracy, perplexity: what the workload's sums amount to. A collective."""
@@ -86,6 +87,8 @@ class Evaluation:
     @contextmanager
     def _inference(self) -> Iterator[Callable[[Evaluate, Batch], Sums]]:
         """A way to call the model in eval mode; afterwards it is as it was before."""
+        exchange = self._exchange()
+        exchange()
         model, infer = self._model()
         modes = {module: module.training for module in model.modules()}
         base.broadcast_buffers(model, self.world.group)  # as before every step: rank 0's
@@ -95,6 +98,18 @@ class Evaluation:
         finally:
             for module, was_training in modes.items():
                 module.training = was_training
+            exchange()
+
+    def _exchange(self) -> Callable[[], None]:
+        if not self.of_average:
+            return lambda: None
+        exchange: Callable[[], None] | None = getattr(self.strategy, "exchange_averages", None)
+        if exchange is None:
+            raise UsageError(
+                "training.ema_decay: the strategy has no exchange_averages(), so the average of "
+                "its parameters cannot be evaluated; leave out training.evaluate_every"
+            )
+        return exchange
 
     def _model(self) -> tuple[nn.Module, Callable[[Evaluate, Batch], Sums]]:
         """The strategy's own model; of a strategy that cannot lend it, a whole copy."""
@@ -103,7 +118,7 @@ class Evaluation:
         if infer is not None and isinstance(model, nn.Module):
             return model, infer
         with torch.random.fork_rng(devices=[]):
-            copy = self.workload.make_model().to(self.world.device, self.dtype)
+            copy = cast_model(self.workload.make_model(), self.world.device, self.dtype)
         state = self.strategy.full_params()
         with torch.no_grad():
             for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):

@@ -32,6 +32,7 @@ KINDS = {
     "slow": Kind("is late", ("rank", "ms"), ("step", "where")),
     "drop-collective": Kind("leaves out a collective", ("rank", "step")),
     "nan": Kind("computes NaN", ("rank", "step"), ("layer",)),
+    "drift": Kind("changes a weight of its own copy by 0.01", ("rank", "step")),
     "corrupt-checkpoint": Kind("damages the checkpoint just written", (), ("step", "rank", "how")),
     "disk-full": Kind("can write no more to files", ("step",), ("rank", "bytes")),
 }
@@ -144,5 +145,11 @@ def check_world(faults: Iterable[Fault], ranks: int, strategy: str) -> None:
                 f"{strategy} calls its collectives from inside PyTorch, where none can be left "
                 "out; use a strategy of ours, for example bucket_ddp_async"
             )
-        if fault.kind == "drop-collective" and ranks == 1:
-            raise UsageError("drop-collective needs a second rank to be missed by")
+        if fault.kind == "drift" and "ddp" not in strategy and ":" not in strategy:
+            raise UsageError(
+                f"{strategy} has no copies of the weights that could drift: it shards them, or "
+                "gathers them anew after each update; use one with whole copies, such as simple_ddp"
+            )
+        if fault.kind in ("drop-collective", "drift") and ranks == 1:
+            needs = "be missed by" if fault.kind == "drop-collective" else "differ from"
+            raise UsageError(f"{fault.kind} needs a second rank to {needs}")

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from shardlab import comm
@@ -113,6 +114,14 @@ class Injector:
             self._spoilt = (fault, step)
         return self._spoilt[0] if self._spoilt is not None and self._spoilt[1] == step else None
 
+    def drifts(self, model: nn.Module, step: int | None) -> None:
+        """Change a weight of this rank's copy, for good, if that is due."""
+        for fault in self._due(("drift",), step):
+            self._strike(fault, step)
+            weight = next(p for p in model.parameters() if p.requires_grad and p.numel())
+            with torch.no_grad():
+                weight[(0,) * weight.dim()] += 0.01
+
     def checkpoint_written(self, folder: Path, steps: int) -> None:
         """A checkpoint after so many steps is complete: damage it if that is due."""
         for fault in [f for f in self.waiting if f.kind == "corrupt-checkpoint"]:
@@ -163,6 +172,7 @@ def in_forward(loss: LossFn, strategy: str) -> LossFn:
         if injector is None:
             return loss(model, batch)
         injector.at("forward", step)
+        injector.drifts(model, step)
         fault = injector.spoils(step)
         value = loss(model, batch) if fault is None else _spoilt(loss, model, batch, fault)
         if strategy.startswith("pytorch_") and value.requires_grad:

@@ -12,16 +12,17 @@ second. This process itself does not import torch.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
+import json
 import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -29,9 +30,9 @@ from typing import Any, NoReturn
 
 from shardlab import record
 from shardlab.config import Config, LaunchConfig
-from shardlab.errors import Halt, Interrupted, RankFailure, UsageError
+from shardlab.errors import Halt, Interrupted, Late, RankFailure, UsageError
 from shardlab.forking import fork_server
-from shardlab.guard import watchdog
+from shardlab.guard import stop, watchdog
 
 Event = Mapping[str, Any]
 # A function of a rank, named so that naming it imports nothing: "package.module:function".
@@ -39,6 +40,7 @@ Event = Mapping[str, Any]
 Target = str | Callable[..., Any]
 
 DEFAULT_WORLD = 2
+LOOPBACK = "127.0.0.1"
 GRACE_S = 1.0  # after a first failure, how long to listen for the one that caused it
 STOP_S = 5.0  # how long a rank may take to leave when asked
 LOST_PEER = (
@@ -71,11 +73,43 @@ def refuse_used_port(port: int) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", port))
+            probe.bind((LOOPBACK, port))
         except OSError as error:
             raise UsageError(
                 f"port {port} cannot be used: {error.strerror}; choose another, or 0 for a free one"
             ) from None
+
+
+def loopback_store(port: int = 0) -> Any:
+    """A store for the ranks of this machine, which no other machine can reach.
+
+    A ``TCPStore`` that opens its own socket listens on every interface: whoever reaches it can read
+    and write the keys by which the ranks find each other. So it is handed a socket that is bound.
+    """
+    from torch.distributed import TCPStore
+
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((LOOPBACK, port))
+        listening.listen(128)
+        return TCPStore(
+            LOOPBACK,
+            listening.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),  # the store closes it
+        )
+
+
+def stay_on_loopback() -> None:
+    """Ranks of one machine listen for each other on its loopback interface, and nowhere else.
+
+    Gloo would take the interface of the host's name, and NCCL the first that is not loopback.
+    """
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if names:
+            os.environ[variable] = names[0]
 
 
 def default_world(config: Config) -> int:
@@ -168,6 +202,12 @@ class Ranks:
             raise Interrupted from None
         raise error
 
+    def ask_to_stop(self, number: int) -> None:
+        """A training run ends after its step; what else they do goes on."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
     def kill(self) -> None:
         """End every rank and whatever it started, now."""
         for process in self._processes:
@@ -198,7 +238,7 @@ class Ranks:
             left = None if limit is None else limit - time.monotonic()
             if left is not None and left <= 0:
                 late = [str(r) for r in awaited if r not in results]
-                raise RankFailure(
+                raise Late(
                     int(late[0]),
                     f"no answer within {deadline_s:g} s (waiting for {', '.join(late)})",
                 )
@@ -321,6 +361,7 @@ def launch(
     target: str,
     config: LaunchConfig,
     *args: Any,
+    saves: bool = False,
     on_event: Callable[[Event], None] = lambda _event: None,
 ) -> Any:
     """Run ``target`` on every rank of a world and return rank 0's result.
@@ -328,6 +369,9 @@ def launch(
     Under torchrun this process is one of the ranks, and the others' result is None. Else
     the ranks are started here. An event with a "folder" names the run folder: where the run
     fails, the folder will say so.
+
+    Ctrl-C and SIGTERM end the ranks. A run that ``saves`` is asked to stop first: it finishes its
+    step and writes a checkpoint. Whoever does not want to wait for that asks again.
     """
     folder: Path | None = None
 
@@ -344,32 +388,96 @@ def launch(
             with contextlib.suppress(OSError):  # a full disk: it is told, if not written
                 record.mark_crashed(folder, failure)
 
-    def mark_unless_told(failure: RankFailure) -> None:
+    def mark_unless_told(how: RankFailure | str) -> None:
         """Of a rank that only knows that it must go: whoever knows why has said so, perhaps."""
         from shardlab.checkpoint import files
 
-        if folder is not None and files.state_of(folder).get("state") == "running":
-            mark(failure)
+        if folder is None or files.state_of(folder).get("state") != "running":
+            return
+        if isinstance(how, RankFailure):
+            mark(how)
+            return
+        with contextlib.suppress(OSError):
+            record.mark(folder, "interrupted", reason=how)
+
+    def sweep() -> None:
+        """Every rank is gone: a checkpoint that is half written will not be finished."""
+        from shardlab.checkpoint import files
+
+        if folder is not None and environment is None:
+            files.sweep(folder)
 
     environment = torchrun_environment()
+    signals = _Signals(lambda: saves and folder is not None)
     try:
         if environment is not None:
             return _run_joined(target, config, args, environment, listen, mark, mark_unless_told)
         assert config.world is not None
-        with Ranks(config, config.world) as ranks:
-            return ranks.run(target, *args, on_event=listen)[0]
+        with signals, Ranks(config, config.world) as ranks:
+            signals.ranks = ranks
+            result = ranks.run(target, *args, on_event=listen)[0]
+        return _unless_stopped(result)
     except RankFailure as failure:
+        failure.is_final = signals.number is not None  # it was to end: it is not started again
         mark(failure)
-        if folder is not None and environment is None:  # every rank is gone: none is writing one
-            from shardlab.checkpoint import files
+        sweep()
+        raise
+    except (KeyboardInterrupt, Interrupted) as stopped:
+        if isinstance(stopped, KeyboardInterrupt):
+            stopped = Interrupted()
+        stopped.number = signals.number or stopped.number
+        mark_unless_told(signal.Signals(stopped.number).name)
+        sweep()
+        raise stopped from None
+    except UsageError as error:
+        mark_unless_told(str(error))  # in mid-run: a strategy cannot do what the model needs
+        raise
 
-            files.sweep(folder)
-        raise
-    except (Interrupted, UsageError) as error:
-        if folder is not None:  # refused in mid-run: a strategy that cannot do what the model needs
-            with contextlib.suppress(OSError):
-                record.mark(folder, "interrupted", reason=str(error) or "Ctrl-C")
-        raise
+
+class _Signals:
+    """What Ctrl-C and SIGTERM do to the ranks that this process has started.
+
+    The first asks a run that can save to stop; any other ends it, by a ``KeyboardInterrupt``.
+    """
+
+    def __init__(self, can_save: Callable[[], bool]) -> None:
+        self.can_save = can_save
+        self.ranks: Ranks | None = None
+        self.number: int | None = None  # of the first
+        self._when = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {n: signal.signal(n, self._handle) for n in stop.heeded()}
+
+    def __exit__(self, *_error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: object) -> None:
+        now = time.monotonic()
+        if self.number is None:
+            self.number, self._when = number, now
+            if self.ranks is not None and self.can_save():
+                self.ranks.ask_to_stop(number)
+                return
+        elif number == signal.SIGTERM and now - self._when < stop.SAME_S:
+            return
+        for other in self._before:  # ending the ranks is not to be interrupted in its turn
+            signal.signal(other, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+
+def _unless_stopped(result: Any) -> Any:
+    """The result of a run, if it came to its end."""
+    if not isinstance(result, dict) or "stopped" not in result:
+        return result
+    made = result["stopped"]
+    how = f"by {signal.Signals(result['signal']).name} after {made} step{'s' * (made != 1)}"
+    error = (result["checkpoint"] or {}).get("error")
+    saved = f"its checkpoint was not written: {error}" if error else "with a checkpoint"
+    raise Interrupted(f"{how}, {saved}", result["signal"])
 
 
 def _run_joined(
@@ -379,31 +487,32 @@ def _run_joined(
     environment: Mapping[str, int],
     listen: Callable[[Event], None],
     mark: Callable[[RankFailure], None],
-    mark_unless_told: Callable[[RankFailure], None],
+    mark_unless_told: Callable[[RankFailure | str], None],
 ) -> Any:
     """This process as one rank of torchrun's world."""
-    from torch.distributed import PrefixStore, rendezvous
-
     from shardlab import world as worlds
 
     rank, size = environment["rank"], environment["size"]
-    store, _, _ = next(rendezvous("env://", rank, size))
-    # After a restart the old world's addresses are still in torchrun's store: a new name space.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"shardlab/{attempt}", store)
-    ended = RankFailure(rank, "ended by torchrun, because another rank had failed")
+    store = _store_of_torchrun(rank, size)
     try:
+        refusal = ""
         if config.world not in (None, size):
-            raise UsageError(
+            refusal = (
                 f"launch.world is {config.world}, but torchrun has started {size} ranks; "
                 "leave it out"
             )
-        with _ended_by_signal(functools.partial(mark_unless_told, ended)):
+        if refusal := _refusal_of_any(store, rank, size, refusal, config.timeout_s):
+            raise UsageError(refusal)
+        with stop.heard(_TorchrunSignals(store, rank, size, mark_unless_told)):
             local_rank, local_size = environment["local_rank"], environment["local_size"]
             world = worlds.join(config, rank, size, local_rank, local_size, store, tell=listen)
-            result = _resolve(target)(world, *args)
+            result = _unless_stopped(_resolve(target)(world, *args))
             worlds.leave()
         return result if rank == 0 else None
+    except Interrupted as stopped:
+        if rank:
+            raise SystemExit(stopped.exit_code) from None
+        raise
     except Exception as error:
         failure = _Failure.of(rank, *_as_message(error))
         if failure.is_victim:
@@ -411,36 +520,125 @@ def _run_joined(
             assert isinstance(failure.error, RankFailure)
             mark(failure.error)
             time.sleep(GRACE_S)
-        # The first to say so speaks for all; the others leave without a word.
         with contextlib.suppress(Exception):
-            if store.add("failures", 1) > 1:
+            if _has_been_said(store, isinstance(failure.error, UsageError)):
                 raise SystemExit(failure.exit_code) from None
         raise failure.error from None
 
 
-@contextlib.contextmanager
-def _ended_by_signal(say: Callable[[], None]) -> Iterator[None]:
-    """torchrun ends the ranks that are left by SIGTERM. It may find us waiting in C, where no
-    handler of Python's runs; but the signal's number still comes, through a pipe, to a thread.
+def _store_of_torchrun(rank: int, size: int) -> Any:
+    from torch.distributed import PrefixStore, rendezvous
+
+    store, _, _ = next(rendezvous("env://", rank, size))
+    # After a restart the old world's addresses are still in torchrun's store: a new name space.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"shardlab/{attempt}", store)
+
+
+def refused_together(refusal: str) -> str:
+    """Input that one of torchrun's ranks refuses is refused by all of them, in one line: this one.
+
+    On another node a file may be missing that is there on this one: a rank that is refused before
+    it has joined the others would leave them waiting for it.
     """
-    numbers, sender = os.pipe()
-    os.set_blocking(sender, False)
+    environment = torchrun_environment()
+    if environment is None or _came_together:
+        return refusal
+    rank, size = environment["rank"], environment["size"]
+    with contextlib.suppress(Exception):  # no store: no other rank to tell
+        store = _store_of_torchrun(rank, size)
+        refusal = _refusal_of_any(store, rank, size, refusal, STOP_S) or refusal
+        if _has_been_said(store, is_refusal=True):
+            raise SystemExit(2)
+    return refusal
 
-    def listen() -> None:
-        while number := os.read(numbers, 1):
-            if number[0] == signal.SIGTERM:
-                say()
-                os._exit(128 + signal.SIGTERM)
 
-    threading.Thread(target=listen, daemon=True).start()
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    pipe_before = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(pipe_before)
-        signal.signal(signal.SIGTERM, before)
-        os.close(sender)  # the thread reads the end, and leaves
+def _has_been_said(store: Any, is_refusal: bool) -> bool:
+    """The first rank to fail speaks for all; a refusal is told once on each node, in its log."""
+    node = os.environ.get("GROUP_RANK", "0")
+    nth = store.add("failures", 1)
+    nth_on_node = store.add(f"failures on node {node}", 1)
+    return bool((nth_on_node if is_refusal else nth) > 1)
+
+
+_came_together = False  # all of torchrun's ranks have told each other whether they can begin
+
+
+def _refusal_of_any(store: Any, rank: int, size: int, refusal: str, wait_s: float) -> str:
+    """What all ranks are told before they join: nothing, or why one of them cannot."""
+    global _came_together
+    _came_together = True
+    host = socket.gethostname()
+    store.set(f"ready {rank}", json.dumps([host, refusal]))
+    keys = [f"ready {other}" for other in range(size)]
+    _wait_until(lambda: store.check(keys), wait_s)
+    said = {r: json.loads(store.get(key)) for r, key in enumerate(keys) if store.check([key])}
+    refusals = {r: (place, text) for r, (place, text) in said.items() if text}
+    store.add("heard", 1)
+    if refusals:
+        # The agent takes the store with it when its ranks are gone: not before all have heard.
+        _wait_until(lambda: store.add("heard", 0) >= size, STOP_S)
+        (place, text), *others = refusals.values()
+        is_alike = len(refusals) == size and all(other == text for _, other in others)
+        return text if is_alike else f"rank {min(refusals)} on {place}: {text}"
+    if missing := [str(r) for r in range(size) if r not in said]:
+        return f"rank {', '.join(missing)} did not come within {wait_s:g} s (launch.timeout_s)"
+    return ""
+
+
+def _wait_until(is_so: Callable[[], bool], seconds: float) -> None:
+    limit = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < limit:
+        time.sleep(0.02)
+
+
+class _TorchrunSignals:
+    """What a signal does to a rank of torchrun's. Called in a thread.
+
+    torchrun's agent passes on to all ranks what it is sent itself: then the run is asked to stop,
+    as if we had started the ranks. But it also ends the ranks that are left when one has failed.
+    """
+
+    ALL_S = 3.0  # after which not all ranks have been signalled
+
+    def __init__(
+        self, store: Any, rank: int, size: int, mark: Callable[[RankFailure | str], None]
+    ) -> None:
+        self.store = store.clone()  # the main thread may be waiting in the other one
+        self.rank, self.size, self.mark = rank, size, mark
+        self.when: float | None = None  # the first came
+
+    def __call__(self, number: int) -> None:
+        now, first = time.monotonic(), self.when is None
+        if not first and now - (self.when or 0.0) < stop.SAME_S:
+            return
+        self.when = now
+        with contextlib.suppress(Exception):
+            self.store.add("signalled", 1 if first else 0)
+        run = stop.CURRENT
+        if first and run is not None and run.is_on:
+            run.ask(number)
+            return
+        if self._all_are_signalled():
+            self.mark(signal.Signals(number).name)
+            if self.rank == 0:
+                print("interrupted: every rank was ended", file=sys.stderr, flush=True)
+        else:
+            ended = "ended by torchrun, because another rank had failed"
+            self.mark(RankFailure(self.rank, ended))
+        os._exit(128 + number)
+
+    def _all_are_signalled(self) -> bool:
+        def is_known() -> bool:
+            return bool(self.store.add("failures", 0)) or is_all()
+
+        def is_all() -> bool:
+            return bool(self.store.add("signalled", 0) >= self.size)
+
+        with contextlib.suppress(Exception):
+            _wait_until(is_known, self.ALL_S)
+            return is_all() and not self.store.add("failures", 0)
+        return False
 
 
 # ------------------------------------------------------------------ the child
@@ -464,10 +662,11 @@ def _rank_main(pipe: connection.Connection, launch: LaunchConfig, rank: int, siz
 
     try:
         if rank == 0:
-            store = TCPStore("127.0.0.1", launch.port, size, is_master=True, wait_for_workers=False)
+            store = loopback_store(launch.port)
             send("result", store.port)
         else:
-            store = TCPStore("127.0.0.1", pipe.recv(), size, is_master=False)
+            store = TCPStore(LOOPBACK, pipe.recv(), is_master=False)
+        stay_on_loopback()
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
         world = worlds.join(
             launch,

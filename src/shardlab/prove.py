@@ -8,7 +8,7 @@ no torch; ``proof.evidence`` runs in the ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ SCHEMA = 1
 # The size that is proved on, unless another is asked for.
 SMALLEST = {"gpt2": "tiny", "resnet_cifar10": "tiny", "causal_lm": "tiny"}
 TIMEOUT_S = 60.0  # a collective of so small a model that waits longer hangs
+LIMIT_S = 600.0  # for each strategy, unless told otherwise
 
 
 @dataclass(frozen=True)
@@ -37,17 +38,37 @@ class Case:
         return self.config.strategy.label
 
 
-def small(config: Config, accumulate: int | None) -> Config:
-    """The config of a proof, where nothing else was asked for: small, and telling.
+def small(
+    config: Config, steps: int = 3, worlds: Sequence[int] = (), given: Collection[str] = ()
+) -> Config:
+    """The config of a proof: small and telling, in whatever was not ``given`` by name.
 
-    With one micro-batch a strategy that communicates in each looks right, so there are two.
+    A file describes a run, which may be large; its proof is of the same workload in its smallest
+    size, with few samples and steps. With one micro-batch a strategy that communicates in each
+    looks right, so there are two.
     """
-    overrides: dict[str, Any] = {"training.batch_split": "uneven"}
-    if config.model.workload in SMALLEST and config.model.size is None:
-        overrides["model.size"] = SMALLEST[config.model.workload]
-    if accumulate is None and config.training.accumulate == 1:
-        overrides["training.accumulate"] = 2
-    return config.with_overrides(overrides)
+    training, workload = config.training, config.model.workload
+    worlds = worlds or [config.launch.world or DEFAULT_WORLD]
+    wanted: dict[str, Any] = {
+        "training.global_batch": min(training.global_batch, 4 * max(worlds)),
+        "training.accumulate": max(training.accumulate, 2),
+    }
+    if workload in SMALLEST and "model.size" not in given:
+        wanted["model.size"] = SMALLEST[workload]
+        if config.model.size not in (None, SMALLEST[workload]):
+            wanted["data.seq_len"] = None  # that of the small one
+    overrides = {key: value for key, value in wanted.items() if key not in given}
+    return config.with_overrides(
+        {
+            **overrides,
+            "training.batch_split": "uneven",
+            "training.steps": steps,
+            "training.warmup_steps": min(training.warmup_steps, steps - 1),
+            "training.evaluate_every": None,
+            "training.evaluate_samples": None,
+            "profile.enabled": False,
+        }
+    )
 
 
 def worlds_of(text: str | None, config: Config) -> list[int]:
@@ -113,6 +134,7 @@ def prove(
     worlds: Sequence[int],
     command: str,
     on_progress: Callable[[str, int, int], None] = lambda _what, _done, _total: None,
+    limit_s: float = LIMIT_S,
 ) -> dict[str, Any]:
     """The content of ``prove.json``. A strategy that crashes fails; the others go on."""
     verdicts: list[dict[str, Any]] = []
@@ -122,20 +144,24 @@ def prove(
     launch = dataclasses.replace(launch, timeout_s=min(launch.timeout_s, TIMEOUT_S))
     done = 0
     for size in worlds:
-        with RankSet(launch, size) as ranks:
+        with RankSet(launch, size, deadline_s=limit_s) as ranks:
+            run = ranks.run
             mine = cases_in(size, cases, worlds)
-            # What is wrong with any case is wrong input: said before anything is measured.
+            # What is wrong with any case is wrong input: said before anything is measured. So is
+            # what is wrong with the model, for which no strategy is to blame.
             for case in mine:
-                ranks.run("shardlab.proof.subjects:check", case.config.to_dict())
-                ranks.run("shardlab.measure.compare:check_cell", case.config.to_dict())
+                run("shardlab.proof.subjects:check", case.config.to_dict())
+                run("shardlab.measure.compare:check_cell", case.config.to_dict())
             if env is None:
-                values = mine[0].config.to_dict()
-                env = ranks.run("shardlab.measure.compare:describe", values, command)[0]
+                env = run("shardlab.measure.compare:describe", mine[0].config.to_dict(), command)[0]
+            on_progress(f"one process · world {size}", done, len(cases))
+            largest = max(mine, key=lambda case: case.world)
+            run("shardlab.proof.evidence:prepare", largest.config.to_dict())
             for case in mine:
                 on_progress(f"{case.label} · world {case.world}", done, len(cases))
                 done += 1
                 try:
-                    evidence = ranks.run("shardlab.proof.evidence:examine", case.config.to_dict())
+                    evidence = run("shardlab.proof.evidence:examine", case.config.to_dict())
                     checks = verdict.judge([e for e in evidence if e is not None])
                 except RankFailure as failure:
                     checks = verdict.failed(f"it did not get through: {failure}")

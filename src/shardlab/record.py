@@ -39,6 +39,7 @@ README = """\
 | `config.yaml` | the resolved configuration; again: `shardlab train --config config.yaml` |
 | `env.json` | versions, CPU, GPU, git commit, command |
 | `status.json` | running, finished, crashed (which rank, where), hung, interrupted |
+| `run.lock` | held while the run goes on, so that no second run writes into this folder |
 | `rank<r>.jsonl` | a line per optimizer step of rank r: loss, times, samples, bytes, memory |
 | `ledger.rank<r>.jsonl` | a line per collective that our code called: what, where, when |
 | `traces/rank<r>/` | only with `--profile`: PyTorch profiler traces; `shardlab trace analyze .` |
@@ -250,8 +251,11 @@ class Recorder:
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Also after a crash: what was measured is kept. A trace under way is not."""
-        if error is not None and self.capture is not None:
-            self.capture.abandon(error)
+        if self.capture is not None:
+            if error is None:
+                self.capture.discard()
+            else:
+                self.capture.abandon(error)
         try:
             self._write(all_of_them=True)
         finally:

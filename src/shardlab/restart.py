@@ -18,7 +18,9 @@ TARGET = "shardlab.train:train_rank"
 def train(config: Config, command: str, on_event: Callable[[Event], None]) -> Any:
     """The run, started again at most ``launch.max_restarts`` times; rank 0's result.
 
-    At most ``checkpoint.every`` steps are repeated each time. Input that is refused, Ctrl-C and a
+    At most ``checkpoint.every`` steps are repeated each time. Replicas that have drifted apart, or
+    ranks out of step, go on from the newest checkpoint too: before each is written all ranks have
+    compared what they hold and what they have called. Input that is refused, Ctrl-C and a
     loss that is not finite are not tried again: it would end the same way.
     """
     folder: Path | None = None
@@ -31,7 +33,10 @@ def train(config: Config, command: str, on_event: Callable[[Event], None]) -> An
     restarts = 0
     while True:
         try:
-            return launch.launch(TARGET, config.launch, config.to_dict(), command, on_event=listen)
+            saves = config.checkpoint.every is not None
+            return launch.launch(
+                TARGET, config.launch, config.to_dict(), command, saves=saves, on_event=listen
+            )
         except Interrupted as stopped:
             _say_where(stopped, folder)
             raise
@@ -64,7 +69,8 @@ def _say_where(error: Exception, folder: Path | None) -> None:
 
 
 def _is_final(failure: RankFailure) -> bool:
-    return isinstance(failure, Halt) and failure.state == "not finite"
+    is_not_finite = isinstance(failure, Halt) and failure.state == "not finite"
+    return is_not_finite or failure.is_final
 
 
 def next_world(config: Config) -> int:

@@ -7,8 +7,9 @@ import inspect
 import os
 import socket
 import statistics
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import boards, comm, environment, evaluate, inject, naming
+from shardlab import boards, comm, environment, evaluate, inject, naming, optimizers, runlock
 from shardlab import config as configs
 from shardlab import world as worlds
 from shardlab.checkpoint import start as starts
@@ -29,17 +30,22 @@ from shardlab.data import loader, sampler
 from shardlab.data.audit import Audit
 from shardlab.errors import UsageError
 from shardlab.guard import pulse, watchdog
+from shardlab.guard import stop as stopping
 from shardlab.guard.guards import Guards, refuse_unequal_data
 from shardlab.measure import stats
 from shardlab.record import README, Recorder, mark, new_folder, room_needed, write_json
+from shardlab.runlock import RunLock
 from shardlab.schedule import learning_rate_factor
 from shardlab.strategies import STRATEGIES
-from shardlab.strategies.base import Infer, MakeOptimizer, Strategy, T
+from shardlab.strategies.base import Infer, Strategy, T, refuse_unsupported
 from shardlab.strategies.update import Rule
 from shardlab.trace import capture
 from shardlab.workloads import WORKLOADS, batchnorm, custom
-from shardlab.workloads.base import Batch, LossFn, Workload
+from shardlab.workloads.base import Batch, LossFn, Workload, cast_model
+from shardlab.workloads.blame import blame
 from shardlab.world import World
+
+VISIBLE_S = 5.0  # how long a rank looks for the run folder that rank 0 has made
 
 
 def train(strategy: Strategy, steps: Iterable[Sequence[Batch]], record: Recorder) -> None:
@@ -136,33 +142,67 @@ def resolve_strategy(config: Config) -> Any:
 
 
 def build_strategy(config: Config, workload: Workload, world: World) -> Strategy:
-    """A model from the seed, owned by the strategy that the config names."""
+    """A model from the seed, owned by the strategy that the config names.
+
+    The model is the same on every rank. What a rank draws from then on is its own.
+    """
     make = resolve_strategy(config)
     worlds.seed(config.training.seed)
     dtype = torch.float64 if config.precision.compute == "fp64" else torch.float32
     # Initialised on the CPU, so that the same seed is the same model on every device.
-    model = workload.make_model().to(world.device, dtype)
+    model = workload.make_model()
+    refuse_unsupported(model, world.size)
+    model = cast_model(model, world.device, dtype)
     batchnorm.join(model, world.group)
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError(f"the model of {workload.name} has no parameter that trains")
     prepare_blocks(model, workload, config.training)
     options = dict(config.strategy.options)
     if "blocks" in inspect.signature(make).parameters:
-        options["blocks"] = workload.blocks
-        if config.training.compile == "model" and workload.blocks:
+        options["blocks"] = workload.blocks_of(model)
+        if config.training.compile == "model" and options["blocks"]:
             raise UsageError(
                 f"{config.strategy.name} works block by block, and a model that is compiled as one "
                 "has none: use training.compile: blocks"
             )
+    optimizer = make_optimizer(config.training, workload, model)
+    if config.checkpoint.every is not None and optimizer.traits and optimizer.traits.unsaved:
+        reason = optimizer.traits.unsaved
+        raise UsageError(f"checkpoint.every: {reason}, and a checkpoint would not have it")
+    if config.training.clip_value is not None:
+        refuse_complex(model)
     strategy: Strategy = make(
         model,
-        make_optimizer(config.training, world.device),
+        optimizer,
         loss_fn(config, workload, world),
         world.mesh,
-        rule=make_rule(config),
+        rule=make_rule(config, workload),
         **options,
     )
+    worlds.seed_rank(config.training.seed, world.rank)
     return strategy
+
+
+def refuse_complex(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if p.is_complex():
+            raise UsageError(f"training.clip_value: '{name}' is complex, and has no largest value")
+
+
+def notes(config: Config, workload: Workload) -> list[str]:
+    """What is to be said once of a workload and its strategy; nothing of it is an error."""
+    found = list(workload.notes)
+    works_by_block = "blocks" in inspect.signature(resolve_strategy(config)).parameters
+    if works_by_block and workload.blocks == ():
+        found.append(nothing_to_shard_by(config.strategy.name))
+    return found
+
+
+def nothing_to_shard_by(strategy: str) -> str:
+    return (
+        f"{strategy} has nothing to shard by: the workload names no blocks and none can be guessed "
+        "from its model, so the whole model is one unit, and each rank gathers all of it"
+    )
 
 
 def loss_fn(config: Config, workload: Workload, world: World) -> LossFn:
@@ -172,34 +212,66 @@ def loss_fn(config: Config, workload: Workload, world: World) -> LossFn:
     return inject.in_forward(loss, config.strategy.name) if config.faults else loss
 
 
-def make_optimizer(training: TrainingConfig, device: torch.device) -> MakeOptimizer:
-    """A factory: a strategy that shards builds its optimizer over what it keeps."""
-    rate, decay = training.learning_rate, training.weight_decay
-    if training.optimizer == "sgd":
-        return functools.partial(
-            torch.optim.SGD, lr=rate, weight_decay=decay, momentum=training.momentum
-        )
-    kind = torch.optim.AdamW if training.optimizer == "adamw" else torch.optim.Adam
-    # On a GPU one kernel for all parameters: a tenth of the step of a small batch is saved.
-    fused = True if device.type == "cuda" else None
-    return functools.partial(kind, lr=rate, weight_decay=decay, fused=fused)
+def make_optimizer(
+    training: TrainingConfig,
+    workload: Workload,
+    model: nn.Module,
+    device: torch.device | None = None,
+    measures: bool = True,
+) -> optimizers.Plan:
+    """A factory: a strategy that shards builds its optimizer over what it keeps.
+
+    The model is whole here, before a strategy owns it. ``device``: the run's, if not the model's.
+    """
+    make, after = workload.optimizer, workload.after_step
+    return optimizers.plan(training, make, after, model, workload.name, device, measures)
 
 
-def make_rule(config: Config) -> Rule:
-    """What the config asks of every update beside the optimizer."""
+def make_rule(config: Config, workload: Workload | None = None) -> Rule:
+    """What the config and the workload ask of every update beside the optimizer."""
     training, precision = config.training, config.precision
     return Rule(
         clip_norm=training.clip_norm,
+        clip_value=training.clip_value,
         loss_scale=(precision.loss_scale or LOSS_SCALE) if precision.compute == "fp16" else None,
-        schedule=functools.partial(
+        schedule=make_schedule(training, workload),
+        on_nonfinite=training.on_nonfinite,
+    )
+
+
+def make_schedule(training: TrainingConfig, workload: Workload | None) -> Callable[[int], float]:
+    """The factor of a step's learning rates: ours, or the user's function."""
+    own = None if workload is None else workload.schedule
+    label = "the workload's schedule"
+    if own is not None and (training.schedule != "constant" or training.warmup_steps):
+        raise UsageError(
+            "the workload has a schedule of its own: leave out training.schedule and "
+            "training.warmup_steps, or that"
+        )
+    if own is None and ":" in training.schedule:
+        label = f"training.schedule {training.schedule}"
+        with blame(training.schedule, "importing it"):
+            own = naming.resolve(training.schedule, {}, "training.schedule")
+    if own is None:
+        return functools.partial(
             learning_rate_factor,
             total=training.steps,
             warmup=training.warmup_steps,
             kind=training.schedule,
             floor=training.min_rate,
-        ),
-        on_nonfinite=training.on_nonfinite,
-    )
+        )
+    if not callable(own):
+        raise UsageError(f"{label} is a {type(own).__name__}, not a function of the step")
+
+    def factor(step: int) -> float:
+        with blame(label, "the step's factor"):
+            value = float(own(step))
+        if not 0 <= value < float("inf"):
+            raise UsageError(f"{label} gives {value} for step {step}: a factor, 0 or more, belongs")
+        return value
+
+    factor(0)
+    return factor
 
 
 def in_precision(function: Infer[T], compute: str) -> Infer[T]:
@@ -223,7 +295,7 @@ def prepare_blocks(model: nn.Module, workload: Workload, training: TrainingConfi
     names, and a strategy's hooks on a block run around it. What they gather before a block's
     backward is thus there when checkpointing computes the block's forward again.
     """
-    blocks = [model.get_submodule(name) for name in workload.blocks]
+    blocks = [model.get_submodule(name) for name in workload.blocks_of(model)]
     if training.compile != "none":
         _refuse_without_compiler(next(model.parameters()).device)
     if training.compile == "blocks" and blocks:
@@ -267,11 +339,20 @@ def train_rank(world: World, values: dict[str, Any], command: str) -> dict[str, 
     """
     config = configs.from_dict(values).with_overrides({"launch.world": world.size})
     hang_s, timeout_s = config.guard.hang_s, config.launch.timeout_s
-    with watchdog.watching(world, hang_s, timeout_s), room_needed(world.rank):
-        return _train_rank(world, config, command)
+    with (
+        watchdog.watching(world, hang_s, timeout_s),
+        room_needed(world.rank),
+        RunLock() as lock,
+        stopping.watching(world) as stop,
+        # torchrun's ranks hear signals from their first moment on; ours, if their parent sends one.
+        nullcontext() if world.pulse is None else stopping.heard(stop.ask),
+    ):
+        return _train_rank(world, config, command, lock, stop)
 
 
-def _train_rank(world: World, config: Config, command: str) -> dict[str, Any]:
+def _train_rank(
+    world: World, config: Config, command: str, lock: RunLock, stop: stopping.Stop
+) -> dict[str, Any]:
     workload = build_workload(config)
     refuse_unequal_data(workload, world)
     order = data_order(workload, config)
@@ -282,29 +363,46 @@ def _train_rank(world: World, config: Config, command: str) -> dict[str, Any]:
     if config.training.evaluate_every is not None:
         evaluate.held_out_of(workload)
     boards.check(config.output)
-    start = starts.choose(config, world)
+    start = starts.choose(config, world, lock)
     refuse_unfit(start, config, len(workload.dataset))
     audit = Audit() if config.data.audit else None
     strategy = build_strategy(config, workload, world)
     if start.manifest is not None:
         restore(start, strategy, workload, world, config, audit)
-    folder = make_folder(config, workload, world, command, start)
+    folder = make_folder(config, workload, world, command, start, lock)
     inject.arm(config.faults, world, config.strategy.name, folder)
+    stop.is_on = config.checkpoint.every is not None
     world.tell({"folder": str(folder)})
+    if world.rank == 0 and not start.is_resumed:
+        for note in notes(config, workload):
+            world.tell({"note": note})
     traces = None if start.step else make_capture(config, world, strategy, folder)
     shown_on = boards.of_run(config, folder, start.step) if world.rank == 0 else []
     steps = batches(workload, config, world, audit, start.step)
     total = config.training.steps
+    wanted = stop.steps(steps, total - start.step)
     with (
         Recorder(folder, world, comm.LEDGER, total, traces, shown_on, start.step) as recorder,
         closing(steps),  # also after a crash: no thread is left behind
-        with_checkpoints(steps, config, workload, world, strategy, recorder, audit) as saved,
+        with_checkpoints(
+            wanted, config, workload, world, strategy, recorder, audit, guards
+        ) as saved,
     ):
         if start.keeps_rows(world.size):
             recorder.rows = kept_rows(folder, world)
         course = with_evaluation(saved.steps, config, workload, world, strategy, recorder)
         course = guards.between(course, strategy, recorder.first)
         train(guards.watched(strategy, recorder.first), course, recorder)
+    if stop.is_stopped:
+        made = start.step + stop.begun
+        if world.rank == 0:
+            mark(folder, "interrupted", reason=stop.reason, steps=made)
+        return {
+            "folder": str(folder),
+            "stopped": made,
+            "signal": stop.signal,
+            "checkpoint": saved.last(),
+        }
     rows_of_ranks = world.gather(recorder.rows)
     audited = None if audit is None else judge_data(audit, workload, config, world)
     if world.rank == 0:
@@ -380,6 +478,7 @@ def make_evaluation(
         chunk=-(-training.global_batch // training.accumulate),
         samples=training.evaluate_samples,
         dtype=torch.float64 if compute == "fp64" else torch.float32,
+        of_average=training.ema_decay is not None,
     )
 
 
@@ -407,32 +506,102 @@ def make_capture(
 
 
 def make_folder(
-    config: Config, workload: Workload, world: World, command: str, start: Start
+    config: Config, workload: Workload, world: World, command: str, start: Start, lock: RunLock
 ) -> Path:
     """The run folder, made and filled by rank 0 and known to all; or that of the run to go on."""
-    folder: Path | None = None
     pids = world.gather(os.getpid())  # for a debugger, or for whoever must end a rank by hand
-    if world.rank == 0:
-        strategy = config.strategy.name.rpartition(":")[2]
-        name = f"{workload.name}-{strategy}-w{world.size}"
+    said = notes(config, workload)
+    folder = Path(_agreed(world, lambda: str(_take_folder(config, workload, world, start, lock))))
+    try:
+        refuse_invisible(folder, world, lock)
+    except UsageError:
+        if start.run is None:
+            lock.drop()
+        raise
+    _agreed(world, lambda: _fill_folder(folder, config, world, command, start, pids, said))
+    return folder
+
+
+def _agreed(world: World, act: Callable[[], T]) -> T:
+    """What rank 0 does with the folder, for all ranks: if it cannot, all are refused alike."""
+
+    def writing() -> T:
         try:
-            if start.run is not None:
-                folder = start.run
-                starts.clear(start)
-            else:
-                chosen = Path(config.output.dir) if config.output.dir else None
-                folder = new_folder(Path(config.output.root), name, chosen)
-                write_json(folder / "env.json", environment.describe(world.device, command))
-                readme = README.format(title=folder.name)
-                (folder / "README.md").write_text(readme, encoding="utf-8")
-            again = config.with_overrides({"output.dir": None, "checkpoint.resume": None})
-            (folder / "config.yaml").write_text(again.to_yaml(), encoding="utf-8")
-            if start.is_resumed:
-                world.tell({"resumed": starts.note(folder, start, config, command)})
-            mark(folder, "running", pids=pids, host=socket.gethostname())
+            return act()
         except OSError as error:
             raise UsageError(f"cannot write the run folder: {error}") from None
-    return Path(world.share(str(folder)))
+
+    found: T = starts.agree(world, writing)
+    return found
+
+
+def _take_folder(
+    config: Config, workload: Workload, world: World, start: Start, lock: RunLock
+) -> Path:
+    """On rank 0: the folder, ours alone from here on."""
+    if start.run is not None:
+        lock.take(start.run)
+        return start.run
+    strategy = config.strategy.name.rpartition(":")[2]
+    name = f"{workload.name}-{strategy}-w{world.size}"
+    chosen = Path(config.output.dir) if config.output.dir else None
+    try:
+        str(chosen or config.output.root).encode()
+    except UnicodeEncodeError:  # the file system would take it, but no text file could name it
+        raise UsageError(
+            f"the name of the run folder is not UTF-8: {chosen or config.output.root}"
+        ) from None
+    folder = new_folder(Path(config.output.root), name, chosen)
+    lock.take(folder)
+    if any(path.name != runlock.NAME for path in folder.iterdir()):
+        raise UsageError(f"the output folder {folder} has been used meanwhile; choose another")
+    return folder
+
+
+def _fill_folder(
+    folder: Path,
+    config: Config,
+    world: World,
+    command: str,
+    start: Start,
+    pids: list[int],
+    said: list[str],
+) -> None:
+    """On rank 0: what stands in the folder before the first step."""
+    if start.run is not None:
+        starts.clear(start)
+    else:
+        described = environment.describe(world.device, command)
+        write_json(folder / "env.json", {**described, "notes": said})
+        readme = README.format(title=folder.name)
+        (folder / "README.md").write_text(readme, encoding="utf-8")
+    again = config.with_overrides({"output.dir": None, "checkpoint.resume": None})
+    (folder / "config.yaml").write_text(again.to_yaml(), encoding="utf-8")
+    if start.is_resumed:
+        world.tell({"resumed": starts.note(folder, start, config, command)})
+    mark(folder, "running", pids=pids, host=socket.gethostname())
+
+
+def refuse_invisible(folder: Path, world: World, lock: RunLock) -> None:
+    """Every rank writes into the run folder, so every rank must see the one that rank 0 made."""
+    token, host = world.share((lock.token, socket.gethostname()))
+    limit = time.monotonic() + VISIBLE_S
+    while not (is_seen := runlock.token_in(folder) == token) and time.monotonic() < limit:
+        time.sleep(0.1)  # over NFS it may take a moment
+    where = f"rank {world.rank} on {socket.gethostname()}, in {_current_folder()}"
+    missing = [found for found in world.gather(None if is_seen else where) if found is not None]
+    if missing:
+        raise UsageError(
+            f"the run folder {folder} that rank 0 has made on {host} is not visible to "
+            f"{'; '.join(missing)}: name a folder that all ranks share, as in --out /shared/run"
+        )
+
+
+def _current_folder() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:
+        return "a folder that is gone"
 
 
 def summary(rows_of_ranks: list[list[dict[str, Any]]], workload: Workload) -> dict[str, Any]:

@@ -149,7 +149,18 @@ def choose(launch: LaunchConfig, local_rank: int, local_size: int) -> tuple[torc
 
 
 def seed(value: int) -> None:
-    """The same on every rank: what must differ between ranks is the data, not the seed."""
+    """The same on every rank: for the model's initialisation."""
     random.seed(value)
     np.random.seed(value % 2**32)
     torch.manual_seed(value)
+
+
+def seed_rank(value: int, rank: int, step: int = 0) -> None:
+    """Random numbers of this rank's own, for what it draws while it trains: dropout, noise.
+
+    Ranks that drew alike would drop the same units for all their samples, and the gradient would
+    be noisier than one process's. Rank 0 goes on with what ``seed`` began, so that one process
+    draws as if there were no ranks. ``step``: where a rank begins that was not there before.
+    """
+    if rank:
+        seed(int(np.random.SeedSequence([value, rank, step]).generate_state(1, np.uint64)[0] >> 1))

@@ -33,6 +33,10 @@ def export(checkpoint: Path, target: Path, form: str) -> int:
     if form == HF_GPT2:
         shape = _gpt2_shape(checkpoint, manifest)
     state = storage.whole_tensors(checkpoint, manifest, MODEL)
+    # As the model's state_dict(): with every name of a tied tensor, without what it leaves out.
+    state |= {name: state[first] for name, first in manifest.tied.items()}
+    for name in _left_out(manifest):
+        del state[name]
 
     def write(part: Path) -> None:
         if form == SAFETENSORS:
@@ -61,6 +65,8 @@ def import_(source: Path, target: Path, form: str) -> int:
         # By the names of the parameters: a tied one once.
         state: Mapping[str, Tensor] = {n: p.detach() for n, p in model.named_parameters()}
     else:
+        if source.is_dir():
+            raise UsageError(f"{source} is a folder; name a .safetensors file in it")
         if not source.is_file():
             raise UsageError(f"no file {source}")
         state = huggingface.load_safetensors(source)
@@ -81,6 +87,12 @@ def import_(source: Path, target: Path, form: str) -> int:
 
     _whole_or_not_at_all(target, write)
     return len(state)
+
+
+def _left_out(manifest: Manifest) -> list[str]:
+    """What is no part of the model's state_dict, under all of its names."""
+    others = [name for name, first in manifest.tied.items() if first in manifest.unsaved]
+    return [*manifest.unsaved, *others]
 
 
 def _check_format(form: str) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardlab.config import Config
 from shardlab.data.audit import Audit
+from shardlab.guard.guards import Guards
 from shardlab.record import Recorder, read_jsonl
 from shardlab.strategies.base import Strategy
 from shardlab.workloads.base import Batch, Workload
@@ -50,6 +51,7 @@ def with_checkpoints(
     strategy: Strategy,
     recorder: Recorder,
     audit: Audit | None,
+    guards: Guards,
 ) -> Iterator[Saved]:
     """The steps, and between them the checkpoints that the config asks for, if it asks."""
     if config.checkpoint.every is None:
@@ -58,7 +60,8 @@ def with_checkpoints(
     from shardlab.checkpoint import during
 
     assert recorder.folder is not None
-    with during.saving(recorder.folder, config, workload, world, strategy, recorder) as checkpoints:
+    folder = recorder.folder
+    with during.saving(folder, config, workload, world, strategy, recorder, guards) as checkpoints:
         total = config.training.steps
         course = during.between_steps(steps, checkpoints, recorder, total, audit)
         yield Saved(course, checkpoints)

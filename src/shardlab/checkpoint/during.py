@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardlab import inject
+from shardlab import world as worlds
 from shardlab.checkpoint import files, rng
 from shardlab.checkpoint.load import load
 from shardlab.checkpoint.save import About, Checkpoints, Outcome
@@ -19,6 +20,7 @@ from shardlab.checkpoint.start import Start
 from shardlab.config import Config
 from shardlab.data.audit import Audit
 from shardlab.guard import pulse
+from shardlab.guard.guards import Guards
 from shardlab.record import Recorder
 from shardlab.strategies.base import Strategy
 from shardlab.workloads.base import Batch, Workload
@@ -45,6 +47,8 @@ def restore(
     own = load(start, strategy, world, config)
     if own:
         rng.put(_inside(own[min(own)], "rng/"), world.device)
+    else:  # this rank was not there: it must not draw again what it drew in another life
+        worlds.seed_rank(config.training.seed, world.rank, start.step)
     is_same = (start.manifest.strategy, start.manifest.world) == (config.strategy.name, world.size)
     put = getattr(strategy, "load_own_state", None)
     if is_same and put is not None:
@@ -79,6 +83,7 @@ def saving(
     world: World,
     strategy: Strategy,
     recorder: Recorder,
+    guards: Guards,
 ) -> Iterator[Checkpoints]:
     """The run's checkpoints; at the end, what is under way is waited for."""
     values = config.with_overrides({"output.dir": None, "checkpoint.resume": None}).to_dict()
@@ -90,7 +95,7 @@ def saving(
             written = folder / files.FOLDER / files.name_of(outcome.step)
             inject.ACTIVE.checkpoint_written(written, outcome.step)
 
-    checkpoints = Checkpoints(folder, config.checkpoint, world, strategy, about, done)
+    checkpoints = Checkpoints(folder, config.checkpoint, world, strategy, about, done, guards)
     yield checkpoints
     with pulse.PULSE.at(pulse.CHECKPOINT):
         checkpoints.wait()  # not after a crash: the other ranks may be gone
@@ -103,13 +108,25 @@ def between_steps(
     total: int,
     audit: Audit | None,
 ) -> Generator[Sequence[Batch], None, None]:
-    """The steps, with a checkpoint after every so many of them and after the last."""
+    """The steps, with a checkpoint after every so many of them and after the last.
+
+    That is so also if there are fewer than ``total``, because the run was asked to stop.
+    """
     every = checkpoints.settings.every
     assert every is not None
     device = checkpoints.world.device
+
+    def save(finished: int, is_last: bool) -> None:
+        recorder.flush()
+        write = checkpoints.save_last if is_last else checkpoints.save
+        with pulse.PULSE.at(pulse.CHECKPOINT):
+            write(finished, own_state(checkpoints.strategy, device, audit))
+
+    finished = saved = recorder.first
     for finished, microbatches in enumerate(steps, start=recorder.first + 1):
         yield microbatches
         if finished == total or finished % every == 0:
-            recorder.flush()
-            with pulse.PULSE.at(pulse.CHECKPOINT):
-                checkpoints.save(finished, own_state(checkpoints.strategy, device, audit))
+            save(finished, is_last=finished == total)
+            saved = finished
+    if saved < finished:
+        save(finished, is_last=True)

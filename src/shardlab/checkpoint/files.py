@@ -11,13 +11,14 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from shardlab import runlock
 from shardlab.checkpoint import manifest as manifests
 from shardlab.errors import UsageError
 
@@ -73,11 +74,21 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def to_remove(steps: Iterable[int], keep_last: int, keep_every: int | None) -> list[int]:
-    """Of these checkpoints, those that need not stay: not the last ``keep_last``, and of no step
-    that ``keep_every`` divides."""
-    older = sorted(steps)[:-keep_last]
-    return [step for step in older if not keep_every or step % keep_every]
+def to_remove(
+    steps: Iterable[int],
+    keep_last: int,
+    keep_every: int | None,
+    is_whole: Callable[[int], bool] = lambda _step: True,
+) -> list[int]:
+    """Of these checkpoints, those that need not stay: older than the last ``keep_last`` that are
+    whole, and of no step that ``keep_every`` divides. Damaged ones push out nothing."""
+    newest_first = sorted(steps, reverse=True)
+    if len(newest_first) <= keep_last:
+        return []
+    whole = 0
+    while newest_first and whole < keep_last:
+        whole += is_whole(newest_first.pop(0))
+    return [step for step in reversed(newest_first) if not keep_every or step % keep_every]
 
 
 # ------------------------------------------------------------------ which run goes on
@@ -92,9 +103,14 @@ def state_of(run: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def is_running(status: Mapping[str, Any]) -> bool:
-    """Whether a rank of the run is alive, as far as can be seen from this host."""
-    if status.get("state") != "running" or status.get("host") != socket.gethostname():
+def is_running(run: Path) -> bool:
+    """Whether the run goes on, as far as can be seen from this host."""
+    status = state_of(run)
+    if status.get("state") != "running":
+        return False
+    if (is_held := runlock.is_held(run)) is not None:
+        return is_held
+    if status.get("host") != socket.gethostname():
         return False
     pids = status.get("pids")
     return isinstance(pids, list) and any(
@@ -118,8 +134,7 @@ def unfinished(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The run folders under ``root`` that did not finish, with their configs, the newest first."""
     marked = [(path.stat().st_mtime_ns, path.parent) for path in root.glob("*/status.json")]
     for _, run in sorted(marked, reverse=True):
-        status = state_of(run)
-        if status.get("state") in (None, "finished") or is_running(status):
+        if state_of(run).get("state") in (None, "finished") or is_running(run):
             continue
         values = config_of(run)
         if values is not None:

@@ -82,21 +82,29 @@ def changes(start: Start, config: Config) -> list[str]:
     return [f"{key} was {was!r}, is {is_now!r}" for key, (was, is_now) in found.items()]
 
 
-def refuse_other_model(start: Start, expected: Mapping[str, tuple[int, ...]]) -> None:
-    manifest = start.manifest
-    assert manifest is not None
-    saved = {name: tensor.shape for name, tensor in manifest.model().items()}
-    missing, extra = sorted(expected.keys() - saved.keys()), sorted(saved.keys() - expected.keys())
+Named = Mapping[str, tuple[tuple[int, ...], str]]  # shapes and kinds of tensors
+
+
+def refuse_other_model(start: Start, saved: Named, expected: Named, tied: Iterable[str]) -> None:
+    """``tied`` are other names of the model's tensors, under which they may be there as well."""
+    missing = sorted(expected.keys() - saved.keys())
+    extra = sorted(saved.keys() - expected.keys() - set(tied))
+    both = sorted(expected.keys() & saved.keys())
     other = [
-        f"'{name}' is {_shape(saved[name])} there and {_shape(expected[name])} here"
-        for name in sorted(expected.keys() & saved.keys())
-        if saved[name] != tuple(expected[name])
+        f"'{name}' is {_shape(saved[name][0])} there and {_shape(expected[name][0])} here"
+        for name in both
+        if saved[name][0] != expected[name][0]
+    ]
+    other += [
+        f"'{name}' is {saved[name][1]} there and {expected[name][1]} here"
+        for name in both
+        if saved[name][1] != expected[name][1]
     ]
     found = [
         *([f"it lacks {_names(missing)}"] if missing else []),
         *([f"it has {_names(extra)} besides"] if extra else []),
         *other[:3],
-        *([f"and {len(other) - 3} more shapes differ"] if len(other) > 3 else []),
+        *([f"and {len(other) - 3} more differ"] if len(other) > 3 else []),
     ]
     if found:
         raise UsageError(f"{start.checkpoint} is of another model: {'; '.join(found)}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,12 +13,13 @@ from torch import Tensor
 from shardlab import config as configs
 from shardlab.checkpoint import parts, planning, storage
 from shardlab.checkpoint.fit import refuse_other_model
-from shardlab.checkpoint.manifest import OWN, Manifest
+from shardlab.checkpoint.manifest import MODEL, OWN, Manifest
 from shardlab.checkpoint.save import cause
 from shardlab.checkpoint.start import Start
 from shardlab.config import Config
 from shardlab.errors import UsageError
 from shardlab.strategies.base import Strategy
+from shardlab.workloads import huggingface
 from shardlab.world import World
 
 Own = dict[int, dict[str, Tensor]]  # by the rank that had it
@@ -31,7 +34,16 @@ def load(start: Start, strategy: Strategy, world: World, config: Config) -> Own:
     manifest, folder = start.manifest, start.checkpoint
     assert manifest is not None
     assert folder is not None
-    refuse_other_model(start, parts.expected_model(strategy))
+    tied = parts.tied_names(strategy)
+    saved = {
+        n: (t.shape, parts.kind_of(getattr(torch, t.dtype))) for n, t in manifest.model().items()
+    }
+    expected = parts.expected_model(strategy)
+    for name in parts.unsaved_names(strategy):
+        if name not in saved:  # an exported state_dict has not got it: it stays as it was made
+            del expected[name]
+    refuse_other_model(start, saved, expected, tied)
+    _refuse_untied(folder, manifest, tied)
     places = parts.Places(strategy, manifest)
     own: Own = {}
     wanted = dict(places.parts)
@@ -55,6 +67,18 @@ def load(start: Start, strategy: Strategy, world: World, config: Config) -> Own:
         raise RuntimeError(f"cannot load {folder}: {reason!r}") from failed
     places.settle(_update_of(manifest, config))
     return own
+
+
+def _refuse_untied(folder: Path, manifest: Manifest, tied: Mapping[str, str]) -> None:
+    """Weights from elsewhere may have a tied tensor under each of its names: all must be equal."""
+    names = {n: first for n, first in tied.items() if MODEL + n in manifest.tensors}
+    for name, first in names.items():
+        ours, other = (storage.whole_tensor(folder, manifest, MODEL + n) for n in (first, name))
+        if huggingface.raw(ours) != huggingface.raw(other):
+            raise UsageError(
+                f"{folder} is of another model: '{name}' and '{first}' are one tensor here, and "
+                "differ there"
+            )
 
 
 def _update_of(manifest: Manifest, config: Config) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ NAME = "checkpoint.json"
 # What the names of tensors begin with. Own are a rank's alone: own/<rank>/rng/torch.
 MODEL, OPTIMIZER, OWN = "model/", "optimizer/", "own/"
 _FILE = re.compile(r"rank\d+\.safetensors")
-_DTYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8",
-           "uint8", "bool")  # fmt: skip
+_DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+           "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool",
+           "complex64", "complex128")  # fmt: skip
 
 
 class Damaged(UsageError):
@@ -70,6 +71,10 @@ class Manifest:
     tensors: dict[str, Tensor]
     files: dict[str, File]
     created: str = ""
+    # Other names of a tied tensor, each with the name that it is under here; and buffers that are
+    # no part of the model's state_dict (persistent=False). An export needs both.
+    tied: dict[str, str] = field(default_factory=dict)
+    unsaved: tuple[str, ...] = ()
 
     def model(self) -> dict[str, Tensor]:
         return {
@@ -118,6 +123,8 @@ class Manifest:
                 }
                 for name, t in self.tensors.items()
             },
+            "tied": self.tied,
+            "unsaved": list(self.unsaved),
             "files": {name: {"size": f.size, "sha256": f.sha256} for name, f in self.files.items()},
         }
         return json.dumps({"sha256": _sum_of(body), "checkpoint": body}, indent=1) + "\n"
@@ -168,6 +175,12 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
         if not _FILE.fullmatch(name):
             raise ValueError(f"'{name}' is no name of a file in a checkpoint")
     samples = body["samples"]
+    tensors = {name: _tensor(name, t, files) for name, t in body["tensors"].items()}
+    tied = _typed(body.get("tied", {}), dict)  # older checkpoints do not say
+    unsaved = _typed(body.get("unsaved", []), list)
+    for name in (*tied.values(), *unsaved):
+        if MODEL + _typed(name, str) not in tensors:
+            raise ValueError(f"there is no '{name}' in it")
     return Manifest(
         step=_count(body["step"]),
         strategy=_typed(body["strategy"], str),
@@ -176,9 +189,11 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
         samples=None if samples is None else _count(samples),
         update=_typed(body["update"], dict),
         numbers={name: float(value) for name, value in body["numbers"].items()},
-        tensors={name: _tensor(name, t, files) for name, t in body["tensors"].items()},
+        tensors=tensors,
         files=files,
         created=_typed(body["created"], str),
+        tied=tied,
+        unsaved=tuple(unsaved),
     )
 
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardlab.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
@@ -21,6 +21,7 @@ from shardlab.errors import UsageError
 from shardlab.strategies import base
 from shardlab.strategies.base import Strategy
 from shardlab.strategies.slots import Slot, Slots
+from shardlab.workloads import huggingface
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,12 @@ def held_by(strategy: Strategy) -> tuple[Parts, Numbers, dict[str, Any]]:
             if value is None:
                 continue
             if _is_number(key, value, parameter.numel()):
-                numbers[name] = float(value)
-            else:
+                numbers[name] = _number(name, value)
+            elif value.shape == parameter.shape:
                 parts[name] = _part(slot, value)
+            else:  # a factor of it, say: each rank that has the parameter whole has that whole
+                _refuse_cut(slot, parameter, name)
+                parts[name] = Part(value.shape, 0, _flat(value))
     return parts, numbers, strategy.update.state_dict()  # type: ignore[attr-defined]
 
 
@@ -119,6 +123,24 @@ def _is_number(key: str, value: Any, size: int) -> bool:
     return not isinstance(value, Tensor) or key == "step" or (value.dim() == 0 and size != 1)
 
 
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"a checkpoint cannot hold '{name}', which is a {type(value).__name__}: the optimizer "
+            "must keep tensors and numbers"
+        ) from None
+
+
+def _refuse_cut(slot: Slot, parameter: Tensor, name: str) -> None:
+    if parameter.numel() != slot.shape.numel() or isinstance(parameter, DTensor):
+        raise UsageError(
+            f"a checkpoint cannot hold '{name}': it has not the shape of its parameter, of which "
+            "this rank has a part; use a strategy that does not shard"
+        )
+
+
 def _of_state(state: dict[str, Any]) -> tuple[Parts, Numbers, dict[str, Any]]:
     try:
         model, optimizer, update = state["model"], state["optimizer"], state["update"]
@@ -136,9 +158,9 @@ def _of_state(state: dict[str, Any]) -> tuple[Parts, Numbers, dict[str, Any]]:
             if value is None:
                 continue
             if _is_number(key, value, whole.numel()):
-                numbers[name] = float(value)
+                numbers[name] = _number(name, value)
             else:
-                parts[name] = Part(whole.shape, 0, _flat(value))
+                parts[name] = Part(value.shape, 0, _flat(value))
     return parts, numbers, update
 
 
@@ -151,7 +173,8 @@ class Places:
     def __init__(self, strategy: Strategy, manifest: Manifest) -> None:
         self.strategy = strategy
         self.parts: Parts = {}
-        self._copies: list[tuple[Tensor, Tensor]] = []  # to, from: where no flat view was possible
+        # Name, to, from: where the elements do not lie one after the other.
+        self._copies: list[tuple[str, Tensor, Tensor]] = []
         self._state: dict[str, Any] | None = None
         slots = slots_of(strategy)
         known = manifest.optimizer_keys()
@@ -159,23 +182,31 @@ class Places:
             self._make_state(manifest, known)
             return
         for slot in slots.model:
-            self._add(MODEL + slot.name, slot, slot.tensor)
+            if MODEL + slot.name in manifest.tensors:
+                self._add(MODEL + slot.name, slot, slot.tensor)
         slots.optimizer.state.clear()
         for parameter, slot in slots.trained.items():
             for key, number in known.get(slot.name, {}).items():
                 state = slots.optimizer.state[parameter]
+                name = f"{OPTIMIZER}{slot.name}/{key}"
                 if number is not None:
                     state[key] = torch.tensor(number, dtype=torch.float32)
-                else:
+                elif manifest.tensors[name].shape == tuple(slot.shape):
                     state[key] = torch.empty_like(parameter, requires_grad=False)
-                    self._add(f"{OPTIMIZER}{slot.name}/{key}", slot, state[key])
+                    self._add(name, slot, state[key])
+                else:
+                    _refuse_cut(slot, parameter, name)
+                    shape = torch.Size(manifest.tensors[name].shape)
+                    state[key] = parameter.detach().new_empty(shape)
+                    self._add(name, Slot(slot.name, shape, 0, state[key]), state[key])
 
     def _add(self, name: str, slot: Slot, tensor: Tensor) -> None:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         local = local.detach()
         flat = local.reshape(-1)
-        if flat.numel() and flat.data_ptr() != local.data_ptr():  # not contiguous: it is a copy
-            self._copies.append((local, flat))
+        if flat.numel() and not local.is_contiguous():
+            flat = torch.empty_like(flat, memory_format=torch.contiguous_format)
+            self._copies.append((name.removeprefix(MODEL), local, flat))
         self.parts[name] = Part(slot.shape, slot.start, flat)
 
     def _make_state(self, manifest: Manifest, known: dict[str, dict[str, float | None]]) -> None:
@@ -183,6 +214,7 @@ class Places:
         model = {
             n: torch.empty(t.shape, dtype=_dtype(t.dtype)) for n, t in manifest.model().items()
         }
+        kept = {n: t for n, t in self.strategy.full_params().items() if n not in model}
         optimizer: dict[str, dict[str, Tensor]] = {}
         for parameter, keys in known.items():
             for key, number in keys.items():
@@ -196,17 +228,31 @@ class Places:
                 optimizer.setdefault(parameter, {})[key] = value
         for name, value in model.items():
             self.parts[MODEL + name] = Part(value.shape, 0, value.view(-1))
-        self._state = {"model": model, "optimizer": optimizer}
+        self._state = {"model": {**kept, **model}, "optimizer": optimizer}
 
     def settle(self, update: dict[str, Any]) -> None:
         """The parts have been filled."""
         with torch.no_grad():
-            for place, flat in self._copies:
-                place.copy_(flat.view(place.shape))
+            for name, place, flat in self._copies:
+                _spread(name, place, flat.view(place.shape))
         if self._state is not None:
             self.strategy.load_state_dict({**self._state, "update": update})
         else:
             self.strategy.update.load_state_dict(update)  # type: ignore[attr-defined]
+
+
+def _spread(name: str, place: Tensor, values: Tensor) -> None:
+    """Copy into a tensor of any layout. Of an expanded one, each element that is there once."""
+    thin_place, thin = place, values
+    for dim, (size, stride) in enumerate(zip(place.shape, place.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            thin_place, thin = thin_place.narrow(dim, 0, 1), thin.narrow(dim, 0, 1)
+    if huggingface.raw(thin.expand(values.shape)) != huggingface.raw(values):
+        raise UsageError(
+            f"'{name}' is an expanded tensor here, with one value for many elements, and the "
+            "checkpoint has different values for them"
+        )
+    thin_place.copy_(thin)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -214,10 +260,53 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def expected_model(strategy: Strategy) -> dict[str, tuple[int, ...]]:
-    """The model's tensors, with the shapes of the wholes: a shard's parameter has that too."""
-    model = getattr(strategy, "model", None)
+def expected_model(strategy: Strategy) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The model's tensors: shapes of the wholes, which a shard's parameter has too, and kinds."""
+    model = _model_of(strategy)
     if slots_of(strategy) is None or model is None:
-        return {name: tuple(t.shape) for name, t in strategy.full_params().items()}
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    return {name: tuple(t.shape) for name, t in tensors}
+        tensors = dict(strategy.full_params())
+    else:
+        tensors = dict((*model.named_parameters(), *model.named_buffers()))
+    return {name: (tuple(t.shape), kind_of(t.dtype)) for name, t in tensors.items()}
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """Within a kind values are rounded when they are copied; between kinds something is lost."""
+    if dtype == torch.bool:
+        return "bool"
+    if dtype.is_complex:
+        return "complex"
+    return "floating point" if dtype.is_floating_point else "whole numbers"
+
+
+def _model_of(strategy: Strategy) -> nn.Module | None:
+    model = getattr(strategy, "model", None)
+    return model if isinstance(model, nn.Module) else None
+
+
+def tied_names(strategy: Strategy) -> dict[str, str]:
+    """The other names of the model's tensors, each with the first: ``head.weight: wte.weight``."""
+    model = _model_of(strategy)
+    if model is None:
+        return {}
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    first: dict[int, str] = {}
+    for name, tensor in named:
+        first.setdefault(id(tensor), name)
+    return {name: first[id(t)] for name, t in named if first[id(t)] != name}
+
+
+def unsaved_names(strategy: Strategy) -> tuple[str, ...]:
+    """Buffers that are no part of the model's state_dict, by their first names."""
+    model = _model_of(strategy)
+    if model is None:
+        return ()
+    found = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+    return tuple(name for name, _ in model.named_buffers() if name in found)

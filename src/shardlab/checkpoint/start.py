@@ -16,6 +16,7 @@ from shardlab.checkpoint.fit import MUST_MATCH, changes, differences, setting
 from shardlab.checkpoint.manifest import Manifest
 from shardlab.config import Config
 from shardlab.errors import UsageError
+from shardlab.runlock import RunLock
 
 if TYPE_CHECKING:
     from shardlab.world import World
@@ -104,8 +105,11 @@ def is_restarted(environment: Mapping[str, int] | None) -> bool:
 # ------------------------------------------------------------------ which one
 
 
-def choose(config: Config, world: World) -> Start:
+def choose(config: Config, world: World, lock: RunLock) -> Start:
     """What ``checkpoint.resume`` asks for; the same answer on every rank. A collective.
+
+    A run that goes on in its folder has the folder from here on: rank 0 takes its lock before it
+    looks which checkpoint is the newest.
 
     "auto": the newest run of this config under ``output.root`` that did not finish, or the run in
     ``output.dir``; nothing to go on with: a new run. A run folder: on in it. A checkpoint: from it
@@ -115,11 +119,11 @@ def choose(config: Config, world: World) -> Start:
     if wanted is None:
         return Start(None)
     if wanted == AUTO:
-        run = _agree(world, lambda: not_running(find_run(config)))
+        run = agree(world, lambda: taken(find_run(config), lock))
         return Start(None) if run is None else newest_good(run, world)
-    path = _agree(world, lambda: not_running(files.find(wanted)))
+    path = agree(world, lambda: taken(files.find(wanted), lock))
     if files.is_checkpoint(path):
-        manifest = _agree(world, lambda: manifests.read(path))
+        manifest = agree(world, lambda: manifests.read(path))
         _verify(path, manifest, world)
         return Start(None, path, manifest)
     start = newest_good(path, world)
@@ -128,9 +132,16 @@ def choose(config: Config, world: World) -> Start:
     return start
 
 
-def not_running(run: Path | None) -> Path | None:
-    """Two runs in one folder would write over each other."""
-    if run is not None and files.is_running(files.state_of(run)):
+def taken(run: Path | None, lock: RunLock) -> Path | None:
+    """Two runs in one folder would write over each other: the first has it for itself."""
+    if run is None or files.is_checkpoint(run):
+        return run
+    is_running = files.is_running(run)  # asked before the lock is ours
+    try:
+        lock.take(run)
+    except OSError as error:
+        raise UsageError(f"cannot go on in {run}: {error.strerror}") from None
+    if is_running:  # by its processes, where the file system has no locks
         raise UsageError(f"{run} is running; wait for it, or choose another folder with --out")
     return run
 
@@ -149,9 +160,9 @@ def find_run(config: Config) -> Path | None:
 def newest_good(run: Path, world: World) -> Start:
     """The newest checkpoint of a run that is whole, and what was wrong with newer ones."""
     notes: list[str] = []
-    for path in _agree(world, lambda: list(files.steps_in(run).values())):
+    for path in agree(world, lambda: list(files.steps_in(run).values())):
         try:
-            manifest = _agree(world, lambda path=path: manifests.read(path))
+            manifest = agree(world, lambda path=path: manifests.read(path))
             _verify(path, manifest, world)
         except UsageError as error:
             notes.append(str(error))
@@ -160,7 +171,7 @@ def newest_good(run: Path, world: World) -> Start:
     return Start(run, notes=tuple(notes))
 
 
-def _agree(world: World, look: Any) -> Any:
+def agree(world: World, look: Any) -> Any:
     """Rank 0 looks, and all get what it found, or its refusal."""
     found: Any = None
     if world.rank == 0:

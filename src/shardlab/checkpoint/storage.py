@@ -7,7 +7,6 @@ DCP's own storage keeps its index in a pickle, and to read a pickle is to run wh
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -80,21 +79,12 @@ class Writer(StorageWriter):
         return done
 
     def _write(self, plan: plans.SavePlan, planner: plans.SavePlanner) -> Written:
-        table: dict[str, Any] = {}
-        position = 0
+        inside = []
         for item in plan.items:
             start, end = span_of(item)
             assert item.tensor_data is not None
             dtype = item.tensor_data.properties.dtype
-            until = position + (end - start) * dtype.itemsize
-            table[key_of(item.index.fqn, start)] = {
-                "dtype": huggingface.word_of(dtype),
-                "shape": [end - start],
-                "data_offsets": [position, until],
-            }
-            position = until
-        header = json.dumps(table, separators=(",", ":")).encode()
-        header += b" " * (-len(header) % 8)
+            inside.append((key_of(item.index.fqn, start), dtype, [end - start]))
         digest, size, name = hashlib.sha256(), 0, plan.planner_data
         with (self.folder / name).open("wb") as file:
 
@@ -104,12 +94,12 @@ class Writer(StorageWriter):
                 file.write(data)
                 size += len(data)
 
-            put(len(header).to_bytes(8, "little") + header)
+            put(huggingface.table_of(inside))
             for item in plan.items:
                 tensor = planner.resolve_data(item)
                 assert isinstance(tensor, Tensor)
                 for block in tensor.split(BLOCK // tensor.dtype.itemsize):
-                    put(block.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+                    put(huggingface.raw(block))
             file.flush()
             os.fsync(file.fileno())
         return Written(name, size, digest.hexdigest())
@@ -208,14 +198,20 @@ class _Files:
 def whole_tensors(folder: Path, manifest: Manifest, prefix: str) -> dict[str, Tensor]:
     """Tensors in their shapes, by name without the prefix. In one process, without a group."""
     files = _Files(folder, manifest)
-    found = {}
-    for name, entry in manifest.tensors.items():
-        if name.startswith(prefix):
-            flat = torch.empty(entry.size, dtype=getattr(torch, entry.dtype))
-            for chunk in entry.chunks:
-                flat[chunk.start : chunk.start + chunk.length] = files.chunk(name, chunk.start)
-            found[name.removeprefix(prefix)] = flat.view(entry.shape)
-    return found
+    names = [name for name in manifest.tensors if name.startswith(prefix)]
+    return {name.removeprefix(prefix): _whole(files, name) for name in names}
+
+
+def whole_tensor(folder: Path, manifest: Manifest, name: str) -> Tensor:
+    return _whole(_Files(folder, manifest), name)
+
+
+def _whole(files: _Files, name: str) -> Tensor:
+    entry = files.manifest.tensors[name]
+    flat = torch.empty(entry.size, dtype=getattr(torch, entry.dtype))
+    for chunk in entry.chunks:
+        flat[chunk.start : chunk.start + chunk.length] = files.chunk(name, chunk.start)
+    return flat.view(entry.shape)
 
 
 def save_alone(parts: Parts, writer: Writer) -> None:

@@ -31,7 +31,10 @@ app.add_typer(learn.app, name="learn")
 
 
 def main() -> None:
-    """The console script. Exit codes: 0 done, 1 a rank failed, 2 wrong input, 130 interrupted."""
+    """The console script.
+
+    Exit codes: 0 done, 1 a rank failed, 2 wrong input, 130 interrupted by Ctrl-C, 143 by SIGTERM.
+    """
     # Before torch is imported: its profiler writes a line to stderr at each start below this level.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # A peer that is gone is told by us, in a line; c10d would add a page of its C++ frames.
@@ -39,13 +42,15 @@ def main() -> None:
     try:
         app()
     except UsageError as error:
-        _end(2, f"error: {error}")
+        from shardlab import launch
+
+        _end(2, f"error: {launch.refused_together(str(error))}")
     except RankFailure as failure:
         if failure.traceback:
             print(failure.traceback, file=sys.stderr, end="")
         _end(1, f"error: {failure}")
-    except Interrupted:
-        _end(130, "interrupted: every rank was ended")
+    except Interrupted as stopped:
+        _end(stopped.exit_code, f"interrupted: {stopped}")
 
 
 def _end(code: int, message: str) -> NoReturn:

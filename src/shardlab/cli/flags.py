@@ -33,7 +33,9 @@ ACCUMULATE = typer.Option("--accumulate", help="Micro-batches per rank and step.
 BATCH_SPLIT = typer.Option(
     "--batch-split", help="exact: refuse a batch the ranks cannot share evenly; or uneven."
 )
-OPTIMIZER = typer.Option("--optimizer", help="adamw, adam or sgd.")
+OPTIMIZER = typer.Option(
+    "--optimizer", help="adamw, sgd, any class of torch.optim, or module:Class."
+)
 PRECISION = typer.Option("--precision", help="fp32, bf16, fp16 (autocast) or fp64.")
 SEED = typer.Option("--seed")
 DEVICE = typer.Option("--device", help="auto, cpu or cuda.")

@@ -157,7 +157,8 @@ def train(
         with console.training_progress(enabled=speaks) as on_event:
             result = restart.train(resolved, flags.command(), on_event)
     except (RankFailure, Interrupted) as failure:
-        if (folder := getattr(failure, "folder", None)) is not None and speaks:
+        is_first = environment is None or environment["rank"] == 0
+        if (folder := getattr(failure, "folder", None)) is not None and is_first:
             again = f"shardlab train --resume {shlex.quote(str(folder))}"
             print(f"to go on from its last checkpoint: {again}", file=sys.stderr)
         raise

@@ -5,7 +5,6 @@ A pickle is data here, never code: its reader can build arrays and nothing else.
 
 from __future__ import annotations
 
-import gzip
 import json
 import pickle
 import struct
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shardlab.data import unpack
 from shardlab.errors import UsageError
 
 Bytes = npt.NDArray[np.uint8]
@@ -51,7 +51,7 @@ def read_idx(path: Path) -> Bytes:
     try:
         content = path.read_bytes()
         if content[:2] == b"\x1f\x8b":
-            content = gzip.decompress(content)
+            content = unpack.gunzip(path, content)
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
     if len(content) < 4 or content[:3] != b"\0\0\x08":
@@ -185,11 +185,14 @@ def read_png(path: Path) -> Bytes:
     if len(header) != 13 or header[8:] != b"\x08\x02\0\0\0":
         raise UsageError(f"{path}: only 8-bit RGB without interlacing can be read")
     width, height = struct.unpack(">II", header[:8])
+    size = height * (1 + 3 * width)
+    if size > unpack.MOST:
+        raise UsageError(f"{path}: {width} x {height} pixels are too many")
     try:
-        raw = np.frombuffer(zlib.decompress(b"".join(packed)), dtype=np.uint8)
+        raw = np.frombuffer(unpack.inflate(b"".join(packed), size), dtype=np.uint8)
     except zlib.error as error:
         raise UsageError(f"{path} is damaged: {error}") from None
-    if raw.size != height * (1 + 3 * width):
+    if raw.size != size:
         raise UsageError(f"{path} is damaged: {raw.size} bytes for {width} x {height} pixels")
     lines = raw.reshape(height, 1 + 3 * width)
     pixels = np.empty((height, width, 3), dtype=np.uint8)
@@ -240,7 +243,7 @@ def read_digits(path: Path, split: str) -> tuple[Bytes, Ids]:
     """
     file = path / "digits.csv.gz" if path.is_dir() else path
     try:
-        text = gzip.decompress(file.read_bytes()).decode("ascii")
+        text = unpack.gunzip(file, file.read_bytes()).decode("ascii")
         rows = np.array([line.split(",") for line in text.split()], dtype=np.float64)
     except (OSError, ValueError, EOFError, zlib.error) as error:
         raise UsageError(f"{file} is not scikit-learn's digits.csv.gz: {error}") from None

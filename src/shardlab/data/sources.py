@@ -31,6 +31,8 @@ def located(text: str) -> Path:
     try:
         path = Path(text).expanduser()
         path.exists()
+        if "\0" in text:  # which does not exist, says Python
+            raise ValueError("embedded null byte")
     except (OSError, ValueError, RuntimeError) as error:  # too long; a NUL; ~nobody
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"'{text[:80]}' is no path: {reason}") from None

@@ -5,7 +5,6 @@ Work is spread over processes; the shards do not depend on their number.
 
 from __future__ import annotations
 
-import gzip
 import json
 import multiprocessing
 import os
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardlab.data import sources
+from shardlab.data import sources, unpack
 from shardlab.data.bpe import Vocabulary, fast_encoder, read_vocabulary
 from shardlab.errors import UsageError, unknown
 from shardlab.record import write_json
@@ -60,9 +59,9 @@ def read_documents(path: Path) -> list[str] | None:
     try:
         content = path.read_bytes()
         if path.suffix == ".gz":
-            content = gzip.decompress(content)
+            content = unpack.gunzip(path, content)
         text = content.decode("utf-8")
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error):
+    except (UnicodeDecodeError, EOFError, zlib.error):
         return None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None

@@ -9,7 +9,9 @@ hold the same shard are compared.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import Any
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +21,13 @@ from shardlab.errors import Halt
 from shardlab.guard.verdict import names
 from shardlab.world import World
 
+if TYPE_CHECKING:
+    from shardlab.checkpoint.parts import Numbers, Parts
+
 STATE = "drifted"
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+_WORDS = {1: torch.int8, 2: torch.int16}  # by size; all others are read as int32
+BLOCK = 1 << 18  # words that are weighted at a time: 2 MB beside the tensor
+Sums = tuple[int, ...]  # one for each 32 bits of an element
 
 
 def check(strategy: Any, world: World, step: int) -> None:
@@ -33,9 +40,27 @@ def check(strategy: Any, world: World, step: int) -> None:
     difference = first_difference(found)
     if difference is None:
         return
+    raise halt(difference, step)
+
+
+def check_saved(parts: Parts, numbers: Numbers, world: World, step: int) -> None:
+    """Stop if ranks hold the same run of a tensor, of the model or the optimizer, and it differs.
+
+    A checkpoint is put together from all ranks' parts, so it would mix them. A collective.
+    """
+    tensors = ((n, f"{p.start}+{len(p.values)}", p.values) for n, p in parts.items())
+    found: list[tuple[str, str, Any]] = [*sums_of(tensors)]
+    found += [(name, "number", value) for name, value in numbers.items()]
+    difference = first_difference(world.gather(found))
+    if difference is not None:
+        name, ranks, others = difference
+        raise halt((name.partition("/")[2], ranks, others), step)
+
+
+def halt(difference: tuple[str, list[int], list[int]], step: int) -> Halt:
     name, ranks, others = difference
     differ = "differs" if len(ranks) == 1 else "differ"
-    raise Halt(
+    return Halt(
         STATE,
         f"replicas have drifted apart: '{name}' of {names(ranks)} {differ} from that of "
         f"{names(others)} after step {step}",
@@ -44,14 +69,19 @@ def check(strategy: Any, world: World, step: int) -> None:
     )
 
 
-def checksums(model: nn.Module) -> list[tuple[str, str, int]]:
+def checksums(model: nn.Module) -> list[tuple[str, str, Sums]]:
     """(name, which part, checksum) of each parameter that another rank may hold too."""
     parts = [(name, *_held(p)) for name, p in model.named_parameters()]
-    kept = [(name, part, tensor) for name, part, tensor in parts if tensor is not None]
+    return sums_of((name, part, tensor) for name, part, tensor in parts if tensor is not None)
+
+
+def sums_of(tensors: Iterable[tuple[str, str, Tensor]]) -> list[tuple[str, str, Sums]]:
+    """(name, which part, checksum) of tensors that are given as (name, which part, tensor)."""
+    kept = [(name, part, checksum(tensor)) for name, part, tensor in tensors]
     if not kept:
         return []
-    sums = torch.stack([checksum(tensor) for _, _, tensor in kept]).tolist()  # one wait for a GPU
-    return [(name, part, value) for (name, part, _), value in zip(kept, sums, strict=True)]
+    sums = iter(torch.cat([found for _, _, found in kept]).tolist())  # one wait for a GPU
+    return [(name, part, tuple(next(sums) for _ in found)) for name, part, found in kept]
 
 
 def _held(parameter: Tensor) -> tuple[str, Tensor | None]:
@@ -68,19 +98,50 @@ def _held(parameter: Tensor) -> tuple[str, Tensor | None]:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The sum of its bits, read as whole numbers: () int64. Any one change changes it."""
-    words = tensor.contiguous().view(-1).view(_WORDS[tensor.element_size()])
-    return words.sum(dtype=torch.int64)
+    """The weighted sum of its bits, read as whole numbers: (words,) int64, words of 32 bits.
+
+    Each place has a weight of its own. One change, or one swap of two elements that are not equal,
+    always changes the sum: a difference of weights is below 2³¹ and a difference of words below
+    2³², so their product is not 0 even in 64 bits (for up to 2³¹ elements). Weights in order would
+    miss +1, -2, +1 in a row; so they are shuffled within each block.
+    """
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat)
+    words = flat.view(-1).view(_WORDS.get(tensor.element_size(), torch.int32))
+    columns = max(1, tensor.element_size() // 4)
+    total = torch.zeros(columns, dtype=torch.int64, device=tensor.device)
+    weights = _weights(tensor.device)  # (BLOCK,)
+    # An element of 8 bytes is two words, and each has its own sum: together they could cancel.
+    for column in range(columns):
+        for number, block in enumerate(words[column::columns].split(BLOCK)):
+            block = block.to(torch.int64)  # (up to BLOCK,)
+            total[column] += _dot(block, weights[: len(block)])
+            if number:
+                total[column] += number * BLOCK * block.sum()
+    return total
+
+
+def _dot(words: Tensor, weights: Tensor) -> Tensor:
+    """Σ words · weights: (). On a GPU torch has no dot product of whole numbers."""
+    return words.dot(weights) if words.device.type == "cpu" else (words * weights).sum()
+
+
+@lru_cache(maxsize=8)
+def _weights(device: torch.device) -> Tensor:
+    """1 … BLOCK in an order that is the same everywhere: (BLOCK,)."""
+    order = torch.randperm(BLOCK, generator=torch.Generator().manual_seed(0)) + 1
+    return order.to(device)
 
 
 def first_difference(
-    found: list[list[tuple[str, str, int]]],
+    found: Sequence[Sequence[tuple[str, str, Any]]],
 ) -> tuple[str, list[int], list[int]] | None:
     """The first tensor in the model's order that differs, the ranks that do and the others. Pure.
 
     Those in the minority are said to differ; of two equally many, those without the lowest rank.
     """
-    holders: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
+    holders: dict[tuple[str, str], dict[int, Any]] = defaultdict(dict)
     for rank, sums in enumerate(found):
         for name, part, value in sums:
             holders[name, part][rank] = value

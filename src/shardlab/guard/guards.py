@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from shardlab import comm
 from shardlab.config import Config
@@ -15,6 +15,9 @@ from shardlab.guard.verdict import names
 from shardlab.strategies.base import Strategy
 from shardlab.workloads.base import Workload
 from shardlab.world import World
+
+if TYPE_CHECKING:
+    from shardlab.checkpoint.parts import Numbers, Parts
 
 T = TypeVar("T")
 
@@ -47,6 +50,20 @@ class Guards:
             # No rank goes on alone: what it did next would be paired with the others' step.
             self.sequence.exchange("left the loop", done)
 
+    def before_checkpoint(self) -> None:
+        """Stop if the ranks called different collectives so far: the results are mixed up."""
+        if self.sequence is not None:
+            self.sequence.compare()
+
+    def check_saved(self, parts: Parts, numbers: Numbers, step: int) -> None:
+        """Stop if replicas would write parts that do not belong together. A collective.
+
+        So every checkpoint is one that all ranks agreed on, and a run that drifts can be started
+        again from the newest. Each element is read once, which costs less than its SHA-256.
+        """
+        if self.config.drift_every and self.world.size > 1:
+            drift.check_saved(parts, numbers, self.world, step)
+
     def _after(self, done: int, step: int, strategy: Strategy) -> None:
         config = self.config
         if self.sequence is not None:
@@ -65,8 +82,15 @@ def refuse_unequal_data(workload: Workload, world: World) -> None:
         {
             "data": len(workload.dataset),
             "held-out data": None if workload.held_out is None else len(workload.held_out),
+            "identity": getattr(workload.dataset, "identity", None),  # of a short form's
         }
     )
+    if len({row["identity"] for row in lengths}) > 1:
+        raise UsageError(
+            "the ranks' data or losses differ: iterable data begin with other samples, or the loss "
+            "is a mean on some ranks alone; give every rank all of the data, in the same order: "
+            "which samples are a rank's own is shardlab's to decide"
+        )
     for kind in ("data", "held-out data"):
         found = [row[kind] for row in lengths]
         if len(set(found)) > 1:

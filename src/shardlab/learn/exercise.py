@@ -17,7 +17,8 @@ import ast
 import importlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -143,9 +144,9 @@ class Progress:
     @classmethod
     def read(cls, folder: Path) -> Progress:
         path = folder / PROGRESS
-        if not path.exists():
-            return cls(folder, {})
         try:
+            if not path.exists():
+                return cls(folder, {})
             rows = json.loads(path.read_text(encoding="utf-8"))["exercises"]
             if not all(isinstance(row, dict) for row in rows.values()):
                 raise ValueError
@@ -153,6 +154,8 @@ class Progress:
             raise UsageError(
                 f"{path} is not a progress file; move it away to begin a new one"
             ) from None
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {error.strerror}") from None
         return cls(folder, rows)
 
     def of(self, name: str) -> dict[str, Any]:
@@ -161,10 +164,22 @@ class Progress:
     def write(self, name: str, **changes: Any) -> None:
         """Set what changed of one exercise. Written aside first, so that no half file is left."""
         self.rows[name] = self.of(name) | changes
-        self.folder.mkdir(parents=True, exist_ok=True)
         partial = self.folder / f"{PROGRESS}.partial"
-        partial.write_text(json.dumps({"schema": 1, "exercises": self.rows}, indent=2) + "\n")
-        partial.replace(self.folder / PROGRESS)
+        with writable(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps({"schema": 1, "exercises": self.rows}, indent=2) + "\n")
+            partial.replace(self.folder / PROGRESS)
+
+
+@contextmanager
+def writable(folder: Path) -> Iterator[None]:
+    """A folder that cannot be written is told in a line."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"cannot write into the folder {folder}: {error.strerror}; name another with --dir"
+        ) from None
 
 
 def now() -> str:
@@ -191,5 +206,6 @@ def start(exercise: Exercise, folder: Path) -> Path:
         )
     progress = Progress.read(folder)
     progress.write(exercise.name, started=now())
-    path.write_text(exercise.template, encoding="utf-8")
+    with writable(folder):
+        path.write_text(exercise.template, encoding="utf-8")
     return path

@@ -94,12 +94,13 @@ class Watch:
         return self.checks.CASES[self.case].name if self.case >= 0 else ""
 
     def watch(self) -> End:
-        from torch.distributed import TCPStore
+        from shardlab.launch import loopback_store, stay_on_loopback
 
+        stay_on_loopback()
         world = max(case.world for case in self.checks.CASES)
         self.ranks = [self._fork(number) for number in range(world)]
         # After the forks: it has threads. Ours, so that no rank's leaving takes it away.
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = loopback_store()
         for rank in self.ranks:
             self._tell(rank, store.port)
         while True:

@@ -11,33 +11,60 @@ from typing import Any
 
 from shardlab.report import format as fmt
 
-# In units of last place of a tensor's largest value. Another order of summation moves a gradient
-# by tens; Adam divides what should be zero by itself and makes millions of it. A mistake is 1e12.
-TOLERANCE_ULP = 2.0**26
-
 Mixture = Sequence[Sequence[float | None]]  # [rank][micro-batch]; none: it had no gradient
 
 
 def first_difference(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The earliest difference on any rank, with the ranks that have one."""
-    for models in zip(*(e["models"] for e in ranks), strict=True):
-        found = [(m["first"], rank) for rank, m in enumerate(models) if m["first"] is not None]
-        if found:
-            first, rank = min(found, key=lambda f: (_number(f[0]["step"]), f[1]))
-            step = first["step"]
-            return {
-                **first,
-                "model": models[0]["label"],
-                "rank": rank,
-                "ranks": [r for other, r in found if other["step"] == step],
-                "world": len(ranks),
-                "counts": None if step is None else models[0]["counts"][step],
-            }
+    for number in range(len(ranks[0]["models"])):
+        found = _difference(ranks, number)
+        if found is not None:
+            return found
     return None
 
 
+def _difference(ranks: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any] | None:
+    """The earliest in one of the models."""
+    models = [e["models"][number] for e in ranks]
+    found = [(m["first"], rank) for rank, m in enumerate(models) if m["first"] is not None]
+    if not found:
+        return None
+    first, rank = min(found, key=lambda f: (_number(f[0]["step"]), f[1]))
+    step = first["step"]
+    located = [{**at, "rank": r} for other, r in found if (at := other.get("located")) is not None]
+    earliest = min(
+        located,
+        key=lambda at: (at["step"], at["micro"], at["direction"] != "forward", at["rank"]),
+        default=None,
+    )
+    return {
+        **first,
+        "located": earliest,
+        "module": module_of(first) if earliest is None else earliest["module"],
+        "model": models[0]["label"],
+        "rank": rank,
+        "ranks": [r for other, r in found if other["step"] == step],
+        "world": len(ranks),
+        "counts": None if step is None else models[0]["counts"][step],
+    }
+
+
+def module_of(first: Mapping[str, Any]) -> str | None:
+    """The module that a parameter, a gradient or a buffer belongs to; None: a loss does to none."""
+    return first["tensor"].rpartition(".")[0] if first["tensor"] else None
+
+
 def _number(step: int | None) -> int:
-    return -1 if step is None else step  # none: before the first
+    return -1 if step is None else step  # None: before the first
+
+
+def also_in(ranks: Sequence[Mapping[str, Any]], first: Mapping[str, Any]) -> str:
+    """Where the other model differs, if it does: the user wants to hear of her own."""
+    last = len(ranks[0]["models"]) - 1
+    other = _difference(ranks, last)
+    if other is None or other["model"] == first["model"] or other["step"] is None:
+        return ""
+    return f"in {other['model']} first {other['kind']} '{other['tensor']}'{_located(other)}"
 
 
 def explain(first: Mapping[str, Any]) -> str:
@@ -55,7 +82,25 @@ def explain(first: Mapping[str, Any]) -> str:
         if name
         else f"step {step} of {first['model']}, {kind}"
     )
-    return f"{where}: {_cause(first)}"
+    unseen = "if nobody looks in between, " if first.get("unwatched") else ""
+    return f"{unseen}{where}: {_cause(first)}{_located(first)}"
+
+
+def _located(first: Mapping[str, Any]) -> str:
+    """The module where it begins, if it is not the one that the tensor belongs to."""
+    at = first.get("located")
+    if at is None:
+        return ""
+    names = at.get("modules", [at["module"]])
+    modules = f"'{fmt.names(names, at_most=3)}'" if names != [""] else "the model itself"
+    what = "output" if at["direction"] == "forward" else f"gradient of the {at['of']}"
+    text = f"{at['direction']} differs first in the {what} of {modules}"
+    text += f", on rank {at['rank']} in micro-batch {at['micro']}"
+    if at["step"] != first["step"]:
+        text += f" of step {at['step']}"
+    if at["ratio"] is not None and not _is(at["ratio"], 1):
+        text += f", exactly {_times(at['ratio'])}"
+    return f"; {text}"
 
 
 def _on(first: Mapping[str, Any]) -> str:
@@ -163,7 +208,7 @@ def mixed(mixture: Mixture, counts: Sequence[Sequence[int]], rank: int) -> str:
                 f"the data of rank {fmt.names([str(r) for r in lost])} is not in it, the rest "
                 f"{_times(others[0])}: ranks read the same samples"
             )
-    wrong = [(r, m, c) for r, m, c in known if not _is(c, 1)]
+    wrong = [(r, m, c) for r, m, c in known if not _is(c, 1)] or known[:1]
     shown = [f"micro-batch {m} of rank {r} counts {_times(c)}" for r, m, c in wrong]
     return fmt.names(shown, at_most=2)
 

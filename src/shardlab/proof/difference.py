@@ -11,14 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab.proof.diagnosis import TOLERANCE_ULP
-from shardlab.proof.subjects import Reference, sample
+from shardlab.proof.reference import SCALES, Reference, largest, wide
+from shardlab.proof.subjects import sample
 
 Tensors = Mapping[str, Tensor | None]
-
-# A gradient that is zero in theory (a bias before a normalisation) is pure rounding: it is not
-# measured by its own size but by this part of the largest.
-FLOOR = 2.0**-20
 
 
 @dataclass
@@ -39,7 +35,7 @@ class Trail:
             self._compare(None, "parameter", tensors, self.reference.start)
 
     def gradients(self, step: int, loss: Tensor, gradients: Tensors | None) -> None:
-        """After ``gradients()``; none: nobody looked at them."""
+        """After ``gradients()``; None: nobody looked at them."""
         self._note(step, "loss", {"": loss})
         self._note(step, "gradient", gradients or {})
         if self.reference is None:
@@ -78,21 +74,22 @@ class Trail:
         before: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Keep the largest error, and the first that is too large."""
-        floor = FLOOR * max(
-            (t.abs().max().item() for t in want.values() if t is not None and t.numel()),
-            default=0.0,
-        )
+        reference = self.reference
+        assert reference is not None
+        tolerance = reference.scale.tolerance
         for name in (*want, *(name for name in got if name not in want)):
+            unit = reference.unit(step, kind, name)
             if name not in got or name not in want:
                 error, looks = math.inf, {"missing": name not in got}
             else:
-                error, looks = ulps(got[name], want[name], floor), {}
+                error, looks = ulps(got[name], want[name], unit), {}
             if not error <= self.worst["ulp"]:
                 self.worst = {"ulp": error, "where": _place(step, kind, name)}
-            if self.first is None and not error <= TOLERANCE_ULP:
+            if self.first is None and not error <= tolerance:
                 old = None if before is None else before.get(name)
-                looks = looks or compare(got[name], want[name], floor, old)
-                self.first = {"step": step, "kind": kind, "tensor": name, **looks}
+                looks = looks or compare(got[name], want[name], tolerance * unit, old)
+                where = {"step": step, "kind": kind, "tensor": name}
+                self.first = {**where, "ulp": error, **looks}
 
 
 def _place(step: int | None, kind: str, name: str) -> str:
@@ -100,47 +97,47 @@ def _place(step: int | None, kind: str, name: str) -> str:
     return f"{when}: {kind} {name}".rstrip()
 
 
-def unit(want: Tensor, floor: float) -> float:
-    """The unit of last place of the tensor's largest value."""
-    return math.ulp(max(want.double().abs().max().item(), floor))
-
-
-def ulps(got: Tensor | None, want: Tensor | None, floor: float = 0.0) -> float:
-    """The largest error, in units of last place of the reference's largest value."""
+def ulps(got: Tensor | None, want: Tensor | None, unit: Tensor | None = None) -> float:
+    """The largest error in units: of last place of the reference's largest value, or as given."""
     if got is None or want is None:
         return 0.0 if got is want else math.inf
     if got.shape != want.shape:
         return math.inf
     if not want.numel():
         return 0.0
-    error = (got.double() - want.double()).abs().max().item()
-    return error / unit(want, floor) if math.isfinite(error) else math.inf
+    if unit is None:
+        unit = torch.tensor(SCALES[torch.float64].unit(largest(want)), dtype=torch.float64)
+    error = ((wide(got) - wide(want)).abs() / unit.to(want.device)).max().item()
+    return error if math.isfinite(error) else math.inf
 
 
 def compare(
-    got: Tensor | None, want: Tensor | None, floor: float = 0.0, before: Tensor | None = None
+    got: Tensor | None,
+    want: Tensor | None,
+    allowed: Tensor | None = None,
+    before: Tensor | None = None,
 ) -> dict[str, Any]:
     """Two tensors that differ, side by side; ``before``: what they were a step ago."""
     if got is None or want is None:
         return {"none": "one process" if want is None else "the strategy"}
     if got.shape != want.shape:
         return {"shapes": [list(got.shape), list(want.shape)]}
-    a, b = got.double().reshape(-1), want.double().reshape(-1)
-    old = torch.zeros_like(b) if before is None else before.double().reshape(-1)
-    allowed = TOLERANCE_ULP * unit(want, floor)
-    differs = ~((a - b).abs() <= allowed)
+    a, b = wide(got).reshape(-1), wide(want).reshape(-1)
+    old = torch.zeros_like(b) if before is None else wide(before).reshape(-1)
+    limit = torch.zeros((), dtype=torch.float64) if allowed is None else allowed
+    limit = limit.to(b.device).expand(want.shape).reshape(-1)
+    differs = ~((a - b).abs() <= limit)
     where = differs.nonzero().reshape(-1)
 
     def is_shifted(by: int) -> bool:
         """The values, or what the step has added to them."""
         pairs = ((a.roll(-by), b), ((a - old).roll(-by), b - old))
-        close = [(x - y)[differs].abs() <= allowed for x, y in pairs]
+        close = [((x - y).abs() <= limit)[differs] for x, y in pairs]
         return max(c.double().mean().item() for c in close) > 0.9
 
     return {
         "error": (a - b).abs().max().item(),
-        "ulp": ulps(got, want, floor),
-        "ratio": _ratio(a, b),
+        "ratio": ratio_of(a, b, _exact(want)),
         "elements": len(where),
         "of": len(a),
         "first": int(where[0]),
@@ -151,12 +148,19 @@ def compare(
     }
 
 
-def _ratio(a: Tensor, b: Tensor) -> float | None:
+def _exact(tensor: Tensor) -> float:
+    """A part of the whole that is rounding."""
+    return 1e-7 if tensor.dtype in (torch.float64, torch.complex128) else 1e-4
+
+
+def ratio_of(a: Tensor, b: Tensor, exact: float = 1e-7) -> float | None:
     """What ``b`` was multiplied with to give ``a``, if with one number."""
     if not (a.isfinite().all() and b.norm() > 0):
         return None
-    ratio = (a @ b / (b @ b)).item()
-    return ratio if (a - ratio * b).norm() <= 1e-7 * a.norm() else None
+    if a.is_complex():
+        a, b = torch.view_as_real(a).reshape(-1), torch.view_as_real(b).reshape(-1)
+    ratio = float(a @ b / (b @ b))
+    return ratio if (a - ratio * b).norm() <= exact * a.norm() else None
 
 
 def mixture_of(
@@ -167,8 +171,12 @@ def mixture_of(
     By least squares over sampled elements, of all gradients or, if that explains nothing, of
     ``tensor`` alone. A micro-batch without a gradient has no number.
     """
-    known = [name for name, gradient in got.items() if gradient is not None]
-    return _fit(got, parts, known) or _fit(got, parts, [n for n in known if n == tensor])
+    known = [n for n, gradient in got.items() if gradient is not None and not gradient.is_complex()]
+    whole = _fit(got, parts, known)
+    # One small tensor that is wrong does not show in the fit of them all.
+    if whole is None or all(times is None or abs(times - 1) < 1e-6 for times in whole):
+        return _fit(got, parts, [n for n in known if n == tensor])
+    return whole
 
 
 def _fit(
@@ -178,8 +186,9 @@ def _fit(
     if not samples:
         return None
     target = torch.cat(list(samples.values())).cpu()  # (elements,)
+    exact, target = _exact(target), target.double()
     columns = [
-        torch.cat([part.get(n, torch.zeros_like(s)) for n, s in samples.items()]).cpu()
+        torch.cat([part.get(n, torch.zeros_like(s)) for n, s in samples.items()]).cpu().double()
         for part in parts
     ]
     real = [i for i, column in enumerate(columns) if column.abs().max() > 0]
@@ -187,7 +196,7 @@ def _fit(
         return None
     matrix = torch.stack([columns[i] for i in real], dim=1)  # (elements, micro-batches)
     answer = torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution
-    if (matrix @ answer - target[:, None]).norm() > 1e-7 * target.norm():
+    if (matrix @ answer - target[:, None]).norm() > exact * target.norm():
         return None
     found: list[float | None] = [None] * len(parts)
     for i, value in zip(real, answer.flatten().tolist(), strict=True):

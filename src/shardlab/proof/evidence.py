@@ -13,23 +13,28 @@ import itertools
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardlab import comm, train
 from shardlab import config as configs
+from shardlab import world as worlds
 from shardlab.config import Config
-from shardlab.errors import unknown
+from shardlab.errors import UsageError, unknown
 from shardlab.guard import pulse, sequence, watchdog
 from shardlab.measure import watch
 from shardlab.measure.watch import Message, Running
 from shardlab.plan import claims
-from shardlab.proof import subjects
+from shardlab.proof import chance, locate, subjects
+from shardlab.proof import reference as plain
 from shardlab.proof.difference import Trail
+from shardlab.proof.reference import Reference
 from shardlab.proof.subjects import Subject
 from shardlab.prove import TIMEOUT_S
 from shardlab.strategies.base import Strategy
@@ -41,8 +46,25 @@ SETTLE_S = 5.0
 GRADIENT_OPS = ("all_reduce", "reduce_scatter", "all_to_all")
 Work = Callable[[], Any]
 
-# The stack and the user's model with their references, the same for every strategy.
-_prepared: dict[str, tuple[Subject, Subject]] = {}
+
+@dataclass
+class Prepared:
+    """A model of the proof with what one process made of it, the same for every strategy."""
+
+    subject: Subject
+    reference: Reference
+    outside: watch.Held  # what the plain model itself keeps, beyond parameters and buffers
+
+
+_prepared: dict[str, tuple[str, Prepared]] = {}  # "stack" and "users": of which config, and it
+
+
+def prepare(world: World, values: dict[str, Any]) -> None:
+    """Run the models in one process: what is wrong with them is not the fault of a strategy."""
+    config = configs.from_dict(values)
+    member = world.first(config.launch.world or 1)
+    if member is not None:
+        _prepare("users", member, config)
 
 
 def examine(world: World, values: dict[str, Any]) -> dict[str, Any] | None:
@@ -51,12 +73,12 @@ def examine(world: World, values: dict[str, Any]) -> dict[str, Any] | None:
     member = world.first(config.launch.world or 1)
     if member is None:
         return None
-    stack, users = _prepare(member, config)
+    stack, users = (_prepare(which, member, config) for which in ("stack", "users"))
     claim = claim_of(config)
     timeout_s = min(config.launch.timeout_s, TIMEOUT_S)
-    with watch.Alive() as alive, watchdog.watching(member, None, timeout_s):
+    with watch.Alive() as alive, watchdog.watching(member, None, timeout_s), _eager_chance(config):
         pulse.PULSE.enter(pulse.PROOF)
-        on_users = _examine_users(users, config, member, claim, alive)
+        on_users = _examine_users(users, _in_dtype(config, users), member, claim, alive)
         on_stack = _examine_stack(stack, config, member, claim)
     return {
         "ranks": member.size,
@@ -67,13 +89,14 @@ def examine(world: World, values: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _examine_users(
-    subject: Subject,
+    prepared: Prepared,
     config: Config,
     world: World,
     claim: claims.Claim | None,
     alive: watch.Alive,
 ) -> dict[str, Any]:
-    """The user's model: against one process, what is alive, what is sent; then again."""
+    """The user's model: against one process, what is alive, what is sent; then again, unwatched."""
+    subject, reference = prepared.subject, prepared.reference
     job = subject.job(config)
     held: dict[str, watch.Held] = {}
     strategy, model = _build(subject, config, world)
@@ -81,14 +104,19 @@ def _examine_users(
     def weigh(what: str, model: nn.Module = model) -> None:
         held[what] = alive.weigh(model)
 
-    trail = _run(strategy, subject, world.rank, after=weigh)
+    trail = _run(strategy, subject, world.rank, Trail(reference), after=weigh)
     replica = _digest(model)
     source, messages, _ = _watch(strategy, subject.steps[0][world.rank])
     groups = {} if claim is None else claim.groups(job)
     del strategy, model, weigh
-    again = _run(_build(subject, config, world)[0], subject, world.rank, compare=False)
+    strategy, _ = _build(subject, config, world)
+    again = _run(strategy, subject, world.rank, Trail(reference), looks=False)
+    del strategy
+    used = subject.job(config, without=reference.irregular)
     return {
         "claimed": None if claim is None else claim.of(job),
+        "claimed_of_used": None if claim is None else claim.of(used),
+        "irregular": bool(reference.irregular),
         "full": _full(job),
         "micro": job.micro,
         "replica": replica,
@@ -98,20 +126,22 @@ def _examine_users(
             "optimizer": held["step"].optimizer,
             "kept": held["step"].rest,
         },
+        "outside": {"params": prepared.outside.params, "rest": prepared.outside.rest},
         "sent": _by_op(messages, _small(job), world.size, groups),
         "source": source,
-        "model": _model(subject, trail, again),
+        "model": _model(prepared, trail, again, config, world),
     }
 
 
 def _examine_stack(
-    subject: Subject, config: Config, world: World, claim: claims.Claim | None
+    prepared: Prepared, config: Config, world: World, claim: claims.Claim | None
 ) -> dict[str, Any]:
     """The stack: against one process, when it sends; then again, and what is held meanwhile."""
+    subject, reference = prepared.subject, prepared.reference
     job = subject.job(config)
     config = _with_small_buckets(config, job.held)
     strategy, _ = _build(subject, config, world)
-    trail = _run(strategy, subject, world.rank)
+    trail = _run(strategy, subject, world.rank, Trail(reference))
     overlap = _overlap(*_watch(strategy, subject.steps[0][world.rank][:1]), _small(job))
     del strategy
     memory = watch.Memory()
@@ -123,7 +153,7 @@ def _examine_stack(
         return result
 
     strategy, _ = weighed(lambda: _build(subject, config, world))
-    again = _run(strategy, subject, world.rank, compare=False, around=weighed, steps=2)
+    again = _run(strategy, subject, world.rank, Trail(None), around=weighed, steps=2)
     *_, gradients, step = phases
     return {
         "claimed_of_stack": None if claim is None else claim.of(job),
@@ -134,7 +164,7 @@ def _examine_stack(
             "forward_peak": gradients.forward_peak,
         },
         "overlap": overlap,
-        "model": _model(subject, trail, again),
+        "model": _model(prepared, trail, again, config, world),
     }
 
 
@@ -150,16 +180,79 @@ def claim_of(config: Config) -> claims.Claim | None:
     return claims.CLAIMS[name]
 
 
-def _prepare(world: World, config: Config) -> tuple[Subject, Subject]:
+def _prepare(which: str, world: World, config: Config) -> Prepared:
+    """The stack or the user's model, once for all strategies of a config."""
     key = json.dumps({**config.to_dict(), "strategy": None})
-    if key not in _prepared:
-        _prepared.clear()  # of another world size
-        stack = subjects.stack(world.size, config.training.seed, world.device)
-        users = subjects.users(config, world.size, world.device)
-        for subject in (stack, users):
-            subject.reference = subjects.refer(subject, config, world.device)
-        _prepared[key] = (stack, users)
-    return _prepared[key]
+    if which not in _prepared or _prepared[which][0] != key:
+        _prepared.pop(which, None)  # of another world size
+        if which == "users":
+            made = _prepare_users(config, world)
+        else:
+            stack = subjects.stack(world.size, config.training.seed, world.device)
+            made = _run_plain(stack, config, world)
+        _prepared[which] = (key, made)
+    return _prepared[which][1]
+
+
+def _prepare_users(config: Config, world: World) -> Prepared:
+    """In float64, or in float32 if the plain model cannot be run in float64 here."""
+    try:
+        return _run_plain(subjects.users(config, world.size, world.device), config, world)
+    except UsageError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    single = subjects.users(config, world.size, world.device, torch.float32)
+    single.why_dtype = f"it does not run in float64 ({why})"
+    try:
+        return _run_plain(single, config, world)
+    except UsageError:
+        raise
+    except Exception:
+        name = single.workload.name
+        raise UsageError(f"one process by itself fails on {name}: {why}") from None
+
+
+def _run_plain(subject: Subject, config: Config, world: World) -> Prepared:
+    """What a plain process does, and what its model keeps."""
+    build = partial(plain.build, subject, world.device)
+    assert isinstance(subject.workload.loss, chance.Seeded)
+    nature = chance.nature(build, subject.workload.loss)
+    if not nature.repeats:
+        raise UsageError(
+            f"the forward of {subject.workload.name} computes something else each time, with the "
+            "same parameters, data and seeds: a proof cannot tell that from a mistake (are there "
+            "random numbers that torch.manual_seed, numpy and random.seed do not govern?)"
+        )
+    subject.draws, subject.remembers = nature.draws, nature.remembers
+    with watch.Alive() as alive:
+        model = build()
+        for shares in subject.steps:
+            for batch in shares[world.rank]:
+                subject.workload.loss(model, batch).backward()
+            model.zero_grad()
+        held = alive.weigh(model)
+        held.params -= sum(p.numel() * p.element_size() for p in model.parameters())
+        del model
+    return Prepared(subject, plain.refer(subject, config, world.device), held)
+
+
+def _in_dtype(config: Config, prepared: Prepared) -> Config:
+    """The strategy computes in the precision that one process did."""
+    compute = "fp64" if prepared.subject.dtype == torch.float64 else "fp32"
+    return config.with_overrides({"precision.compute": compute})
+
+
+@contextmanager
+def _eager_chance(config: Config) -> Iterator[None]:
+    """A compiled model draws the random numbers that an uncompiled one does."""
+    if config.training.compile == "none":
+        yield
+        return
+    from torch._inductor import config as inductor
+
+    with inductor.patch(fallback_random=True):
+        yield
 
 
 def _with_small_buckets(config: Config, size: int) -> Config:
@@ -171,44 +264,68 @@ def _with_small_buckets(config: Config, size: int) -> Config:
     return config.with_overrides({"strategy.options": {**options, **config.strategy.options}})
 
 
-def _build(subject: Subject, config: Config, world: World) -> tuple[Strategy, nn.Module]:
+def _build(
+    subject: Subject, config: Config, world: World, probe: locate.Probe | None = None
+) -> tuple[Strategy, nn.Module]:
     made: list[nn.Module] = []
 
     def make_model() -> nn.Module:
-        made.append(subject.workload.make_model())
-        return made[0]
+        model = subject.workload.make_model()
+        if world.rank:  # so that a missing broadcast shows
+            worlds.seed(subject.seed + world.rank)
+            _take_values(model, subject.workload.make_model())
+        made.append(model)
+        return model
 
-    own = config.with_overrides({"training.seed": subject.seed + world.rank})
+    own = config.with_overrides({"training.seed": subject.seed})
     comm.LEDGER.reset()
     if world.size > 1:  # ranks out of step are told so, rather than wrong numbers or a hang
         comm.LEDGER.check = sequence.Sequence(world).check
     strategy = train.build_strategy(own, replace(subject.workload, make_model=make_model), world)
+    if probe is not None:  # after the strategy's own hooks: what a module returns in the end
+        probe.attach(made[0])
     return strategy, made[0]
+
+
+def _take_values(model: nn.Module, other: nn.Module) -> None:
+    """Parameters and buffers of another model; what it keeps outside of them stays."""
+    for mine, others in (
+        (model.named_parameters(), dict(other.named_parameters())),
+        (model.named_buffers(), dict(other.named_buffers())),
+    ):
+        for name, tensor in mine:
+            tensor.data = others[name].data
 
 
 def _run(
     strategy: Strategy,
     subject: Subject,
     rank: int,
-    compare: bool = True,
+    trail: Trail,
     steps: int | None = None,
     around: Callable[[Work], Any] = lambda work: work(),
     after: Callable[[str], None] = lambda _what: None,
+    looks: bool = True,
 ) -> Trail:
-    """All steps, or so many; ``around`` makes the calls, ``after`` hears of each."""
-    trail = Trail(subject.reference if compare else None)
-    trail.start(strategy.full_params())
+    """All steps, or so many; ``around`` makes the calls, ``after`` hears of each.
+
+    Without ``looks`` nothing is asked of the strategy before the last step is over: to look at
+    parameters may gather or free them, and so hide that nobody else did.
+    """
+    if looks:
+        trail.start(strategy.full_params())
     shares_of_steps = subject.steps[:steps]
+    last = len(shares_of_steps) - 1
     for step, shares in enumerate(shares_of_steps):
         comm.LEDGER.step = step
         loss = around(partial(strategy.gradients, shares[rank]))
         comm.LEDGER.step = None
         # To look at gradients is to wait for them: step() must do so too, where nobody looks.
-        looks = step == 0 or step + 1 < len(shares_of_steps)
-        if looks:
+        looks_here = looks and (step == 0 or step < last)
+        if looks_here:
             getattr(strategy, "settle", lambda: None)()
             after("gradients")
-        trail.gradients(step, loss, strategy.full_grads() if looks else None)
+        trail.gradients(step, loss, strategy.full_grads() if looks_here else None)
         comm.LEDGER.step = step
         around(strategy.step)
         comm.LEDGER.step = None
@@ -218,15 +335,30 @@ def _run(
             if entry.step == step and entry.op in GRADIENT_OPS and entry.ready_ns is None
         ]
         after("step")
-        trail.tensors(step, strategy.full_params())
+        if looks or step == last:
+            trail.tensors(step, strategy.full_params())
     return trail
 
 
-def _model(subject: Subject, trail: Trail, again: Trail) -> dict[str, Any]:
-    buffers = {name for name, _ in subject.workload.make_model().named_buffers()}
+def _model(
+    prepared: Prepared, trail: Trail, again: Trail, config: Config, world: World
+) -> dict[str, Any]:
+    subject, reference = prepared.subject, prepared.reference
     first = trail.first
-    if first is not None and first["tensor"] in buffers:
-        first["kind"] = "buffer"
+    if first is None and again.first is not None:
+        first = {**again.first, "unwatched": True}
+    # Every rank takes part in the run that looks for the module, also one where all is well.
+    found = world.gather(None if first is None else (first["step"], "unwatched" in first))
+    where = [f for f in found if f is not None and f[0] is not None]
+    if where and all(f is None or f[0] is not None for f in found):
+        step = max(step for step, _ in where)
+        located = _locate(prepared, config, world, step, any(unwatched for _, unwatched in where))
+        if first is not None:
+            first["located"] = located
+    if first is not None:
+        buffers = {name for name, _ in subject.workload.make_model().named_buffers()}
+        if first["tensor"] in buffers:
+            first["kind"] = "buffer"
     changed = (place for place, digest in again.digests.items() if trail.digests[place] != digest)
     return {
         "label": subject.workload.name,
@@ -234,11 +366,32 @@ def _model(subject: Subject, trail: Trail, again: Trail) -> dict[str, Any]:
         "counts": [[[b.count for b in share] for share in shares] for shares in subject.steps],
         "first": first,
         "worst": trail.worst,
+        "tolerance": reference.scale.tolerance,
         "unwaited": trail.unwaited,
         "digests": trail.digests,
         "compared": len(again.digests),
         "changed": next(changed, None),
+        "precision": "float64" if subject.dtype == torch.float64 else "float32",
+        "why_precision": subject.why_dtype,
+        "noise": reference.noise,
+        "random": "seeded alike" if subject.draws else "none",
     }
+
+
+def _locate(
+    prepared: Prepared, config: Config, world: World, step: int, unwatched: bool
+) -> dict[str, Any] | None:
+    """The first module whose output, or its gradient, is not what one process has. A third run."""
+    subject = prepared.subject
+    loss = subject.workload.loss
+    assert isinstance(loss, chance.Seeded)
+    if config.training.compile != "none":  # a compiled module's parts cannot be looked into
+        return None
+    mine, theirs = locate.Probe(loss, world.rank), locate.Probe(loss, world.rank)
+    plain.run(subject, config, world.device, steps=step + 1, attach=theirs.attach)
+    strategy, _ = _build(subject, config, world, mine)
+    _run(strategy, subject, world.rank, Trail(None), steps=step + 1, looks=not unwatched)
+    return locate.first_difference(mine, theirs, subject.dtype)
 
 
 def _digest(model: nn.Module) -> str | None:
@@ -259,12 +412,12 @@ def _small(job: claims.Job) -> int:
     return max(1024, 16 * len(job.params))
 
 
-def _full(job: claims.Job) -> dict[str, int]:
+def _full(job: claims.Job) -> dict[str, float]:
     """What one rank would hold if nothing were sharded."""
     return {
         "params": job.held,
         "gradients": job.psi,
-        "optimizer": job.state * job.psi,
+        "optimizer": round(job.state * job.psi),
         "buffers": job.buffers,
         "tensors": len(job.params),
     }

@@ -1,4 +1,4 @@
-"""The two models of a proof, in float64, and what one plain process makes of them.
+"""The two models of a proof, with the micro-batches of every rank.
 
 The *stack* is ours: nearly all parameters and hardly an activation, with what goes wrong in
 practice: ragged and empty batches, a buffer that forward changes, frozen and odd-sized
@@ -7,9 +7,8 @@ parameters. The other is the user's workload.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,21 +21,11 @@ from shardlab.config import Config
 from shardlab.data import sampler
 from shardlab.errors import UsageError
 from shardlab.plan import claims
-from shardlab.workloads.base import Batch, Workload
+from shardlab.proof.chance import Seeded
+from shardlab.workloads.base import Batch, Workload, cast_model
 from shardlab.world import World
 
 SAMPLES = 64  # elements of each gradient that a diagnosis looks at
-
-
-@dataclass
-class Reference:
-    """What one process did: its tensors at the start, then of each step."""
-
-    start: dict[str, Tensor]
-    losses: list[Tensor] = field(default_factory=list)
-    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
-    tensors: list[dict[str, Tensor]] = field(default_factory=list)
-    parts: list[list[dict[str, Tensor]]] = field(default_factory=list)  # [step][rank, micro]
 
 
 @dataclass
@@ -46,24 +35,30 @@ class Subject:
     workload: Workload
     seed: int
     steps: list[list[list[Batch]]]
-    reference: Reference | None = None
+    dtype: torch.dtype = torch.float64
+    why_dtype: str | None = None  # why it is not float64, where it is not
+    draws: bool = False  # forward uses random numbers; they are seeded alike
+    remembers: bool = False  # forward depends on what it has seen, beyond its buffers
 
-    def job(self, config: Config) -> claims.Job:
-        """What the formulas need to know."""
-        model = self.workload.make_model()
+    def job(self, config: Config, without: Collection[str] = ()) -> claims.Job:
+        """What the formulas need to know; ``without`` leaves out parameters by name."""
+        model = cast_model(self.workload.make_model(), torch.device("cpu"), self.dtype)
+        blocks = self.workload.blocks_of(model)
         inside: dict[nn.Parameter, set[str]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
-            block = next((b for b in self.workload.blocks if name.startswith(f"{b}.")), "")
+            block = next((b for b in blocks if name.startswith(f"{b}.")), "")
             inside.setdefault(p, set()).add(block)
         params = []
         for name, p in model.named_parameters():
             block = inside[p].pop() if len(inside[p]) == 1 else ""  # tied across blocks: of none
-            params.append(claims.Parameter(name, tuple(p.shape), 8, p.requires_grad, block))
-        buffers = sum(b.numel() * (8 if b.is_floating_point() else b.element_size())
-                      for b in model.buffers())  # fmt: skip
+            trains = p.requires_grad and name not in without
+            params.append(claims.Parameter(name, tuple(p.shape), p.element_size(), trains, block))
+        buffers = sum(b.numel() * b.element_size() for b in model.buffers())
         ranks, micro = len(self.steps[0]), len(self.steps[0][0])
         training, options = config.training, config.strategy.options
-        state = 2 if training.optimizer != "sgd" else int(training.momentum > 0)
+        sizes = {p.name: p.bytes for p in params if p.trains}
+        plan = train.make_optimizer(training, self.workload, model)
+        state = plan.state_per_parameter(sizes)
         return claims.Job(tuple(params), buffers, ranks, micro, state, options)
 
 
@@ -128,7 +123,8 @@ def stack(ranks: int, seed: int, device: torch.device) -> Subject:
 
     batches = [[[share(s, r, m) for m in range(micro)] for r in range(ranks)] for s in range(3)]
     blocks = tuple(f"blocks.{i}" for i in range(Stack.BLOCKS))
-    return Subject(Workload("stack", Stack, _squares, data, blocks=blocks), seed, batches)
+    workload = Workload("stack", Stack, _squares, data, blocks=blocks)
+    return Subject(_seeded(workload, seed, batches), seed, batches)
 
 
 # ------------------------------------------------------------------ the user's
@@ -144,7 +140,10 @@ def check(_world: World, values: dict[str, Any]) -> None:
         )
 
 
-def users(config: Config, ranks: int, device: torch.device) -> Subject:
+def users(
+    config: Config, ranks: int, device: torch.device, dtype: torch.dtype = torch.float64
+) -> Subject:
+    """The workload that the config names, with the micro-batches of every rank in every step."""
     workload = train.build_workload(config)
     training, dataset = config.training, workload.dataset
     steps = []
@@ -157,25 +156,21 @@ def users(config: Config, ranks: int, device: torch.device) -> Subject:
             config.data.shuffle,
             config.data.epoch,
         )
+        worlds.seed(training.seed + step)  # a data set that draws, draws the same on every rank
         shares = [sampler.rank_share(ids, ranks, r, training.accumulate) for r in range(ranks)]
-        steps.append([[_double(dataset.batch(i.tolist())).to(device) for i in s] for s in shares])
-    make = partial(_without_dropout, workload.make_model)
-    return Subject(replace(workload, make_model=make), training.seed, steps)
+        batches = [[dataset.batch(i.tolist()) for i in share] for share in shares]
+        steps.append([[_cast(b, dtype).to(device) for b in share] for share in batches])
+    return Subject(_seeded(workload, training.seed, steps), training.seed, steps, dtype)
 
 
-def _without_dropout(make_model: Callable[[], nn.Module]) -> nn.Module:
-    """Ranks would drop other elements than one process does, and rightly so."""
-    model = make_model()
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-    return model
+def _seeded(workload: Workload, seed: int, steps: list[list[list[Batch]]]) -> Workload:
+    return replace(workload, loss=Seeded(workload.loss, seed, steps))
 
 
-def _double(batch: Batch) -> Batch:
+def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
     def cast(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.double() if value.is_floating_point() else value
+            return value.to(dtype) if value.is_floating_point() else value
         if isinstance(value, dict):
             return {k: cast(v) for k, v in value.items()}
         if isinstance(value, list | tuple):
@@ -183,58 +178,6 @@ def _double(batch: Batch) -> Batch:
         return value
 
     return replace(batch, inputs=cast(batch.inputs), targets=cast(batch.targets))
-
-
-# ------------------------------------------------------------------ one process
-
-
-def refer(subject: Subject, config: Config, device: torch.device) -> Reference:
-    """A plain loop over every rank's micro-batches. Buffers follow rank 0's, as in DDP."""
-    worlds.seed(subject.seed)
-    model = subject.workload.make_model().to(device, torch.float64)
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    optimizer = train.make_optimizer(config.training, device)(trained.values())
-    result = Reference(_tensors(model))
-    for shares in subject.steps:
-        count = max(1, sum(batch.count for share in shares for batch in share))
-        start = buffers = {n: b.clone() for n, b in model.named_buffers()}
-        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        gradients: dict[str, Tensor | None] = dict.fromkeys(trained)
-        parts = []
-        for rank, share in enumerate(shares):
-            _set_buffers(model, start)
-            for batch in share:
-                loss = subject.workload.loss(model, batch)
-                (loss / count).backward()
-                loss_sum += loss.detach()
-                parts.append({n: sample(p.grad) for n, p in trained.items() if p.grad is not None})
-                for name, p in trained.items():
-                    if p.grad is not None:
-                        so_far = gradients[name]
-                        gradients[name] = p.grad if so_far is None else so_far + p.grad
-                        p.grad = None
-            if rank == 0:
-                buffers = {n: b.clone() for n, b in model.named_buffers()}
-        _set_buffers(model, buffers)
-        for name, p in trained.items():
-            p.grad = gradients[name]
-        optimizer.step()
-        optimizer.zero_grad()
-        result.losses.append(loss_sum / count)
-        result.gradients.append(gradients)
-        result.tensors.append(_tensors(model))
-        result.parts.append(parts)
-    return result
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
-
-
-@torch.no_grad()
-def _set_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    for name, buffer in model.named_buffers():
-        buffer.copy_(values[name])
 
 
 def sample(tensor: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ CHECKS = ("equal", "state", "bytes", "overlap", "reproducible")
 # Of a claim in bytes: what padding makes of it. Half or twice as much is another strategy.
 STATE_TOLERANCE = 0.01
 SENT_TOLERANCE = 0.02
+UNMEASURED = "not measured: it did not get through"
+MIXED = 2.0**-28  # more rounding than this, as a part of a gradient, is not float64's
 
 
 def judge(ranks: Sequence[Evidence]) -> dict[str, Check]:
@@ -29,8 +31,20 @@ def judge(ranks: Sequence[Evidence]) -> dict[str, Check]:
 
 
 def failed(reason: str) -> dict[str, Check]:
-    """The checks of a strategy that did not get through."""
-    return {name: _check(False, None, None, reason) for name in CHECKS}
+    """The checks of a strategy that did not get through: the reason stands in the first."""
+    first, *others = CHECKS
+    return {
+        first: _check(False, None, None, reason),
+        **{name: _check(False, None, None, UNMEASURED) for name in others},
+    }
+
+
+def reasons(checks: Mapping[str, Check]) -> dict[str, str]:
+    """What is wrong, by check; of a strategy that did not get through, once."""
+    wrong = {name: check["message"] for name, check in checks.items() if not check["pass"]}
+    if UNMEASURED in wrong.values():
+        return {"every check": next(iter(wrong.values()))}
+    return wrong
 
 
 def _check(passed: bool, claimed: Any, measured: Any, message: str) -> Check:
@@ -42,26 +56,45 @@ def _check(passed: bool, claimed: Any, measured: Any, message: str) -> Check:
 
 def equal(ranks: Sequence[Evidence]) -> Check:
     first = diagnosis.first_difference(ranks)
-    worst, model = max(
-        ((m["worst"], m["label"]) for e in ranks for m in e["models"]), key=lambda w: w[0]["ulp"]
+    worst = max(
+        (m for e in ranks for m in e["models"]), key=lambda m: m["worst"]["ulp"] / m["tolerance"]
     )
-    claimed = {"max_ulp": diagnosis.TOLERANCE_ULP}
+    found, users = worst["worst"], ranks[0]["models"][-1]
+    claimed = {"max_ulp": worst["tolerance"]}
     measured = {
-        "max_ulp": worst["ulp"],
-        "where": worst["where"] and f"{model}, {worst['where']}",
+        "max_ulp": found["ulp"],
+        "where": found["where"] and f"{worst['label']}, {found['where']}",
         "first_difference": first,
+        **{key: users[key] for key in ("precision", "why_precision", "noise", "random")},
     }
     unwaited = [u for e in ranks for m in e["models"] for u in m["unwaited"]]
     waits = f"nobody waits for {unwaited[0]}" if unwaited else ""
     if first is not None:
-        message = "; ".join(part for part in (diagnosis.explain(first), waits) if part)
+        also = diagnosis.also_in(ranks, first)
+        message = "; ".join(part for part in (diagnosis.explain(first), also, waits) if part)
         return _check(False, claimed, measured, message)
     if unwaited:
         return _check(False, claimed, measured, f"equal by luck: {waits}")
     models = fmt.names([m["label"] for m in ranks[0]["models"]])
     steps = fmt.count(ranks[0]["models"][0]["steps"], "step")
-    error = "to the last bit" if worst["ulp"] == 0 else f"within {fmt.number(worst['ulp'])} ulp"
-    return _check(True, claimed, measured, f"{error} of one process, {steps} of {models}")
+    error = "to the last bit" if found["ulp"] == 0 else f"within {fmt.number(found['ulp'])} ulp"
+    parts = (f"{error} of one process, {steps} of {models}", *how(users))
+    return _check(True, claimed, measured, "; ".join(parts))
+
+
+def how(model: Mapping[str, Any]) -> list[str]:
+    """What had to be done to compare the user's model at all, and is to be known."""
+    parts = []
+    if model["random"] != "none":
+        parts.append(f"random forward: {model['random']} in both")
+    if model["why_precision"]:
+        parts.append(f"in {model['precision']}: {model['why_precision']}")
+    elif model["noise"] > MIXED:
+        parts.append(
+            f"the model computes in less than float64: one process differs from itself by "
+            f"{model['noise']:.0e} of a gradient when it adds up in another order, and so may this"
+        )
+    return parts
 
 
 # ------------------------------------------------------------------ holds what it claims
@@ -70,14 +103,17 @@ def equal(ranks: Sequence[Evidence]) -> Check:
 def state(ranks: Sequence[Evidence]) -> Check:
     claimed, of_stack = ranks[0]["claimed"], ranks[0]["claimed_of_stack"]
     kinds = ("params", "gradients", "optimizer", "kept")
-    fullest = {kind: max(e["held"][kind] for e in ranks) for kind in kinds}
+    own = [_without_outside(e) for e in ranks]
+    fullest = {kind: max(held[kind] for held in own) for kind in kinds}
+    outside = max(e["outside"]["params"] + e["outside"]["rest"] for e in ranks)
     stack = {kind: max(e["stack"][kind] for e in ranks) for kind in ("resident", "peak")}
     is_replica = ranks[0]["replica"] is not None
     measured = {
         **fullest,
         "stack": stack,
         "replicated": is_replica,
-        "ranks": [e["held"] for e in ranks],
+        "outside": outside,
+        "ranks": own,
     }
     wanted = claimed and {
         **{kind: claimed[kind] for kind in kinds},
@@ -89,7 +125,17 @@ def state(ranks: Sequence[Evidence]) -> Check:
     if problem is not None:
         return _check(False, wanted, measured, problem)
     parts = [f"{fmt.size(fullest[k])} of {k}" for k in ("params", "gradients", "optimizer")]
-    return _check(True, wanted, measured, f"each rank holds {', '.join(parts)}")
+    message = f"each rank holds {', '.join(parts)}"
+    if outside > _slack(ranks[0]["full"]):
+        message += f"; the model keeps {fmt.size(outside)} outside of parameters and buffers"
+    return _check(True, wanted, measured, message)
+
+
+def _without_outside(evidence: Evidence) -> dict[str, int]:
+    """What is held, less what a plain process's model keeps beside its parameters and buffers."""
+    outside = evidence["outside"]
+    less = {"params": outside["params"], "gradients": outside["rest"], "kept": outside["rest"]}
+    return {kind: max(0, size - less.get(kind, 0)) for kind, size in evidence["held"].items()}
 
 
 def _resident(evidence: Evidence) -> float:
@@ -130,8 +176,12 @@ def _misheld(
     }
     for kind, name in names.items():
         held, wanted = fullest[kind], claimed[kind]
-        fits = _at_most if kind == "gradients" else _near  # nobody minds that some are gone
-        if fits(held, wanted, STATE_TOLERANCE, slack):
+        # Nobody minds that gradients are gone; nor that what got none has no optimizer state yet.
+        least = {"gradients": 0.0, "optimizer": ranks[0]["claimed_of_used"]["optimizer"]}
+        low = least.get(kind, wanted)
+        if low - STATE_TOLERANCE * low - slack <= held and _at_most(
+            held, wanted, STATE_TOLERANCE, slack
+        ):
             continue
         if wanted < full[kind] and _near(held, full[kind], STATE_TOLERANCE, slack):
             verb = "are" if name.endswith("s") else "is"
@@ -160,7 +210,7 @@ def _too_high(ranks: Sequence[Evidence], peak: int, allowed: float) -> str:
     return f"{text}: full gradients are kept until backward ends"
 
 
-def _slack(full: Mapping[str, int]) -> int:
+def _slack(full: Mapping[str, float]) -> float:
     """Small things beside the tensors themselves: Adam's step of each, a loss, a count."""
     return 512 + 64 * full["tensors"]
 
@@ -199,6 +249,7 @@ def sent(ranks: Sequence[Evidence]) -> Check:
 
 def _missent(evidence: Evidence) -> Iterator[str]:
     claimed, full = evidence["claimed"]["moved"], evidence["full"]
+    of_used = evidence["claimed_of_used"]["moved"]
     nothing = {"bytes": 0.0, "messages": 0, "small_bytes": 0.0}
     for op in dict.fromkeys((*claimed, *evidence["sent"])):
         found, wanted = evidence["sent"].get(op, nothing), claimed.get(op, 0.0)
@@ -208,7 +259,11 @@ def _missent(evidence: Evidence) -> Iterator[str]:
         if op == "broadcast":  # buffers, in each forward at most
             slack += evidence["micro"] * full["buffers"]
         margin = SENT_TOLERANCE * wanted + slack
-        if low <= wanted + margin and high >= wanted - margin:
+        # What is not used in every micro-batch may be sent, or not.
+        most = evidence["claimed"]["most"].get(op, wanted) * (
+            evidence["claimed"]["if_irregular"] if evidence["irregular"] else 1.0
+        )
+        if low <= most + margin and high >= of_used.get(op, wanted) - margin:
             continue
         yield _how_missent(op, high, wanted, evidence)
 

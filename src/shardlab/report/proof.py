@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardlab.proof.verdict import how
+from shardlab.proof.verdict import reasons as reasons_of
 from shardlab.report import format as fmt
 
 Result = Mapping[str, Any]  # the content of prove.json
@@ -23,6 +25,8 @@ def show(result: Result, path: Path) -> None:
     out.print()
     for line in reasons(result):
         out.print(line)
+    for note in notes(result):
+        out.print(note, markup=False)
     out.print(summary(result), markup=False)
     out.print(f"  {path}", soft_wrap=True, markup=False)
 
@@ -32,7 +36,8 @@ def table(result: Result) -> Table:
     env, training = result["env"], result["config"]["training"]
     proof = Table(
         title=Text(
-            f"{env['workload']} · {fmt.compact(env['parameters'])} parameters in float64 · "
+            f"{env['workload']} · {fmt.compact(env['parameters'])} parameters in "
+            f"{_equal(result).get('precision', 'float64')} · "
             f"{fmt.count(training['steps'], 'step')} of {training['accumulate']} micro-batches"
         ),
         title_style="bold",
@@ -87,9 +92,9 @@ def _number(name: str, measured: Any) -> str:
 def reasons(result: Result) -> list[Text]:
     """What failed or was skipped, and why, in a line each."""
     failed = [
-        Text.assemble((f"{v['label']}, world {v['world']}, {name}: ", "bold"), check["message"])
+        Text.assemble((f"{v['label']}, world {v['world']}, {name}: ", "bold"), reason)
         for v in result["verdicts"]
-        for name, check in _failures(v).items()
+        for name, reason in reasons_of(v["checks"]).items()
     ]
     skipped = [
         Text.assemble((f"{s['label']}, world {s['world']}, skipped: ", "bold"), s["reason"])
@@ -98,12 +103,16 @@ def reasons(result: Result) -> list[Text]:
     return failed + skipped
 
 
-def _failures(verdict: Verdict) -> dict[str, Any]:
-    """The checks that failed; once, if all of them for the same reason."""
-    failures = {n: check for n, check in verdict["checks"].items() if not check["pass"]}
-    if len({check["message"] for check in failures.values()}) == 1 and len(failures) > 1:
-        return {"every check": next(iter(failures.values()))}
-    return failures
+def _equal(result: Result) -> Mapping[str, Any]:
+    """What was measured of the model, the same for every strategy that got through."""
+    found = (v["checks"]["equal"]["measured"] for v in result["verdicts"])
+    return next((measured for measured in found if measured is not None), {})
+
+
+def notes(result: Result) -> list[str]:
+    """What had to be done to compare the model with itself."""
+    measured = _equal(result)
+    return [f"{text[0].upper()}{text[1:]}." for text in (how(measured) if measured else [])]
 
 
 def summary(result: Result) -> str:

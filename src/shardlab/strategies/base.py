@@ -14,16 +14,19 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
 
 from shardlab import comm
-from shardlab.errors import unknown
+from shardlab.errors import UsageError, unknown
 from shardlab.phases import BACKWARD, FORWARD, phase
 from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch, LossFn
 
 T = TypeVar("T")
 Infer = Callable[[nn.Module, Batch], T]
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+# What this rank updates, by the parameter's name: the whole parameter, its rows (DTensor), or a 1-D
+# piece of it. There may be nothing.
+MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 
 
 class Strategy(Protocol):
@@ -78,6 +81,17 @@ def option(name: str, value: str, known: Mapping[str, T]) -> T:
     return known[value]
 
 
+def dp_group(mesh: DeviceMesh) -> comm.Group:
+    """The process group of the data-parallel ranks: the mesh's dimension "dp"."""
+    if "dp" not in (mesh.mesh_dim_names or ()):
+        names = ", ".join(mesh.mesh_dim_names or ()) or "none"
+        raise UsageError(
+            f"the device mesh needs a dimension named 'dp', and its names are: {names}; make it "
+            "with init_device_mesh(device, (ranks,), mesh_dim_names=('dp',))"
+        )
+    return mesh.get_group("dp")
+
+
 def local_count(microbatches: Sequence[Batch], device: torch.device) -> Tensor:
     """The number of targets on this rank: (), on the device.
 
@@ -127,14 +141,19 @@ class Used:
         return [n for n, is_used in zip(self.names, self.mask.tolist(), strict=True) if not is_used]
 
 
-def global_mean_and_unused(
-    loss_sum: Tensor, total: Tensor, names: Iterable[str], used: set[str], group: comm.Group
-) -> tuple[Tensor, list[str]]:
-    """The mean loss, and the parameters that got a gradient on no rank."""
-    message = Used(names, used, loss_sum.device, group)
-    mean = global_mean(loss_sum, total, group)
-    message.pending.wait()
-    return mean, message.unused()
+def any_rank(flags: Sequence[bool], group: comm.Group, label: str) -> list[bool]:
+    """For each flag, whether it is set on any rank. On a GPU the hosts agree among themselves: to
+    read the answer from the device would be to wait for all it was given to do."""
+    mask = torch.tensor([int(flag) for flag in flags], dtype=torch.uint8)
+    comm.all_reduce(mask, comm.host_group(group), op="max", label=label)
+    return [bool(flag) for flag in mask.tolist()]
+
+
+def came_again(strategy: str, name: str) -> UsageError:
+    return UsageError(
+        f"{strategy}: the gradient of '{name}' came again after its bucket was sent, which it did "
+        "not in the first step: use checkpoint(..., use_reentrant=False), or the strategy zero2"
+    )
 
 
 def accumulate(
@@ -149,7 +168,7 @@ def accumulate(
         with phase(FORWARD):
             loss = loss_fn(model, batch)  # ()
         with phase(BACKWARD):
-            (loss / divisor).backward()
+            backward(loss, divisor)
         loss_sum = loss_sum + loss.detach()
     return loss_sum
 
@@ -171,8 +190,17 @@ def last_of_step(
     loss_sum += loss.detach()
     pending = comm.all_reduce(loss_sum, group, label="loss", async_op=True)
     with phase(BACKWARD):
-        (loss / divisor).backward()
+        backward(loss, divisor)
     return pending
+
+
+def backward(loss: Tensor, divisor: Tensor) -> None:
+    if not loss.requires_grad:
+        raise UsageError(
+            "the loss of a micro-batch depends on no parameter that requires a gradient; one "
+            "process could not train on it either"
+        )
+    (loss / divisor).backward()
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -180,8 +208,66 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def refuse_unsupported(model: nn.Module, ranks: int | None = None) -> None:
+    """Refuse, by name, a model that no strategy can train, before anything is done with it."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise UsageError(
+                f"'{name}' has no shape yet (a lazy module): call the model once on a sample in "
+                "make_model, or give the module its sizes"
+            )
+    for name, module in model.named_modules():
+        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if is_sparse and module.weight.requires_grad:
+            raise UsageError(
+                f"module '{name}' has sparse=True, and no strategy sends sparse gradients; "
+                "build it with sparse=False"
+            )
+        if ranks != 1 and getattr(module, "max_norm", None) is not None:
+            raise UsageError(
+                f"module '{name}' has max_norm: its forward changes the weight by the rows that it "
+                "looks up, which differ from rank to rank; leave max_norm out, or use one rank"
+            )
+
+
+def refuse_sparse(name: str, gradient: Tensor | None) -> None:
+    """Of a functional embedding, which no module tells of."""
+    if gradient is not None and gradient.layout != torch.strided:
+        raise UsageError(
+            f"parameter '{name}' got a sparse gradient, and no strategy sends these; call "
+            "F.embedding with sparse=False"
+        )
+
+
+def refuse_sparse_gradients(params: Mapping[str, nn.Parameter]) -> None:
+    """Look at each parameter's first gradient, once."""
+    handles: dict[str, Any] = {}
+    for name, p in params.items():
+
+        def look(gradient: Tensor, name: str = name) -> None:
+            refuse_sparse(name, gradient)
+            handles.pop(name).remove()
+
+        handles[name] = p.register_hook(look)
+
+
+def make_whole_buffers(model: nn.Module) -> None:
+    """Give a buffer whose elements share memory (``expand``) memory that can be written to."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and 0 in buffer.stride() and buffer.numel() > 1:
+                module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
+
+
+def drop_gradients(params: Mapping[str, nn.Parameter]) -> None:
+    """Of all of them: an optimizer's zero_grad() forgets those that it was not given."""
+    for p in params.values():
+        p.grad = None
+
+
 def broadcast_model(model: nn.Module, group: comm.Group) -> None:
     """Every rank starts from rank 0's parameters and buffers, whatever it was initialised with."""
+    make_whole_buffers(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         comm.broadcast(tensor.data, group, label=f"init {name}")
 

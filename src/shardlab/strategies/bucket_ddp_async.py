@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlab import comm
+from shardlab import comm, optimizers
 from shardlab.strategies import base
 from shardlab.strategies.compress import Waitable
 from shardlab.strategies.flat import Layout, buckets_of
@@ -41,6 +41,9 @@ class BucketDDPAsync(SimpleDDP):
     Backward's results are written into the buckets once, where they are added up, sent and read by
     the optimizer: nothing is packed or unpacked. Ψ bytes stay allocated.
     Buckets filled in forward order would all be ready last, and nothing would overlap.
+
+    How often each gradient comes in a backward (re-entrant checkpointing may give it in parts) is
+    learnt in the first step. One that comes more often later, when its bucket is gone, is refused.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class BucketDDPAsync(SimpleDDP):
         self.bucket_mb = bucket_mb, first_bucket_mb
         buckets_of({}, (), *self.bucket_mb)  # refuse a wrong size now, not after the first step
         self.arrivals: dict[str, None] = {}  # whose gradient came in this step, in that order
+        self.times: dict[str, int] = {}  # how often, in the last micro-batch
         self.is_last = False  # micro-batch of the step
         self.buckets: list[Tensor] = []  # (elements,) each; none before the first step's end
         self.views: dict[str, Tensor] = {}  # each gradient's place in its bucket
@@ -76,13 +80,15 @@ class BucketDDPAsync(SimpleDDP):
     def _arrived(self, name: str, parameter: nn.Parameter) -> None:
         is_first = name not in self.arrivals
         self.arrivals[name] = None
+        if self.is_last:
+            self.times[name] = self.times.get(name, 0) + 1
         if not self.buckets:
             return
         if is_first:  # in this step: over what the bucket held, so nothing has to be zeroed
             assert parameter.grad is not None
             parameter.grad = self.views[name].copy_(parameter.grad)
-        if self.is_last:
-            self.queue.arrived(self.bucket_of[name])
+        if self.is_last and not self.queue.arrived(self.bucket_of[name], name):
+            raise base.came_again("bucket_ddp_async", name)
 
     def _launch(self, bucket: int) -> None:
         parts = {name: self.views[name] for name in self.names[bucket]}
@@ -100,6 +106,7 @@ class BucketDDPAsync(SimpleDDP):
         divisor = self.update.divisor(total)
         *head, last = microbatches
         self.arrivals.clear()
+        self.times.clear()
         loss_sum = base.accumulate(self.model, self.loss_fn, head, divisor)
         if self.buckets:
             self.queue.start()
@@ -125,16 +132,20 @@ class BucketDDPAsync(SimpleDDP):
         if self.update.needs_norm:
             self.settle()
         gradients = {n: p.grad for n, p in self.params.items() if p.grad is not None}
-        self.optimizer.zero_grad(set_to_none=True)
+        base.drop_gradients(self.params)
         self.update(list(gradients.values()), apply=partial(self._update_buckets, gradients))
-        self.optimizer.zero_grad(set_to_none=True)
+        base.drop_gradients(self.params)
         self.settle()
         self.under_way.clear()
 
     def _update_buckets(self, gradients: dict[str, Tensor]) -> None:
         # Not strict: without gradients before it, a step has nothing under way and changes nothing.
-        for pending, names in zip(self.under_way, self.names, strict=False):
-            pending.wait()
+        turns = [([p], names) for p, names in zip(self.under_way, self.names, strict=False)]
+        if not optimizers.steps_by_parts(self.optimizer) and turns:
+            turns = [(self.under_way, [name for names in self.names for name in names])]
+        for under_way, names in turns:
+            for pending in under_way:
+                pending.wait()
             for name in names:
                 self.params[name].grad = gradients.get(name)
             self.optimizer.step()  # it passes over parameters that have no gradient
@@ -165,4 +176,5 @@ class BucketDDPAsync(SimpleDDP):
                 self.bucket_of[name] = len(self.buckets)
             self.buckets.append(flat)
             self.names.append(list(params))
-        self.queue = InOrder([len(names) for names in self.names], self._launch)
+        needs = [{name: max(1, self.times.get(name, 0)) for name in names} for names in self.names]
+        self.queue = InOrder(needs, self._launch)

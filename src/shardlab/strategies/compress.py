@@ -53,6 +53,9 @@ class Compressor:
     def launch(self, parts: Parts, flat: Tensor, group: comm.Group, label: str) -> Waitable:  # noqa: ARG002
         return comm.all_reduce(flat, group, label=label, async_op=True)
 
+    def after_step(self, was_made: bool) -> None:
+        """The step's update was made, or skipped for gradients that are not finite."""
+
     def memory(self) -> dict[str, Tensor]:
         """What this rank remembers from step to step, for a checkpoint."""
         return {}
@@ -101,7 +104,7 @@ def compressor(compress: str, powersgd_rank: int | None, rule: Rule) -> Compress
         "none": Compressor,
         "fp16": lambda: Half(torch.float16),
         "bf16": lambda: Half(torch.bfloat16),
-        "powersgd": lambda: PowerSGD(powersgd_rank or RANK),
+        "powersgd": lambda: PowerSGD(powersgd_rank or RANK, rule.on_nonfinite == "skip"),
     }
     make = base.option("compress", compress, known)
     if powersgd_rank is not None and compress != "powersgd":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -22,6 +24,11 @@ def slot(name: str, tensor: Tensor) -> Slot:
     of_row = tensor.numel() // max(1, len(tensor))
     start = min(group.rank() * rows, len(tensor)) * of_row
     return Slot(name, tensor.shape, start, tensor.to_local().detach())
+
+
+def whole_state(value: Any) -> Any:
+    """Of an optimizer's state, which may be a number."""
+    return whole(value) if isinstance(value, Tensor) else value
 
 
 def whole(tensor: Tensor) -> Tensor:

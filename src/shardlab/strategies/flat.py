@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -109,15 +109,44 @@ def buckets_of(
     return buckets
 
 
-def units_of(model: nn.Module, blocks: Sequence[str]) -> dict[str, dict[str, nn.Parameter]]:
-    """The root, whose name is "", and each block with the parameters that are its alone."""
-    units: dict[str, dict[str, nn.Parameter]] = {"": {}, **{block: {} for block in blocks}}
+class Part(NamedTuple):
+    """Parameters of one dtype that belong to one module alone."""
+
+    label: str
+    module: nn.Module
+    params: dict[str, nn.Parameter]
+    is_root: bool
+
+
+def units_of(model: nn.Module, blocks: Sequence[str]) -> list[Part]:
+    """What ZeRO-3 shards together: the parameters outside of blocks, then those of each block.
+
+    A block inside a block is a unit of its own. A parameter that several of them use (a tied one)
+    is the root's. Flat buffers have one dtype, so a block of two is two units.
+    """
+    modules: dict[nn.Module, str] = {model: ""}
+    for block in blocks:
+        modules.setdefault(model.get_submodule(block), block)
     owners: dict[nn.Parameter, set[str]] = {}
-    names: dict[nn.Parameter, str] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(p, name)
-        inside = [block for block in blocks if name.startswith(f"{block}.")]
-        owners.setdefault(p, set()).add(inside[0] if inside else "")
-    for p, name in names.items():
-        units[owners[p].pop() if len(owners[p]) == 1 else ""][name] = p
-    return {label: params for label, params in units.items() if params or not label}
+    for module, label in modules.items():
+        for p in _own_parameters(module, modules):
+            owners.setdefault(p, set()).add(label)
+    units: dict[tuple[str, torch.dtype], dict[str, nn.Parameter]] = {}
+    for name, p in model.named_parameters():
+        label = next(iter(owners[p])) if len(owners[p]) == 1 else ""
+        units.setdefault((label, p.dtype), {})[name] = p
+    parts = []
+    for module, label in modules.items():
+        dtypes = [dtype for owner, dtype in units if owner == label]
+        for i, dtype in enumerate(dtypes):
+            shown = f"{label or 'root'} ({str(dtype).removeprefix('torch.')})" if i else label
+            parts.append(Part(shown, module, units[label, dtype], not label))
+    return parts
+
+
+def _own_parameters(module: nn.Module, others: Mapping[nn.Module, str]) -> Iterator[nn.Parameter]:
+    """The module's parameters, without those inside of the other modules."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if child not in others:
+            yield from _own_parameters(child, others)

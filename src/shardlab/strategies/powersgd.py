@@ -27,10 +27,16 @@ class PowerSGD(Compressor):
     only comes late. Cost: r (rows + columns) elements instead of rows · columns, in two messages,
     one after the other, and a buffer of the gradient's size. What would not shrink (vectors, thin
     matrices) goes along with P as it is.
+
+    A skipped step leaves no trace: ``unsent`` and Q are again what they were before it, or a NaN
+    would stay in them for ever. With ``may_skip`` the old ones are kept until the update is made,
+    which costs a second buffer of the gradient's size.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, may_skip: bool = False) -> None:
         self.rank = rank
+        self.may_skip = may_skip
+        self.before: dict[str, tuple[Tensor, Tensor]] = {}  # unsent and Q before this step
         self.unsent: dict[str, Tensor] = {}  # (rows, columns); while under way: M
         self.start: dict[str, Tensor] = {}  # the first Q: (columns, r)
         self.q: dict[str, Tensor] = {}
@@ -75,7 +81,17 @@ class PowerSGD(Compressor):
         if name not in self.unsent:
             self.unsent[name] = torch.zeros_like(matrix)
             self.start[name] = self.q[name] = self._first(name, matrix)
-        self.unsent[name] += matrix
+        if not self.may_skip:
+            self.unsent[name] += matrix
+            return
+        self.before.setdefault(name, (self.unsent[name], self.q[name]))
+        self.unsent[name] = self.unsent[name] + matrix
+
+    def after_step(self, was_made: bool) -> None:
+        if not was_made:
+            for name, (unsent, q) in self.before.items():
+                self.unsent[name], self.q[name] = unsent, q
+        self.before.clear()
 
     def _first(self, name: str, like: Tensor) -> Tensor:
         """The first Q, from the name alone, so that all ranks have the same: (columns, r)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from shardlab import comm, optimizers
 from shardlab.errors import UsageError
-from shardlab.strategies import base, dtensors
+from shardlab.strategies import base, dtensors, fsdp_calls, theirs
+from shardlab.strategies.lockstep import Lockstep
+from shardlab.strategies.replica import copied
 from shardlab.strategies.sharded import DTYPES
 from shardlab.strategies.slots import Slots
 from shardlab.strategies.update import Rule, Update
@@ -20,7 +24,12 @@ from shardlab.workloads.base import Batch, LossFn
 
 
 class PyTorchFSDP:
-    """``fully_shard`` on every block and on the root, as PyTorch recommends."""
+    """``fully_shard`` on every block and on the root, as PyTorch recommends.
+
+    It expects of all ranks the same blocks in the same order and a gradient for every parameter.
+    The first is checked (``Lockstep``); where a gradient is missing, zeros are sent, and a
+    parameter that got one on no rank has none.
+    """
 
     RESHARD_AFTER_FORWARD: bool
 
@@ -35,32 +44,44 @@ class PyTorchFSDP:
         blocks: Sequence[str] = (),
         comm_dtype: str = "fp32",
     ) -> None:
+        base.refuse_unsupported(model, mesh.size())
         self.model = model
         self.loss_fn = loss_fn
-        self.group = mesh.get_group("dp")
+        self.group = base.dp_group(mesh)
         self.ranks = mesh.size()
         self.device = next(model.parameters()).device
         base.broadcast_model(model, self.group)  # fully_shard does not
         self.mesh = self.shard_mesh(mesh)
-        dtype = base.option("comm_dtype", comm_dtype, DTYPES)
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-        self.names: dict[Tensor, str] = {}  # of the whole parameters that forward used
-        for name in (*blocks, ""):
-            module = model.get_submodule(name)
-            try:
-                fully_shard(
-                    module,
-                    mesh=self.mesh,
-                    reshard_after_forward=self.RESHARD_AFTER_FORWARD,
-                    mp_policy=policy,
-                )
-            except ValueError as error:  # it cannot shard a parameter without dimensions
-                raise UsageError(f"fully_shard refuses: {error}") from None
+        self.lockstep = Lockstep("FSDP", self.group)
+        units = fsdp_calls.units(model, blocks)
+        fsdp_calls.refuse(model, units)
+        with theirs.refusals("FSDP"):
+            self.shard(units, base.option("comm_dtype", comm_dtype, DTYPES))
+            fsdp_calls.as_one(model)
         self.params = base.trainable(model)
-        self.optimizer = make_optimizer(self.params.values())
+        optimizers.check(make_optimizer, optimizers.ROWS, "fully_shard", self.mesh)
+        self.optimizer = make_optimizer(self.params)
         self.update = Update(self.optimizer, rule)
-        self.checks_left = 2  # steps in which we look for parameters without a gradient
-        self.hooks = [self._watch(model, name) for name in (*blocks, "")]
+        self.used: set[str] = set()  # what got a gradient on this rank, in this step
+        self.news: list[comm.Pending] = []  # what got one on any rank
+        self.names = fsdp_calls.names(model)
+        self.unwatched = set(self.params)  # whose whole, which is made by a first gather, we await
+        self.arrived: set[str] = set()  # what got a gradient in this micro-batch
+        inner = {m for unit in units.values() if unit is not model for m in unit.modules()}
+        for name, unit in units.items():
+            unit.register_forward_pre_hook(self._watch)
+            fsdp_calls.Around(name, unit, inner if unit is model else set())
+
+    def shard(self, units: fsdp_calls.Units, dtype: torch.dtype | None) -> None:
+        """Every block, those inside others first, and the root last, which takes what is left."""
+        for name, unit in units.items():
+            fully_shard(
+                unit,
+                mesh=self.mesh,
+                reshard_after_forward=self.RESHARD_AFTER_FORWARD,
+                mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype),
+            )
+            fsdp_calls.watch(unit, name or "the root", self.lockstep)
 
     def shard_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         return mesh
@@ -70,53 +91,65 @@ class PyTorchFSDP:
         total = base.global_count(microbatches, self.device, self.group)
         # FSDP divides the sum over ranks by their number; we want the sum.
         divisor = self.update.divisor(total) / self.ranks
-        loss_fn = self._refusing_loss if self.checks_left else self.loss_fn
-        loss_sum = base.accumulate(self.model, loss_fn, microbatches, divisor)
-        if self.checks_left:
-            self.checks_left -= 1
-            self.names.clear()
+        self.used.clear()
+        with theirs.refusals("FSDP"), self.lockstep.on_course("step"):
+            loss_sum = base.accumulate(self.model, self._loss, microbatches, divisor)
+        used = base.Used(self.params, self.used, self.device, self.group)
+        self.news = [used.pending]
+        for name in used.unused():
+            self.params[name].grad = None
         return base.global_mean(loss_sum, total, self.group)
 
     def step(self) -> None:
         grads = [p.grad for p in self.params.values() if p.grad is not None]
         self.update([dtensors.local(g) for g in grads], sharded_over=self.mesh.get_group(-1))
-        self.optimizer.zero_grad(set_to_none=True)
+        base.drop_gradients(self.params)
+        for pending in self.news:
+            pending.wait()
 
     @torch.no_grad()
     def infer(self, function: base.Infer[base.T], batch: Batch) -> base.T:
         """``function(model, batch)`` without gradients. Every rank calls it, with rows or none."""
-        result = function(self.model, batch)
+        with theirs.refusals("FSDP"), self.lockstep.on_course("evaluation"):
+            result = function(self.model, batch)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # there is no backward that would
-        self.names.clear()
         return result
 
-    # ------------------------------------------------------------ a parameter without a gradient
+    def exchange_averages(self) -> None:
+        """Parameters and their moving average change places, between steps."""
+        optimizers.exchange_averages(self.optimizer)
 
-    def _watch(self, model: nn.Module, block: str) -> Any:
-        """Learn the names of the whole parameters, which exist only while a module runs."""
+    # ------------------------------------------------------------ which gradients came
 
-        def note(module: nn.Module, _inputs: Any) -> None:
-            if self.checks_left:
-                prefix = f"{block}." if block else ""
-                for name, p in module.named_parameters():
-                    if p.requires_grad and not isinstance(p, DTensor):
-                        self.names[p] = prefix + name
+    def _watch(self, unit: nn.Module, _inputs: Any) -> None:
+        """Before a unit's forward, when its parameters are whole: note which get a gradient."""
+        if not self.unwatched:
+            return
+        for module in unit.modules():
+            for local, p in module._parameters.items():
+                name = self.names.get((module, local), "")
+                if name not in self.unwatched or p is None or isinstance(p, DTensor):
+                    continue
+                if p.requires_grad:  # one that is frozen for a while is watched later
+                    self.unwatched.discard(name)
+                    p.register_post_accumulate_grad_hook(partial(self._arrived, name))
 
-        return model.get_submodule(block).register_forward_pre_hook(note)
+    def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        self.arrived.clear()
+        return self.loss_fn(model, batch)
 
-    def _refusing_loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """FSDP sends gradients in step with the other ranks: one that is missing cannot be sent."""
-        loss = self.loss_fn(model, batch)
-        reached = _leaves(loss)
-        for parameter, name in self.names.items():
-            if parameter not in reached:
-                raise UsageError(
-                    f"FSDP: parameter '{name}' gets no gradient on rank {self.group.rank()}; "
-                    "freeze it, or use a strategy that allows that (zero1 to zero3 do)"
-                )
-        return loss
+    def _arrived(self, name: str, whole: Tensor) -> None:
+        base.refuse_sparse(name, whole.grad)
+        if name in self.arrived:  # FSDP has sent the first part, and would lose the second
+            raise UsageError(
+                f"FSDP: parameter '{name}' gets its gradient in two parts (re-entrant "
+                "checkpointing of what runs twice?), and FSDP takes one; use "
+                "checkpoint(use_reentrant=False)"
+            )
+        self.arrived.add(name)
+        self.used.add(name)
 
     # ------------------------------------------------------------ whole tensors
 
@@ -139,7 +172,7 @@ class PyTorchFSDP:
 
     def state_dict(self) -> dict[str, Any]:
         optimizer = {
-            name: {key: dtensors.whole(value) for key, value in self.optimizer.state[p].items()}
+            name: {k: dtensors.whole_state(v) for k, v in self.optimizer.state[p].items()}
             for name, p in self.params.items()
             if p in self.optimizer.state
         }
@@ -154,21 +187,9 @@ class PyTorchFSDP:
         for name, p in self.params.items():
             if name in state["optimizer"]:
                 self.optimizer.state[p] = {
-                    key: dtensors.like(value, p) if value.shape == p.shape else value.clone()
+                    key: dtensors.like(value, p)
+                    if isinstance(value, Tensor) and value.shape == p.shape
+                    else copied(value)
                     for key, value in state["optimizer"][name].items()
                 }
         self.update.load_state_dict(state["update"])
-
-
-def _leaves(loss: Tensor) -> set[Tensor]:
-    """The tensors that will get a gradient from this loss."""
-    found, seen, todo = set(), set(), [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.add(node.variable)
-        todo.extend(parent for parent, _ in node.next_functions)
-    return found

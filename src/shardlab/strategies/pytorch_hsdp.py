@@ -27,7 +27,7 @@ class PyTorchHSDP(PyTorchFSDP):
         backward            all_gather them again within the group *                          Ψ
                             reduce_scatter its gradients within the group *                   Ψ
                             all_reduce this rank's shard of them between the groups *        Ψ/s
-        after the last      all_reduce the loss
+        after the last      all_reduce which parameters got a gradient, and the loss
         step                update this rank's shards
 
     Cost: 3Ψ(s-1)/s inside a group, where links are fast, and only 2(Ψ/s)(g-1)/g between the

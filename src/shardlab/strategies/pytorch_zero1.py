@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardlab import optimizers
 from shardlab.errors import UsageError
-from shardlab.strategies import base
+from shardlab.strategies import base, theirs
 from shardlab.strategies.pytorch_ddp import PyTorchDDP
+from shardlab.strategies.replica import copied
 from shardlab.strategies.slots import Slots, replica
 from shardlab.strategies.update import Rule
 from shardlab.workloads.base import LossFn
@@ -40,6 +42,8 @@ class PyTorchZero1(PyTorchDDP):
     gradient though it needs one n-th. Parameters are dealt out whole, so the shares are uneven.
     """
 
+    NAME = "pytorch_zero1"
+
     def __init__(
         self,
         model: nn.Module,
@@ -51,18 +55,41 @@ class PyTorchZero1(PyTorchDDP):
         bucket_mb: float = 25.0,
         find_unused_parameters: bool = False,
     ) -> None:
-        if not isinstance(make_optimizer, functools.partial):
-            raise UsageError("pytorch_zero1 needs its optimizer as a functools.partial of a class")
-        group, kind, settings = mesh.get_group("dp"), make_optimizer.func, make_optimizer.keywords
+        base.refuse_unsupported(model, mesh.size())
+        optimizers.check(make_optimizer, optimizers.DEALT, "pytorch_zero1")
+        for name, p in model.named_parameters():
+            span = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
+            if 0 < p.numel() != span:
+                raise UsageError(
+                    f"pytorch_zero1: parameter '{name}' has gaps in memory (strides {p.stride()}), "
+                    "and ZeroRedundancyOptimizer sends what lies in them; make it contiguous"
+                )
+        group = base.dp_group(mesh)
+
+        def make_sharded(params: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+            names = {p: name for name, p in params.items()}
+
+            def of_rank(groups: Any) -> torch.optim.Optimizer:
+                mine = [p for group in groups for p in group["params"]]
+                return make_optimizer({names[p]: p for p in mine})
+
+            groups = make_optimizer(params).param_groups
+            with theirs.refusals(self.NAME):
+                return ZeroRedundancyOptimizer(groups, of_rank, group)  # type: ignore[arg-type]
+
         super().__init__(
             model,
-            lambda params: ZeroRedundancyOptimizer(list(params), kind, group, **settings),  # type: ignore[arg-type]
+            make_sharded,
             loss_fn,
             mesh,
             rule=rule,
             bucket_mb=bucket_mb,
             find_unused_parameters=find_unused_parameters,
         )
+
+    def exchange_averages(self) -> None:
+        optimizers.exchange_averages(self.optimizer.optim)  # type: ignore[attr-defined]
+        self.optimizer._sync_params()  # type: ignore[attr-defined]
 
     def slots(self) -> Slots:
         inner = self.optimizer.optim  # type: ignore[attr-defined]
@@ -91,5 +118,5 @@ class PyTorchZero1(PyTorchDDP):
         mine.state.clear()
         for name, p in self.params.items():
             if p in owned and name in state["optimizer"]:
-                mine.state[p] = {k: v.clone() for k, v in state["optimizer"][name].items()}
+                mine.state[p] = {k: copied(v) for k, v in state["optimizer"][name].items()}
         self.update.load_state_dict(state["update"])

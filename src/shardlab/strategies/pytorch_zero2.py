@@ -16,7 +16,7 @@ class PyTorchZero2(PyTorchFSDP):
         forward             all_gather each block's parameters, prefetching the next *     Ψ
         backward            reduce_scatter each block's gradients, freeing them, and its
                             parameters *                                                  Ψ
-        after the last      all_reduce the loss
+        after the last      all_reduce which parameters got a gradient, and the loss
         step                update this rank's shards
 
     Cost: 2Ψ(n-1)/n on the wire per micro-batch; over Gloo 3Ψ(n-1)/n, whose reduce-scatter is an

@@ -17,7 +17,7 @@ class PyTorchZero3(PyTorchFSDP):
                             free them after it *                                          Ψ
         backward            all_gather each block's parameters again, prefetched *        Ψ
                             reduce_scatter its gradients; free both *                     Ψ
-        after the last      all_reduce the loss
+        after the last      all_reduce which parameters got a gradient, and the loss
         step                update this rank's shards
 
     Cost: 3Ψ(n-1)/n on the wire per micro-batch; over Gloo 4Ψ(n-1)/n, whose reduce-scatter is an

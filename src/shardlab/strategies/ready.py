@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 
 class InOrder:
@@ -11,23 +11,34 @@ class InOrder:
     Ranks pair their collectives by order alone. A gradient may come earlier on one rank, or
     not at all (a parameter that its data did not use), so part i waits for all before it, and
     ``flush`` launches what backward left.
+
+    ``needs`` says of each part how often each of its gradients comes in one backward. That is
+    once, but re-entrant checkpointing gives the gradient of a layer that is used twice in two
+    parts: the second is added to ``p.grad`` and its hook runs again.
     """
 
-    def __init__(self, needs: Sequence[int], launch: Callable[[int], None]) -> None:
-        self.needs = list(needs)  # how many gradients each part waits for
+    def __init__(self, needs: Sequence[Mapping[str, int]], launch: Callable[[int], None]) -> None:
+        self.needs = [dict(need) for need in needs]
         self.launch = launch
         self.start()
 
     def start(self) -> None:
         """A new backward begins."""
-        self.missing = list(self.needs)
+        self.missing = [{name: n for name, n in need.items() if n} for need in self.needs]
         self.next = 0
 
-    def arrived(self, part: int) -> None:
-        """One more gradient of ``part`` is in."""
-        self.missing[part] -= 1
-        while self.next < len(self.missing) and self.missing[self.next] <= 0:
+    def arrived(self, part: int, name: str) -> bool:
+        """One more gradient of ``part`` is in. False: it has come too late, the part was sent."""
+        if part < self.next:
+            return False
+        left = self.missing[part].get(name, 0) - 1
+        if left > 0:
+            self.missing[part][name] = left
+        else:
+            self.missing[part].pop(name, None)
+        while self.next < len(self.missing) and not self.missing[self.next]:
             self._launch_next()
+        return True
 
     def flush(self) -> None:
         while self.next < len(self.missing):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardlab import optimizers
 from shardlab.strategies import base
 from shardlab.strategies.slots import Slots, replica
 from shardlab.strategies.update import Rule, Update
@@ -26,22 +27,28 @@ class Replica:
         *,
         rule: Rule = Rule(),
     ) -> None:
+        base.refuse_unsupported(model, mesh.size())
         self.model = model
         self.loss_fn = loss_fn
-        self.group = mesh.get_group("dp")
+        self.group = base.dp_group(mesh)
         self.params = base.trainable(model)
+        base.refuse_sparse_gradients(self.params)
         self.device = next(iter(self.params.values())).device
-        self.optimizer = make_optimizer(self.params.values())
+        self.optimizer = make_optimizer(self.params)
         self.update = Update(self.optimizer, rule)
 
     def step(self) -> None:
         self.update([p.grad for p in self.params.values() if p.grad is not None])
-        self.optimizer.zero_grad(set_to_none=True)
+        base.drop_gradients(self.params)
 
     @torch.no_grad()
     def infer(self, function: base.Infer[base.T], batch: Batch) -> base.T:
         """``function(model, batch)`` without gradients. Every rank calls it, with rows or none."""
         return function(self.model, batch)
+
+    def exchange_averages(self) -> None:
+        """Parameters and their moving average change places, between steps. A collective."""
+        optimizers.exchange_averages(self.optimizer)
 
     def full_params(self) -> dict[str, Tensor]:
         base.broadcast_buffers(self.model, self.group)
@@ -57,7 +64,7 @@ class Replica:
 
     def state_dict(self) -> dict[str, Any]:
         optimizer = {
-            name: {k: _copy(v) for k, v in self.optimizer.state[p].items()}
+            name: {k: copied(v) for k, v in self.optimizer.state[p].items()}
             for name, p in self.params.items()
             if p in self.optimizer.state
         }
@@ -68,16 +75,18 @@ class Replica:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             tensor.copy_(state["model"][name])
-        # The optimizer numbers its parameters in the order it was given them.
-        numbered = {
-            i: {k: _copy(v) for k, v in state["optimizer"][name].items()}
-            for i, name in enumerate(self.params)
-            if name in state["optimizer"]
-        }
+        # The optimizer numbers its parameters in the order of its groups.
         groups = self.optimizer.state_dict()["param_groups"]
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        names = {p: name for name, p in self.params.items()}
+        numbered = {
+            i: {k: copied(v) for k, v in state["optimizer"][names[p]].items()}
+            for i, p in enumerate(held)
+            if names.get(p) in state["optimizer"]
+        }
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
         self.update.load_state_dict(state["update"])
 
 
-def _copy(value: Any) -> Any:
+def copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlab import comm
+from shardlab import comm, optimizers
 from shardlab.strategies import base
 from shardlab.strategies.flat import Piece
 from shardlab.strategies.sharded_state import ShardedState
@@ -37,22 +37,25 @@ class Sharded(ShardedState):
         mesh: DeviceMesh,
         rule: Rule,
     ) -> None:
+        base.refuse_unsupported(model, mesh.size())
         self.model = model
         self.make_optimizer = make_optimizer
         self.loss_fn = loss_fn
-        self.group = mesh.get_group("dp")
+        self.group = base.dp_group(mesh)
         self.rank, self.ranks = self.group.rank(), self.group.size()
         self.rule = rule
         self.params = base.trainable(model)
+        base.refuse_sparse_gradients(self.params)
         self.device = next(iter(self.params.values())).device
         self.used: set[str] = set()  # what got a gradient on this rank, in this step
         self.unused: list[str] = []  # what got one on no rank
         self.comm_dtype: torch.dtype | None = None  # of gradients on their way; none: their own
-        self.in_flight: deque[tuple[Unit, Tensor, comm.Pending]] = deque()
+        self.in_flight: deque[tuple[Unit, Tensor, comm.Pending, Tensor]] = deque()
         base.broadcast_model(model, self.group)
 
     def own(self, units: list[Unit]) -> None:
         """Build the optimizer over this rank's pieces of the units' shards."""
+        optimizers.check(self.make_optimizer, optimizers.FLAT, type(self).__name__.lower())
         self.units = units
         self.pieces: dict[tuple[str, Piece], nn.Parameter] = {}
         for unit in units:
@@ -60,10 +63,10 @@ class Sharded(ShardedState):
                 part = unit.shard[piece.offset : piece.offset + piece.length]
                 is_trained = unit.params[piece.name].requires_grad
                 self.pieces[unit.label, piece] = nn.Parameter(part, requires_grad=is_trained)
-        mine = [p for p in self.pieces.values() if p.requires_grad]
-        # A rank may have none (fewer elements than ranks); optimizers want at least one.
-        nothing = nn.Parameter(torch.zeros(0, device=self.device))
-        self.optimizer = self.make_optimizer(mine or [nothing])
+        mine = {piece.name: p for (_, piece), p in self.pieces.items() if p.requires_grad}
+        self.optimizer = self.make_optimizer(
+            mine
+        )  # of none, if there are fewer elements than ranks
         self.update = Update(self.optimizer, self.rule)
 
     @torch.no_grad()
@@ -73,6 +76,15 @@ class Sharded(ShardedState):
         result = function(self.model, batch)
         self.settle()
         return result
+
+    def exchange_averages(self) -> None:
+        """Parameters and their moving average change places, between steps. A collective."""
+        self.settle()
+        optimizers.exchange_averages(self.optimizer)
+        self.spread()
+
+    def spread(self) -> None:
+        """Shards were written from outside: tell the others, if they keep them."""
 
     def update_shards(self, then: Callable[[Unit], None] = lambda _: None) -> None:
         """Update this rank's shards from its part of the gradient, unit by unit.
@@ -90,14 +102,18 @@ class Sharded(ShardedState):
                 gradients[unit.label][parameter] = part
 
         def apply() -> None:
-            for unit in self.units:
-                self.await_gradient(unit)
-                for parameter, part in gradients[unit.label].items():
+            by_parts = optimizers.steps_by_parts(self.optimizer)
+            for units in [[unit] for unit in self.units] if by_parts else [self.units]:
+                parts = {p: part for unit in units for p, part in gradients[unit.label].items()}
+                for unit in units:
+                    self.await_gradient(unit)
+                for parameter, part in parts.items():
                     parameter.grad = part
                 self.optimizer.step()  # it passes over parameters that have no gradient
-                for parameter in gradients[unit.label]:
+                for parameter in parts:
                     parameter.grad = None
-                then(unit)
+                for unit in units:
+                    then(unit)
 
         whole = [part for parts in gradients.values() for part in parts.values()]
         self.update(whole, self.group, apply)
@@ -105,10 +121,15 @@ class Sharded(ShardedState):
     # ------------------------------------------------------------ gradients, freed as they go
 
     def move_gradient(self, unit: Unit, name: str, parameter: nn.Parameter) -> None:
-        """From backward's own tensor, which is freed, into the unit's buffer."""
+        """From backward's own tensor, which is freed, into the unit's buffer. A gradient that comes
+        again before the buffer is sent is added: re-entrant checkpointing gives it in parts."""
         self.used.add(name)
-        assert parameter.grad is not None
-        self.place(unit, name).copy_(parameter.grad)
+        if parameter.grad is None:  # it came twice, and was moved with the first
+            return
+        if unit.full_grad is not None and name not in unit.missing:
+            unit.layout.view(unit.full_grad, name).add_(parameter.grad)
+        else:
+            self.place(unit, name).copy_(parameter.grad)
         parameter.grad = None
 
     def place(self, unit: Unit, name: str) -> Tensor:
@@ -137,20 +158,22 @@ class Sharded(ShardedState):
         return full
 
     def scatter(self, unit: Unit) -> None:
-        """Reduce-scatter the unit's gradients, asynchronously; at most IN_FLIGHT at a time."""
+        """Reduce-scatter the unit's gradients, asynchronously; at most IN_FLIGHT at a time.
+
+        The buffer is not the unit's any more: a gradient that comes late begins a new one.
+        """
         while len(self.in_flight) >= self.IN_FLIGHT:
             self.receive()
-        full = self.filled(unit)
+        full, unit.full_grad = self.filled(unit), None
         shard = torch.empty(unit.layout.shard, dtype=full.dtype, device=full.device)
         label = f"grad {unit.label}"
         pending = comm.reduce_scatter(shard, full, self.group, label=label, async_op=True)
-        self.in_flight.append((unit, shard, pending))
+        self.in_flight.append((unit, shard, pending, full))
 
     def receive(self) -> None:
         """The oldest unit under way: add it to this rank's shard, and free its buffer."""
-        unit, shard, pending = self.in_flight.popleft()
+        unit, shard, pending, _ = self.in_flight.popleft()
         pending.wait()
-        unit.full_grad = None
         if unit.grad is None:
             unit.grad = shard.to(unit.like["dtype"])
         else:

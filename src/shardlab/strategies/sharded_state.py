@@ -89,29 +89,34 @@ class ShardedState:
     def state_dict(self) -> dict[str, Any]:
         """Whole tensors by name, so that any strategy at any world size can load them."""
         optimizer: dict[str, dict[str, Any]] = {}
-        names = sorted({k for state in self.optimizer.state.values() for k in state})
-        for unit in self.units:
-            for key in self._agreed(names):
-                for name, value in self._gather_state(unit, key).items():
+        kinds = {
+            key: value.dtype if isinstance(value, Tensor) else torch.float64
+            for state in self.optimizer.state.values()
+            for key, value in state.items()
+            if value is not None
+        }
+        for key, dtype in self._agreed(kinds):
+            for unit in self.units:
+                for name, value in self._gather_state(unit, key, dtype).items():
                     optimizer.setdefault(name, {})[key] = value
         model, update = self.full_params(), self.update.state_dict()
         return {"model": model, "optimizer": optimizer, "update": update}
 
-    def _agreed(self, names: list[str]) -> list[str]:
-        """The optimizer's state keys; a rank without pieces does not know them."""
-        everyone: list[list[str]] = [[]] * self.ranks
-        torch.distributed.all_gather_object(everyone, names, group=self.group)
-        return sorted({name for names in everyone for name in names})
+    def _agreed(self, kinds: dict[str, torch.dtype]) -> list[tuple[str, torch.dtype]]:
+        """The optimizer's state keys and their dtypes; a rank without pieces does not know them."""
+        everyone: list[dict[str, torch.dtype]] = [{}] * self.ranks
+        torch.distributed.all_gather_object(everyone, kinds, group=self.group)
+        return sorted({k: v for kinds in everyone for k, v in kinds.items()}.items())
 
-    def _gather_state(self, unit: Unit, key: str) -> dict[str, Tensor]:
+    def _gather_state(self, unit: Unit, key: str, dtype: torch.dtype) -> dict[str, Any]:
         """One state tensor of each parameter of the unit; a number per parameter stays one."""
-        shard = torch.zeros(unit.layout.shard, **unit.like)
-        present, numbers = torch.zeros(len(unit.params)), torch.zeros(len(unit.params))
+        shard = torch.zeros(unit.layout.shard, dtype=dtype, device=self.device)
+        present, numbers = torch.zeros(2, len(unit.params), dtype=torch.float64)
         index = {name: i for i, name in enumerate(unit.params)}
         for owner, piece, parameter in self.trained_pieces():
             value = self.optimizer.state.get(parameter, {}).get(key)
             if owner is unit and value is not None:
-                is_number = value.dim() == 0
+                is_number = not isinstance(value, Tensor) or value.dim() == 0
                 present[index[piece.name]] = 2 if is_number else 1
                 if is_number:
                     numbers[index[piece.name]] = float(value)
@@ -122,7 +127,7 @@ class ShardedState:
         kinds, values = both.cpu().view(2, -1)
         full = self.gather(unit, shard, f"state {key}")
         return {
-            name: full[name].clone() if kinds[i] == 1 else values[i].clone()
+            name: full[name].clone() if kinds[i] == 1 else values[i].to(dtype)
             for name, i in index.items()
             if kinds[i] > 0
         }
@@ -141,14 +146,16 @@ class ShardedState:
         for _, piece, parameter in self.trained_pieces():
             if piece.name in state["optimizer"]:
                 self.optimizer.state[parameter] = {
-                    key: _cut(key, value, piece)
+                    key: _cut(key, value, piece, len(self.params[piece.name].shape))
                     for key, value in state["optimizer"][piece.name].items()
                 }
         self.update.load_state_dict(state["update"])
 
 
-def _cut(key: str, value: Tensor, piece: Piece) -> Tensor:
+def _cut(key: str, value: Any, piece: Piece, dimensions: int) -> Any:
     """The piece's part of a parameter's state. A number, such as Adam's step, has no parts."""
-    if value.dim() == 0 and (key == "step" or piece.length > 1):
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() == 0 and (key == "step" or dimensions > 0):
         return value.clone()
     return value.reshape(-1)[piece.start : piece.start + piece.length].clone()

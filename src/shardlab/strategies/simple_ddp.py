@@ -49,6 +49,7 @@ class SimpleDDP(Replica):
     ) -> None:
         super().__init__(model, make_optimizer, loss_fn, mesh, rule=rule)
         self.compressor = compressor(compress, powersgd_rank, rule)
+        self.update.after = lambda was_made: self.compressor.after_step(was_made)
         base.broadcast_model(model, self.group)
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
@@ -87,11 +88,9 @@ def all_reduce_gradients(
     one process. Ranks that disagreed about it would wait for each other for ever, so they
     agree first.
     """
-    device = next(iter(params.values())).device
-    used = torch.tensor([p.grad is not None for p in params.values()], dtype=torch.uint8)
-    used = used.to(device)
-    comm.all_reduce(used, group, op="max", label="used parameters")
-    for (name, p), is_used in zip(params.items(), used.tolist(), strict=True):
+    used = [p.grad is not None for p in params.values()]
+    used = base.any_rank(used, group, label="used parameters")
+    for (name, p), is_used in zip(params.items(), used, strict=True):
         if is_used:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)

@@ -24,7 +24,9 @@ class SimpleDDPAsync(SimpleDDPHook):
         the last            forward; backward, and in each gradient's hook
                             all_reduce it, asynchronously               Ψ
         after backward      wait for all of them
-                            all_reduce the loss and which parameters got a gradient
+                            all_reduce which parameters got a gradient, or one more
+                            all_reduce gradients that came once more, as ``simple_ddp_hook``
+                            all_reduce the loss                         8 bytes
         step                update                                      nothing
 
     Cost: Ψ per step, hidden behind backward but for the last gradients. Still a message per

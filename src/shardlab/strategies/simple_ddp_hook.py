@@ -27,7 +27,9 @@ class SimpleDDPHook(SimpleDDP):
         all but the last    forward, backward                           nothing
         the last            forward; backward, and in each gradient's hook
                             all_reduce it, waiting for it               Ψ
-        after backward      all_reduce the loss and which parameters got a gradient
+        after backward      all_reduce which parameters got a gradient, or one more
+                            all_reduce gradients that came once more    (see below)
+                            all_reduce the loss                         8 bytes
         step                update                                      nothing
 
     Cost: Ψ per step, as ``simple_ddp_ga``. It starts earlier but hides nothing: backward stands
@@ -35,6 +37,8 @@ class SimpleDDPHook(SimpleDDP):
 
     The hook gets the *parameter*, with the sum of all micro-batches in its ``.grad``; to reduce
     the argument itself would average the weights. It must be silent until the last micro-batch.
+    Re-entrant checkpointing of a layer that is used twice gives its gradient in two parts, and the
+    hook runs for each: what comes after the first was sent is kept apart, and sent after backward.
     """
 
     def __init__(
@@ -54,7 +58,8 @@ class SimpleDDPHook(SimpleDDP):
         )  # fmt: skip
         # Backward makes gradients roughly in the reverse of forward's order.
         self.order = list(reversed(self.params))
-        self.queue = InOrder([1] * len(self.order), self.launch)
+        self.queue = InOrder([{name: 1} for name in self.order], self.launch)
+        self.sent: dict[str, Tensor] = {}  # gradients, summed or on their way
         self.used: set[str] = set()  # what got a gradient on this rank, in this step
         self.is_last = False  # micro-batch of the step
         for i, name in enumerate(self.order):
@@ -63,14 +68,15 @@ class SimpleDDPHook(SimpleDDP):
     def _arrived(self, i: int, _parameter: nn.Parameter) -> None:
         self.used.add(self.order[i])
         if self.is_last:
-            self.queue.arrived(i)
+            self.queue.arrived(i, self.order[i])
 
     def launch(self, i: int) -> None:
         """All-reduce gradient i. A rank that has none takes part with zeros."""
-        p = self.params[self.order[i]]
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        self.reduce(self.order[i], p.grad)
+        name = self.order[i]
+        p = self.params[name]
+        self.sent[name] = torch.zeros_like(p) if p.grad is None else p.grad
+        p.grad = None  # backward must not add to what is under way
+        self.reduce(name, self.sent[name])
 
     def reduce(self, name: str, gradient: Tensor) -> None:
         self.compressor.all_reduce(name, gradient, self.group, label=f"grad {name}")
@@ -84,6 +90,7 @@ class SimpleDDPHook(SimpleDDP):
         divisor = self.update.divisor(total)
         *head, last = microbatches
         self.used.clear()
+        self.sent.clear()
         self.queue.start()
         loss_sum = base.accumulate(self.model, self.loss_fn, head, divisor)
         self.is_last = True
@@ -91,9 +98,20 @@ class SimpleDDPHook(SimpleDDP):
         self.is_last = False
         self.queue.flush()
         self.finish()
-        mean, unused = base.global_mean_and_unused(
-            loss_sum, total, self.params, self.used, self.group
-        )
-        for name in unused:
-            self.params[name].grad = None  # not zero: the optimizer must skip it
-        return mean
+        self._send_late()
+        return base.global_mean(loss_sum, total, self.group)
+
+    def _send_late(self) -> None:
+        """Gradients that came once more; then each parameter gets what was summed."""
+        late = {name: p.grad for name, p in self.params.items() if p.grad is not None}
+        flags = [*(n in self.used for n in self.params), *(n in late for n in self.params)]
+        found = iter(base.any_rank(flags, self.group, label="used parameters"))
+        is_used = dict(zip(self.params, found, strict=False))
+        for (name, p), is_late in zip(self.params.items(), found, strict=True):
+            if is_late:
+                more = torch.zeros_like(p) if p.grad is None else p.grad
+                self.reduce(name, more)
+                self.finish()
+                self.sent[name] += more
+            p.grad = self.sent[name] if is_used[name] else None  # None: the optimizer skips it
+        self.sent.clear()

@@ -35,6 +35,6 @@ class Single(Replica):
         super().__init__(model, make_optimizer, loss_fn, mesh, rule=rule)
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
-        total = base.local_count(microbatches, self.device)
+        total = base.local_count(microbatches, self.device).clamp_(min=1.0)  # as of many ranks
         divisor = self.update.divisor(total)
         return base.accumulate(self.model, self.loss_fn, microbatches, divisor) / total

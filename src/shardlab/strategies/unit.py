@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from shardlab import comm
-from shardlab.errors import UsageError
 from shardlab.strategies.flat import Layout
 
 
@@ -21,15 +20,11 @@ class Unit:
         label: str,
         params: Mapping[str, nn.Parameter],
         group: comm.Group,
-        like: Tensor | None = None,
     ) -> None:
         self.label = label
         self.params = dict(params)
         self.layout = Layout.of(params, group.size())
-        first = next(iter(params.values()), like)  # ``like``: for a unit without parameters
-        assert first is not None
-        if any(p.dtype != first.dtype for p in params.values()):
-            raise UsageError(f"{label} mixes parameters of several dtypes: it cannot be sharded")
+        first = next(iter(params.values()))
         self.like: dict[str, Any] = {"dtype": first.dtype, "device": first.device}
         self.shard: Tensor  # (shard,) this rank's parameters, the ones that are updated
         self.full: Tensor | None = None  # (padded,) all ranks' parameters, while they are here
@@ -43,11 +38,6 @@ class Unit:
         for name, tensor in tensors.items():
             self.layout.view(flat, name).copy_(tensor)
         return flat
-
-    def free(self) -> None:
-        """Shrink the storage of the whole parameters to nothing."""
-        assert self.full is not None
-        self.full.untyped_storage().resize_(0)
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """The parameters' places in a full buffer (padded,), by name."""

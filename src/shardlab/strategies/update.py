@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab import comm
+from shardlab import comm, optimizers
 from shardlab.phases import OPTIMIZER, phase
 
 LOOKED_AT = 1 << 16  # elements of the gradient, at least: a small model's are all looked at
@@ -26,6 +26,7 @@ class Rule:
     """What is asked for beside the optimizer itself."""
 
     clip_norm: float | None = None  # the largest norm of the whole gradient, over all shards
+    clip_value: float | None = None  # the largest element of the gradient
     loss_scale: float | None = None  # fp16: the factor to start with; none: no scaling
     schedule: Callable[[int], float] = constant  # learning-rate factor of a step, from 0
     on_nonfinite: str = "ignore"  # of a NaN or infinite gradient: "stop", "skip" the update
@@ -62,13 +63,19 @@ class Update:
         self.good_steps = 0  # since the scale last changed
         self.skipped = 0  # steps, for gradients that were not finite
         self.small: int | None = None  # gradients of so many elements are looked at in each step
+        # Told whether each update was made: a compressor's memory must forget a skipped step.
+        self.after: Callable[[bool], object] = lambda _was_made: None
 
     @property
     def needs_norm(self) -> bool:
         """Whether an update looks at the whole gradient before it changes anything."""
+        return self._wants_norm or self.rule.clip_value is not None
+
+    @property
+    def _wants_norm(self) -> bool:
         rule = self.rule
-        wants_norm = rule.clip_norm is not None or rule.loss_scale is not None
-        return wants_norm or rule.on_nonfinite == "skip"
+        is_scaled = rule.clip_norm is not None or rule.loss_scale is not None
+        return is_scaled or rule.on_nonfinite == "skip"
 
     def divisor(self, total: Tensor) -> Tensor:
         """What a loss is divided by before backward: the global count, less the loss scale."""
@@ -86,7 +93,9 @@ class Update:
         ``apply``, if given, calls the optimizer's step() itself, for some parameters at a time.
         """
         with phase(OPTIMIZER):
-            return self._update(gradients, sharded_over, apply or self.optimizer.step)
+            was_made = self._update(gradients, sharded_over, apply or self.optimizer.step)
+            self.after(was_made)
+            return was_made
 
     def _update(
         self,
@@ -97,7 +106,7 @@ class Update:
         rule = self.rule
         # On a GPU to look is to wait for it; there the next loss tells.
         looks = rule.on_nonfinite == "stop" and rule.loss_scale is None and not self._is_on_gpu
-        if self.needs_norm:
+        if self._wants_norm:
             norm = global_norm(gradients, self.device, sharded_over) / self.scale  # ()
             if rule.loss_scale is not None and not math.isfinite(float(norm)):
                 self.scale, self.good_steps = self.scale / 2, 0
@@ -117,14 +126,17 @@ class Update:
                 factor *= (rule.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as in PyTorch
             if gradients:  # a rank may have none: all its parameters unused, or no shard
                 torch._foreach_mul_(list(gradients), factor.to(gradients[0].dtype))
+        # Where gradients are still on their way, they are waited for by ``apply``.
+        come_late = apply != self.optimizer.step and not self.needs_norm
+        if looks and not self._wants_norm and not come_late:
+            self._look(gradients, was_updated=False)
+        if rule.clip_value is not None and gradients:
+            torch._foreach_clamp_min_(list(gradients), -rule.clip_value)
+            torch._foreach_clamp_max_(list(gradients), rule.clip_value)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * rule.schedule(self.steps)
-        # Where gradients are still on their way, they are waited for by ``apply``.
-        come_late = apply != self.optimizer.step
-        if looks and not self.needs_norm and not come_late:
-            self._look(gradients, was_updated=False)
         apply()
-        if looks and not self.needs_norm and come_late:
+        if looks and not self._wants_norm and come_late:
             self._look(gradients, was_updated=True)
         self.steps += 1
         self.good_steps += 1
@@ -152,16 +164,28 @@ class Update:
         bad = [i for i, g in enumerate(gradients) if not g.isfinite().all()]
         raise NotFinite(bad, len(gradients), was_updated)
 
+    @property
+    def _inner(self) -> torch.optim.Optimizer:
+        inner: torch.optim.Optimizer = getattr(self.optimizer, "optim", self.optimizer)
+        return inner  # of PyTorch's ZeRO-1
+
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps, "scale": self.scale, "good_steps": self.good_steps}
+        state = {"steps": self.steps, "scale": self.scale, "good_steps": self.good_steps}
+        counters = optimizers.counters(self._inner)
+        return {**state, "groups": counters} if counters else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Last, when the optimizer's own state is in place."""
         self.steps, self.scale = state["steps"], state["scale"]
         self.good_steps = state["good_steps"]
-        inner = getattr(self.optimizer, "optim", self.optimizer)  # of PyTorch's ZeRO-1
+        inner = self._inner
+        optimizers.resumed(inner, self.steps)
+        for optimizer in (inner, self.optimizer):  # ZeRO-1's outer one tells the inner
+            for group, values in zip(optimizer.param_groups, state.get("groups", ()), strict=False):
+                group.update(values)
         for held in inner.state.values():
-            if "step" in held:  # a fused optimizer counts on the GPU, the others do on the CPU
+            # A fused optimizer counts on the GPU, the others do on the CPU.
+            if isinstance(held.get("step"), Tensor):
                 where = self.device if inner.defaults.get("fused") else torch.device("cpu")
                 held["step"] = held["step"].to(where)
 

@@ -43,6 +43,10 @@ class Zero1(Sharded):
     gradients from backward to update); a rank's shard is the same slice of each bucket, so both
     collectives work in place. The layout must be known
     when the optimizer is built, so buckets follow the reverse of the parameters' order.
+
+    How often each gradient comes in a backward (re-entrant checkpointing may give it in parts) is
+    learnt in the first step, which sends after backward. One that comes more often later, when its
+    bucket is gone, is refused.
     """
 
     BUCKETS = 8  # about so many, unless their size is given
@@ -72,7 +76,9 @@ class Zero1(Sharded):
             units.append(unit)
         self.own(units)
         self.is_last = False  # micro-batch of the step
-        self.queue = InOrder([len(unit.params) for unit in units], self.launch)
+        self.queue = InOrder([dict.fromkeys(unit.params, 1) for unit in units], self.launch)
+        self.times: dict[str, int] = {}  # how often each gradient came in the first step
+        self.has_learnt = False
         self.scatters: dict[str, comm.Pending] = {}  # under way, by the unit's label
         self.news: list[comm.Pending] = []  # which parameters got a gradient
         self.gathers: list[comm.Pending] = []
@@ -86,8 +92,10 @@ class Zero1(Sharded):
             assert parameter.grad is not None
             parameter.grad = self.place(self.units[bucket], name).copy_(parameter.grad)
             self.used.add(name)
-        if self.is_last:
-            self.queue.arrived(bucket)
+        if self.is_last and not self.has_learnt:
+            self.times[name] = self.times.get(name, 0) + 1
+        elif self.is_last and not self.queue.arrived(bucket, name):
+            raise base.came_again("zero1", name)
 
     def launch(self, bucket: int) -> None:
         unit = self.units[bucket]
@@ -123,6 +131,12 @@ class Zero1(Sharded):
         loss = base.last_of_step(self.model, self.loss_fn, last, divisor, loss_sum, self.group)
         self.is_last = False
         self.queue.flush()
+        if not self.has_learnt:
+            self.has_learnt = True
+            self.queue.needs = [
+                {name: max(1, self.times.get(name, 0)) for name in unit.params}
+                for unit in self.units
+            ]
         used = base.Used(self.params, self.used, self.device, self.group)
         self.news = [used.pending]
         self.unused = used.unused()
@@ -155,6 +169,9 @@ class Zero1(Sharded):
     def load_state_dict(self, state: dict[str, object]) -> None:
         self.settle()
         super().load_state_dict(state)
+        self.spread()
+
+    def spread(self) -> None:
         for unit in self.units:
             assert unit.full is not None
             comm.all_gather(unit.full, unit.shard, self.group, label=f"params {unit.label}")

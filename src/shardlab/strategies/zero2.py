@@ -27,7 +27,9 @@ class Zero2(Zero1):
                             when its first gradient comes), and when the last is in,
                             reduce_scatter the bucket, asynchronously     Ψ
                             add the result to this rank's shard, free the buffer
-        after the last      all_reduce the loss and which parameters got a gradient
+        after the last      all_reduce which parameters got a gradient, and which buckets one more
+                            reduce_scatter those (re-entrant checkpointing: a gradient in parts)
+                            all_reduce the loss                           8 bytes
         step                update this rank's shard of each bucket
                             all_gather each bucket's parameters, asynchronously   Ψ
 
@@ -59,7 +61,7 @@ class Zero2(Zero1):
 
     def arrived(self, bucket: int, name: str, parameter: nn.Parameter) -> None:
         self.move_gradient(self.units[bucket], name, parameter)
-        self.queue.arrived(bucket)
+        self.queue.arrived(bucket, name)
 
     def launch(self, bucket: int) -> None:
         self.scatter(self.units[bucket])
@@ -76,7 +78,16 @@ class Zero2(Zero1):
             loss_sum += base.accumulate(self.model, self.loss_fn, [batch], divisor)
             self.queue.flush()
             self.receive_all()
-        mean, self.unused = base.global_mean_and_unused(
-            loss_sum, total, self.params, self.used, self.group
-        )
-        return mean
+        self._send_late()
+        return base.global_mean(loss_sum, total, self.group)
+
+    def _send_late(self) -> None:
+        """Gradients that came when their bucket was gone have begun a new one."""
+        late = [unit.full_grad is not None for unit in self.units]
+        flags = [*(name in self.used for name in self.params), *late]
+        found = iter(base.any_rank(flags, self.group, label="used parameters"))
+        self.unused = [name for name in self.params if not next(found)]
+        for unit, is_late in zip(self.units, found, strict=True):
+            if is_late:
+                self.scatter(unit)
+        self.receive_all()

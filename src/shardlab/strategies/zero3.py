@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
 
-from shardlab import comm
-from shardlab.errors import UsageError
+from shardlab.phases import BACKWARD, FORWARD, phase
 from shardlab.strategies import base
+from shardlab.strategies.agenda import GATHER, Agenda, Op
+from shardlab.strategies.block import GATHERING, SHARDED, Block, tensors_in
 from shardlab.strategies.flat import units_of
 from shardlab.strategies.sharded import DTYPES, Sharded
-from shardlab.strategies.unit import Unit
 from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch, LossFn
 
@@ -37,11 +37,17 @@ class Zero3(Sharded):
                             after a unit: free its parameters,
                             reduce_scatter its gradients, asynchronously  Ψ
                             add the result to this rank's shard
-        after the last      all_reduce the loss and which parameters got a gradient
+        after backward      all_reduce what each rank needed and which parameters got a gradient
+        after the last      all_reduce the loss
         step                update this rank's shard: nothing to send
 
     Cost: 3Ψ(n-1)/n on the wire per micro-batch, less what is gathered once (root, last block).
     Memory: of everything one n-th, plus two blocks' parameters and gradients.
+
+    The order is learnt by running (``agenda.py``), so it does not matter in which order blocks
+    run, how often, or whether every rank runs them. What a unit is needed for is noticed in three
+    places: hooks around its module; what autograd saved of it, when backward takes it out; and any
+    other operation on a parameter whose content is away (``watched.py``).
 
     Freeing means to shrink the storage to nothing: what autograd saved are views of the same
     storage, and they are whole again when the unit has been gathered for backward.
@@ -60,113 +66,204 @@ class Zero3(Sharded):
     ) -> None:
         super().__init__(model, make_optimizer, loss_fn, mesh, rule)
         self.comm_dtype = base.option("zero3's comm_dtype", comm_dtype, DTYPES)
-        self.own([self._shard(label, params) for label, params in units_of(model, blocks).items()])
-        self.gathers: dict[str, comm.Pending] = {}  # under way, by label
-        self.seen: set[str] = set()  # the units that this micro-batch's forward came to
-        self.in_backward = False
-        self.arrived: list[tuple[Unit, str, nn.Parameter]] = []  # gradients, not yet moved
-        self.last_scattered = len(self.units)  # units from here on have sent their gradients
+        self.units: list[Block]  # type: ignore[assignment]
+        parts = units_of(model, blocks)
+        self.own([Block(*part, self.group, self.comm_dtype, self._accessed) for part in parts])
+        self.by_storage = {unit.storage._cdata: i for i, unit in enumerate(self.units)}
+        self.agenda = Agenda(len(self.units), self._start, self._agree)
+        self.is_running = False  # between the beginning and the end of a micro-batch
+        modules: dict[nn.Module, list[int]] = {}
         for i, unit in enumerate(self.units):
-            module = model.get_submodule(unit.label) if i else model
-            module.register_forward_pre_hook(partial(self._before_forward, i))
-            if i:
-                module.register_forward_hook(partial(self._after_forward, i))
+            modules.setdefault(unit.module, []).append(i)
             for name, p in unit.params.items():
                 if p.requires_grad:
                     p.register_post_accumulate_grad_hook(partial(self._arrived, i, name))
+        for module, its in modules.items():
+            # Before the user's hooks, which may read the parameters (weight_norm does).
+            before, after = partial(self._before_forward, its), partial(self._after_forward, its)
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(after, always_call=True)
 
-    @torch.no_grad()
-    def _shard(self, label: str, params: dict[str, nn.Parameter]) -> Unit:
-        unit = Unit(label, params, self.group, like=next(self.model.parameters()))
-        flat = unit.flatten(params)  # (padded,)
-        unit.shard = unit.layout.of_rank(flat, self.rank).clone()
-        unit.full = flat.to(self.comm_dtype or flat.dtype)
-        for name, view in unit.split(unit.full).items():
-            params[name].data = view
-        unit.free()
-        return unit
+    # ------------------------------------------------------------ one place starts, waits, frees
 
-    def _gather(self, unit: Unit) -> None:
-        """Start to put the unit's parameters together, unless they are here or on their way."""
-        assert unit.full is not None
-        storage = unit.full.untyped_storage()
-        if storage.size() or not unit.params:  # a model that is all blocks has an empty root
-            return
-        storage.resize_(unit.layout.padded * unit.full.element_size())
-        shard, label = unit.shard.to(unit.full.dtype), f"params {unit.label or 'root'}"
-        self.gathers[unit.label] = comm.all_gather(
-            unit.full, shard, self.group, label=label, async_op=True
-        )
-
-    def _await(self, unit: Unit) -> None:
-        self._gather(unit)
-        if unit.label in self.gathers:
-            self.gathers.pop(unit.label).wait()
-
-    def settle(self) -> None:
-        """After a forward without backward: wait for what is under way, free every unit."""
-        while self.gathers:
-            self.gathers.popitem()[1].wait()
-        for unit in self.units:
+    def _start(self, op: Op) -> bool:
+        """Start a collective, in the common order. True: this rank had gradients to send."""
+        unit = self.units[op.unit]
+        if op.kind == GATHER:
+            unit.start_gather(self.group)
+            return False
+        was_complete, has_gradients = unit.is_complete, unit.has_gradients
+        self._move_arrived()
+        unit.seen.clear()
+        if was_complete and not unit.stays and not unit.is_recomputed:
             unit.free()
-        self.seen.clear()
+        self.scatter(unit)
+        return has_gradients
 
-    def _before_forward(self, i: int, _module: nn.Module, _inputs: Any) -> None:
-        self._await(self.units[i])
-        if self.in_backward:  # a recomputation
-            return
-        if self.units[i].label in self.seen:
-            self._refuse(self.units[i], "ran twice in one forward")
-        self.seen.add(self.units[i].label)
-        if i + 1 < len(self.units):
-            self._gather(self.units[i + 1])
+    def _need(self, i: int) -> None:
+        """The unit's parameters are about to be read: make it whole."""
+        unit = self.units[i]
+        if unit.state is SHARDED:
+            self.agenda.reach(GATHER, i, in_backward())
+        self.agenda.use(i)
+        unit.wait()
 
-    def _after_forward(self, i: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        if self.in_backward:
-            return
-        tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-        for tensor in tensors:
-            tensor.register_hook(partial(self._before_backward, i))
-        if not tensors or i + 1 < len(self.units):
-            self.units[i].free()
+    def _accessed(self, unit: Block, operation: Any) -> None:
+        """Somebody reads a parameter whose content is away, outside of its module's forward."""
+        if not self.is_running:
+            if operation in OF_THE_OUTSIDE:
+                return
+            raise RuntimeError(
+                f"zero3: a parameter of '{unit.label or 'the root'}' is read between steps, when "
+                "this rank has only a part of it; use full_params()"
+            )
+        if in_backward():
+            unit.is_recomputed = True
+        else:
+            unit.strays = True  # a view of it may be read after its module's forward
+        self._need(self.units.index(unit))
+
+    # ------------------------------------------------------------ forward
+
+    def _before_forward(self, units: list[int], _module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self.is_running:
+            raise RuntimeError("zero3: the model is run outside of gradients() and infer()")
+        for i in units:
+            self.units[i].depth += 1
+            self._need(i)
+            if in_backward():  # activation checkpointing computes it again
+                self.units[i].is_recomputed = True
+            elif torch.is_grad_enabled() and not self.units[i].stays:
+                self._watch_inputs(i, tensors_in((args, kwargs)))
+        if not in_backward() and not any(unit.state is GATHERING for unit in self.units):
+            self.agenda.ahead(in_backward=False)
+
+    def _after_forward(
+        self, units: list[int], _module: nn.Module, inputs: Any, output: Any
+    ) -> None:
+        given = {id(t) for t in tensors_in(inputs)}
+        outputs = [t for t in tensors_in(output) if id(t) not in given]
+        for i in units:
+            unit = self.units[i]
+            unit.depth -= 1
+            if in_backward() or unit.depth or unit.stays:
+                continue
+            for tensor in outputs:
+                if tensor.untyped_storage()._cdata == unit.storage._cdata:
+                    unit.strays = True  # it returns a view of its own parameters
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._before_backward, i))
+            if not unit.strays and not self.agenda.keeps(i):
+                unit.free()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        """Autograd saves a tensor for backward: if it is a parameter, know which unit it is of."""
+        i = self.by_storage.get(tensor.untyped_storage()._cdata)
+        return tensor if i is None else (i, tensor)
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        i, tensor = saved
+        self._need(i)
+        result: Tensor = tensor
+        return result
+
+    # ------------------------------------------------------------ backward
 
     def _before_backward(self, i: int, _gradient: Tensor) -> None:
-        """Backward has come to block i, and so is done with those after it.
+        self._need(i)
 
-        What is sent, and in which order, depends on blocks alone, never on which gradients a
-        rank happened to have: gather i, scatter i+1, gather i-1, scatter i …
-        """
-        self.in_backward = True
-        self._gather(self.units[i])
-        self._scatter_down_to(i + 1)
-        self._await(self.units[i])
+    def _watch_inputs(self, i: int, inputs: Sequence[Tensor]) -> None:
+        """When the gradient of a call's input is there, backward is through with the call."""
+        unit, number = self.units[i], sum(t.requires_grad for t in inputs)
+        if not number:
+            return
+        left = number  # the hook must not hold the tensors that hold the hook
+        unit.open_calls += 1
+        unit.untouched_calls += 1
+
+        def came(_gradient: Tensor) -> None:
+            nonlocal left
+            if left == number:
+                unit.untouched_calls -= 1
+            left -= 1
+            if left == 0:
+                unit.open_calls -= 1
+            self._call_done(i)
+
+        for tensor in inputs:
+            if tensor.requires_grad:
+                tensor.register_hook(came)
+
+    def _call_done(self, i: int) -> None:
+        """Parameters that checkpointing has used again are kept until all inputs have a gradient:
+        it holds views that nobody asks us for. The others may go when the first has one."""
+        unit = self.units[i]
+        if unit.untouched_calls == 0 and unit.has_gradients:
+            self.agenda.offer(i)
+        if unit.open_calls == 0 or (unit.untouched_calls == 0 and not unit.is_recomputed):
+            unit.free()
 
     def _arrived(self, i: int, name: str, parameter: nn.Parameter) -> None:
         """Half way through a block, the gradients of the one before have had time to travel: when
         their buffers are free there is room for this block's, and to prefetch the next.
         """
-        self.arrived.append((self.units[i], name, parameter))
-        self.counts[i] += 1
-        if self.counts[i] == (len(self.units[i].params) // 2 if i > 1 else 1):
+        if not self.is_running:
+            return
+        unit = self.units[i]
+        unit.arrived.append((name, parameter))
+        unit.seen.add(name)
+        if len(unit.seen) == max(1, unit.trained // 2):
             self.receive_all()
         if not self.in_flight:
             self._move_arrived()
-        if i > 1 and self.counts[i] == len(self.units[i].params) * 3 // 4:  # the root is still here
-            self._gather(self.units[i - 1])
+        if len(unit.seen) == unit.trained * 3 // 4:
+            self.agenda.ahead(in_backward=True)
+        if unit.is_complete:
+            self.agenda.offer(i)
 
     def _move_arrived(self) -> None:
-        for unit, name, parameter in self.arrived:
-            self.move_gradient(unit, name, parameter)
-        self.arrived.clear()
+        for unit in self.units:
+            for name, parameter in unit.arrived:
+                self.move_gradient(unit, name, parameter)
+            unit.arrived.clear()
 
-    def _scatter_down_to(self, first: int) -> None:
-        """Free the parameters of units that backward is done with, and send their gradients."""
-        self._move_arrived()
-        for i in range(self.last_scattered - 1, first - 1, -1):
-            self.units[i].free()
-            if any(p.requires_grad for p in self.units[i].params.values()):
-                self.scatter(self.units[i])
-        self.last_scattered = min(self.last_scattered, first)
+    # ------------------------------------------------------------ a micro-batch, a step
+
+    def _begin(self, kind: str) -> None:
+        self.settle()
+        self.agenda.begin(kind, extras=len(self.params))
+        for unit in self.units:
+            unit.begin()
+        self.is_running = True
+
+    def _end_forward(self) -> None:
+        for unit in self.units:
+            unit.depth = 0
+            if unit.strays and not unit.stays:
+                unit.free()
+
+    def _finish(self) -> list[bool]:
+        """Until every rank is through: which parameters got a gradient on any rank, so far."""
+        unsent = [unit.has_gradients for unit in self.units]
+        used = [name in self.used for name in self.params]
+        for unit in self.units:
+            used_here = {name for name, _ in unit.arrived}
+            used = [u or name in used_here for u, name in zip(used, self.params, strict=True)]
+        is_used = self.agenda.finish(unsent, used)
+        self.settle()
+        return is_used
+
+    def _agree(self, flags: Sequence[bool]) -> list[bool]:
+        return base.any_rank(flags, self.group, label="agreement")
+
+    def settle(self) -> None:
+        """Wait for what is under way, and free every unit."""
+        self.is_running = False
+        self.receive_all()
+        for unit in self.units:
+            unit.free()
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
         base.broadcast_buffers(self.model, self.group)
@@ -174,26 +271,38 @@ class Zero3(Sharded):
         divisor = self.update.divisor(total)
         self.used.clear()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        is_used: list[bool] = []
         for batch in microbatches:
-            self.seen.clear()
-            self.counts, self.last_scattered = [0] * len(self.units), len(self.units)
-            loss_sum += base.accumulate(self.model, self.loss_fn, [batch], divisor)
-            for unit in (u for u in self.units if u.label not in self.seen):
-                self._refuse(unit, "was not run")
-            self._scatter_down_to(0)
-            self.receive_all()
-            self.in_backward = False
-        mean, self.unused = base.global_mean_and_unused(
-            loss_sum, total, self.params, self.used, self.group
-        )
-        return mean
+            self._begin("training")
+            with saved_tensors_hooks(self._pack, self._unpack):
+                with phase(FORWARD):
+                    loss = self.loss_fn(self.model, batch)  # ()
+                self._end_forward()
+                with phase(BACKWARD):
+                    base.backward(loss, divisor)
+            loss_sum += loss.detach()
+            is_used = self._finish()
+        self.unused = [name for name, used in zip(self.params, is_used, strict=True) if not used]
+        return base.global_mean(loss_sum, total, self.group)
 
-    def _refuse(self, unit: Unit, why: str) -> None:
-        """The other ranks gathered it with us, or wait for us to: neither can be put right."""
-        where = f"on rank {self.rank}; leave it out of the workload's blocks"
-        raise UsageError(f"zero3: block '{unit.label}' {why} {where}")
+    @torch.no_grad()
+    def infer(self, function: base.Infer[base.T], batch: Batch) -> base.T:
+        """``function(model, batch)`` without gradients. Every rank calls it, with rows or none."""
+        self._begin("inference")
+        result = function(self.model, batch)
+        self._finish()
+        return result
 
     def step(self) -> None:
         self.update_shards()
         for unit in self.units:
             unit.grad = None
+
+
+# Between steps a parameter's view may be taken, by a checkpoint for instance, but not read.
+OF_THE_OUTSIDE = (torch.Tensor.detach, torch.Tensor.data.__get__, torch.Tensor.__repr__)  # type: ignore[attr-defined]
+
+
+def in_backward() -> bool:
+    """Whether autograd is running: a backward, or a gradient that forward asked for."""
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -124,6 +124,14 @@ class Capture:
 
         atexit.register(leave)
 
+    def discard(self) -> None:
+        """At the end of a run that was asked to stop inside a window: all ranks throw it away."""
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+            self._step = None
+        if self._profiler is not None:
+            self._stop().stop_trace()
+
     def _open(self, step: int) -> None:
         """All ranks at once: who began to record later would look like a straggler."""
         profile, cuda = self.profile, self.world.device.type == "cuda"

@@ -228,10 +228,15 @@ _THEIR_WORDS = {
 def load_model(folder: Path) -> GPT2:
     """A GPT-2 from a folder of Hugging Face's: ``config.json`` and ``*.safetensors``."""
     shape = shape_of(folder)
-    model = GPT2(shape)
     state = huggingface.from_huggingface(huggingface.load_folder(folder))
-    wanted = model.state_dict()
+    _check(shape)
+    if shape.layers > len(state):
+        raise UsageError(f"{folder}: its config has {shape.layers} layers, and its files have not")
+    with torch.device("meta"):  # a config may ask for more than there is memory
+        wanted = GPT2(shape).state_dict()
     for name, tensor in wanted.items():
+        if name in state and not state[name].is_floating_point():
+            raise UsageError(f"{folder}: '{name}' is of the dtype {state[name].dtype}")
         if name not in state or state[name].shape != tensor.shape:
             what = "is missing" if name not in state else f"has shape {tuple(state[name].shape)}"
             raise UsageError(
@@ -239,6 +244,7 @@ def load_model(folder: Path) -> GPT2:
             )
     if more := state.keys() - wanted.keys():
         raise UsageError(f"{folder}: '{min(more)}' has no place in the model of its config")
+    model = GPT2(shape)
     model.load_state_dict(state)
     return model
 

@@ -7,8 +7,9 @@ tensors. Reading one executes nothing, unlike a pickle.
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,17 @@ _DTYPES = {
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
 }
+COMPLEX128 = "shardlab.complex128"  # in the metadata: which tensors are, as pairs of float64
+LONGEST_TABLE = 100_000_000  # bytes; the format's own limit
 _WORDS = {dtype: word for word, dtype in _DTYPES.items()}
 
 # GPT-2's modules: theirs, ours, and whether theirs is a Conv1D, whose weight is (in, out).
@@ -106,18 +115,19 @@ def save_gpt2(folder: Path, state: Mapping[str, Tensor], **config: int) -> None:
         **config,
     }
     (folder / "config.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    tensors = to_huggingface(state)
-    del tensors["lm_head.weight"]  # tied: loaders take it from wte
-    save_safetensors(folder / "model.safetensors", tensors)
+    # With the tied lm_head.weight: load_state_dict(strict=True) asks for every name.
+    save_safetensors(folder / "model.safetensors", to_huggingface(state))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not JSON"
         raise UsageError(f"cannot read {path}: {reason}") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"cannot read {path}: it is no table of settings")
     return config
 
 
@@ -132,60 +142,146 @@ def load_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def load_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, memory-mapped: they are copied when used."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= size - 8:
-            raise UsageError(f"{path} is not a safetensors file, or is cut off")
-        try:
-            table = json.loads(file.read(length))
-        except ValueError:
-            raise UsageError(f"{path} is not a safetensors file") from None
-    table.pop("__metadata__", None)
+    """The tensors of a file, memory-mapped: they are copied when used.
+
+    Whatever does not follow the format is refused in a line, as the format's own library does:
+    every byte of the data belongs to exactly one tensor.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(size - 8, LONGEST_TABLE):
+                raise UsageError(f"{path} is not a safetensors file, or is cut off")
+            text = file.read(length)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        table = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
+        entries, of_complex = _checked(table, size - 8 - length)
+    except RecursionError:
+        raise UsageError(f"{path} is not a safetensors file: its table has no end") from None
+    except _Malformed as error:
+        raise UsageError(f"{path} is damaged: {error}") from None
+    except ValueError:
+        raise UsageError(f"{path} is not a safetensors file: its table is not JSON") from None
     start = 8 + length
     data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[start:]
     tensors = {}
-    for name, entry in table.items():
-        begin, end = entry["data_offsets"]
-        if entry["dtype"] not in _DTYPES:
-            raise UsageError(f"{path}: '{name}' is of the dtype {entry['dtype']}, which is unknown")
-        dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
-        if not 0 <= begin <= end <= len(data) or end - begin != _bytes(dtype, shape):
-            raise UsageError(f"{path} is damaged: '{name}' does not fit into it")
-        # A copy where the place is odd: tensors of 4 bytes must begin at a multiple of 4.
-        part = data[begin:end] if (start + begin) % dtype.itemsize == 0 else data[begin:end].clone()
-        tensors[name] = part.view(dtype).view(shape)
+    for name, (dtype, shape, begin, end) in entries.items():
+        # A copy where the place is odd: elements of 4 bytes must begin at a multiple of 4.
+        size = dtype.itemsize * (2 if name in of_complex else 1)
+        part = data[begin:end] if (start + begin) % size == 0 else data[begin:end].clone()
+        tensor = part.view(dtype).view(shape)
+        tensors[name] = torch.view_as_complex(tensor) if name in of_complex else tensor
     return tensors
 
 
-def word_of(dtype: torch.dtype) -> str:
-    """What a safetensors file calls it: F32."""
-    return _WORDS[dtype]
+class _Malformed(ValueError):
+    """What is wrong with a file's table."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _Malformed(f"'{twice}' is in it twice")
+    return found
+
+
+Entry = tuple[torch.dtype, list[int], int, int]  # dtype, shape, begin and end in the data
+
+
+def _checked(table: Any, size: int) -> tuple[dict[str, Entry], set[str]]:
+    """The entries of a table over ``size`` bytes of data, and which of them are complex128."""
+    if not isinstance(table, dict):
+        raise _Malformed("its table is no table")
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _Malformed("its __metadata__ is not names and texts")
+    entries = {name: _entry(name, entry) for name, entry in table.items()}
+    position = 0
+    for name, (_, _, begin, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
+        if begin != position:
+            how = "overlaps another" if begin < position else "leaves a gap before it"
+            raise _Malformed(f"'{name}' {how}")
+        position = end
+    if position != size:
+        raise _Malformed(f"its tensors have {position:,} bytes, and it has {size:,} of data")
+    of_complex = json.loads(metadata.get(COMPLEX128, "[]"))
+    if not isinstance(of_complex, list) or not all(
+        isinstance(name, str) and name in entries and _is_pairs(entries[name])
+        for name in of_complex
+    ):
+        raise _Malformed(f"what its {COMPLEX128} names are no pairs of float64")
+    return entries, set(of_complex)
+
+
+def _entry(name: str, entry: Any) -> Entry:
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise _Malformed(f"'{name}' has no dtype, shape and data_offsets")
+    word, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(word, str) or word not in _DTYPES:
+        raise _Malformed(f"'{name}' is of the dtype {word!r}, which is unknown")
+    for what, numbers in (("shape", shape), ("data_offsets", offsets)):
+        if not isinstance(numbers, list) or not all(
+            type(n) is int and 0 <= n < 2**63 for n in numbers
+        ):
+            raise _Malformed(f"the {what} of '{name}' is no list of counts")
+    if len(offsets) != 2 or offsets[1] - offsets[0] != _bytes(_DTYPES[word], shape):
+        raise _Malformed(f"'{name}' of shape {shape} has not the bytes that its place has")
+    return _DTYPES[word], shape, offsets[0], offsets[1]
+
+
+def _is_pairs(entry: Entry) -> bool:
+    dtype, shape, _, _ = entry
+    return dtype == torch.float64 and shape[-1:] == [2]
 
 
 def save_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for name, tensor in tensors.items():
-        end = position + tensor.numel() * tensor.element_size()
+    with path.open("wb") as file:
+        file.write(table_of(((n, t.dtype, t.shape) for n, t in tensors.items()), format="pt"))
+        for tensor in tensors.values():
+            file.write(raw(tensor))
+
+
+def table_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], **metadata: str) -> bytes:
+    """What a file begins with: the length of its table, and the table.
+
+    The format has no complex128: such a tensor is written as pairs of float64, and its name is
+    noted in the metadata. Our reader makes it complex again.
+    """
+    table: dict[str, Any] = {}
+    position, of_complex = 0, []
+    for name, dtype, shape in tensors:
+        end = position + _bytes(dtype, shape)
+        if dtype == torch.complex128:
+            of_complex.append(name)
+            dtype, shape = torch.float64, (*shape, 2)
+        if dtype not in _WORDS:
+            raise UsageError(f"'{name}' is of the dtype {dtype}, which safetensors files have not")
         table[name] = {
-            "dtype": _WORDS[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, end],
-        }
+            "dtype": _WORDS[dtype], "shape": list(shape), "data_offsets": [position, end]
+        }  # fmt: skip
         position = end
+    if of_complex:
+        metadata[COMPLEX128] = json.dumps(of_complex)
+    if metadata:
+        table = {"__metadata__": metadata, **table}
     header = json.dumps(table, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    with path.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        for tensor in tensors.values():
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
-            file.write(flat.view(torch.uint8).numpy().tobytes())
+    return len(header).to_bytes(8, "little") + header
 
 
-def _bytes(dtype: torch.dtype, shape: list[int]) -> int:
-    size = dtype.itemsize
-    for length in shape:
-        size *= length
-    return size
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, in the order of its elements."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    data: memoryview = flat.view(torch.uint8).numpy().data
+    return data
+
+
+def _bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    return math.prod(shape, start=dtype.itemsize)

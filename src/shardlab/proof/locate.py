@@ -1,0 +1,160 @@
+"""Where two runs part: the first module whose output, or its gradient, differs.
+
+Hooks on every module note a summary of what it returns in forward, and of the gradient that comes
+back to it. They see the micro-batches of one rank, in a plain process and in the strategy, whose
+modules may be wrapped, sharded or computed again. It is done only once a difference is known.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardlab.proof.chance import Place, Seeded
+from shardlab.proof.difference import ratio_of
+from shardlab.proof.reference import largest, wide
+from shardlab.proof.subjects import sample
+
+# Of a tensor's largest value: what is less is rounding, which a step of Adam may have enlarged.
+ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
+
+
+@dataclass(frozen=True)
+class Event:
+    place: Place
+    direction: str  # "forward" or "backward"
+    module: str
+    call: int  # of this module, with this micro-batch
+    part: int  # of what it returns, or was given
+    of: str = "output"  # or "input"
+
+
+@dataclass
+class Probe:
+    """The events of one run on one rank, in the order in which they happen."""
+
+    loss: Seeded
+    rank: int
+    events: dict[Event, Tensor] = field(default_factory=dict)  # summaries: (some elements + 2,)
+    users: dict[Event, list[str]] = field(default_factory=dict)  # who takes an output as input
+    calls: Counter[tuple[Place, str]] = field(default_factory=Counter)
+    made: dict[int, Event] = field(default_factory=dict)  # by the tensor's identity, in a forward
+    alive: list[Tensor] = field(default_factory=list)  # so that no identity is used twice
+    now: Place | None = None  # the micro-batch that they are of
+
+    def attach(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
+            module.register_forward_hook(partial(self._leave, name))
+
+    def _place(self) -> Place | None:
+        """The micro-batch that is computed, if it is this rank's and not computed again."""
+        place = self.loss.current
+        if place is None or place.rank != self.rank or torch._C._current_graph_task_id() != -1:
+            return None
+        if place != self.now:
+            self.now = place
+            self.made.clear()
+            self.alive.clear()
+        return place
+
+    def _enter(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        place = self._place()
+        if place is None:
+            return
+        for part, tensor in enumerate(_tensors((args, kwargs))):
+            if id(tensor) not in self.made:
+                event = Event(place, "backward", name, self.calls[place, name], part, "input")
+                self.made[id(tensor)] = event
+                self.alive.append(tensor)
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._note, event))
+            self.users.setdefault(self.made[id(tensor)], []).append(name)
+
+    def _leave(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        place = self._place()
+        if place is None:
+            return
+        call = self.calls[place, name]
+        self.calls[place, name] += 1
+        for part, tensor in enumerate(_tensors(output)):
+            event = Event(place, "forward", name, call, part)
+            self._note(event, tensor)
+            self.alive.append(tensor)
+            back = Event(place, "backward", name, call, part)
+            self.made.setdefault(id(tensor), back)
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._note, back))
+
+    def _note(self, event: Event, tensor: Tensor) -> None:
+        if event not in self.events:
+            whole = wide(tensor.detach())
+            if whole.is_complex():
+                whole = torch.view_as_real(whole)
+            totals = torch.stack([whole.sum(), whole.abs().sum()])
+            self.events[event] = torch.cat([sample(whole), totals]).cpu()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(value) if isinstance(t, Tensor) and _has_values(t)]
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() > 0
+
+
+def first_difference(mine: Probe, theirs: Probe, dtype: torch.dtype) -> dict[str, Any] | None:
+    """The first event of one process that the strategy's run has otherwise.
+
+    A strategy may scale its losses: gradients may differ by one factor, that of the first of them.
+    """
+    rounding = ROUNDING[dtype]
+    tops = {
+        way: max((largest(s) for e, s in theirs.events.items() if e.direction == way), default=0.0)
+        for way in ("forward", "backward")
+    }
+    factors: dict[Place, float] = {}
+    for event, want in theirs.events.items():
+        if event not in mine.events:
+            continue
+        got = mine.events[event]
+        if got.shape == want.shape and event.direction == "backward":
+            if event.place not in factors:
+                factors[event.place] = ratio_of(got, want, rounding) or 1.0
+            want = factors[event.place] * want
+        floor = 1e-9 * tops[event.direction]
+        if got.shape == want.shape and _close(got, want, rounding, floor):
+            continue
+        ratio = ratio_of(got, want, rounding) if got.shape == want.shape else None
+        return {
+            "direction": event.direction,
+            "of": event.of,
+            "module": event.module,
+            "step": event.place.step,
+            "micro": event.place.micro,
+            "call": event.call,
+            "ratio": ratio,
+            **(_of_users(theirs.users.get(event, [])) if event.direction == "backward" else {}),
+        }
+    return None
+
+
+def _of_users(users: list[str]) -> dict[str, Any]:
+    """A gradient comes from whoever used the tensor: the innermost modules among them, if any."""
+    names = list(dict.fromkeys(users))
+    inner = [n for n in names if not any(o != n and o.startswith(f"{n}.") for o in names)]
+    inner = [n for n in inner if n]
+    return {"of": "input", "module": inner[0], "modules": inner} if inner else {}
+
+
+def _close(got: Tensor, want: Tensor, rounding: float, floor: float) -> bool:
+    """The sampled elements by the largest of them; the sums by the sum of what they add up."""
+    limit = torch.full_like(want, rounding * largest(want[:-2]) + floor)
+    limit[-2:] = rounding * float(want[-1]) + floor
+    return bool(((got - want).abs() <= limit).all())

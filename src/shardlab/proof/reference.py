@@ -1,0 +1,308 @@
+"""What one plain process makes of a subject, and how far from it another order of summation ends.
+
+The loop knows nothing of shardlab's strategies: it sees every rank's micro-batches one after
+another, and clips, schedules and updates in PyTorch's own words. It is run twice. The second run
+(the *twin*) scales its losses and adds its micro-batches up in another order, which is all that a
+right strategy may do differently. What the two disagree in is rounding, measured where it arises:
+a bias before a normalisation has a true gradient of zero, and all of what is computed is rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from shardlab import train
+from shardlab import world as worlds
+from shardlab.config import Config
+from shardlab.errors import UsageError
+from shardlab.proof.chance import put_back, untrained
+from shardlab.proof.subjects import Subject, sample
+from shardlab.workloads.base import cast_model
+
+Gradients = dict[str, Tensor | None]
+
+TWIN = 0.9  # the twin's scale of the loss: not a power of two, so that every rounding is another
+# How much more than the twin a right strategy may differ: both are samples of the same noise, and
+# of a tensor with a single element the twin's may happen to be small.
+MARGIN = 64.0
+# A tensor that is smaller than this part of the largest is measured by this part: its values come
+# from sums of larger ones, whose rounding they carry.
+FLOOR = 2.0**-20
+SMALLEST = math.ulp(0.0)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How errors are measured in a precision: in units of last place of a tensor's largest value.
+
+    The tolerance is far above another order of summation, which moves a gradient by tens, and far
+    below a mistake: a factor of 1.001 is 4e12 units in float64 and 8e3 in float32.
+    """
+
+    eps: float
+    tolerance: float
+
+    def unit(self, size: float) -> float:
+        """The unit of last place of a number of this size."""
+        return max(self.eps * 2.0 ** (math.frexp(size)[1] - 1), SMALLEST)
+
+
+SCALES = {
+    torch.float64: Scale(2.0**-52, 2.0**26),
+    torch.float32: Scale(2.0**-23, 2.0**9),
+}
+
+
+@dataclass
+class Reference:
+    """What one process did: its tensors at the start, then of each step.
+
+    Gradients are in the order in which backward makes them. ``units`` says of each tensor what its
+    errors are measured in: a number, or one for each of its elements.
+    """
+
+    start: dict[str, Tensor]
+    scale: Scale
+    losses: list[Tensor] = field(default_factory=list)
+    gradients: list[Gradients] = field(default_factory=list)
+    tensors: list[dict[str, Tensor]] = field(default_factory=list)
+    parts: list[list[dict[str, Tensor]]] = field(default_factory=list)  # [step][rank, micro]
+    units: list[dict[tuple[str, str], Tensor]] = field(default_factory=list)  # [step][kind, name]
+    noise: float = 0.0  # the twin's largest error, as a part of the gradient's largest value
+
+    def unit(self, step: int | None, kind: str, name: str) -> Tensor:
+        """What the errors of a tensor are measured in."""
+        if step is None:  # before the first step nothing has been rounded
+            tensor = self.start.get(name)
+            return _unit(self.scale.unit(0.0 if tensor is None else largest(tensor)))
+        return self.units[step].get((kind, name), _unit(self.scale.unit(0.0)))
+
+    @property
+    def irregular(self) -> set[str]:
+        """What has no gradient in some micro-batch of the first step, on some rank, or in all."""
+        names = set(self.gradients[0])
+        return {n for part in self.parts[0] for n in names if n not in part}
+
+
+def refer(subject: Subject, config: Config, device: torch.device) -> Reference:
+    """One process, with the units that a strategy's errors are to be measured in."""
+    reference = run(subject, config, device)
+    twin = run(subject, config, device, scale=TWIN, backwards=True)
+    measure(reference, twin, subject, config, device)
+    return reference
+
+
+def build(subject: Subject, device: torch.device) -> nn.Module:
+    """The subject's model as every run of it begins."""
+    worlds.seed(subject.seed)
+    return cast_model(subject.workload.make_model(), device, subject.dtype)
+
+
+class Update:
+    """The update of a plain loop, from the same config that every strategy's is made of."""
+
+    def __init__(self, model: nn.Module, subject: Subject, config: Config) -> None:
+        self.training = config.training
+        self.model = model
+        self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.optimizer = train.make_optimizer(self.training, subject.workload, model)(self.trained)
+        self.factor = train.make_schedule(self.training, subject.workload)
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+
+    def __call__(self, step: int) -> None:
+        training = self.training
+        if training.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.trained.values(), training.clip_norm)
+        if training.clip_value is not None:
+            nn.utils.clip_grad_value_(self.trained.values(), training.clip_value)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * self.factor(step)
+        self.optimizer.step()
+        self.model.zero_grad()  # of all, also those that the optimizer leaves out
+
+
+def run(
+    subject: Subject,
+    config: Config,
+    device: torch.device,
+    scale: float = 1.0,
+    backwards: bool = False,
+    steps: int | None = None,
+    attach: Callable[[nn.Module], None] = lambda _model: None,
+) -> Reference:
+    """A plain loop over every rank's micro-batches. Buffers follow rank 0's, as in DDP.
+
+    ``backwards``: gradients are added up from the last micro-batch to the first. ``attach`` may
+    hang hooks on the model, or on each of them.
+    """
+    # A model that remembers what it has seen has seen, on a rank, that rank's samples alone.
+    ranks = len(subject.steps[0])
+    model = build(subject, device)
+    models = [build(subject, device) if subject.remembers and r else model for r in range(ranks)]
+    for each in dict.fromkeys(models):
+        attach(each)
+    update = Update(model, subject, config)
+    trained = update.trained
+    result = Reference(tensors_of(model), SCALES[subject.dtype])
+    order: list[str] = []  # in which backward makes the gradients
+    for name, p in trained.items():
+        p.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    for step, shares in enumerate(subject.steps[:steps]):
+        count = max(1, sum(batch.count for share in shares for batch in share))
+        start = after = {n: t.detach().clone() for n, t in untrained(model)}
+        losses, parts = [], []
+        for rank, share in enumerate(shares):
+            own = models[rank]
+            if own is not model:
+                _copy_parameters(model, own)
+            put_back(own, start)
+            for batch in share:
+                loss = subject.workload.loss(own, batch)
+                (loss / (count / scale)).backward()
+                losses.append(loss.detach().double())
+                parts.append(_take_gradients(own, scale))
+            if rank == 0:
+                after = {n: t.detach().clone() for n, t in untrained(own)}
+        put_back(model, after)
+        if backwards:
+            losses.reverse()
+        whole = _add_up(parts[::-1] if backwards else parts)
+        gradients: Gradients = {n: whole.get(n) for n in dict.fromkeys([*order, *trained])}
+        result.losses.append(torch.as_tensor(sum(losses) / count))
+        _refuse_nonfinite(subject.workload.name, step, result.losses[-1], gradients)
+        result.gradients.append(gradients)
+        result.parts.append([{n: sample(g) for n, g in part.items()} for part in parts])
+        for name, p in trained.items():
+            gradient = gradients[name]
+            p.grad = None if gradient is None else gradient.clone()  # clipping is in place
+        update(step)
+        result.tensors.append(tensors_of(model))
+    return result
+
+
+@torch.no_grad()
+def _copy_parameters(model: nn.Module, to: nn.Module) -> None:
+    for p, q in zip(model.parameters(), to.parameters(), strict=True):
+        q.copy_(p)
+
+
+def _take_gradients(model: nn.Module, scale: float) -> dict[str, Tensor]:
+    """A micro-batch's gradients; the model has none afterwards."""
+    taken = {}
+    for name, p in model.named_parameters():
+        if p.grad is not None and p.requires_grad:
+            taken[name] = p.grad / scale if scale != 1 else p.grad
+        p.grad = None
+    return taken
+
+
+def _add_up(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    whole: dict[str, Tensor] = {}
+    for part in parts:
+        for name, gradient in part.items():
+            whole[name] = whole[name] + gradient if name in whole else gradient
+    return whole
+
+
+def _refuse_nonfinite(model: str, step: int, loss: Tensor, gradients: Gradients) -> None:
+    bad = next((n for n, g in gradients.items() if g is not None and not g.isfinite().all()), None)
+    if not loss.isfinite() or bad is not None:
+        what = "loss" if bad is None else f"gradient of '{bad}'"
+        raise UsageError(
+            f"one process by itself has a {what} that is not finite in step {step} of {model}: "
+            "there is nothing to compare with"
+        )
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+# ------------------------------------------------------------------ what is rounding
+
+
+def measure(
+    reference: Reference, twin: Reference, subject: Subject, config: Config, device: torch.device
+) -> None:
+    """The units of every tensor, from what the twin found.
+
+    A parameter's error comes from a gradient's, through the update: Adam divides by the gradient's
+    own size and makes much of little. So the update is made twice more, from gradients that lie as
+    far to either side as rounding may move them; where that takes a parameter is no mistake.
+    """
+    scale = reference.scale
+    noise: dict[str, float] = {}  # of each gradient, in any step so far
+    rounding: list[dict[str, float]] = []  # how far each gradient may be moved, [step]
+    for gradients, others in zip(reference.gradients, twin.gradients, strict=True):
+        sizes = {n: largest(g) for n, g in gradients.items() if g is not None}
+        top = max(sizes.values(), default=0.0)
+        units, moved = {}, {}
+        for name, size in sizes.items():
+            mine, other = gradients[name], others[name]
+            assert mine is not None
+            assert other is not None
+            noise[name] = max(noise.get(name, 0.0), largest(mine - other))
+            if size > 2.0**-10 * top:  # smaller ones are the remains of what cancels
+                reference.noise = max(reference.noise, noise[name] / size)
+            floor = scale.unit(max(size, FLOOR * top))
+            units["gradient", name] = _unit(floor, MARGIN * noise[name] / scale.tolerance)
+            moved[name] = MARGIN * noise[name] + scale.eps * (256 * size + 64 * top)
+        reference.units.append(units)
+        rounding.append(moved)
+    lower, upper = (_moved(reference, rounding, sign, subject, config, device) for sign in (-1, 1))
+    for step, tensors in enumerate(reference.tensors):
+        top = max((largest(t) for t in tensors.values() if t.is_floating_point()), default=0.0)
+        for name, tensor in tensors.items():
+            floor = scale.unit(max(largest(tensor), FLOOR * top))
+            ways = [reached[step][name] for reached in (lower, upper) if name in reached[step]]
+            if ways:
+                spread = torch.stack([wide(way - tensor).abs() for way in ways]).amax(0)
+                unit = floor + 2 * spread / scale.tolerance
+            else:
+                away = largest(wide(tensor) - wide(twin.tensors[step][name]))
+                unit = _unit(floor, MARGIN * away / scale.tolerance)
+            reference.units[step]["parameter", name] = unit
+        loss, other = reference.losses[step], twin.losses[step]
+        away = MARGIN * abs(float(loss - other)) / scale.tolerance
+        reference.units[step]["loss", ""] = _unit(scale.unit(abs(float(loss))), away)
+
+
+def _moved(
+    reference: Reference,
+    rounding: list[dict[str, float]],
+    sign: int,
+    subject: Subject,
+    config: Config,
+    device: torch.device,
+) -> list[Mapping[str, Tensor]]:
+    """The trained parameters of each step, had every gradient been moved by its rounding."""
+    model = build(subject, device)
+    update = Update(model, subject, config)
+    trained = update.trained
+    reached: list[Mapping[str, Tensor]] = []
+    for step, gradients in enumerate(reference.gradients):
+        for name, p in trained.items():
+            gradient = gradients[name]
+            p.grad = None if gradient is None else gradient + sign * rounding[step][name]
+        update(step)
+        reached.append({n: p.detach().clone() for n, p in trained.items()})
+    return reached
+
+
+def _unit(*candidates: float) -> Tensor:
+    return torch.tensor(max(candidates), dtype=torch.float64)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In double precision: what errors are computed in."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest value, without its sign."""
+    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0

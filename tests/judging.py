@@ -1,0 +1,55 @@
+"""A proof of the user's model alone, on the tests' own ranks: the stack takes most of the time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conftest import GetRanks
+from shardlab import config as configs
+from shardlab.guard import pulse, watchdog
+from shardlab.measure import watch
+from shardlab.proof import evidence, verdict
+from shardlab.prove import cases_of, small
+from shardlab.world import World
+
+CHECKS = {
+    "equal": verdict.equal,
+    "state": verdict.state,
+    "bytes": verdict.sent,
+    "reproducible": verdict.reproducible,
+}
+# What the stack would say if it had nothing to hold.
+NO_STACK = {
+    "stack": {"params": 0, "buffers": 0, "tensors": 0, "resident": 0, "peak": 0, "forward_peak": 0},
+    "claimed_of_stack": {"params": 0, "optimizer": 0, "kept": 0, "peak": None},
+}
+
+
+def examine_users(world: World, values: dict[str, Any]) -> dict[str, Any] | None:
+    """On a rank: what ``evidence.examine`` finds out, less what it does with the stack."""
+    config = configs.from_dict(values)
+    member = world.first(config.launch.world or 1)
+    if member is None:
+        return None
+    users = evidence._prepare("users", member, config)
+    with watch.Alive() as alive, watchdog.watching(member, None, 60):
+        pulse.PULSE.enter(pulse.PROOF)
+        claim, own = evidence.claim_of(config), evidence._in_dtype(config, users)
+        found = evidence._examine_users(users, own, member, claim, alive)
+    return {"ranks": member.size, **found, **NO_STACK, "models": [found["model"]]}
+
+
+def checks_of(
+    ranks: GetRanks, workload: str, strategy: str, world: int = 2, **settings: Any
+) -> dict[str, dict[str, Any]]:
+    """The checks of ``shardlab prove --workload``, less the overlap, which is the stack's."""
+    changes = {key.replace("__", "."): value for key, value in settings.items()}
+    config = configs.load(None, {"model.workload": workload, **changes})
+    (case,) = cases_of(small(config), [strategy], [world])
+    found = ranks(world).run("judging:examine_users", case.config.to_dict(), deadline_s=100)
+    evidence = [e for e in found if e is not None]
+    return {name: check(evidence) for name, check in CHECKS.items()}
+
+
+def failures(checks: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {name: check["message"] for name, check in checks.items() if not check["pass"]}
