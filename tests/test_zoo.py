@@ -19,15 +19,23 @@ from shardlab.strategies.simple_ddp import SimpleDDP
 from zoo import GROUPS, ZOO, Animal
 from zookeeper import Verdict
 
-FSDP = GROUPS["fsdp"]
-# What shards its parameters by PyTorch's own code is slow, and in one world each.
 WORLDS = [
     (strategy, world)
     for strategy in STRATEGIES
     for world in (1, 2, 3)
     if (world == 1) == (strategy == "single")
-    if strategy not in FSDP or (world == 3) == (strategy == "pytorch_zero3")
 ]
+
+
+def one_in(strategy: str, world: int) -> int:
+    """Which part of the zoo is run: all of it in a world of two, and for zero3 in one of three.
+
+    Three ranks on two cores take twice as long, and PyTorch's sharded tensors are slow. Each
+    strategy meets other animals in the larger world. To run them all, return 1.
+    """
+    if world < 3 or strategy == "zero3":
+        return 1
+    return 12 if strategy in GROUPS["fsdp"] else 4
 
 
 def find(name: str) -> Animal:
@@ -52,7 +60,9 @@ def complaint(animal: Animal, strategy: str, verdict: Verdict) -> str | None:
 @pytest.mark.parametrize(("strategy", "world"), WORLDS)
 def test_as_stated(strategy: str, world: int, ranks: GetRanks) -> None:
     # Those that are refused come last: after each, connections are new and PyTorch learns anew.
-    animals = sorted(ZOO.values(), key=lambda a: strategy in a.refused)
+    part = one_in(strategy, world)
+    chosen = list(ZOO.values())[list(STRATEGIES).index(strategy) % part :: part]
+    animals = sorted(chosen, key=lambda a: strategy in a.refused)
     verdicts = zookeeper.run(ranks, world, find, [(a.name, strategy) for a in animals])
     found = [complaint(a, strategy, v) for a, v in zip(animals, verdicts, strict=True)]
     assert [text for text in found if text] == []

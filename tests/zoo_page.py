@@ -15,8 +15,9 @@ HEAD = """\
 {count} small models, written the way people write them. Under each strategy the result equals one
 plain process (✓), or the strategy refuses the model in one line, on every rank (–). Nothing else
 may happen: no difference that nobody notices, no hang, no crash. `tests/test_zoo.py` runs each of
-them on real ranks, two and three of them, and compares losses, gradients, parameters and buffers of
-{steps} steps of AdamW with a plain loop.
+them on two real ranks, and `zero3`'s and a part of the others' on three, and compares losses,
+gradients, parameters and buffers of {steps} steps of AdamW with a plain loop. Nobody looks at the
+parameters before the end of the second step: to look must not change anything.
 
 `pytorch_ddp` and `pytorch_zero1` run with `find_unused_parameters: true`. Frozen parameters and
 buffers that forward changes are held to what rank 0 makes of them, as DDP holds buffers.

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlab import naming
+from shardlab import naming, optimizers
 from shardlab import world as worlds
 from shardlab.errors import RankFailure, UsageError
 from shardlab.launch import LOST_PEER, Ranks
@@ -42,7 +42,7 @@ PEER_S = 8.0  # no collective may take longer
 STOPPED = 77  # exit code of a rank that was stopped after CELL_S
 
 # The large epsilon: where the true gradient is zero, AdamW would make 1 of a rounding error.
-OPTIMIZER = functools.partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1, eps=1e-3)
+OPTIMIZER = optimizers.of_class(torch.optim.AdamW, lr=0.05, weight_decay=0.1, eps=1e-3)
 OPTIONS = {name: {"find_unused_parameters": True} for name in ("pytorch_ddp", "pytorch_zero1")}
 
 _numbers = itertools.count(1)
@@ -105,7 +105,7 @@ def reference(animal: Animal, world: int) -> Course:
     """
     model = animal.build(seed=0)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    optimizer = OPTIMIZER(list(trained.values()))
+    optimizer = OPTIMIZER(trained)
     course = Course()
     for step in range(STEPS):
         if step == STEPS - 1 and animal.evaluate is not None:
