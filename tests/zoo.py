@@ -38,10 +38,19 @@ GROUPS = {  # names for several strategies at once
     "ours": tuple(s for s in STRATEGIES if not s.startswith("pytorch_")),
     "ddp": ("pytorch_ddp", "pytorch_zero1"),
     "fsdp": ("pytorch_zero2", "pytorch_zero3", "pytorch_hsdp"),
+    "fsdp3": ("pytorch_zero3", "pytorch_hsdp"),  # which free parameters after forward
     "pytorch": tuple(s for s in STRATEGIES if s.startswith("pytorch_")),
     "flat": ("zero1", "zero2", "zero3"),
     "ranks": tuple(s for s in STRATEGIES if s != "single"),
 }
+
+
+# Words of refusals that several animals meet.
+OUTSIDE = "outside the forward of its block"
+IN_STEP = "same blocks in the same order"
+TIED = "are one parameter in two"
+ONE_DTYPE = "the same dense type"
+REENTRANT = "re-entrant checkpointing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,7 +468,7 @@ class TwoNames(Net):
         return self.head(self.last(self.blocks[1](self.blocks[0](x))))
 
 
-@animal("one layer norm serves every block")
+@animal("one layer norm serves every block", refused={"fsdp": TIED})
 class SharedNorm(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -538,7 +547,7 @@ class UnevenBlocks(Net):
 # ------------------------------------------------------------------ what the data decides
 
 
-@animal("a block is skipped where the data says so: ranks differ")
+@animal("a block is skipped where the data says so: ranks differ", refused={"fsdp": IN_STEP})
 class DataDependentBlock(Net):
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x)
@@ -547,14 +556,14 @@ class DataDependentBlock(Net):
         return self.head(self.blocks[2](x))
 
 
-@animal("the data decides in which order two blocks run: ranks differ")
+@animal("the data decides in which order two blocks run: ranks differ", refused={"fsdp": IN_STEP})
 class DataDependentOrder(Net):
     def forward(self, x: Tensor) -> Tensor:
         first, second = (0, 1) if says_so(x) else (1, 0)
         return self.head(self.blocks[2](self.blocks[second](self.blocks[first](x))))
 
 
-@animal("the data decides how often a block is run")
+@animal("the data decides how often a block is run", refused={"fsdp": IN_STEP})
 class DataDependentDepth(Net):
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x)
@@ -563,7 +572,9 @@ class DataDependentDepth(Net):
         return self.head(self.blocks[2](x))
 
 
-@animal("early exit: the rest of the model is not run where the data says so")
+@animal(
+    "early exit: the rest of the model is not run where the data says so", refused={"fsdp": IN_STEP}
+)
 class EarlyExit(Net):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -590,7 +601,7 @@ class OneRankOnly(Net):
         return score(model(batch.inputs, batch.rank), batch)
 
 
-@animal("a block is run on rank 1 only")
+@animal("a block is run on rank 1 only", refused={"fsdp": IN_STEP})
 class BlockOnOneRank(Net):
     def forward(self, x: Tensor, rank: int) -> Tensor:
         x = self.blocks[0](x)
@@ -618,15 +629,20 @@ class Experts(nn.Module):
         return out
 
 
-@animal("a mixture of experts inside each block, the best one only: some are unused on some ranks")
+@animal(
+    "a mixture of experts inside each block, the best one only: some are unused on some ranks",
+    refused={"fsdp": IN_STEP},
+)
 class ExpertsInBlocks(Net):
     def __init__(self) -> None:
         super().__init__(Experts, depth=3)
 
 
-@animal("each expert is a block: whether it is run depends on the data", blocks=tuple(
-    f"mixture.experts.{i}" for i in range(3)
-))  # fmt: skip
+@animal(
+    "each expert is a block: whether it is run depends on the data",
+    blocks=tuple(f"mixture.experts.{i}" for i in range(3)),
+    refused={"fsdp": IN_STEP},
+)
 class ExpertsAreBlocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -795,7 +811,7 @@ class ModelOutputs(Wrapping):
     wrap = staticmethod(ModelOutput)
 
 
-@animal("blocks return an object that only they know")
+@animal("blocks return an object that only they know", refused={"fsdp": "finds no tensor"})
 class OpaqueOutput(Wrapping):
     wrap = staticmethod(Opaque)
 
@@ -806,7 +822,7 @@ class NestedOutput(Wrapping):
     unwrap = staticmethod(lambda out: out[0]["a"][0])
 
 
-@animal("blocks return an iterator of tensors")
+@animal("blocks return an iterator of tensors", refused={"fsdp": "finds no tensor"})
 class IteratorOutput(Wrapping):
     wrap = staticmethod(lambda x: iter([x]))
     unwrap = staticmethod(next)
@@ -846,7 +862,10 @@ class FromDict(Block):
         state["hidden"] = super().forward(state["hidden"])
 
 
-@animal("blocks return None: they write into a dict that they are given")
+@animal(
+    "blocks return None: they write into a dict that they are given",
+    refused={"fsdp": "writes into a dict"},
+)
 class NoneOutput(Net):
     def __init__(self) -> None:
         super().__init__(FromDict)
@@ -879,7 +898,10 @@ class GivesWeight(Block):
         return super().forward(x), self.linear.weight
 
 
-@animal("blocks return a parameter of their own, which is used after them")
+@animal(
+    "blocks return a parameter of their own, which is used after them",
+    refused={"fsdp3": "is used after the block"},
+)
 class ReturnsItsWeight(Net):
     def __init__(self) -> None:
         super().__init__(GivesWeight)
@@ -906,7 +928,10 @@ class InPlace(Block):
         return x.add_(torch.tanh(self.linear(x.clone())))
 
 
-@animal("blocks change their input in place and return it")
+@animal(
+    "blocks change their input in place and return it",
+    refused={"fsdp": "changes its input in place"},
+)
 class InPlaceOnInputs(Net):
     def __init__(self) -> None:
         super().__init__(InPlace)
@@ -951,7 +976,7 @@ class AuxiliaryLosses(Net):
 # ------------------------------------------------------------------ parameters beside their block
 
 
-@animal("an L2 penalty over model.parameters(), written in the loss")
+@animal("an L2 penalty over model.parameters(), written in the loss", refused={"fsdp": OUTSIDE})
 class PenaltyInLoss(Net):
     @staticmethod
     def loss(model: nn.Module, batch: Sample) -> Tensor:
@@ -959,7 +984,7 @@ class PenaltyInLoss(Net):
         return cross_entropy(model, batch) + 0.01 * batch.count * penalty
 
 
-@animal("the same penalty, before the model is called")
+@animal("the same penalty, before the model is called", refused={"fsdp": OUTSIDE})
 class PenaltyFirst(Net):
     @staticmethod
     def loss(model: nn.Module, batch: Sample) -> Tensor:
@@ -967,21 +992,23 @@ class PenaltyFirst(Net):
         return 0.01 * batch.count * penalty + cross_entropy(model, batch)
 
 
-@animal("a penalty inside the model's forward")
+@animal("a penalty inside the model's forward", refused={"fsdp": OUTSIDE})
 class PenaltyInForward(Net):
     def forward(self, x: Tensor) -> Tensor:
         penalty = sum(p.square().sum() for p in self.blocks.parameters())
         return super().forward(x) * (1 + 0.01 * penalty)
 
 
-@animal("zero times every parameter, so that none is without a gradient")
+@animal(
+    "zero times every parameter, so that none is without a gradient", refused={"fsdp3": OUTSIDE}
+)
 class ZeroTimesParameters(Net):
     @staticmethod
     def loss(model: nn.Module, batch: Sample) -> Tensor:
         return cross_entropy(model, batch) + 0 * sum(p.sum() for p in model.parameters())
 
 
-@animal("the root uses a block's weight on its own")
+@animal("the root uses a block's weight on its own", refused={"fsdp": OUTSIDE})
 class BorrowedWeight(Net):
     def forward(self, x: Tensor) -> Tensor:
         x = F.linear(x, self.blocks[2].linear.weight)
@@ -999,14 +1026,17 @@ class Borrower(Block):
         return super().forward(F.linear(x, self.lender[0].linear.weight))
 
 
-@animal("a block uses another block's weight, which it holds without owning it")
+@animal(
+    "a block uses another block's weight, which it holds without owning it",
+    refused={"fsdp3": OUTSIDE},
+)
 class BorrowedByABlock(Net):
     def __init__(self) -> None:
         super().__init__()
         self.blocks[2] = Borrower([self.blocks[0]])
 
 
-@animal("block.forward(x) instead of block(x): no hook is called")
+@animal("block.forward(x) instead of block(x): no hook is called", refused={"fsdp": OUTSIDE})
 class ForwardCalledDirectly(Net):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -1019,7 +1049,7 @@ class Encoder(Block):
         return torch.tanh(self.linear(x))
 
 
-@animal("a method other than forward is called on blocks")
+@animal("a method other than forward is called on blocks", refused={"fsdp": OUTSIDE})
 class AnotherMethod(Net):
     def __init__(self) -> None:
         super().__init__(Encoder)
@@ -1030,7 +1060,11 @@ class AnotherMethod(Net):
         return self.head(x)
 
 
-@animal("the loss calls parts of the model, never the model", blocks=("encoder", "decoder"))
+@animal(
+    "the loss calls parts of the model, never the model",
+    blocks=("encoder", "decoder"),
+    refused={"ddp": "the loss calls parts of the model", "fsdp": OUTSIDE},
+)
 class LossOfParts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1046,7 +1080,10 @@ class LossOfParts(nn.Module):
         return score(model.head(rebuilt), batch) + (rebuilt - batch.inputs).square().sum()
 
 
-@animal("the loss reads a parameter of the model by its name")
+@animal(
+    "the loss reads a parameter of the model by its name",
+    refused={"ddp": "used outside forward", "fsdp3": OUTSIDE},
+)
 class TemperatureInLoss(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -1069,14 +1106,14 @@ class TiedEmbeddings(Net):
         return super().forward(x + self.embed(tokens(x, CLASSES)).mean(1))
 
 
-@animal("two blocks share a weight")
+@animal("two blocks share a weight", refused={"fsdp": TIED})
 class TiedAcrossBlocks(Net):
     def __init__(self) -> None:
         super().__init__()
         self.blocks[2].linear.weight = self.blocks[0].linear.weight
 
 
-@animal("the root shares a weight with a block")
+@animal("the root shares a weight with a block", refused={"fsdp": TIED})
 class TiedToTheRoot(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -1087,7 +1124,11 @@ class TiedToTheRoot(Net):
         return super().forward(self.project(x))
 
 
-@animal("embedding and head are tied, and each is a block", blocks=("embed", "middle", "head"))
+@animal(
+    "embedding and head are tied, and each is a block",
+    blocks=("embed", "middle", "head"),
+    refused={"fsdp": TIED},
+)
 class TiedBlocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1099,7 +1140,10 @@ class TiedBlocks(nn.Module):
         return self.head(self.middle(self.embed(tokens(x)).mean(1)))
 
 
-@animal("functional_call: the model with other values of its parameters")
+@animal(
+    "functional_call: the model with other values of its parameters",
+    refused={"fsdp": "functional_call"},
+)
 class FunctionalCall(Net):
     def forward(self, x: Tensor) -> Tensor:
         scaled = {n: p * 0.9 for n, p in self.blocks[1].named_parameters()}
@@ -1107,7 +1151,11 @@ class FunctionalCall(Net):
         return self.head(self.blocks[2](x))
 
 
-@animal("MAML: an inner step on the parameters, and the loss after it", empty_ranks=False)
+@animal(
+    "MAML: an inner step on the parameters, and the loss after it",
+    empty_ranks=False,
+    refused={"fsdp": "autograd.grad()"},
+)
 class InnerStep(Net):
     @staticmethod
     def loss(model: nn.Module, batch: Sample) -> Tensor:
@@ -1122,7 +1170,11 @@ class InnerStep(Net):
 # ------------------------------------------------------------------ more than one backward
 
 
-@animal("a gradient penalty: the loss differentiates the model by its input", empty_ranks=False)
+@animal(
+    "a gradient penalty: the loss differentiates the model by its input",
+    empty_ranks=False,
+    refused={"fsdp": "without FSDP's knowing"},
+)
 class GradientPenalty(Net):
     @staticmethod
     def loss(model: nn.Module, batch: Sample) -> Tensor:
@@ -1132,7 +1184,11 @@ class GradientPenalty(Net):
         return score(out, batch) + 0.1 * slope.square().sum()
 
 
-@animal("forces from an energy: the model differentiates itself", empty_ranks=False)
+@animal(
+    "forces from an energy: the model differentiates itself",
+    empty_ranks=False,
+    refused={"fsdp": "without FSDP's knowing"},
+)
 class EnergyModel(Net):
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
@@ -1141,7 +1197,11 @@ class EnergyModel(Net):
         return energy + force[:, :CLASSES]
 
 
-@animal("the slope by one block's input, without a graph of its own", empty_ranks=False)
+@animal(
+    "the slope by one block's input, without a graph of its own",
+    empty_ranks=False,
+    refused={"fsdp": OUTSIDE},
+)
 class SlopeWithoutGraph(Net):
     def forward(self, x: Tensor) -> Tensor:
         y = self.blocks[0](x)
@@ -1180,7 +1240,7 @@ class CheckpointedBlocks(Net):
         return self.head(x)
 
 
-@animal("checkpoint each block, reentrant: a backward inside backward")
+@animal("checkpoint each block, reentrant: a backward inside backward", refused={"ddp": REENTRANT})
 class ReentrantBlocks(Net):
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
@@ -1189,7 +1249,10 @@ class ReentrantBlocks(Net):
         return self.head(x)
 
 
-@animal("a block used twice under reentrant checkpointing: its gradient hooks fire twice")
+@animal(
+    "a block used twice under reentrant checkpointing: its gradient hooks fire twice",
+    refused={"ddp": REENTRANT, "fsdp": REENTRANT},
+)
 class ReentrantTwice(Net):
     def forward(self, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
@@ -1318,7 +1381,10 @@ class UsersForwardHook(Net):
             block.register_forward_hook(lambda m, _args, out: out + m.linear.weight.mean())
 
 
-@animal("backward hooks of the user's, on modules and on a parameter")
+@animal(
+    "backward hooks of the user's, on modules and on a parameter",
+    refused={"fsdp": "has a hook on its gradient"},
+)
 class UsersBackwardHooks(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -1399,7 +1465,11 @@ class ComplexBuffer(Net):
         return super().forward(torch.view_as_real(pairs).reshape(-1, W))
 
 
-@animal("a complex parameter, as in Fourier layers", empty_ranks=False)
+@animal(
+    "a complex parameter, as in Fourier layers",
+    empty_ranks=False,
+    refused={"pytorch_zero1": ONE_DTYPE, "fsdp": "is complex"},
+)
 class ComplexParameter(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -1409,7 +1479,12 @@ class ComplexParameter(Net):
         return super().forward(torch.fft.irfft(torch.fft.rfft(x) * self.spectrum, n=W))
 
 
-@animal("a complex parameter alone in a block", blocks=(*THREE, "fourier"), empty_ranks=False)
+@animal(
+    "a complex parameter alone in a block",
+    blocks=(*THREE, "fourier"),
+    empty_ranks=False,
+    refused={"pytorch_zero1": ONE_DTYPE, "fsdp": "is complex"},
+)
 class ComplexBlock(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -1428,7 +1503,9 @@ class Fourier(nn.Module):
         return torch.fft.irfft(torch.fft.rfft(x) * self.spectrum, n=W)
 
 
-@animal("quantised weights: frozen integer parameters beside trained scales")
+@animal(
+    "quantised weights: frozen integer parameters beside trained scales", refused={"fsdp3": OUTSIDE}
+)
 class IntegerParameter(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -1442,7 +1519,7 @@ class IntegerParameter(Net):
         return self.head(x)
 
 
-@animal("a parameter without elements")
+@animal("a parameter without elements", refused={"fsdp": "has no elements"})
 class ZeroElements(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -1455,7 +1532,7 @@ class ZeroElements(Net):
         return self.head(x)
 
 
-@animal("a parameter without dimensions in each block")
+@animal("a parameter without dimensions in each block", refused={"fsdp": "scalar parameters"})
 class Scalars(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -1469,7 +1546,10 @@ class Scalars(Net):
         return self.head(x * self.gain)
 
 
-@animal("non-contiguous parameters: a transposed weight, and every second element")
+@animal(
+    "non-contiguous parameters: a transposed weight, and every second element",
+    refused={"pytorch_zero1": "has gaps in memory", "fsdp": "is not contiguous"},
+)
 class NonContiguous(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -1478,7 +1558,11 @@ class NonContiguous(Net):
         self.blocks[1].linear.bias = nn.Parameter(torch.randn(2 * W)[::2])
 
 
-@animal("convolutions whose weights are channels-last", empty_ranks=False)
+@animal(
+    "convolutions whose weights are channels-last",
+    empty_ranks=False,
+    refused={"fsdp": "is not contiguous"},
+)
 class ChannelsLast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1493,7 +1577,7 @@ class ChannelsLast(nn.Module):
         return self.head(image.mean((1, 2)))
 
 
-@animal("a float32 block in a float64 model", tolerance=1e-4)
+@animal("a float32 block in a float64 model", tolerance=1e-4, refused={"pytorch_zero1": ONE_DTYPE})
 class MixedDtypes(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -1504,7 +1588,11 @@ class MixedDtypes(Net):
         return self.head(self.blocks[2](x))
 
 
-@animal("float32 and float64 parameters in one block", tolerance=1e-4)
+@animal(
+    "float32 and float64 parameters in one block",
+    tolerance=1e-4,
+    refused={"pytorch_zero1": ONE_DTYPE, "fsdp": "uniform original parameter dtype"},
+)
 class MixedInABlock(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -1517,7 +1605,11 @@ class MixedInABlock(Net):
         return self.head(x)
 
 
-@animal("a frozen base in bfloat16 under trained float64 adapters (QLoRA)", tolerance=1e-9)
+@animal(
+    "a frozen base in bfloat16 under trained float64 adapters (QLoRA)",
+    tolerance=1e-9,
+    refused={"fsdp": OUTSIDE},
+)
 class FrozenInBf16(Net):
     def __init__(self) -> None:
         super().__init__(Adapted)
@@ -1573,7 +1665,10 @@ class BufferReplaced(Net):
 # ------------------------------------------------------------------ state that forward changes
 
 
-@animal("a deep-copied teacher: frozen parameters that forward moves after the student's (EMA)")
+@animal(
+    "a deep-copied teacher: frozen parameters that forward moves after the student's (EMA)",
+    refused={"fsdp": OUTSIDE},
+)
 class EmaTeacherOfParameters(Net):
     loss = staticmethod(by_step)
 
@@ -1741,7 +1836,7 @@ class SparseEmbedding(Net):
 
 
 @animal("lazy layers: parameters that have no shape before the first forward", refused={
-    "ranks": "lazy",
+    "all": "lazy",
 })  # fmt: skip
 class Lazy(Net):
     def __init__(self) -> None:
@@ -1789,7 +1884,7 @@ class SteepLoss(Net):
         return 1e3 * cross_entropy(model, batch)
 
 
-@animal("the loss of some micro-batches does not depend on any block")
+@animal("the loss of some micro-batches does not depend on any block", refused={"fsdp": IN_STEP})
 class BackwardNeverComes(Net):
     def forward(self, x: Tensor) -> Tensor:
         hidden = x

@@ -15,8 +15,9 @@ HEAD = """\
 {count} small models, written the way people write them. Under each strategy the result equals one
 plain process (✓), or the strategy refuses the model in one line, on every rank (–). Nothing else
 may happen: no difference that nobody notices, no hang, no crash. `tests/test_zoo.py` runs each of
-them on real ranks, two and three of them, and compares losses, gradients, parameters and buffers of
-{steps} steps of AdamW with a plain loop.
+them on two real ranks, and `zero3`'s and a part of the others' on three, and compares losses,
+gradients, parameters and buffers of {steps} steps of AdamW with a plain loop. Nobody looks at the
+parameters before the end of the second step: to look must not change anything.
 
 `pytorch_ddp` and `pytorch_zero1` run with `find_unused_parameters: true`. Frozen parameters and
 buffers that forward changes are held to what rank 0 makes of them, as DDP holds buffers.
@@ -28,7 +29,7 @@ FOOT = """
 
 Write it as a class in `tests/zoo.py`, under `@animal("why it is here")`. `Net` is a start: three
 blocks and a head. `blocks` names the modules to shard by, `refused` the strategies that refuse it
-(or a group of them: `ours`, `ddp`, `fsdp`, `pytorch`, `ranks`, `all`) and words of the refusal;
+(or a group of them, as in `GROUPS`) and words of the refusal;
 a `loss` or an `evaluate` of the class replaces the default. Then run
 
 ```text

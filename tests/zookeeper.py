@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import naming, optimizers
 from shardlab import world as worlds
@@ -231,17 +231,25 @@ def _apart(world: World) -> World:
     with the connections of the first. The thread is the one thing in which they can differ.
     """
     group = dist.new_group(timeout=timedelta(seconds=PEER_S))
-    made: dict[Any, Any] = {}
     number = next(_numbers)
+    made: list[Any] = []
 
     def marked(mesh: Any) -> Any:
         mesh._thread_id, mesh._hash = number, None
         return mesh
 
-    def init_device_mesh(kind: str, shape: tuple[int, ...], **names: Any) -> Any:
-        if shape not in made:  # a group more for each cell would be slow
-            made[shape] = marked(device_mesh.init_device_mesh(kind, shape, **names))
-        return made[shape]
+    def init_device_mesh(kind: str, shape: tuple[int, int], mesh_dim_names: tuple[str, str]) -> Any:
+        """One group of all ranks, as _make() asks for. PyTorch would take the world's own."""
+        assert shape == (1, world.size)
+        if not made:
+            alone = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
+            ranks = torch.arange(world.size).reshape(shape)
+            made.append(
+                DeviceMesh.from_group(
+                    [alone, group], kind, mesh=ranks, mesh_dim_names=mesh_dim_names
+                )
+            )
+        return marked(made[0])
 
     pytorch_hsdp.init_device_mesh = init_device_mesh  # type: ignore[assignment]
     return replace(world, mesh=marked(worlds._mesh(group, world.device)))
