@@ -58,7 +58,7 @@ def explained_table(result: Result) -> Table | None:
     cells = fmt.measured(result)
     has_profile = any(cell.get("profile") for cell in cells)
     has_mfu = any(cell.get("mfu") for cell in cells)
-    is_sure = any(fmt.interval(cell["speed_interval"]) for cell in cells)
+    is_sure = len(cells) > 1 and any(fmt.interval(cell["speed_interval"]) for cell in cells)
     if not (has_profile or has_mfu or is_sure):
         return None
     titles = ["where a profiled step goes, ms · what a rank sends"] * has_profile
