@@ -59,7 +59,7 @@ def explained_table(result: Result) -> Table | None:
     has_profile = any(cell.get("profile") for cell in cells)
     has_mfu = any(cell.get("mfu") for cell in cells)
     is_sure = any(fmt.interval(cell["speed_interval"]) for cell in cells)
-    if not (has_profile or has_mfu or is_sure):
+    if not (has_profile or has_mfu or (is_sure and len(cells) > 1)):
         return None
     titles = ["where a profiled step goes, ms · what a rank sends"] * has_profile
     titles += ["how sure the speed is (95%)"] * is_sure
