@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import inspect
+import itertools
 import json
 import os
 import re
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,16 +19,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import commands
 from shardlab import config as configs
+from shardlab.cli import app
 from shardlab.cli import compare as cli_compare
-from shardlab.errors import UsageError
+from shardlab.errors import Late, UsageError
 from shardlab.measure import compare as comparison
-from shardlab.measure import explain, stats
+from shardlab.measure import explain, forward, gate, stats
 from shardlab.measure.cells import Cell, Plan
 from shardlab.measure.memory import peak_bytes
 from shardlab.measure.rankset import RankSet
+from shardlab.proof import verdict as verdicts
+from shardlab.report import compare_charts, terminal
+from shardlab.strategies import STRATEGIES
 from shardlab.world import World
 
 SHORT = ["--size", "tiny", "--repeats", "2", "--warmup", "1", "--steps", "2"]
@@ -407,9 +416,10 @@ def test_two_comparisons_differ_by_less_than_their_interval() -> None:
 
 def test_the_commands_defaults_are_the_plans() -> None:
     """They stand in both, so that --help needs no import."""
-    given = inspect.signature(cli_compare.compare).parameters
-    assert {name: given[name].default for name in ("repeats", "warmup", "steps", "prove")} == {
+    known = inspect.signature(cli_compare.compare).parameters
+    assert {n: known[n].default for n in ("repeats", "warmup", "steps", "prove", "time_limit")} == {
         "repeats": Plan.repeats, "warmup": Plan.warmup, "steps": Plan.steps, "prove": Plan.prove,
+        "time_limit": Plan.time_limit_s,
     }  # fmt: skip
 
 
@@ -432,7 +442,141 @@ def test_the_interval_of_the_same_numbers() -> None:
     assert stats.ratio(times, times) == 1
     low, high = stats.ratio_interval(times, times, paired=True)
     assert 0.95 < low <= 1 <= high < 1.05
-    assert stats.ratio_interval([[5.0]], [[4.0]]) == (1.25, 1.25)  # nothing is known of its noise
+    assert not stats.can_tell([[5.0, 6.0]], times)  # nothing is known of its noise
+    assert stats.can_tell(times, times)
+
+
+def one_visit_to_each() -> dict[str, Any]:
+    found = cells(configs.Config(), "single,simple_ddp", plan=Plan(repeats=1))
+    for cell, ms in zip(found, (100.0, 50.0), strict=True):
+        cell.times_ms, cell.skews_ms, cell.losses = [[ms, ms + 1]], [0.0], [5.0]
+    return comparison.summarize(found, Plan(repeats=1), "shardlab compare", ENV)
+
+
+def test_one_repeat_has_no_interval_and_chooses_nothing() -> None:
+    result = one_visit_to_each()
+    assert result["cells"][1]["speed_to_baseline"] == pytest.approx(100.5 / 50.5)
+    assert result["cells"][1]["speed_interval"] is None
+    assert result["answer"]["choice"] is None
+    assert "--repeats 2 or more" in result["answer"]["why"]
+    assert result["answer"]["why"] in terminal.verdict_lines(result)
+    assert terminal.explained_table(result) is None
+
+
+def test_a_gate_wants_two_repeats() -> None:
+    result = one_visit_to_each()
+    row = gate.check(result, result, {"memory": 0.1})["cells"][0]
+    assert (row["verdict"], row["time_ratio"], row["time_interval"]) == ("ok", 1.0, None)
+    gate.refuse_unsure(result, 1, {"memory": 0.1})
+    with pytest.raises(UsageError, match="needs --repeats 2 or more, got 1"):
+        gate.refuse_unsure(result, 1, {"slower": 0.1})
+    with pytest.raises(UsageError, match="--against has one visit to each"):
+        gate.refuse_unsure(result, 4, {"slower": 0.1})
+
+
+def test_a_crashed_proof_is_reported_once() -> None:
+    crash = verdicts.failed("it did not get through: rank 1: ArithmeticError: planted")
+    message = "it did not get through: rank 1: ArithmeticError: planted"
+    assert comparison._what_is_wrong(crash) == message
+    some = {**crash, "equal": {"pass": True}, "bytes": {"pass": False, "message": "too many"}}
+    assert comparison._what_is_wrong(some) == (
+        f"state, overlap, reproducible: {message}; bytes: too many"
+    )
+    assert comparison._what_is_wrong({"equal": {"pass": True}}) == ""
+
+
+@pytest.mark.parametrize("proved", [True, False])
+def test_losses_of_a_random_forward_are_not_compared(proved: bool) -> None:
+    found = cells(configs.Config(), "single,simple_ddp")
+    for cell, loss in zip(found, (5.0, 6.0), strict=True):
+        cell.times_ms, cell.skews_ms, cell.losses = [[1.0], [1.0]], [0.0], [loss]
+        cell.proof = {"pass": True, "message": "", "checks": {}} if proved else None
+    env = ENV | {"loss_not_compared": forward.RANDOM}
+    result = comparison.summarize(found, Plan(), "shardlab compare", env)
+    assert [row["loss_difference"] for row in result["cells"]] == [0.0, None]
+    assert result["answer"]["choice"] == "single"
+    assert "Left out" not in str(result["answer"])
+    said = terminal.verdict(result)
+    assert "were not compared, as forward draws random numbers" in said
+    assert ("the proof decides" if proved else "only a proof can decide") in said
+    chart = compare_charts.loss_chart(result)
+    assert chart is not None
+    assert chart.note.startswith("They need not coincide: forward draws random numbers")
+
+
+# ------------------------------------------------------------------ what takes too long
+
+
+class NeverDone:
+    """Ranks that give no answer to one function within 7 s."""
+
+    def __init__(self, function: str) -> None:
+        self.function = function
+
+    def run(self, target: str, *_args: Any) -> list[Any]:
+        if target.endswith(self.function):
+            raise Late(0, "no answer within 7 s (waiting for 0, 1)")
+        return [None]
+
+
+@pytest.mark.parametrize(
+    ("function", "said"), [("time_cell", "a visit"), ("weigh_cell", "weighing it")]
+)
+def test_what_takes_too_long_is_a_row(function: str, said: str) -> None:
+    (cell,) = cells(configs.Config(), "simple_ddp")
+    assert comparison._try_on_ranks(NeverDone(function), function, cell) is None  # type: ignore[arg-type]
+    assert cell.status == "failed"
+    assert cell.reason == (
+        f"{said} took too long (--time-limit): rank 0: no answer within 7 s (waiting for 0, 1)"
+    )
+
+
+def test_a_proof_that_takes_too_long_calls_nothing_wrong() -> None:
+    (cell,) = cells(configs.Config(), "simple_ddp")
+    comparison._prove(NeverDone(":examine"), cell, [cell])  # type: ignore[arg-type]
+    assert cell.proof is not None
+    assert cell.proof["pass"] is None
+    assert cell.proof["message"].startswith("the proof took too long (--time-limit): rank 0: no")
+
+
+def nap(_world: World, seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def test_every_job_of_ranks_has_the_limit() -> None:
+    with RankSet(configs.LaunchConfig(), 1, deadline_s=1) as ranks:
+        with pytest.raises(Late, match=r"no answer within 1 s \(waiting for 0\)"):
+            ranks.run(nap, 60.0)
+        ranks.deadline_s = 60
+        assert ranks.run(nap, 0.0) == [None]  # new ones
+
+
+def test_a_strategy_that_is_proved_wrong_fails_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = {}
+    for passed in (True, None, False):
+
+        def measured(cells: list[Cell], plan: Plan, command: str, *_: Any, p: Any = passed) -> Any:
+            for cell in cells:
+                cell.times_ms, cell.skews_ms, cell.losses = [[1.0], [1.0]], [0.0], [5.0]
+            cells[1].proof = {"pass": p, "message": "said", "checks": {}}
+            env = ENV | {"shardlab": "", "time": "", "backend": "gloo"}
+            return comparison.summarize(cells, plan, command, env)
+
+        monkeypatch.setattr(comparison, "compare", measured)
+        out = f"out-{passed}"
+        done = CliRunner().invoke(app, ["compare", "--strategies", "single,zero3", "--out", out])
+        code[passed] = done.exit_code
+        assert (tmp_path / out / "report.html").exists(), done
+    assert code == {True: 0, None: 0, False: 1}
+
+
+def test_help_says_what_the_proof_is_of_and_how_long_it_takes() -> None:
+    text = " ".join(CliRunner().invoke(app, ["compare", "--help"]).stdout.replace("│", " ").split())
+    assert "prove each strategy on your model" in text
+    assert "3 s and 20 steps of your model on 4 samples a rank" in text
 
 
 # ------------------------------------------------------------------ the rest
@@ -447,9 +591,34 @@ def test_single_has_every_ranks_microbatches() -> None:
     assert single.config.training.steps == 7
 
 
-def test_the_schedule_interleaves() -> None:
-    visits = list(comparison._schedule(3, 2))
-    assert visits == [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (1, 0)]
+@given(cells=st.integers(1, 20), repeats=st.integers(1, 50))
+def test_the_schedule_varies_what_follows_what(cells: int, repeats: int) -> None:
+    visits = list(comparison._schedule(cells, repeats))
+    orders = [[cell for r, cell in visits if r == repeat] for repeat in range(repeats)]
+    assert [r for r, _ in visits] == sorted(r for r, _ in visits)
+    assert all(sorted(order) == list(range(cells)) for order in orders)  # each once in a repeat
+    follows = [set(itertools.pairwise(order)) for order in orders]
+    if cells > 1:
+        assert all(not one & next_ for one, next_ in itertools.pairwise(follows))
+    # In a whole round each follows each equally often, and so has each place; until then, none
+    # follows another more often than it will in the end.
+    whole = 2 * cells if cells % 2 else cells
+    once = 2 if cells % 2 else 1
+    counts = Counter(pair for pairs in follows[:whole] for pair in pairs)
+    assert max(counts.values(), default=0) <= once
+    if repeats >= whole and cells > 1:
+        assert set(counts.values()) == {once}
+        assert len(counts) == cells * (cells - 1)
+        places = Counter((place, cell) for o in orders[:whole] for place, cell in enumerate(o))
+        assert set(places.values()) == {once}
+
+
+def test_four_repeats_have_four_predecessors() -> None:
+    """With as many repeats as usual, and all strategies: nobody follows the same one twice."""
+    visits = list(comparison._schedule(len(STRATEGIES), Plan.repeats))
+    orders = [[cell for r, cell in visits if r == repeat] for repeat in range(Plan.repeats)]
+    pairs = [pair for order in orders for pair in itertools.pairwise(order)]
+    assert len(pairs) == len(set(pairs))
 
 
 @pytest.mark.parametrize(

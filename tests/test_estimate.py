@@ -16,9 +16,10 @@ from rich.console import Console
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import commands
+import people
 from conftest import GetRanks
 from shardlab import config as configs
-from shardlab.errors import RankFailure, UsageError
+from shardlab.errors import Late, RankFailure, UsageError
 from shardlab.measure import estimate
 from shardlab.measure.estimate import Simulator, largest_batch
 from shardlab.measure.simulate import Tracker, backend_of
@@ -168,6 +169,92 @@ def test_wrong_input_and_a_crash_are_told_apart(simulator: Simulator) -> None:
 class Broken(SimpleDDP):
     def step(self) -> None:
         raise ZeroDivisionError
+
+
+# ------------------------------------------------------------------ people's models
+
+PEOPLE = Path(__file__).with_name("people.py")
+
+
+def of_people(name: str, strategy: str = "simple_ddp", batch: int = 2) -> configs.Config:
+    return config_of(strategy, 2, batch, {"model.workload": f"{PEOPLE}:{name}"})
+
+
+@pytest.mark.parametrize("name", people.EVERYONE)
+def test_peoples_models_are_estimated(name: str, simulator: Simulator) -> None:
+    """Each within seconds. ViT's initialisation used to loop for ever."""
+    for strategy in ("single", "pytorch_ddp"):
+        config = of_people(name, strategy)
+        found = simulator.run(config, "cpu", limit_s=60)
+        assert found["weights"]["step"]["total"] > 0
+        assert bool(found["assumed"]) is (name == "stochastic_depth")
+
+
+@pytest.mark.parametrize("name", ["vit", "bert", "unet", "weight_norm", "cache"])
+def test_peoples_models_are_estimated_right(
+    name: str, simulator: Simulator, ranks: GetRanks
+) -> None:
+    config = of_people(name)
+    estimated = step(simulator, config)["total"]
+    measured = ranks(2).run("shardlab.measure.estimate:weigh", config.to_dict())[0]
+    assert estimated == pytest.approx(measured["step"]["total"], rel=0.06)
+
+
+ODD = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+    def forward(self, x):
+        {line}
+        return self.layer(x)
+
+def workload():
+    data = [(torch.randn(4), i % 3) for i in range(20)]
+    return Model(), data, nn.CrossEntropyLoss(reduction="sum")
+"""
+
+
+def odd(folder: Path, line: str) -> configs.Config:
+    path = folder / "odd.py"
+    path.write_text(ODD.format(line=line))
+    return config_of("simple_ddp", 2, 2, {"model.workload": f"{path}:workload"})
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("x = x[x[:, 0] > 1e9] if (x > 1e9).any() else x", None),
+        ("n = int(x.abs().sum() * 0) + 4; x = x[:, :n]", None),
+        ("x = x * (len(torch.unique(x)) > 0)", "needs the values of its tensors"),
+        ("x = x[x[:, 0] > -1e9]", "needs the values of its tensors"),
+        ("while (x > 1e9).any(): x = x / 2", None),
+        ("n = int((x == x).sum() / len(x)); x = x[:, :n]", "asks a tensor for its value, and"),
+        ("while (x == x).sum().item() != x.numel(): x = x / 2", "a loop waits for the value"),
+    ],
+)
+def test_models_that_ask_for_values(
+    line: str, words: str | None, simulator: Simulator, tmp_path: Path
+) -> None:
+    """Both answers are tried; what cannot go on without values is refused, with its line."""
+    config = odd(tmp_path, line)
+    if words is None:
+        assert simulator.run(config, "cpu")["assumed"][0].endswith("odd.py:10")
+    else:
+        with pytest.raises(UsageError, match=rf"^\S*odd.py:10: .*{words}"):
+            simulator.run(config, "cpu")
+
+
+def test_an_estimate_has_a_time_limit(tmp_path: Path) -> None:
+    sleeps = odd(tmp_path, "import time; time.sleep(60 * (type(x) is not torch.Tensor))")
+    with Simulator() as opened:
+        opened.run(config_of("single", 1, 1, GPT), "cpu")  # its process has begun
+        with pytest.raises(Late, match=r"no answer within 8 s; it stood at odd.py:10"):
+            opened.run(sleeps, "cpu", limit_s=8)
+        assert step(opened, config_of("single", 1, 1, GPT))["total"] > 0  # with a new one
 
 
 def test_one_that_fails_is_a_row() -> None:

@@ -183,6 +183,16 @@ def test_what_fails_for_another_reason_is_raised() -> None:
         throughput.measure(config, Plan(batches=(1,), steps=1), Goal(), "command")
 
 
+def test_a_size_that_fails_is_a_row_and_the_next_is_tried() -> None:
+    """BatchNorm takes no batch of one sample, which is where --batch begins."""
+    workload = f"{Path(__file__).with_name('people.py')}:batch_norm"
+    values = {"model.workload": workload, "launch.world": 1, "strategy.name": "single"}
+    config = configs.load(None, {**values, "training.global_batch": 1, "launch.device": "cpu"})
+    result = throughput.measure(config, Plan(batches=(1, 2), steps=1), Goal(), "command")
+    assert [row["status"] for row in result["rows"]] == ["failed", "ok"]
+    assert "Expected more than 1 value per channel" in result["rows"][0]["reason"]
+
+
 class Broken(SimpleDDP):
     def step(self) -> None:
         raise ZeroDivisionError

@@ -242,16 +242,9 @@ def test_a_mistake_is_answered_with_its_line(mistake: Mistake, tmp_path: Path) -
 SHORT_MISTAKES = [
     Mistake("nn.Linear(4, 3), data", "nn.Linear, data", "the model is the class Linear", "return"),
     Mistake("nn.Linear(4, 3), data", "None, data", "the model is a NoneType", "return"),
-    Mistake("data, nn", "iter(data), nn", "has no length or cannot be indexed", "return"),
-    Mistake('reduction="sum"', "", 'makes a mean: give it reduction="sum"', "return"),
-    Mistake(
-        'nn.CrossEntropyLoss(reduction="sum")',
-        "nn.functional.cross_entropy",
-        "the loss is a mean, and must be a sum",
-        "return",
-    ),
+    Mistake("data, nn", "iter(data), nn", "can be read only once", "return"),
     Mistake('nn.CrossEntropyLoss(reduction="sum")', "3", "the loss is a int, not a fun", "return"),
-    Mistake("(torch.randn(4), i % 3)", "torch.randn(4)", "TypeError: a sample is a pair", ""),
+    Mistake("(torch.randn(4), i % 3)", "torch.randn(4)", "(in the loss of", ""),
 ]
 
 

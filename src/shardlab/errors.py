@@ -38,6 +38,10 @@ class RankFailure(Exception):
         self.is_final = False  # the run was to end anyway, and is not started again
 
 
+class Late(RankFailure):
+    """Ranks gave no answer within a time limit, and were ended. They may have been at work."""
+
+
 class Halt(RankFailure):
     """A guard ended the run for what it found: a hang, ranks out of step, a NaN. Exit code 1.
 

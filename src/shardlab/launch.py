@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from shardlab import record
 from shardlab.config import Config, LaunchConfig
-from shardlab.errors import Halt, Interrupted, RankFailure, UsageError
+from shardlab.errors import Halt, Interrupted, Late, RankFailure, UsageError
 from shardlab.forking import fork_server
 from shardlab.guard import stop, watchdog
 
@@ -238,7 +238,7 @@ class Ranks:
             left = None if limit is None else limit - time.monotonic()
             if left is not None and left <= 0:
                 late = [str(r) for r in awaited if r not in results]
-                raise RankFailure(
+                raise Late(
                     int(late[0]),
                     f"no answer within {deadline_s:g} s (waiting for {', '.join(late)})",
                 )

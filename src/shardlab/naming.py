@@ -26,12 +26,23 @@ def resolve(name: str, known: Mapping[str, str], kind: str) -> Any:
     if path is None:
         raise unknown(kind, name, known)
     module_name, _, attribute = path.rpartition(":")
+    if ":" in name:  # the user's own
+        _make_importable(Path(module_name).parent if module_name.endswith(".py") else None)
     module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name)
     try:
         return getattr(module, attribute)
     except AttributeError:
         names = [n for n in vars(module) if not n.startswith("_")]
         raise unknown(f"name in {module_name}", attribute, names) from None
+
+
+def _make_importable(folder: Path | None) -> None:
+    """The folder of the user's file, as if Python ran that file; and the current folder, behind
+    everything else. Every rank comes through here, also under torchrun."""
+    if folder is not None and str(folder.resolve()) not in sys.path:
+        sys.path.insert(0, str(folder.resolve()))
+    if not {"", str(Path.cwd())} & set(sys.path):
+        sys.path.append(str(Path.cwd()))
 
 
 def _import(module_name: str) -> Any:

@@ -8,7 +8,6 @@ no torch; ``proof.evidence`` runs in the ranks.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -145,8 +144,8 @@ def prove(
     launch = dataclasses.replace(launch, timeout_s=min(launch.timeout_s, TIMEOUT_S))
     done = 0
     for size in worlds:
-        with RankSet(launch, size) as ranks:
-            run = functools.partial(ranks.run, deadline_s=limit_s)
+        with RankSet(launch, size, deadline_s=limit_s) as ranks:
+            run = ranks.run
             mine = cases_in(size, cases, worlds)
             # What is wrong with any case is wrong input: said before anything is measured. So is
             # what is wrong with the model, for which no strategy is to blame.

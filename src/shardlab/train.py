@@ -159,8 +159,8 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
     prepare_blocks(model, workload, config.training)
     options = dict(config.strategy.options)
     if "blocks" in inspect.signature(make).parameters:
-        options["blocks"] = workload.blocks
-        if config.training.compile == "model" and workload.blocks:
+        options["blocks"] = workload.blocks_of(model)
+        if config.training.compile == "model" and options["blocks"]:
             raise UsageError(
                 f"{config.strategy.name} works block by block, and a model that is compiled as one "
                 "has none: use training.compile: blocks"
@@ -187,6 +187,22 @@ def refuse_complex(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if p.is_complex():
             raise UsageError(f"training.clip_value: '{name}' is complex, and has no largest value")
+
+
+def notes(config: Config, workload: Workload) -> list[str]:
+    """What is to be said once of a workload and its strategy; nothing of it is an error."""
+    found = list(workload.notes)
+    works_by_block = "blocks" in inspect.signature(resolve_strategy(config)).parameters
+    if works_by_block and workload.blocks == ():
+        found.append(nothing_to_shard_by(config.strategy.name))
+    return found
+
+
+def nothing_to_shard_by(strategy: str) -> str:
+    return (
+        f"{strategy} has nothing to shard by: the workload names no blocks and none can be guessed "
+        "from its model, so the whole model is one unit, and each rank gathers all of it"
+    )
 
 
 def loss_fn(config: Config, workload: Workload, world: World) -> LossFn:
@@ -279,7 +295,7 @@ def prepare_blocks(model: nn.Module, workload: Workload, training: TrainingConfi
     names, and a strategy's hooks on a block run around it. What they gather before a block's
     backward is thus there when checkpointing computes the block's forward again.
     """
-    blocks = [model.get_submodule(name) for name in workload.blocks]
+    blocks = [model.get_submodule(name) for name in workload.blocks_of(model)]
     if training.compile != "none":
         _refuse_without_compiler(next(model.parameters()).device)
     if training.compile == "blocks" and blocks:
@@ -357,6 +373,9 @@ def _train_rank(
     inject.arm(config.faults, world, config.strategy.name, folder)
     stop.is_on = config.checkpoint.every is not None
     world.tell({"folder": str(folder)})
+    if world.rank == 0 and not start.is_resumed:
+        for note in notes(config, workload):
+            world.tell({"note": note})
     traces = None if start.step else make_capture(config, world, strategy, folder)
     shown_on = boards.of_run(config, folder, start.step) if world.rank == 0 else []
     steps = batches(workload, config, world, audit, start.step)
@@ -491,6 +510,7 @@ def make_folder(
 ) -> Path:
     """The run folder, made and filled by rank 0 and known to all; or that of the run to go on."""
     pids = world.gather(os.getpid())  # for a debugger, or for whoever must end a rank by hand
+    said = notes(config, workload)
     folder = Path(_agreed(world, lambda: str(_take_folder(config, workload, world, start, lock))))
     try:
         refuse_invisible(folder, world, lock)
@@ -498,7 +518,7 @@ def make_folder(
         if start.run is None:
             lock.drop()
         raise
-    _agreed(world, lambda: _fill_folder(folder, config, world, command, start, pids))
+    _agreed(world, lambda: _fill_folder(folder, config, world, command, start, pids, said))
     return folder
 
 
@@ -539,13 +559,20 @@ def _take_folder(
 
 
 def _fill_folder(
-    folder: Path, config: Config, world: World, command: str, start: Start, pids: list[int]
+    folder: Path,
+    config: Config,
+    world: World,
+    command: str,
+    start: Start,
+    pids: list[int],
+    said: list[str],
 ) -> None:
     """On rank 0: what stands in the folder before the first step."""
     if start.run is not None:
         starts.clear(start)
     else:
-        write_json(folder / "env.json", environment.describe(world.device, command))
+        described = environment.describe(world.device, command)
+        write_json(folder / "env.json", {**described, "notes": said})
         readme = README.format(title=folder.name)
         (folder / "README.md").write_text(readme, encoding="utf-8")
     again = config.with_overrides({"output.dir": None, "checkpoint.resume": None})

@@ -218,7 +218,7 @@ def memory(
 
     most = max(row.config.launch.world or 1 for row in rows)
     with (
-        RankSet(resolved.launch, most) as rankset,
+        RankSet(resolved.launch, most, estimate.LIMIT_S) as rankset,
         console.comparison_progress(enabled=not (quiet or as_json)) as on_progress,
     ):
         weigh = _weigher(rankset) if measure else None

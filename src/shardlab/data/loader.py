@@ -131,7 +131,7 @@ def cast(batch: Batch, dtype: torch.dtype | None) -> Batch:
     """Its floating-point tensors in the model's precision; token ids and labels stay."""
     if dtype is None:
         return batch
-    return _map(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
+    return batch.map(lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def _copy(step: Step, device: torch.device, stream: torch.cuda.Stream) -> Step:
@@ -149,7 +149,7 @@ def _copy(step: Step, device: torch.device, stream: torch.cuda.Stream) -> Step:
         return tensor.to(device, non_blocking=True)
 
     with torch.cuda.stream(stream):
-        microbatches = [_map(batch, send) for batch in step.microbatches]
+        microbatches = [batch.map(send) for batch in step.microbatches]
         copied = torch.cuda.Event()
         copied.record(stream)
     return replace(step, microbatches=microbatches, copied=copied)
@@ -166,18 +166,5 @@ def _arrived(step: Step, device: torch.device) -> Step:
         return tensor
 
     for batch in step.microbatches:
-        _map(batch, keep)
+        batch.map(keep)
     return step
-
-
-def _map(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    def walk(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return change(value)
-        if isinstance(value, dict):
-            return {k: walk(v) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(walk(v) for v in value)
-        return value
-
-    return replace(batch, inputs=walk(batch.inputs), targets=walk(batch.targets))

@@ -119,6 +119,8 @@ def draw(
         end = min((batch + 1) * size, epoch_slots(length, size, mode))
         positions = np.arange(batch * size, end, dtype=np.int64)
         epochs = np.full(len(positions), epoch, dtype=np.int64)
+    if not shuffle:  # without the order of all samples: of an endless stream there is none
+        return Draw(positions % length, epochs)
     ids = np.empty(len(positions), dtype=np.int64)
     for epoch in np.unique(epochs).tolist():
         here = epochs == epoch

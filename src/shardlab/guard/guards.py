@@ -82,8 +82,15 @@ def refuse_unequal_data(workload: Workload, world: World) -> None:
         {
             "data": len(workload.dataset),
             "held-out data": None if workload.held_out is None else len(workload.held_out),
+            "identity": getattr(workload.dataset, "identity", None),  # of a short form's
         }
     )
+    if len({row["identity"] for row in lengths}) > 1:
+        raise UsageError(
+            "the ranks' data or losses differ: iterable data begin with other samples, or the loss "
+            "is a mean on some ranks alone; give every rank all of the data, in the same order: "
+            "which samples are a rank's own is shardlab's to decide"
+        )
     for kind in ("data", "held-out data"):
         found = [row[kind] for row in lengths]
         if len(set(found)) > 1:

@@ -26,6 +26,7 @@ class Plan:
     warmup: int = 2
     steps: int = 2  # timed, per repeat: what differs is one visit from the next, not its steps
     prove: bool = True
+    time_limit_s: float = 600.0  # of each visit, weighing, estimate, proof and profile
     profile: ProfileConfig | None = None  # traces, after all is timed; none: none
 
     def __post_init__(self) -> None:
@@ -34,6 +35,8 @@ class Plan:
                 raise UsageError(f"--{name} is no whole number: {getattr(self, name)!r}")
             if getattr(self, name) < least:
                 raise UsageError(f"--{name} must be at least {least}, got {getattr(self, name)}")
+        if not 0 < self.time_limit_s < float("inf"):
+            raise UsageError(f"--time-limit must be above 0 s, got {self.time_limit_s}")
 
 
 @dataclass(frozen=True)

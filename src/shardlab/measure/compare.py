@@ -1,11 +1,11 @@
 """Strategies side by side: the same model, data, seed and global batch, in one set of ranks.
 
 Timing is unprofiled, after a warm-up, in interleaved repeats: each repeat visits every
-strategy once, starting with another one each time, so that a machine that slows down slows
-all of them. A step counts as long as its slowest rank took. Memory is weighed, each strategy is
-proved and a few steps are profiled in passes of their own, afterwards. This module's upper half
-runs in the parent and imports no torch; the lower half (the functions that take a ``World``) runs
-in the ranks.
+strategy once, in another order, so that a machine that slows down slows all of them and none
+follows the same one each time. A step counts as long as its slowest rank took. Memory is weighed,
+each strategy is proved and a few steps are profiled in passes of their own, afterwards. This
+module's upper half runs in the parent and imports no torch; the lower half (the functions that take
+a ``World``) runs in the ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from shardlab.config import Config, OutputConfig, ProfileConfig
-from shardlab.errors import RankFailure, UsageError
+from shardlab.errors import Late, RankFailure, UsageError
 from shardlab.measure import explain, stats, verdict
 from shardlab.measure.cells import BASELINE as BASELINE
 from shardlab.measure.cells import Axes as Axes
@@ -36,11 +36,12 @@ if TYPE_CHECKING:
     from shardlab.world import World
 
 SCHEMA = 1
-PROOF_DEADLINE_S = 180.0  # a strategy that hangs in its proof fails it, and the others go on
 PROOF_STEPS = 2
 # Nothing is prepared ahead while memory is weighed: whether a thread is done with it at the peak is
 # chance. Optimizer state exists from the second step on.
 WEIGHED = {"training.steps": 3, "training.warmup_steps": 0, "data.prefetch": 0}
+
+OF_LOSSES = ("normalizes_batches", "loss_not_compared")  # of describing, not of the environment
 
 OnProgress = Callable[[str, int, int], None]
 
@@ -58,18 +59,22 @@ def compare(
     measured again: a comparison that was interrupted goes on where it stopped.
     """
     size = max(cell.world for cell in cells)
-    with RankSet(cells[0].config.launch, size) as ranks, Simulator() as simulator:
+    limit = plan.time_limit_s
+    with RankSet(cells[0].config.launch, size, limit) as ranks, Simulator() as simulator:
         # What is wrong with any cell is wrong input: said before anything is measured.
         for cell in cells:
             if not cell.times_ms and cell.status == "ok":
-                _run_on_ranks(ranks, "check_cell", cell)
-        env = _run_on_ranks(ranks, "describe", cells[0], command)
+                _look(ranks, "check_cell", cell)
+        env = _look(ranks, "describe", cells[0], command)
+        env["loss_not_compared"] = _look(ranks, "look_at_forward", cells[0])
         if env["device"] == "cuda":
             env |= _calibrate(ranks, cells, command)
         store = None if folder is None else Store(folder())
         if store is not None:
             store.begin(cells, plan, command)
-        estimate = functools.partial(_estimate, simulator, env["device"], env["backend"])
+        estimate = functools.partial(
+            _estimate, simulator, env["device"], env["backend"], limit_s=limit
+        )
         planned = list(_jobs(cells, plan, folder, estimate))
         jobs = [job for job in planned if not job.is_done(job.cell)]
         total = len(planned)
@@ -142,14 +147,31 @@ def _jobs(
 
 
 def _schedule(cells: int, repeats: int) -> Iterator[tuple[int, int]]:
-    """(repeat, cell): each repeat visits all, and starts one further."""
+    """(repeat, cell): each repeat visits all, and what follows what changes from one to the next.
+
+    A strategy may suffer from what the one before it has left behind (caches, memory, heat). In a
+    Williams design, of as many repeats as there are cells (of twice as many, if they are odd in
+    number), each cell follows each other equally often, and has each place equally often.
+    """
+    zigzag = [(i + 1) // 2 * (-1) ** (i + 1) for i in range(cells)]  # 0, 1, -1, 2, -2, …
     for repeat in range(repeats):
-        yield from ((repeat, (repeat + i) % cells) for i in range(cells))
+        turn, mirrored = divmod(repeat, 2) if cells % 2 else (repeat, 0)
+        order = [(turn + z) % cells for z in zigzag]
+        yield from ((repeat, cell) for cell in (reversed(order) if mirrored else order))
 
 
 def _run_on_ranks(ranks: RankSet, function: str, cell: Cell, *args: Any) -> Any:
     """Rank 0's result of one of this module's functions."""
     return ranks.run(f"{__name__}:{function}", cell.config.to_dict(), *args)[0]
+
+
+def _look(ranks: RankSet, function: str, cell: Cell, *args: Any) -> Any:
+    """The same, before anything is measured: what fails here is no row, but the end."""
+    try:
+        return _run_on_ranks(ranks, function, cell, *args)
+    except Late as late:
+        what = "building and trying the model took too long (--time-limit)"
+        raise Late(late.rank, f"{what}: {late.message}") from None
 
 
 def _try_on_ranks(ranks: RankSet, function: str, cell: Cell) -> Any:
@@ -158,8 +180,13 @@ def _try_on_ranks(ranks: RankSet, function: str, cell: Cell) -> Any:
         return _run_on_ranks(ranks, function, cell)
     except (RankFailure, UsageError) as error:
         cell.status = "failed" if isinstance(error, RankFailure) else "skipped"
-        cell.reason = str(error)
+        cell.reason = _reason(error, "a visit" if function == "time_cell" else "weighing it")
         return None
+
+
+def _reason(error: Exception, what: str) -> str:
+    """Why something came to nothing; of what took too long, what that was."""
+    return f"{what} took too long (--time-limit): {error}" if type(error) is Late else str(error)
 
 
 def _time(ranks: RankSet, cell: Cell, warmup: int) -> None:
@@ -178,14 +205,13 @@ def _weigh(ranks: RankSet, cell: Cell, estimate: Callable[[Cell], None] | None) 
         estimate(cell)
 
 
-def _estimate(simulator: Simulator, device: str, backend: str, cell: Cell) -> None:
+def _estimate(simulator: Simulator, device: str, backend: str, cell: Cell, limit_s: float) -> None:
     """What ``shardlab memory`` would have said, beside what was weighed. It may not know."""
     config = cell.config.with_overrides({**WEIGHED, "launch.backend": backend})
     try:
-        weights = simulator.run(config, device)["weights"]
+        weights = simulator.run(config, device, limit_s=limit_s)["weights"]
         cell.estimated_bytes = max(weights.values(), key=lambda peak: peak["total"])
     except (RankFailure, UsageError) as error:
-        simulator.__exit__()
         cell.estimated_bytes = {"total": None, "reason": str(error)}
 
 
@@ -218,19 +244,30 @@ def _prove(ranks: RankSet, cell: Cell, cells: Sequence[Cell]) -> None:
         prove.refuse_rounding(config.strategy.options)
         values = config.to_dict()
         ranks.run("shardlab.proof.subjects:check", values)
-        evidence = ranks.run("shardlab.proof.evidence:examine", values, deadline_s=PROOF_DEADLINE_S)
+        evidence = ranks.run("shardlab.proof.evidence:examine", values)
         checks = verdicts.judge([e for e in evidence if e is not None])
-    except UsageError as refusal:
-        cell.proof = {"pass": None, "message": str(refusal), "checks": {}}
+    except (UsageError, Late) as refusal:  # neither says that anything is wrong
+        message = _reason(refusal, "the proof")
+        cell.proof = {"pass": None, "message": message, "checks": {}}
         return
     except RankFailure as failure:
         checks = verdicts.failed(f"it did not get through: {failure}")
-    wrong = [f"{name}: {check['message']}" for name, check in checks.items() if not check["pass"]]
     cell.proof = {
         "pass": verdicts.passes(checks),
-        "message": "; ".join(dict.fromkeys(wrong)) or checks["equal"]["message"],
+        "message": _what_is_wrong(checks) or checks["equal"]["message"],
         "checks": {name: {k: c[k] for k in ("pass", "message")} for name, c in checks.items()},
     }
+
+
+def _what_is_wrong(checks: Mapping[str, Mapping[str, Any]]) -> str:
+    """The checks that failed and why; what all of them say, such as a crash, is said once."""
+    wrong: dict[str, list[str]] = {}
+    for name, check in checks.items():
+        if not check["pass"]:
+            wrong.setdefault(check["message"], []).append(name)
+    if len(wrong) == 1 and len(checks) > 1 and all(not c["pass"] for c in checks.values()):
+        return next(iter(wrong))
+    return "; ".join(f"{', '.join(names)}: {message}" for message, names in wrong.items())
 
 
 def proof_config(config: Config) -> Config:
@@ -276,7 +313,7 @@ def _profile(ranks: RankSet, cell: Cell, profile: ProfileConfig, folder: Path) -
         cell.traces = found
         cell.profile = explain.breakdown(Path(found["folder"]))
     except (RankFailure, UsageError) as error:
-        cell.traces = (cell.traces or {}) | {"reason": str(error)}
+        cell.traces = (cell.traces or {}) | {"reason": _reason(error, "profiling it")}
 
 
 # ------------------------------------------------------------------ numbers
@@ -290,7 +327,7 @@ def summarize(
     result = {
         "schema": SCHEMA,
         "command": command,
-        "env": {k: v for k, v in env.items() if k != "normalizes_batches"},
+        "env": {k: v for k, v in env.items() if k not in OF_LOSSES},
         "baseline": _baseline(cells[0], cells).label,
         "workload": env["workload"],
         "parameters": env["parameters"],
@@ -298,6 +335,7 @@ def summarize(
         "repeats": plan.repeats,
         "warmup_steps": plan.warmup,
         "timed_steps": plan.steps,
+        "loss_not_compared": env.get("loss_not_compared"),
         "config": config.to_dict(),
         "cells": [_row(cell, _baseline(cell, cells), env) for cell in cells],
     }
@@ -356,15 +394,16 @@ def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
     row["loss"] = cell.losses[-1]
     if baseline.status == "ok" and baseline.times_ms:
         row["speed_to_baseline"] = stats.ratio(baseline.times_ms, cell.times_ms)
-        row["speed_interval"] = (
-            [1.0, 1.0]
-            if cell is baseline
-            else list(stats.ratio_interval(baseline.times_ms, cell.times_ms, paired=True))
-        )
-        # Without single there is no reference to differ from; and where BatchNorm saw other
-        # micro-batches than single's, another loss is right.
+        repeats = baseline.times_ms, cell.times_ms
+        if cell is baseline:
+            row["speed_interval"] = [1.0, 1.0]
+        elif stats.can_tell(*repeats):
+            row["speed_interval"] = list(stats.ratio_interval(*repeats, paired=True))
+        # Without single there is no reference to differ from; and where forward is random, or
+        # BatchNorm saw other micro-batches than single's, another loss is right.
         same_batches = cell.parts == baseline.parts or not env.get("normalizes_batches")
-        if baseline.is_reference and same_batches:
+        comparable = cell is baseline or not env.get("loss_not_compared")
+        if baseline.is_reference and same_batches and comparable:
             pairs = zip(cell.losses, baseline.losses, strict=True)
             differences = [abs(a - b) for a, b in pairs]
             row["loss_difference"] = differences[-1]
@@ -377,20 +416,29 @@ def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
 
 def describe(world: World, values: dict[str, Any], command: str) -> dict[str, Any]:
     """Where this runs, and what."""
-    from torch import nn
-
     from shardlab import environment, train
+    from shardlab.measure import forward
 
     workload = train.build_workload(_config(values))
     model = workload.make_model()
-    norms = nn.modules.batchnorm._BatchNorm
+    no_blocks = [train.nothing_to_shard_by("zero3")] if workload.blocks == () else []
     return {
         **environment.describe(world.device, command),
         "backend": world.backend,
         "workload": workload.name,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "normalizes_batches": any(isinstance(m, norms) for m in model.modules()),
+        "notes": [*workload.notes, *no_blocks],
+        "normalizes_batches": forward.normalizes_batches(model),
     }
+
+
+def look_at_forward(world: World, values: dict[str, Any]) -> str | None:
+    """Why the losses of two worlds cannot agree; none if they should."""
+    from shardlab import train
+    from shardlab.measure import forward
+
+    config = _config(values)
+    return forward.why_losses_differ(config, train.build_workload(config), world.device)
 
 
 def check_cell(world: World, values: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardlab.config import Config
-from shardlab.errors import RankFailure, UsageError
+from shardlab.errors import Late, RankFailure, UsageError
 from shardlab.forking import fork_server
 from shardlab.measure.cells import BASELINE, parse_spec
 
@@ -30,6 +30,7 @@ NOT_COUNTED = {
     "cuda": "the CUDA context, NCCL's buffers, workspaces of kernels, the allocator's gaps",
 }
 MOST = 1 << 20  # samples of a rank: beyond it nobody asks
+LIMIT_S = 300.0  # one estimate of GPT-2 XL takes some 10 s
 
 
 class Simulator:
@@ -38,6 +39,7 @@ class Simulator:
     def __init__(self) -> None:
         self._process: Any = None
         self._pipe: Any = None
+        self._stacks: int | None = None  # the file that the process writes its stack to, if asked
 
     def __enter__(self) -> Simulator:
         return self
@@ -49,10 +51,14 @@ class Simulator:
             process.join()
             self._pipe.close()
 
-    def run(self, config: Config, device: str, here: bool = False) -> dict[str, Any]:
+    def run(
+        self, config: Config, device: str, here: bool = False, limit_s: float = LIMIT_S
+    ) -> dict[str, Any]:
         """``device``, ``kernels``, and ``weights`` at two peaks: ``building`` and ``step``.
 
         ``here``: for the ranks that this machine would start, which may have to share a GPU.
+        After ``limit_s`` seconds without an answer the process is ended, and it is said where it
+        was.
         """
         if self._process is None:
             context = fork_server()
@@ -60,18 +66,34 @@ class Simulator:
             self._process = context.Process(target=_answer, args=(theirs,), daemon=True)
             self._process.start()
             theirs.close()
-        self._pipe.send((config.to_dict(), device, here))
         try:
-            kind, value = self._pipe.recv()
-        except (EOFError, ConnectionResetError):
+            self._pipe.send((config.to_dict(), device, here))
+            kind, value = self._receive(limit_s)
+            if kind == "stacks":  # the first that a new process says
+                self._stacks = value
+                kind, value = self._receive(limit_s)
+        except (EOFError, ConnectionResetError, BrokenPipeError):
+            self.__exit__()
             raise RankFailure(0, "the estimate's process died") from None
         if kind == "usage":
             raise UsageError(value)
         if kind == "error":
             message, trace = value
+            self.__exit__()  # the next has a new process, in which nothing has failed
             raise RankFailure(0, f"the estimate failed: {message}", trace)
         simulation: dict[str, Any] = value
         return simulation
+
+    def _receive(self, limit_s: float) -> tuple[str, Any]:
+        if self._pipe.poll(limit_s):
+            message: tuple[str, Any] = self._pipe.recv()
+            return message
+        from shardlab.guard import stacks
+
+        place = stacks.place_of(stacks.ask(self._process.pid, self._stacks))
+        self.__exit__()
+        where = f"; it stood at {place}" if place else ""
+        raise Late(0, f"the estimate gave no answer within {limit_s:g} s{where}")
 
 
 @dataclass
@@ -83,6 +105,7 @@ class Row:
     kernels: str | None = None  # whose operators were asked
     estimate: dict[str, dict[str, int]] | None = None
     measured: dict[str, dict[str, int]] | None = None
+    assumed: Sequence[str] = ()  # lines of the model that asked a tensor for its value
     largest_batch: int | None = None  # samples of a rank's micro-batch that fit; 0: not even one
     status: str = "ok"
     reason: str | None = None
@@ -150,7 +173,7 @@ def estimate(
             try:
                 found = simulator.run(row.config, device, here=measure is not None)
                 row.device, row.kernels = found["device"], found["kernels"]
-                row.estimate = found["weights"]
+                row.estimate, row.assumed = found["weights"], found["assumed"]
                 if limit is not None:
                     row.largest_batch = _largest(simulator, row, limit, measure is not None)
             except UsageError as error:
@@ -161,7 +184,6 @@ def estimate(
                 if len(rows) == 1:
                     raise
                 row.status, row.reason = "failed", str(failure)
-                simulator.__exit__()
     reasons = {row.reason for row in rows}
     if len(reasons) == 1 and rows[0].status == "skipped":  # the model or the data, not a strategy
         raise UsageError(str(rows[0].reason))
@@ -256,6 +278,7 @@ def _row(row: Row, limit: int | None) -> dict[str, Any]:
         if row.measured is None
         else row.measured["building"]["total"],
         "unmeasured": row.unmeasured,
+        "assumed": list(row.assumed),
         "error": errors(step, measured),
     }
 
@@ -282,9 +305,11 @@ def snapshots(ranks: RankSet, config: Config, folder: Path) -> list[str]:
 def _answer(pipe: Any) -> None:
     """Estimate what the parent asks for, until it is gone."""
     from shardlab import config as configs
+    from shardlab.guard import stacks
     from shardlab.measure import simulate
 
-    with contextlib.suppress(EOFError, BrokenPipeError):
+    with contextlib.suppress(EOFError, BrokenPipeError), stacks.Answering() as answering:
+        pipe.send(("stacks", answering.fd))
         while True:
             values, device, here = pipe.recv()
             try:

@@ -122,6 +122,18 @@ def refuse_others(old: Mapping[str, Any], cells: Sequence[Cell]) -> None:
         raise _nothing_in_common(old)
 
 
+def refuse_unsure(old: Mapping[str, Any], repeats: int, limits: Limits) -> None:
+    """Of one visit nobody can say what is noise, and "slower" would never be sure."""
+    measured = [cell["step_ms_repeats"] for cell in old["cells"] if cell["step_ms"] is not None]
+    if "slower" not in limits:
+        return
+    if repeats < 2:
+        raise UsageError(f"--fail-if slower needs --repeats 2 or more, got {repeats}")
+    if not stats.can_tell(*measured):
+        raise UsageError("--fail-if slower: --against has one visit to each; measure it again with "
+                         "--repeats 2 or more")  # fmt: skip
+
+
 def _nothing_in_common(old: Mapping[str, Any]) -> UsageError:
     have = fmt.names([f"{cell['label']} in world {cell['world']}" for cell in old["cells"]])
     return UsageError(f"--against has none of these strategies in this world; it has {have}")
@@ -193,8 +205,9 @@ def _judge(
     if cell["step_ms"] is None:
         return row | {"verdict": "broken", "reason": f"{cell['status']}: {cell['reason']}"}
     times = cell["step_ms_repeats"], then["step_ms_repeats"]
-    low, high = stats.ratio_interval(*times)
-    row |= {"time_ratio": stats.ratio(*times), "time_interval": [low, high]}
+    row["time_ratio"] = stats.ratio(*times)
+    if stats.can_tell(*times):
+        row["time_interval"] = list(stats.ratio_interval(*times))
     peaks = fmt.peak(cell), fmt.peak(then)
     if peaks[0] is not None and peaks[1]:
         row["memory_ratio"] = peaks[0] / peaks[1]
@@ -204,6 +217,7 @@ def _judge(
         reasons.append(
             f"{100 * (row['memory_ratio'] - 1):.1f}% more memory, above {100 * limits['memory']:g}%"
         )
+    low = (row["time_interval"] or [0.0])[0]
     if "slower" in limits and low > 1 + limits["slower"]:
         row["verdict"] = "slower"
         reasons.append(

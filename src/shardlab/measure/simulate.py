@@ -37,8 +37,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardlab import comm, train
 from shardlab.config import Config, LaunchConfig, TrainingConfig
+from shardlab.errors import UsageError
 from shardlab.measure import memory
 from shardlab.measure.memory import Allocation, Causes
+from shardlab.measure.values import GUESSES, NO_VALUES, Values, in_a_line
 from shardlab.strategies.base import MakeOptimizer
 from shardlab.strategies.lockstep import Lockstep
 from shardlab.workloads.base import Batch, Workload
@@ -278,8 +280,9 @@ def solo_world(
 class Tracker(TorchDispatchMode):
     """Notes when the storage of each fake tensor on one device is made, resized and let go."""
 
-    def __init__(self, device: str, block: int) -> None:
+    def __init__(self, device: str, block: int, values: Values | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.values = values or Values()
         self.device = device
         self.block = block  # bytes: the allocator gives out multiples of it
         self.held: dict[int, tuple[int, int]] = {}  # by storage: bytes, and since when
@@ -288,8 +291,8 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            # Nobody knows a fake tensor's value: Adam's step count, a gradient's norm. One will do.
-            return 1.0 if args[0].is_floating_point() else 1
+            value = self.values.answer()
+            return float(value) if args[0].is_floating_point() else value
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -355,6 +358,7 @@ class Simulation:
     device: str  # what the estimate is for
     kernels: str  # whose operators were asked what they make: the CPU's, where there is no GPU
     weights: memory.Weights
+    assumed: tuple[str, ...] = ()  # lines of the model that asked for values: both were tried
 
 
 def backend_of(launch: LaunchConfig, device: str, here: bool) -> str:
@@ -369,6 +373,33 @@ def backend_of(launch: LaunchConfig, device: str, here: bool) -> str:
 def simulate(config: Config, device: str, here: bool = False) -> Simulation:
     """What rank 0 of the config's world would hold on such a device: while building, in a step.
 
+    Of a model that asks its tensors for values, it is the larger of what two answers lead to.
+    """
+    found: list[Simulation] = []
+    refusal: UsageError | None = None
+    asked: dict[str, None] = {}
+    for guess in GUESSES:
+        values = Values(guess)
+        try:
+            found.append(_simulate(config, device, here, values))
+        except UsageError as error:
+            refusal = refusal or error
+        asked |= values.questions
+        if not asked:
+            break
+    if not found:
+        assert refusal is not None
+        if not asked or NO_VALUES in str(refusal):
+            raise refusal
+        raise UsageError(
+            f"{refusal}. {next(iter(asked))} asks a tensor for its value, and {NO_VALUES}"
+        )
+    return replace(max(found, key=lambda s: s.weights.step["total"]), assumed=tuple(asked))
+
+
+def _simulate(config: Config, device: str, here: bool, values: Values) -> Simulation:
+    """With one answer to all questions for values.
+
     PyTorch without CUDA refuses fake tensors on a GPU. There, the CPU's operators stand in, with
     the GPU's optimizer, process group and allocator.
     """
@@ -376,10 +407,15 @@ def simulate(config: Config, device: str, here: bool = False) -> Simulation:
         device = "cuda" if torch.cuda.device_count() else "cpu"
     where = torch.device(device if torch.cuda.is_available() else "cpu")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    tracker = Tracker(where.type, CUDA_BLOCK if device == "cuda" else 1)
+    tracker = Tracker(where.type, CUDA_BLOCK if device == "cuda" else 1, values)
     causes = Causes(address=storage_number)
     train.resolve_strategy(config)  # imported with PyTorch as it is
     workload = train.build_workload(config)  # with real samples: a user's is tried out on some
+    workload = replace(
+        workload,
+        make_model=in_a_line("make_model", workload.make_model, values),
+        loss=in_a_line("the loss", workload.loss, values),
+    )
     comm.LEDGER.reset(full_steps=0)
     make_optimizer = train.make_optimizer
 

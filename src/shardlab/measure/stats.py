@@ -46,6 +46,11 @@ def ratio(above: Repeats, below: Repeats) -> float:
     return _median(above) / _median(below)
 
 
+def can_tell(*measured: Repeats) -> bool:
+    """Whether there are visits enough to know how much one differs from the next."""
+    return all(len(repeats) > 1 for repeats in measured)
+
+
 def ratio_interval(
     above: Repeats, below: Repeats, paired: bool = False, seed: int = 0
 ) -> tuple[float, float]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 KEEP_FREE = 0.1  # of the machine's free memory, when nobody gives a limit
 SLACK = 256 << 20  # bytes beside tensors that a rank may take: kernels, the profiler, Gloo, gaps
+ATTEMPT_S = 600.0  # of one size, or of looking at the machine: what takes longer has failed
 DAY_S = 86400.0
 YEAR_DAYS = 365.25
 # How a lack of memory is worded: by PyTorch's allocators, by C++, and by a rank that was killed.
@@ -115,7 +116,10 @@ def measure(
             total = len(rows) + 1 if plan.sweep else len(plan.batches)  # of a sweep nobody knows
             on_progress(f"batch {batch:,}", len(rows), total)
             rows.append(_attempt(worlds, with_batch(config, batch), batch, plan, limit))
-            if rows[-1]["status"] == "failed" and not any(r["status"] == "ok" for r in rows):
+            # BatchNorm takes no batch of one sample: one size that fails does not end a list.
+            is_last = plan.sweep or batch == plan.batches[-1]
+            has_failed = rows[-1]["status"] == "failed"
+            if is_last and has_failed and not any(r["status"] == "ok" for r in rows):
                 raise worlds.failure or RankFailure(0, rows[-1]["reason"])
             return bool(rows[-1]["status"] == "ok")
 
@@ -211,7 +215,8 @@ class _Worlds:
     def run(self, function: str, config: Config, *args: Any) -> Any:
         if self.ranks is None or not self.ranks.alive:
             self.ranks = Ranks(self.config.launch, self.size)
-        return self.ranks.run(f"{__name__}:{function}", config.to_dict(), *args)[0]
+        name = f"{__name__}:{function}"
+        return self.ranks.run(name, config.to_dict(), *args, deadline_s=ATTEMPT_S)[0]
 
 
 def _attempt(

@@ -29,6 +29,15 @@ def answer(result: Mapping[str, Any]) -> dict[str, Any]:
     if not right:
         why = f"none is right: {fmt.names(excluded)}" if excluded else "nothing was measured"
         return {"choice": None, "why": f"{why[0].upper()}{why[1:]}.", "otherwise": []}
+    if len(right) > 1 and not stats.can_tell(*(cell["step_ms_repeats"] for cell in right)):
+        why = (
+            "Nothing is chosen: one visit to each says nothing about how much the next would differ"
+        )
+        return {
+            "choice": None,
+            "why": f"{why} (--repeats 2 or more).",
+            "otherwise": _left_out(excluded),
+        }
     fastest = min(right, key=lambda cell: cell["step_ms"]["median"])
     unsure = [cell for cell in right if cell is fastest or _tied(cell, fastest)]
     limit = (1 + CLOSE) * fastest["step_ms"]["median"]
@@ -36,9 +45,12 @@ def answer(result: Mapping[str, Any]) -> dict[str, Any]:
     choice = min(_lean(equal), key=_difficulty)
     why = _why(choice, fastest, equal, right)
     otherwise = [*_otherwise(choice, unsure, right, result)]
-    if excluded:
-        otherwise.append(f"Left out, as they are wrong: {fmt.names(excluded)}.")
+    otherwise += _left_out(excluded)
     return {"choice": choice["label"], "why": why, "otherwise": otherwise}
+
+
+def _left_out(wrong: Sequence[str]) -> list[str]:
+    return [f"Left out, as they are wrong: {fmt.names(wrong)}."] if wrong else []
 
 
 def _wrong(cell: Row, result: Mapping[str, Any]) -> str:

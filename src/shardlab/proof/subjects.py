@@ -43,9 +43,10 @@ class Subject:
     def job(self, config: Config, without: Collection[str] = ()) -> claims.Job:
         """What the formulas need to know; ``without`` leaves out parameters by name."""
         model = cast_model(self.workload.make_model(), torch.device("cpu"), self.dtype)
+        blocks = self.workload.blocks_of(model)
         inside: dict[nn.Parameter, set[str]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
-            block = next((b for b in self.workload.blocks if name.startswith(f"{b}.")), "")
+            block = next((b for b in blocks if name.startswith(f"{b}.")), "")
             inside.setdefault(p, set()).add(block)
         params = []
         for name, p in model.named_parameters():

@@ -365,6 +365,8 @@ def _path(losses: Sequence[float], point: Callable[[int, float], str]) -> str:
 
 
 def _loss_note(cells: Sequence[Cell], result: Result) -> str:
+    if result.get("loss_not_compared"):
+        return f"They need not coincide: {result['loss_not_compared']}."
     unknown = [cell["label"] for cell in cells if fmt.agrees(cell, result) is None]
     if unknown and (len(unknown) == len(cells) or fmt.baseline(result)["label"] in unknown):
         return "There is no finite loss of single to compare with."

@@ -65,6 +65,8 @@ def _announce(console: Console, event: Mapping[str, Any]) -> None:
         console.print(f"recording: the traces will take about {size} per rank")
     if "warning" in event:
         console.print(f"warning: {event['warning']}", markup=False, soft_wrap=True)
+    if "note" in event:
+        console.print(f"note: {event['note']}", markup=False, soft_wrap=True)
     if "resumed" in event:
         for line in resumption(event["resumed"]):
             console.print(line, markup=False, soft_wrap=True)
@@ -181,6 +183,8 @@ def print_comparison(result: Mapping[str, Any], files: Mapping[str, Path]) -> No
         out.print()
     for line in terminal.verdict_lines(result):
         out.print(line, markup=False)
+    for note in result["env"].get("notes", ()):
+        out.print(f"note: {note}", markup=False, soft_wrap=True)
     for path in files.values():
         out.print(f"  {path}", soft_wrap=True, markup=False)
     found = [cell["traces"] for cell in result["cells"] if cell.get("traces")]

@@ -132,6 +132,11 @@ def sentences(result: Result) -> Iterator[str]:
             yield f"{row['label']}: {row['status']}: {row['reason']}"
         if row["unmeasured"]:
             yield f"{row['label']} was not measured: {row['unmeasured']}"
+    if lines := dict.fromkeys(line for row in rows for line in row.get("assumed", ())):
+        yield (
+            f"the model asks tensors for their values at {fmt.names(list(lines))}, and an estimate "
+            "knows none: this is the larger of what 1 (True) and 0 (False) lead to"
+        )
     builds = [
         row for row in rows
         if row["step_bytes"] and row["building_bytes"] > row["step_bytes"]["total"]

@@ -58,15 +58,16 @@ def explained_table(result: Result) -> Table | None:
     cells = fmt.measured(result)
     has_profile = any(cell.get("profile") for cell in cells)
     has_mfu = any(cell.get("mfu") for cell in cells)
-    if not (has_profile or has_mfu or len(cells) > 1):
+    is_sure = any(fmt.interval(cell["speed_interval"]) for cell in cells)
+    if not (has_profile or has_mfu or is_sure):
         return None
-    sure = "how sure the speed is (95%)"
-    table = _table(
-        f"where a profiled step goes, ms · what a rank sends · {sure}" if has_profile else sure
-    )
+    titles = ["where a profiled step goes, ms · what a rank sends"] * has_profile
+    titles += ["how sure the speed is (95%)"] * is_sure
+    table = _table(" · ".join(titles) or "how far the ranks are apart")
     table.add_column("strategy", overflow="fold", min_width=12)
     heads = ("com-\npute", "exposed\ncomm", "waits", "idle", "over-\nlap", "sent")
-    for header in (*(heads if has_profile else ()), "skew\nms", "speed\n95%"):
+    sure = ["speed\n95%"] * is_sure
+    for header in (*(heads if has_profile else ()), "skew\nms", *sure):
         table.add_column(header, justify="right", no_wrap=True)
     if has_mfu:
         table.add_column("MFU", justify="right", no_wrap=True)
@@ -75,7 +76,7 @@ def explained_table(result: Result) -> Table | None:
             Text(cell["label"]),
             *(_profile(cell) if has_profile else ()),
             fmt.number(cell["skew_ms"]),
-            fmt.interval(cell["speed_interval"]) or fmt.NOTHING,
+            *([fmt.interval(cell["speed_interval"]) or fmt.NOTHING] * is_sure),
             *([fmt.mfu(cell)] if has_mfu else []),
         )
     return table
@@ -187,9 +188,10 @@ def verdict(result: Result) -> str:
 def verdict_lines(result: Result) -> list[str]:
     """The verdict, what to choose and why, and what would change that; a line each."""
     answer = result.get("answer")
-    if not answer or answer["choice"] is None:
+    if not answer:
         return [verdict(result)]
-    return [verdict(result), f"Choose {answer['why']}", *(f"  {o}" for o in answer["otherwise"])]
+    why = answer["why"] if answer["choice"] is None else f"Choose {answer['why']}"
+    return [verdict(result), why, *(f"  {o}" for o in answer["otherwise"])]
 
 
 def _speed(result: Result) -> str:
@@ -237,6 +239,10 @@ def _agreement(result: Result) -> str:
         return ""
     if reference["loss_difference"] is None:
         return "the losses were not checked, as single was not measured"
+    if result.get("loss_not_compared"):
+        proofs = [(cell.get("proof") or {}).get("pass") for cell in others]
+        decides = "the proof decides" if None not in proofs else "only a proof can decide"
+        return f"the losses were not compared, as {result['loss_not_compared']}: {decides}"
     if not math.isfinite(reference["loss"]):
         return f"the losses were not checked, as that of single is {reference['loss']}"
     checked = [cell for cell in others if cell["loss_difference"] is not None]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -21,17 +22,46 @@ class Batch:
     samples: int
 
     def to(self, device: torch.device) -> Batch:
-        return replace(self, inputs=_to(self.inputs, device), targets=_to(self.targets, device))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The same batch with every tensor of its inputs and targets changed."""
+        return replace(
+            self,
+            inputs=map_tensors(self.inputs, change),
+            targets=map_tensors(self.targets, change),
+        )
 
 
-def _to(value: Any, device: torch.device) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same structure with every tensor changed: lists, tuples, named tuples, mappings (which
+    become dicts) and dataclasses, however nested. Anything else stays as it is."""
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        return {k: _to(v, device) for k, v in value.items()}
+        return change(value)
+    if isinstance(value, Mapping):
+        return {k: map_tensors(v, change) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_to(v, device) for v in value)
+        parts = [map_tensors(v, change) for v in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = copy.copy(value)
+        for field in fields(value):
+            part = map_tensors(getattr(value, field.name), change)
+            object.__setattr__(changed, field.name, part)  # also of a frozen one
+        return changed
     return value
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Every tensor of a structure, in order."""
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, keep)
+    return found
 
 
 # The loss of a batch: a sum over batch.count targets, never their mean, so that batches of
@@ -73,7 +103,8 @@ class Workload:
     loss: LossFn
     dataset: Dataset
     tokens_per_sample: int | None = None  # none: throughput is told in samples
-    blocks: tuple[str, ...] = ()  # names of the modules to shard or checkpoint one by one
+    # Names of the modules to shard or checkpoint one by one; (): none; None: guessed.
+    blocks: tuple[str, ...] | None = None
     compile_also: tuple[str, ...] = ()  # modules outside the blocks that are worth compiling
     held_out: Dataset | None = None  # samples that are never trained on; none: no evaluation
     evaluate: Evaluate | None = None  # none: the loss alone
@@ -82,6 +113,15 @@ class Workload:
     schedule: Callable[[int], float] | None = None  # a step's factor for all rates; none: config's
     after_step: AfterStep | None = None
     couples_ranks: str | None = None  # what in forward looks at other ranks' samples, if anything
+    # The loss looks at a micro-batch's samples together (contrastive, dice), and that is meant.
+    couples_samples: bool = False
+    notes: tuple[str, ...] = ()  # what was found out about it, to be said once
+
+    def blocks_of(self, model: nn.Module) -> tuple[str, ...]:
+        """The names of the blocks: as given, or guessed from ``model``."""
+        from shardlab.workloads.blocks import guess_blocks
+
+        return guess_blocks(model) if self.blocks is None else self.blocks
 
 
 def cast_model(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:

@@ -2,13 +2,15 @@
 
 What ``file.py:name`` may be: a ``Workload``; a function that returns one, given the data config
 and its options; or a function without arguments that returns ``(model, data, loss)``, the short
-form: a module, samples as pairs, and a function of output and target that adds up.
+form. Each is tried out on a few samples before anything is built on it.
 """
 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,12 +19,30 @@ from torch import Tensor, nn
 
 from shardlab import naming
 from shardlab.config import DataConfig
-from shardlab.errors import UsageError, unknown
-from shardlab.workloads.base import Batch, Workload, cast_model
+from shardlab.errors import UsageError
+from shardlab.workloads import adding
+from shardlab.workloads.adding import MEAN, NEITHER, PENALTY, SUM, Bench, Finding
+from shardlab.workloads.base import Batch, Dataset, LossFn, Workload, cast_model, tensors_of
 from shardlab.workloads.blame import Place, blame
+from shardlab.workloads.blocks import check_blocks, show_blocks
+from shardlab.workloads.samples import COUNTS, IGNORED, Samples, Stream, call, source_of
 
 LARGE = 200_000_000  # parameters: such a model is not tried, only built
-_checked: set[str] = set()  # once in a process: a comparison builds its workload many times
+# Parameters times elements of a sample: of a dearer model less is measured. (Not by the clock:
+# every rank must come to the same finding.)
+DEAR = 10_000_000_000
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What trying a workload out has found."""
+
+    finding: Finding
+    blocks: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+_checked: dict[str, Checked] = {}  # once in a process: a comparison builds its workload many times
 
 
 def build(
@@ -32,14 +52,15 @@ def build(
     with blame(name, "importing it"):
         target = naming.resolve(name, {}, "workload")
     where = Place.of_name(name)
+    built: Workload | Short
     if isinstance(target, Workload):
         if options:
             raise UsageError(f"the workload {name} is a value and takes no options")
-        workload = target
+        built = target
     elif inspect.isfunction(target) or isinstance(target, partial):
         naming.check_options(target, options, f"workload {name}")
         where = Place.of(target) or where
-        workload = _call(name, target, data, options, where)
+        built = _call(name, target, data, options, where)
     elif isinstance(target, type):
         raise where.mistake(f"{name} is a class; name a Workload, or a function that returns one")
     else:
@@ -48,15 +69,17 @@ def build(
         )
     key = f"{name} {sorted(options.items())} {data}"
     if key not in _checked:
-        with torch.random.fork_rng(devices=[]):
-            _check(name, workload, where, device)
-        _checked.add(key)
-    return workload
+        gpus = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=gpus):
+            _checked[key] = _check(name, built, where, device)
+    found = _checked[key]
+    workload = built if isinstance(built, Workload) else built.workload(found.finding)
+    return replace(workload, blocks=found.blocks, notes=found.notes)
 
 
 def _call(
     name: str, target: Any, data: DataConfig, options: Mapping[str, Any], where: Place
-) -> Workload:
+) -> Workload | Short:
     takes_data = any(
         p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
         for p in inspect.signature(target).parameters.values()
@@ -67,7 +90,7 @@ def _call(
     if isinstance(result, Workload):
         return result
     if isinstance(result, tuple) and len(result) == 3:
-        return _from_three(name, make, result, where)
+        return _from_three(name, make, result, data, where)
     raise where.mistake(
         f"the workload {name} returned a {type(result).__name__}, not a Workload, nor the three of "
         "(model, data, loss)"
@@ -77,92 +100,179 @@ def _call(
 # ------------------------------------------------------------------ the short form
 
 
+@dataclass(frozen=True)
+class Short:
+    """``(model, data, loss)``, of which a ``Workload`` is made once the loss has been measured."""
+
+    name: str
+    make: Callable[[], Any]  # returns the three
+    first: weakref.ref[nn.Module]  # the model that it returned first
+    samples: Samples
+    loss: Any  # a function of (output, targets); None: the model computes it
+    note: str
+
+    def workload(self, finding: Finding) -> Workload:
+        is_mean = finding.kind == MEAN
+        # A sum is divided by the number of its targets, whatever those are.
+        count = finding.counts[0] if is_mean else "targets"
+        samples = self.samples
+        samples.count = count
+        samples.identity = f"{finding.kind} over {count}, {samples.digest}"
+        return Workload(
+            name=self.name.rpartition(":")[0].rpartition("/")[2].removesuffix(".py")
+            .replace("_", "-"),
+            make_model=lambda: self.make()[0],  # called again: each is initialised from the seed
+            loss=self.times_count() if is_mean else self.as_given,
+            dataset=samples,
+        )  # fmt: skip
+
+    def as_given(self, model: nn.Module, batch: Batch) -> Tensor:
+        return self._value(model, call(model, batch.inputs), batch)
+
+    def times_count(self) -> LossFn:
+        """A mean as the sum that it was before it was divided."""
+
+        def loss(model: nn.Module, batch: Batch) -> Tensor:
+            output = call(model, batch.inputs)
+            if batch.count:
+                return self._value(model, output, batch) * batch.count
+            # A mean over nothing is NaN. What it depends on gets a gradient, of zeros: backward
+            # runs as on the other ranks.
+            for tensor in tensors_of(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(torch.zeros_like)
+            return torch.nan_to_num(self._value(model, output, batch)) * 0.0
+
+        return loss
+
+    def _value(self, model: nn.Module, output: Any, batch: Batch) -> Tensor:
+        if self.loss is None:
+            return _loss_in(output)
+        if isinstance(self.loss, nn.Module) and any(True for _ in self.loss.buffers()):
+            parameter = next(model.parameters())
+            self.loss.to(parameter.device, parameter.dtype)  # class weights, say
+        value: Tensor = self.loss(output, batch.targets)
+        return value
+
+
+def _loss_in(output: Any) -> Tensor:
+    """The loss that a model has computed itself, as Hugging Face's do."""
+    value = output
+    if isinstance(output, Mapping):
+        value = output.get("loss")
+    elif hasattr(output, "loss"):
+        value = output.loss
+    elif isinstance(output, list | tuple) and output:
+        value = output[0]
+    if value is None:
+        raise TypeError(
+            f"the model, which is to compute its loss, returned a {type(output).__name__} without "
+            "one: are there labels among the inputs?"
+        )
+    loss: Tensor = value
+    return loss
+
+
 def _from_three(
-    name: str, make: Callable[[], Any], result: tuple[Any, Any, Any], where: Place
-) -> Workload:
+    name: str,
+    make: Callable[[], Any],
+    result: tuple[Any, Any, Any],
+    config: DataConfig,
+    where: Place,
+) -> Short:
     model, data, loss = result
     if isinstance(model, type):
         raise where.mistake(f"the model is the class {model.__name__}: call it, {model.__name__}()")
     if not isinstance(model, nn.Module):
         raise where.mistake(f"the model is a {type(model).__name__}, not an nn.Module")
-    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+    if not (callable(loss) or loss is None) or isinstance(loss, type):
+        is_class = isinstance(loss, type)
+        what = f"the class {loss.__name__}" if is_class else f"a {type(loss).__name__}"
         raise where.mistake(
-            f"the data, a {type(data).__name__}, has no length or cannot be indexed: give a "
-            "sequence of (input, target), such as a list or a TensorDataset"
+            f"the loss is {what}, not a function of (output, target), nor None for a model that "
+            "computes its loss"
         )
-    if not callable(loss):
+    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
         raise where.mistake(
-            f"the loss is a {type(loss).__name__}, not a function of (output, target)"
+            f"the loss, a {type(loss).__name__}, has parameters, which would not be trained: make "
+            "it a part of the model, which may return its loss (and give None for the loss)"
         )
-    if getattr(loss, "reduction", "sum") != "sum":
+    if (
+        isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+        and loss.weight is not None
+        and loss.reduction == "mean"
+    ):
         raise where.mistake(
-            f'{type(loss).__name__} makes a {loss.reduction}: give it reduction="sum"'
+            f"{type(loss).__name__} with class weights is divided by the weights of the batch's "
+            'targets, not by their number: give it reduction="sum"'
         )
-
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        value: Tensor = loss(model(batch.inputs), batch.targets)
-        return value
-
-    return Workload(
-        name=name.rpartition(":")[0].rpartition("/")[2].removesuffix(".py").replace("_", "-"),
-        make_model=lambda: make()[0],  # called again: each model is initialised from the seed
-        loss=loss_of,
-        dataset=Pairs(data),
-    )
-
-
-class Pairs:
-    """Samples that are pairs of input and target, as a torch ``Dataset`` gives them.
-
-    The count is the number of elements of the targets: a label each, or a token each.
-    """
-
-    def __init__(self, data: Any) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def batch(self, ids: Sequence[int]) -> Batch:
-        from torch.utils.data import default_collate
-
-        rows = [self.data[int(i)] for i in ids] or [self.data[0]]
-        if not all(isinstance(row, tuple | list) and len(row) == 2 for row in rows):
-            raise TypeError(f"a sample is a pair (input, target), got {_short(rows[0])}")
-        inputs, targets = default_collate([tuple(row) for row in rows])
-        if not ids:  # a rank with nothing to do
-            inputs, targets = _none_of(inputs), _none_of(targets)
-        count = targets.numel() if isinstance(targets, Tensor) else len(ids)
-        return Batch(inputs=inputs, targets=targets, count=count, samples=len(ids))
-
-
-def _none_of(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value[:0]
-    if isinstance(value, dict):
-        return {k: _none_of(v) for k, v in value.items()}
-    return type(value)(_none_of(v) for v in value)
+    try:
+        source = source_of(data, config)
+    except TypeError as error:
+        raise where.mistake(str(error)) from None
+    samples = source.samples(name, keep_targets=loss is None)
+    samples.ignored = getattr(loss, "ignore_index", IGNORED)
+    return Short(name, make, weakref.ref(model), samples, loss, source.note)
 
 
 # ------------------------------------------------------------------ looking it over
 
 
-def _check(name: str, workload: Workload, where: Place, device: torch.device) -> None:
+def _check(name: str, built: Workload | Short, where: Place, device: torch.device) -> Checked:
     """Build, fetch, forward, backward, once and on two samples; say what is wrong, and where."""
+    notes = []
+    if isinstance(built, Short):
+        workload = replace(built.workload(Finding(SUM)), loss=built.as_given)
+        notes += [built.note] if built.note else []
+    else:
+        workload = built
     model = _check_model(name, workload, where)
+    if isinstance(built, Short) and built.first() is model:
+        raise where.mistake(
+            "the function returns the same model each time: make it inside the function, as each "
+            "strategy begins with a new one"
+        )
     batch = _check_data(name, workload, where).to(device)
-    for block in workload.blocks:
-        try:
-            model.get_submodule(block)
-        except AttributeError:
-            raise unknown("block", block, [n for n, _ in model.named_modules() if n]) from None
+    if workload.blocks is not None:
+        check_blocks(model, workload.blocks)
+    blocks = workload.blocks_of(model)
     if sum(p.numel() for p in model.parameters()) > LARGE:
-        return
+        finding = _presumed(built, model)
+    else:
+        used = _try(name, workload, model, batch, where, device)
+        if workload.blocks is None:  # a block that is not called would never be gathered
+            blocks = tuple(block for block in blocks if block in used)
+        finding = Finding(SUM)
+        if not workload.couples_samples:
+            finding = _measure(name, built, workload, model, batch, device)
+            _judge(finding, built, Place.of(built.loss) or where)
+        cast_model(model, device, torch.float32)
+        _check_evaluation(name, workload, model, where)
+    if workload.blocks is None and blocks:
+        notes.append(f"the blocks are guessed from the model: {show_blocks(blocks)}")
+    return Checked(finding, blocks, (*notes, *_notes_on(finding)))
+
+
+def _try(
+    name: str,
+    workload: Workload,
+    model: nn.Module,
+    batch: Batch,
+    where: Place,
+    device: torch.device,
+) -> set[str]:
+    """One forward and backward: the names of the modules that were called."""
     loss_at = Place.of(workload.loss) or where
-    # As training will, but without dropout, and so that BatchNorm takes a single row.
-    cast_model(model, device, torch.float32).eval()
+    cast_model(model, device, torch.float32)
+    called: set[str] = set()
+    hooks = [
+        module.register_forward_pre_hook(lambda _m, _a, name=module_name: called.add(name))
+        for module_name, module in model.named_modules()
+    ]
     with blame(name, "the loss"):
-        loss: Any = workload.loss(model, batch)
+        loss: Any = _loss_in_eval(workload.loss, model, batch)
+    for hook in hooks:
+        hook.remove()
     if not isinstance(loss, Tensor):
         hint = " (.item() and float() cut it off from its gradient)" * isinstance(loss, float)
         raise loss_at.mistake(f"the loss is a {type(loss).__name__}, not a tensor{hint}")
@@ -181,8 +291,160 @@ def _check(name: str, workload: Workload, where: Place, device: torch.device) ->
         raise loss_at.mistake(
             "backward reaches none of the model's parameters: is it called in the loss?"
         )
-    _refuse_a_mean(workload, model, batch, loss_at)
-    _check_evaluation(name, workload, model, where)
+    model.zero_grad()
+    return called
+
+
+def _loss_in_eval(loss: LossFn, model: nn.Module, batch: Batch) -> Tensor:
+    """In eval mode: no dropout, and BatchNorm takes a single row. If that fails, as some models
+    return something else then, in train mode as far as it is not random."""
+    try:
+        return loss(model.eval(), batch)
+    except Exception:
+        try:
+            return loss(adding.still(model), batch)
+        except Exception:
+            model.eval()
+        raise
+
+
+def _measure(
+    name: str,
+    built: Workload | Short,
+    workload: Workload,
+    model: nn.Module,
+    batch: Batch,
+    device: torch.device,
+) -> Finding:
+    """Whether the loss adds up: in float64, or as the model can."""
+    dataset = workload.dataset
+    length = len(dataset)
+    elements = sum(t.numel() for t in tensors_of(batch.inputs)) // max(1, batch.samples)
+    is_dear = elements * sum(p.numel() for p in model.parameters()) > DEAR
+    most = min(2 if is_dear else adding.SAMPLES, length)
+    if most < 2:
+        return Finding(SUM, note="of one sample it cannot be measured whether the loss adds up")
+    last = most - 1 if isinstance(dataset, Stream) or is_dear else length - 1
+    ids = [i * last // (most - 1) for i in range(most)]
+    ignored = IGNORED
+    rules: dict[str, adding.Count] = {"count": lambda batch: batch.count}
+    if isinstance(built, Short):
+        ignored = built.samples.ignored
+        rules = {rule: partial(_count, rule, ignored) for rule in COUNTS}
+    adding.shake(model)
+    ways = [(torch.device("cpu"), torch.float64), (device, torch.float32)][is_dear:]
+    for number, (place, dtype) in enumerate(ways):
+        bench = Bench(model.to(place, dtype), workload.loss, dataset.batch, place, dtype,
+                      most_draws=4 if is_dear else adding.DRAWS)  # fmt: skip
+        try:
+            finding = adding.measure(bench, ids, rules)
+        except UsageError:
+            raise
+        except Exception:  # an operator without float64, or a model that is made for its device
+            if number < len(ways) - 1:
+                continue
+            with blame(name, f"the loss of samples {ids}"):
+                raise
+        if isinstance(built, Workload):
+            _check_counts(dataset, ids)
+        if finding.note and _declares(built):
+            return replace(_presumed(built, model), note=finding.note)
+        if finding.kind == MEAN and len(finding.counts) > 1 and place.type == "cpu":
+            return replace(finding, counts=(_planted(bench, ids, rules, finding, ignored),))
+        return finding
+    raise AssertionError
+
+
+def _check_counts(dataset: Dataset, ids: Sequence[int]) -> None:
+    whole, parts = dataset.batch(ids).count, [dataset.batch(p).count for p in adding.splits(ids)[0]]
+    if whole != sum(parts):
+        at = Place.of(dataset.batch) or Place.of(type(dataset))
+        message = (
+            f"the counts do not add up: that of samples {list(ids)} is {whole}, of their parts "
+            f"{' and '.join(map(str, parts))} (is padding counted?); a rank's share of the loss "
+            "would depend on which samples it has"
+        )
+        raise UsageError(message) if at is None else at.mistake(message)
+
+
+def _count(rule: str, ignored: int, batch: Batch) -> int:
+    return COUNTS[rule](ignored, batch.targets, batch.samples)
+
+
+def _planted(
+    bench: Bench,
+    ids: Sequence[int],
+    rules: Mapping[str, adding.Count],
+    finding: Finding,
+    ignored: int,
+) -> str:
+    """Of several rules that count alike here, the one that still holds when some of the targets
+    are to be ignored. (On a CPU alone: on a GPU a label out of range ends the process.)"""
+    counts = finding.counts
+    if adding.plant(bench.make(ids), ids, ids[0], ignored) is None:
+        return counts[0]
+
+    def make(numbers: Sequence[int], plain: Any = bench.make) -> Batch:
+        batch = adding.plant(plain(numbers), numbers, ids[0], ignored)
+        assert batch is not None
+        return batch
+
+    try:
+        again = adding.measure(replace(bench, make=make), ids, {n: rules[n] for n in counts})
+    except Exception:  # the loss knows of no ignored targets
+        again = finding
+        counts = tuple(n for n in counts if n not in ("targets", "next tokens")) or counts
+    return again.counts[0] if again.kind == MEAN and again is not finding else counts[0]
+
+
+def _declares(built: Workload | Short) -> bool:
+    """Whether the loss says itself what it is."""
+    return isinstance(built, Short) and (built.loss is None or hasattr(built.loss, "reduction"))
+
+
+def _presumed(built: Workload | Short, model: nn.Module) -> Finding:
+    """What the loss says of itself: of a model that is too large to be tried."""
+    note = "the model is too large to be tried, so whether its loss adds up was not measured"
+    if isinstance(built, Workload):
+        return Finding(SUM, note=note)
+    if built.loss is None:
+        is_causal = any(word in type(model).__name__ for word in ("CausalLM", "LMHead"))
+        return Finding(MEAN, ("next tokens" if is_causal else "targets",), note)
+    kind = getattr(built.loss, "reduction", SUM)
+    if kind == "batchmean":
+        return Finding(MEAN, ("samples",), note)
+    return Finding(MEAN, ("targets",), note) if kind == "mean" else Finding(SUM, note=note)
+
+
+def _judge(finding: Finding, built: Workload | Short, at: Place) -> None:
+    """Refuse a loss that ranks cannot share, or of which that cannot be made."""
+    if finding.kind == NEITHER:
+        raise at.mistake(
+            f"the loss is neither a sum nor a mean over targets ({finding.evidence}): it looks at "
+            "the samples of a batch together, as dice, contrastive losses and weighted means do, "
+            "so ranks that share a batch get another loss; make it a sum over samples, or say "
+            "Workload(couples_samples=True) to have it of each micro-batch by itself"
+        )
+    if finding.kind == MEAN and isinstance(built, Workload) and not finding.note:
+        raise at.mistake(
+            "the loss is a mean, and must be a sum: shardlab divides by the count of the global "
+            'batch, which ranks share unevenly (use reduction="sum", or .sum() for .mean())'
+        )
+
+
+def _notes_on(finding: Finding) -> tuple[str, ...]:
+    if finding.kind == PENALTY:
+        return (
+            "the loss has a term that is the same whatever the samples are (a penalty on the "
+            "parameters?): every micro-batch of every rank adds it; multiply it by batch.count, "
+            "and its weight no longer depends on the number of ranks",
+        )
+    notes = [finding.note] if finding.note else []
+    if finding.kind == MEAN and finding.counts != ("count",):
+        notes.append(
+            f"the loss is a mean over {finding.counts[0]}, and is taken times their number"
+        )
+    return tuple(notes)
 
 
 def _check_model(name: str, workload: Workload, where: Place) -> nn.Module:
@@ -244,24 +506,6 @@ def _check_data(name: str, workload: Workload, where: Place) -> Batch:
             f"batch({ids}) has the count {batch.count!r}: a whole number of targets belongs"
         )
     return batch
-
-
-def _refuse_a_mean(workload: Workload, model: nn.Module, batch: Batch, at: Place) -> None:
-    """The loss of two samples must be the sum of each one's. A mean gives itself away here."""
-    if batch.samples < 2:
-        return
-    device = next(model.parameters()).device
-    with torch.no_grad():
-        both = float(workload.loss(model, batch))
-        ones = [workload.dataset.batch([i]).to(device) for i in (0, 1)]
-        parts = [float(workload.loss(model, one)) for one in ones]
-    whole, size = sum(parts), max(abs(both), *map(abs, parts), 1e-12)
-    mean = sum(p * o.count for p, o in zip(parts, ones, strict=True)) / max(1, batch.count)
-    if abs(both - whole) > 1e-2 * size and abs(both - mean) < 1e-3 * size:
-        raise at.mistake(
-            "the loss is a mean, and must be a sum: shardlab divides by the count of the global "
-            'batch, which ranks share unevenly (use reduction="sum", or .sum() for .mean())'
-        )
 
 
 def _check_evaluation(name: str, workload: Workload, model: nn.Module, where: Place) -> None:

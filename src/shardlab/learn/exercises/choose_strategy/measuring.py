@@ -132,7 +132,7 @@ class Built:
                 if causes:
                     causes.look(with_gradients=False)
             self.settle()
-        layers = len(self.workload.blocks) * self.config.training.accumulate
+        layers = len(self.workload.blocks or ()) * self.config.training.accumulate
         self.sent["passes"] = blocks[0] / (steps * layers)
 
     @property

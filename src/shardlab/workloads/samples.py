@@ -1,0 +1,420 @@
+"""The data of the short form: whatever people have, read by number and made into batches.
+
+Map-style data (a ``Dataset``, a list, a dict or tuple of columns) is read by number. An iterable
+has no numbers, so it is given some: sample i is the i-th that it yields. Every rank reads the whole
+stream and keeps its own samples, the stream begins again when it ends, and a resumed run reads on
+from the sample where it stopped, having read past the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardlab.config import CONTINUOUS, DataConfig
+from shardlab.errors import UsageError
+from shardlab.workloads.base import Batch, map_tensors, tensors_of
+from shardlab.workloads.blame import blame
+
+TARGETS = ("labels", "label", "targets", "target", "y")  # of a dict, in this order
+IGNORED = -100  # a target that PyTorch's and Hugging Face's losses leave out
+ENDLESS = 1 << 40  # samples: the length of what has none
+KEPT = 64  # samples of a stream, at the least, that can be asked for again
+
+Collate = Callable[[list[Any]], Any]
+
+
+# ------------------------------------------------------------------ how a model is called
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """``model(**inputs)`` for a dict, ``model(*inputs)`` for a list or tuple, else
+    ``model(inputs)``. (A list of strings is one input.)"""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    is_several = isinstance(inputs, list | tuple) and not hasattr(inputs, "_fields")
+    if is_several and not (inputs and all(isinstance(part, str) for part in inputs)):
+        return model(*inputs)
+    return model(inputs)
+
+
+def divide(batch: Any, keep_targets: bool) -> tuple[Any, Any]:
+    """A collated batch as inputs and targets. The last of a tuple is the target, and of a dict the
+    entry of such a name. What has no target is its own, as for an autoencoder.
+
+    ``keep_targets``: the model computes its loss, so the targets are among its inputs, too.
+    """
+    if is_dataclass(batch):
+        batch = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    if isinstance(batch, Mapping):
+        batch = dict(batch)
+        name = next((name for name in TARGETS if name in batch), None)
+        if name is None or keep_targets:
+            return batch, batch if name is None else batch[name]
+        return {k: v for k, v in batch.items() if k != name}, batch[name]
+    if not isinstance(batch, list | tuple) or not batch:
+        return batch, batch
+    if len(batch) == 1:
+        return batch[0], batch[0]
+    if keep_targets:
+        return tuple(batch), batch[-1]
+    return (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
+
+
+# ------------------------------------------------------------------ counts
+
+
+def _of_targets(ignored: int, targets: Any, samples: int) -> int:
+    if not isinstance(targets, Tensor):
+        return samples
+    if targets.is_floating_point() or targets.dtype == torch.bool:
+        return targets.numel()
+    return int((targets != ignored).sum())
+
+
+def _of_next_tokens(ignored: int, targets: Any, samples: int) -> int:
+    if not isinstance(targets, Tensor) or targets.dim() < 2:
+        return -1
+    return _of_targets(ignored, targets[:, 1:], samples)
+
+
+def _of_rows(_ignored: int, targets: Any, _samples: int) -> int:
+    if not isinstance(targets, Tensor) or targets.dim() < 2 or not targets.is_floating_point():
+        return -1
+    return targets.numel() // max(1, targets.shape[1])
+
+
+def _of_elements(_ignored: int, targets: Any, _samples: int) -> int:
+    return targets.numel() if isinstance(targets, Tensor) else -1
+
+
+def _of_samples(_ignored: int, _targets: Any, samples: int) -> int:
+    return samples
+
+
+# What a mean may be over; -1 where the targets are not such. The likelier come first.
+COUNTS: dict[str, Callable[[int, Any, int], int]] = {
+    "targets": _of_targets,  # that are not ignored
+    "next tokens": _of_next_tokens,  # a causal model's labels, which it shifts by one
+    "rows of classes": _of_rows,  # (rows, classes, …): a probability for each class
+    "elements": _of_elements,
+    "samples": _of_samples,
+}
+
+
+# ------------------------------------------------------------------ batches
+
+
+@dataclass
+class Samples:
+    """Map-style data as a data set of ours: samples by number, batches by a collate function."""
+
+    name: str  # of the workload, for what is wrong with a sample
+    data: Any
+    collate: Collate
+    keep_targets: bool
+    count: str = "targets"
+    ignored: int = IGNORED
+    digest: str = ""  # of a stream's first samples
+    identity: str = ""  # what every rank must have found the same
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def sample(self, number: int) -> Any:
+        return self.data[number]
+
+    def batch(self, ids: Sequence[int]) -> Batch:
+        rows = []
+        for number in map(int, ids):
+            with blame(self.name, f"sample {number}"):
+                rows.append(self.sample(number))
+        collated = self._collate(rows, ids) if rows else self._no_rows()
+        inputs, targets = divide(collated, self.keep_targets)
+        count = COUNTS[self.count](self.ignored, targets, len(rows)) if rows else 0
+        return Batch(inputs=inputs, targets=targets, count=count, samples=len(rows))
+
+    def _collate(self, rows: list[Any], ids: Sequence[int]) -> Any:
+        with blame(self.name, f"the batch of samples {_few(ids)}"):
+            return map_tensors(self.collate(rows), _as_trained)
+
+    def _no_rows(self) -> Any:
+        """For a rank with nothing to do: a batch of sample 0, cut to none."""
+        with blame(self.name, "sample 0"):
+            row = self.sample(0)
+        found = [self._collate([row] * times, [0] * times) for times in (1, 2)]
+        empty = _cut(*found)
+        if [t.shape for t in tensors_of(empty)] == [t.shape for t in tensors_of(found[0])]:
+            raise UsageError(
+                f"a rank has no samples in this step, and of {_short(found[0])} no batch without "
+                f"rows can be made ({self.name}): use a global batch that gives every rank some"
+            )
+        return empty
+
+
+@dataclass
+class Stream(Samples):
+    """An iterable: sample i is the i-th that it yields, and it begins again when it ends."""
+
+    def __post_init__(self) -> None:
+        self._kept: dict[int, Any] = {}  # the last that were read, by number
+        self._keep = KEPT
+        self._next = 0
+        self._iterator: Iterator[Any] | None = None
+        with blame(self.name, "iterating over the data"):
+            first = self._digest()
+            self._iterator = None
+            if first != self._digest():
+                raise UsageError(
+                    f"the data of {self.name} yield other samples each time they are iterated, so "
+                    "ranks would read different ones and a resumed run could not go on where it "
+                    "stopped: shuffle with a fixed seed"
+                )
+        self.digest = first
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def _digest(self) -> str:
+        """Of the first samples, read from the start."""
+        self._begin()
+        rows = [plain(self.sample(i)) for i in range(4)]
+        text = repr([[t.tolist() for t in tensors_of(_tensors(row))] for row in rows])
+        return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+    def _begin(self) -> None:
+        self._iterator = None
+        self._next = 0
+        self._kept.clear()
+
+    def batch(self, ids: Sequence[int]) -> Batch:
+        if len(ids):  # a step's micro-batches are asked for one after the other, and interleave
+            self._keep = max(self._keep, 2 * (max(ids) - min(ids) + 1))
+        return super().batch(ids)
+
+    def sample(self, number: int) -> Any:
+        if number < self._next and number not in self._kept:
+            self._begin()
+        while number >= self._next:
+            self._kept[self._next] = self._read()
+            self._kept.pop(self._next - self._keep, None)
+            self._next += 1
+        return self._kept[number]
+
+    def _read(self) -> Any:
+        for _ in range(2):
+            if self._iterator is None:
+                self._iterator = iter(self.data)
+            for row in self._iterator:
+                return row
+            self._iterator = None  # it has ended: the next pass
+        raise UsageError(f"the data of {self.name} yield no samples")
+
+
+def _as_trained(tensor: Tensor) -> Tensor:
+    """Numbers of Python and numpy come in float64; models are trained in float32."""
+    return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
+
+
+def _cut(one: Any, two: Any) -> Any:
+    """``one``, a batch of one row, without it; ``two`` is of the same row twice, and so shows which
+    dimension the rows are along."""
+    if isinstance(one, Tensor):
+        for dim, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)):
+            if a != b:
+                return one.narrow(dim, 0, 0)
+        return one
+    if isinstance(one, Mapping):
+        return {k: _cut(v, two[k]) for k, v in one.items()}
+    if isinstance(one, list | tuple):
+        if len(one) != len(two):  # an entry for each row
+            return type(one)()
+        parts = [_cut(a, b) for a, b in zip(one, two, strict=True)]
+        return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
+    if is_dataclass(one):
+        return {f.name: _cut(getattr(one, f.name), getattr(two, f.name)) for f in fields(one)}
+    return one
+
+
+# ------------------------------------------------------------------ collating
+
+
+def collate(rows: list[Any]) -> Any:
+    """As ``default_collate``, and also dataclasses, lists of numbers, and nothing for ``None``."""
+    from torch.utils.data import default_collate
+
+    plain_rows = [plain(row) for row in rows]
+    try:
+        return default_collate(plain_rows)
+    except (RuntimeError, TypeError, KeyError, ValueError) as error:
+        shapes = [[tuple(t.shape) for t in tensors_of(_tensors(row))] for row in plain_rows]
+        other = next((s for s in shapes if s != shapes[0]), None)
+        if other is None:
+            raise
+        raise ValueError(
+            f"samples of different shapes, {_short(shapes[0])} and {_short(other)}, make no batch: "
+            "give a DataLoader with a collate_fn that pads them"
+        ) from error
+
+
+def plain(value: Any, inside: bool = False) -> Any:
+    """A sample as tensors, tuples and dicts. A list of numbers in it is a tensor."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {k: plain(v, inside=True) for k, v in value.items() if v is not None}
+    if inside and isinstance(value, list) and value and isinstance(_innermost(value), int | float):
+        return torch.tensor(value)
+    if isinstance(value, list | tuple):
+        return tuple(plain(v, inside=True) for v in value if v is not None)
+    return value
+
+
+def _innermost(value: Any) -> Any:
+    while isinstance(value, list) and value:
+        value = value[0]
+    return value
+
+
+def _tensors(value: Any) -> Any:
+    """A plain sample with arrays and numbers as tensors."""
+    from torch.utils.data import default_convert
+
+    if isinstance(value, Mapping):
+        return {k: _tensors(v) for k, v in value.items()}
+    if isinstance(value, tuple):
+        return [_tensors(v) for v in value]
+    return torch.tensor(value) if isinstance(value, int | float) else default_convert(value)
+
+
+# ------------------------------------------------------------------ what people have
+
+
+@dataclass(frozen=True)
+class Source:
+    """Data as given, taken apart."""
+
+    data: Any
+    collate: Collate
+    is_stream: bool
+    note: str = ""
+
+    def samples(self, name: str, keep_targets: bool) -> Samples:
+        kind = Stream if self.is_stream else Samples
+        return kind(name, self.data, self.collate, keep_targets)
+
+
+def source_of(data: Any, config: DataConfig) -> Source:
+    """What the short form was given for its data, or a ``TypeError`` that says why not."""
+    from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+    made_by: Collate = collate
+    note = ""
+    if isinstance(data, DataLoader):
+        note = _check_loader(data)
+        made_by = collate if _is_default(data.collate_fn) else data.collate_fn
+        data = data.dataset
+    if isinstance(data, Mapping):
+        data = Columns(dict(data))
+    elif isinstance(data, tuple) and data and all(hasattr(c, "shape") for c in data):
+        columns = [torch.as_tensor(c) for c in data]
+        if len({len(c) for c in columns}) > 1:
+            lengths = " and ".join(str(len(c)) for c in columns)
+            raise TypeError(f"the data is a tuple of columns of different lengths: {lengths}")
+        data = TensorDataset(*columns)
+    is_stream = isinstance(data, IterableDataset) or not (
+        hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    )
+    if is_stream:
+        _check_stream(data, config)
+    return Source(data, made_by, is_stream, note)
+
+
+class Columns:
+    """A dict of columns of one length: sample i is the i-th entry of each."""
+
+    def __init__(self, columns: dict[str, Any]) -> None:
+        lengths = {name: len(column) for name, column in columns.items()}
+        if len(set(lengths.values())) != 1:
+            told = ", ".join(f"{name} {length}" for name, length in lengths.items()) or "none"
+            raise TypeError(f"the data is a dict of columns of different lengths: {told}")
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return {name: column[number] for name, column in self.columns.items()}
+
+
+def _is_default(function: Any) -> bool:
+    from torch.utils.data import default_collate
+
+    return function is default_collate
+
+
+def _check_loader(loader: Any) -> str:
+    """Refuse what cannot be kept of a ``DataLoader``; say what is not used."""
+    from torch.utils.data import (
+        BatchSampler,
+        DistributedSampler,
+        IterableDataset,
+        RandomSampler,
+        SequentialSampler,
+    )
+
+    if loader.batch_size is None and type(loader.batch_sampler) in (BatchSampler, type(None)):
+        raise TypeError(
+            "the DataLoader has batch_size=None, so its samples are batches already: give single "
+            "samples, of which each rank takes its own"
+        )
+    chosen_by = [loader.batch_sampler]
+    if not isinstance(loader.dataset, IterableDataset):
+        chosen_by.append(loader.sampler)
+    known = (BatchSampler, RandomSampler, SequentialSampler, DistributedSampler)
+    for sampler in chosen_by:
+        if type(sampler) not in known or getattr(sampler, "replacement", False):
+            raise TypeError(
+                f"the DataLoader's {type(sampler).__name__} cannot be kept: which samples a step "
+                "reads is shardlab's to decide (for a part of the data, torch.utils.data.Subset)"
+            )
+    return (
+        "of the DataLoader, the samples and the collate function are used; its batch size "
+        f"({loader.batch_size}), order and workers are not: training.global_batch, data.shuffle "
+        "and data.prefetch decide"
+    )
+
+
+def _check_stream(data: Any, config: DataConfig) -> None:
+    """Refuse what cannot be read twice, and what a stream cannot do."""
+    if not isinstance(data, Iterable):
+        raise TypeError(
+            f"the data, a {type(data).__name__}, can be neither indexed nor iterated: give a "
+            "Dataset, a list of samples or a DataLoader"
+        )
+    if iter(data) is data:
+        raise TypeError(
+            f"the data, a {type(data).__name__}, can be read only once: give an object whose "
+            "__iter__ begins again, such as an IterableDataset"
+        )
+    what = f"the data, a {type(data).__name__}, is iterable and has no numbered samples"
+    if config.shuffle:
+        raise TypeError(f"{what}, so it is read in its own order: --set data.shuffle=false")
+    if config.epoch != CONTINUOUS:
+        raise TypeError(f"{what}, so data.epoch {config.epoch} cannot be had: leave it out")
+    if config.audit:
+        raise TypeError(f"{what}, so data.audit cannot count them: leave it out")
+
+
+def _few(ids: Sequence[int]) -> str:
+    return str([int(i) for i in ids]) if len(ids) <= 8 else f"{int(ids[0])} … {int(ids[-1])}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:77]}..."

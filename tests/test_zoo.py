@@ -1,0 +1,134 @@
+"""Every animal of the zoo, under every strategy: equal to one process, or refused as stated."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zoo_page
+import zookeeper
+from conftest import GetRanks
+from shardlab.strategies import STRATEGIES
+from shardlab.strategies.simple_ddp import SimpleDDP
+from zoo import GROUPS, ZOO, Animal
+from zookeeper import Verdict
+
+FSDP = GROUPS["fsdp"]
+# What shards its parameters by PyTorch's own code is slow, and in one world each.
+WORLDS = [
+    (strategy, world)
+    for strategy in STRATEGIES
+    for world in (1, 2, 3)
+    if (world == 1) == (strategy == "single")
+    if strategy not in FSDP or (world == 3) == (strategy == "pytorch_zero3")
+]
+
+
+def find(name: str) -> Animal:
+    return ZOO[name]
+
+
+def complaint(animal: Animal, strategy: str, verdict: Verdict) -> str | None:
+    """What is not as the animal says; none if it is."""
+    words = animal.refused.get(strategy)
+    if words is None:
+        as_stated = verdict.kind == "equal"
+    else:
+        is_refused = verdict.kind == "refused" and words in verdict.text
+        as_stated = is_refused and "\n" not in verdict.text and verdict.step <= animal.shows_at
+    if as_stated:
+        return None
+    stated = "equal" if words is None else f"refused in step {animal.shows_at} ({words})"
+    return f"{animal.name}, {strategy}: stated {stated}, got {verdict} (step {verdict.step})"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("strategy", "world"), WORLDS)
+def test_as_stated(strategy: str, world: int, ranks: GetRanks) -> None:
+    # Those that are refused come last: after each, connections are new and PyTorch learns anew.
+    animals = sorted(ZOO.values(), key=lambda a: strategy in a.refused)
+    verdicts = zookeeper.run(ranks, world, find, [(a.name, strategy) for a in animals])
+    found = [complaint(a, strategy, v) for a, v in zip(animals, verdicts, strict=True)]
+    assert [text for text in found if text] == []
+
+
+def test_there_are_at_least_eighty_and_each_says_why() -> None:
+    assert len(ZOO) >= 80
+    assert all(animal.why for animal in ZOO.values())
+    assert len({animal.why for animal in ZOO.values()}) == len(ZOO)
+
+
+def test_the_page_is_up_to_date() -> None:
+    page = Path(__file__).parent.parent / "docs" / "zoo.md"
+    assert page.read_text() == zoo_page.page(), "run: python tests/zoo_page.py"
+
+
+# ------------------------------------------------------------------ the keeper notices
+
+
+class Drifts(SimpleDDP):
+    """One rank makes less of its gradients."""
+
+    def step(self) -> None:
+        if self.group.rank() == 1:
+            for p in self.params.values():
+                p.grad = None if p.grad is None else p.grad * 0.9
+        super().step()
+
+
+class Stale(SimpleDDP):
+    """Whoever looks at the parameters mends them: only a run without looking is wrong."""
+
+    def step(self) -> None:
+        super().step()
+        for p in self.params.values():
+            p.data.add_(1.0)
+
+    def full_params(self) -> dict[str, Any]:
+        for p in self.params.values():
+            p.data.sub_(1.0)
+        return super().full_params()
+
+
+class Dies(SimpleDDP):
+    def step(self) -> None:
+        if self.group.rank() == 1:
+            os.abort()
+        super().step()
+
+
+class Fails(SimpleDDP):
+    """On one rank, while its peers wait for it."""
+
+    def gradients(self, microbatches: Any) -> Any:
+        if self.group.rank() == 1:
+            raise ValueError("something broke")
+        return super().gradients(microbatches)
+
+
+class Sleeps(SimpleDDP):
+    def step(self) -> None:
+        time.sleep(60)
+
+
+PLANTED = {
+    "Drifts": "WRONG",
+    "Stale": "WRONG",
+    "Dies": "CRASH",
+    "Fails": "CRASH",
+    "Sleeps": "HANG",
+}
+
+
+def test_the_keeper_notices_and_goes_on(ranks: GetRanks) -> None:
+    cells = []
+    for name in PLANTED:
+        cells += [("plain", f"test_zoo:{name}"), ("skips", "simple_ddp")]
+    verdicts = zookeeper.run(ranks, 2, find, cells, limit_s=5.0)
+    assert [v.kind for v in verdicts[0::2]] == list(PLANTED.values())
+    assert {v.kind for v in verdicts[1::2]} == {"equal"}
+    assert "something broke" in verdicts[6].text
