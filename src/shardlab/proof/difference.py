@@ -177,11 +177,14 @@ def mixture_of(
     ``tensor`` alone. A micro-batch without a gradient has no number.
     """
     known = [n for n, gradient in got.items() if gradient is not None and not gradient.is_complex()]
-    whole = _fit(got, parts, known)
-    # One small tensor that is wrong does not show in the fit of them all.
-    if whole is None or all(times is None or abs(times - 1) < 1e-6 for times in whole):
-        return _fit(got, parts, [n for n in known if n == tensor])
-    return whole
+    # One small tensor that is wrong does not show in the fit of them all, nor one element in that
+    # of its tensor: what was sampled is right.
+    fits = (_fit(got, parts, names) for names in (known, [n for n in known if n == tensor]))
+    return next((f for f in fits if f is not None and not _all_once(f)), None)
+
+
+def _all_once(mixture: Sequence[float | None]) -> bool:
+    return all(times is None or abs(times - 1) < 1e-6 for times in mixture)
 
 
 def _fit(
