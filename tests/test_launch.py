@@ -208,13 +208,15 @@ def test_a_killed_rank_ends_the_command(tmp_path: Path) -> None:
     assert crash.read_text().startswith("rank 1 failed after step")
 
 
-def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_an_interruption_leaves_no_process(number: int, tmp_path: Path) -> None:
+    """Without checkpoints there is nothing to save: the run ends at once."""
     process = commands.start(*TRAIN, cwd=tmp_path)
     commands.wait_for_steps(tmp_path / "runs", 2)
     others = commands.descendants(process.pid)
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, number)
     _, errors = process.communicate(timeout=10)
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     assert "Traceback" not in errors
     assert errors.splitlines()[-1] == "interrupted: every rank was ended"
     assert commands.wait_until_gone(others) == []

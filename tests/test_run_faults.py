@@ -153,6 +153,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
     ("launcher", "number", "more"),
     [
         pytest.param(commands.SHARDLAB, signal.SIGTERM, [], id="SIGTERM"),
+        pytest.param(commands.SHARDLAB, signal.SIGTERM, ["--max-restarts", "2"], id="to all"),
         pytest.param(commands.SHARDLAB, signal.SIGINT, ["--checkpoint-async"], id="Ctrl-C"),
         pytest.param([*TORCHRUN, "-m", "shardlab"], signal.SIGTERM, [], id="torchrun"),
     ],
@@ -163,7 +164,9 @@ def test_a_run_that_is_asked_to_stop_goes_on_exactly(
     """It finishes its step, saves, says how to go on; resumed, it ends as if left alone."""
     process = started(*launcher, *command(*more))
     status = commands.wait_for_steps(tmp_path / "runs", 3, timeout=90)
-    os.kill(process.pid, number)
+    to_all = commands.descendants(process.pid) if "--max-restarts" in more else []  # as Slurm does
+    for pid in (process.pid, *to_all):
+        os.kill(pid, number)
     _, errors = process.communicate(timeout=60)
     assert commands.wait_until_gone(status["pids"]) == []
     (folder,) = (tmp_path / "runs").iterdir()
@@ -392,6 +395,40 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert done.stderr == (
         "error: cannot write into the folder file/learn: Not a directory; name another with --dir\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("output.dir=file/out", "error: cannot write the run folder: [Errno 20] Not a directory"),
+        (r'output.dir="a\0b"', "embedded null byte"),
+        (b"output.dir=a\xff", "error: the name of the run folder is not UTF-8: a"),
+    ],
+    ids=["below a file", "null", "bytes"],
+)
+def test_a_run_folder_that_cannot_be(setting: str | bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    done = commands.shardlab(
+        "train", "--workload", WORKLOAD, "-w", "1", "--steps", "2", "--set", os.fsdecode(setting),
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    (line,) = said(done.stderr)
+    assert message in line
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_current_folder_is_gone(tmp_path: Path) -> None:
+    leave = (
+        "import os, subprocess, sys; os.rmdir(os.getcwd()); sys.exit(subprocess.call(sys.argv[1:]))"
+    )
+    (tmp_path / "gone").mkdir()
+    done = commands.run(
+        sys.executable, "-c", leave, *commands.SHARDLAB, "train", cwd=tmp_path / "gone"
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: the current folder is gone")
 
 
 def bomb(prefix: bytes = b"") -> bytes:

@@ -414,6 +414,12 @@ def test_a_sample_that_raises_in_mid_run_is_named(tmp_path: Path) -> None:
         workload.dataset.batch([3, 11])
 
 
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_few_samples(length: int, tmp_path: Path) -> None:
+    workload = build(tmp_path, returns(f"model, pairs[:{length}], F.cross_entropy"))
+    assert "the loss is a mean over targets, and is taken times their number" in workload.notes
+
+
 def test_a_model_that_is_made_outside_of_the_function(tmp_path: Path) -> None:
     source = "\ndef workload():\n    return model, pairs, nn.CrossEntropyLoss()\n"
     assert "returns the same model each time" in refused(tmp_path, source)
@@ -623,6 +629,14 @@ def test_a_loss_inside_a_model_of_hugging_faces(name: str, count: str, tmp_path:
     labels = workload.dataset.batch(range(8)).targets
     expected = int((labels[:, 1 if name == "llama" else 0 :] != -100).sum())
     assert workload.dataset.batch(range(8)).count == expected
+
+
+def test_the_example_of_hugging_faces() -> None:
+    pytest.importorskip("transformers")
+    path = ROOT / "examples" / "hugging_face.py"
+    workload = training.build_workload(configs.load(None, {"model.workload": f"{path}:workload"}))
+    assert workload.dataset.batch([0, 1]).count == 2 * 31  # the next tokens
+    assert workload.blocks == ("transformer.h.0", "transformer.h.1")
 
 
 # ------------------------------------------------------------------ blocks

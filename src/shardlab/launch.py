@@ -475,8 +475,12 @@ def _unless_stopped(result: Any) -> Any:
         return result
     made = result["stopped"]
     how = f"by {signal.Signals(result['signal']).name} after {made} step{'s' * (made != 1)}"
-    error = (result["checkpoint"] or {}).get("error")
-    saved = f"its checkpoint was not written: {error}" if error else "with a checkpoint"
+    if result["checkpoint"] is None:
+        saved = "before it had made a step of its own"
+    elif error := result["checkpoint"].get("error"):
+        saved = f"its checkpoint was not written: {error}"
+    else:
+        saved = "with a checkpoint"
     raise Interrupted(f"{how}, {saved}", result["signal"])
 
 
@@ -506,8 +510,9 @@ def _run_joined(
         with stop.heard(_TorchrunSignals(store, rank, size, mark_unless_told)):
             local_rank, local_size = environment["local_rank"], environment["local_size"]
             world = worlds.join(config, rank, size, local_rank, local_size, store, tell=listen)
-            result = _unless_stopped(_resolve(target)(world, *args))
+            result = _resolve(target)(world, *args)
             worlds.leave()
+        result = _unless_stopped(result)
         return result if rank == 0 else None
     except Interrupted as stopped:
         if rank:

@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import socket
 from contextlib import suppress
 from pathlib import Path
@@ -68,14 +69,11 @@ class RunLock:
         os.pwrite(handle, json.dumps(about).encode(), 0)
         os.fsync(handle)  # over NFS other hosts see it only then
 
-    def drop(self) -> None:
-        """Give a folder back that nothing was written to."""
-        folder = self.folder
+    def discard(self) -> None:
+        """Remove the folder: it is new, and its run has been refused."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
         self._close()
-        if folder is not None:
-            with suppress(OSError):
-                (folder / NAME).unlink()
-                folder.rmdir()
 
 
 def is_held(folder: Path) -> bool | None:

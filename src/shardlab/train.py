@@ -514,11 +514,11 @@ def make_folder(
     folder = Path(_agreed(world, lambda: str(_take_folder(config, workload, world, start, lock))))
     try:
         refuse_invisible(folder, world, lock)
+        _agreed(world, lambda: _fill_folder(folder, config, world, command, start, pids, said))
     except UsageError:
         if start.run is None:
-            lock.drop()
+            lock.discard()
         raise
-    _agreed(world, lambda: _fill_folder(folder, config, world, command, start, pids, said))
     return folder
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -39,6 +40,10 @@ def main() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # A peer that is gone is told by us, in a line; c10d would add a page of its C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    try:
+        Path.cwd()
+    except OSError:
+        _end(2, "error: the current folder is gone; change to another, and try again")
     try:
         app()
     except UsageError as error:

@@ -114,17 +114,30 @@ def checksum(tensor: Tensor) -> Tensor:
     weights = _weights(tensor.device)  # (BLOCK,)
     # An element of 8 bytes is two words, and each has its own sum: together they could cancel.
     for column in range(columns):
-        for number, block in enumerate(words[column::columns].split(BLOCK)):
-            block = block.to(torch.int64)  # (up to BLOCK,)
-            total[column] += _dot(block, weights[: len(block)])
-            if number:
-                total[column] += number * BLOCK * block.sum()
+        total[column] = _weighted(words[column::columns], weights)
     return total
 
 
-def _dot(words: Tensor, weights: Tensor) -> Tensor:
-    """Σ words · weights: (). On a GPU torch has no dot product of whole numbers."""
-    return words.dot(weights) if words.device.type == "cpu" else (words * weights).sum()
+def _weighted(words: Tensor, weights: Tensor) -> Tensor:
+    """Σ words · places, where the places of each block are the weights after those before: ()."""
+    at_once = BLOCK if words.device.type == "cpu" else 16 * BLOCK  # a GPU is slow to be asked
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for first in range(0, len(words), at_once):
+        part = words[first : first + at_once].to(torch.int64)
+        rest = part[len(part) // BLOCK * BLOCK :]  # of the last block
+        blocks = part[: len(part) - len(rest)].view(-1, BLOCK)
+        for rows, number in ((blocks, first // BLOCK), (rest[None], (first + len(part)) // BLOCK)):
+            if rows.numel():
+                before = torch.arange(number, number + len(rows), device=words.device) * BLOCK
+                total += _dot(rows, weights[: rows.shape[1]]) + (rows.sum(1) * before).sum()
+    return total
+
+
+def _dot(rows: Tensor, weights: Tensor) -> Tensor:
+    """Σ rows · weights: (). On a GPU torch has no dot product of whole numbers."""
+    if rows.device.type == "cpu" and len(rows) == 1:
+        return rows[0].dot(weights)
+    return (rows * weights).sum()
 
 
 @lru_cache(maxsize=8)

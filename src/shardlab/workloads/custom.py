@@ -7,10 +7,11 @@ form. Each is tried out on a few samples before anything is built on it.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -110,6 +111,7 @@ class Short:
     samples: Samples
     loss: Any  # a function of (output, targets); None: the model computes it
     note: str
+    copies: dict[tuple[torch.device, torch.dtype], nn.Module] = field(default_factory=dict)
 
     def workload(self, finding: Finding) -> Workload:
         is_mean = finding.kind == MEAN
@@ -148,10 +150,14 @@ class Short:
     def _value(self, model: nn.Module, output: Any, batch: Batch) -> Tensor:
         if self.loss is None:
             return _loss_in(output)
-        if isinstance(self.loss, nn.Module) and any(True for _ in self.loss.buffers()):
+        loss = self.loss
+        if isinstance(loss, nn.Module) and any(True for _ in loss.buffers()):  # class weights, say
             parameter = next(model.parameters())
-            self.loss.to(parameter.device, parameter.dtype)  # class weights, say
-        value: Tensor = self.loss(output, batch.targets)
+            where = parameter.device, parameter.dtype
+            if where not in self.copies:  # of the one given: it would not come back from "meta"
+                self.copies[where] = copy.deepcopy(loss).to(*where)
+            loss = self.copies[where]
+        value: Tensor = loss(output, batch.targets)
         return value
 
 
@@ -321,10 +327,8 @@ def _measure(
     length = len(dataset)
     elements = sum(t.numel() for t in tensors_of(batch.inputs)) // max(1, batch.samples)
     is_dear = elements * sum(p.numel() for p in model.parameters()) > DEAR
-    most = min(2 if is_dear else adding.SAMPLES, length)
-    if most < 2:
-        return Finding(SUM, note="of one sample it cannot be measured whether the loss adds up")
-    last = most - 1 if isinstance(dataset, Stream) or is_dear else length - 1
+    most = 2 if is_dear else max(2, min(adding.SAMPLES, length))
+    last = min(most if isinstance(dataset, Stream) or is_dear else length, length) - 1
     ids = [i * last // (most - 1) for i in range(most)]
     ignored = IGNORED
     rules: dict[str, adding.Count] = {"count": lambda batch: batch.count}
