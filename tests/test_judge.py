@@ -303,7 +303,7 @@ def test_chance_is_noticed_and_seeded_alike(ranks: GetRanks) -> None:
     ("model", "message"),
     [
         ("restless", "the forward of restless computes something else each time"),
-        ("explodes", "one process by itself has a loss that is not finite in step 0 of explodes"),
+        ("explodes", "that is not finite in step 0 of explodes: there is nothing to compare with"),
     ],
 )
 def test_no_strategy_is_blamed_for_the_model(model: str, message: str, ranks: GetRanks) -> None:

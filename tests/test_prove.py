@@ -130,7 +130,8 @@ class TooEarly(BucketDDPAsync):
 
     def _lay_out(self) -> None:
         super()._lay_out()
-        self.queue.needs = [max(1, n - 1) for n in self.queue.needs]
+        all_but_one = [dict([*need.items()][: max(1, len(need) - 1)]) for need in self.queue.needs]
+        self.queue = saboteurs.Careless(all_but_one, self._launch)
 
     def _launch(self, bucket: int) -> None:
         super()._launch(bucket)
@@ -151,7 +152,10 @@ class LosesTheEdge(Zero2):
     ("name", "message"),
     [
         ("TooEarly", "gradient 'blocks.15.weight': the last micro-batch of the other ranks is not"),
-        ("LosesTheEdge", "in only 2 of 1,120 elements, 447 to 1119, at the edge of a shard"),
+        (
+            "LosesTheEdge",
+            "gradient 'blocks.15.weight': off by 1.5e-01 (6.5e+14 ulp), in only 1 of 50,176",
+        ),
     ],
 )
 def test_more_that_is_not_equal(name: str, message: str, ranks: GetRanks) -> None:
@@ -413,7 +417,9 @@ def test_formulas_are_those_of_the_papers() -> None:
     assert sum(sent("zero3", one).values()) == (everything - saved) * share
     assert sum(sent("single", job(1, k)).values()) == 0
     claimed = claims.CLAIMS["zero3"].of(job(n, k))
-    assert claimed["optimizer"] == 2 * psi / n
+    assert claimed["least_optimizer"] == 2 * psi / n
+    # What is frozen may all lie on one rank, and the others' parts are then all trained.
+    assert claimed["optimizer"] == 2 * one.held / n
     assert claimed["params"] == one.held / n
 
 

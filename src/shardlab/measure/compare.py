@@ -259,15 +259,13 @@ def _prove(ranks: RankSet, cell: Cell, cells: Sequence[Cell]) -> None:
     }
 
 
-def _what_is_wrong(checks: Mapping[str, Mapping[str, Any]]) -> str:
-    """The checks that failed and why; what all of them say, such as a crash, is said once."""
-    wrong: dict[str, list[str]] = {}
-    for name, check in checks.items():
-        if not check["pass"]:
-            wrong.setdefault(check["message"], []).append(name)
-    if len(wrong) == 1 and len(checks) > 1 and all(not c["pass"] for c in checks.values()):
-        return next(iter(wrong))
-    return "; ".join(f"{', '.join(names)}: {message}" for message, names in wrong.items())
+def _what_is_wrong(checks: Mapping[str, dict[str, Any]]) -> str:
+    """The checks that failed and why; that it did not get through is said once."""
+    from shardlab.proof import verdict as verdicts
+
+    wrong = verdicts.reasons(checks)
+    whole = wrong.get("every check")
+    return whole or "; ".join(f"{name}: {message}" for name, message in wrong.items())
 
 
 def proof_config(config: Config) -> Config:

@@ -76,6 +76,9 @@ class Claim:
     # many times as much where some parameters are used in some micro-batches only.
     most: Mapping[str, Bytes] = field(default_factory=dict)
     if_irregular: float = 1.0
+    # The least optimizer state of the fullest rank, where it depends on what lies where; None: it
+    # does not.
+    least_optimizer: Bytes | None = None
 
     def of(self, job: Job) -> dict[str, Any]:
         """The claim in numbers."""
@@ -92,6 +95,7 @@ class Claim:
             "params": self.params(job),
             "gradients": gradients,
             "optimizer": self.optimizer(job),
+            "least_optimizer": (self.least_optimizer or self.optimizer)(job),
             "kept": gradients if self.keeps_gradients else 0,
             "peak": None if self.peak is None else self.peak(job),
             "moved": on_the_wire(self.moved),
@@ -129,6 +133,17 @@ def gathered_by_zero3(job: Job) -> float:
     kept = {"", *blocks[-1:]}
     again = sum(p.bytes for p in job.params if p.block not in kept)
     return job.micro * (job.held + again)
+
+
+def scattered_by_zero3(job: Job) -> float:
+    """Units are sent whole: what is frozen in one that trains travels with it."""
+    trained = {p.block for p in job.params if p.trains}
+    return job.micro * sum(p.bytes for p in job.params if p.block in trained)
+
+
+def trained_part(job: Job) -> float:
+    """Of what trains, the most that can lie in one rank's part of all parameters."""
+    return min(job.psi, job.held / job.ranks)
 
 
 def dealt_out(job: Job) -> float:
@@ -205,12 +220,16 @@ CLAIMS: dict[str, Claim] = {
         {"reduce_scatter": each_time, "all_gather": gathered_by_zero3},
         "some",
         params=one_nth(FULL.params),
-        gradients=one_nth(FULL.gradients),
-        optimizer=one_nth(FULL.optimizer),
+        gradients=trained_part,
+        optimizer=lambda job: job.state * trained_part(job),
+        least_optimizer=one_nth(FULL.optimizer),
         peak=a_few_units,
         # The root and the last block too are gathered again if the model comes back to them; what
         # the order learnt so far does not foresee is sent once more.
-        most={"all_gather": lambda job: 2 * job.micro * job.held},
+        most={
+            "all_gather": lambda job: 2 * job.micro * job.held,
+            "reduce_scatter": scattered_by_zero3,
+        },
         if_irregular=2.0,
     ),
     "pytorch_ddp": Claim({"all_reduce": once}, "some", keeps_gradients=True),

@@ -106,9 +106,14 @@ def ulps(got: Tensor | None, want: Tensor | None, unit: Tensor | None = None) ->
     if not want.numel():
         return 0.0
     if unit is None:
-        unit = torch.tensor(SCALES[torch.float64].unit(largest(want)), dtype=torch.float64)
+        unit = _own_unit(want)
     error = ((wide(got) - wide(want)).abs() / unit.to(want.device)).max().item()
     return error if math.isfinite(error) else math.inf
+
+
+def _own_unit(tensor: Tensor) -> Tensor:
+    """The unit of last place of its largest value: ()."""
+    return torch.tensor(SCALES[torch.float64].unit(largest(tensor)), dtype=torch.float64)
 
 
 def compare(
@@ -124,7 +129,7 @@ def compare(
         return {"shapes": [list(got.shape), list(want.shape)]}
     a, b = wide(got).reshape(-1), wide(want).reshape(-1)
     old = torch.zeros_like(b) if before is None else wide(before).reshape(-1)
-    limit = torch.zeros((), dtype=torch.float64) if allowed is None else allowed
+    limit = SCALES[torch.float64].tolerance * _own_unit(want) if allowed is None else allowed
     limit = limit.to(b.device).expand(want.shape).reshape(-1)
     differs = ~((a - b).abs() <= limit)
     where = differs.nonzero().reshape(-1)
@@ -172,11 +177,14 @@ def mixture_of(
     ``tensor`` alone. A micro-batch without a gradient has no number.
     """
     known = [n for n, gradient in got.items() if gradient is not None and not gradient.is_complex()]
-    whole = _fit(got, parts, known)
-    # One small tensor that is wrong does not show in the fit of them all.
-    if whole is None or all(times is None or abs(times - 1) < 1e-6 for times in whole):
-        return _fit(got, parts, [n for n in known if n == tensor])
-    return whole
+    # One small tensor that is wrong does not show in the fit of them all, nor one element in that
+    # of its tensor: what was sampled is right.
+    fits = (_fit(got, parts, names) for names in (known, [n for n in known if n == tensor]))
+    return next((f for f in fits if f is not None and not _all_once(f)), None)
+
+
+def _all_once(mixture: Sequence[float | None]) -> bool:
+    return all(times is None or abs(times - 1) < 1e-6 for times in mixture)
 
 
 def _fit(

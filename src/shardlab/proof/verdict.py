@@ -177,7 +177,7 @@ def _misheld(
     for kind, name in names.items():
         held, wanted = fullest[kind], claimed[kind]
         # Nobody minds that gradients are gone; nor that what got none has no optimizer state yet.
-        least = {"gradients": 0.0, "optimizer": ranks[0]["claimed_of_used"]["optimizer"]}
+        least = {"gradients": 0.0, "optimizer": ranks[0]["claimed_of_used"]["least_optimizer"]}
         low = least.get(kind, wanted)
         if low - STATE_TOLERANCE * low - slack <= held and _at_most(
             held, wanted, STATE_TOLERANCE, slack
