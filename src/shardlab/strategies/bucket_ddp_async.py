@@ -78,6 +78,8 @@ class BucketDDPAsync(SimpleDDP):
             p.register_post_accumulate_grad_hook(partial(self._arrived, name))
 
     def _arrived(self, name: str, parameter: nn.Parameter) -> None:
+        if parameter.grad is None:  # frozen after its use: autograd calls the hook all the same
+            return
         is_first = name not in self.arrivals
         self.arrivals[name] = None
         if self.is_last:
@@ -85,7 +87,6 @@ class BucketDDPAsync(SimpleDDP):
         if not self.buckets:
             return
         if is_first:  # in this step: over what the bucket held, so nothing has to be zeroed
-            assert parameter.grad is not None
             parameter.grad = self.views[name].copy_(parameter.grad)
         if self.is_last and not self.queue.arrived(self.bucket_of[name], name):
             raise base.came_again("bucket_ddp_async", name)

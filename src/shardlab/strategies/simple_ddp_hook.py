@@ -65,7 +65,9 @@ class SimpleDDPHook(SimpleDDP):
         for i, name in enumerate(self.order):
             self.params[name].register_post_accumulate_grad_hook(partial(self._arrived, i))
 
-    def _arrived(self, i: int, _parameter: nn.Parameter) -> None:
+    def _arrived(self, i: int, parameter: nn.Parameter) -> None:
+        if parameter.grad is None:  # frozen after its use: autograd calls the hook all the same
+            return
         self.used.add(self.order[i])
         if self.is_last:
             self.queue.arrived(i, self.order[i])

@@ -88,8 +88,9 @@ class Zero1(Sharded):
 
     def arrived(self, bucket: int, name: str, parameter: nn.Parameter) -> None:
         """A gradient's first micro-batch goes into its bucket; the others are added there."""
+        if parameter.grad is None:  # frozen after its use: autograd calls the hook all the same
+            return
         if name not in self.used:
-            assert parameter.grad is not None
             parameter.grad = self.place(self.units[bucket], name).copy_(parameter.grad)
             self.used.add(name)
         if self.is_last and not self.has_learnt:

@@ -60,6 +60,8 @@ class Zero2(Zero1):
         self.comm_dtype = base.option("zero2's comm_dtype", comm_dtype, DTYPES)
 
     def arrived(self, bucket: int, name: str, parameter: nn.Parameter) -> None:
+        if parameter.grad is None:  # frozen after its use: autograd calls the hook all the same
+            return
         self.move_gradient(self.units[bucket], name, parameter)
         self.queue.arrived(bucket, name)
 

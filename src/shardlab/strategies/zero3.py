@@ -209,7 +209,7 @@ class Zero3(Sharded):
         """Half way through a block, the gradients of the one before have had time to travel: when
         their buffers are free there is room for this block's, and to prefetch the next.
         """
-        if not self.is_running:
+        if parameter.grad is None:  # frozen after its use: autograd calls the hook all the same
             return
         unit = self.units[i]
         unit.arrived.append((name, parameter))
