@@ -49,7 +49,9 @@ def complaint(animal: Animal, strategy: str, verdict: Verdict) -> str | None:
         as_stated = verdict.kind == "equal"
     else:
         is_refused = verdict.kind == "refused" and words in verdict.text
-        as_stated = is_refused and "\n" not in verdict.text and verdict.step <= animal.shows_at
+        # What depends on the data may show in any step.
+        is_in_time = verdict.step <= animal.shows_at or "in every step" in verdict.text
+        as_stated = is_refused and "\n" not in verdict.text and is_in_time
     if as_stated:
         return None
     stated = "equal" if words is None else f"refused in step {animal.shows_at} ({words})"

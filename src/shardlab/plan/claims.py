@@ -73,7 +73,7 @@ class Claim:
     peak: Bytes | None = None
     groups: Callable[[Job], Mapping[str, int]] = lambda _job: {}  # ranks, where not all take part
     # By collective, the most that may be moved, where it depends on how the model runs; and how
-    # many times as much where some parameters are used in some micro-batches only.
+    # many times as much where blocks run again, or some parameters in some micro-batches only.
     most: Mapping[str, Bytes] = field(default_factory=dict)
     if_irregular: float = 1.0
     # The least optimizer state of the fullest rank, where it depends on what lies where; None: it

@@ -116,7 +116,7 @@ def _examine_users(
     return {
         "claimed": None if claim is None else claim.of(job),
         "claimed_of_used": None if claim is None else claim.of(used),
-        "irregular": bool(reference.irregular),
+        "irregular": bool(reference.irregular) or reference.runs_again,
         "full": _full(job),
         "micro": job.micro,
         "replica": replica,

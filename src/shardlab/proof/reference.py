@@ -10,6 +10,7 @@ a bias before a normalisation has a true gradient of zero, and all of what is co
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -74,6 +75,7 @@ class Reference:
     parts: list[list[dict[str, Tensor]]] = field(default_factory=list)  # [step][rank, micro]
     units: list[dict[tuple[str, str], Tensor]] = field(default_factory=list)  # [step][kind, name]
     noise: float = 0.0  # the twin's largest error, as a part of the gradient's largest value
+    runs_again: bool = False  # a block runs more than once in a micro-batch
 
     def unit(self, step: int | None, kind: str, name: str) -> Tensor:
         """What the errors of a tensor are measured in."""
@@ -91,7 +93,16 @@ class Reference:
 
 def refer(subject: Subject, config: Config, device: torch.device) -> Reference:
     """One process, with the units that a strategy's errors are to be measured in."""
-    reference = run(subject, config, device)
+    calls: Counter[str] = Counter()  # of each block
+
+    def count(model: nn.Module) -> None:
+        for name in subject.workload.blocks_of(model):
+            block = model.get_submodule(name)
+            block.register_forward_pre_hook(lambda _m, _i, name=name: calls.update([name]))
+
+    reference = run(subject, config, device, attach=count)
+    micro_batches = sum(len(share) for shares in subject.steps for share in shares)
+    reference.runs_again = max(calls.values(), default=0) > micro_batches
     twin = run(subject, config, device, scale=TWIN, backwards=True)
     measure(reference, twin, subject, config, device)
     return reference
