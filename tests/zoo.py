@@ -1152,6 +1152,18 @@ class FunctionalCall(Net):
 
 
 @animal(
+    "torch.func.grad inside forward, which refuses to run beside hooks on saved tensors",
+    empty_ranks=False,
+    refused={"zero3": "torch.func", "fsdp": "torch.func"},
+)
+class FunctionalGradient(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        slope = torch.func.grad(lambda v: self.blocks[1](v).square().sum())(x)
+        return self.head(self.blocks[2](x + 0.1 * slope))
+
+
+@animal(
     "MAML: an inner step on the parameters, and the loss after it",
     empty_ranks=False,
     refused={"fsdp": "autograd.grad()"},

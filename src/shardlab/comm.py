@@ -255,14 +255,14 @@ def _dense(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
     Backends read and write numel() elements from the tensor's first on. Where it has gaps or
     another order, that is the wrong memory; where it is expanded, it is beyond its storage.
     """
-    if tensor.is_contiguous():
+    if tensor.is_contiguous() and not tensor.is_conj():
         return tensor, None
     for axis, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
         if stride == 0 and size > 1:  # one element stands for all
             tensor = tensor.narrow(axis, 0, 1)
-    if tensor.is_contiguous():
+    if tensor.is_contiguous() and not tensor.is_conj():
         return tensor, None
-    copy = tensor.contiguous()
+    copy = tensor.resolve_conj().contiguous()
 
     def write_back() -> None:
         with torch.no_grad():

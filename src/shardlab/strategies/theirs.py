@@ -48,6 +48,10 @@ _SAID = {
         "autograd.grad() was asked for a parameter that the result does not use; under FSDP the "
         "model computes with another tensor than model.parameters() has; use zero1 or zero2"
     ),
+    "would mutate a captured tensor": (
+        "a block runs inside torch.func (grad, vjp, jacrev …), where FSDP cannot gather its "
+        "parameters; use torch.autograd.grad, or zero1, zero2 or pytorch_ddp"
+    ),
     "out of bounds for storage of size 0": (
         "backward came to a block without FSDP's knowing (its output was changed in place, or was "
         "not found), and its parameters were not gathered; use zero1, zero2 or pytorch_ddp"

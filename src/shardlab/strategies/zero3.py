@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardlab.errors import UsageError
 from shardlab.phases import BACKWARD, FORWARD, phase
 from shardlab.strategies import base
 from shardlab.strategies.agenda import GATHER, Agenda, Op
@@ -246,12 +247,9 @@ class Zero3(Sharded):
 
     def _finish(self) -> list[bool]:
         """Until every rank is through: which parameters got a gradient on any rank, so far."""
+        self._move_arrived()
         unsent = [unit.has_gradients for unit in self.units]
-        used = [name in self.used for name in self.params]
-        for unit in self.units:
-            used_here = {name for name, _ in unit.arrived}
-            used = [u or name in used_here for u, name in zip(used, self.params, strict=True)]
-        is_used = self.agenda.finish(unsent, used)
+        is_used = self.agenda.finish(unsent, [name in self.used for name in self.params])
         self.settle()
         return is_used
 
@@ -276,7 +274,7 @@ class Zero3(Sharded):
             self._begin("training")
             with saved_tensors_hooks(self._pack, self._unpack):
                 with phase(FORWARD):
-                    loss = self.loss_fn(self.model, batch)  # ()
+                    loss = self._forward(batch)  # ()
                 self._end_forward()
                 with phase(BACKWARD):
                     base.backward(loss, divisor)
@@ -284,6 +282,17 @@ class Zero3(Sharded):
             is_used = self._finish()
         self.unused = [name for name, used in zip(self.params, is_used, strict=True) if not used]
         return base.global_mean(loss_sum, total, self.group)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        try:
+            return self.loss_fn(self.model, batch)
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            raise UsageError(
+                "zero3: the model uses torch.func (grad, vjp, jacrev …), which does not run beside "
+                "hooks on what autograd saves; use torch.autograd.grad, or the strategy zero2"
+            ) from None
 
     @torch.no_grad()
     def infer(self, function: base.Infer[base.T], batch: Batch) -> base.T:
