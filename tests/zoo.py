@@ -1151,6 +1151,24 @@ class FunctionalCall(Net):
         return self.head(self.blocks[2](x))
 
 
+class OwnParameter(nn.Parameter):
+    """A class of the user's own, as of quantised weights."""
+
+
+@animal(
+    "parameters of a class of the user's own, one of them used outside of its block",
+    refused={"fsdp3": "outside the forward of its block"},
+)
+class OwnParameters(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.linear.weight = OwnParameter(block.linear.weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.blocks[1].linear.weight.sum()
+
+
 @animal(
     "torch.func.grad inside forward, which refuses to run beside hooks on saved tensors",
     empty_ranks=False,

@@ -32,6 +32,9 @@ _METHODS = (
 _FUNCTIONS = ("is_floating_point", "is_complex", "numel", "is_tensor", "is_same_size")
 
 
+_PLAIN = nn.Parameter.__torch_function__
+
+
 @functools.cache
 def _harmless() -> frozenset[Any]:
     """What tells nothing of a tensor's content."""
@@ -51,6 +54,7 @@ def _harmless() -> frozenset[Any]:
 class Away:
     """Mixed into a parameter's class while its content is away."""
 
+    own_class: type
     ask: Callable[[Any], None]  # set on the parameter itself: brings the content back
 
     @classmethod
@@ -67,24 +71,25 @@ class Away:
 
 @functools.cache
 def _away_class(kind: type) -> type:
-    return type(kind.__name__, (Away, kind), {})
+    return type(kind.__name__, (Away, kind), {"own_class": kind})
 
 
 def can_be_watched(parameter: Tensor) -> bool:
     """Whether its class may be exchanged. That of a tensor with a dispatch of its own may not: in a
     simulation parameters are fake tensors, which have no memory to read anyway."""
-    return type(parameter) is nn.Parameter
+    kind = type(parameter)
+    return issubclass(kind, nn.Parameter) and kind.__torch_function__ == _PLAIN
 
 
 def leave(parameters: Iterable[Tensor]) -> None:
     """Their content is gone from now on."""
     for p in parameters:
         if can_be_watched(p):
-            p.__class__ = _away_class(nn.Parameter)
+            p.__class__ = _away_class(type(p))
 
 
 def come_back(parameters: Iterable[Tensor]) -> None:
     """Their content is here."""
     for p in parameters:
         if isinstance(p, Away):
-            p.__class__ = nn.Parameter  # type: ignore[assignment]
+            p.__class__ = p.own_class
