@@ -9,6 +9,7 @@ import torch
 
 from conftest import GetRanks
 from shardlab import comm
+from shardlab.measure import memory
 from shardlab.world import World
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
@@ -158,3 +159,51 @@ def two_steps(world: World) -> tuple[int, int, list[int | None]]:
 
 def test_later_steps_are_only_counted(ranks: GetRanks) -> None:
     assert ranks(1).run(two_steps) == [(2, 16, [0])]
+
+
+def many_under_the_profiler(world: World) -> float:
+    """A recorded run under the profiler, in which every message is waited for at once."""
+    comm.LEDGER.reset(full_steps=1)
+    total = torch.zeros(64)
+
+    def work() -> None:
+        for _ in range(400):
+            total.copy_(torch.ones(64))
+            comm.all_reduce(total, world.group, label="many")
+
+    memory.trace(world.device, work)
+    comm.LEDGER.reset()
+    return float(total[0])
+
+
+def test_a_wait_under_the_profiler_is_no_deadlock(ranks: GetRanks) -> None:
+    """Gloo's thread ends a work with its lock held, and wants Python's."""
+    assert ranks(2).run(many_under_the_profiler, deadline_s=60) == [2.0, 2.0]
+
+
+def odd_layouts(world: World) -> dict[str, list[Any]]:
+    """Tensors that are not one run of memory: expanded, strided, conjugated."""
+    base = torch.full((2,), float(world.rank))
+    expanded = base[:1].expand(4096)
+    strided = torch.arange(12.0).view(3, 4).t()[::2] + 100 * world.rank
+    strided = strided.t().contiguous().t()  # (2, 3) with gaps in its order
+    conjugated = torch.tensor([1 + 2j, 3 - 1j]).mul(1 + world.rank).conj()
+    for tensor in (expanded, strided, conjugated):
+        comm.broadcast(tensor, world.group)
+    summed = torch.arange(6.0).view(2, 3).t()
+    comm.all_reduce(summed, world.group)
+    return {
+        "expanded": [base.tolist(), expanded.sum().item()],
+        "strided": strided.tolist(),
+        "conjugated": torch.view_as_real(conjugated.resolve_conj()).tolist(),
+        "summed": summed.tolist(),
+    }
+
+
+def test_tensors_of_any_layout(ranks: GetRanks) -> None:
+    first, second = ranks(2).run(odd_layouts)
+    assert first["expanded"] == [[0.0, 0.0], 0.0]
+    assert second["expanded"] == [[0.0, 1.0], 0.0]  # beside it nothing was written
+    assert first["strided"] == second["strided"]
+    assert first["conjugated"] == second["conjugated"] == [[1.0, -2.0], [3.0, 1.0]]
+    assert first["summed"] == second["summed"] == [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]

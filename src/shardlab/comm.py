@@ -199,11 +199,12 @@ class Pending:
             return
         entry.wait_ns = time.perf_counter_ns()
         # What ends while it is waited for ends when the wait does. What had ended before is not
-        # stamped: when, only a callback could tell.
+        # stamped: when, only a callback could tell. The futures are asked, not the works: under the
+        # profiler Gloo's thread may end a work with its lock held, and want Python's, which is ours.
         ends_here = (
             self._is_gloo
             and LEDGER.full_steps is not None
-            and not all(work.is_completed() for work in self._works)
+            and not all(work.get_future().done() for work in self._works)
         )
         LEDGER.waiting = entry
         with _span(f"wait:{entry.op}", entry):
