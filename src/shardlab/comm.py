@@ -200,7 +200,7 @@ class Pending:
         entry.wait_ns = time.perf_counter_ns()
         # What ends while it is waited for ends when the wait does. What had ended before is not
         # stamped: when, only a callback could tell. The futures are asked, not the works: under the
-        # profiler Gloo's thread may end a work with its lock held, and want Python's, which is ours.
+        # profiler Gloo's thread may end a work with its lock held, and want Python's lock.
         ends_here = (
             self._is_gloo
             and LEDGER.full_steps is not None

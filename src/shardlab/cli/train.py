@@ -160,6 +160,8 @@ def train(
         is_first = environment is None or environment["rank"] == 0
         if (folder := getattr(failure, "folder", None)) is not None and is_first:
             again = f"shardlab train --resume {shlex.quote(str(folder))}"
+            if ":" in resolved.model.workload:  # a run folder alone never runs code of its own
+                again += f" --workload {shlex.quote(resolved.model.workload)}"
             print(f"to go on from its last checkpoint: {again}", file=sys.stderr)
         raise
     if result is None:  # a rank of torchrun's, but not the first

@@ -189,6 +189,7 @@ def fully_sharded(
         optimizer=lambda job: job.state * padded(job, only_trained=True) / parts(job),
         peak=peak,
         groups=groups,
+        if_irregular=8.0,  # each call of a block gathers it anew
     )
 
 

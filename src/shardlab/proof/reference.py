@@ -28,6 +28,9 @@ from shardlab.workloads.base import cast_model
 Gradients = dict[str, Tensor | None]
 
 TWIN = 0.9  # the twin's scale of the loss: not a power of two, so that every rounding is another
+# More than the coarsest arithmetic inside a model (bf16) makes of another order. What differs more
+# would hide any mistake.
+UNJUDGEABLE = 0.03
 # How much more than the twin a right strategy may differ: both are samples of the same noise, and
 # of a tensor with a single element the twin's may happen to be small.
 MARGIN = 64.0
@@ -263,6 +266,12 @@ def measure(
             floor = scale.unit(max(size, FLOOR * top))
             units["gradient", name] = _unit(floor, MARGIN * noise[name] / scale.tolerance)
             moved[name] = MARGIN * noise[name] + scale.eps * (256 * size + 64 * top)
+        if not rounding and reference.noise > UNJUDGEABLE:
+            raise UsageError(
+                f"nothing can be proved on {subject.workload.name}: in one process its gradients "
+                f"differ by {reference.noise:.0e} of themselves when the loss is scaled, or added "
+                "up in another order (a hook on a gradient that is not linear?)"
+            )
         reference.units.append(units)
         rounding.append(moved)
     lower, upper = (_moved(reference, rounding, sign, subject, config, device) for sign in (-1, 1))

@@ -216,6 +216,12 @@ def refuse_unsupported(model: nn.Module, ranks: int | None = None) -> None:
                 f"'{name}' has no shape yet (a lazy module): call the model once on a sample in "
                 "make_model, or give the module its sizes"
             )
+    for name, p in model.named_parameters():
+        if ranks != 1 and getattr(p, "_post_accumulate_grad_hooks", None):
+            raise UsageError(
+                f"parameter '{name}' has a hook of the model's own that runs after its gradient is "
+                "added up; on several ranks that is not the whole gradient: use p.register_hook"
+            )
     for name, module in model.named_modules():
         is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         if is_sparse and module.weight.requires_grad:

@@ -65,6 +65,13 @@ class Zero3(Sharded):
         blocks: Sequence[str] = (),
         comm_dtype: str = "fp32",
     ) -> None:
+        for name, module in model.named_modules():
+            kind = type(module).__name__
+            if isinstance(module, torch.jit.ScriptModule) or kind == "OptimizedModule":
+                raise UsageError(
+                    f"zero3: module '{name or kind}' is compiled by the model itself, and zero3 "
+                    "cannot see what it reads; use training.compile: blocks, or the strategy zero2"
+                )
         super().__init__(model, make_optimizer, loss_fn, mesh, rule)
         self.comm_dtype = base.option("zero3's comm_dtype", comm_dtype, DTYPES)
         self.units: list[Block]  # type: ignore[assignment]

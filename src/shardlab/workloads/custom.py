@@ -72,6 +72,7 @@ def build(
     if key not in _checked:
         gpus = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=gpus):
+            torch.manual_seed(0)  # the same finding on every rank, and in every run
             _checked[key] = _check(name, built, where, device)
     found = _checked[key]
     workload = built if isinstance(built, Workload) else built.workload(found.finding)
@@ -274,6 +275,7 @@ def _try(
     hooks = [
         module.register_forward_pre_hook(lambda _m, _a, name=module_name: called.add(name))
         for module_name, module in model.named_modules()
+        if not isinstance(module, torch.jit.ScriptModule)  # which takes no such hooks
     ]
     with blame(name, "the loss"):
         loss: Any = _loss_in_eval(workload.loss, model, batch)
