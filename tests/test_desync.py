@@ -213,11 +213,9 @@ def state_after(config: configs.Config) -> tuple[dict[str, torch.Tensor], list[s
     ],
 )
 def test_no_checkpoint_is_made_of_replicas_that_differ(
-    strategy: str, more: dict[str, Any], reason: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    strategy: str, more: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
     """Drifted or out of step, saved, found later, started again: as if nothing had happened."""
-    monkeypatch.setenv("TROUBLED", str(tmp_path))
     base = {
         "training.steps": 12, "checkpoint.every": 2, "launch.max_restarts": 1, "launch.world": 2,
         "launch.device": "cpu", "guard.drift_every": 7, "guard.check_steps": 0,
@@ -225,6 +223,8 @@ def test_no_checkpoint_is_made_of_replicas_that_differ(
     }  # fmt: skip
     plain = {"OptimizerDriftingOnce": "simple_ddp", "SwappingOnce": f"{FILE}:InOrder"}
     name = f"{FILE}:{strategy}" if strategy in plain else strategy
+    if strategy in plain:
+        more = more | {"strategy.options": {"marker": str(tmp_path / "marker")}}
     undisturbed, none = state_after(
         config_of(tmp_path / "plain", plain.get(strategy, strategy), **base)
     )

@@ -397,7 +397,7 @@ def loss(model, batch):
 def make():
     return nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
 
-workload = Workload("line", make, loss, Rows())
+workload = Workload("line", make, loss, Rows(), blocks=())
 """
 
 

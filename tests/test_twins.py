@@ -308,7 +308,9 @@ class Model(odd.SkipsOnOneRank):
     def forward(self, x):
         return super().forward(x) if len(x) else self.head(self.stem(x))
 
-workload = Workload("mine", Model, odd.plain_loss, Data(), blocks=("blocks.0", "blocks.1"))
+workload = Workload(
+    "mine", Model, odd.plain_loss, Data(), blocks=("blocks.0", "blocks.1"), couples_samples=True
+)
 """
 
 

@@ -18,6 +18,7 @@ from shardlab import comm
 from shardlab.config import DataConfig
 from shardlab.strategies import base
 from shardlab.strategies.simple_ddp import SimpleDDP
+from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch, Workload
 
 BATCH = 4  # the global batch that the data set counts its steps by, unshuffled
@@ -153,12 +154,15 @@ class Swapping(InOrder):
 
 
 class SwappingOnce(InOrder):
-    """The same, in the first start of a run alone: the folder ``TROUBLED`` tells."""
+    """The same, in the first start of a run alone: the file ``marker`` tells."""
+
+    def __init__(self, *args: Any, rule: Rule, marker: str) -> None:
+        super().__init__(*args, rule=rule)
+        self.marker = Path(marker)
 
     def order(self, names: list[str]) -> list[str]:
-        marker = Path(os.environ["TROUBLED"]) / "swapped"
-        if comm.LEDGER.step == 4 and self.group.rank() == 1 and not marker.exists():
-            marker.touch()
+        if comm.LEDGER.step == 4 and self.group.rank() == 1 and not self.marker.exists():
+            self.marker.touch()
             names[1:3] = reversed(names[1:3])
         return names
 
@@ -166,11 +170,14 @@ class SwappingOnce(InOrder):
 class OptimizerDriftingOnce(SimpleDDP):
     """Rank 1's momentum changes after step 3, in the first start of a run alone; no weight does."""
 
+    def __init__(self, *args: Any, rule: Rule, marker: str) -> None:
+        super().__init__(*args, rule=rule)
+        self.marker = Path(marker)
+
     def step(self) -> None:
         super().step()
-        marker = Path(os.environ["TROUBLED"]) / "drifted"
-        if comm.LEDGER.step == 3 and self.group.rank() == 1 and not marker.exists():
-            marker.touch()
+        if comm.LEDGER.step == 3 and self.group.rank() == 1 and not self.marker.exists():
+            self.marker.touch()
             self.optimizer.state[self.params["second.weight"]]["exp_avg"][0, 0] += 0.5
 
 
