@@ -1151,6 +1151,12 @@ class FunctionalCall(Net):
         return self.head(self.blocks[2](x))
 
 
+@animal("vmap over a block: inside, tensors have no storage and take no hooks", empty_ranks=False)
+class Vmapped(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[2](self.blocks[1](torch.vmap(self.blocks[0])(x))))
+
+
 class OwnParameter(nn.Parameter):
     """A class of the user's own, as of quantised weights."""
 

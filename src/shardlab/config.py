@@ -103,7 +103,7 @@ class TrainingConfig:
     weight_decay: float = 0.0
     no_decay: str = "nothing"  # "norms_and_biases": parameters of fewer than two dimensions
     momentum: float = 0.0  # sgd, rmsprop, muon; 0: the class's own
-    betas: list[float] | None = None  # of Adam and its kind; none: the class's own
+    betas: list[float] | None = None  # for Adam-like optimizers; None: the class's default
     eps: float | None = None  # none: the class's own
     optimizer_options: dict[str, Any] = field(default_factory=dict)  # other arguments of the class
     # "cosine": the rate falls to min_rate of itself over the run; or your own: file.py:function,
@@ -112,7 +112,7 @@ class TrainingConfig:
     warmup_steps: int = 0  # the rate rises in a line over so many steps, before either
     min_rate: float = 0.0  # cosine only: a fraction of the learning rate
     clip_norm: float | None = None  # the largest norm of the whole gradient; none: any
-    clip_value: float | None = None  # the largest element of the gradient; none: any
+    clip_value: float | None = None  # gradients are clipped to this size; None: they are not
     # A moving average of the parameters, kept with the optimizer's state, and evaluated instead of
     # them: so much of it stays at each step. None: no average
     ema_decay: float | None = None

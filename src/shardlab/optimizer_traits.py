@@ -78,7 +78,7 @@ def measured(plan: Plan) -> Traits:
 
 
 def _samples(plan: Plan) -> list[list[str]]:
-    """Of each group the names of some parameters: two of each number of dimensions."""
+    """For each group, the names of two parameters of each number of dimensions."""
     result = []
     for names in plan.groups():
         by_dim: dict[int, list[str]] = {}

@@ -80,8 +80,8 @@ def to_remove(
     keep_every: int | None,
     is_whole: Callable[[int], bool] = lambda _step: True,
 ) -> list[int]:
-    """Of these checkpoints, those that need not stay: older than the last ``keep_last`` that are
-    whole, and of no step that ``keep_every`` divides. Damaged ones push out nothing."""
+    """The checkpoints that may be removed: they are older than the last ``keep_last`` whole ones,
+    and ``keep_every`` does not divide their step. A damaged one never makes a whole one go."""
     newest_first = sorted(steps, reverse=True)
     if len(newest_first) <= keep_last:
         return []

@@ -66,7 +66,7 @@ def _value(loss: Tensor) -> float:
 
 
 def _random_state(device: torch.device) -> tuple[bytes, ...]:
-    """Of every generator that a model may draw from without making its own."""
+    """The state of every global random generator that a model may draw from."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))

@@ -123,7 +123,7 @@ def refuse_others(old: Mapping[str, Any], cells: Sequence[Cell]) -> None:
 
 
 def refuse_unsure(old: Mapping[str, Any], repeats: int, limits: Limits) -> None:
-    """Of one visit nobody can say what is noise, and "slower" would never be sure."""
+    """One visit does not show the noise, so "slower" could never be said with confidence."""
     measured = [cell["step_ms_repeats"] for cell in old["cells"] if cell["step_ms"] is not None]
     if "slower" not in limits:
         return

@@ -148,7 +148,9 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def _collect(value: Any, found: list[Tensor], depth: int) -> None:
     if isinstance(value, Tensor):
-        found.append(value)
+        # Inside vmap a tensor stands for a batch of them: it has no storage and takes no hooks.
+        if not torch._C._functorch.is_functorch_wrapped_tensor(value):
+            found.append(value)
     elif depth > 8:
         return
     elif isinstance(value, Mapping):
