@@ -39,7 +39,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 test: $(READY) lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --whole
 
 site: $(READY)
 	$(BIN)/python -m sphinx -W --keep-going -q -b html -d site/.doctrees docs site

@@ -21,6 +21,12 @@ torch.set_num_threads(1)
 GetRanks = Callable[[int], Ranks]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--whole", action="store_true", help="every cell of the zoo, not the part of 90 seconds"
+    )
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[GetRanks]:
     """``ranks(2)`` is a world of two Gloo ranks on the CPU."""

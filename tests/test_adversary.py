@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 import commands
 from conftest import GetRanks
-from shardlab import optimizers, train
+from shardlab import optimizers
 from shardlab.errors import UsageError
 from shardlab.strategies import base
 from shardlab.strategies.zero3 import Zero3
 from shardlab.workloads.base import Batch
+from shardlab.workloads.first_calls import watch_first_calls
 from shardlab.world import World
 
 
@@ -38,18 +39,60 @@ class GrowsABuffer(GrowsALayer):
         return self.layer(x) * self.scale
 
 
+BATCH = Batch(torch.ones(4, 3), None, count=4, samples=4)
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    return model(batch.inputs).sum()
+
+
+def never(note: str) -> None:
+    raise AssertionError(note)
+
+
 @pytest.mark.parametrize(
     ("make", "name"), [(GrowsALayer, "adapter.weight"), (GrowsABuffer, "scale")]
 )
 def test_tensors_that_are_made_in_the_first_forward(make: type[nn.Module], name: str) -> None:
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        return model(batch.inputs).sum()
-
-    batch = Batch(torch.randn(4, 3), None, count=4, samples=4)
     with pytest.raises(UsageError, match=f"makes '{name}' in its first forward"):
-        train.refusing_new_tensors(loss)(make(), batch)
-    checked, plain = train.refusing_new_tensors(lambda m, b: m(b.inputs).sum()), nn.Linear(3, 1)
-    assert [checked(plain, batch).requires_grad for _ in range(2)] == [True, True]
+        watch_first_calls(loss, never)(make(), BATCH)
+    checked, plain = watch_first_calls(loss, never), nn.Linear(3, 1)
+    assert [checked(plain, BATCH).requires_grad for _ in range(3)] == [True, True, True]
+
+
+class ReplacesItsWeight(GrowsALayer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.weight = nn.Parameter(self.layer.weight.detach().clone())
+        return self.layer(x)
+
+
+def test_a_parameter_that_forward_replaces_would_never_train() -> None:
+    with pytest.raises(UsageError, match=r"a new parameter in the place of 'layer\.weight'"):
+        watch_first_calls(loss, never)(ReplacesItsWeight(), BATCH)
+
+
+class Counts(GrowsALayer):
+    """Beside a counter it has a cache, of which nothing need be said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer.calls = 0
+        self.cached_length = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.calls += 1
+        self.cached_length = len(x)
+        self.last = x.detach().mean(0)
+        return self.layer(x) * self.layer.calls
+
+
+def test_state_in_plain_attributes_is_noted_once() -> None:
+    notes: list[str] = []
+    watched, model = watch_first_calls(loss, notes.append), Counts()
+    for _ in range(4):
+        watched(model, BATCH)
+    assert len(notes) == 1
+    assert "changes 'last', 'layer.calls' in every forward" in notes[0]
 
 
 def test_a_hook_after_accumulation_sees_a_part_only() -> None:

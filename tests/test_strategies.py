@@ -39,7 +39,7 @@ def test_a_five_minute_read(name: str) -> None:
     """A short file, the schedule in the docstring, the contract's methods all there."""
     make = naming.resolve(name, STRATEGIES, "strategy")
     path = Path(inspect.getfile(make))
-    limit = 330 if name == "zero3" else 220  # it meets every way in which a model may read a weight
+    limit = 350 if name == "zero3" else 220  # it meets every way in which a model may read a weight
     assert len(path.read_text().splitlines()) < limit
     assert "Schedule" in (make.__doc__ or "")
     methods = [m for m in vars(Strategy) if not m.startswith("_")]

@@ -710,6 +710,15 @@ def workload():
     assert "the blocks are guessed from the model: layers.1, layers.2" in workload.notes
 
 
+def test_a_model_in_half_precision_trains_in_float32_and_that_is_noted(tmp_path: Path) -> None:
+    source = """
+def workload():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).half()), pairs, nn.CrossEntropyLoss()
+"""
+    (note,) = (n for n in build(tmp_path, source).notes if "half precision" in n)
+    assert "'1.weight' in half precision; parameters are kept and updated in float32" in note
+
+
 # ------------------------------------------------------------------ streams
 
 

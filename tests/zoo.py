@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import copy
 import re
+import threading
 import warnings
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -1927,3 +1929,27 @@ class BackwardNeverComes(Net):
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(hidden if says_so(x) else hidden.detach())
+
+
+@animal(
+    "a block that runs in a thread of the model's; hooks on saved tensors are per thread",
+    refused={"zero3": "in a thread of its own"},
+)
+class Threads(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            hidden = pool.submit(self.blocks[0], x).result()
+        return self.head(self.blocks[2](self.blocks[1](hidden)))
+
+
+@animal(
+    "a thread whose result nobody misses: the model runs on without it",
+    refused={"zero3": "in a thread of its own"},
+)
+class LooseThread(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        thread = threading.Thread(target=lambda: found.append(self.blocks[0](x)))
+        thread.start()
+        thread.join()
+        return super().forward(x) + sum(f.sum() for f in found)

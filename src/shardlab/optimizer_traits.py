@@ -41,7 +41,7 @@ class Traits:
     counters: frozenset[str] = frozenset()  # options of groups that step() changes
 
 
-STEPS = 3
+STEPS = 30  # some optimizers change their rule after a number of steps (Shampoo: 25)
 SIZES = (5, 4, 3, 2, 2)  # of a tensor that stands for a parameter of so many dimensions
 UNMEASURED = {"fused": False, "foreach": False, "capturable": False, "lr": 0.05}
 Part = slice | DeviceMesh | None  # of a tensor: a flat piece, this rank's rows, or all

@@ -43,6 +43,7 @@ from shardlab.trace import capture
 from shardlab.workloads import WORKLOADS, batchnorm, custom
 from shardlab.workloads.base import Batch, LossFn, Workload, cast_model
 from shardlab.workloads.blame import blame
+from shardlab.workloads.first_calls import watch_first_calls
 from shardlab.world import World
 
 VISIBLE_S = 5.0  # how long a rank looks for the run folder that rank 0 has made
@@ -205,32 +206,12 @@ def nothing_to_shard_by(strategy: str) -> str:
     )
 
 
-def refusing_new_tensors(loss: LossFn) -> LossFn:
-    """The loss, whose first call may not give the model parameters or buffers that it had not: no
-    strategy and no optimizer would know of them, and ranks would have different ones."""
-    is_first = True
-
-    def checked(model: nn.Module, batch: Batch) -> torch.Tensor:
-        nonlocal is_first
-        if not is_first:
-            return loss(model, batch)
-        is_first = False
-        before = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-        result = loss(model, batch)
-        for name, _ in (*model.named_parameters(), *model.named_buffers()):
-            if name not in before:
-                raise UsageError(
-                    f"the model makes '{name}' in its first forward, when it is too late to train, "
-                    "send or save it: make it in __init__, or run the model once in make_model"
-                )
-        return result
-
-    return checked
-
-
 def loss_fn(config: Config, workload: Workload, world: World) -> LossFn:
     """The workload's loss in the run's precision; in a run with faults, where they strike."""
-    loss = refusing_new_tensors(in_precision(workload.loss, config.precision.compute))
+    loss = in_precision(workload.loss, config.precision.compute)
+    loss = watch_first_calls(
+        loss, lambda note: world.tell({"note": note}) if world.rank == 0 else None
+    )
     inject.arm(config.faults, world, config.strategy.name)
     return inject.in_forward(loss, config.strategy.name) if config.faults else loss
 

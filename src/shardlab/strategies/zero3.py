@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -80,6 +81,8 @@ class Zero3(Sharded):
         self.by_storage = {unit.storage._cdata: i for i, unit in enumerate(self.units)}
         self.agenda = Agenda(len(self.units), self._start, self._agree)
         self.is_running = False  # between the beginning and the end of a micro-batch
+        self.thread = 0  # the thread that runs it; autograd may call hooks from threads of its own
+        self.refusal: UsageError | None = None  # raised where the caller hears it
         modules: dict[nn.Module, list[int]] = {}
         for i, unit in enumerate(self.units):
             modules.setdefault(unit.module, []).append(i)
@@ -111,6 +114,12 @@ class Zero3(Sharded):
     def _need(self, i: int) -> None:
         """The unit's parameters are about to be read: make it whole."""
         unit = self.units[i]
+        if not in_backward() and threading.get_ident() != self.thread:
+            self.refusal = UsageError(
+                f"zero3: the model runs '{unit.label or 'the root'}' in a thread of its own; ranks "
+                "could not agree in which order to gather its parameters; use the strategy zero2"
+            )
+            raise SystemExit  # ends the model's thread without a traceback
         if unit.state is SHARDED:
             self.agenda.reach(GATHER, i, in_backward())
         self.agenda.use(i)
@@ -244,7 +253,7 @@ class Zero3(Sharded):
         self.agenda.begin(kind, extras=len(self.params))
         for unit in self.units:
             unit.begin()
-        self.is_running = True
+        self.is_running, self.thread, self.refusal = True, threading.get_ident(), None
 
     def _end_forward(self) -> None:
         for unit in self.units:
@@ -292,14 +301,19 @@ class Zero3(Sharded):
 
     def _forward(self, batch: Batch) -> Tensor:
         try:
-            return self.loss_fn(self.model, batch)
-        except RuntimeError as error:
+            loss = self.loss_fn(self.model, batch)
+        except BaseException as error:
+            if self.refusal is not None:
+                raise self.refusal from None
             if "saved tensor hooks" not in str(error):
                 raise
             raise UsageError(
                 "zero3: the model uses torch.func (grad, vjp, jacrev …), which does not run beside "
                 "hooks on what autograd saves; use torch.autograd.grad, or the strategy zero2"
             ) from None
+        if self.refusal is not None:  # the model does without what its thread did not compute
+            raise self.refusal
+        return loss
 
     @torch.no_grad()
     def infer(self, function: base.Infer[base.T], batch: Batch) -> base.T:

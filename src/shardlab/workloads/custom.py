@@ -239,6 +239,12 @@ def _check(name: str, built: Workload | Short, where: Place, device: torch.devic
             "the function returns the same model each time: make it inside the function, as each "
             "strategy begins with a new one"
         )
+    narrow = [n for n, p in model.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)]
+    if narrow:
+        notes.append(
+            f"the model is made with '{narrow[0]}' in half precision; parameters are kept and "
+            "updated in float32, and --precision bf16 or fp16 computes in half precision"
+        )
     batch = _check_data(name, workload, where).to(device)
     if workload.blocks is not None:
         check_blocks(model, workload.blocks)
