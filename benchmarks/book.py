@@ -61,7 +61,7 @@ def compact(text: str) -> str:
 def wanted() -> dict[Path, str]:
     """Every chapter and picture as it should be."""
     numbers = read()
-    files = {p: blocks.fill(p.read_text(encoding="utf-8"), numbers) for p in blocks.chapters()}
+    files = {p: blocks.fill(p.read_text(encoding="utf-8"), numbers) for p in blocks.pages()}
     for name, step in numbers["traces"]["data"].items():
         title = f"{name}: one step of {step['wall_ms']:.0f} ms"
         files[FIGURES / f"trace-{name}.svg"] = timeline.draw(step, title)

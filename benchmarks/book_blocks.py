@@ -33,6 +33,11 @@ def chapters() -> list[Path]:
     return sorted(BOOK.glob("*.md"))
 
 
+def pages() -> list[Path]:
+    """Everything that has parts from sources: the chapters, and pages that show code."""
+    return [*chapters(), ROOT / "README.md", ROOT / "docs" / "your-strategy.md"]
+
+
 def fill(text: str, numbers: Numbers) -> str:
     """The chapter with every named part as its source has it now."""
 

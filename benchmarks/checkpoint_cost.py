@@ -41,7 +41,7 @@ def measure(world: Any, values: dict[str, Any], folder: str, rounds: int) -> dic
     config = configs.from_dict(values)
     workload = train.build_workload(config)
     strategy: Any = train.build_strategy(config, workload, world)
-    (microbatches,) = train.batches(workload, config, world)
+    (microbatches,) = train.Batches(workload, config, world)
     strategy.gradients(microbatches)
     strategy.step()
     where = Path(folder)

@@ -50,7 +50,7 @@ def train(world: Any, values: dict[str, Any], name: str) -> dict[str, Any]:
     losses, rows = [], []
     comm.LEDGER.reset()
     chosen = strategy.compressor if "late" in name else None
-    for step, microbatches in enumerate(training.batches(workload, config, world)):
+    for step, microbatches in enumerate(training.Batches(workload, config, world)):
         if chosen is not None:
             strategy.compressor = chosen if step >= 10 else Compressor()
         losses.append(float(strategy.gradients(microbatches)))

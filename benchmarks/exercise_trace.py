@@ -60,8 +60,10 @@ def record(world: Any, values: dict[str, Any], folder: str) -> None:
         FromTheStart(enabled=True), world, LEDGER, strategy, own, config.strategy.name
     )
     with Recorder(own, world, LEDGER, STEPS, capture) as recorder:
-        batches = train.batches(workload, config, world)
-        train.train(strategy, _late(batches) if world.rank == 1 else batches, recorder)
+        batches = train.Batches(workload, config, world)
+        train.train(
+            strategy, _late(batches) if world.rank == 1 else batches, recorder, range(STEPS)
+        )
 
 
 def _late(batches: Iterable[Any]) -> Iterator[Any]:

@@ -104,12 +104,12 @@ def ours(world: Any, batch: int, compile_what: str) -> Callable[[int], None]:
     )
     workload = train.build_workload(config)
     strategy = train.build_strategy(config, workload, world)
-    data = train.batches(workload, config, world)
+    data = train.Batches(workload, config, world)
     comm.LEDGER.reset(full_steps=0)
 
     def steps(count: int) -> None:
         with Recorder(None, world, comm.LEDGER, count) as recorder:
-            train.train(strategy, itertools.islice(data, count), recorder)
+            train.train(strategy, data, recorder, range(count))
 
     return steps
 

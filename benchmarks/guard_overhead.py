@@ -42,6 +42,7 @@ def measure(world: Any, values: dict[str, Any], blocks: int) -> dict[str, Any]:
     from shardlab import comm, environment, train
     from shardlab.guard import drift, watchdog
     from shardlab.guard.guards import Guards
+    from shardlab.guard.numbers import NumbersGuard
     from shardlab.strategies.update import Rule
 
     config = configs.from_dict(values)
@@ -50,8 +51,8 @@ def measure(world: Any, values: dict[str, Any], blocks: int) -> dict[str, Any]:
     guards = Guards(config, world)
     comm.LEDGER.check = None  # the first steps are measured apart, below
     strategy: Any = train.build_strategy(config, workload, world)
-    watched = guards.watched(strategy)
-    steps = train.batches(workload, config, world)
+    numbers = NumbersGuard(strategy, world, config.training.on_nonfinite)
+    steps = train.Batches(workload, config, world)
     counted = comm.all_reduce
     reductions = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
     rules: dict[bool, Rule] = {
@@ -70,8 +71,10 @@ def measure(world: Any, values: dict[str, Any], blocks: int) -> dict[str, Any]:
             strategy.step()
             return
         comm.LEDGER.step = number
-        watched.gradients(microbatches)
-        watched.step()
+        loss = strategy.gradients(microbatches)
+        numbers.check_loss(number, loss, microbatches)
+        strategy.step()
+        numbers.after_step(number, loss)
         comm.LEDGER.step = None
         for row in comm.LEDGER.take():
             json.dumps(row)

@@ -43,7 +43,7 @@ def take_turns(world: Any, ours: dict[str, Any], theirs: dict[str, Any]) -> dict
     times: dict[str, list[float]] = {"ours": [], "theirs": []}
     losses: dict[str, float] = {}
     comm.LEDGER.reset(full_steps=0)  # as in a comparison's timed steps: totals only
-    for i, microbatches in enumerate(train.batches(workload, config, world)):
+    for i, microbatches in enumerate(train.Batches(workload, config, world)):
         comm.LEDGER.step = i
         for kind in ("ours", "theirs") if i % 2 else ("theirs", "ours"):
             comm.barrier(world.group)

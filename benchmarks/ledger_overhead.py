@@ -35,7 +35,7 @@ def measure(world: Any, values: dict[str, Any]) -> dict[str, Any]:
     config = configs.from_dict(values)
     workload = train.build_workload(config)
     strategy = train.build_strategy(config, workload, world)
-    steps = train.batches(workload, config, world)
+    steps = train.Batches(workload, config, world)
     counted = comm.all_reduce
     reductions = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 

@@ -33,7 +33,7 @@ def take_turns(world: Any, values: dict[str, Any], depth: int) -> dict[str, Any]
     workload = train.build_workload(config)
     strategy = train.build_strategy(config, workload, world)
     loaders = {
-        kind: train.batches(workload, config.with_overrides({"data.prefetch": n}), world)
+        kind: train.Batches(workload, config.with_overrides({"data.prefetch": n}), world)
         for kind, n in (("plain", 0), ("ahead", depth))
     }
     waits: dict[str, list[float]] = {kind: [] for kind in loaders}

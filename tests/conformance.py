@@ -8,7 +8,6 @@ after another and knows nothing of shardlab's strategies.
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import toys
 from shardlab import comm, naming, optimizers
 from shardlab.launch import Ranks
 from shardlab.strategies import STRATEGIES
+from shardlab.strategies.base import Setup
 from shardlab.workloads.base import Batch
 from shardlab.world import World
 
@@ -105,13 +105,11 @@ def run_cases(
     make = (
         naming.resolve(strategy, STRATEGIES, "strategy") if isinstance(strategy, str) else strategy
     )
-    by_block = "blocks" in inspect.signature(make).parameters
     results = []
     for case in cases:
         model = toys.build(case.toy, seed=world.rank)
-        if by_block:
-            options = {**options, "blocks": toys.BLOCKS[case.toy]}
-        instance = make(model, make_optimizer(case.optimizer), toys.loss, world.mesh, **options)
+        optimizer, blocks = make_optimizer(case.optimizer), toys.BLOCKS[case.toy]
+        instance = make(Setup(model, optimizer, toys.loss, world.mesh, blocks=blocks), **options)
         result = Trajectory()
         for step in range(STEPS):
             microbatches: list[Batch] = [toys.batch(step, world.rank, m) for m in range(case.micro)]

@@ -7,7 +7,6 @@ in one process; both return losses, gradients and parameters of each step.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlab import naming, optimizers
 from shardlab.strategies import STRATEGIES
+from shardlab.strategies.base import Setup
 from shardlab.workloads.base import Batch
 from shardlab.world import World
 
@@ -704,9 +704,8 @@ def plain(name: str, ranks: int) -> Course:
 
 def run(world: World, strategy: str, name: str, options: dict[str, Any]) -> Course:
     make = naming.resolve(strategy, STRATEGIES, "strategy")
-    if "blocks" in inspect.signature(make).parameters:
-        options = {**options, "blocks": CASES[name].blocks}
-    instance = make(build(name, world.rank), MAKE, CASES[name].loss, world.mesh, **options)
+    model, case = build(name, world.rank), CASES[name]
+    instance = make(Setup(model, MAKE, case.loss, world.mesh, blocks=case.blocks), **options)
     course: Course = []
     for step in range(STEPS):
         loss = float(instance.gradients([batch(step, world.rank)]))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardlab.strategies.base import Setup
 from shardlab.strategies.pytorch_ddp import PyTorchDDP
 from shardlab.strategies.pytorch_zero3 import PyTorchZero3
 from shardlab.strategies.zero2 import Zero2
@@ -188,10 +189,10 @@ MISTAKES: dict[str, Mistake] = {
 
 def _with(base: Any, name: str, mistake: Mistake) -> Any:
     class Mistaken(base):  # type: ignore[misc]
-        def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
-            super().__init__(model, *args, **options)
-            if _is_here(model):
-                mistake(model.get_submodule(LAYER), model)
+        def __init__(self, setup: Setup, **options: Any) -> None:
+            super().__init__(setup, **options)
+            if _is_here(self.model):
+                mistake(self.model.get_submodule(LAYER), self.model)
 
     Mistaken.__signature__ = inspect.signature(base)  # its options, for whoever asks
     Mistaken.__name__ = Mistaken.__qualname__ = f"{base.__name__}{name.title()}"

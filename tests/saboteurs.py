@@ -14,7 +14,6 @@ from shardlab.strategies import base
 from shardlab.strategies.bucket_ddp_async import BucketDDPAsync
 from shardlab.strategies.compress import Compressor
 from shardlab.strategies.ready import InOrder
-from shardlab.strategies.replica import Replica
 from shardlab.strategies.simple_ddp import all_reduce_gradients
 from shardlab.strategies.simple_ddp_async import SimpleDDPAsync
 from shardlab.strategies.simple_ddp_ga import SimpleDDPGradientAccumulation as Right
@@ -72,7 +71,7 @@ class NoBroadcast(Right):
     """Each rank starts from its own weights (buffers are still sent, each step)."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        Replica.__init__(self, *args, **options)
+        base.Strategy.__init__(self, *args, **options)
         self.compressor = Compressor()
 
 

@@ -13,6 +13,7 @@ from conftest import GetRanks
 from shardlab import optimizers
 from shardlab.errors import UsageError
 from shardlab.strategies import base
+from shardlab.strategies.base import Setup
 from shardlab.strategies.zero3 import Zero3
 from shardlab.workloads.base import Batch
 from shardlab.workloads.first_calls import watch_first_calls
@@ -106,7 +107,7 @@ def test_a_hook_after_accumulation_sees_a_part_only() -> None:
 def scripted(world: World) -> None:
     model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 1)))
     make = optimizers.of_class(torch.optim.SGD, lr=0.1)
-    Zero3(model, make, lambda m, b: m(b.inputs).sum(), world.mesh, blocks=["1"])
+    Zero3(Setup(model, make, lambda m, b: m(b.inputs).sum(), world.mesh, blocks=["1"]))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import random
 from pathlib import Path
@@ -25,6 +24,7 @@ from shardlab.checkpoint.start import Start
 from shardlab.config import CheckpointConfig
 from shardlab.errors import UsageError
 from shardlab.strategies import STRATEGIES
+from shardlab.strategies.base import Setup
 from shardlab.workloads import huggingface
 from shardlab.world import World
 from test_resume import OPTIONS, run
@@ -75,13 +75,11 @@ class Layouts(nn.Module):
 def build(world: World, strategy: str, kind: str, seed: int) -> Any:
     make = naming.resolve(strategy, STRATEGIES, "strategy")
     options: dict[str, Any] = dict(OPTIONS.get(strategy, {}))
-    if "blocks" in inspect.signature(make).parameters:
-        options["blocks"] = ()
     torch.manual_seed(seed)
     torch.set_default_dtype(torch.float64)
     model = Layouts(kind)
     torch.set_default_dtype(torch.float32)
-    return make(model, make_optimizer("adamw"), toys.loss, world.mesh, **options)
+    return make(Setup(model, make_optimizer("adamw"), toys.loss, world.mesh), **options)
 
 
 def saved_state(

@@ -21,6 +21,7 @@ from shardlab import config as configs
 from shardlab import train as training
 from shardlab.errors import UsageError
 from shardlab.strategies import STRATEGIES
+from shardlab.strategies.base import Setup
 from shardlab.strategies.compress import Compressor, Half
 from shardlab.strategies.powersgd import PowerSGD
 from shardlab.strategies.update import Rule
@@ -214,7 +215,7 @@ def build(
 ) -> Any:
     make = naming.resolve(name, STRATEGIES, "strategy")
     sgd = optimizers.of_class(torch.optim.SGD, lr=0.1)
-    return make(model, sgd, toys.loss, world.mesh, rule=rule, **options)
+    return make(Setup(model, sgd, toys.loss, world.mesh, rule), **options)
 
 
 def train_toy(
@@ -324,7 +325,7 @@ def several_buckets(world: World) -> Arrays:
     )  # fmt: skip
     workload = training.build_workload(config)
     strategy = training.build_strategy(config, workload, world)
-    for microbatches in training.batches(workload, config, world):
+    for microbatches in training.Batches(workload, config, world):
         strategy.gradients(microbatches)
         strategy.step()
     return arrays(strategy.full_params())

@@ -26,6 +26,7 @@ from shardlab.measure.simulate import Tracker, backend_of
 from shardlab.measure.sizes import parse_bytes
 from shardlab.report import memory as report
 from shardlab.strategies import STRATEGIES
+from shardlab.strategies.base import Setup
 from shardlab.strategies.simple_ddp import SimpleDDP
 
 WEIGH = "shardlab.measure.estimate:weigh"
@@ -97,8 +98,8 @@ def test_with_convolutions_and_buffers(
 class Hoarder(SimpleDDP):
     """A strategy of a user's, that keeps a copy of all parameters."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
         self.hoard = [p.detach().clone() for p in self.params.values()]
 
 

@@ -18,7 +18,7 @@ import commands
 import toys
 from conftest import GetRanks
 from shardlab import config as configs
-from shardlab import evaluate, optimizers
+from shardlab import evaluate
 from shardlab import train as training
 from shardlab.errors import UsageError
 from shardlab.evaluate import Evaluation
@@ -85,17 +85,6 @@ def make_workload(held_out: int = 21) -> Workload:
     return Workload("net", Net, loss, rows[0], blocks=blocks, held_out=rows[1], evaluate=sums)
 
 
-class Bare:
-    """The contract's methods alone: it lends no model, so a copy is evaluated."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        from shardlab.strategies.zero3 import Zero3
-
-        self._inside = Zero3(*args, **options)
-        for name in ("gradients", "step", "full_params"):
-            setattr(self, name, getattr(self._inside, name))
-
-
 def trained_and_evaluated(world: World, name: str, held_out: int) -> list[dict[str, Any]]:
     """On a rank: evaluate, two steps, evaluate, a step, evaluate; then one process on the result.
 
@@ -105,7 +94,7 @@ def trained_and_evaluated(world: World, name: str, held_out: int) -> list[dict[s
     config = configs.load(
         None,
         {
-            "strategy.name": "zero3" if name == "bare" else name,
+            "strategy.name": name,
             "precision.compute": "fp64",
             "training.steps": 3,
             "training.accumulate": 2,
@@ -114,15 +103,9 @@ def trained_and_evaluated(world: World, name: str, held_out: int) -> list[dict[s
         },
     )
     strategy: Any = training.build_strategy(config, workload, world)
-    if name == "bare":
-        torch.manual_seed(0)
-        strategy = Bare(
-            Net().double(), optimizers.of_class(torch.optim.AdamW, lr=1e-3), loss, world.mesh,
-            blocks=workload.blocks,
-        )  # fmt: skip
     run = training.make_evaluation(config, workload, world, strategy)
     results = [run()]
-    for i, microbatches in enumerate(training.batches(workload, config, world)):
+    for i, microbatches in enumerate(training.Batches(workload, config, world)):
         strategy.gradients(microbatches)
         strategy.step()
         if i > 0:
@@ -133,8 +116,7 @@ def trained_and_evaluated(world: World, name: str, held_out: int) -> list[dict[s
     with torch.no_grad():
         for key, tensor in (*model.named_parameters(), *model.named_buffers()):
             tensor.copy_(full[key])
-    if hasattr(strategy, "model"):
-        assert all(m.training for m in strategy.model.modules())  # as it was
+    assert all(m.training for m in strategy.model.modules())  # as it was
     alone = Evaluation(_Holder(model), workload, _Alone(world), sums, 5, dtype=torch.float64)  # type: ignore[arg-type]
     return [*results, alone(), {"read": workload.held_out.read}]
 
@@ -159,7 +141,7 @@ class _Alone:
         self.group = groups[world.rank]
 
 
-@pytest.mark.parametrize("name", [*STRATEGIES, "bare"])
+@pytest.mark.parametrize("name", list(STRATEGIES))
 def test_every_strategy_evaluates_like_one_process(name: str, ranks: GetRanks) -> None:
     """21 samples in chunks of 6 over 2 ranks: uneven, and at the end one rank has fewer."""
     size = 1 if name == "single" else 2
@@ -240,10 +222,8 @@ def test_means_and_perplexity() -> None:
 
 def test_when_it_evaluates() -> None:
     for every, total, expected in [(2, 5, [2, 4, 5]), (0, 5, [5]), (5, 5, [5]), (9, 4, [4])]:
-        told: list[int] = []
-        steps: Any = iter([["batch"]] * total)
-        assert len(list(evaluate.between_steps(steps, every, total, told.append))) == total
-        assert told == expected
+        due = [n for n in range(1, total + 1) if evaluate.is_due(n, every, total)]
+        assert due == expected
 
 
 def test_a_run_that_evaluates(tmp_path: Path) -> None:

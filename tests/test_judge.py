@@ -7,8 +7,8 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from shardlab.errors import UsageError
 from shardlab.proof import chance, locate, reference, subjects, verdict
 from shardlab.prove import cases_of, prove, small, worlds_of
 from shardlab.report import proof as report
+from shardlab.strategies.base import Setup
 from shardlab.strategies.simple_ddp_ga import SimpleDDPGradientAccumulation
 from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch, Workload
@@ -249,8 +250,8 @@ def test_one_process_clips_and_schedules(strategy: str, ranks: GetRanks) -> None
 class ForgetsToClip(SimpleDDPGradientAccumulation):
     """And takes the same rate in every step."""
 
-    def __init__(self, *args: Any, rule: Rule = Rule(), **options: Any) -> None:  # noqa: ARG002
-        super().__init__(*args, **options)
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(replace(setup, rule=Rule()))
 
 
 def test_a_strategy_that_does_not_clip_is_found(ranks: GetRanks) -> None:

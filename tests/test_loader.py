@@ -152,7 +152,8 @@ def run(world: World, overrides: dict[str, Any]) -> tuple[list[float], list[floa
     workload = training.build_workload(config)
     strategy = training.build_strategy(config, workload, world)
     with Recorder(None, world, LEDGER, 4) as recorder:
-        training.train(strategy, training.batches(workload, config, world), recorder)
+        steps = range(config.training.steps)
+        training.train(strategy, training.Batches(workload, config, world), recorder, steps)
     assert loaders() == []
     return [r["loss"] for r in recorder.rows], [r["data_ms"] for r in recorder.rows]
 

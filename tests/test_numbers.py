@@ -16,9 +16,10 @@ import commands
 import troubled
 from shardlab import config as configs
 from shardlab.config import LaunchConfig
-from shardlab.errors import Halt, UsageError
+from shardlab.errors import Halt
 from shardlab.guard import numbers
 from shardlab.launch import Ranks
+from shardlab.strategies.simple_ddp import SimpleDDP
 from shardlab.strategies.update import NotFinite, Rule, Update
 
 LAUNCH = LaunchConfig(device="cpu", timeout_s=60)
@@ -127,18 +128,22 @@ def test_the_command_says_it_in_a_line(tmp_path: Path) -> None:
     assert (found["step"], found["ranks"]) == (4, [1])
 
 
-class Alone:
-    """A strategy that makes its updates itself."""
+class UpdatesItself(SimpleDDP):
+    """It would ignore clipping, the schedule and what to do with a gradient that is not finite."""
 
-    def gradients(self, _: object) -> torch.Tensor:
-        return torch.zeros(())
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
-    def step(self) -> None: ...
 
-
-def test_skip_is_refused_where_it_cannot_be_honoured() -> None:
-    with pytest.raises(UsageError, match="Alone makes its updates itself"):
-        numbers.Watched(Alone(), None, "skip")  # type: ignore[arg-type]
+def test_a_strategy_must_use_the_update(tmp_path: Path) -> None:
+    done = commands.shardlab(
+        "train", "--strategy", f"{__file__}:UpdatesItself", "--size", "tiny", "--steps", "2",
+        "--world", "2", "--data", "synthetic", "--out", "run", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 2
+    (line,) = (n for n in done.stderr.splitlines() if n.startswith("error"))
+    assert "UpdatesItself.step() does not call self.update(gradients)" in line
 
 
 def test_the_update_looks_at_a_hundredth() -> None:
@@ -157,7 +162,5 @@ def test_the_update_looks_at_a_hundredth() -> None:
 
 
 def test_what_is_said_when_nothing_is_found() -> None:
-    fine = {"what": None, "looked": True}
+    fine = {"what": None}
     assert numbers.sentence([fine, fine]).startswith("a second forward of the same batch is finite")
-    blind = {"what": None, "looked": False}
-    assert numbers.sentence([blind]) == "the strategy lends no model to look into"

@@ -29,6 +29,7 @@ from shardlab.checkpoint.start import Start
 from shardlab.config import OPTIMIZERS, CheckpointConfig, Config, TrainingConfig
 from shardlab.errors import UsageError
 from shardlab.strategies import STRATEGIES
+from shardlab.strategies.base import Setup
 from shardlab.strategies.update import Rule
 from shardlab.workloads.base import AfterStep, MakeUsers, Workload
 from shardlab.world import World
@@ -317,13 +318,14 @@ def reference(name: str, world: int) -> tuple[list[Arrays], Arrays]:
 def build(world: World, strategy: str, name: str, seed: int) -> Any:
     case, model = CASES[name], build_net(seed)
     make = naming.resolve(strategy, STRATEGIES, "strategy")
-    options: dict[str, Any] = {"blocks": ("inlet", "middle")} if strategy in BY_BLOCK else {}
+    options: dict[str, Any] = {}
+    blocks = ("inlet", "middle") if strategy in BY_BLOCK else ()
     if "first_bucket_mb" in inspect.signature(make).parameters:
         options |= {"bucket_mb": 1e-4, "first_bucket_mb": 1e-4}  # several
     plan = optimizers.plan(
         TrainingConfig(ema_decay=case.ema), case.make, case.after, model, "the case"
     )
-    return make(model, plan, toys.loss, world.mesh, rule=case.rule, **options)
+    return make(Setup(model, plan, toys.loss, world.mesh, case.rule, blocks), **options)
 
 
 def run(world: World, strategy: str, names: list[str]) -> dict[str, tuple[list[Arrays], Arrays]]:
@@ -499,7 +501,7 @@ def refusals(world: World, make: MakeUsers, after: AfterStep | None) -> dict[str
         kind = naming.resolve(strategy, STRATEGIES, "strategy")
         plan = optimizers.plan(TrainingConfig(), make, after, model, "the workload")
         try:
-            kind(model, plan, toys.loss, world.mesh)
+            kind(Setup(model, plan, toys.loss, world.mesh))
         except UsageError as error:
             found[strategy] = str(error)
     return found
@@ -548,7 +550,7 @@ def coupled(world: World) -> Arrays:
     model = build_net(world.rank)
     kind = naming.resolve("bucket_ddp_async", STRATEGIES, "strategy")
     plan = optimizers.plan(TrainingConfig(), of(Coupled), None, model, "the workload")
-    instance = kind(model, plan, toys.loss, world.mesh, bucket_mb=1e-4, first_bucket_mb=1e-4)
+    instance = kind(Setup(model, plan, toys.loss, world.mesh), bucket_mb=1e-4, first_bucket_mb=1e-4)
     for step in range(STEPS):
         instance.gradients([toys.batch(step, world.rank, 0)])
         instance.step()
@@ -718,7 +720,7 @@ def trained_by_config(world: World, overrides: dict[str, Any]) -> list[float]:
     workload = training.build_workload(config)
     strategy: Any = training.build_strategy(config, workload, world)
     rates = []
-    for microbatches in training.batches(workload, config, world):
+    for microbatches in training.Batches(workload, config, world):
         strategy.gradients(microbatches)
         strategy.step()
         rates.append(strategy.optimizer.param_groups[0]["lr"])

@@ -26,6 +26,7 @@ from shardlab import train as training
 from shardlab.errors import UsageError
 from shardlab.schedule import SCHEDULES, learning_rate_factor
 from shardlab.strategies import STRATEGIES
+from shardlab.strategies.base import Setup
 from shardlab.strategies.update import Rule, Update
 from shardlab.workloads.base import Batch, LossFn
 from shardlab.world import World
@@ -51,12 +52,12 @@ def build(
     """SGD: an error in the gradient's size shows, where Adam would hide it."""
     make = naming.resolve(name, STRATEGIES, "strategy")
     parameters = inspect.signature(make).parameters
-    options: dict[str, Any] = {"blocks": toys.BLOCKS[toy]} if "blocks" in parameters else {}
+    options: dict[str, Any] = {}
     if "shards" in parameters and world.size % 2:
         options["shards"] = world.size  # groups of two cannot be formed
     optimizer = optimizers.of_class(torch.optim.SGD, lr=RATE)
     model = toys.build(toy, seed).to(dtype)
-    return make(model, optimizer, loss, world.mesh, rule=rule, **options)
+    return make(Setup(model, optimizer, loss, world.mesh, rule, toys.BLOCKS[toy]), **options)
 
 
 def close(actual: Arrays, expected: Arrays, tolerance: float) -> None:
@@ -195,7 +196,7 @@ def steps_of(world: World, overrides: dict[str, Any]) -> Iterator[Any]:
     config = configs.load(None, {"model.size": "tiny", "training.steps": 3, **overrides})
     workload = training.build_workload(config)
     strategy: Any = training.build_strategy(config, workload, world)
-    for microbatches in training.batches(workload, config, world):
+    for microbatches in training.Batches(workload, config, world):
         strategy.gradients(microbatches)
         strategy.step()
         yield strategy
@@ -313,7 +314,7 @@ def losses(world: World, overrides: dict[str, Any]) -> list[float]:
     workload = training.build_workload(config)
     strategy = training.build_strategy(config, workload, world)
     values = []
-    for microbatches in training.batches(workload, config, world):
+    for microbatches in training.Batches(workload, config, world):
         values.append(float(strategy.gradients(microbatches)))
         strategy.step()
     return values
@@ -383,6 +384,7 @@ NO_BLOCKS = """
 import torch
 from torch import nn
 from shardlab.workloads.base import Batch, Workload
+from shardlab.strategies.base import Setup
 
 class Rows:
     def __len__(self):

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from shardlab.proof import diagnosis, difference, verdict
 from shardlab.prove import cases_in, cases_of, small, worlds_of
 from shardlab.report import proof as report
 from shardlab.strategies import STRATEGIES
+from shardlab.strategies.base import Setup
 from shardlab.strategies.bucket_ddp_async import BucketDDPAsync
 from shardlab.strategies.simple_ddp import SimpleDDP
 from shardlab.strategies.simple_ddp_async import SimpleDDPAsync
@@ -185,8 +187,8 @@ class GathersEverything(Zero3):
 
     claim = "zero3"
 
-    def __init__(self, *args: Any, blocks: Sequence[str] = (), **options: Any) -> None:  # noqa: ARG002
-        super().__init__(*args, **options)
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(replace(setup, blocks=()))
 
 
 class Leaks(SimpleDDPGradientAccumulation):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import shutil
@@ -32,6 +31,7 @@ from shardlab.errors import UsageError
 from shardlab.record import read_jsonl
 from shardlab.runlock import RunLock
 from shardlab.strategies import STRATEGIES
+from shardlab.strategies.base import Setup
 from shardlab.strategies.update import Rule
 from shardlab.world import World
 from test_conformance import OPTIONS, REFUSED
@@ -47,13 +47,13 @@ SAVED, STEPS = 2, 4
 def build(world: World, strategy: str, toy: str, seed: int, optimizer: str) -> Any:
     make = naming.resolve(strategy, STRATEGIES, "strategy")
     options: dict[str, Any] = dict(OPTIONS.get(strategy, {}))
-    if "blocks" in inspect.signature(make).parameters:
-        options["blocks"] = toys.BLOCKS[toy]
     if strategy == "pytorch_hsdp":
         options["shards"] = 2 if world.size % 2 == 0 else 1
     rule = Rule(clip_norm=0.5, schedule=lambda step: 1 / (1 + step))
     model = toys.build(toy, seed=seed)
-    return make(model, make_optimizer(optimizer), toys.loss, world.mesh, rule=rule, **options)
+    blocks = toys.BLOCKS[toy]
+    setup = Setup(model, make_optimizer(optimizer), toys.loss, world.mesh, rule, blocks)
+    return make(setup, **options)
 
 
 def batches(world: World, step: int, of_world: int) -> list[Any]:

@@ -91,7 +91,8 @@ def losses(world: World, overrides: dict[str, Any]) -> list[float]:
     workload = training.build_workload(config)
     strategy = training.build_strategy(config, workload, world)
     with Recorder(None, world, LEDGER, 4) as recorder:
-        training.train(strategy, training.batches(workload, config, world), recorder)
+        steps = range(config.training.steps)
+        training.train(strategy, training.Batches(workload, config, world), recorder, steps)
     return [row["loss"] for row in recorder.rows]
 
 

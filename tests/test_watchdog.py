@@ -196,11 +196,10 @@ def loop(world: World, kind: str) -> None:
     comm.LEDGER.reset()
     odd = world.rank == 1
 
-    def steps() -> Iterator[int]:
-        yield from range(2 if kind == "leave" and odd else 5)
-
     with watchdog.watching(world, LIMIT_S, 60):
-        for step in pulse.loading(steps()):
+        pulse.PULSE.begin_loop()
+        for step in range(2 if kind == "leave" and odd else 5):
+            pulse.PULSE.begin_step(step)
             comm.LEDGER.step = step
             a, b = torch.ones(8), torch.ones(3)
             if step == 3 and odd and kind == "order":
@@ -209,6 +208,8 @@ def loop(world: World, kind: str) -> None:
             else:
                 comm.all_reduce(a, world.group, label="a")
                 comm.broadcast(b, world.group, label="b")
+            pulse.PULSE.end_step()
+        pulse.PULSE.enter(pulse.LEFT)
         time.sleep(60 if kind == "leave" else 0)
 
 

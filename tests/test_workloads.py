@@ -20,6 +20,7 @@ from shardlab.config import DataConfig
 from shardlab.data import catalog, obtaining, reviews, sources
 from shardlab.data.images import ImageSet
 from shardlab.errors import UsageError
+from shardlab.strategies.base import Setup
 from shardlab.workloads import WORKLOADS, batchnorm, causal_lm, images
 from shardlab.workloads.base import Batch, Part, classification_loss, hold_out
 from shardlab.workloads.batchnorm import SyncBatchNorm2d
@@ -44,7 +45,7 @@ def learn(world: World, overrides: dict[str, Any]) -> dict[str, Any]:
     workload = training.build_workload(config)
     strategy = training.build_strategy(config, workload, world)
     losses = []
-    for microbatches in training.batches(workload, config, world):
+    for microbatches in training.Batches(workload, config, world):
         losses.append(float(strategy.gradients(microbatches)))
         strategy.step()
     together = training.make_evaluation(config, workload, world, strategy)()
@@ -494,9 +495,9 @@ def normalised(world: World, name: str) -> tuple[list[float], dict[str, Any]]:
     model = Normed(SyncBatchNorm2d).double()
     batchnorm.join(model, world.group)
     make = naming.resolve(name, STRATEGIES, "strategy")
-    blocks = {"blocks": ("bn1", "conv2", "bn2")} if "zero3" in name else {}
+    blocks = ("bn1", "conv2", "bn2") if "zero3" in name else ()
     optimizer = optimizers.of_class(torch.optim.SGD, lr=0.1, momentum=0.9)
-    strategy = make(model, optimizer, classification_loss, world.mesh, **blocks)
+    strategy = make(Setup(model, optimizer, classification_loss, world.mesh, blocks=blocks))
     losses = []
     for step, split in enumerate(SPLITS):
         batch = rows(step, sum(split[: world.rank]), split[world.rank])
@@ -553,7 +554,7 @@ def whole_run(world: World, overrides: dict[str, Any]) -> list[float]:
     workload = training.build_workload(config)
     strategy = training.build_strategy(config, workload, world)
     losses = []
-    for microbatches in training.batches(workload, config, world):
+    for microbatches in training.Batches(workload, config, world):
         losses.append(float(strategy.gradients(microbatches)))
         strategy.step()
     return losses

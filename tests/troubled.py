@@ -18,7 +18,6 @@ from shardlab import comm
 from shardlab.config import DataConfig
 from shardlab.strategies import base
 from shardlab.strategies.simple_ddp import SimpleDDP
-from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch, Workload
 
 BATCH = 4  # the global batch that the data set counts its steps by, unshuffled
@@ -156,8 +155,8 @@ class Swapping(InOrder):
 class SwappingOnce(InOrder):
     """The same, in the first start of a run alone: the file ``marker`` tells."""
 
-    def __init__(self, *args: Any, rule: Rule, marker: str) -> None:
-        super().__init__(*args, rule=rule)
+    def __init__(self, setup: base.Setup, *, marker: str) -> None:
+        super().__init__(setup)
         self.marker = Path(marker)
 
     def order(self, names: list[str]) -> list[str]:
@@ -170,8 +169,8 @@ class SwappingOnce(InOrder):
 class OptimizerDriftingOnce(SimpleDDP):
     """Rank 1's momentum changes after step 3, in the first start of a run alone; no weight does."""
 
-    def __init__(self, *args: Any, rule: Rule, marker: str) -> None:
-        super().__init__(*args, rule=rule)
+    def __init__(self, setup: base.Setup, *, marker: str) -> None:
+        super().__init__(setup)
         self.marker = Path(marker)
 
     def step(self) -> None:

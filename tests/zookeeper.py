@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
 import os
 import socket
@@ -34,6 +33,7 @@ from shardlab import world as worlds
 from shardlab.errors import RankFailure, UsageError
 from shardlab.launch import LOST_PEER, Ranks
 from shardlab.strategies import STRATEGIES, pytorch_hsdp
+from shardlab.strategies.base import Setup
 from shardlab.world import World
 from zoo import MICRO, STEPS, Animal
 
@@ -185,13 +185,11 @@ def _course(animal: Animal, strategy: str, world: World, at: list[int]) -> Cours
 
 def _make(animal: Animal, strategy: str, model: nn.Module, world: World) -> Any:
     make = naming.resolve(strategy, STRATEGIES, "strategy")
-    known = inspect.signature(make).parameters
     options: dict[str, Any] = dict(OPTIONS.get(strategy, {}))
-    if "blocks" in known:
-        options["blocks"] = animal.blocks
-    if "shards" in known:
+    if strategy == "pytorch_hsdp":
         options["shards"] = world.size
-    return make(model, OPTIMIZER, animal.loss, world.mesh, **options)
+    setup = Setup(model, OPTIMIZER, animal.loss, world.mesh, blocks=animal.blocks)
+    return make(setup, **options)
 
 
 def run_cells(

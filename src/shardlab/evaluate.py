@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from shardlab.errors import UsageError
 from shardlab.guard.pulse import PULSE
 from shardlab.strategies import base
 from shardlab.strategies.base import Strategy
-from shardlab.workloads.base import Batch, Dataset, Evaluate, Sums, Workload, cast_model
+from shardlab.workloads.base import Batch, Dataset, Evaluate, Sums, Workload
 from shardlab.world import World
 
 
@@ -87,43 +87,19 @@ class Evaluation:
     @contextmanager
     def _inference(self) -> Iterator[Callable[[Evaluate, Batch], Sums]]:
         """A way to call the model in eval mode; afterwards it is as it was before."""
-        exchange = self._exchange()
-        exchange()
-        model, infer = self._model()
+        strategy, model = self.strategy, self.strategy.model
+        if self.of_average:
+            strategy.exchange_averages()
         modes = {module: module.training for module in model.modules()}
         base.broadcast_buffers(model, self.world.group)  # as before every step: rank 0's
         model.eval()
         try:
-            yield infer
+            yield strategy.infer
         finally:
             for module, was_training in modes.items():
                 module.training = was_training
-            exchange()
-
-    def _exchange(self) -> Callable[[], None]:
-        if not self.of_average:
-            return lambda: None
-        exchange: Callable[[], None] | None = getattr(self.strategy, "exchange_averages", None)
-        if exchange is None:
-            raise UsageError(
-                "training.ema_decay: the strategy has no exchange_averages(), so the average of "
-                "its parameters cannot be evaluated; leave out training.evaluate_every"
-            )
-        return exchange
-
-    def _model(self) -> tuple[nn.Module, Callable[[Evaluate, Batch], Sums]]:
-        """The strategy's own model; of a strategy that cannot lend it, a whole copy."""
-        infer = getattr(self.strategy, "infer", None)
-        model = getattr(self.strategy, "model", None)
-        if infer is not None and isinstance(model, nn.Module):
-            return model, infer
-        with torch.random.fork_rng(devices=[]):
-            copy = cast_model(self.workload.make_model(), self.world.device, self.dtype)
-        state = self.strategy.full_params()
-        with torch.no_grad():
-            for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
-                tensor.copy_(state[name])
-        return copy, torch.no_grad()(lambda function, batch: function(copy, batch))
+            if self.of_average:
+                strategy.exchange_averages()
 
 
 def held_out_of(workload: Workload) -> Dataset:
@@ -144,19 +120,6 @@ def sums_of(workload: Workload) -> Evaluate:
     return workload.evaluate or loss_alone
 
 
-def between_steps(
-    steps: Iterator[Sequence[Batch]],
-    every: int,
-    total: int,
-    evaluate: Callable[[int], None],
-    first: int = 0,
-) -> Iterator[Sequence[Batch]]:
-    """The steps, with ``evaluate(finished)`` after every so many of them and after the last.
-
-    The loop asks for the next step when it is done with one: that is the moment, and the loop
-    need not know. ``every`` 0: after the last alone. ``first``: the number of the first step.
-    """
-    for finished, microbatches in enumerate(steps, start=first + 1):
-        yield microbatches
-        if finished == total or (every and finished % every == 0):
-            evaluate(finished)
+def is_due(finished: int, every: int, total: int) -> bool:
+    """After every ``every`` steps and after the last; ``every`` 0: after the last alone."""
+    return finished == total or (every > 0 and finished % every == 0)

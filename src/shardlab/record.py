@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from shardlab import boards
 from shardlab.errors import Halt, RankFailure
+from shardlab.guard.pulse import LEFT, PULSE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -247,10 +248,13 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         self._between_steps(self.first)
+        PULSE.begin_loop()
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Also after a crash: what was measured is kept. A trace under way is not."""
+        if error is None:
+            PULSE.enter(LEFT)
         if self.capture is not None:
             if error is None:
                 self.capture.discard()
@@ -275,6 +279,7 @@ class Recorder:
     def step(self, number: int, microbatches: Sequence[Batch]) -> Iterator[None]:
         """Times the step inside."""
         ledger = self.ledger
+        PULSE.begin_step(number)
         calls, size = ledger.calls, ledger.bytes
         ledger.step = number
         profiled = self.capture is not None and self.capture.recording
@@ -301,6 +306,7 @@ class Recorder:
         }
         self._events = events
         self._last_end = end
+        PULSE.end_step()
         self._between_steps(number + 1)
 
     def _between_steps(self, number: int) -> None:

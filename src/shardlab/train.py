@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardlab import boards, comm, environment, evaluate, inject, naming, optimizers, runlock
 from shardlab import config as configs
 from shardlab import world as worlds
 from shardlab.checkpoint import start as starts
-from shardlab.checkpoint.course import kept_rows, with_checkpoints
+from shardlab.checkpoint.course import Saving, kept_rows
 from shardlab.checkpoint.fit import refuse_unfit
 from shardlab.checkpoint.start import Start
 from shardlab.config import LOSS_SCALE, Config, TrainingConfig
@@ -32,12 +31,13 @@ from shardlab.errors import UsageError
 from shardlab.guard import pulse, watchdog
 from shardlab.guard import stop as stopping
 from shardlab.guard.guards import Guards, refuse_unequal_data
+from shardlab.guard.numbers import NumbersGuard
 from shardlab.measure import stats
 from shardlab.record import README, Recorder, mark, new_folder, room_needed, write_json
 from shardlab.runlock import RunLock
 from shardlab.schedule import learning_rate_factor
 from shardlab.strategies import STRATEGIES
-from shardlab.strategies.base import Infer, Strategy, T, refuse_unsupported
+from shardlab.strategies.base import Infer, Setup, Strategy, T, refuse_unsupported
 from shardlab.strategies.update import Rule
 from shardlab.trace import capture
 from shardlab.workloads import WORKLOADS, batchnorm, custom
@@ -48,25 +48,66 @@ from shardlab.world import World
 
 VISIBLE_S = 5.0  # how long a rank looks for the run folder that rank 0 has made
 
+Check = Callable[[int, Tensor, Sequence[Batch]], None]  # step, loss, micro-batches: before update
+Act = Callable[[int, Tensor], None]  # step, loss: after it
 
-def train(strategy: Strategy, steps: Iterable[Sequence[Batch]], record: Recorder) -> None:
+
+def no_check(_step: int, _loss: Tensor, _microbatches: Sequence[Batch]) -> None: ...
+
+
+def always() -> bool:
+    return True
+
+
+def train(
+    strategy: Strategy,
+    batches: Iterator[Sequence[Batch]],
+    record: Recorder,
+    steps: range,
+    check: Check = no_check,
+    between: Sequence[Act] = (),
+    may_begin: Callable[[], bool] = always,
+) -> None:
     """The loop of every strategy. It cannot tell them apart."""
-    for i, microbatches in enumerate(pulse.loading(steps, record.first), start=record.first):
-        with record.step(i, microbatches):
+    for step in steps:
+        if not may_begin():  # a signal came, and the ranks agreed to stop before this step
+            break
+        microbatches = next(batches)
+        with record.step(step, microbatches):
             loss = strategy.gradients(microbatches)
+            check(step, loss, microbatches)
             strategy.step()
-        record.loss(i, loss)
+        record.loss(step, loss)
+        for act in between:
+            act(step, loss)
 
 
-def batches(
-    workload: Workload, config: Config, world: World, audit: Audit | None = None, first: int = 0
-) -> Generator[list[Batch], None, None]:
-    """This rank's micro-batches of each step from ``first`` on, on its device; ``audit`` notes
-    what was taken.
-    """
-    order = data_order(workload, config)
-    sampler.check_epoch(order.length, order.global_batch, order.mode)
-    return _batches(workload, config, world, order, audit, first)
+class Batches:
+    """This rank's micro-batches, on its device: one list for each step from ``first`` on."""
+
+    def __init__(self, workload: Workload, config: Config, world: World, first: int = 0) -> None:
+        order = data_order(workload, config)
+        sampler.check_epoch(order.length, order.global_batch, order.mode)
+        self.step = first - 1
+        self.read: list[sampler.Draw] = []  # the samples of the last step
+        self.targets = 0  # and how many targets they have
+        self._steps = prepared(workload, config, world, order, first, config.data.prefetch)
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        loaded = next(self._steps)
+        self.step += 1
+        self.read = loaded.read
+        self.targets = sum(b.count for b in loaded.microbatches)
+        if inject.ACTIVE is not None:
+            inject.ACTIVE.begin_step(self.step)
+        return loaded.microbatches
+
+    def close(self) -> None:
+        """End its thread, also after a crash."""
+        self._steps.close()
 
 
 def data_order(workload: Workload, config: Config) -> loader.Order:
@@ -81,25 +122,7 @@ def data_order(workload: Workload, config: Config) -> loader.Order:
     )
 
 
-def _batches(
-    workload: Workload,
-    config: Config,
-    world: World,
-    order: loader.Order,
-    audit: Audit | None,
-    first: int,
-) -> Generator[list[Batch], None, None]:
-    steps = _prepared(workload, config, world, order, first, config.data.prefetch)
-    with closing(steps):
-        for number, step in enumerate(steps, start=first):
-            if audit is not None:
-                audit.note(step.read, sum(b.count for b in step.microbatches))
-            if inject.ACTIVE is not None:
-                inject.ACTIVE.begin_step(number)
-            yield step.microbatches
-
-
-def _prepared(
+def prepared(
     workload: Workload, config: Config, world: World, order: loader.Order, first: int, depth: int
 ) -> Generator[loader.Step, None, None]:
     return loader.load(
@@ -134,10 +157,15 @@ def build_workload(config: Config) -> Workload:
     return workload
 
 
-def resolve_strategy(config: Config) -> Any:
+def resolve_strategy(config: Config) -> type[Strategy]:
     """The class of the strategy that the config names: ours, or the user's by import path."""
     name = config.strategy.name
     make = naming.resolve(name, STRATEGIES, "strategy")
+    if not (isinstance(make, type) and issubclass(make, Strategy)):
+        raise UsageError(
+            f"{name} is not a strategy: write a class that inherits from shardlab's Strategy "
+            "(shardlab.strategies.base), as docs/your-strategy.md shows"
+        )
     naming.check_options(make, config.strategy.options, f"strategy {name}")
     return make
 
@@ -158,28 +186,27 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError(f"the model of {workload.name} has no parameter that trains")
     prepare_blocks(model, workload, config.training)
-    options = dict(config.strategy.options)
-    if "blocks" in inspect.signature(make).parameters:
-        options["blocks"] = workload.blocks_of(model)
-        if config.training.compile == "model" and options["blocks"]:
-            raise UsageError(
-                f"{config.strategy.name} works block by block, and a model that is compiled as one "
-                "has none: use training.compile: blocks"
-            )
+    blocks = workload.blocks_of(model)
+    if make.WORKS_BY_BLOCK and config.training.compile == "model" and blocks:
+        raise UsageError(
+            f"{config.strategy.name} works block by block, and a model that is compiled as one "
+            "has none: use training.compile: blocks"
+        )
     optimizer = make_optimizer(config.training, workload, model)
     if config.checkpoint.every is not None and optimizer.traits and optimizer.traits.unsaved:
         reason = optimizer.traits.unsaved
         raise UsageError(f"checkpoint.every: {reason}, and a checkpoint would not have it")
     if config.training.clip_value is not None:
         refuse_complex(model)
-    strategy: Strategy = make(
+    setup = Setup(
         model,
         optimizer,
         loss_fn(config, workload, world),
         world.mesh,
-        rule=make_rule(config, workload),
-        **options,
+        make_rule(config, workload),
+        blocks,
     )
+    strategy: Strategy = make(setup, **config.strategy.options)
     worlds.seed_rank(config.training.seed, world.rank)
     return strategy
 
@@ -193,8 +220,7 @@ def refuse_complex(model: nn.Module) -> None:
 def notes(config: Config, workload: Workload) -> list[str]:
     """What is to be said once of a workload and its strategy; nothing of it is an error."""
     found = list(workload.notes)
-    works_by_block = "blocks" in inspect.signature(resolve_strategy(config)).parameters
-    if works_by_block and workload.blocks == ():
+    if resolve_strategy(config).WORKS_BY_BLOCK and workload.blocks == ():
         found.append(nothing_to_shard_by(config.strategy.name))
     return found
 
@@ -382,21 +408,32 @@ def _train_rank(
             world.tell({"note": note})
     traces = None if start.step else make_capture(config, world, strategy, folder)
     shown_on = boards.of_run(config, folder, start.step) if world.rank == 0 else []
-    steps = batches(workload, config, world, audit, start.step)
-    total = config.training.steps
-    wanted = stop.steps(steps, total - start.step)
+    steps = range(start.step, config.training.steps)
+    numbers = NumbersGuard(strategy, world, config.training.on_nonfinite)
     with (
-        Recorder(folder, world, comm.LEDGER, total, traces, shown_on, start.step) as recorder,
-        closing(steps),  # also after a crash: no thread is left behind
-        with_checkpoints(
-            wanted, config, workload, world, strategy, recorder, audit, guards
-        ) as saved,
+        closing(Batches(workload, config, world, start.step)) as feed,
+        Recorder(folder, world, comm.LEDGER, steps.stop, traces, shown_on, start.step) as recorder,
+        numbers.explaining(),
     ):
         if start.keeps_rows(world.size):
             recorder.rows = kept_rows(folder, world)
-        course = with_evaluation(saved.steps, config, workload, world, strategy, recorder)
-        course = guards.between(course, strategy, recorder.first)
-        train(guards.watched(strategy, recorder.first), course, recorder)
+        saving = Saving(config, workload, world, strategy, recorder, audit, guards)
+        evaluating = make_evaluation_act(config, workload, world, strategy, recorder)
+
+        def keep_count(_step: int, _loss: Tensor) -> None:
+            if audit is not None:
+                audit.note(feed.read, feed.targets)
+
+        between: list[Act] = [
+            keep_count,
+            numbers.after_step,
+            lambda step, _loss: guards.after_step(step, strategy),
+            evaluating,
+            saving.after_step,
+        ]
+        train(strategy, feed, recorder, steps, numbers.check_loss, between, stop.may_begin)
+        guards.after_loop()
+        saving.finish()
     if stop.is_stopped:
         made = start.step + stop.begun
         if world.rank == 0:
@@ -405,7 +442,7 @@ def _train_rank(
             "folder": str(folder),
             "stopped": made,
             "signal": stop.signal,
-            "checkpoint": saved.last(),
+            "checkpoint": saving.last(),
         }
     rows_of_ranks = world.gather(recorder.rows)
     audited = None if audit is None else judge_data(audit, workload, config, world)
@@ -418,7 +455,7 @@ def _train_rank(
         **summary(rows_of_ranks, workload),
         "evaluations": recorder.evaluations,
         "audit": audited,
-        "checkpoint": saved.last(),
+        "checkpoint": saving.last(),
         "traces": None if traces is None else traces.summary(),
     }
 
@@ -436,37 +473,27 @@ def restore(
 
     def first_batches() -> Sequence[Batch]:
         order = data_order(workload, config)
-        with closing(_prepared(workload, config, world, order, start.step, depth=0)) as steps:
+        with closing(prepared(workload, config, world, order, start.step, depth=0)) as steps:
             return next(steps).microbatches
 
     during.restore(start, strategy, world, config, audit, first_batches)
 
 
-def with_evaluation(
-    steps: Iterator[Sequence[Batch]],
-    config: Config,
-    workload: Workload,
-    world: World,
-    strategy: Strategy,
-    recorder: Recorder,
-) -> Iterator[Sequence[Batch]]:
-    """The steps, and between them the evaluations that the config asks for, if it asks."""
-    training = config.training
-    if training.evaluate_every is None:
-        return steps
+def make_evaluation_act(
+    config: Config, workload: Workload, world: World, strategy: Strategy, recorder: Recorder
+) -> Act:
+    """What evaluates after a step, if the config asks for it and it is due."""
+    every, total = config.training.evaluate_every, config.training.steps
+    if every is None:
+        return lambda _step, _loss: None
     evaluation = make_evaluation(config, workload, world, strategy)
 
-    def evaluated(finished: int) -> None:
-        with pulse.PULSE.at(pulse.EVALUATION):
-            recorder.evaluated(finished, evaluation())
+    def act(step: int, _loss: Tensor) -> None:
+        if evaluate.is_due(step + 1, every, total):
+            with pulse.PULSE.at(pulse.EVALUATION):
+                recorder.evaluated(step + 1, evaluation())
 
-    return evaluate.between_steps(
-        steps,
-        training.evaluate_every,
-        training.steps,
-        evaluated,
-        recorder.first,
-    )
+    return act
 
 
 def make_evaluation(

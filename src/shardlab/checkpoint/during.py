@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from shardlab.data.audit import Audit
 from shardlab.guard import pulse
 from shardlab.guard.guards import Guards
 from shardlab.record import Recorder
+from shardlab.strategies import base
 from shardlab.strategies.base import Strategy
 from shardlab.workloads.base import Batch, Workload
 from shardlab.world import World
@@ -38,21 +38,19 @@ def restore(
     """Model, optimizer, schedule, scaler, random states and notes as they were. A collective."""
     assert start.manifest is not None
     is_over = start.step >= config.training.steps
-    if getattr(strategy, "LEARNS_LAYOUT", False) and world.size > 2 and not is_over:
+    if strategy.LEARNS_LAYOUT and world.size > 2 and not is_over:
         # DDP lays its buckets out anew after its first step, and the order in which more than two
         # ranks' gradients are added depends on that: let it have its first step before.
         strategy.gradients(rehearse())
-        for parameter in strategy.params.values():  # type: ignore[attr-defined]
-            parameter.grad = None
+        base.drop_gradients(strategy.params)
     own = load(start, strategy, world, config)
     if own:
         rng.put(_inside(own[min(own)], "rng/"), world.device)
     else:  # this rank was not there: it must not draw again what it drew in another life
         worlds.seed_rank(config.training.seed, world.rank, start.step)
     is_same = (start.manifest.strategy, start.manifest.world) == (config.strategy.name, world.size)
-    put = getattr(strategy, "load_own_state", None)
-    if is_same and put is not None:
-        put(_inside(own[world.rank], "strategy/"))
+    if is_same:
+        strategy.load_own_state(_inside(own[world.rank], "strategy/"))
     if audit is not None:
         audit.steps = start.manifest.step
         for of_rank in own.values():
@@ -67,16 +65,14 @@ def _inside(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def own_state(strategy: Strategy, device: torch.device, audit: Audit | None) -> dict[str, Tensor]:
     """What is this rank's alone."""
     own = {f"rng/{name}": tensor for name, tensor in rng.get(device).items()}
-    if (give := getattr(strategy, "own_state", None)) is not None:
-        own |= {f"strategy/{name}": tensor for name, tensor in give().items()}
+    own |= {f"strategy/{name}": tensor for name, tensor in strategy.own_state().items()}
     if audit is not None:
         arrays: dict[str, Any] = audit.state()
         own |= {f"audit/{n}": torch.from_numpy(np.ascontiguousarray(a)) for n, a in arrays.items()}
     return own
 
 
-@contextmanager
-def saving(
+def checkpoints_of(
     folder: Path,
     config: Config,
     workload: Workload,
@@ -84,8 +80,8 @@ def saving(
     strategy: Strategy,
     recorder: Recorder,
     guards: Guards,
-) -> Iterator[Checkpoints]:
-    """The run's checkpoints; at the end, what is under way is waited for."""
+) -> Checkpoints:
+    """The run's checkpoints, which are recorded as they are written."""
     values = config.with_overrides({"output.dir": None, "checkpoint.resume": None}).to_dict()
     about = About(values, config.strategy.name, len(workload.dataset))
 
@@ -95,38 +91,15 @@ def saving(
             written = folder / files.FOLDER / files.name_of(outcome.step)
             inject.ACTIVE.checkpoint_written(written, outcome.step)
 
-    checkpoints = Checkpoints(folder, config.checkpoint, world, strategy, about, done, guards)
-    yield checkpoints
+    return Checkpoints(folder, config.checkpoint, world, strategy, about, done, guards)
+
+
+def save(
+    checkpoints: Checkpoints, recorder: Recorder, audit: Audit | None, finished: int, is_last: bool
+) -> None:
+    """A checkpoint after ``finished`` steps, whose rows are in their files before it. The last one
+    is waited for and read back."""
+    recorder.flush()
+    write = checkpoints.save_last if is_last else checkpoints.save
     with pulse.PULSE.at(pulse.CHECKPOINT):
-        checkpoints.wait()  # not after a crash: the other ranks may be gone
-
-
-def between_steps(
-    steps: Iterator[Sequence[Batch]],
-    checkpoints: Checkpoints,
-    recorder: Recorder,
-    total: int,
-    audit: Audit | None,
-) -> Generator[Sequence[Batch], None, None]:
-    """The steps, with a checkpoint after every so many of them and after the last.
-
-    That is so also if there are fewer than ``total``, because the run was asked to stop.
-    """
-    every = checkpoints.settings.every
-    assert every is not None
-    device = checkpoints.world.device
-
-    def save(finished: int, is_last: bool) -> None:
-        recorder.flush()
-        write = checkpoints.save_last if is_last else checkpoints.save
-        with pulse.PULSE.at(pulse.CHECKPOINT):
-            write(finished, own_state(checkpoints.strategy, device, audit))
-
-    finished = saved = recorder.first
-    for finished, microbatches in enumerate(steps, start=recorder.first + 1):
-        yield microbatches
-        if finished == total or finished % every == 0:
-            save(finished, is_last=finished == total)
-            saved = finished
-    if saved < finished:
-        save(finished, is_last=True)
+        write(finished, own_state(checkpoints.strategy, checkpoints.world.device, audit))

@@ -13,14 +13,14 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardlab.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
 from shardlab.errors import UsageError
 from shardlab.strategies import base
 from shardlab.strategies.base import Strategy
-from shardlab.strategies.slots import Slot, Slots
+from shardlab.strategies.slots import Slot
 from shardlab.workloads import huggingface
 
 
@@ -78,15 +78,9 @@ def share_out(held: Sequence[Mapping[str, tuple[int, int]]]) -> list[list[Span]]
 
 
 def held_by(strategy: Strategy) -> tuple[Parts, Numbers, dict[str, Any]]:
-    """What this rank holds: parts of tensors, the optimizer's numbers, the update's. A collective.
-
-    A strategy without ``slots()`` gathers its whole state on every rank, by the contract.
-    """
-    slots = slots_of(strategy)
-    if slots is None:
-        return _of_state(strategy.state_dict())
-    model: Any = strategy.model  # type: ignore[attr-defined]
-    base.broadcast_buffers(model, strategy.group)  # type: ignore[attr-defined] # rank 0's are right
+    """This rank's parts of tensors, the optimizer's numbers and the update's. A collective."""
+    slots = strategy.slots()
+    base.broadcast_buffers(strategy.model, strategy.group)  # rank 0's are right
     parts = {MODEL + slot.name: _part(slot, slot.tensor) for slot in slots.model}
     numbers: Numbers = {}
     for parameter, slot in slots.trained.items():
@@ -101,12 +95,7 @@ def held_by(strategy: Strategy) -> tuple[Parts, Numbers, dict[str, Any]]:
             else:  # a factor of it, say: each rank that has the parameter whole has that whole
                 _refuse_cut(slot, parameter, name)
                 parts[name] = Part(value.shape, 0, _flat(value))
-    return parts, numbers, strategy.update.state_dict()  # type: ignore[attr-defined]
-
-
-def slots_of(strategy: Strategy) -> Slots | None:
-    give = getattr(strategy, "slots", None)
-    return give() if callable(give) else None
+    return parts, numbers, strategy.update.state_dict()
 
 
 def _part(slot: Slot, tensor: Tensor) -> Part:
@@ -142,29 +131,6 @@ def _refuse_cut(slot: Slot, parameter: Tensor, name: str) -> None:
         )
 
 
-def _of_state(state: dict[str, Any]) -> tuple[Parts, Numbers, dict[str, Any]]:
-    try:
-        model, optimizer, update = state["model"], state["optimizer"], state["update"]
-    except (KeyError, TypeError):
-        raise UsageError(
-            "the strategy's state_dict() has no 'model', 'optimizer' and 'update'; give it those, "
-            "or slots(): see docs/checkpoints.md"
-        ) from None
-    parts = {MODEL + name: Part(t.shape, 0, _flat(t)) for name, t in model.items()}
-    numbers: Numbers = {}
-    for parameter, of_parameter in optimizer.items():
-        whole = model[parameter]
-        for key, value in of_parameter.items():
-            name = f"{OPTIMIZER}{parameter}/{key}"
-            if value is None:
-                continue
-            if _is_number(key, value, whole.dim()):
-                numbers[name] = _number(name, value)
-            else:
-                parts[name] = Part(value.shape, 0, _flat(value))
-    return parts, numbers, update
-
-
 # ------------------------------------------------------------------ into a strategy
 
 
@@ -176,12 +142,8 @@ class Places:
         self.parts: Parts = {}
         # Name, to, from: where the elements do not lie one after the other.
         self._copies: list[tuple[str, Tensor, Tensor]] = []
-        self._state: dict[str, Any] | None = None
-        slots = slots_of(strategy)
+        slots = strategy.slots()
         known = manifest.optimizer_keys()
-        if slots is None:
-            self._make_state(manifest, known)
-            return
         for slot in slots.model:
             if MODEL + slot.name in manifest.tensors:
                 self._add(MODEL + slot.name, slot, slot.tensor)
@@ -210,36 +172,12 @@ class Places:
             self._copies.append((name.removeprefix(MODEL), local, flat))
         self.parts[name] = Part(slot.shape, slot.start, flat)
 
-    def _make_state(self, manifest: Manifest, known: dict[str, dict[str, float | None]]) -> None:
-        """For a strategy that takes its state whole."""
-        model = {
-            n: torch.empty(t.shape, dtype=_dtype(t.dtype)) for n, t in manifest.model().items()
-        }
-        kept = {n: t for n, t in self.strategy.full_params().items() if n not in model}
-        optimizer: dict[str, dict[str, Tensor]] = {}
-        for parameter, keys in known.items():
-            for key, number in keys.items():
-                if number is not None:
-                    value = torch.tensor(number, dtype=torch.float32)
-                else:
-                    name = f"{OPTIMIZER}{parameter}/{key}"
-                    tensor = manifest.tensors[name]
-                    value = torch.empty(tensor.shape, dtype=_dtype(tensor.dtype))
-                    self.parts[name] = Part(value.shape, 0, value.view(-1))
-                optimizer.setdefault(parameter, {})[key] = value
-        for name, value in model.items():
-            self.parts[MODEL + name] = Part(value.shape, 0, value.view(-1))
-        self._state = {"model": {**kept, **model}, "optimizer": optimizer}
-
     def settle(self, update: dict[str, Any]) -> None:
         """The parts have been filled."""
         with torch.no_grad():
             for name, place, flat in self._copies:
                 _spread(name, place, flat.view(place.shape))
-        if self._state is not None:
-            self.strategy.load_state_dict({**self._state, "update": update})
-        else:
-            self.strategy.update.load_state_dict(update)  # type: ignore[attr-defined]
+        self.strategy.update.load_state_dict(update)
 
 
 def _spread(name: str, place: Tensor, values: Tensor) -> None:
@@ -256,19 +194,10 @@ def _spread(name: str, place: Tensor, values: Tensor) -> None:
     thin_place.copy_(thin)
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
 def expected_model(strategy: Strategy) -> dict[str, tuple[tuple[int, ...], str]]:
     """The model's tensors: shapes of the wholes, which a shard's parameter has too, and kinds."""
-    model = _model_of(strategy)
-    if slots_of(strategy) is None or model is None:
-        tensors = dict(strategy.full_params())
-    else:
-        tensors = dict((*model.named_parameters(), *model.named_buffers()))
-    return {name: (tuple(t.shape), kind_of(t.dtype)) for name, t in tensors.items()}
+    tensors = (*strategy.model.named_parameters(), *strategy.model.named_buffers())
+    return {name: (tuple(t.shape), kind_of(t.dtype)) for name, t in tensors}
 
 
 def kind_of(dtype: torch.dtype) -> str:
@@ -280,16 +209,9 @@ def kind_of(dtype: torch.dtype) -> str:
     return "floating point" if dtype.is_floating_point else "whole numbers"
 
 
-def _model_of(strategy: Strategy) -> nn.Module | None:
-    model = getattr(strategy, "model", None)
-    return model if isinstance(model, nn.Module) else None
-
-
 def tied_names(strategy: Strategy) -> dict[str, str]:
     """The other names of the model's tensors, each with the first: ``head.weight: wte.weight``."""
-    model = _model_of(strategy)
-    if model is None:
-        return {}
+    model = strategy.model
     named = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -302,9 +224,7 @@ def tied_names(strategy: Strategy) -> dict[str, str]:
 
 def unsaved_names(strategy: Strategy) -> tuple[str, ...]:
     """Buffers that are no part of the model's state_dict, by their first names."""
-    model = _model_of(strategy)
-    if model is None:
-        return ()
+    model = strategy.model
     found = {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules(remove_duplicate=False)

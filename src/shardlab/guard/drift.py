@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardlab.errors import Halt
 from shardlab.guard.verdict import names
+from shardlab.strategies.base import Strategy
 from shardlab.world import World
 
 if TYPE_CHECKING:
@@ -30,13 +31,12 @@ BLOCK = 1 << 18  # words that are weighted at a time: 2 MB beside the tensor
 Sums = tuple[int, ...]  # one for each 32 bits of an element
 
 
-def check(strategy: Any, world: World, step: int) -> None:
+def check(strategy: Strategy, world: World, step: int) -> None:
     """Stop if a parameter differs between ranks that should hold the same. A collective."""
-    model = getattr(strategy, "model", None)
-    if not isinstance(model, nn.Module) or world.size == 1:
+    if world.size == 1:
         return
-    getattr(strategy, "settle", lambda: None)()
-    found = world.gather(checksums(model))
+    strategy.settle()
+    found = world.gather(checksums(strategy.model))
     difference = first_difference(found)
     if difference is None:
         return

@@ -1,15 +1,13 @@
-"""All the guards of one run, as the loop meets them: a strategy to call, steps to go through."""
+"""Guards over what ranks must do alike: collectives, replicas, data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING
 
 from shardlab import comm
 from shardlab.config import Config
 from shardlab.errors import UsageError
 from shardlab.guard import drift
-from shardlab.guard.numbers import Watched
 from shardlab.guard.sequence import Sequence
 from shardlab.guard.verdict import names
 from shardlab.strategies.base import Strategy
@@ -19,36 +17,36 @@ from shardlab.world import World
 if TYPE_CHECKING:
     from shardlab.checkpoint.parts import Numbers, Parts
 
-T = TypeVar("T")
-
 
 class Guards:
     """Made by every rank, with a fresh ledger, before it builds its strategy."""
 
     def __init__(self, config: Config, world: World) -> None:
         self.config = config.guard
-        self.action = config.training.on_nonfinite
         self.world = world
+        self.done = 0  # steps that were made since this start of the run
         is_checked = world.size > 1 and (self.config.check_steps or self.config.check_every)
         self.sequence = Sequence(world) if is_checked else None
         if self.sequence is not None and self.config.check_steps:
             comm.LEDGER.check = self.sequence.check
 
-    def watched(self, strategy: Strategy, first_step: int = 0) -> Strategy:
-        """The strategy as the loop should call it."""
-        if self.action == "ignore":
-            return strategy
-        return cast(Strategy, Watched(strategy, self.world, self.action, first_step))
-
-    def between(self, steps: Iterable[T], strategy: Strategy, first_step: int = 0) -> Iterator[T]:
-        """The steps, and after each what is due: before anything is written of it."""
-        done = 0
-        for done, step in enumerate(steps, start=1):
-            yield step
-            self._after(done, first_step + done - 1, strategy)
+    def after_step(self, step: int, strategy: Strategy) -> None:
+        """What is due after a step, before anything is evaluated or saved of it."""
+        self.done += 1
+        config = self.config
         if self.sequence is not None:
-            # No rank goes on alone: what it did next would be paired with the others' step.
-            self.sequence.exchange("left the loop", done)
+            if self.done == config.check_steps:
+                comm.LEDGER.check = None
+            is_due = config.check_every and self.done % config.check_every == 0
+            if is_due and self.done > config.check_steps:
+                self.sequence.compare()
+        if config.drift_every and self.done % config.drift_every == 0:
+            drift.check(strategy, self.world, step)
+
+    def after_loop(self) -> None:
+        """No rank leaves the loop alone: its next calls would be paired with the others' step."""
+        if self.sequence is not None:
+            self.sequence.exchange("left the loop", self.done)
 
     def before_checkpoint(self) -> None:
         """Stop if the ranks called different collectives so far: the results are mixed up."""
@@ -63,16 +61,6 @@ class Guards:
         """
         if self.config.drift_every and self.world.size > 1:
             drift.check_saved(parts, numbers, self.world, step)
-
-    def _after(self, done: int, step: int, strategy: Strategy) -> None:
-        config = self.config
-        if self.sequence is not None:
-            if done == config.check_steps:
-                comm.LEDGER.check = None
-            if config.check_every and done > config.check_steps and done % config.check_every == 0:
-                self.sequence.compare()
-        if config.drift_every and done % config.drift_every == 0:
-            drift.check(strategy, self.world, step)
 
 
 def refuse_unequal_data(workload: Workload, world: World) -> None:

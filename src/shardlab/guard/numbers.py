@@ -22,7 +22,7 @@ from shardlab.errors import Halt, UsageError
 from shardlab.guard.verdict import names
 from shardlab.record import _sent_to_host
 from shardlab.strategies.base import Strategy
-from shardlab.strategies.update import NotFinite, Update
+from shardlab.strategies.update import NotFinite
 from shardlab.workloads.base import Batch
 from shardlab.world import World
 
@@ -30,49 +30,52 @@ STATE = "not finite"
 SKIPS = 10  # in a row: a run that only skips does not train
 
 
-class Watched:
-    """A strategy for the loop, with an eye on its numbers."""
+class NumbersGuard:
+    """Looks at the loss and the gradients of each step. ``action`` is what the config asks for."""
 
-    def __init__(self, strategy: Strategy, world: World, action: str, first_step: int = 0) -> None:
+    def __init__(self, strategy: Strategy, world: World, action: str) -> None:
         self.strategy = strategy
         self.world = world
-        self.action = action
-        self.number = first_step - 1  # of the step under way
+        self.action = action  # "stop", "skip" or "ignore"
+        self.number = -1  # of the step under way
         self.microbatches: Sequence[Batch] = ()
-        self.loss: Tensor | None = None
+        self.seen_skipped = 0  # updates
         self.in_a_row = 0
         self.on_their_way: deque[tuple[int, Tensor, Any]] = deque()
-        self.update: Any = getattr(strategy, "update", None)
-        if action == "skip" and not isinstance(self.update, Update):
+
+    def check_loss(self, step: int, loss: Tensor, microbatches: Sequence[Batch]) -> None:
+        """Between gradients and update: stop if the loss is not finite."""
+        self.number, self.microbatches = step, microbatches
+        if self.action != "stop":
+            return
+        if loss.is_cuda:
+            self._read_later(loss)
+        elif not math.isfinite(float(loss)):
+            raise self._halt(float(loss), step, self.explain(), was_updated=False)
+
+    def after_step(self, _step: int, _loss: Tensor) -> None:
+        """Say so if the update was skipped; refuse a strategy that does not use the update."""
+        if not self.strategy.update.calls:
             raise UsageError(
-                f"{type(strategy).__name__} makes its updates itself, so none can be skipped for a "
-                "gradient that is not finite; use training.on_nonfinite: stop"
+                f"{type(self.strategy).__name__}.step() does not call self.update(gradients): "
+                "clipping, the schedule and training.on_nonfinite would be ignored"
             )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.strategy, name)
-
-    def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
-        self.number += 1
-        self.microbatches = microbatches
-        self.loss = loss = self.strategy.gradients(microbatches)
-        if self.action == "stop":
-            if loss.is_cuda:
-                self._read_later(loss)
-            elif not math.isfinite(float(loss)):
-                raise self._halt(float(loss), self.number, self.explain(), was_updated=False)
-        return loss
-
-    def step(self) -> None:
-        skipped = 0 if self.update is None else self.update.skipped
-        try:
-            self.strategy.step()
-        except NotFinite as found:
-            raise self._halt_for_gradient(found) from None
-        if self.action == "skip" and self.update.skipped > skipped:
+        if self.action != "skip":
+            return
+        skipped = self.strategy.update.skipped
+        if skipped > self.seen_skipped:
+            self.seen_skipped = skipped
             self._skipped()
         else:
             self.in_a_row = 0
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Around the loop: a gradient that the update found not to be finite, explained."""
+        try:
+            yield
+        except NotFinite as found:
+            raise self._halt_for_gradient(found) from None
 
     # ------------------------------------------------------------ the loss
 
@@ -130,14 +133,12 @@ class Watched:
             )
 
     def _halt_for_gradient(self, found: NotFinite) -> Halt:
-        """Sharded, only this rank has seen it, and no other would answer: it speaks alone."""
-        known = self._names(found.given)
-        order = list(getattr(self.strategy, "params", {}))
+        """Under sharding only this rank has seen it, so it reports without asking the others."""
+        known = self.strategy.updated_names()
+        known = known if len(known) == found.given else []
+        order = list(self.strategy.params)
         bad = sorted({known[i] for i in found.positions} if known else (), key=order.index)
-        is_replica = not hasattr(self.strategy, "trained_pieces") and not any(
-            isinstance(p, torch.distributed.tensor.DTensor)
-            for p in getattr(self.strategy, "params", {}).values()
-        )
+        is_replica = not self.strategy.KEEPS_PARTS
         where, ranks = "", []
         if is_replica and not found.was_updated:
             alone = self.world.gather(self._is_bad_alone())
@@ -162,25 +163,9 @@ class Watched:
             },
         )
 
-    def _names(self, given: int) -> list[str]:
-        """Of the gradients that the update was given, in its order."""
-        pieces = getattr(self.strategy, "trained_pieces", None)
-        if pieces is not None:
-            unused = set(self.strategy.unused)  # type: ignore[attr-defined]
-            known = [
-                piece.name
-                for unit, piece, _ in pieces()
-                if unit.grad is not None and piece.name not in unused
-            ]
-        else:
-            params: dict[str, nn.Parameter] = getattr(self.strategy, "params", {})
-            known = [name for name, p in params.items() if p.grad is not None]
-            known = known if len(known) == given else list(params)
-        return known if len(known) == given else []
-
     def _is_bad_alone(self) -> bool:
         """Whether this rank's own batches give such a gradient, before any exchange."""
-        strategy: Any = self.strategy
+        strategy = self.strategy
         params = list(strategy.params.values())
         for batch in self.microbatches:
             loss = strategy.loss_fn(strategy.model, batch)
@@ -193,30 +178,26 @@ class Watched:
 # ------------------------------------------------------------------ where it arose
 
 
-def look(strategy: Any, microbatches: Sequence[Batch]) -> dict[str, Any]:
+def look(strategy: Strategy, microbatches: Sequence[Batch]) -> dict[str, Any]:
     """The first thing on this rank that is not finite: input, a module's output, or the loss.
 
     All ranks do this together: under a sharded strategy a forward needs every rank.
     """
-    model, loss_fn = getattr(strategy, "model", None), getattr(strategy, "loss_fn", None)
-    if not isinstance(model, nn.Module) or loss_fn is None:
-        return {"what": None, "looked": False}
     found: list[tuple[str, str]] = []
-    infer = getattr(strategy, "infer", lambda function, batch: function(model, batch))
-    worst: dict[str, Any] = {"what": None, "looked": True}
-    with torch.no_grad(), _noting(model, found):
+    worst: dict[str, Any] = {"what": None}
+    with torch.no_grad(), _noting(strategy.model, found):
         for i, batch in enumerate(microbatches):
             found.clear()
-            loss = infer(loss_fn, batch)
+            loss = strategy.infer(strategy.loss_fn, batch)
             if worst["what"] is not None:
                 continue  # the other ranks still need our part
             if not is_finite(batch.inputs):
-                worst = {"what": "input", "name": "", "microbatch": i, "looked": True}
+                worst = {"what": "input", "name": "", "microbatch": i}
             elif found:
                 name, kind = found[0]
-                worst = {"what": "module", "name": name, "kind": kind, "looked": True}
+                worst = {"what": "module", "name": name, "kind": kind}
             elif not is_finite(loss):
-                worst = {"what": "loss", "name": "", "microbatch": i, "looked": True}
+                worst = {"what": "loss", "name": "", "microbatch": i}
     return worst
 
 
@@ -253,8 +234,6 @@ def is_finite(value: Any) -> bool:
 
 def sentence(found: Sequence[dict[str, Any]]) -> str:
     """``it arose on rank 1, first in the output of 'blocks.2' (Block)``. Pure."""
-    if not any(f["looked"] for f in found):
-        return "the strategy lends no model to look into"
     bad = {rank: f for rank, f in enumerate(found) if f["what"] is not None}
     if not bad:
         return "a second forward of the same batch is finite on every rank"

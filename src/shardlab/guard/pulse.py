@@ -6,11 +6,8 @@ is no harm. To write one costs a tenth of a microsecond. No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from types import TracebackType
-from typing import TypeVar
-
-T = TypeVar("T")
 
 BUILDING = "building model and data"
 PROOF = "its proof"
@@ -35,6 +32,19 @@ class Pulse:
         self.steps_done = 0
         self.beats = 0
         self.on_loop: Callable[[], None] | None = None  # called when the loop begins
+
+    def begin_loop(self) -> None:
+        self.enter(DATA)
+        if self.on_loop is not None:
+            self.on_loop()
+
+    def begin_step(self, step: int) -> None:
+        self.step = step
+        self.enter(STEP)
+
+    def end_step(self) -> None:
+        self.steps_done += 1
+        self.enter(DATA)
 
     def at(self, phase: str) -> At:
         """``with PULSE.at(EVALUATION):`` says what is done inside."""
@@ -65,25 +75,3 @@ class At:
     ) -> None:
         if kind is None:
             PULSE.enter(self.before)
-
-
-def loading(steps: Iterable[T], first: int = 0) -> Iterator[T]:
-    """The steps; the time until each is there is data loading, and after the last the loop is left.
-
-    What its source does meanwhile beside loading (an evaluation, a checkpoint) says so itself.
-    """
-    source = iter(steps)
-    PULSE.enter(DATA)
-    if PULSE.on_loop is not None:
-        PULSE.on_loop()
-    while True:
-        PULSE.enter(DATA)
-        try:
-            step = next(source)
-        except StopIteration:
-            PULSE.enter(LEFT)
-            return
-        PULSE.step = first + PULSE.steps_done
-        PULSE.enter(STEP)
-        yield step
-        PULSE.steps_done += 1

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from shardlab.errors import Halt
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from shardlab.world import World
-
-T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Slurm sends a signal to every process of a job, and torchrun's agent passes it on: one request.
@@ -45,8 +43,8 @@ class Stop:
         self.world = world
         self.is_on = False  # the run has a folder, and can save what it has
         self.signal: int | None = None  # why it was asked to stop
-        self.begun = 0
-        self._left = 0  # steps that were not begun
+        self.begun = 0  # steps
+        self.is_stopped = False  # the loop ended because of it
         self._target: int | None = None  # steps to begin before it stops
         self._asked = False
         self._changed = threading.Condition()
@@ -64,19 +62,8 @@ class Stop:
     def reason(self) -> str:
         return "" if self.signal is None else signal.Signals(self.signal).name
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the steps ended because of it."""
-        return self._target is not None and self._left > 0
-
-    def steps(self, source: Iterator[T], count: int) -> Iterator[T]:
-        """The ``count`` steps of ``source``, or as many as were agreed on."""
-        self._left = count
-        while self._left > 0 and self._may_begin():
-            self._left -= 1
-            yield next(source)
-
-    def _may_begin(self) -> bool:
+    def may_begin(self) -> bool:
+        """Before each step: whether to begin it. False on every rank before the same step."""
         with self._changed:
             if self._asked:
                 self._changed.wait_for(lambda: self._target is not None, AGREE_S)
@@ -84,6 +71,7 @@ class Stop:
                     what = f"when it was asked to stop, not every rank answered in {AGREE_S:g} s"
                     raise Halt("interrupted", what, self.world.rank)
                 if self.begun >= self._target:
+                    self.is_stopped = True
                     return False
             self.begun += 1
             return True

@@ -474,7 +474,7 @@ def weigh_cell(world: World, values: dict[str, Any]) -> dict[str, int] | None:
     causes = memory.Causes()
     workload = train.build_workload(config)
     _, allocations = memory.trace(
-        member.device, lambda: memory.run_steps(workload, config, member, causes, train.batches)
+        member.device, lambda: memory.run_steps(workload, config, member, causes, train.Batches)
     )
     return memory.by_cause(member.gather(causes.of(memory.at_peak(allocations))))
 
@@ -502,8 +502,9 @@ def profile_cell(
     traces = train.make_capture(config, member, strategy, own)
     assert traces is not None
     with Recorder(own, member, LEDGER, config.training.steps, traces) as recorder:
-        train.train(strategy, train.batches(workload, config, member), recorder)
-    share = next(train.batches(workload, config, member))
+        steps = range(config.training.steps)
+        train.train(strategy, train.Batches(workload, config, member), recorder, steps)
+    share = next(train.Batches(workload, config, member))
     subject = Subject(workload, config.training.seed, [[share] * member.size])  # its own is ours
     sent = evidence.sent_per_step(strategy, subject, config, member)
     return {"folder": str(own), **traces.summary(), "sent": sent}
@@ -528,11 +529,12 @@ def _run(world: World, config: Config) -> dict[str, Any]:
         watchdog.watching(world, config.guard.hang_s, config.launch.timeout_s),
         Recorder(None, world, LEDGER, config.training.steps) as recorder,
     ):
-        train.train(strategy, train.batches(workload, config, world), recorder)
-    steps = list(zip(*world.gather([row["step_ms"] for row in recorder.rows]), strict=True))
+        steps = range(config.training.steps)
+        train.train(strategy, train.Batches(workload, config, world), recorder, steps)
+    times = list(zip(*world.gather([row["step_ms"] for row in recorder.rows]), strict=True))
     return {
-        "slowest_ms": [max(ranks) for ranks in steps],
-        "skew_ms": [max(ranks) - min(ranks) for ranks in steps],
+        "slowest_ms": [max(ranks) for ranks in times],
+        "skew_ms": [max(ranks) - min(ranks) for ranks in times],
         "losses": [row["loss"] for row in recorder.rows],
         "samples": config.training.global_batch,
         "tokens_per_sample": workload.tokens_per_sample,

@@ -339,7 +339,7 @@ def weigh(world: World, values: dict[str, Any]) -> dict[str, Any] | None:
     causes = memory.Causes()
     workload = train.build_workload(config)
     built, allocations = memory.trace(
-        member.device, lambda: memory.run_steps(workload, config, member, causes, train.batches)
+        member.device, lambda: memory.run_steps(workload, config, member, causes, train.Batches)
     )
     own = asdict(memory.weights(allocations, causes, built))
     ranks = member.gather(own)
@@ -371,7 +371,7 @@ def write_snapshot(world: World, values: dict[str, Any], folder: str) -> str | N
     torch.cuda.memory._record_memory_history(max_entries=10**6)
     try:
         workload = train.build_workload(config)
-        memory.run_steps(workload, config, member, memory.Causes(), train.batches)
+        memory.run_steps(workload, config, member, memory.Causes(), train.Batches)
         torch.cuda.memory._dump_snapshot(str(Path(folder) / name))
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)

@@ -284,7 +284,7 @@ def run_steps(
             strategy.step()
             causes.look(with_gradients=False)
         # A collective that ends after the profiler has crashes the process (torch 2.13).
-        getattr(strategy, "settle", lambda: None)()
+        strategy.settle()
     finally:
         gc.unfreeze()
     return built

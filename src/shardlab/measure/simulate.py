@@ -422,7 +422,7 @@ def _simulate(config: Config, device: str, here: bool, values: Values) -> Simula
     def batches(workload: Workload, config: Config, world: World) -> Iterator[list[Batch]]:
         """Real samples, made as ever, and then of their kind alone."""
         with _disable_current_modes():
-            steps = train.batches(workload, config, replace(world, device=torch.device("cpu")))
+            steps = train.Batches(workload, config, replace(world, device=torch.device("cpu")))
         while True:
             with _disable_current_modes():
                 real = next(steps, None)

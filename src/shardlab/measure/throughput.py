@@ -470,7 +470,7 @@ def _time(world: World, config: Config, warmup: int, limit: int | None) -> dict[
 
     LEDGER.reset(full_steps=0)
     workload = train.build_workload(config)
-    steps = train.batches(workload, config, world)
+    steps = train.Batches(workload, config, world)
 
     def begin() -> Any:
         """Built, and run for the first time: the peak of memory is in here."""
@@ -478,7 +478,7 @@ def _time(world: World, config: Config, warmup: int, limit: int | None) -> dict[
         for microbatches in islice(steps, warmup):
             strategy.gradients(microbatches)
             strategy.step()
-        getattr(strategy, "settle", lambda: None)()
+        strategy.settle()
         return strategy
 
     with closing(steps):
@@ -494,7 +494,7 @@ def _time(world: World, config: Config, warmup: int, limit: int | None) -> dict[
                 needed, allowed = fullest / 2**20, limit / 2**20
                 return {"oom": f"tensors hold {needed:,.0f} MiB, the limit is {allowed:,.0f} MiB"}
         with Recorder(None, world, LEDGER, config.training.steps - warmup) as recorder:
-            train.train(strategy, steps, recorder)
+            train.train(strategy, steps, recorder, range(config.training.steps - warmup))
     if world.device.type == "cuda":
         fullest = max(world.gather(torch.cuda.max_memory_allocated(world.device)))
     times = zip(*world.gather([row["step_ms"] for row in recorder.rows]), strict=True)

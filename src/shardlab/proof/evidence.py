@@ -172,7 +172,7 @@ def claim_of(config: Config) -> claims.Claim | None:
     """The claim of one of our strategies, or the one that a user's strategy names."""
     name: str | None = config.strategy.name
     if name not in claims.CLAIMS:
-        name = getattr(train.resolve_strategy(config), "claim", None)
+        name = train.resolve_strategy(config).claim
         if name is None:
             return None
     if name not in claims.CLAIMS:
@@ -323,7 +323,7 @@ def _run(
         # To look at gradients is to wait for them: step() must do so too, where nobody looks.
         looks_here = looks and (step == 0 or step < last)
         if looks_here:
-            getattr(strategy, "settle", lambda: None)()
+            strategy.settle()
             after("gradients")
         trail.gradients(step, loss, strategy.full_grads() if looks_here else None)
         comm.LEDGER.step = step

@@ -8,18 +8,21 @@ no samples at all come out exact; a mean of per-rank means would not.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
-from shardlab import comm
+from shardlab import comm, optimizers
 from shardlab.errors import UsageError, unknown
 from shardlab.phases import BACKWARD, FORWARD, phase
-from shardlab.strategies.update import Rule
+from shardlab.strategies.slots import Slots, whole_slots
+from shardlab.strategies.update import Rule, Update
 from shardlab.workloads.base import Batch, LossFn
 
 T = TypeVar("T")
@@ -29,49 +32,158 @@ Infer = Callable[[nn.Module, Batch], T]
 MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 
 
-class Strategy(Protocol):
-    """N ranks acting as one. Owns model and optimizer from construction on.
+@dataclass(frozen=True)
+class Setup:
+    """What every strategy is built from. Its own options are keyword arguments beside this."""
 
-    After ``gradients()`` and ``step()``, ``full_params()`` equals what one plain process
-    would hold had it seen every rank's micro-batches.
+    model: nn.Module
+    make_optimizer: MakeOptimizer
+    loss_fn: LossFn
+    mesh: DeviceMesh  # its dimension "dp" holds the data-parallel ranks
+    # What the update does beside the optimizer: clip, follow a schedule, scale the loss.
+    rule: Rule = field(default_factory=Rule)
+    blocks: Sequence[str] = ()  # names of the modules that may be sharded one by one
 
-    Every rank calls with the same number of micro-batches, one or more; a rank with nothing
-    to do passes batches of zero rows. Options are keyword arguments of ``__init__``: one that
-    a strategy does not list is refused. A strategy that works block by block also lists
-    ``blocks``, the names of the modules that the workload calls its blocks.
+
+class Strategy(ABC):
+    """N ranks acting as one. It owns the model and the optimizer from its construction on.
+
+    After ``gradients()`` and ``step()``, ``full_params()`` equals what one plain process would hold
+    had it seen every rank's micro-batches.
+
+    This class is the whole contract: the lab calls nothing on a strategy that does not stand here.
+    A new strategy must write ``gradients()``. The other methods are right where every rank keeps
+    the whole model and the whole optimizer; a strategy that keeps parts of them on each rank
+    overrides those that say so. Options are keyword-only arguments of ``__init__``; the lab refuses
+    an option that is not listed there.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        loss_fn: LossFn,
-        mesh: DeviceMesh,
-        *,
-        rule: Rule,
-    ) -> None: ...
+    # The built-in strategy of which it claims to send, hold and overlap as much; `shardlab prove`
+    # holds it to that (plan/claims.py). None: only that its result equals one process.
+    claim: str | None = None
+    WORKS_BY_BLOCK = False  # it uses Setup.blocks
+    KEEPS_PARTS = False  # a rank keeps a part of the parameters or gradients; nobody has the whole
+    LEARNS_LAYOUT = False  # its first step lays out buckets, so a resumed run rehearses one step
 
+    optimizer: torch.optim.Optimizer
+    update: Update  # step() must call it: it clips, follows the schedule, and skips bad gradients
+
+    def __init__(self, setup: Setup, builds_optimizer: bool = True) -> None:
+        """``builds_optimizer=False`` is for a strategy whose optimizer updates parts."""
+        refuse_unsupported(setup.model, setup.mesh.size())
+        self.setup = setup
+        self.model = setup.model
+        self.loss_fn = setup.loss_fn
+        self.group = dp_group(setup.mesh)
+        self.params = trainable(self.model)
+        self.device = next(iter(self.params.values())).device
+        if builds_optimizer:
+            refuse_sparse_gradients(self.params)
+            self.own(self.params)
+
+    def own(self, params: Mapping[str, nn.Parameter]) -> None:
+        """Build the optimizer over what this rank updates, by the parameters' names."""
+        self.optimizer = self.setup.make_optimizer(params)
+        self.update = Update(self.optimizer, self.setup.rule)
+
+    # ------------------------------------------------------------ a step
+
+    @abstractmethod
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
-        """Forward and backward of all micro-batches; the mean loss over the global batch."""
-        ...
+        """Forward and backward of all micro-batches; returns the mean loss over the global batch.
+
+        Afterwards the gradients are those of the global batch, or on their way: step() waits.
+        Every rank calls with the same number of micro-batches, one or more. A rank that has no
+        samples left passes batches of zero rows.
+        """
 
     def step(self) -> None:
-        """Update the parameters and drop the gradients."""
-        ...
+        """Update the parameters and drop the gradients. Override it where a rank keeps parts."""
+        self.update([p.grad for p in self.params.values() if p.grad is not None])
+        drop_gradients(self.params)
+
+    def settle(self) -> None:  # noqa: B027
+        """Wait for every collective that is under way, and free what is kept for a step only.
+
+        The lab calls it between steps, before it measures or looks. Override it if ``step()`` or
+        ``gradients()`` may return while something is still on its way.
+        """
+
+    @torch.no_grad()
+    def infer(self, function: Infer[T], batch: Batch) -> T:
+        """``function(model, batch)`` without gradients. Every rank calls it, perhaps with zero
+        rows. Override it where parameters must be gathered first."""
+        return function(self.model, batch)
+
+    # ------------------------------------------------------------ what it holds
 
     def full_params(self) -> dict[str, Tensor]:
-        """Copies of every parameter and buffer, whole, by name. A collective."""
-        ...
+        """Copies of every parameter and buffer, whole, by name. A collective.
+        Override it where a rank keeps parts."""
+        broadcast_buffers(self.model, self.group)
+        tensors = (*self.model.named_parameters(), *self.model.named_buffers())
+        return {name: t.detach().clone() for name, t in tensors}
 
     def full_grads(self) -> dict[str, Tensor | None]:
-        """Copies of every gradient, whole, by name, before step() drops them. A collective."""
-        ...
+        """Copies of every gradient, whole, by name, before step() drops them. A collective.
+        Override it where a rank keeps parts."""
+        scale = self.update.scale
+        return {n: None if p.grad is None else p.grad / scale for n, p in self.params.items()}
+
+    def slots(self) -> Slots:
+        """Where this rank keeps which part of the model and of the optimizer's state: checkpoints
+        are written from it and read into it. Override it where a rank keeps parts."""
+        return whole_slots(self.model, self.params, self.optimizer)
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold beside model and optimizer, for this rank alone. It is given
+        back only to the same strategy in a world of the same size."""
+        return {}
+
+    def load_own_state(self, state: dict[str, Tensor]) -> None:  # noqa: B027
+        """What ``own_state()`` gave."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Model and optimizer by parameter name, loadable under another strategy and world."""
-        ...
+        """Model and optimizer as whole tensors by parameter name, which any strategy can load in a
+        world of any size. A collective. Override it where a rank keeps parts."""
+        optimizer = {
+            name: {k: copied(v) for k, v in self.optimizer.state[p].items()}
+            for name, p in self.params.items()
+            if p in self.optimizer.state
+        }
+        update = self.update.state_dict()
+        return {"model": self.full_params(), "optimizer": optimizer, "update": update}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What any strategy's ``state_dict()`` gave. Override it where a rank keeps parts."""
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            tensor.copy_(state["model"][name])
+        # The optimizer numbers its parameters in the order of its groups.
+        groups = self.optimizer.state_dict()["param_groups"]
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        names = {p: name for name, p in self.params.items()}
+        numbered = {
+            i: {k: copied(v) for k, v in state["optimizer"][names[p]].items()}
+            for i, p in enumerate(held)
+            if names.get(p) in state["optimizer"]
+        }
+        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+        self.update.load_state_dict(state["update"])
+
+    def exchange_averages(self) -> None:
+        """Parameters and their moving average (training.ema_decay) change places, between steps.
+        A collective. Override it where a rank keeps parts."""
+        optimizers.exchange_averages(self.optimizer)
+
+    def updated_names(self) -> list[str]:
+        """The parameters whose gradients step() gives to the update, in that order. It is asked in
+        the middle of a step, to name a gradient that is not finite."""
+        return [n for n, p in self.params.items() if p.grad is not None] or list(self.params)
+
+
+def copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def option(name: str, value: str, known: Mapping[str, T]) -> T:

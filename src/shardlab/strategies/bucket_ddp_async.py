@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import comm, optimizers
 from shardlab.strategies import base
@@ -15,8 +14,7 @@ from shardlab.strategies.compress import Waitable
 from shardlab.strategies.flat import Layout, buckets_of
 from shardlab.strategies.ready import InOrder
 from shardlab.strategies.simple_ddp import SimpleDDP
-from shardlab.strategies.update import Rule
-from shardlab.workloads.base import Batch, LossFn
+from shardlab.workloads.base import Batch
 
 
 class BucketDDPAsync(SimpleDDP):
@@ -48,21 +46,14 @@ class BucketDDPAsync(SimpleDDP):
 
     def __init__(
         self,
-        model: nn.Module,
-        make_optimizer: base.MakeOptimizer,
-        loss_fn: LossFn,
-        mesh: DeviceMesh,
+        setup: base.Setup,
         *,
-        rule: Rule = Rule(),
         bucket_mb: float | None = None,
         first_bucket_mb: float = 1.0,
         compress: str = "none",
         powersgd_rank: int | None = None,
     ) -> None:
-        super().__init__(
-            model, make_optimizer, loss_fn, mesh,
-            rule=rule, compress=compress, powersgd_rank=powersgd_rank,
-        )  # fmt: skip
+        super().__init__(setup, compress=compress, powersgd_rank=powersgd_rank)
         self.bucket_mb = bucket_mb, first_bucket_mb
         buckets_of({}, (), *self.bucket_mb)  # refuse a wrong size now, not after the first step
         self.arrivals: dict[str, None] = {}  # whose gradient came in this step, in that order

@@ -10,18 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from shardlab.errors import UsageError
 from shardlab.strategies import base, theirs
 from shardlab.strategies import compress as compression
-from shardlab.strategies.replica import Replica
-from shardlab.strategies.update import Rule
-from shardlab.workloads.base import Batch, LossFn
+from shardlab.workloads.base import Batch
 
 
-class PyTorchDDP(Replica):
+class PyTorchDDP(base.Strategy):
     """PyTorch's own: gradients in buckets, all-reduced while backward still runs.
 
     Schedule, for n ranks and Ψ bytes of gradients (the collectives marked * are DDP's, called
@@ -45,31 +42,27 @@ class PyTorchDDP(Replica):
 
     def __init__(
         self,
-        model: nn.Module,
-        make_optimizer: base.MakeOptimizer,
-        loss_fn: LossFn,
-        mesh: DeviceMesh,
+        setup: base.Setup,
         *,
-        rule: Rule = Rule(),
         bucket_mb: float = 25.0,
         find_unused_parameters: bool = False,
         compress: str = "none",
         powersgd_rank: int | None = None,
     ) -> None:
-        super().__init__(model, make_optimizer, loss_fn, mesh, rule=rule)
-        compression.compressor(compress, powersgd_rank, rule)  # the same refusals as ours
+        super().__init__(setup)
+        compression.compressor(compress, powersgd_rank, setup.rule)  # the same refusals as ours
         if not bucket_mb > 0:
             raise UsageError(f"pytorch_ddp's bucket_mb must be above 0, got {bucket_mb}")
-        self.ranks = mesh.size()
+        self.ranks = setup.mesh.size()
         self.arrived: set[str] = set()  # whose gradient came in the last micro-batch's backward
         self.last = ""  # whose came last
         self.must_arrive = set() if find_unused_parameters else set(self.params)
         for name, p in self.params.items():
             p.register_post_accumulate_grad_hook(partial(self._arrived, name))
-        base.make_whole_buffers(model)
+        base.make_whole_buffers(self.model)
         with theirs.refusals(self.NAME):
             self.ddp = _DDP(
-                model,
+                self.model,
                 process_group=self.group,
                 bucket_cap_mb=bucket_mb,
                 gradient_as_bucket_view=True,  # the gradients live in the buckets: no copy per step

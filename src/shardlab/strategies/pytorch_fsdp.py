@@ -16,14 +16,12 @@ from shardlab import comm, optimizers
 from shardlab.errors import UsageError
 from shardlab.strategies import base, dtensors, fsdp_calls, theirs
 from shardlab.strategies.lockstep import Lockstep
-from shardlab.strategies.replica import copied
 from shardlab.strategies.sharded import DTYPES
 from shardlab.strategies.slots import Slots
-from shardlab.strategies.update import Rule, Update
-from shardlab.workloads.base import Batch, LossFn
+from shardlab.workloads.base import Batch
 
 
-class PyTorchFSDP:
+class PyTorchFSDP(base.Strategy):
     """``fully_shard`` on every block and on the root, as PyTorch recommends.
 
     It expects of all ranks the same blocks in the same order and a gradient for every parameter.
@@ -31,37 +29,25 @@ class PyTorchFSDP:
     parameter that got one on no rank has none.
     """
 
+    WORKS_BY_BLOCK = True
+    KEEPS_PARTS = True
     RESHARD_AFTER_FORWARD: bool
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: base.MakeOptimizer,
-        loss_fn: LossFn,
-        mesh: DeviceMesh,
-        *,
-        rule: Rule = Rule(),
-        blocks: Sequence[str] = (),
-        comm_dtype: str = "fp32",
-    ) -> None:
-        base.refuse_unsupported(model, mesh.size())
-        self.model = model
-        self.loss_fn = loss_fn
-        self.group = base.dp_group(mesh)
-        self.ranks = mesh.size()
-        self.device = next(model.parameters()).device
+    def __init__(self, setup: base.Setup, *, comm_dtype: str = "fp32") -> None:
+        super().__init__(setup, builds_optimizer=False)
+        model = self.model
+        self.ranks = setup.mesh.size()
         base.broadcast_model(model, self.group)  # fully_shard does not
-        self.mesh = self.shard_mesh(mesh)
+        self.mesh = self.shard_mesh(setup.mesh)
         self.lockstep = Lockstep("FSDP", self.group)
-        units = fsdp_calls.units(model, blocks)
+        units = fsdp_calls.units(model, setup.blocks)
         fsdp_calls.refuse(model, units)
         with theirs.refusals("FSDP"):
             self.shard(units, base.option("comm_dtype", comm_dtype, DTYPES))
             fsdp_calls.as_one(model)
         self.params = base.trainable(model)
-        optimizers.check(make_optimizer, optimizers.ROWS, "fully_shard", self.mesh)
-        self.optimizer = make_optimizer(self.params)
-        self.update = Update(self.optimizer, rule)
+        optimizers.check(setup.make_optimizer, optimizers.ROWS, "fully_shard", self.mesh)
+        self.own(self.params)
         self.used: set[str] = set()  # what got a gradient on this rank, in this step
         self.news: list[comm.Pending] = []  # what got one on any rank
         self.names = fsdp_calls.names(model)
@@ -116,10 +102,6 @@ class PyTorchFSDP:
             if isinstance(module, FSDPModule):
                 module.reshard()  # there is no backward that would
         return result
-
-    def exchange_averages(self) -> None:
-        """Parameters and their moving average change places, between steps."""
-        optimizers.exchange_averages(self.optimizer)
 
     # ------------------------------------------------------------ which gradients came
 
@@ -189,7 +171,7 @@ class PyTorchFSDP:
                 self.optimizer.state[p] = {
                     key: dtensors.like(value, p)
                     if isinstance(value, Tensor) and value.shape == p.shape
-                    else copied(value)
+                    else base.copied(value)
                     for key, value in state["optimizer"][name].items()
                 }
         self.update.load_state_dict(state["update"])

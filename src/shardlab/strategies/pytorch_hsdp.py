@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardlab.errors import UsageError
 from shardlab.strategies import base
 from shardlab.strategies.pytorch_fsdp import PyTorchFSDP
-from shardlab.strategies.update import Rule
-from shardlab.workloads.base import LossFn
 
 
 class PyTorchHSDP(PyTorchFSDP):
@@ -38,20 +33,13 @@ class PyTorchHSDP(PyTorchFSDP):
 
     def __init__(
         self,
-        model: nn.Module,
-        make_optimizer: base.MakeOptimizer,
-        loss_fn: LossFn,
-        mesh: DeviceMesh,
+        setup: base.Setup,
         *,
-        rule: Rule = Rule(),
-        blocks: Sequence[str] = (),
         comm_dtype: str = "fp32",
         shards: int = 2,
     ) -> None:
-        self.shards = min(shards, mesh.size())
-        super().__init__(
-            model, make_optimizer, loss_fn, mesh, rule=rule, blocks=blocks, comm_dtype=comm_dtype
-        )
+        self.shards = min(shards, setup.mesh.size())
+        super().__init__(setup, comm_dtype=comm_dtype)
 
     def shard_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         """(groups, shards): neighbours shard, as ranks of one host are neighbours."""

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import optimizers
 from shardlab.errors import UsageError
 from shardlab.strategies import base, theirs
 from shardlab.strategies.pytorch_ddp import PyTorchDDP
-from shardlab.strategies.replica import copied
-from shardlab.strategies.slots import Slots, replica
-from shardlab.strategies.update import Rule
-from shardlab.workloads.base import LossFn
+from shardlab.strategies.slots import Slots, whole_slots
 
 with warnings.catch_warnings():  # its package still scripts functional optimizers on import
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -46,43 +43,35 @@ class PyTorchZero1(PyTorchDDP):
 
     def __init__(
         self,
-        model: nn.Module,
-        make_optimizer: base.MakeOptimizer,
-        loss_fn: LossFn,
-        mesh: DeviceMesh,
+        setup: base.Setup,
         *,
-        rule: Rule = Rule(),
         bucket_mb: float = 25.0,
         find_unused_parameters: bool = False,
     ) -> None:
-        base.refuse_unsupported(model, mesh.size())
-        optimizers.check(make_optimizer, optimizers.DEALT, "pytorch_zero1")
-        for name, p in model.named_parameters():
+        base.refuse_unsupported(setup.model, setup.mesh.size())
+        optimizers.check(setup.make_optimizer, optimizers.DEALT, "pytorch_zero1")
+        for name, p in setup.model.named_parameters():
             span = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
             if 0 < p.numel() != span:
                 raise UsageError(
                     f"pytorch_zero1: parameter '{name}' has gaps in memory (strides {p.stride()}), "
                     "and ZeroRedundancyOptimizer sends what lies in them; make it contiguous"
                 )
-        group = base.dp_group(mesh)
+        group = base.dp_group(setup.mesh)
 
         def make_sharded(params: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
             names = {p: name for name, p in params.items()}
 
             def of_rank(groups: Any) -> torch.optim.Optimizer:
                 mine = [p for group in groups for p in group["params"]]
-                return make_optimizer({names[p]: p for p in mine})
+                return setup.make_optimizer({names[p]: p for p in mine})
 
-            groups = make_optimizer(params).param_groups
+            groups = setup.make_optimizer(params).param_groups
             with theirs.refusals(self.NAME):
                 return ZeroRedundancyOptimizer(groups, of_rank, group)  # type: ignore[arg-type]
 
         super().__init__(
-            model,
-            make_sharded,
-            loss_fn,
-            mesh,
-            rule=rule,
+            replace(setup, make_optimizer=make_sharded),
             bucket_mb=bucket_mb,
             find_unused_parameters=find_unused_parameters,
         )
@@ -95,7 +84,7 @@ class PyTorchZero1(PyTorchDDP):
         inner = self.optimizer.optim  # type: ignore[attr-defined]
         owned = {p for group in inner.param_groups for p in group["params"]}
         mine = {name: p for name, p in self.params.items() if p in owned}
-        return replica(self.model, mine, inner)
+        return whole_slots(self.model, mine, inner)
 
     def state_dict(self) -> dict[str, Any]:
         """Each rank's part of the optimizer's state, put together by name."""
@@ -118,5 +107,5 @@ class PyTorchZero1(PyTorchDDP):
         mine.state.clear()
         for name, p in self.params.items():
             if p in owned and name in state["optimizer"]:
-                mine.state[p] = {k: copied(v) for k, v in state["optimizer"][name].items()}
+                mine.state[p] = {k: base.copied(v) for k, v in state["optimizer"][name].items()}
         self.update.load_state_dict(state["update"])

@@ -7,15 +7,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import comm, optimizers
 from shardlab.strategies import base
 from shardlab.strategies.flat import Piece
 from shardlab.strategies.sharded_state import ShardedState
 from shardlab.strategies.unit import Unit
-from shardlab.strategies.update import Rule, Update
-from shardlab.workloads.base import Batch, LossFn
+from shardlab.workloads.base import Batch
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}  # that gradients (ZeRO-3: parameters) travel in
 
@@ -29,33 +27,19 @@ class Sharded(ShardedState):
 
     IN_FLIGHT = 1  # units whose gradients may be on their way at one time: each holds a buffer
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: base.MakeOptimizer,
-        loss_fn: LossFn,
-        mesh: DeviceMesh,
-        rule: Rule,
-    ) -> None:
-        base.refuse_unsupported(model, mesh.size())
-        self.model = model
-        self.make_optimizer = make_optimizer
-        self.loss_fn = loss_fn
-        self.group = base.dp_group(mesh)
-        self.rank, self.ranks = self.group.rank(), self.group.size()
-        self.rule = rule
-        self.params = base.trainable(model)
+    def __init__(self, setup: base.Setup) -> None:
+        super().__init__(setup, builds_optimizer=False)
         base.refuse_sparse_gradients(self.params)
-        self.device = next(iter(self.params.values())).device
+        self.rank, self.ranks = self.group.rank(), self.group.size()
         self.used: set[str] = set()  # what got a gradient on this rank, in this step
         self.unused: list[str] = []  # what got one on no rank
         self.comm_dtype: torch.dtype | None = None  # of gradients on their way; none: their own
         self.in_flight: deque[tuple[Unit, Tensor, comm.Pending, Tensor]] = deque()
-        base.broadcast_model(model, self.group)
+        base.broadcast_model(self.model, self.group)
 
-    def own(self, units: list[Unit]) -> None:
+    def own_units(self, units: list[Unit]) -> None:
         """Build the optimizer over this rank's pieces of the units' shards."""
-        optimizers.check(self.make_optimizer, optimizers.FLAT, type(self).__name__.lower())
+        optimizers.check(self.setup.make_optimizer, optimizers.FLAT, type(self).__name__.lower())
         self.units = units
         self.pieces: dict[tuple[str, Piece], nn.Parameter] = {}
         for unit in units:
@@ -64,10 +48,7 @@ class Sharded(ShardedState):
                 is_trained = unit.params[piece.name].requires_grad
                 self.pieces[unit.label, piece] = nn.Parameter(part, requires_grad=is_trained)
         mine = {piece.name: p for (_, piece), p in self.pieces.items() if p.requires_grad}
-        self.optimizer = self.make_optimizer(
-            mine
-        )  # of none, if there are fewer elements than ranks
-        self.update = Update(self.optimizer, self.rule)
+        self.own(mine)  # of none, if there are fewer elements than ranks
 
     @torch.no_grad()
     def infer(self, function: base.Infer[base.T], batch: Batch) -> base.T:

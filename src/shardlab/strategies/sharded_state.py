@@ -13,26 +13,18 @@ from shardlab.strategies import base
 from shardlab.strategies.flat import Piece
 from shardlab.strategies.slots import Slot, Slots, whole
 from shardlab.strategies.unit import Unit
-from shardlab.strategies.update import Update
 
 
-class ShardedState:
+class ShardedState(base.Strategy):
     """The half of ``Sharded`` that tells and takes what it holds."""
 
-    model: nn.Module
-    group: comm.Group
+    KEEPS_PARTS = True
+
     rank: int
     ranks: int
-    device: torch.device
-    params: dict[str, nn.Parameter]
     units: list[Unit]
     pieces: dict[tuple[str, Piece], nn.Parameter]
     unused: list[str]
-    optimizer: torch.optim.Optimizer
-    update: Update
-
-    def settle(self) -> None:
-        """Between steps: wait for what is under way, free what is not kept."""
 
     def await_gradient(self, unit: Unit) -> None:
         """Before the unit's shard is updated: wait until its gradient is there."""
@@ -43,6 +35,13 @@ class ShardedState:
                 parameter = self.pieces[unit.label, piece]
                 if parameter.requires_grad:
                     yield unit, piece, parameter
+
+    def updated_names(self) -> list[str]:
+        return [
+            piece.name
+            for unit, piece, _ in self.trained_pieces()
+            if unit.grad is not None and piece.name not in self.unused
+        ]
 
     def gather(self, unit: Unit, shard: Tensor, label: str) -> dict[str, Tensor]:
         """Every rank's part of the unit, put together and split by parameter."""

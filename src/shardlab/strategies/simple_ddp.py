@@ -6,17 +6,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import comm
 from shardlab.strategies import base
 from shardlab.strategies.compress import Compressor, compressor
-from shardlab.strategies.replica import Replica
-from shardlab.strategies.update import Rule
-from shardlab.workloads.base import Batch, LossFn
+from shardlab.workloads.base import Batch
 
 
-class SimpleDDP(Replica):
+class SimpleDDP(base.Strategy):
     """All-reduce each gradient, one by one, after every micro-batch's backward.
 
     Schedule, for n ranks and Ψ bytes of gradients:
@@ -38,19 +35,15 @@ class SimpleDDP(Replica):
 
     def __init__(
         self,
-        model: nn.Module,
-        make_optimizer: base.MakeOptimizer,
-        loss_fn: LossFn,
-        mesh: DeviceMesh,
+        setup: base.Setup,
         *,
-        rule: Rule = Rule(),
         compress: str = "none",
         powersgd_rank: int | None = None,
     ) -> None:
-        super().__init__(model, make_optimizer, loss_fn, mesh, rule=rule)
-        self.compressor = compressor(compress, powersgd_rank, rule)
+        super().__init__(setup)
+        self.compressor = compressor(compress, powersgd_rank, setup.rule)
         self.update.after = lambda was_made: self.compressor.after_step(was_made)
-        base.broadcast_model(model, self.group)
+        base.broadcast_model(self.model, self.group)
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
         base.broadcast_buffers(self.model, self.group)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
 from shardlab.strategies import base
 from shardlab.strategies.compress import Waitable
 from shardlab.strategies.simple_ddp_hook import SimpleDDPHook
-from shardlab.strategies.update import Rule
-from shardlab.workloads.base import LossFn
 
 
 class SimpleDDPAsync(SimpleDDPHook):
@@ -35,19 +32,12 @@ class SimpleDDPAsync(SimpleDDPHook):
 
     def __init__(
         self,
-        model: nn.Module,
-        make_optimizer: base.MakeOptimizer,
-        loss_fn: LossFn,
-        mesh: DeviceMesh,
+        setup: base.Setup,
         *,
-        rule: Rule = Rule(),
         compress: str = "none",
         powersgd_rank: int | None = None,
     ) -> None:
-        super().__init__(
-            model, make_optimizer, loss_fn, mesh,
-            rule=rule, compress=compress, powersgd_rank=powersgd_rank,
-        )  # fmt: skip
+        super().__init__(setup, compress=compress, powersgd_rank=powersgd_rank)
         self.under_way: list[Waitable] = []
 
     def reduce(self, name: str, gradient: Tensor) -> None:

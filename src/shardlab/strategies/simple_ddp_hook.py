@@ -7,13 +7,11 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab.strategies import base
 from shardlab.strategies.ready import InOrder
 from shardlab.strategies.simple_ddp import SimpleDDP
-from shardlab.strategies.update import Rule
-from shardlab.workloads.base import Batch, LossFn
+from shardlab.workloads.base import Batch
 
 
 class SimpleDDPHook(SimpleDDP):
@@ -43,19 +41,12 @@ class SimpleDDPHook(SimpleDDP):
 
     def __init__(
         self,
-        model: nn.Module,
-        make_optimizer: base.MakeOptimizer,
-        loss_fn: LossFn,
-        mesh: DeviceMesh,
+        setup: base.Setup,
         *,
-        rule: Rule = Rule(),
         compress: str = "none",
         powersgd_rank: int | None = None,
     ) -> None:
-        super().__init__(
-            model, make_optimizer, loss_fn, mesh,
-            rule=rule, compress=compress, powersgd_rank=powersgd_rank,
-        )  # fmt: skip
+        super().__init__(setup, compress=compress, powersgd_rank=powersgd_rank)
         # Backward makes gradients roughly in the reverse of forward's order.
         self.order = list(reversed(self.params))
         self.queue = InOrder([{name: 1} for name in self.order], self.launch)

@@ -4,35 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
 from shardlab.errors import UsageError
 from shardlab.strategies import base
-from shardlab.strategies.replica import Replica
-from shardlab.strategies.update import Rule
-from shardlab.workloads.base import Batch, LossFn
+from shardlab.workloads.base import Batch
 
 
-class Single(Replica):
+class Single(base.Strategy):
     """One plain process: what every other strategy must equal.
 
     Schedule of a step: forward and backward of each micro-batch, then the update. Nothing
     is communicated.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: base.MakeOptimizer,
-        loss_fn: LossFn,
-        mesh: DeviceMesh,
-        *,
-        rule: Rule = Rule(),
-    ) -> None:
-        if mesh.size() != 1:
-            raise UsageError(f"strategy 'single' is one process, this world has {mesh.size()}")
-        super().__init__(model, make_optimizer, loss_fn, mesh, rule=rule)
+    def __init__(self, setup: base.Setup) -> None:
+        if setup.mesh.size() != 1:
+            raise UsageError(
+                f"strategy 'single' is one process, this world has {setup.mesh.size()}"
+            )
+        super().__init__(setup)
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
         total = base.local_count(microbatches, self.device).clamp_(min=1.0)  # as of many ranks

@@ -38,7 +38,7 @@ def whole(tensors: Iterable[tuple[str, Tensor]]) -> list[Slot]:
     return [Slot(name, t.shape, 0, t.detach()) for name, t in tensors]
 
 
-def replica(
+def whole_slots(
     model: nn.Module, params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> Slots:
     """A whole model and a whole optimizer."""

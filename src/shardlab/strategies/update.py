@@ -58,6 +58,7 @@ class Update:
         self.rule = rule
         self.device = optimizer.param_groups[0]["params"][0].device
         self.rates = [group["lr"] for group in optimizer.param_groups]
+        self.calls = 0
         self.steps = 0  # taken; skipped ones do not count
         self.scale = rule.loss_scale or 1.0
         self.good_steps = 0  # since the scale last changed
@@ -92,6 +93,7 @@ class Update:
 
         ``apply``, if given, calls the optimizer's step() itself, for some parameters at a time.
         """
+        self.calls += 1
         with phase(OPTIMIZER):
             was_made = self._update(gradients, sharded_over, apply or self.optimizer.step)
             self.after(was_made)

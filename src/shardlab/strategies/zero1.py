@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import comm
 from shardlab.strategies import base
@@ -15,8 +14,7 @@ from shardlab.strategies.flat import buckets_of
 from shardlab.strategies.ready import InOrder
 from shardlab.strategies.sharded import Sharded
 from shardlab.strategies.unit import Unit
-from shardlab.strategies.update import Rule
-from shardlab.workloads.base import Batch, LossFn
+from shardlab.workloads.base import Batch
 
 
 class Zero1(Sharded):
@@ -53,16 +51,12 @@ class Zero1(Sharded):
 
     def __init__(
         self,
-        model: nn.Module,
-        make_optimizer: base.MakeOptimizer,
-        loss_fn: LossFn,
-        mesh: DeviceMesh,
+        setup: base.Setup,
         *,
-        rule: Rule = Rule(),
         bucket_mb: float | None = None,
         first_bucket_mb: float = 1.0,
     ) -> None:
-        super().__init__(model, make_optimizer, loss_fn, mesh, rule)
+        super().__init__(setup)
         sizes = bucket_mb, first_bucket_mb, self.BUCKETS
         units = []
         for i, params in enumerate(buckets_of(self.params, reversed(self.params), *sizes)):
@@ -74,7 +68,7 @@ class Zero1(Sharded):
             unit.full = flat
             unit.shard = unit.layout.of_rank(flat, self.rank)
             units.append(unit)
-        self.own(units)
+        self.own_units(units)
         self.is_last = False  # micro-batch of the step
         self.queue = InOrder([dict.fromkeys(unit.params, 1) for unit in units], self.launch)
         self.times: dict[str, int] = {}  # how often each gradient came in the first step

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab.strategies import base
 from shardlab.strategies.sharded import DTYPES
-from shardlab.strategies.update import Rule
 from shardlab.strategies.zero1 import Zero1
-from shardlab.workloads.base import Batch, LossFn
+from shardlab.workloads.base import Batch
 
 
 class Zero2(Zero1):
@@ -43,20 +41,13 @@ class Zero2(Zero1):
 
     def __init__(
         self,
-        model: nn.Module,
-        make_optimizer: base.MakeOptimizer,
-        loss_fn: LossFn,
-        mesh: DeviceMesh,
+        setup: base.Setup,
         *,
-        rule: Rule = Rule(),
         bucket_mb: float | None = None,
         first_bucket_mb: float = 1.0,
         comm_dtype: str = "fp32",
     ) -> None:
-        super().__init__(
-            model, make_optimizer, loss_fn, mesh, rule=rule,
-            bucket_mb=bucket_mb, first_bucket_mb=first_bucket_mb,
-        )  # fmt: skip
+        super().__init__(setup, bucket_mb=bucket_mb, first_bucket_mb=first_bucket_mb)
         self.comm_dtype = base.option("zero2's comm_dtype", comm_dtype, DTYPES)
 
     def arrived(self, bucket: int, name: str, parameter: nn.Parameter) -> None:

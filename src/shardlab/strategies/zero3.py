@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab.errors import UsageError
 from shardlab.phases import BACKWARD, FORWARD, phase
@@ -19,8 +18,7 @@ from shardlab.strategies.agenda import GATHER, Agenda, Op
 from shardlab.strategies.block import GATHERING, SHARDED, Block, tensors_in
 from shardlab.strategies.flat import units_of
 from shardlab.strategies.sharded import DTYPES, Sharded
-from shardlab.strategies.update import Rule
-from shardlab.workloads.base import Batch, LossFn
+from shardlab.workloads.base import Batch
 
 
 class Zero3(Sharded):
@@ -55,29 +53,23 @@ class Zero3(Sharded):
     storage, and they are whole again when the unit has been gathered for backward.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: base.MakeOptimizer,
-        loss_fn: LossFn,
-        mesh: DeviceMesh,
-        *,
-        rule: Rule = Rule(),
-        blocks: Sequence[str] = (),
-        comm_dtype: str = "fp32",
-    ) -> None:
-        for name, module in model.named_modules():
+    WORKS_BY_BLOCK = True
+
+    def __init__(self, setup: base.Setup, *, comm_dtype: str = "fp32") -> None:
+        for name, module in setup.model.named_modules():
             kind = type(module).__name__
             if isinstance(module, torch.jit.ScriptModule) or kind == "OptimizedModule":
                 raise UsageError(
                     f"zero3: module '{name or kind}' is compiled by the model itself, and zero3 "
                     "cannot see what it reads; use training.compile: blocks, or the strategy zero2"
                 )
-        super().__init__(model, make_optimizer, loss_fn, mesh, rule)
+        super().__init__(setup)
         self.comm_dtype = base.option("zero3's comm_dtype", comm_dtype, DTYPES)
         self.units: list[Block]  # type: ignore[assignment]
-        parts = units_of(model, blocks)
-        self.own([Block(*part, self.group, self.comm_dtype, self._accessed) for part in parts])
+        parts = units_of(self.model, setup.blocks)
+        self.own_units(
+            [Block(*part, self.group, self.comm_dtype, self._accessed) for part in parts]
+        )
         self.by_storage = {unit.storage._cdata: i for i, unit in enumerate(self.units)}
         self.agenda = Agenda(len(self.units), self._start, self._agree)
         self.is_running = False  # between the beginning and the end of a micro-batch

@@ -153,7 +153,7 @@ class Capture:
     def _stop(self) -> _KinetoProfile:
         """End the recording. A collective that ended after it would crash the process (2.13)."""
         assert self._profiler is not None
-        getattr(self.strategy, "settle", lambda: None)()
+        self.strategy.settle()
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
         profiler, self._profiler = self._profiler, None

@@ -122,7 +122,7 @@ class Built:
                 self.strategy = train.build_strategy(self.config, self.workload, self.world)
             except UsageError as refusal:
                 raise Rejected("refused", str(refusal)) from None
-            self.microbatches = next(train.batches(self.workload, self.config, self.world))
+            self.microbatches = next(train.Batches(self.workload, self.config, self.world))
             for _ in range(steps):
                 with causes.step() if causes else nullcontext():
                     self.strategy.gradients(self.microbatches)
@@ -142,7 +142,7 @@ class Built:
 
     def settle(self) -> None:
         """A collective that ends after the profiler has crashes the process (torch 2.13)."""
-        getattr(self.strategy, "settle", lambda: None)()
+        self.strategy.settle()
 
     def step(self) -> None:
         self.strategy.gradients(self.microbatches)
