@@ -57,6 +57,63 @@ def test_the_contract_is_written_down() -> None:
     assert all(method.__doc__ for method in methods)
 
 
+# ------------------------------------------------------------------ the schedule, as it is told
+
+OPS = "broadcast|all_reduce|reduce_scatter|all_gather"
+KINDS = {  # of what is sent, by a word of the docstring or of the ledger's label; the first counts
+    "used": "used", "agreement": "used", "which parameters": "used", "what each rank": "used",
+    "buffer": "buffer", "target": "target", "loss": "loss", "param": "params", "": "gradients",
+}  # fmt: skip
+Calls = list[tuple[str, str]]
+
+
+def kind_of(text: str) -> str:
+    return next(kind for word, kind in KINDS.items() if word in text)
+
+
+def told(docstring: str) -> Calls:
+    """The collectives of a step in the order in which the docstring names them, each once."""
+    found: dict[tuple[str, str], None] = {}
+    section = ""
+    for line in docstring.partition("Schedule")[2].partition("Cost:")[0].splitlines()[2:]:
+        section = line[8:28].strip() or section
+        if section in ("at construction", "first step"):
+            continue
+        for op, text in re.findall(rf"({OPS}) (.*?)(?=;|,|  |\band\b|$)", line):
+            found[op, kind_of(text)] = None
+    return list(found)
+
+
+def made(world: World, name: str) -> Calls:
+    """Those that a strategy makes in its second step, when it has learnt what it learns."""
+    strategy = build(name, "buffers", world)
+    for step in range(2):
+        comm.LEDGER.reset()
+        strategy.gradients(microbatches(step, world.rank, 2))
+        strategy.step()
+        strategy.settle()
+    rows = comm.LEDGER.take()
+    return list(dict.fromkeys((row["op"], kind_of(row["label"])) for row in rows))
+
+
+@pytest.mark.parametrize("name", [n for n in PARALLEL if not n.startswith("pytorch_")])
+def test_the_docstring_names_the_calls_in_their_order(name: str, ranks: GetRanks) -> None:
+    docstring = naming.resolve(name, STRATEGIES, "strategy").__doc__
+    assert ranks(2).run(made, name) == [told(docstring)] * 2
+
+
+def test_a_schedule_that_is_told_wrongly_is_noticed() -> None:
+    docstring = naming.resolve("zero1", STRATEGIES, "strategy").__doc__
+    calls = told(docstring)
+    assert len(calls) == 6
+    assert told(docstring.replace("reduce_scatter the bucket", "all_reduce the bucket")) != calls
+    moved = docstring.replace("all_reduce the number of targets", "-")
+    assert told(moved) != calls
+
+
+# ------------------------------------------------------------------ what is sent
+
+
 def step_ledger(world: World, name: str, toy: str, micro: int) -> list[dict[str, Any]]:
     strategy = build(name, toy, world)
     comm.LEDGER.reset()
