@@ -185,7 +185,8 @@ def slow_run(world: World, prefetch: int) -> list[float]:
         def step(self) -> None: ...
 
     with Recorder(None, world, LEDGER, 6) as recorder:
-        training.train(Slow(), (s.microbatches for s in running), recorder)  # type: ignore[arg-type]
+        batches = (s.microbatches for s in running)
+        training.train(Slow(), batches, recorder, range(6))  # type: ignore[arg-type]
     waits = [row["data_ms"] for row in recorder.rows]
     return waits[1:]
 
