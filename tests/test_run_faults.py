@@ -30,6 +30,7 @@ from shardlab.data import image_files, text
 from shardlab.errors import UsageError
 from shardlab.launch import Ranks
 from shardlab.record import read_jsonl
+from shardlab.strategies.base import Setup
 from shardlab.strategies.simple_ddp import SimpleDDP
 from shardlab.world import World
 from test_resume import TRAIN_RANK, losses_of, state_at
@@ -481,7 +482,7 @@ def test_what_is_packed_in_parts_is_read_whole(tmp_path: Path) -> None:
 def on_a_nameless_mesh(world: World) -> str:
     mesh = DeviceMesh.from_group(world.group, "cpu")
     try:
-        SimpleDDP(nn.Linear(2, 2), torch.optim.SGD, dropping.loss, mesh)
+        SimpleDDP(Setup(nn.Linear(2, 2), torch.optim.SGD, dropping.loss, mesh))
     except UsageError as refusal:
         return str(refusal)
     return ""
