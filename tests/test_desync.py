@@ -206,6 +206,7 @@ def state_after(config: configs.Config) -> tuple[dict[str, torch.Tensor], list[s
     ("strategy", "more", "reason"),
     [
         # On the code before, the checkpoint of step 4 was made of drifted replicas and was taken.
+        ("DriftingOnce", {}, "replicas have drifted apart"),
         ("bucket_ddp_async", {"faults": ["drift:rank=1,step=3"]}, "replicas have drifted apart"),
         ("pytorch_ddp", {"faults": ["drift:rank=0,step=2"]}, "replicas have drifted apart"),
         ("OptimizerDriftingOnce", {}, "'second.weight/exp_avg' of rank 1 differs"),
@@ -221,7 +222,11 @@ def test_no_checkpoint_is_made_of_replicas_that_differ(
         "launch.device": "cpu", "guard.drift_every": 7, "guard.check_steps": 0,
         "guard.check_every": 7, "data.shuffle": True,
     }  # fmt: skip
-    plain = {"OptimizerDriftingOnce": "simple_ddp", "SwappingOnce": f"{FILE}:InOrder"}
+    plain = {
+        "DriftingOnce": "simple_ddp",
+        "OptimizerDriftingOnce": "simple_ddp",
+        "SwappingOnce": f"{FILE}:InOrder",
+    }
     name = f"{FILE}:{strategy}" if strategy in plain else strategy
     if strategy in plain:
         more = more | {"strategy.options": {"marker": str(tmp_path / "marker")}}

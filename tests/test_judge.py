@@ -151,6 +151,17 @@ class KeyBias(nn.Module):
         return out
 
 
+class LoudKeyBias(KeyBias):
+    """Keys alone, under a loss with large gradients: their rounding is large enough for Adam."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 1e6 * super().forward(x)
+
+
 class SinglePrecision(nn.Module):
     """Makes a tensor of torch's default type in forward: in float64 it does not run."""
 
@@ -210,6 +221,7 @@ projects = functools.partial(_workload, Projects)
 teaches = functools.partial(_workload, Teaches)
 unused = functools.partial(_workload, Unused)
 key_bias = functools.partial(_workload, KeyBias)
+loud_key_bias = functools.partial(_workload, LoudKeyBias)
 single_precision = functools.partial(
     _workload, SinglePrecision, ("layers.0", "layers.1", "layers.2")
 )
@@ -220,7 +232,8 @@ explodes = functools.partial(_workload, Explodes)
 
 @pytest.mark.parametrize("strategy", ["single", "zero2", "pytorch_ddp"])
 @pytest.mark.parametrize(
-    "model", ["counts", "own_generator", "projects", "teaches", "key_bias", "mixes"]
+    "model",
+    ["counts", "own_generator", "projects", "teaches", "key_bias", "loud_key_bias", "mixes"],
 )
 def test_what_is_right_is_called_right(model: str, strategy: str, ranks: GetRanks) -> None:
     assert failures(checks_of(ranks, f"test_judge:{model}", strategy)) == {}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
+import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import toys
 from conformance import arrays, make_optimizer
@@ -226,6 +229,96 @@ def test_refusals(ranks: GetRanks) -> None:
         ranks(1).run(bad_bucket)
     with pytest.raises(UsageError, match="this world has 2"):
         ranks(2).run(single_on_two)
+
+
+# ------------------------------------------------------------------ gradients that come twice
+
+
+class Slow(torch.autograd.Function):
+    """Gives what was launched before it the time to be done."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        return gradient
+
+
+class Again(torch.nn.Module):
+    """One layer used twice under re-entrant checkpointing: its gradient comes in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = torch.nn.Linear(6, 6), torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        once = Slow.apply(checkpoint(self.layer, x, use_reentrant=True))
+        out: torch.Tensor = self.head(checkpoint(self.layer, once, use_reentrant=True))
+        return out
+
+
+def two_parts(world: World, name: str, options: dict[str, Any]) -> tuple[list[float], Any]:
+    torch.manual_seed(0)
+    make = naming.resolve(name, STRATEGIES, "strategy")
+    model = Again().double()
+    strategy = make(model, make_optimizer("adamw"), toys.loss, world.mesh, **options)
+    losses = []
+    for step in range(3):
+        batches = [b for r in range(2) for b in microbatches(step, r, 2)]
+        mine = batches if world.size == 1 else batches[2 * world.rank : 2 * world.rank + 2]
+        losses.append(float(strategy.gradients(mine)))
+        strategy.step()
+    return losses, arrays(strategy.full_params())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("simple_ddp_hook", {}),
+        ("simple_ddp_async", {}),
+        ("bucket_ddp_async", {}),
+        ("zero1", {}),
+        ("zero2", {}),
+        ("zero3", {}),  # the layer is in the root
+        pytest.param("zero3", {"blocks": ("layer",)}, id="zero3-as-a-block"),
+    ],
+)
+def test_a_gradient_that_comes_twice(name: str, options: Any, ranks: GetRanks) -> None:
+    """The first part must not travel, or not alone, before the second is there."""
+    ((losses, params),) = ranks(1).run(two_parts, "single", {})
+    for found, held in ranks(2).run(two_parts, name, options, deadline_s=60):
+        assert found == pytest.approx(losses, abs=1e-12)
+        for parameter, value in params.items():
+            np.testing.assert_allclose(held[parameter], value, atol=1e-10, err_msg=parameter)
+
+
+# ------------------------------------------------------------------ a step without targets
+
+
+def nothing_counts_in_step_1(world: World, name: str) -> tuple[list[float], Any]:
+    strategy = build(name, "mlp", world)
+    losses = []
+    for step in range(3):
+        batches = [b for r in range(2) for b in microbatches(step, r, 1)]
+        if step == 1:
+            batches = [replace(b, targets=b.targets * 0 - 100, count=0) for b in batches]
+        mine = batches if world.size == 1 else batches[world.rank : world.rank + 1]
+        losses.append(float(strategy.gradients(mine)))
+        strategy.step()
+    return losses, arrays(strategy.full_params())
+
+
+def test_a_step_without_targets_is_no_nan_in_one_process_either(ranks: GetRanks) -> None:
+    ((losses, params),) = ranks(1).run(nothing_counts_in_step_1, "single")
+    assert losses[1] == 0.0
+    for found, held in ranks(2).run(nothing_counts_in_step_1, "simple_ddp"):
+        assert found == pytest.approx(losses, abs=1e-12)
+        for parameter, value in params.items():
+            np.testing.assert_allclose(held[parameter], value, atol=1e-10, err_msg=parameter)
 
 
 # ------------------------------------------------------------------ state

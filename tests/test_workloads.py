@@ -22,7 +22,7 @@ from shardlab.data.images import ImageSet
 from shardlab.errors import UsageError
 from shardlab.strategies.base import Setup
 from shardlab.workloads import WORKLOADS, batchnorm, causal_lm, images
-from shardlab.workloads.base import Batch, Part, classification_loss, hold_out
+from shardlab.workloads.base import Batch, Part, Workload, classification_loss, hold_out
 from shardlab.workloads.batchnorm import SyncBatchNorm2d
 from shardlab.workloads.cnn import CNN, cnn_mnist
 from shardlab.workloads.resnet import ResNet, resnet_cifar10
@@ -585,6 +585,38 @@ def test_what_cannot_be_compared_or_proved_is_said(ranks: GetRanks) -> None:
         ranks(2).run("shardlab.measure.compare:check_cell", values)
     with pytest.raises(UsageError, match="leave out sync_batchnorm"):
         ranks(2).run("shardlab.proof.subjects:check", values)
+
+
+# ------------------------------------------------------------------ complex numbers
+
+
+class Rotary(nn.Module):
+    """Rotary embeddings as Llama's first code keeps them, and the filter of a Fourier layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("freqs_cis", torch.polar(torch.ones(3), torch.arange(1.0, 4.0)))
+        self.filter = nn.Parameter(torch.tensor([1 + 2j, 3 - 4j]))
+        self.head = nn.Linear(3, 2)
+
+
+def complex_tensors(world: World, strategy: str, precision: str) -> dict[str, Tensor]:
+    config = configs.load(None, {"strategy.name": strategy, "precision.compute": precision})
+    data: Any = ()
+    workload = Workload("rotary", Rotary, classification_loss, data, blocks=())
+    return training.build_strategy(config, workload, world).full_params()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"), [("simple_ddp", "fp32"), ("bucket_ddp_async", "fp64")]
+)
+def test_imaginary_parts_are_kept(strategy: str, precision: str, ranks: GetRanks) -> None:
+    """``model.to(dtype)`` would cut them off."""
+    wide = torch.complex128 if precision == "fp64" else torch.complex64
+    for found in ranks(2).run(complex_tensors, strategy, precision):
+        assert found["filter"].tolist() == [1 + 2j, 3 - 4j]
+        assert found["filter"].dtype == wide
+        assert torch.equal(found["freqs_cis"], Rotary().freqs_cis.to(wide))
 
 
 # ------------------------------------------------------------------ the examples

@@ -166,8 +166,8 @@ class SwappingOnce(InOrder):
         return names
 
 
-class OptimizerDriftingOnce(SimpleDDP):
-    """Rank 1's momentum changes after step 3, in the first start of a run alone; no weight does."""
+class DriftingOnce(SimpleDDP):
+    """A weight of rank 1 changes after step 3, in the first start of a run alone."""
 
     def __init__(self, setup: base.Setup, *, marker: str) -> None:
         super().__init__(setup)
@@ -177,7 +177,18 @@ class OptimizerDriftingOnce(SimpleDDP):
         super().step()
         if comm.LEDGER.step == 3 and self.group.rank() == 1 and not self.marker.exists():
             self.marker.touch()
-            self.optimizer.state[self.params["second.weight"]]["exp_avg"][0, 0] += 0.5
+            self.drift()
+
+    @torch.no_grad()
+    def drift(self) -> None:
+        self.params["second.weight"][0, 0] += 0.5
+
+
+class OptimizerDriftingOnce(DriftingOnce):
+    """The momentum changes; no weight does."""
+
+    def drift(self) -> None:
+        self.optimizer.state[self.params["second.weight"]]["exp_avg"][0, 0] += 0.5
 
 
 class Waiting(InOrder):
