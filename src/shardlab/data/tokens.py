@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shardlab.batch import Batch
 from shardlab.data import sources
 from shardlab.errors import UsageError
-from shardlab.workloads.base import Batch
 
 MAGIC = 20240520
 VERSION = 1

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardlab.config import DataConfig
+from shardlab.config import SYNTHETIC, DataConfig
 from shardlab.data import reviews, sources
 from shardlab.data.reviews import Reviews
 from shardlab.errors import UsageError, unknown
 from shardlab.workloads import synthetic
 from shardlab.workloads.base import Batch, Sums, Workload
-from shardlab.workloads.synthetic import SYNTHETIC
 
 TINY = "tiny"  # random weights, a byte is a token: needs no download
 SIZES = {

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardlab.config import DataConfig
+from shardlab.config import SYNTHETIC, DataConfig
 from shardlab.data import sources
 from shardlab.data.tokens import TokenDataset
 from shardlab.errors import UsageError, unknown
 from shardlab.workloads import huggingface
 from shardlab.workloads.base import Batch, Dataset, Sums, Workload, hold_out
-from shardlab.workloads.synthetic import SYNTHETIC, Tokens
+from shardlab.workloads.synthetic import Tokens
 
 
 @dataclass(frozen=True)

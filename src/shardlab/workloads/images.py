@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from shardlab.config import SYNTHETIC
 from shardlab.data import images, sources
 from shardlab.data.images import ImageDataset, ImageSet
 from shardlab.errors import UsageError, unknown
 from shardlab.workloads import synthetic
-from shardlab.workloads.synthetic import SYNTHETIC
 
 Shape = tuple[int, int, int]  # channels, height, width
 

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardlab.config import DataConfig
+from shardlab.config import SYNTHETIC, DataConfig
 from shardlab.errors import UsageError, unknown
 from shardlab.workloads import images
 from shardlab.workloads.base import Batch, Workload, classification_loss, classify, count_flops
 from shardlab.workloads.batchnorm import SyncBatchNorm2d
-from shardlab.workloads.synthetic import SYNTHETIC
 
 SHAPE = (3, 32, 32)
 DEPTHS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}  # blocks in each of four stages

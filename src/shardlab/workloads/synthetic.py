@@ -14,7 +14,6 @@ from shardlab.data.images import KINDS, ImageSet
 from shardlab.data.reviews import Reviews
 from shardlab.workloads.base import Batch
 
-SYNTHETIC = "synthetic"
 SIZES = {"train": 2048, "test": 512}
 
 _WORDS = ("awful", "poor", "fair", "good", "superb")  # from one star to five
