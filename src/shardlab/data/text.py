@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardlab.data import sources, unpack
-from shardlab.data.bpe import Vocabulary, fast_encoder, read_vocabulary
+from shardlab.data.bpe import Vocabulary, encoder, read_vocabulary
 from shardlab.errors import UsageError, unknown
 from shardlab.record import write_json
 
@@ -98,7 +98,7 @@ _encode: Callable[[str], list[int]] | None = None  # of a worker process: none i
 
 def _start_worker(vocabulary: Vocabulary | None) -> None:
     global _encode
-    _encode = None if vocabulary is None else fast_encoder(vocabulary)
+    _encode = None if vocabulary is None else encoder(vocabulary)
 
 
 def _work(piece: str) -> bytes:
@@ -144,16 +144,18 @@ def choose_tokenizer(name: str, vocab: Path | None) -> Vocabulary | None:
             raise UsageError("--vocab is for --tokenizer gpt2; a byte needs none")
         if not vocab.exists():
             raise UsageError(f"no such vocabulary: {vocab}")
-        return read_vocabulary(vocab)
-    cached = sources.cached("gpt2_vocab")
-    if name != "bytes" and sources.described(cached):
-        return read_vocabulary(cached)
-    if name == "gpt2":
+    elif name != "bytes" and sources.described(cached := sources.cached("gpt2_vocab")):
+        vocab = cached
+    elif name == "gpt2":
         raise UsageError(
             "GPT-2's vocabulary is not at hand: run `shardlab data gpt2_vocab`, or name "
             "encoder.json with --vocab"
         )
-    return None
+    else:
+        return None
+    vocabulary = read_vocabulary(vocab)
+    encoder(vocabulary)  # refused here, not in the worker processes, if it cannot be had
+    return vocabulary
 
 
 def make_shards(
