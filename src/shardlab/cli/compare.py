@@ -10,30 +10,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import NoReturn
 
 import typer
 
 from shardlab.cli import flags
 from shardlab.errors import Interrupted, UsageError
-
-WORLDS = typer.Option(
-    "--world", "-w", help="Numbers of ranks: 2, or 1,2,4.  (default: 2)", show_default=False
-)
-ACCUMULATES = typer.Option("--accumulate", help="Micro-batches per rank and step: 1, or 1,4.")
-PRECISION_AXIS = typer.Option(
-    "--precision", help="fp32, bf16, fp16 or fp64; or several: fp32,bf16."
-)
-BUCKET_MB = typer.Option(
-    "--bucket-mb", help="Bucket sizes, for the strategies that have buckets: 4, or 1,4,25."
-)
-PROFILE_AFTER = typer.Option(
-    "--profile/--no-profile",
-    help="Traces of each strategy, in <strategy>/traces/rank<r>/, taken after everything was timed "
-    "and weighed, so that no number is of a profiled step. Options as in train.  (default: "
-    "profile)",
-    show_default=False,
-)
 
 
 @flags.configured(
@@ -43,58 +25,52 @@ PROFILE_AFTER = typer.Option(
 def compare(
     asked: flags.Asked,
     ctx: typer.Context,
-    strategies: Annotated[
-        str | None,
-        typer.Option(
-            "--strategies",
-            help="Comma-separated; an option follows a colon: pytorch_ddp:bucket_mb=4.  "
-            "(default: all)",
-            show_default=False,
-        ),
-    ] = None,
-    world: Annotated[str | None, WORLDS] = None,
-    accumulate: Annotated[str | None, ACCUMULATES] = None,
-    precision: Annotated[str | None, PRECISION_AXIS] = None,
-    bucket_mb: Annotated[str | None, BUCKET_MB] = None,
-    repeats: Annotated[int, typer.Option(help="Interleaved visits to each strategy.")] = 4,
-    warmup: Annotated[int, typer.Option(help="Steps before the clock counts, per visit.")] = 2,
-    steps: Annotated[int, typer.Option(help="Timed steps per visit.")] = 2,
-    prove: Annotated[
-        bool,
-        typer.Option(
-            help="After the timing, prove each strategy on your model (of ours, on the smallest "
-            "size) and on a stack of layers, in float64, against one process. For each strategy "
-            "that takes some 3 s and 20 steps of your model on 4 samples a rank. A strategy that "
-            "is found wrong makes the exit code 1."
-        ),
-    ] = True,
-    time_limit: Annotated[
-        float,
-        typer.Option(
-            help="Seconds that one visit, weighing, estimate, proof or profile of a strategy may "
-            "take; what takes longer is a row that says so."
-        ),
-    ] = 600.0,
-    profile: Annotated[bool | None, PROFILE_AFTER] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            help="Go on with an interrupted comparison; what it has measured is kept.",
-            metavar="DIR",
-        ),
-    ] = None,
-    against: Annotated[
-        Path | None,
-        typer.Option(help="An earlier compare.json to hold this one against.", metavar="FILE"),
-    ] = None,
-    fail_if: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="With --against, exit 1 beyond a limit: slower=5%, memory=10% (repeatable).",
-            metavar="LIMIT",
-        ),
-    ] = None,
-) -> None:
+    strategies: str | None = flags.STRATEGIES,
+    world: str | None = typer.Option(
+        None, "--world", "-w", help="Numbers of ranks: 2, or 1,2,4.  (default: 2)"
+    ),
+    accumulate: str | None = typer.Option(
+        None, help="Micro-batches per rank and step: 1, or 1,4."
+    ),
+    precision: str | None = typer.Option(
+        None, help="fp32, bf16, fp16 or fp64; or several: fp32,bf16."
+    ),
+    bucket_mb: str | None = typer.Option(
+        None, help="Bucket sizes, for the strategies that have buckets: 4, or 1,4,25."
+    ),
+    repeats: int = typer.Option(4, help="Interleaved visits to each strategy."),
+    warmup: int = typer.Option(2, help="Steps before the clock counts, per visit."),
+    steps: int = typer.Option(2, help="Timed steps per visit."),
+    prove: bool = typer.Option(
+        True,
+        help="After the timing, prove each strategy on your model (of ours, on the smallest size) "
+        "and on a stack of layers, in float64, against one process. For each strategy that takes "
+        "some 3 s and 20 steps of your model on 4 samples a rank. A strategy that is found wrong "
+        "makes the exit code 1.",
+    ),
+    time_limit: float = typer.Option(
+        600.0,
+        help="Seconds that one visit, weighing, estimate, proof or profile of a strategy may take; "
+        "what takes longer is a row that says so.",
+    ),
+    profile: bool | None = typer.Option(
+        None,
+        help="Traces of each strategy, in <strategy>/traces/rank<r>/, taken after everything was "
+        "timed and weighed, so that no number is of a profiled step. Options as in train.  "
+        "(default: profile)",
+    ),
+    resume: Path | None = typer.Option(
+        None, help="Go on with an interrupted comparison; what it has measured is kept.",
+        metavar="DIR",
+    ),
+    against: Path | None = typer.Option(
+        None, help="An earlier compare.json to hold this one against.", metavar="FILE"
+    ),
+    fail_if: list[str] | None = typer.Option(
+        None, help="With --against, exit 1 beyond a limit: slower=5%, memory=10% (repeatable).",
+        metavar="LIMIT",
+    ),
+) -> None:  # fmt: skip
     """Measure strategies side by side: same model, data, seed and global batch."""
     from shardlab import launch
     from shardlab.measure import compare as comparison

@@ -75,17 +75,14 @@ def text(
         list[Path], typer.Argument(help="Text files, or folders of them; .gz, .jsonl with 'text'.")
     ],
     to: Annotated[Path, typer.Option("--to", help="A new folder for the shards.", metavar="DIR")],
-    tokenizer: Annotated[
-        str, typer.Option(help="gpt2, bytes, or auto: gpt2 if its vocabulary is at hand.")
-    ] = "auto",
-    vocab: Annotated[
-        Path | None,
-        typer.Option(help="GPT-2's vocabulary: encoder.json or a .tiktoken file.", metavar="FILE"),
-    ] = None,
-    shard_tokens: Annotated[int, typer.Option(help="Tokens in a shard.")] = 100_000_000,
-    jobs: Annotated[
-        int | None, typer.Option(help="Processes.  (default: one per core)", show_default=False)
-    ] = None,
+    tokenizer: str = typer.Option(
+        "auto", help="gpt2, bytes, or auto: gpt2 if its vocabulary is at hand."
+    ),
+    vocab: Path | None = typer.Option(
+        None, help="GPT-2's vocabulary: encoder.json or a .tiktoken file.", metavar="FILE"
+    ),
+    shard_tokens: int = typer.Option(100_000_000, help="Tokens in a shard."),
+    jobs: int | None = typer.Option(None, help="Processes.  (default: one per core)"),
     quiet: Annotated[bool, QUIET] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:

@@ -31,6 +31,13 @@ QUIET = typer.Option("--quiet", "-q", help="No progress, no table: only where th
 JSON = typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")
 
 
+STRATEGIES = typer.Option(
+    None,
+    "--strategies",
+    help="Comma-separated; an option follows a colon: pytorch_ddp:bucket_mb=4.  (default: all)",
+)
+
+
 @dataclass(frozen=True)
 class Flag:
     key: str  # what it sets in the config

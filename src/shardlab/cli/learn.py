@@ -77,26 +77,19 @@ def show(name: Annotated[str, NAME]) -> None:
 
 @app.command()
 def check(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[NAME|FILE]",
-            help="An exercise, or a file of yours; without it, every file that you have started.",
-        ),
-    ] = None,
-    exercise_name: Annotated[
-        str | None,
-        typer.Option("--exercise", help="What FILE solves, if its name does not say.",
-                     metavar="NAME"),
-    ] = None,
+    name: str | None = typer.Argument(
+        None,
+        metavar="[NAME|FILE]",
+        help="An exercise, or a file of yours; without it, every file that you have started.",
+    ),
+    exercise_name: str | None = typer.Option(
+        None, "--exercise", help="What FILE solves, if its name does not say.", metavar="NAME"
+    ),
     folder: Annotated[Path, DIR] = DEFAULT_DIR,
-    deadline: Annotated[
-        float | None,
-        typer.Option(
-            help="Seconds that a check may take before it is stopped.  [default: 30; "
-            "choose_strategy, which measures, 120]", show_default=False,
-        ),
-    ] = None,
+    deadline: float | None = typer.Option(
+        None, help="Seconds that a check may take before it is stopped.  [default: 30; "
+        "choose_strategy, which measures, 120]",
+    ),
     as_json: Annotated[bool, JSON] = False,
 ) -> None:  # fmt: skip
     """Run your code on real ranks and say what is right or wrong with it, and why.

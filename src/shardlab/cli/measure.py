@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -27,47 +27,36 @@ MOST_RANKS_PER_CORE = 4  # beyond, to measure on a CPU takes too long to be aske
 @flags.configured(*SHARED)
 def throughput(
     asked: flags.Asked,
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            "--strategy", help="With options after a colon: pytorch_ddp:bucket_mb=4.  "
-            "(default: single; with more ranks simple_ddp)", show_default=False,
-        ),
-    ] = None,
-    world: Annotated[
-        int | None,
-        typer.Option("--world", "-w", help="Number of ranks.  (default: 1)", show_default=False),
-    ] = None,
-    batch: Annotated[
-        str | None,
-        typer.Option(
-            "--batch", "-b", help="Samples per rank and micro-batch: 1,2,4,8; of a sweep, where it "
-            "begins.  (default: 1,2,4,8; of a sweep 1)", show_default=False,
-        ),
-    ] = None,
-    sweep: Annotated[
-        bool,
-        typer.Option("--sweep", help="Double the batch until memory runs out, then find the "
-                     "largest that fits."),
-    ] = False,
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(
-            help="CPU: what a rank's tensors may hold, 2GB or 500MiB.  (default: 90% of the "
-            "machine's free memory, shared by the ranks)", show_default=False,
-        ),
-    ] = None,
-    max_batch: Annotated[int, typer.Option(help="Where a sweep ends.")] = 65536,
-    time_limit: Annotated[
-        float, typer.Option(help="Seconds after which a sweep tries no further size.")
-    ] = 120.0,
-    warmup: Annotated[int, typer.Option(help="Steps before the clock counts, per size.")] = 2,
-    steps: Annotated[int, typer.Option(help="Timed steps per size.")] = 5,
-    model_params: Annotated[
-        float, typer.Option(help="Extrapolate to a model of so many parameters …")
-    ] = 1e12,
-    tokens: Annotated[float, typer.Option(help="… trained on so many tokens …")] = 1e13,
-    target_days: Annotated[float, typer.Option(help="… in so many days.")] = 90.0,
+    strategy: str | None = typer.Option(
+        None, help="With options after a colon: pytorch_ddp:bucket_mb=4.  (default: single; with "
+        "more ranks simple_ddp)",
+    ),
+    world: int | None = typer.Option(
+        None, "--world", "-w", help="Number of ranks.  (default: 1)"
+    ),
+    batch: str | None = typer.Option(
+        None, "--batch", "-b", help="Samples per rank and micro-batch: 1,2,4,8; of a sweep, where "
+        "it begins.  (default: 1,2,4,8; of a sweep 1)",
+    ),
+    sweep: bool = typer.Option(
+        False, "--sweep", help="Double the batch until memory runs out, then find the largest that "
+        "fits.",
+    ),
+    memory_limit: str | None = typer.Option(
+        None, help="CPU: what a rank's tensors may hold, 2GB or 500MiB.  (default: 90% of the "
+        "machine's free memory, shared by the ranks)",
+    ),
+    max_batch: int = typer.Option(65536, help="Where a sweep ends."),
+    time_limit: float = typer.Option(
+        120.0, help="Seconds after which a sweep tries no further size."
+    ),
+    warmup: int = typer.Option(2, help="Steps before the clock counts, per size."),
+    steps: int = typer.Option(5, help="Timed steps per size."),
+    model_params: float = typer.Option(
+        1e12, help="Extrapolate to a model of so many parameters …"
+    ),
+    tokens: float = typer.Option(1e13, help="… trained on so many tokens …"),
+    target_days: float = typer.Option(90.0, help="… in so many days."),
 ) -> None:  # fmt: skip
     """Measure tokens/s, MFU and peak memory for each batch size, until memory runs out."""
     from shardlab.measure import throughput as measuring
@@ -113,37 +102,28 @@ def throughput(
 @flags.configured(*SHARED, device="What the estimate is for: auto (as here), cpu or cuda.")
 def memory(
     asked: flags.Asked,
-    strategies: Annotated[
-        str | None,
-        typer.Option(
-            "--strategies", "--strategy",
-            help="Comma-separated; an option follows a colon: pytorch_ddp:bucket_mb=4.  "
-            "(default: all)", show_default=False,
-        ),
-    ] = None,
-    world: Annotated[
-        int | None,
-        typer.Option("--world", "-w", help="Number of ranks, as many as you like: they are not "
-                     "started.  (default: 2)", show_default=False),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option("--batch", "-b", help="Samples per rank and micro-batch.  (default: that of "
-                     "the config, else 1)", show_default=False),
-    ] = None,
-    fits: Annotated[
-        str | None,
-        typer.Option("--fits", help="Does a step fit into 24GB (or 24GiB) per rank, and what is "
-                     "the largest batch that does?", metavar="SIZE"),
-    ] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Run it, too, and say how far the estimate is off.")
-    ] = False,
-    snapshot: Annotated[
-        bool,
-        typer.Option("--snapshot", help="GPU: run it and write a memory snapshot of each rank, for "
-                     "PyTorch's viewer."),
-    ] = False,
+    strategies: str | None = typer.Option(
+        None, "--strategies", "--strategy", help=flags.STRATEGIES.help
+    ),
+    world: int | None = typer.Option(
+        None, "--world", "-w", help="Number of ranks, as many as you like: they are not started.  "
+        "(default: 2)",
+    ),
+    batch: int | None = typer.Option(
+        None, "--batch", "-b", help="Samples per rank and micro-batch.  (default: that of the "
+        "config, else 1)",
+    ),
+    fits: str | None = typer.Option(
+        None, help="Does a step fit into 24GB (or 24GiB) per rank, and what is the largest batch "
+        "that does?", metavar="SIZE",
+    ),
+    measure: bool = typer.Option(
+        False, "--measure", help="Run it, too, and say how far the estimate is off."
+    ),
+    snapshot: bool = typer.Option(
+        False, "--snapshot", help="GPU: run it and write a memory snapshot of each rank, for "
+        "PyTorch's viewer.",
+    ),
 ) -> None:  # fmt: skip
     """Tell what each rank will hold at the peak of a step, without running it."""
     from shardlab import launch, record

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 from shardlab.cli import flags
@@ -16,25 +14,16 @@ from shardlab.cli import flags
 )  # fmt: skip
 def prove(
     asked: flags.Asked,
-    strategies: Annotated[
-        str | None,
-        typer.Option(
-            "--strategies",
-            help="Comma-separated, with options as in compare; your own by import path.  "
-            "(default: all)",
-            show_default=False,
-        ),
-    ] = None,
-    world: Annotated[
-        str | None,
-        typer.Option(
-            "--world", "-w", help="Numbers of ranks: 2,4.  (default: 2)", show_default=False
-        ),
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3,
-    limit: Annotated[
-        float, typer.Option(min=1, help="Seconds for one strategy; then it has failed.")
-    ] = 600,
+    strategies: str | None = typer.Option(
+        None,
+        help="Comma-separated, with options as in compare; your own by import path.  "
+        "(default: all)",
+    ),
+    world: str | None = typer.Option(
+        None, "--world", "-w", help="Numbers of ranks: 2,4.  (default: 2)"
+    ),
+    steps: int = typer.Option(3, min=1, help="Optimizer steps."),
+    limit: float = typer.Option(600, min=1, help="Seconds for one strategy; then it has failed."),
 ) -> None:
     """Prove that strategies equal one process, and hold, send and overlap what they claim.
 

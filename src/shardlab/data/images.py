@@ -88,10 +88,7 @@ def load(name: str, source: str = sources.AUTO, split: str = "train") -> ImageSe
 
 def _locate(name: str, source: str) -> Path:
     if source != sources.AUTO:
-        path = sources.located(source)
-        if not path.exists():
-            raise UsageError(f"no such data: {path}")
-        return path
+        return sources.existing(source)
     path = sources.cached(name)
     if sources.described(path) is not None:
         return path
@@ -100,7 +97,7 @@ def _locate(name: str, source: str) -> Path:
     more = ", or pip install 'shardlab[images]'" if name == "digits" else ""
     raise UsageError(
         f"{name} has not been downloaded: run `shardlab data {name}`{more}, or name its folder "
-        "with data.source"
+        "with data.source; or use data.source=synthetic"
     )
 
 

@@ -21,6 +21,13 @@ STDLIB_BYTES = 8 << 20
 _NOT_TEXT = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib", "lib2to3"}
 
 
+def existing(source: str) -> Path:
+    path = located(source)
+    if not path.exists():
+        raise UsageError(f"no such data: {path}")
+    return path
+
+
 def find_shards(source: str) -> list[Path]:
     """The shard files of a file name, a folder (its ``*.bin``) or a glob, in name order."""
     path = located(source)

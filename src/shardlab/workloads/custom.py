@@ -24,9 +24,9 @@ from shardlab.errors import UsageError
 from shardlab.workloads import adding
 from shardlab.workloads.adding import MEAN, NEITHER, PENALTY, SUM, Bench, Finding
 from shardlab.workloads.base import Batch, Dataset, LossFn, Workload, cast_model, tensors_of
-from shardlab.workloads.blame import Place, blame
+from shardlab.workloads.blame import Place, blame, short
 from shardlab.workloads.blocks import check_blocks, show_blocks
-from shardlab.workloads.samples import COUNTS, IGNORED, Samples, Stream, call, source_of
+from shardlab.workloads.samples import IGNORED, RULES, Samples, Stream, call, count_by, samples_of
 
 LARGE = 200_000_000  # parameters: such a model is not tried, only built
 # Parameters times elements of a sample: of a dearer model less is measured. (Not by the clock:
@@ -111,16 +111,14 @@ class Short:
     first: weakref.ref[nn.Module]  # the model that it returned first
     samples: Samples
     loss: Any  # a function of (output, targets); None: the model computes it
-    note: str
     copies: dict[tuple[torch.device, torch.dtype], nn.Module] = field(default_factory=dict)
 
     def workload(self, finding: Finding) -> Workload:
         is_mean = finding.kind == MEAN
         # A sum is divided by the number of its targets, whatever those are.
-        count = finding.counts[0] if is_mean else "targets"
         samples = self.samples
-        samples.count = count
-        samples.identity = f"{finding.kind} over {count}, {samples.digest}"
+        samples.rule = finding.counts[0] if is_mean else "targets"
+        samples.identity = f"{finding.kind} over {samples.rule}, {samples.digest}"
         return Workload(
             name=self.name.rpartition(":")[0].rpartition("/")[2].removesuffix(".py")
             .replace("_", "-"),
@@ -214,12 +212,11 @@ def _from_three(
             'targets, not by their number: give it reduction="sum"'
         )
     try:
-        source = source_of(data, config)
+        samples = samples_of(name, data, config, keep_targets=loss is None)
     except TypeError as error:
         raise where.mistake(str(error)) from None
-    samples = source.samples(name, keep_targets=loss is None)
     samples.ignored = getattr(loss, "ignore_index", IGNORED)
-    return Short(name, make, weakref.ref(model), samples, loss, source.note)
+    return Short(name, make, weakref.ref(model), samples, loss)
 
 
 # ------------------------------------------------------------------ looking it over
@@ -230,7 +227,7 @@ def _check(name: str, built: Workload | Short, where: Place, device: torch.devic
     notes = []
     if isinstance(built, Short):
         workload = replace(built.workload(Finding(SUM)), loss=built.as_given)
-        notes += [built.note] if built.note else []
+        notes += [built.samples.note] if built.samples.note else []
     else:
         workload = built
     model = _check_model(name, workload, where)
@@ -336,7 +333,7 @@ def _measure(
     rules: dict[str, adding.Count] = {"count": lambda batch: batch.count}
     if isinstance(built, Short):
         ignored = built.samples.ignored
-        rules = {rule: partial(_count, rule, ignored) for rule in COUNTS}
+        rules = {rule: partial(_counted, rule, ignored) for rule in RULES}
     adding.shake(model)
     ways = [(torch.device("cpu"), torch.float64), (device, torch.float32)][is_dear:]
     for number, (place, dtype) in enumerate(ways):
@@ -373,8 +370,8 @@ def _check_counts(dataset: Dataset, ids: Sequence[int]) -> None:
         raise UsageError(message) if at is None else at.mistake(message)
 
 
-def _count(rule: str, ignored: int, batch: Batch) -> int:
-    return COUNTS[rule](ignored, batch.targets, batch.samples)
+def _counted(rule: str, ignored: int, batch: Batch) -> int:
+    return count_by(rule, ignored, batch.targets, batch.samples)
 
 
 def _planted(
@@ -526,11 +523,6 @@ def _check_evaluation(name: str, workload: Workload, model: nn.Module, where: Pl
     if not is_right or {"samples", "targets"} & set(sums):
         at = Place.of(workload.evaluate) or where
         raise at.mistake(
-            f"evaluate returned {_short(sums)}: a dict of sums belongs, each a tensor of one "
+            f"evaluate returned {short(sums)}: a dict of sums belongs, each a tensor of one "
             "number, such as loss and correct (samples and targets are counted for you)"
         )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else f"{text[:77]}..."

@@ -22,12 +22,14 @@ def datasets(
     """The images to train on, and those held out."""
     if name not in images.KINDS:
         raise unknown("option dataset", name, images.KINDS)
-    sets = [fit(_load(name, source, split), shape) for split in images.SPLITS]
-    train, test = (
-        ImageDataset(s.images, s.labels, s.mean, s.std, augment=augment and split == "train")
-        for s, split in zip(sets, images.SPLITS, strict=True)
-    )
-    return train, test
+
+    def read(split: str, augment: bool) -> ImageDataset:
+        is_made = source == SYNTHETIC
+        found = synthetic.images(name, split) if is_made else images.load(name, source, split)
+        fitted = fit(found, shape)
+        return ImageDataset(fitted.images, fitted.labels, fitted.mean, fitted.std, augment=augment)
+
+    return read("train", augment), read("test", augment=False)
 
 
 def default_dataset(name: str, source: str) -> str:
@@ -35,17 +37,6 @@ def default_dataset(name: str, source: str) -> str:
     if source != sources.AUTO or sources.described(sources.cached(name)) is not None:
         return name
     return "digits" if importlib.util.find_spec("sklearn") else name
-
-
-def _load(name: str, source: str, split: str) -> ImageSet:
-    if source == SYNTHETIC:
-        return synthetic.images(name, split)
-    try:
-        return images.load(name, source, split)
-    except UsageError as error:
-        if source != sources.AUTO:
-            raise
-        raise UsageError(f"{error}; or use data.source=synthetic") from None
 
 
 def fit(images: ImageSet, shape: Shape) -> ImageSet:
