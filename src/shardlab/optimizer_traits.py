@@ -109,24 +109,20 @@ def _measure(plan: Plan, samples: list[list[str]], name: str) -> Traits:
     def fails(places: Places, **how: Any) -> str | None:
         try:
             again = _Trial(plan, names, places, trial.dtype, **how)
-        except UsageError as error:
-            return str(error)
         except Exception as error:
-            return f"{type(error).__name__}: {error}".partition("\n")[0]
+            return _reason(error)
         return None if again.agrees(trial) else "the result is another"
 
     traits = _of_state(trial, samples, name)
     if fails(whole, resumed=True) and traits.unsaved is None:
         traits = replace(traits, unsaved=f"{name} keeps what it needs outside of its state")
-    is_alone = plan.after is not None  # its hook must be called once in an update
+    is_alone = bool(plan.after)  # its hook must be called once in an update
     if not fails(cut, by_parts=not is_alone, seed=1):
         return replace(traits, by_parts=not is_alone)
     flat, dealt = fails(cut), fails([dict.fromkeys(names[::2]), dict.fromkeys(names[1::2])])
     what = name
-    if plan.after is not None and flat:
-        alone = replace(plan, after=None)
-        is_optimizer = measured(alone).flat is not None
-        what = name if is_optimizer else "after_step"
+    if plan.after and flat and measured(replace(plan, after=())).flat is None:
+        what = "after_step"
     if dealt:
         dealt = f"{what} updates a parameter from what it knows of others ({dealt})"
     if flat:
@@ -265,11 +261,15 @@ def fails_on_rows(plan: Plan, mesh: DeviceMesh) -> str | None:
     try:
         rows = _Trial(plan, names, [dict.fromkeys(names, mesh)], torch.float64)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return f"{name_of(whole.optimizer)} fails on it ({reason})"
+        return f"{name_of(whole.optimizer)} fails on it ({_reason(error)})"
     if rows.agrees(whole):
         return None
     return f"{name_of(whole.optimizer)} makes something else of it"
+
+
+def _reason(error: Exception) -> str:
+    kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
+    return f"{kind}{error}".partition("\n")[0]
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -259,9 +259,9 @@ def shape_of(folder: Path) -> Shape:
     config = huggingface.read_config(folder)
     if config.get("model_type") != "gpt2":
         raise UsageError(f"{folder} holds a '{config.get('model_type')}', not a gpt2")
-    theirs = {"n_positions": 1024, "vocab_size": 50257, "n_layer": 12, "n_head": 12, "n_embd": 768}
-    theirs |= config  # what a config leaves out is the small model's
-    return Shape(**{ours: theirs[word] for ours, word in _THEIR_WORDS.items()})
+    small = SIZES["small"]  # where a config leaves something out
+    words = _THEIR_WORDS.items()
+    return Shape(**{ours: config.get(word, getattr(small, ours)) for ours, word in words})
 
 
 def _check(shape: Shape) -> None:

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
+import torch
+from torch import nn
 
-from shardlab.config import SYNTHETIC
+from shardlab.batch import Batch
+from shardlab.config import SYNTHETIC, DataConfig
 from shardlab.data import images, sources
 from shardlab.data.images import ImageDataset, ImageSet
 from shardlab.errors import UsageError, unknown
 from shardlab.workloads import synthetic
+from shardlab.workloads.base import classification_loss, count_flops
 
 Shape = tuple[int, int, int]  # channels, height, width
 
 
 def datasets(
-    name: str, source: str, shape: Shape, augment: bool
+    name: str, data: DataConfig, shape: Shape, augment: bool
 ) -> tuple[ImageDataset, ImageDataset]:
     """The images to train on, and those held out."""
+    if data.seq_len is not None:
+        raise UsageError("data.seq_len is for tokens; images have none")
     if name not in images.KINDS:
         raise unknown("option dataset", name, images.KINDS)
 
     def read(split: str, augment: bool) -> ImageDataset:
-        is_made = source == SYNTHETIC
-        found = synthetic.images(name, split) if is_made else images.load(name, source, split)
+        is_made = data.source == SYNTHETIC
+        found = synthetic.images(name, split) if is_made else images.load(name, data.source, split)
         fitted = fit(found, shape)
         return ImageDataset(fitted.images, fitted.labels, fitted.mean, fitted.std, augment=augment)
 
@@ -37,6 +45,13 @@ def default_dataset(name: str, source: str) -> str:
     if source != sources.AUTO or sources.described(sources.cached(name)) is not None:
         return name
     return "digits" if importlib.util.find_spec("sklearn") else name
+
+
+@lru_cache  # a comparison builds its workload many times
+def flops(make_model: Callable[[], nn.Module], shape: Shape) -> float:
+    """Of a classifier, for one image, forward and backward."""
+    one = Batch(torch.zeros(1, *shape), torch.zeros(1, dtype=torch.int64), count=1, samples=1)
+    return count_flops(make_model, classification_loss, one)
 
 
 def fit(images: ImageSet, shape: Shape) -> ImageSet:

@@ -86,13 +86,13 @@ def count_by(rule: str, ignored: int, targets: Any, samples: int) -> int:
     if rule == "rows of classes":  # (rows, classes, …): a probability for each class
         is_rows = is_real and targets.dim() > 1
         return targets.numel() // max(1, targets.shape[1]) if is_rows else -1
-    if rule == "next tokens":  # a causal model's labels, which it shifts by one
-        if targets.dim() < 2:
-            return -1
-        targets = targets[:, 1:]
+    if rule == "next tokens" and targets.dim() < 2:
+        return -1
+    # A causal model shifts its labels by one.
+    counted: Tensor = targets[:, 1:] if rule == "next tokens" else targets
     if is_real or targets.dtype == torch.bool:
-        return targets.numel()
-    return int((targets != ignored).sum())
+        return counted.numel()
+    return int((counted != ignored).sum())
 
 
 # ------------------------------------------------------------------ batches
