@@ -2,8 +2,8 @@
 
 Precedence: the defaults below < the YAML file < flags. A value is checked when its section
 is built (type, range, name) and combinations when the whole is, so a ``Config`` that
-exists can be run, as far as can be told without a process group. No torch here: this is
-what ``shardlab --help`` and every refusal wait for.
+exists can be run, as far as is known without a process group. torch is not imported here:
+``shardlab --help`` and every refusal would wait for it.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ class ProfileConfig(Section):
     warmup: int = limited(1, COUNTED)  # then recorded and thrown away
     active: int = limited(3, AT_LEAST_1)  # then recorded and kept
     repeat: int = limited(1, AT_LEAST_1)  # windows
-    shapes: bool = False  # of every operator's arguments; what each costs: docs/capture.md
+    shapes: bool = False  # record every operator's argument shapes; the costs: docs/capture.md
     stacks: bool = False  # the Python calls around every operator
     memory: bool = False  # every allocation and release
     memory_snapshot: bool = False  # GPU only: a file for PyTorch's memory viewer
@@ -390,7 +390,7 @@ class Config:
             check_batch(self.training, world)
 
     def _check_folder(self) -> None:
-        """The output folder must be new or empty; with resume: auto it may be the run to go on."""
+        """The output folder must be new or empty; with resume: auto it may be a run's."""
         if self.output.dir is None:
             return
         folder = located(self.output.dir)

@@ -26,7 +26,7 @@ WORKLOADS = {
     "cnn_mnist": "shardlab.workloads.cnn:cnn_mnist",
     "causal_lm": "shardlab.workloads.causal_lm:causal_lm",
 }
-NOT_OPTIONS = ("rule", "blocks")  # of a strategy: they come from other parts of the config
+NOT_OPTIONS = ("rule", "blocks")  # a strategy gets these from other parts of the config
 _WORDS = {
     int: "whole number", float: "number", str: "text", bool: "true or false", dict: "mapping",
     list: "list",

@@ -36,16 +36,16 @@ class Traits:
     by_parts: bool = True  # step() may be called for some of the parameters at a time
     is_random: bool = False
     unsaved: str | None = None  # why a run with it cannot be resumed from a checkpoint
-    state: tuple[float, ...] = ()  # of each group: state tensors for a parameter
+    state: tuple[float, ...] = ()  # by group: state tensors for each parameter
     numbers: Mapping[str, Any] = field(default_factory=dict)  # state that is one number: its type
     counters: frozenset[str] = frozenset()  # options of groups that step() changes
 
 
 STEPS = 3
-SIZES = (5, 4, 3, 2, 2)  # of a tensor that stands for a parameter of so many dimensions
+SIZES = (5, 4, 3, 2, 2)  # a small tensor has as many of these as its parameter has dimensions
 UNMEASURED = {"fused": False, "foreach": False, "capturable": False, "lr": 0.05}
-Part = slice | DeviceMesh | None  # of a tensor: a flat piece, this rank's rows, or all
-Places = list[dict[str, Part]]  # of each rank: what of which tensor it has
+Part = slice | DeviceMesh | None  # a flat piece of a tensor, this rank's rows, or all of it
+Places = list[dict[str, Part]]  # for each rank, the part that it has of each tensor
 
 
 def measured(plan: Plan) -> Traits:
@@ -296,7 +296,7 @@ def _of_state(trial: _Trial, samples: list[list[str]], name: str) -> Traits:
                         kept += 1
                 elif isinstance(value, bool | int | float):
                     numbers[key] = type(value)
-                elif isinstance(value, Tensor):  # of another shape, as Adafactor's
+                elif isinstance(value, Tensor):  # with another shape, as Adafactor's
                     kept += value.numel()
                 elif value is not None:
                     unsaved = f"{name} keeps a {type(value).__name__} for a parameter ('{key}')"

@@ -43,7 +43,7 @@ DEALT = "gives each rank some of the parameters to update"
 
 @dataclass
 class _Made:
-    """What is remembered of an optimizer that a plan has made."""
+    """What is known about an optimizer that a plan has made."""
 
     traits: Traits
     after: After | None
@@ -233,7 +233,7 @@ class Plan:
 
 
 def check(make_optimizer: Any, how: str, strategy: str, mesh: DeviceMesh | None = None) -> None:
-    """``Plan.check``, for whatever factory a strategy was given. ``mesh``: of rows, if so kept."""
+    """``Plan.check``, if the factory that a strategy was given is a plan."""
     if isinstance(make_optimizer, Plan):
         make_optimizer.check(how, strategy, mesh)
 
@@ -245,7 +245,7 @@ def steps_by_parts(optimizer: Optimizer) -> bool:
 
 
 def counters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What step() has changed in the optimizer's groups: of each group, some numbers."""
+    """The numbers in each of the optimizer's groups that step() changes."""
     made = _MADE.get(optimizer)
     keys = made.traits.counters if made is not None else ()
     return [{key: group[key] for key in keys} for group in optimizer.param_groups] if keys else []

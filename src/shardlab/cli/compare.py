@@ -115,7 +115,7 @@ def compare(
         gate.refuse_others(earlier, cells)
         gate.refuse_unsure(earlier, plan.repeats, limits)
 
-    @functools.cache  # made when there is something to write, so a refusal leaves nothing behind
+    @functools.cache  # created when there is something to write: a refusal leaves nothing behind
     def folder() -> Path:
         return resume or flags.new_folder(first, "compare")
 
@@ -155,7 +155,7 @@ def _only_given(ctx: typer.Context, names: set[str]) -> bool:
 
 @contextlib.contextmanager
 def _interrupted_by_terminate() -> Iterator[None]:
-    """``kill`` ends a comparison as Ctrl-C does: every rank is ended, and how to go on is said."""
+    """``kill`` ends a comparison as Ctrl-C does: the ranks end, and we say how to resume it."""
 
     def stop(*_: object) -> NoReturn:
         raise KeyboardInterrupt

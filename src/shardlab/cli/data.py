@@ -135,19 +135,19 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
     """The description in words."""
     kind = result["kind"]
     if kind == "tokens":
-        told = f"{result['tokens']:,} tokens in {len(result['shards'])} shard(s)"
+        words = f"{result['tokens']:,} tokens in {len(result['shards'])} shard(s)"
         if "tokenizer" in result:
-            told += f", tokenizer {result['tokenizer']} (vocabulary {result['vocab']:,})"
+            words += f", tokenizer {result['tokenizer']} (vocabulary {result['vocab']:,})"
         if "documents" in result:
-            told += f", {result['documents']:,} documents"
+            words += f", {result['documents']:,} documents"
         if result.get("skipped_files"):
-            told += f"; {result['skipped_files']:,} files were skipped: not UTF-8 text"
+            words += f"; {result['skipped_files']:,} files were skipped: not UTF-8 text"
     elif kind == "vocabulary":
-        told = f"{result['vocab']:,} tokens"
+        words = f"{result['vocab']:,} tokens"
     else:
-        told = " and ".join(f"{n:,} {split}" for split, n in result["samples"].items())
-        told += f" {kind}, {result['classes']} classes"
-    yield f"{result['name']}: {told}"
+        words = " and ".join(f"{n:,} {split}" for split, n in result["samples"].items())
+        words += f" {kind}, {result['classes']} classes"
+    yield f"{result['name']}: {words}"
     if kind == "tokens" and "documents" not in result:
         yield from (f"  {name}: {count:,}" for name, count in result["shards"].items())
     if result.get("new") is False:

@@ -21,7 +21,7 @@ SHARED = (
     "workload", "size", "data", "seq_len", "accumulate", "optimizer", "precision",
     "activation_checkpointing", "device", "backend",
 )  # fmt: skip
-MOST_RANKS_PER_CORE = 4  # beyond, to measure on a CPU takes too long to be asked for by mistake
+MOST_RANKS_PER_CORE = 4  # with more, measuring takes so long that it was hardly meant
 
 
 @flags.configured(*SHARED)
@@ -53,10 +53,10 @@ def throughput(
     warmup: int = typer.Option(2, help="Steps before the clock counts, per size."),
     steps: int = typer.Option(5, help="Timed steps per size."),
     model_params: float = typer.Option(
-        1e12, help="Extrapolate to a model of so many parameters …"
+        1e12, help="Extrapolate to a model of this many parameters …"
     ),
-    tokens: float = typer.Option(1e13, help="… trained on so many tokens …"),
-    target_days: float = typer.Option(90.0, help="… in so many days."),
+    tokens: float = typer.Option(1e13, help="… trained on this many tokens …"),
+    target_days: float = typer.Option(90.0, help="… in this many days."),
 ) -> None:  # fmt: skip
     """Measure tokens/s, MFU and peak memory for each batch size, until memory runs out."""
     from shardlab.measure import throughput as measuring

@@ -80,7 +80,7 @@ def analyze(
             for cut in traces.traces
             if cut.truncated
         ]
-    if failures:  # what could be said has been said; a script must know that it is not all
+    if failures:  # the exit code tells a script that the output is incomplete
         raise UsageError(failures[0])
 
 

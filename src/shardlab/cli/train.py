@@ -43,7 +43,7 @@ def train(asked: flags.Asked) -> None:
                 again += f" --workload {shlex.quote(resolved.model.workload)}"
             print(f"to go on from its last checkpoint: {again}", file=sys.stderr)
         raise
-    if result is None:  # a rank of torchrun's, but not the first
+    if result is None:  # this is a rank of torchrun's other than the first
         return
     asked.print(result, result["folder"], lambda: console.print_training(result))
     if (result["checkpoint"] or {}).get("error"):

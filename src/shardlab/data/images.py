@@ -29,7 +29,7 @@ class Kind:
 
     shape: tuple[int, int, int]  # channels, height, width
     classes: tuple[str, ...]
-    mean: tuple[float, ...]  # of each channel, pixels as 0 to 1, over the training images
+    mean: tuple[float, ...]  # by channel, over the training images, with pixels from 0 to 1
     std: tuple[float, ...]
 
 
@@ -124,7 +124,7 @@ class ImageDataset:
 
     The crop of a sample is a function of (seed, epoch, id): it does not depend on the batch,
     the rank or the world in which the sample is read, so the same run on more ranks sees the
-    same pixels, and a resumed one goes on with them. ``batch`` alone does not know the epoch
+    same pixels, and so does a resumed one. ``batch`` alone does not know the epoch
     and reads epoch 0; the training loop calls ``batch_in``.
     """
 

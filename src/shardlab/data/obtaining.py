@@ -51,7 +51,7 @@ def obtain(
             # A refusal leaves nothing but what a broken download can be resumed from.
             if target.exists() and not any(target.iterdir()):
                 target.rmdir()
-        for left in target.glob("*.part*"):  # of a source that failed before this one
+        for left in target.glob("*.part*"):  # left by a source that failed before this one
             left.unlink()
         write_json(target / sources.DESCRIPTION, record)
         return {**record, "folder": str(target), "new": True}

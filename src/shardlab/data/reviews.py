@@ -18,7 +18,7 @@ from shardlab.errors import UsageError, unknown
 
 SPLITS = ("train", "test")
 FORMATS = (".parquet", ".csv", ".jsonl", ".json")
-HOLD_OUT = 10  # of a file that has no split of its own, every tenth row is the test
+HOLD_OUT = 10  # every tenth row is the test, in a file without a split of its own
 
 Row = tuple[str, int]  # text, label from 0
 

@@ -93,7 +93,7 @@ def pieces(text: str, size: int) -> Iterator[str]:
 # ------------------------------------------------------------------ shards
 
 
-_encode: Callable[[str], list[int]] | None = None  # of a worker process: none is bytes
+_encode: Callable[[str], list[int]] | None = None  # a worker's encoder; None: a byte is a token
 
 
 def _start_worker(vocabulary: Vocabulary | None) -> None:
@@ -136,7 +136,7 @@ class _Shards:
 
 
 def choose_tokenizer(name: str, vocab: Path | None) -> Vocabulary | None:
-    """GPT-2's if its vocabulary is at hand, else bytes (none), unless one was asked for."""
+    """GPT-2's vocabulary if it is wanted or at hand; None if a byte is a token."""
     if name not in TOKENIZERS:
         raise unknown("tokenizer", name, TOKENIZERS)
     if vocab is not None:
@@ -210,7 +210,7 @@ def _fill(
     end = np.array([BYTES_END if vocabulary is None else vocabulary.end], dtype=np.uint16)
     documents, skipped = 0, 0
     workers = jobs or os.cpu_count() or 1
-    waiting: deque[tuple[Future[bytes] | None, int]] = deque()  # none: a document's end
+    waiting: deque[tuple[Future[bytes] | None, int]] = deque()  # None: a document's end
 
     def take(limit: int) -> None:
         """Write what is ready, in order, until ``limit`` pieces are under way."""

@@ -20,8 +20,8 @@ from shardlab.batch import tensors_of as tensors_of
 LossFn = Callable[[nn.Module, Batch], Tensor]
 
 
-# What evaluation adds up over the held-out samples, by name: sums, never means. "loss" is told per
-# target (batch.count), "correct" as accuracy, per sample, as is any other quantity.
+# What evaluation adds up over the held-out samples, by name: sums, never means. "loss" is shown per
+# target (batch.count), "correct" as accuracy, per sample, and any other quantity per sample.
 Sums = dict[str, Tensor]
 Evaluate = Callable[[nn.Module, Batch], Sums]
 
@@ -44,20 +44,20 @@ class Workload:
     make_model: Callable[[], nn.Module]  # initialised from torch's random state
     loss: LossFn
     dataset: Dataset
-    tokens_per_sample: int | None = None  # none: throughput is told in samples
-    # Names of the modules to shard or checkpoint one by one; (): none; None: guessed.
+    tokens_per_sample: int | None = None  # None: throughput is in samples
+    # Names of the modules to shard or checkpoint one by one; None: they are guessed.
     blocks: tuple[str, ...] | None = None
     compile_also: tuple[str, ...] = ()  # modules outside the blocks that are worth compiling
-    held_out: Dataset | None = None  # samples that are never trained on; none: no evaluation
-    evaluate: Evaluate | None = None  # none: the loss alone
-    flops_per_sample: float | None = None  # of forward and backward; none: not known
-    optimizer: MakeUsers | None = None  # none: the config's
-    schedule: Callable[[int], float] | None = None  # a step's factor for all rates; none: config's
+    held_out: Dataset | None = None  # samples that are never trained on; None: no evaluation
+    evaluate: Evaluate | None = None  # None: the loss alone
+    flops_per_sample: float | None = None  # forward and backward; None: unknown
+    optimizer: MakeUsers | None = None  # None: the config's
+    schedule: Callable[[int], float] | None = None  # a step's factor for all rates; None: config's
     after_step: AfterStep | None = None
     couples_ranks: str | None = None  # what in forward looks at other ranks' samples, if anything
     # The loss looks at a micro-batch's samples together (contrastive, dice), and that is meant.
     couples_samples: bool = False
-    notes: tuple[str, ...] = ()  # what was found out about it, to be said once
+    notes: tuple[str, ...] = ()  # findings about it, to be printed once
 
     def blocks_of(self, model: nn.Module) -> tuple[str, ...]:
         """The names of the blocks: as given, or guessed from ``model``."""
@@ -122,7 +122,7 @@ def classification_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def count_flops(make_model: Callable[[], nn.Module], loss: LossFn, batch: Batch) -> float:
-    """Of forward and backward per sample, counted on PyTorch's meta device: nothing is computed."""
+    """FLOPs of a sample, forward and backward, counted on the meta device: nothing is computed."""
     from torch.utils.flop_counter import FlopCounterMode
 
     meta = torch.device("meta")

@@ -108,7 +108,7 @@ def answer_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Of logits (batch, longest, vocabulary) and targets (batch, longest)."""
+    """The summed loss of logits (batch, longest, vocabulary), targets (batch, longest)."""
     return F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED
     )
@@ -165,7 +165,7 @@ def causal_lm(
         blocks=blocks,
         held_out=ReviewDataset(test, encode, max_length),
         evaluate=rate(dataset.answers),
-        # Of a review of average length; what is padded is computed as well.
+        # For a review of average length; padding, which is computed as well, is not counted.
         flops_per_sample=flops(sum(lengths) / len(lengths)),
     )
 

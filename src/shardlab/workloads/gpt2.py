@@ -146,7 +146,7 @@ def next_token_sums(model: nn.Module, batch: Batch) -> Sums:
 
 
 def flops_per_token(shape: Shape, seq_len: int) -> float:
-    """Of forward and backward: 6 for each weight of a matrix product, 12 for each of a token's
+    """Forward and backward take 6 for each weight of a matrix product, 12 for each of a token's
     scores and channels. The embeddings' look-up costs none; the tied head is a product.
     """
     weights = 12 * shape.layers * shape.dim**2 + shape.vocab * shape.dim

@@ -49,7 +49,7 @@ def default_dataset(name: str, source: str) -> str:
 
 @lru_cache  # a comparison builds its workload many times
 def flops(make_model: Callable[[], nn.Module], shape: Shape) -> float:
-    """Of a classifier, for one image, forward and backward."""
+    """The FLOPs of a classifier for one image, forward and backward."""
     one = Batch(torch.zeros(1, *shape), torch.zeros(1, dtype=torch.int64), count=1, samples=1)
     return count_flops(make_model, classification_loss, one)
 

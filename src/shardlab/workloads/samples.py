@@ -1,4 +1,4 @@
-"""The data of the short form: whatever people have, read by number and made into batches.
+"""The data of the short form: what people have, read by number and made into batches.
 
 Map-style data (a ``Dataset``, a list, a dict or tuple of columns) is read by number. An iterable
 has no numbers, so it is given some: sample i is the i-th that it yields. Every rank reads the whole
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from shardlab.errors import UsageError
 from shardlab.workloads.base import Batch, map_tensors, tensors_of
 from shardlab.workloads.blame import blame, short
 
-TARGETS = ("labels", "label", "targets", "target", "y")  # of a dict, in this order
+TARGETS = ("labels", "label", "targets", "target", "y")  # looked for in a dict, in this order
 IGNORED = -100  # a target that PyTorch's and Hugging Face's losses leave out
 ENDLESS = 1 << 40  # samples: the length of what has none
 KEPT = 64  # samples of a stream, at the least, that can be asked for again
@@ -102,14 +102,14 @@ def count_by(rule: str, ignored: int, targets: Any, samples: int) -> int:
 class Samples:
     """Map-style data as a data set of ours: samples by number, batches by a collate function."""
 
-    name: str  # of the workload, for messages
+    name: str  # the workload's, for messages
     data: Any
     collate: Collate
     keep_targets: bool
     ignored: int = IGNORED
     note: str = ""  # what of the given data is not used
     rule: str = "targets"  # by which targets are counted
-    digest: str = ""  # of a stream's first samples
+    digest: str = ""  # identifies a stream's first samples
     identity: str = ""  # what every rank must have found the same
 
     def __len__(self) -> int:
@@ -125,8 +125,11 @@ class Samples:
                 rows.append(self.sample(number))
         collated = self._collate(rows, ids) if rows else self._no_rows()
         inputs, targets = divide(collated, self.keep_targets)
-        count = count_by(self.rule, self.ignored, targets, len(rows)) if rows else 0
-        return Batch(inputs=inputs, targets=targets, count=count, samples=len(rows))
+        batch = Batch(inputs=inputs, targets=targets, count=0, samples=len(rows))
+        return replace(batch, count=self.count(self.rule, batch)) if rows else batch
+
+    def count(self, rule: str, batch: Batch) -> int:
+        return count_by(rule, self.ignored, batch.targets, batch.samples)
 
     def _collate(self, rows: list[Any], ids: Sequence[int]) -> Any:
         with blame(self.name, f"the batch of samples {_few(ids)}"):
@@ -170,7 +173,7 @@ class Stream(Samples):
         return ENDLESS
 
     def _digest(self) -> str:
-        """Of the first samples, read from the start."""
+        """A hash of the first samples, read from the start."""
         self._begin()
         leaves = tree_leaves([plain(self.sample(i)) for i in range(4)])
         values = [leaf.tolist() if hasattr(leaf, "tolist") else leaf for leaf in leaves]
@@ -306,8 +309,8 @@ class Columns:
     def __init__(self, columns: dict[str, Any]) -> None:
         lengths = {name: len(column) for name, column in columns.items()}
         if len(set(lengths.values())) != 1:
-            told = ", ".join(f"{name} {length}" for name, length in lengths.items()) or "none"
-            raise TypeError(f"the data is a dict of columns of different lengths: {told}")
+            shown = ", ".join(f"{name} {length}" for name, length in lengths.items()) or "none"
+            raise TypeError(f"the data is a dict of columns of different lengths: {shown}")
         self.columns = columns
 
     def __len__(self) -> int:

@@ -23,7 +23,7 @@ _THINGS = ("food", "service", "room", "coffee", "price", "view", "music", "staff
 class Tokens:
     """Sample i counts upwards from somewhere, in steps of 1 to 8: after two tokens all is known.
 
-    Of the ways to begin and to go on, every fifth is held out.
+    Every fifth of the ways to begin and to continue is held out.
     """
 
     STRIDES = 8
