@@ -23,7 +23,7 @@ from shardlab.config import DataConfig
 from shardlab.errors import UsageError
 from shardlab.workloads import adding
 from shardlab.workloads.adding import MEAN, NEITHER, PENALTY, SUM, Bench, Finding
-from shardlab.workloads.base import Batch, Dataset, LossFn, Workload, cast_model, tensors_of
+from shardlab.workloads.base import Batch, Dataset, Workload, cast_model, tensors_of
 from shardlab.workloads.blame import Place, blame, short
 from shardlab.workloads.blocks import check_blocks, show_blocks
 from shardlab.workloads.samples import IGNORED, RULES, Samples, Stream, call, samples_of
@@ -123,28 +123,24 @@ class Short:
             name=self.name.rpartition(":")[0].rpartition("/")[2].removesuffix(".py")
             .replace("_", "-"),
             make_model=lambda: self.make()[0],  # called again: each is initialised from the seed
-            loss=self.times_count() if is_mean else self.as_given,
+            loss=self.times_count if is_mean else self.as_given,
             dataset=samples,
         )  # fmt: skip
 
     def as_given(self, model: nn.Module, batch: Batch) -> Tensor:
         return self._value(model, call(model, batch.inputs), batch)
 
-    def times_count(self) -> LossFn:
+    def times_count(self, model: nn.Module, batch: Batch) -> Tensor:
         """A mean as the sum that it was before it was divided."""
-
-        def loss(model: nn.Module, batch: Batch) -> Tensor:
-            output = call(model, batch.inputs)
-            if batch.count:
-                return self._value(model, output, batch) * batch.count
-            # A mean over nothing is NaN. What it depends on gets a gradient, of zeros: backward
-            # runs as on the other ranks.
-            for tensor in tensors_of(output):
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(torch.zeros_like)
-            return torch.nan_to_num(self._value(model, output, batch)) * 0.0
-
-        return loss
+        output = call(model, batch.inputs)
+        if batch.count:
+            return self._value(model, output, batch) * batch.count
+        # A mean over nothing is NaN. What it depends on gets a gradient of zeros, so that backward
+        # runs as on the other ranks.
+        for tensor in tensors_of(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(torch.zeros_like)
+        return torch.nan_to_num(self._value(model, output, batch)) * 0.0
 
     def _value(self, model: nn.Module, output: Any, batch: Batch) -> Tensor:
         if self.loss is None:

@@ -67,32 +67,8 @@ def divide(batch: Any, keep_targets: bool) -> tuple[Any, Any]:
     return (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
 
 
-# ------------------------------------------------------------------ counts
-
-
 # What a mean may be over; the likelier come first.
 RULES = ("targets", "next tokens", "rows of classes", "elements", "samples")
-
-
-def count_by(rule: str, ignored: int, targets: Any, samples: int) -> int:
-    """How many of ``targets`` a mean by this rule is over; -1 where they are not of such a kind."""
-    if rule == "samples" or (rule == "targets" and not isinstance(targets, Tensor)):
-        return samples
-    if not isinstance(targets, Tensor):
-        return -1
-    if rule == "elements":
-        return targets.numel()
-    is_real = targets.is_floating_point()
-    if rule == "rows of classes":  # (rows, classes, …): a probability for each class
-        is_rows = is_real and targets.dim() > 1
-        return targets.numel() // max(1, targets.shape[1]) if is_rows else -1
-    if rule == "next tokens" and targets.dim() < 2:
-        return -1
-    # A causal model shifts its labels by one.
-    counted: Tensor = targets[:, 1:] if rule == "next tokens" else targets
-    if is_real or targets.dtype == torch.bool:
-        return counted.numel()
-    return int((counted != ignored).sum())
 
 
 # ------------------------------------------------------------------ batches
@@ -129,7 +105,25 @@ class Samples:
         return replace(batch, count=self.count(self.rule, batch)) if rows else batch
 
     def count(self, rule: str, batch: Batch) -> int:
-        return count_by(rule, self.ignored, batch.targets, batch.samples)
+        """How many targets a mean by this rule is over; -1 where they are not of such a kind."""
+        targets = batch.targets
+        if rule == "samples" or (rule == "targets" and not isinstance(targets, Tensor)):
+            return batch.samples
+        if not isinstance(targets, Tensor):
+            return -1
+        if rule == "elements":
+            return targets.numel()
+        is_real = targets.is_floating_point()
+        if rule == "rows of classes":  # (rows, classes, …): a probability for each class
+            is_rows = is_real and targets.dim() > 1
+            return targets.numel() // max(1, targets.shape[1]) if is_rows else -1
+        if rule == "next tokens" and targets.dim() < 2:
+            return -1
+        # A causal model shifts its labels by one.
+        counted: Tensor = targets[:, 1:] if rule == "next tokens" else targets
+        if is_real or targets.dtype == torch.bool:
+            return counted.numel()
+        return int((counted != self.ignored).sum())
 
     def _collate(self, rows: list[Any], ids: Sequence[int]) -> Any:
         with blame(self.name, f"the batch of samples {_few(ids)}"):
