@@ -87,8 +87,8 @@ def check(
     ),
     folder: Annotated[Path, DIR] = DEFAULT_DIR,
     deadline: float | None = typer.Option(
-        None, help="Seconds that a check may take before it is stopped.  [default: 30; "
-        "choose_strategy, which measures, 120]",
+        None, help="Seconds that a check may take before it is stopped.  (default: 30; "
+        "choose_strategy, which measures, 120)",
     ),
     as_json: Annotated[bool, JSON] = False,
 ) -> None:  # fmt: skip
