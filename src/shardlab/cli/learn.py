@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,8 +38,6 @@ def overview(
         if folder != DEFAULT_DIR or as_json:
             raise UsageError(f"put the options after the command: learn {ctx.invoked_subcommand} …")
         return
-    import json
-
     from shardlab.learn import exercise as exercises
     from shardlab.report import learn as report
 
@@ -96,8 +96,6 @@ def check(
 
     Exit code 0: passed; 1: not passed; 2: there is nothing to check.
     """
-    import json
-
     from shardlab.learn import exercise as exercises
     from shardlab.learn import grade as grading
     from shardlab.report import learn as report
@@ -187,6 +185,4 @@ def _asked(
 
 def _dir_flag(folder: Path) -> str:
     """What to add to a command that we propose."""
-    import shlex
-
     return "" if folder == DEFAULT_DIR else f" --dir {shlex.quote(str(folder))}"
