@@ -292,7 +292,7 @@ def _vocabulary_examples() -> tuple[Files, ...]:
 
 def read_vocabulary(folder: Path, _out: Path) -> None:
     vocabulary = bpe.read_vocabulary(folder)
-    bpe.python_encoder(vocabulary)("abc abracadabra")
+    bpe.encoder(vocabulary)("abc abracadabra")
 
 
 # ------------------------------------------------------------------ traces

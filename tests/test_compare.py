@@ -417,7 +417,8 @@ def test_two_comparisons_differ_by_less_than_their_interval() -> None:
 def test_the_commands_defaults_are_the_plans() -> None:
     """They stand in both, so that --help needs no import."""
     known = inspect.signature(cli_compare.compare).parameters
-    assert {n: known[n].default for n in ("repeats", "warmup", "steps", "prove", "time_limit")} == {
+    names = ("repeats", "warmup", "steps", "prove", "time_limit")
+    assert {name: known[name].default.default for name in names} == {
         "repeats": Plan.repeats, "warmup": Plan.warmup, "steps": Plan.steps, "prove": Plan.prove,
         "time_limit": Plan.time_limit_s,
     }  # fmt: skip

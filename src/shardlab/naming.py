@@ -1,4 +1,7 @@
-"""From a name or an import path to the object, and to its docstring without importing it."""
+"""From a name or an import path to the object, and to its docstring without importing it.
+
+Also what a named option may be: a value is held against the type that its target declares.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,26 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import types
+import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardlab.config import typed
 from shardlab.errors import UsageError, unknown
 
-NOT_OPTIONS = ("rule", "blocks")  # of a strategy: they come from other parts of the config
+# What can be trained, by name. Import paths, so that a name is checked without importing torch.
+WORKLOADS = {
+    "gpt2": "shardlab.workloads.gpt2:gpt2",
+    "resnet_cifar10": "shardlab.workloads.resnet:resnet_cifar10",
+    "cnn_mnist": "shardlab.workloads.cnn:cnn_mnist",
+    "causal_lm": "shardlab.workloads.causal_lm:causal_lm",
+}
+NOT_OPTIONS = ("rule", "blocks")  # a strategy gets these from other parts of the config
+_WORDS = {
+    int: "whole number", float: "number", str: "text", bool: "true or false", dict: "mapping",
+    list: "list",
+}  # fmt: skip
 _TYPES = (int, float, str, bool)
 PLAIN = (*_TYPES, *(kind | None for kind in _TYPES))
 
@@ -92,6 +107,31 @@ def check_options(target: Callable[..., Any], options: Mapping[str, Any], kind: 
             raise unknown(f"option of {kind}", name, known)
         if known[name] in PLAIN:
             typed(value, known[name], f"{kind}'s {name}")
+
+
+def kind_of(value: Any) -> str:
+    """The type of a value, in words."""
+    return _WORDS.get(type(value), "nothing" if value is None else type(value).__name__)
+
+
+def typed(value: Any, hint: Any, path: str) -> Any:
+    """``value`` if it has the type. Nothing is converted but a whole number to a float."""
+    if isinstance(hint, types.UnionType):  # X | None
+        if value is None:
+            return None
+        hint = next(a for a in hint.__args__ if a is not type(None))
+    wanted: type = typing.get_origin(hint) or hint
+    if wanted is float and type(value) is int:
+        return float(value)
+    if wanted in (dict, list) and value is None:
+        return wanted()
+    if type(value) is not wanted:
+        raise UsageError(f"{path} must be a {_WORDS[wanted]}, got {kind_of(value)}: {value!r}")
+    if wanted is list:
+        (inner,) = typing.get_args(hint)
+        items = typing.cast(list[Any], value)
+        return [typed(item, inner, f"{path}[{i}]") for i, item in enumerate(items)]
+    return value
 
 
 def summary(import_path: str) -> str:

@@ -36,16 +36,16 @@ class Traits:
     by_parts: bool = True  # step() may be called for some of the parameters at a time
     is_random: bool = False
     unsaved: str | None = None  # why a run with it cannot be resumed from a checkpoint
-    state: tuple[float, ...] = ()  # of each group: state tensors for a parameter
+    state: tuple[float, ...] = ()  # by group: state tensors for each parameter
     numbers: Mapping[str, Any] = field(default_factory=dict)  # state that is one number: its type
     counters: frozenset[str] = frozenset()  # options of groups that step() changes
 
 
 STEPS = 30  # some optimizers change their rule after a number of steps (Shampoo: 25)
-SIZES = (5, 4, 3, 2, 2)  # of a tensor that stands for a parameter of so many dimensions
+SIZES = (5, 4, 3, 2, 2)  # a small tensor has as many of these as its parameter has dimensions
 UNMEASURED = {"fused": False, "foreach": False, "capturable": False, "lr": 0.05}
-Part = slice | DeviceMesh | None  # of a tensor: a flat piece, this rank's rows, or all
-Places = list[dict[str, Part]]  # of each rank: what of which tensor it has
+Part = slice | DeviceMesh | None  # a flat piece of a tensor, this rank's rows, or all of it
+Places = list[dict[str, Part]]  # for each rank, the part that it has of each tensor
 
 
 def measured(plan: Plan) -> Traits:
@@ -109,24 +109,20 @@ def _measure(plan: Plan, samples: list[list[str]], name: str) -> Traits:
     def fails(places: Places, **how: Any) -> str | None:
         try:
             again = _Trial(plan, names, places, trial.dtype, **how)
-        except UsageError as error:
-            return str(error)
         except Exception as error:
-            return f"{type(error).__name__}: {error}".partition("\n")[0]
+            return _reason(error)
         return None if again.agrees(trial) else "the result is another"
 
     traits = _of_state(trial, samples, name)
     if fails(whole, resumed=True) and traits.unsaved is None:
         traits = replace(traits, unsaved=f"{name} keeps what it needs outside of its state")
-    is_alone = plan.after is not None  # its hook must be called once in an update
+    is_alone = bool(plan.after)  # its hook must be called once in an update
     if not fails(cut, by_parts=not is_alone, seed=1):
         return replace(traits, by_parts=not is_alone)
     flat, dealt = fails(cut), fails([dict.fromkeys(names[::2]), dict.fromkeys(names[1::2])])
     what = name
-    if plan.after is not None and flat:
-        alone = replace(plan, after=None)
-        is_optimizer = measured(alone).flat is not None
-        what = name if is_optimizer else "after_step"
+    if plan.after and flat and measured(replace(plan, after=())).flat is None:
+        what = "after_step"
     if dealt:
         dealt = f"{what} updates a parameter from what it knows of others ({dealt})"
     if flat:
@@ -265,11 +261,15 @@ def fails_on_rows(plan: Plan, mesh: DeviceMesh) -> str | None:
     try:
         rows = _Trial(plan, names, [dict.fromkeys(names, mesh)], torch.float64)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return f"{name_of(whole.optimizer)} fails on it ({reason})"
+        return f"{name_of(whole.optimizer)} fails on it ({_reason(error)})"
     if rows.agrees(whole):
         return None
     return f"{name_of(whole.optimizer)} makes something else of it"
+
+
+def _reason(error: Exception) -> str:
+    kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
+    return f"{kind}{error}".partition("\n")[0]
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,7 +296,7 @@ def _of_state(trial: _Trial, samples: list[list[str]], name: str) -> Traits:
                         kept += 1
                 elif isinstance(value, bool | int | float):
                     numbers[key] = type(value)
-                elif isinstance(value, Tensor):  # of another shape, as Adafactor's
+                elif isinstance(value, Tensor):  # with another shape, as Adafactor's
                     kept += value.numel()
                 elif value is not None:
                     unsaved = f"{name} keeps a {type(value).__name__} for a parameter ('{key}')"

@@ -13,6 +13,7 @@ tensors, whole and cut up, and the results must be the same.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,7 +43,7 @@ DEALT = "gives each rank some of the parameters to update"
 
 @dataclass
 class _Made:
-    """What is remembered of an optimizer that a plan has made."""
+    """What is known about an optimizer that a plan has made."""
 
     traits: Traits
     after: After | None
@@ -70,7 +71,7 @@ class Plan:
     make: MakeUsers
     label: str  # whose it is, for messages
     whole: Mapping[str, Tensor]  # the model's parameters as stand-ins: shape, dtype, requires_grad
-    after: AfterStep | None = None
+    after: tuple[AfterStep, ...] = ()  # called one after the other when a step was made
     traits: Traits | None = None  # None: not measured, in a simulation without values
 
     def __call__(self, params: Mapping[str, nn.Parameter]) -> Optimizer:
@@ -126,7 +127,7 @@ class Plan:
             # A rank may have none of a group's parameters; groups stay the same on every rank.
             group["params"] = mine or [nn.Parameter(torch.zeros(0, device=self.device))]
         after = None
-        if self.after is not None:
+        if self.after:
             updated = {p for group in optimizer.param_groups for p in group["params"]}
             after = After(self.after, {p: name for name, p in params.items() if p in updated})
             optimizer.register_step_pre_hook(after.before)
@@ -143,11 +144,10 @@ class Plan:
     def groups(self) -> list[list[str]]:
         """The names of the parameters in each group, of those that train."""
         given = self.stand_ins()
-        names = {p: name for name, p in given.items()}
-        optimizer = self.built(given)
+        names = {p: name for name, p in given.items() if p.requires_grad}
         groups = [
-            [names[p] for p in group["params"] if p.requires_grad]
-            for group in optimizer.param_groups
+            [names[p] for p in group["params"] if p in names]
+            for group in self.built(given).param_groups
         ]
         return [group for group in groups if group]
 
@@ -162,17 +162,15 @@ class Plan:
                 "torch.optim.Optimizer"
                 + (": put several into one class, which treats its groups differently" * several)
             )
-        found = [p for group in optimizer.param_groups for p in group["params"]]
+        found = Counter(p for group in optimizer.param_groups for p in group["params"])
         names = {p: name for name, p in given.items()}
-        if any(p not in names for p in found):
+        if found.keys() - names.keys():
             raise UsageError(
                 f"the optimizer of {self.label} has a tensor that is none of the parameters that "
                 "its function was given: take them from the argument, not from a model"
             )
-        twice = next((names[p] for i, p in enumerate(found) if p in set(found[:i])), None) \
-            if len(set(found)) < len(found) else None  # fmt: skip
-        if twice is not None:
-            raise UsageError(f"the optimizer of {self.label} has the parameter '{twice}' twice")
+        if twice := [names[p] for p, times in found.items() if times > 1]:
+            raise UsageError(f"the optimizer of {self.label} has the parameter '{twice[0]}' twice")
         if not any(p.requires_grad for p in found):
             raise UsageError(f"the optimizer of {self.label} updates no parameter that trains")
         for i, group in enumerate(optimizer.param_groups):
@@ -208,21 +206,6 @@ class Plan:
         first = value.reshape(-1)[:1]
         return first.expand(held.numel()).clone().view(held.shape)
 
-    # ------------------------------------------------------------ what may be done with it
-
-    def check(self, how: str, strategy: str, mesh: DeviceMesh | None = None) -> None:
-        """Refuse an optimizer that would not do the same to what a strategy's ranks keep."""
-        if self.traits is None:
-            return
-        reason = self.traits.dealt if how == DEALT else self.traits.flat
-        if reason is None and mesh is not None:
-            reason = fails_on_rows(self, mesh)
-        if reason is not None:
-            raise UsageError(
-                f"{strategy} {how}, and {reason}; use a strategy with whole parameters, such as "
-                "bucket_ddp_async or pytorch_ddp"
-            )
-
     def state_per_parameter(self, sizes: Mapping[str, int]) -> float:
         """State tensors that are kept for a parameter, on average over the given bytes."""
         assert self.traits is not None
@@ -234,10 +217,26 @@ class Plan:
         return total / max(1, sum(sizes.values()))
 
 
+# ------------------------------------------------------------------ what may be done with it
+
+
 def check(make_optimizer: Any, how: str, strategy: str, mesh: DeviceMesh | None = None) -> None:
-    """``Plan.check``, for whatever factory a strategy was given. ``mesh``: of rows, if so kept."""
-    if isinstance(make_optimizer, Plan):
-        make_optimizer.check(how, strategy, mesh)
+    """Refuse an optimizer that would not do the same to what a strategy's ranks keep.
+
+    ``mesh`` holds the ranks that share rows of parameters. A factory that is no plan was not
+    measured, and passes.
+    """
+    plan = make_optimizer
+    if not isinstance(plan, Plan) or plan.traits is None:
+        return
+    reason = plan.traits.dealt if how == DEALT else plan.traits.flat
+    if reason is None and mesh is not None:
+        reason = fails_on_rows(plan, mesh)
+    if reason is not None:
+        raise UsageError(
+            f"{strategy} {how}, and {reason}; use a strategy with whole parameters, such as "
+            "bucket_ddp_async or pytorch_ddp"
+        )
 
 
 def steps_by_parts(optimizer: Optimizer) -> bool:
@@ -247,7 +246,7 @@ def steps_by_parts(optimizer: Optimizer) -> bool:
 
 
 def counters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What step() has changed in the optimizer's groups: of each group, some numbers."""
+    """The numbers in each of the optimizer's groups that step() changes."""
     made = _MADE.get(optimizer)
     keys = made.traits.counters if made is not None else ()
     return [{key: group[key] for key in keys} for group in optimizer.param_groups] if keys else []
@@ -289,8 +288,8 @@ class After:
     out: most optimizers make their own state when they find none.
     """
 
-    def __init__(self, function: AfterStep, names: Mapping[nn.Parameter, str]) -> None:
-        self.function = function
+    def __init__(self, functions: Sequence[AfterStep], names: Mapping[nn.Parameter, str]) -> None:
+        self.functions = functions
         self.names = dict(names)
         self.steps = 0
         self.kept: dict[str, dict[str, Tensor]] = {}
@@ -308,7 +307,8 @@ class After:
     def then(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         parts = {name: p.detach() for p, name in self.names.items()}
         with blame("the workload", "after_step"):
-            self.function(self.steps, parts, self.kept)
+            for function in self.functions:
+                function(self.steps, parts, self.kept)
         self.steps += 1
         for p, name in self.names.items():
             for key, value in self.kept[name].items():
@@ -367,23 +367,12 @@ def plan(
     else:
         device = device or next(model.parameters()).device
         make, label = named_by(training, device), f"training.optimizer {training.optimizer}"
-    functions = [after] if after is not None else []
+    functions: tuple[AfterStep, ...] = () if after is None else (after,)
     if training.ema_decay is not None:
-        functions.append(moving_average(training.ema_decay))
+        functions += (moving_average(training.ema_decay),)
     whole = {name: _stand_in(p) for name, p in model.named_parameters()}
-    made = Plan(make, label, whole, _one_after_another(functions))
+    made = Plan(make, label, whole, functions)
     return replace(made, traits=measured(made)) if measures else made
-
-
-def _one_after_another(functions: Sequence[AfterStep]) -> AfterStep | None:
-    if len(functions) < 2:
-        return functions[0] if functions else None
-
-    def both(step: int, parts: Mapping[str, Tensor], kept: Mapping[str, dict[str, Tensor]]) -> None:
-        for function in functions:
-            function(step, parts, kept)
-
-    return both
 
 
 def _refuse_both(training: TrainingConfig, label: str) -> None:

@@ -36,9 +36,9 @@ def main() -> None:
 
     Exit codes: 0 done, 1 a rank failed, 2 wrong input, 130 interrupted by Ctrl-C, 143 by SIGTERM.
     """
-    # Before torch is imported: its profiler writes a line to stderr at each start below this level.
+    # Set before torch is imported: below this level its profiler writes to stderr at each start.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    # A peer that is gone is told by us, in a line; c10d would add a page of its C++ frames.
+    # We report a lost peer in one line; c10d would add a page of its C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         Path.cwd()

@@ -10,115 +10,79 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import NoReturn
 
 import typer
 
 from shardlab.cli import flags
 from shardlab.errors import Interrupted, UsageError
 
-WORLDS = typer.Option(
-    "--world", "-w", help="Numbers of ranks: 2, or 1,2,4.  (default: 2)", show_default=False
-)
-ACCUMULATES = typer.Option("--accumulate", help="Micro-batches per rank and step: 1, or 1,4.")
-PRECISION_AXIS = typer.Option(
-    "--precision", help="fp32, bf16, fp16 or fp64; or several: fp32,bf16."
-)
-BUCKET_MB = typer.Option(
-    "--bucket-mb", help="Bucket sizes, for the strategies that have buckets: 4, or 1,4,25."
-)
-PROFILE_AFTER = typer.Option(
-    "--profile/--no-profile",
-    help="Traces of each strategy, in <strategy>/traces/rank<r>/, taken after everything was timed "
-    "and weighed, so that no number is of a profiled step. Options as in train.  (default: "
-    "profile)",
-    show_default=False,
-)
 
-
+@flags.configured(
+    "workload", "size", "data", "seq_len", "global_batch", "batch_split", "seed", "device",
+    "backend", "port",
+)  # fmt: skip
 def compare(
+    asked: flags.Asked,
     ctx: typer.Context,
-    strategies: Annotated[
-        str | None,
-        typer.Option(
-            "--strategies",
-            help="Comma-separated; an option follows a colon: pytorch_ddp:bucket_mb=4.  "
-            "(default: all)",
-            show_default=False,
-        ),
-    ] = None,
-    config: Annotated[Path | None, flags.CONFIG] = None,
-    world: Annotated[str | None, WORLDS] = None,
-    workload: Annotated[str | None, flags.WORKLOAD] = None,
-    size: Annotated[str | None, flags.SIZE] = None,
-    data: Annotated[str | None, flags.DATA] = None,
-    seq_len: Annotated[int | None, flags.SEQ_LEN] = None,
-    global_batch: Annotated[int | None, flags.GLOBAL_BATCH] = None,
-    accumulate: Annotated[str | None, ACCUMULATES] = None,
-    batch_split: Annotated[str | None, flags.BATCH_SPLIT] = None,
-    precision: Annotated[str | None, PRECISION_AXIS] = None,
-    bucket_mb: Annotated[str | None, BUCKET_MB] = None,
-    seed: Annotated[int | None, flags.SEED] = None,
-    device: Annotated[str | None, flags.DEVICE] = None,
-    backend: Annotated[str | None, flags.BACKEND] = None,
-    port: Annotated[int | None, flags.PORT] = None,
-    repeats: Annotated[int, typer.Option(help="Interleaved visits to each strategy.")] = 4,
-    warmup: Annotated[int, typer.Option(help="Steps before the clock counts, per visit.")] = 2,
-    steps: Annotated[int, typer.Option(help="Timed steps per visit.")] = 2,
-    prove: Annotated[
-        bool,
-        typer.Option(
-            help="After the timing, prove each strategy on your model (of ours, on the smallest "
-            "size) and on a stack of layers, in float64, against one process. For each strategy "
-            "that takes some 3 s and 20 steps of your model on 4 samples a rank. A strategy that "
-            "is found wrong makes the exit code 1."
-        ),
-    ] = True,
-    time_limit: Annotated[
-        float,
-        typer.Option(
-            help="Seconds that one visit, weighing, estimate, proof or profile of a strategy may "
-            "take; what takes longer is a row that says so."
-        ),
-    ] = 600.0,
-    profile: Annotated[bool | None, PROFILE_AFTER] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            help="Go on with an interrupted comparison; what it has measured is kept.",
-            metavar="DIR",
-        ),
-    ] = None,
-    against: Annotated[
-        Path | None,
-        typer.Option(help="An earlier compare.json to hold this one against.", metavar="FILE"),
-    ] = None,
-    fail_if: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="With --against, exit 1 beyond a limit: slower=5%, memory=10% (repeatable).",
-            metavar="LIMIT",
-        ),
-    ] = None,
-    settings: Annotated[list[str] | None, flags.SET] = None,
-    out: Annotated[str | None, flags.OUT] = None,
-    quiet: Annotated[bool, flags.QUIET] = False,
-    as_json: Annotated[bool, flags.JSON] = False,
-) -> None:
+    strategies: str | None = flags.STRATEGIES,
+    world: str | None = typer.Option(
+        None, "--world", "-w", help="Numbers of ranks: 2, or 1,2,4.  (default: 2)"
+    ),
+    accumulate: str | None = typer.Option(
+        None, help="Micro-batches per rank and step: 1, or 1,4."
+    ),
+    precision: str | None = typer.Option(
+        None, help="fp32, bf16, fp16 or fp64; or several: fp32,bf16."
+    ),
+    bucket_mb: str | None = typer.Option(
+        None, help="Bucket sizes, for the strategies that have buckets: 4, or 1,4,25."
+    ),
+    repeats: int = typer.Option(4, help="Interleaved visits to each strategy."),
+    warmup: int = typer.Option(2, help="Steps before the clock counts, per visit."),
+    steps: int = typer.Option(2, help="Timed steps per visit."),
+    prove: bool = typer.Option(
+        True,
+        help="After the timing, prove each strategy on your model (of ours, on the smallest size) "
+        "and on a stack of layers, in float64, against one process. For each strategy that takes "
+        "some 3 s and 20 steps of your model on 4 samples a rank. A strategy that is found wrong "
+        "makes the exit code 1.",
+    ),
+    time_limit: float = typer.Option(
+        600.0,
+        help="Seconds that one visit, weighing, estimate, proof or profile of a strategy may take; "
+        "what takes longer is a row that says so.",
+    ),
+    profile: bool | None = typer.Option(
+        None,
+        help="Traces of each strategy, in <strategy>/traces/rank<r>/, taken after everything was "
+        "timed and weighed, so that no number is of a profiled step. Options as in train.  "
+        "(default: profile)",
+    ),
+    resume: Path | None = typer.Option(
+        None, help="Go on with an interrupted comparison; what it has measured is kept.",
+        metavar="DIR",
+    ),
+    against: Path | None = typer.Option(
+        None, help="An earlier compare.json to hold this one against.", metavar="FILE"
+    ),
+    fail_if: list[str] | None = typer.Option(
+        None, help="With --against, exit 1 beyond a limit: slower=5%, memory=10% (repeatable).",
+        metavar="LIMIT",
+    ),
+) -> None:  # fmt: skip
     """Measure strategies side by side: same model, data, seed and global batch."""
-    from shardlab import launch, record
+    from shardlab import launch
     from shardlab.measure import compare as comparison
     from shardlab.measure import gate
     from shardlab.measure import resume as resuming
     from shardlab.report import compare as report
     from shardlab.report import console
-    from shardlab.strategies import STRATEGIES
 
-    if launch.torchrun_environment() is not None:
-        raise UsageError("compare starts its own ranks; run it without torchrun")
+    flags.refuse_torchrun("compare")
     if fail_if and against is None:
         raise UsageError("--fail-if is for a comparison with an earlier one; add --against FILE")
-    if resume is not None and out is not None:
+    if resume is not None and "output.dir" in asked.flags:
         raise UsageError("--resume goes on in its own folder; leave out --out")
     limits = gate.limits_of(fail_if or [])
     earlier = None if against is None else gate.read(against)
@@ -126,40 +90,23 @@ def compare(
     begun = None if store is None else store.planned()
     if begun is not None and _only_given(ctx, {"resume", "quiet", "as_json", "against", "fail_if"}):
         cells, plan, command = begun
-        output = cells[0].config.output
+        first = cells[0].config
     else:
-        resolved = flags.config_of(
-            config,
-            settings,
-            {
-                "model.workload": workload,
-                "model.size": size,
-                "data.source": data,
-                "data.seq_len": seq_len,
-                "training.global_batch": global_batch,
-                "training.batch_split": batch_split,
-                "training.seed": seed,
-                "launch.device": device,
-                "launch.backend": backend,
-                "launch.port": port,
-                "profile.enabled": profile or None,
-                "output.dir": out,
-            },
-        )
-        output, command = resolved.output, flags.command()
+        if profile:
+            asked.flags["profile.enabled"] = True
+        first, command = asked.config(), flags.command()
         plan = comparison.Plan(
             repeats=repeats,
             warmup=warmup,
             steps=steps,
             prove=prove,
             time_limit_s=time_limit,
-            profile=None if profile is False else replace(resolved.profile, enabled=True),
+            profile=None if profile is False else replace(first.profile, enabled=True),
         )
-        specs = [s.strip() for s in strategies.split(",")] if strategies else list(STRATEGIES)
         axes = comparison.axes_of(
-            resolved, world, precision, accumulate, bucket_mb, launch.DEFAULT_WORLD
+            first, world, precision, accumulate, bucket_mb, launch.DEFAULT_WORLD
         )
-        cells = comparison.cells_of(resolved, specs, axes, plan)
+        cells = comparison.cells_of(first, flags.specs_of(strategies), axes, plan)
         if begun is not None:
             assert resume is not None
             resuming.refuse_others((cells, plan), begun[:2], resume)
@@ -168,13 +115,13 @@ def compare(
         gate.refuse_others(earlier, cells)
         gate.refuse_unsure(earlier, plan.repeats, limits)
 
-    @functools.cache  # made when there is something to write, so a refusal leaves nothing behind
+    @functools.cache  # created when there is something to write: a refusal leaves nothing behind
     def folder() -> Path:
-        return resume or record.new_folder(Path(output.root), "compare", flags.path_of(output.dir))
+        return resume or flags.new_folder(first, "compare")
 
     try:
         with (
-            console.comparison_progress(enabled=not (quiet or as_json)) as on_progress,
+            console.comparison_progress(enabled=asked.shows) as on_progress,
             _interrupted_by_terminate(),
         ):
             result = comparison.compare(cells, plan, command, on_progress, folder)
@@ -188,31 +135,27 @@ def compare(
             result["gate"] = gate.check(result, earlier, limits)
     finally:  # what was measured is not lost to a record that cannot be compared with it
         files = report.write(folder(), result)
-    if as_json:
-        print(record.json_text(result))
-    elif quiet:
-        print(folder())
-    else:
-        console.print_comparison(result, files)
-    if earlier is not None and not quiet and not as_json:
+    asked.print(result, folder(), lambda: console.print_comparison(result, files))
+    if earlier is not None and asked.shows:
         console.print_gate(result["gate"])
-    if all(cell["status"] != "ok" for cell in result["cells"]):
-        raise SystemExit(1)
-    if any((cell.get("proof") or {}).get("pass") is False for cell in result["cells"]):
-        raise SystemExit(1)
-    if earlier is not None and not result["gate"]["pass"]:
+    failed = (
+        all(cell["status"] != "ok" for cell in result["cells"])
+        or any((cell.get("proof") or {}).get("pass") is False for cell in result["cells"])
+        or (earlier is not None and not result["gate"]["pass"])
+    )
+    if failed:
         raise SystemExit(1)
 
 
 def _only_given(ctx: typer.Context, names: set[str]) -> bool:
-    """Whether no other flags were given than these."""
-    given = {name for name in ctx.params if ctx.get_parameter_source(name).name != "DEFAULT"}  # type: ignore[union-attr]
-    return given <= names
+    """Whether no flags were given but these."""
+    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
+    return {n for n, source in sources.items() if source and source.name != "DEFAULT"} <= names
 
 
 @contextlib.contextmanager
 def _interrupted_by_terminate() -> Iterator[None]:
-    """``kill`` ends a comparison as Ctrl-C does: every rank is ended, and how to go on is said."""
+    """``kill`` ends a comparison as Ctrl-C does: the ranks end, and we say how to resume it."""
 
     def stop(*_: object) -> NoReturn:
         raise KeyboardInterrupt

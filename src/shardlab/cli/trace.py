@@ -40,21 +40,15 @@ def analyze(
     ],
     select: Annotated[str, SELECT] = "latest",
     jobs: Annotated[int | None, JOBS] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", "-o", help="Folder for the files.  (default: beside the traces)",
-            metavar="DIR", show_default=False,
-        ),
-    ] = None,
+    out: Path | None = typer.Option(
+        None, "--out", "-o", help="Folder for the files.  (default: beside the traces)",
+        metavar="DIR",
+    ),
     whole: Annotated[bool, WHOLE] = False,
-    hta_compat: Annotated[
-        bool,
-        typer.Option(
-            "--hta-compat", help="HTA's numbers by HTA's own rules, its errors included."
-        ),
-    ] = False,
-    top: Annotated[int, typer.Option("--top", help="Kernels or operators to list.")] = 5,
+    hta_compat: bool = typer.Option(
+        False, "--hta-compat", help="HTA's numbers by HTA's own rules, its errors included."
+    ),
+    top: int = typer.Option(5, "--top", help="Kernels or operators to list."),
     quiet: Annotated[bool, QUIET] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:  # fmt: skip
@@ -86,7 +80,7 @@ def analyze(
             for cut in traces.traces
             if cut.truncated
         ]
-    if failures:  # what could be said has been said; a script must know that it is not all
+    if failures:  # the exit code tells a script that the output is incomplete
         raise UsageError(failures[0])
 
 
@@ -96,15 +90,14 @@ def diff(
     b: Annotated[Path, typer.Argument(help="Another, to compare with it.", metavar="B")],
     select: Annotated[str, SELECT] = "latest",
     jobs: Annotated[int | None, JOBS] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="Folder for diff.json.  (default: none is written)",
-                     metavar="DIR", show_default=False),
-    ] = None,
+    out: Path | None = typer.Option(
+        None, "--out", "-o", help="Folder for diff.json.  (default: none is written)",
+        metavar="DIR",
+    ),
     whole: Annotated[bool, WHOLE] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print diff.json, and nothing else, on stdout.")
-    ] = False,
+    as_json: bool = typer.Option(
+        False, "--json", help="Print diff.json, and nothing else, on stdout."
+    ),
 ) -> None:  # fmt: skip
     """Say what became faster or slower from A to B: by part, phase, collective and operator."""
     from shardlab import record, trace

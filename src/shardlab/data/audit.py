@@ -1,4 +1,4 @@
-"""What a run has really read: counted from the samples that were fed, not from the formula."""
+"""What a run has really read, counted from the samples that were fed, not from the formula."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from shardlab.data import sampler
 
-SHOWN = 8  # ids of repeated or missed samples that are told one by one
+SHOWN = 8  # ids of repeated or missed samples that are listed
 
 
 class Audit:
@@ -29,19 +29,19 @@ class Audit:
         self.steps += 1
 
     def state(self) -> dict[str, Any]:
-        """As arrays, for a checkpoint."""
+        """The notes as arrays, for a checkpoint."""
         notes = self.notes()
         counts = np.array([self.targets, self.steps], dtype=np.int64)
         return {"ids": notes["ids"], "epochs": notes["epochs"], "counts": counts}
 
     def add(self, state: Mapping[str, Any]) -> None:
-        """What a rank noted before a checkpoint, as it was saved."""
+        """Take over what a rank noted before a checkpoint."""
         self.ids.append(np.asarray(state["ids"]))
         self.epochs.append(np.asarray(state["epochs"]))
         self.targets += int(state["counts"][0])
 
     def notes(self) -> dict[str, Any]:
-        """For sending to the other ranks."""
+        """The notes in a form that is sent to the other ranks."""
         empty = [np.empty(0, dtype=np.int64)]
         return {
             "ids": np.concatenate(self.ids or empty),
@@ -65,7 +65,7 @@ def judge(
     epochs = np.concatenate([n["epochs"] for n in notes])
     steps = min(n["steps"] for n in notes)
     finished = sampler.finished_epochs(steps, global_batch, length, mode)
-    told = [_epoch(ids[epochs == e], e, length, e < finished) for e in np.unique(epochs).tolist()]
+    seen = [_epoch(ids[epochs == e], e, length, e < finished) for e in np.unique(epochs).tolist()]
     return {
         "mode": mode,
         "steps": steps,
@@ -76,8 +76,8 @@ def judge(
         "tokens": None if tokens_per_sample is None else len(ids) * tokens_per_sample,
         "left_over_tokens": left_over_tokens,  # at the stream's end, in no sample
         "finished_epochs": finished,
-        "exactly_once": all(e["exactly_once"] for e in told if e["finished"]) and finished > 0,
-        "epochs": told,
+        "exactly_once": all(e["exactly_once"] for e in seen if e["finished"]) and finished > 0,
+        "epochs": seen,
     }
 
 

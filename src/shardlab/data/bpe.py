@@ -1,20 +1,12 @@
-"""GPT-2's byte-pair encoding: tiktoken's where that is installed, the same in Python elsewhere.
-
-From a vocabulary file in either case: nothing is downloaded here.
-"""
+"""GPT-2's byte-pair encoding, by tiktoken, from a vocabulary file: nothing is downloaded here."""
 
 from __future__ import annotations
 
 import base64
 import binascii
-import itertools
 import json
-import re
-import sys
-import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
 from pathlib import Path
 
 from shardlab.errors import UsageError
@@ -25,7 +17,7 @@ LIMIT = 1 << 16  # token ids that a shard can hold
 
 @dataclass(frozen=True)
 class Vocabulary:
-    ranks: dict[bytes, int]  # of the text's tokens; a lower one is merged first
+    ranks: dict[bytes, int]  # by token; the pair of the lowest rank is merged first
     end: int  # the token between documents
 
     @property
@@ -80,59 +72,20 @@ def _printable_bytes() -> dict[int, str]:
     return {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
-@cache
-def word_pattern() -> re.Pattern[str]:
-    r"""GPT-2's cut of a text into words, for Python's own ``re``.
-
-    Its pattern speaks of Unicode's letters and numbers, which ``re`` cannot. Letters are
-    word characters less the numbers; ``\d`` is decimal digits alone, so the other numbers (½, Ⅷ)
-    are listed. White space is listed as well: ``\s`` has four control characters too many.
-    """
-    others = [c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c) in _NUMBERS]
-    listed = "".join(re.escape(c) for c in others)
-    number, letter = rf"[\d{listed}]", rf"[^\W\d_{listed}]"
-    space = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-    sign = rf"(?:(?!{letter}|{number})[^{space}])"
-    return re.compile(
-        rf"'(?:s|t|re|ve|m|ll|d)| ?{letter}+| ?{number}+| ?{sign}+|[{space}]+(?![^{space}])"
-        rf"|[{space}]+"
-    )
+# How GPT-2 cuts a text into words before it merges their bytes.
+PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-_NUMBERS = ("No", "Nl")
-TIKTOKEN_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-
-def python_encoder(vocabulary: Vocabulary) -> Callable[[str], list[int]]:
-    """Byte-pair encoding as it is told in five lines: merge the pair of the lowest rank, again."""
-    ranks = vocabulary.ranks
-
-    @lru_cache(maxsize=1 << 16)
-    def encode_word(word: bytes) -> tuple[int, ...]:
-        parts = [word[i : i + 1] for i in range(len(word))]
-        while len(parts) > 1:
-            pairs = [ranks.get(a + b, LIMIT) for a, b in itertools.pairwise(parts)]
-            lowest = min(pairs)
-            if lowest == LIMIT:
-                break
-            i = pairs.index(lowest)
-            parts[i : i + 2] = [parts[i] + parts[i + 1]]
-        return tuple(ranks[part] for part in parts)
-
-    def encode(text: str) -> list[int]:
-        return [i for w in word_pattern().findall(text) for i in encode_word(w.encode())]
-
-    return encode
-
-
-def fast_encoder(vocabulary: Vocabulary) -> Callable[[str], list[int]]:
-    """tiktoken's, if it is installed."""
+def encoder(vocabulary: Vocabulary) -> Callable[[str], list[int]]:
+    """From a text to its tokens."""
     try:
         import tiktoken
     except ImportError:
-        return python_encoder(vocabulary)
+        raise UsageError(
+            "GPT-2's tokens need tiktoken: pip install 'shardlab[text]', or use --tokenizer bytes"
+        ) from None
     encoding = tiktoken.Encoding(
-        "gpt2", pat_str=TIKTOKEN_PATTERN, mergeable_ranks=vocabulary.ranks, special_tokens={}
+        "gpt2", pat_str=PATTERN, mergeable_ranks=vocabulary.ranks, special_tokens={}
     )
     encode: Callable[[str], list[int]] = encoding.encode_ordinary
     return encode

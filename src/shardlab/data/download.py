@@ -17,13 +17,13 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from shardlab.errors import UsageError
 
 MIRROR = "SHARDLAB_MIRROR"  # https://host/path is read from $SHARDLAB_MIRROR/host/path
 HUB = "HF_ENDPOINT"  # stands for https://huggingface.co, as in Hugging Face's own tools
-ATTEMPTS = 4  # of a connection that breaks; each goes on where the last one ended
+ATTEMPTS = 4  # each continues where the last connection broke
 TIMEOUT_S = 30.0
 BLOCK = 1 << 20
 
@@ -62,24 +62,25 @@ def fetch(
     """
     part = path.with_name(path.name + ".part")
     address = resolve(url)
-    problem = "it broke off"
+    problem, is_whole = "it broke off", False
     for attempt in range(ATTEMPTS):
         if attempt:
             time.sleep(0.1 * 4**attempt)
         before = _size(part)
         try:
-            if _receive(address, part, path.name, on_progress):
-                break
+            is_whole = _receive(address, part, path.name, on_progress)
         except (http.client.HTTPException, OSError) as error:
             problem = _reason(error)
-            fatal = isinstance(error, urllib.error.HTTPError) and error.code < 500
-            if fatal or (_size(part) == 0 and attempt and _size(part) == before):
-                _forget(part, only_if_empty=True)
-                raise Unreachable(f"{address}: {problem}") from None
-    else:
-        kept = f"; {_size(part):,} bytes are kept, run it again to go on" if _size(part) else ""
-        _forget(part, only_if_empty=True)
-        raise Unreachable(f"{address}: {problem}{kept}") from None
+            is_final = isinstance(error, urllib.error.HTTPError) and error.code < 500
+            if is_final or (attempt and before == _size(part) == 0):
+                break
+        if is_whole:
+            break
+    if not is_whole:
+        kept = f"; {_size(part):,} bytes are kept, run it again to continue" if _size(part) else ""
+        if not kept:
+            _forget(part)
+        raise Unreachable(f"{address}: {problem}{kept}")
     found = sha256_of(part)
     if sha256 is not None and found != sha256:
         _forget(part)
@@ -92,7 +93,7 @@ def fetch(
 
 
 def _receive(address: str, part: Path, name: str, on_progress: Progress) -> bool:
-    """Receive, or go on receiving. False: it ended before it was complete."""
+    """Receive the file, or what is missing of it. False if it ended before it was complete."""
     have = _size(part)
     tag = _tag_file(part)
     headers = {"User-Agent": "shardlab"}
@@ -108,7 +109,10 @@ def _receive(address: str, part: Path, name: str, on_progress: Progress) -> bool
         _forget(part)
         response = urllib.request.urlopen(address, timeout=TIMEOUT_S)
     with response:
-        start = _start_of(response, have)
+        # It begins where our part ends only if the server says so.
+        content_range = response.headers.get("Content-Range", "")
+        is_rest = response.status == 206 and content_range.startswith(f"bytes {have}-")
+        start = have if is_rest else 0
         length = response.headers.get("Content-Length")
         total = None if length is None else start + int(length)
         part.parent.mkdir(parents=True, exist_ok=True)
@@ -127,14 +131,6 @@ def _receive(address: str, part: Path, name: str, on_progress: Progress) -> bool
     return total is None or done == total
 
 
-def _start_of(response: Any, have: int) -> int:
-    """Where in the file the answer begins: at what we have only if the server says so."""
-    if getattr(response, "status", None) != 206:
-        return 0
-    content_range = response.headers.get("Content-Range", "")
-    return have if content_range.startswith(f"bytes {have}-") else 0
-
-
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
@@ -143,9 +139,7 @@ def _tag_file(part: Path) -> Path:
     return part.with_name(part.name + ".tag")
 
 
-def _forget(part: Path, only_if_empty: bool = False) -> None:
-    if only_if_empty and _size(part):
-        return
+def _forget(part: Path) -> None:
     part.unlink(missing_ok=True)
     _tag_file(part).unlink(missing_ok=True)
 

@@ -21,7 +21,7 @@ from shardlab.errors import UsageError
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]
 
-DIGITS_HELD_OUT = 360  # of 1,797: the last ones, by other writers than the first
+DIGITS_HELD_OUT = 360  # the last of 1,797, written by other people than the first
 
 
 # ------------------------------------------------------------------ MNIST

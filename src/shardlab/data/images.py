@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shardlab.batch import Batch
 from shardlab.data import image_files, sources
 from shardlab.data.image_files import Bytes, Ids
 from shardlab.errors import UsageError, unknown
-from shardlab.workloads.base import Batch
 
 DIGIT_NAMES = tuple(str(i) for i in range(10))
 
@@ -29,7 +29,7 @@ class Kind:
 
     shape: tuple[int, int, int]  # channels, height, width
     classes: tuple[str, ...]
-    mean: tuple[float, ...]  # of each channel, pixels as 0 to 1, over the training images
+    mean: tuple[float, ...]  # by channel, over the training images, with pixels from 0 to 1
     std: tuple[float, ...]
 
 
@@ -70,12 +70,8 @@ def load(name: str, source: str = sources.AUTO, split: str = "train") -> ImageSe
         raise unknown("split", split, SPLITS)
     kind = KINDS[name]
     path = _locate(name, source)
-    if name == "cifar10":
-        images, labels = image_files.read_cifar10(path, split)
-    elif name == "digits":
-        images, labels = image_files.read_digits(path, split)
-    else:
-        images, labels = image_files.read_mnist(path, split)
+    readers = {"cifar10": image_files.read_cifar10, "digits": image_files.read_digits}
+    images, labels = readers.get(name, image_files.read_mnist)(path, split)
     if images.shape[1:] != kind.shape or len(images) != len(labels):
         raise UsageError(
             f"{path} is not {name}: {len(labels)} labels, images of shape {images.shape}, "
@@ -88,10 +84,7 @@ def load(name: str, source: str = sources.AUTO, split: str = "train") -> ImageSe
 
 def _locate(name: str, source: str) -> Path:
     if source != sources.AUTO:
-        path = sources.located(source)
-        if not path.exists():
-            raise UsageError(f"no such data: {path}")
-        return path
+        return sources.existing(source)
     path = sources.cached(name)
     if sources.described(path) is not None:
         return path
@@ -100,7 +93,7 @@ def _locate(name: str, source: str) -> Path:
     more = ", or pip install 'shardlab[images]'" if name == "digits" else ""
     raise UsageError(
         f"{name} has not been downloaded: run `shardlab data {name}`{more}, or name its folder "
-        "with data.source"
+        "with data.source; or use data.source=synthetic"
     )
 
 
@@ -127,7 +120,7 @@ class ImageDataset:
 
     The crop of a sample is a function of (seed, epoch, id): it does not depend on the batch,
     the rank or the world in which the sample is read, so the same run on more ranks sees the
-    same pixels, and a resumed one goes on with them. ``batch`` alone does not know the epoch
+    same pixels, and so does a resumed one. ``batch`` alone does not know the epoch
     and reads epoch 0; the training loop calls ``batch_in``.
     """
 

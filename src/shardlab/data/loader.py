@@ -1,9 +1,9 @@
 """From sample numbers to batches on the device, ahead of the step that needs them.
 
-A background thread prepares the next steps' micro-batches while the loop computes; what the
-loop still waits is a step's ``data_ms``. Order and content are the sampler's, whatever the
-depth: a data set is a function of sample numbers (one that draws from torch's global random
-state instead would share it with the model, from another thread: give it data.prefetch 0).
+A background thread prepares the next steps' micro-batches while the loop computes; how long the
+loop still waits for one is the step's ``data_ms``. The sampler decides order and content, at any
+depth: a data set is a function of sample numbers. (A data set that draws from torch's global random
+state would share it with the model from another thread: use data.prefetch 0 for it.)
 """
 
 from __future__ import annotations
@@ -17,19 +17,15 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
+from shardlab.batch import Batch, Dataset
 from shardlab.data import sampler
-from shardlab.workloads.base import Batch, Dataset
 
 T = TypeVar("T")
 
 
 @runtime_checkable
-class AugmentedDataset(Protocol):
+class AugmentedDataset(Dataset, Protocol):
     """A data set whose samples look different in each epoch (a random crop, say)."""
-
-    def __len__(self) -> int: ...
-
-    def batch(self, ids: Sequence[int]) -> Batch: ...
 
     def batch_in(self, ids: Sequence[int], epochs: Sequence[int]) -> Batch: ...
 
@@ -60,7 +56,7 @@ class Step:
 
     microbatches: list[Batch]
     read: list[sampler.Draw]
-    copied: Any = None  # a CUDA event: the copies to the device are done; none: nothing to wait for
+    copied: Any = None  # a CUDA event after the copies to the device; None: there were none
 
 
 def load(

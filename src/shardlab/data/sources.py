@@ -12,41 +12,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardlab.config import AUTO, STDLIB, located
 from shardlab.errors import UsageError
 
-STDLIB = (
-    "stdlib"  # the text of the Python standard library, as bytes: on every machine, no download
-)
-AUTO = "auto"  # whatever the workload reads when nobody says: downloaded data, or the embedded text
+__all__ = ["AUTO", "STDLIB", "located"]
 DESCRIPTION = "dataset.json"
 STDLIB_BYTES = 8 << 20
 _NOT_TEXT = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib", "lib2to3"}
 
 
-WORDS = (AUTO, STDLIB, "synthetic")  # sources that are no path
-
-
-def located(text: str) -> Path:
-    """A path that a user wrote, if it can be one at all."""
-    try:
-        path = Path(text).expanduser()
-        path.exists()
-        if "\0" in text:  # which does not exist, says Python
-            raise ValueError("embedded null byte")
-    except (OSError, ValueError, RuntimeError) as error:  # too long; a NUL; ~nobody
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"'{text[:80]}' is no path: {reason}") from None
-    return path
-
-
-def check(source: str) -> None:
-    """Refuse a source that is nowhere; what is in it, the workload checks."""
+def existing(source: str) -> Path:
     path = located(source)
-    if source in WORDS or path.exists() or glob.glob(str(path)):  # noqa: PTH207 - absolute
-        return
-    raise UsageError(
-        f"no such data: {path}; data.source is a file, folder or glob, or one of {', '.join(WORDS)}"
-    )
+    if not path.exists():
+        raise UsageError(f"no such data: {path}")
+    return path
 
 
 def find_shards(source: str) -> list[Path]:

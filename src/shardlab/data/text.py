@@ -18,14 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from shardlab.data import sources, unpack
-from shardlab.data.bpe import Vocabulary, fast_encoder, read_vocabulary
+from shardlab.data.bpe import Vocabulary, encoder, read_vocabulary
 from shardlab.errors import UsageError, unknown
 from shardlab.record import write_json
-
-Tokens = npt.NDArray[np.uint16]
 
 TOKENIZERS = ("auto", "bytes", "gpt2")
 SHARD_TOKENS = 100_000_000
@@ -93,12 +90,12 @@ def pieces(text: str, size: int) -> Iterator[str]:
 # ------------------------------------------------------------------ shards
 
 
-_encode: Callable[[str], list[int]] | None = None  # of a worker process: none is bytes
+_encode: Callable[[str], list[int]] | None = None  # a worker's encoder; None: a byte is a token
 
 
 def _start_worker(vocabulary: Vocabulary | None) -> None:
     global _encode
-    _encode = None if vocabulary is None else fast_encoder(vocabulary)
+    _encode = None if vocabulary is None else encoder(vocabulary)
 
 
 def _work(piece: str) -> bytes:
@@ -107,36 +104,8 @@ def _work(piece: str) -> bytes:
     return np.array(_encode(piece), dtype="<u2").tobytes()
 
 
-class _Shards:
-    """Collects tokens and writes a shard whenever one is full."""
-
-    def __init__(self, folder: Path, size: int) -> None:
-        self.folder, self.size = folder, size
-        self.parts: list[Tokens] = []
-        self.held = 0
-        self.counts: dict[str, int] = {}
-
-    def add(self, tokens: Tokens) -> None:
-        while len(tokens):
-            part = tokens[: self.size - self.held]
-            self.parts.append(part)
-            self.held += len(part)
-            tokens = tokens[len(part) :]
-            if self.held == self.size:
-                self.flush()
-
-    def flush(self) -> None:
-        from shardlab.data.tokens import write_shard
-
-        if self.held:
-            name = f"shard_{len(self.counts):06d}.bin"
-            write_shard(self.folder / name, np.concatenate(self.parts))
-            self.counts[name] = self.held
-            self.parts, self.held = [], 0
-
-
 def choose_tokenizer(name: str, vocab: Path | None) -> Vocabulary | None:
-    """GPT-2's if its vocabulary is at hand, else bytes (none), unless one was asked for."""
+    """GPT-2's vocabulary if it is wanted or at hand; None if a byte is a token."""
     if name not in TOKENIZERS:
         raise unknown("tokenizer", name, TOKENIZERS)
     if vocab is not None:
@@ -144,16 +113,18 @@ def choose_tokenizer(name: str, vocab: Path | None) -> Vocabulary | None:
             raise UsageError("--vocab is for --tokenizer gpt2; a byte needs none")
         if not vocab.exists():
             raise UsageError(f"no such vocabulary: {vocab}")
-        return read_vocabulary(vocab)
-    cached = sources.cached("gpt2_vocab")
-    if name != "bytes" and sources.described(cached):
-        return read_vocabulary(cached)
-    if name == "gpt2":
+    elif name != "bytes" and sources.described(cached := sources.cached("gpt2_vocab")):
+        vocab = cached
+    elif name == "gpt2":
         raise UsageError(
             "GPT-2's vocabulary is not at hand: run `shardlab data gpt2_vocab`, or name "
             "encoder.json with --vocab"
         )
-    return None
+    else:
+        return None
+    vocabulary = read_vocabulary(vocab)
+    encoder(vocabulary)  # refused here, not in the worker processes, if it cannot be had
+    return vocabulary
 
 
 def make_shards(
@@ -204,17 +175,29 @@ def _fill(
     jobs: int | None,
     on_progress: Callable[[int, int], None],
 ) -> dict[str, Any]:
-    shards = _Shards(folder, shard_tokens)
-    end = np.array([BYTES_END if vocabulary is None else vocabulary.end], dtype=np.uint16)
+    from shardlab.data.tokens import write_shard
+
+    end_token = BYTES_END if vocabulary is None else vocabulary.end
+    end = np.array([end_token], dtype="<u2").tobytes()
     documents, skipped = 0, 0
     workers = jobs or os.cpu_count() or 1
-    waiting: deque[tuple[Future[bytes] | None, int]] = deque()  # none: a document's end
+    waiting: deque[tuple[Future[bytes] | None, int]] = deque()  # None: a document's end
+    held = bytearray()  # tokens that are in no shard yet, two bytes each
+    shards: dict[str, int] = {}  # tokens of each
+
+    def write() -> None:
+        name, tokens = f"shard_{len(shards):06d}.bin", held[: 2 * shard_tokens]
+        write_shard(folder / name, np.frombuffer(tokens, dtype="<u2"))
+        shards[name] = len(tokens) // 2
+        del held[: len(tokens)]
 
     def take(limit: int) -> None:
         """Write what is ready, in order, until ``limit`` pieces are under way."""
         while len(waiting) > limit:
             future, done = waiting.popleft()
-            shards.add(end if future is None else np.frombuffer(future.result(), dtype="<u2"))
+            held.extend(end if future is None else future.result())
+            while len(held) >= 2 * shard_tokens:
+                write()
             on_progress(done, len(files))
 
     with ProcessPoolExecutor(
@@ -241,17 +224,18 @@ def _fill(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    shards.flush()
-    if not shards.counts:
+    if held:
+        write()
+    if not shards:
         raise UsageError("the files hold no text: " + ", ".join(str(f) for f in files[:3]))
     return {
         "name": "text",
         "kind": "tokens",
         "tokenizer": "bytes" if vocabulary is None else "gpt2",
         "vocab": 256 if vocabulary is None else vocabulary.size,
-        "end_of_text": int(end[0]),
+        "end_of_text": end_token,
         "documents": documents,
         "skipped_files": skipped,  # not UTF-8 text
-        "tokens": sum(shards.counts.values()),
-        "shards": shards.counts,
+        "tokens": sum(shards.values()),
+        "shards": shards,
     }

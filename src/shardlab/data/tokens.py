@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shardlab.batch import Batch
 from shardlab.data import sources
 from shardlab.errors import UsageError
-from shardlab.workloads.base import Batch
 
 MAGIC = 20240520
 VERSION = 1
@@ -81,11 +81,11 @@ class TokenDataset:
         self.ends = np.cumsum([len(s) for s in self.shards], dtype=np.int64)  # (shards,)
         self.seq_len = seq_len
         self.vocab = vocab
-        told = sources.described(shards[0].parent)
-        if told is not None and told.get("vocab", 0) > vocab:
+        known = sources.described(shards[0].parent)
+        if known is not None and known.get("vocab", 0) > vocab:
             raise UsageError(
-                f"{shards[0].parent} was made with the tokenizer {told.get('tokenizer')}, whose "
-                f"vocabulary of {told['vocab']} is larger than the model's of {vocab}; give the "
+                f"{shards[0].parent} was made with the tokenizer {known.get('tokenizer')}, whose "
+                f"vocabulary of {known['vocab']} is larger than the model's of {vocab}; give the "
                 "model that one (model.options.vocab)"
             )
         if len(self) == 0:

@@ -19,10 +19,11 @@ from shardlab.data.loader import cast
 from shardlab.workloads.base import Batch, LossFn, map_tensors, tensors_of
 
 SAMPLES = 6  # that are looked at
-DRAWS = 24  # of a random loss
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}  # by the loss's type; some models compute
-HALF = 3e-2  # parts in float32, and some in half of that
-ALIKE = 0.03  # of the tolerance: rules that are off by less cannot be told apart
+DRAWS = 24  # times that a random loss is computed
+# By the loss's type. Some models compute parts in float32 whatever they are given, some in half.
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
+HALF = 3e-2
+ALIKE = 0.03  # rules that are off by less than this part of the tolerance look the same
 STANDARD_ERRORS = 6.0
 
 SUM, MEAN, NEITHER, PENALTY = "sum", "mean", "neither", "sum and a constant"
@@ -32,7 +33,9 @@ Count = Callable[[Batch], int]
 @dataclass(frozen=True)
 class Finding:
     kind: str
-    counts: tuple[str, ...] = ()  # of a mean: the rules that count its targets, likelier ones first
+    counts: tuple[
+        str, ...
+    ] = ()  # if it is a mean, the rules that count its targets; likelier first
     note: str = ""  # why it could not be measured to the end, if it could not
     evidence: str = ""
 
@@ -46,7 +49,7 @@ class Bench:
     make: Callable[[Sequence[int]], Batch]
     device: torch.device
     dtype: torch.dtype
-    most_draws: int = DRAWS  # of a random loss
+    most_draws: int = DRAWS  # if the loss is random
     draws: int = 1
     seed: int = 0
     tolerance: float = 0.0
@@ -87,7 +90,7 @@ def splits(ids: Sequence[int]) -> list[list[Sequence[int]]]:
 
 
 def measure(bench: Bench, ids: Sequence[int], rules: Mapping[str, Count]) -> Finding:
-    """Sum, mean by one of the rules, or neither; of a random loss, as likely as can be told."""
+    """Whether the loss is a sum, a mean by one of the rules, or neither; if random, most likely."""
     whole = bench.batch(ids)
     if bench.is_random(whole):
         bench.draws = bench.most_draws
@@ -119,7 +122,7 @@ def measure(bench: Bench, ids: Sequence[int], rules: Mapping[str, Count]) -> Fin
     fitting = tuple(name for name in rules if off[name] <= min(1, best))
     likely = Finding(SUM) if nearest == SUM else Finding(MEAN, (nearest,))
     if bench.draws > 1 and (off[SUM] <= 1) == bool(fitting):
-        note = "the loss is random, and whether it adds up could not be told from the noise"
+        note = "the loss is random, and whether it adds up could not be seen through the noise"
         return replace(likely, note=note)
     if off[SUM] <= 1:
         return Finding(SUM, evidence=evidence)

@@ -2,67 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A micro-batch. Zero rows with a count of 0 are legal: a rank may have nothing to do."""
-
-    inputs: Any  # what the model is called with: a tensor, or a list or dict of them
-    targets: Any
-    count: int  # targets that the loss sums over, known before forward
-    samples: int
-
-    def to(self, device: torch.device) -> Batch:
-        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """The same batch with every tensor of its inputs and targets changed."""
-        return replace(
-            self,
-            inputs=map_tensors(self.inputs, change),
-            targets=map_tensors(self.targets, change),
-        )
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with every tensor changed: lists, tuples, named tuples, mappings (which
-    become dicts) and dataclasses, however nested. Anything else stays as it is."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {k: map_tensors(v, change) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        parts = [map_tensors(v, change) for v in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if is_dataclass(value) and not isinstance(value, type):
-        changed = copy.copy(value)
-        for field in fields(value):
-            part = map_tensors(getattr(value, field.name), change)
-            object.__setattr__(changed, field.name, part)  # also of a frozen one
-        return changed
-    return value
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """Every tensor of a structure, in order."""
-    found: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(value, keep)
-    return found
-
+from shardlab.batch import Batch as Batch
+from shardlab.batch import Dataset as Dataset
+from shardlab.batch import map_tensors as map_tensors
+from shardlab.batch import tensors_of as tensors_of
 
 # The loss of a batch: a sum over batch.count targets, never their mean, so that batches of
 # different sizes add up to the exact global mean. It must call model(...), not a part of the
@@ -70,8 +20,8 @@ def tensors_of(value: Any) -> list[Tensor]:
 LossFn = Callable[[nn.Module, Batch], Tensor]
 
 
-# What evaluation adds up over the held-out samples, by name: sums, never means. "loss" is told per
-# target (batch.count), "correct" as accuracy, per sample, as is any other quantity.
+# What evaluation adds up over the held-out samples, by name: sums, never means. "loss" is shown per
+# target (batch.count), "correct" as accuracy, per sample, and any other quantity per sample.
 Sums = dict[str, Tensor]
 Evaluate = Callable[[nn.Module, Batch], Sums]
 
@@ -88,34 +38,26 @@ MakeUsers = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer
 AfterStep = Callable[[int, Mapping[str, Tensor], Mapping[str, dict[str, Tensor]]], None]
 
 
-class Dataset(Protocol):
-    def __len__(self) -> int: ...
-
-    def batch(self, ids: Sequence[int]) -> Batch:
-        """The samples ``ids`` as one batch; with no ids, a batch of zero rows."""
-        ...
-
-
 @dataclass(frozen=True)
 class Workload:
     name: str
     make_model: Callable[[], nn.Module]  # initialised from torch's random state
     loss: LossFn
     dataset: Dataset
-    tokens_per_sample: int | None = None  # none: throughput is told in samples
-    # Names of the modules to shard or checkpoint one by one; (): none; None: guessed.
+    tokens_per_sample: int | None = None  # None: throughput is in samples
+    # Names of the modules to shard or checkpoint one by one; None: they are guessed.
     blocks: tuple[str, ...] | None = None
     compile_also: tuple[str, ...] = ()  # modules outside the blocks that are worth compiling
-    held_out: Dataset | None = None  # samples that are never trained on; none: no evaluation
-    evaluate: Evaluate | None = None  # none: the loss alone
-    flops_per_sample: float | None = None  # of forward and backward; none: not known
-    optimizer: MakeUsers | None = None  # none: the config's
-    schedule: Callable[[int], float] | None = None  # a step's factor for all rates; none: config's
+    held_out: Dataset | None = None  # samples that are never trained on; None: no evaluation
+    evaluate: Evaluate | None = None  # None: the loss alone
+    flops_per_sample: float | None = None  # forward and backward; None: unknown
+    optimizer: MakeUsers | None = None  # None: the config's
+    schedule: Callable[[int], float] | None = None  # a step's factor for all rates; None: config's
     after_step: AfterStep | None = None
     couples_ranks: str | None = None  # what in forward looks at other ranks' samples, if anything
     # The loss looks at a micro-batch's samples together (contrastive, dice), and that is meant.
     couples_samples: bool = False
-    notes: tuple[str, ...] = ()  # what was found out about it, to be said once
+    notes: tuple[str, ...] = ()  # findings about it, to be printed once
 
     def blocks_of(self, model: nn.Module) -> tuple[str, ...]:
         """The names of the blocks: as given, or guessed from ``model``."""
@@ -180,7 +122,7 @@ def classification_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def count_flops(make_model: Callable[[], nn.Module], loss: LossFn, batch: Batch) -> float:
-    """Of forward and backward per sample, counted on PyTorch's meta device: nothing is computed."""
+    """FLOPs of a sample, forward and backward, counted on the meta device: nothing is computed."""
     from torch.utils.flop_counter import FlopCounterMode
 
     meta = torch.device("meta")

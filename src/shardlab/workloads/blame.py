@@ -1,4 +1,4 @@
-"""Mistakes in the user's source, told with their line: file:line, what is wrong, the source."""
+"""Mistakes in the user's source, reported with their line: file:line, what is wrong, the source."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Place:
 
     @classmethod
     def of(cls, thing: Any) -> Place | None:
-        """A function's last return, or the beginning of a class; none if it is not the user's."""
+        """A function's last return, or the beginning of a class; None if it is not the user's."""
         while isinstance(thing, partial):
             thing = thing.func
         thing = getattr(thing, "__func__", thing)
@@ -83,7 +83,7 @@ def _syntax(file: str) -> list[Any]:
 
 @contextmanager
 def blame(name: str, what: str) -> Iterator[None]:
-    """An exception of the user's code, told by its own lines alone."""
+    """Report an exception of the user's code with its own lines alone."""
     try:
         yield
     except UsageError:
@@ -122,3 +122,9 @@ def _shown(file: str) -> str:
         return str(Path(file).resolve().relative_to(Path.cwd()))
     except ValueError:
         return file
+
+
+def short(value: Any) -> str:
+    """A value in a message."""
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:77]}..."

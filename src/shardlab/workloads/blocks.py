@@ -1,4 +1,4 @@
-"""The blocks of a model that names none: its repeated modules. And a look over those it names."""
+"""The blocks of a model: a guess where it names none, and a check of those that it names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from shardlab.errors import UsageError, unknown
 
 LISTS = (nn.ModuleList, nn.ModuleDict)  # they cannot be called, so they are never blocks
-SMALL = 0.1  # of a container's parameters: a group with less is not worth units of its own
+SMALL = 0.1  # a group with less than this part of its container's parameters is no block
 
 
 def guess_blocks(model: nn.Module) -> tuple[str, ...]:

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardlab.config import DataConfig
-from shardlab.data import reviews, sources
+from shardlab.config import SYNTHETIC, DataConfig
+from shardlab.data import reviews
 from shardlab.data.reviews import Reviews
 from shardlab.errors import UsageError, unknown
 from shardlab.workloads import synthetic
 from shardlab.workloads.base import Batch, Sums, Workload
-from shardlab.workloads.synthetic import SYNTHETIC
+from shardlab.workloads.samples import IGNORED
 
 TINY = "tiny"  # random weights, a byte is a token: needs no download
 SIZES = {
@@ -35,7 +35,6 @@ SIZES = {
     "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
 }
 BEFORE, AFTER = "Review: ", "\nStars:"  # around the text; then the answer, " 1" to " 5"
-IGNORED = -100  # a target that the loss leaves out
 
 Encode = Callable[[str], list[int]]
 
@@ -105,9 +104,13 @@ def deciding(made: Sequence[Sequence[int]]) -> int:
 
 
 def answer_loss(model: nn.Module, batch: Batch) -> Tensor:
-    logits = model(**batch.inputs).logits  # (batch, longest, vocabulary)
+    return _loss_of(model(**batch.inputs).logits, batch.targets)
+
+
+def _loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """The summed loss of logits (batch, longest, vocabulary), targets (batch, longest)."""
     return F.cross_entropy(
-        logits.flatten(0, 1), batch.targets.flatten(), reduction="sum", ignore_index=IGNORED
+        logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED
     )
 
 
@@ -118,13 +121,11 @@ def rate(made: Sequence[Sequence[int]]) -> Callable[[nn.Module, Batch], Sums]:
 
     def evaluate(model: nn.Module, batch: Batch) -> Sums:
         logits, targets = model(**batch.inputs).logits, batch.targets
-        loss = F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED
-        )
         first = (targets != IGNORED).int().argmax(1)  # (batch,) where the answer begins
         rows = torch.arange(len(targets), device=targets.device)
         candidates = torch.tensor(choices, device=targets.device)
         chosen = candidates[logits[rows, first + place][:, candidates].argmax(1)]
+        loss = _loss_of(logits, targets)
         return {"loss": loss, "correct": (chosen == targets[rows, first + place]).sum()}
 
     return evaluate
@@ -164,19 +165,13 @@ def causal_lm(
         blocks=blocks,
         held_out=ReviewDataset(test, encode, max_length),
         evaluate=rate(dataset.answers),
-        # Of a review of average length; what is padded is computed as well.
+        # For a review of average length; padding, which is computed as well, is not counted.
         flops_per_sample=flops(sum(lengths) / len(lengths)),
     )
 
 
-@lru_cache(maxsize=2)  # a comparison builds its workload for every visit; 650,000 reviews are many
-def _load(source: str, split: str) -> Reviews:
-    try:
-        return reviews.load(source, split)
-    except UsageError as error:
-        if source != sources.AUTO:
-            raise
-        raise UsageError(f"{error}; or use data.source=synthetic") from None
+# A comparison builds its workload for every visit; 650,000 reviews are many.
+_load = lru_cache(maxsize=2)(reviews.load)
 
 
 def _transformers() -> Any:

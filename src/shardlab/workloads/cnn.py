@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardlab.config import DataConfig
-from shardlab.errors import UsageError
 from shardlab.workloads import images
-from shardlab.workloads.base import Batch, Workload, classification_loss, classify, count_flops
+from shardlab.workloads.base import Workload, classification_loss, classify
 
 SHAPE = (1, 28, 28)
 
@@ -41,10 +37,8 @@ def cnn_mnist(data: DataConfig, *, dataset: str | None = None, dropout: bool = F
 
     Dropout is off unless asked for: ranks drop other elements than one process would.
     """
-    if data.seq_len is not None:
-        raise UsageError("data.seq_len is for tokens; images have none")
     name = dataset or images.default_dataset("mnist", data.source)
-    train, test = images.datasets(name, data.source, SHAPE, augment=False)
+    train, test = images.datasets(name, data, SHAPE, augment=False)
     return Workload(
         name=f"cnn-{name}",
         make_model=lambda: CNN(dropout),
@@ -53,11 +47,5 @@ def cnn_mnist(data: DataConfig, *, dataset: str | None = None, dropout: bool = F
         blocks=("conv1", "conv2", "fc1", "fc2"),
         held_out=test,
         evaluate=classify,
-        flops_per_sample=_flops(),
+        flops_per_sample=images.flops(CNN, SHAPE),
     )
-
-
-@lru_cache
-def _flops() -> float:
-    one = Batch(torch.zeros(1, *SHAPE), torch.zeros(1, dtype=torch.int64), count=1, samples=1)
-    return count_flops(CNN, classification_loss, one)

@@ -23,14 +23,14 @@ from shardlab.config import DataConfig
 from shardlab.errors import UsageError
 from shardlab.workloads import adding
 from shardlab.workloads.adding import MEAN, NEITHER, PENALTY, SUM, Bench, Finding
-from shardlab.workloads.base import Batch, Dataset, LossFn, Workload, cast_model, tensors_of
-from shardlab.workloads.blame import Place, blame
+from shardlab.workloads.base import Batch, Dataset, Workload, cast_model, tensors_of
+from shardlab.workloads.blame import Place, blame, short
 from shardlab.workloads.blocks import check_blocks, show_blocks
-from shardlab.workloads.samples import COUNTS, IGNORED, Samples, Stream, call, source_of
+from shardlab.workloads.samples import IGNORED, RULES, Samples, Stream, call, samples_of
 
 LARGE = 200_000_000  # parameters: such a model is not tried, only built
-# Parameters times elements of a sample: of a dearer model less is measured. (Not by the clock:
-# every rank must come to the same finding.)
+# Parameters times elements of a sample: less is measured if a model needs more. (The clock does not
+# decide, as every rank must come to the same finding.)
 DEAR = 10_000_000_000
 
 
@@ -73,7 +73,7 @@ def build(
         gpus = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=gpus):
             torch.manual_seed(0)  # the same finding on every rank, and in every run
-            _checked[key] = _check(name, built, where, device)
+            _checked[key] = Trial(name, built, where, device).check()
     found = _checked[key]
     workload = built if isinstance(built, Workload) else built.workload(found.finding)
     return replace(workload, blocks=found.blocks, notes=found.notes)
@@ -111,42 +111,36 @@ class Short:
     first: weakref.ref[nn.Module]  # the model that it returned first
     samples: Samples
     loss: Any  # a function of (output, targets); None: the model computes it
-    note: str
     copies: dict[tuple[torch.device, torch.dtype], nn.Module] = field(default_factory=dict)
 
     def workload(self, finding: Finding) -> Workload:
         is_mean = finding.kind == MEAN
         # A sum is divided by the number of its targets, whatever those are.
-        count = finding.counts[0] if is_mean else "targets"
         samples = self.samples
-        samples.count = count
-        samples.identity = f"{finding.kind} over {count}, {samples.digest}"
+        samples.rule = finding.counts[0] if is_mean else "targets"
+        samples.identity = f"{finding.kind} over {samples.rule}, {samples.digest}"
         return Workload(
             name=self.name.rpartition(":")[0].rpartition("/")[2].removesuffix(".py")
             .replace("_", "-"),
             make_model=lambda: self.make()[0],  # called again: each is initialised from the seed
-            loss=self.times_count() if is_mean else self.as_given,
+            loss=self.times_count if is_mean else self.as_given,
             dataset=samples,
         )  # fmt: skip
 
     def as_given(self, model: nn.Module, batch: Batch) -> Tensor:
         return self._value(model, call(model, batch.inputs), batch)
 
-    def times_count(self) -> LossFn:
+    def times_count(self, model: nn.Module, batch: Batch) -> Tensor:
         """A mean as the sum that it was before it was divided."""
-
-        def loss(model: nn.Module, batch: Batch) -> Tensor:
-            output = call(model, batch.inputs)
-            if batch.count:
-                return self._value(model, output, batch) * batch.count
-            # A mean over nothing is NaN. What it depends on gets a gradient, of zeros: backward
-            # runs as on the other ranks.
-            for tensor in tensors_of(output):
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(torch.zeros_like)
-            return torch.nan_to_num(self._value(model, output, batch)) * 0.0
-
-        return loss
+        output = call(model, batch.inputs)
+        if batch.count:
+            return self._value(model, output, batch) * batch.count
+        # A mean over nothing is NaN. What it depends on gets a gradient of zeros, so that backward
+        # runs as on the other ranks.
+        for tensor in tensors_of(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(torch.zeros_like)
+        return torch.nan_to_num(self._value(model, output, batch)) * 0.0
 
     def _value(self, model: nn.Module, output: Any, batch: Batch) -> Tensor:
         if self.loss is None:
@@ -155,7 +149,7 @@ class Short:
         if isinstance(loss, nn.Module) and any(True for _ in loss.buffers()):  # class weights, say
             parameter = next(model.parameters())
             where = parameter.device, parameter.dtype
-            if where not in self.copies:  # of the one given: it would not come back from "meta"
+            if where not in self.copies:  # the given one would not come back from "meta"
                 self.copies[where] = copy.deepcopy(loss).to(*where)
             loss = self.copies[where]
         value: Tensor = loss(output, batch.targets)
@@ -214,157 +208,292 @@ def _from_three(
             'targets, not by their number: give it reduction="sum"'
         )
     try:
-        source = source_of(data, config)
+        samples = samples_of(name, data, config, keep_targets=loss is None)
     except TypeError as error:
         raise where.mistake(str(error)) from None
-    samples = source.samples(name, keep_targets=loss is None)
     samples.ignored = getattr(loss, "ignore_index", IGNORED)
-    return Short(name, make, weakref.ref(model), samples, loss, source.note)
+    return Short(name, make, weakref.ref(model), samples, loss)
 
 
 # ------------------------------------------------------------------ looking it over
 
 
-def _check(name: str, built: Workload | Short, where: Place, device: torch.device) -> Checked:
-    """Build, fetch, forward, backward, once and on two samples; say what is wrong, and where."""
-    notes = []
-    if isinstance(built, Short):
-        workload = replace(built.workload(Finding(SUM)), loss=built.as_given)
-        notes += [built.note] if built.note else []
-    else:
-        workload = built
-    model = _check_model(name, workload, where)
-    if isinstance(built, Short) and built.first() is model:
-        raise where.mistake(
-            "the function returns the same model each time: make it inside the function, as each "
-            "strategy begins with a new one"
-        )
-    narrow = [n for n, p in model.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)]
-    if narrow:
-        notes.append(
-            f"the model is made with '{narrow[0]}' in half precision; parameters are kept and "
-            "updated in float32, and --precision bf16 or fp16 computes in half precision"
-        )
-    batch = _check_data(name, workload, where).to(device)
-    if workload.blocks is not None:
-        check_blocks(model, workload.blocks)
-    blocks = workload.blocks_of(model)
-    if sum(p.numel() for p in model.parameters()) > LARGE:
-        finding = _presumed(built, model)
-    else:
-        used = _try(name, workload, model, batch, where, device)
-        if workload.blocks is None:  # a block that is not called would never be gathered
-            blocks = tuple(block for block in blocks if block in used)
-        finding = Finding(SUM)
-        if not workload.couples_samples:
-            finding = _measure(name, built, workload, model, batch, device)
-            _judge(finding, built, Place.of(built.loss) or where)
-        cast_model(model, device, torch.float32)
-        _check_evaluation(name, workload, model, where)
-    if workload.blocks is None and blocks:
-        notes.append(f"the blocks are guessed from the model: {show_blocks(blocks)}")
-    return Checked(finding, blocks, (*notes, *_notes_on(finding)))
+class Trial:
+    """A workload tried out: build, fetch, forward, backward, once and on a few samples.
 
+    ``check`` raises what is wrong with it, and where.
+    """
 
-def _try(
-    name: str,
-    workload: Workload,
-    model: nn.Module,
-    batch: Batch,
-    where: Place,
-    device: torch.device,
-) -> set[str]:
-    """One forward and backward: the names of the modules that were called."""
-    loss_at = Place.of(workload.loss) or where
-    cast_model(model, device, torch.float32)
-    called: set[str] = set()
-    hooks = [
-        module.register_forward_pre_hook(lambda _m, _a, name=module_name: called.add(name))
-        for module_name, module in model.named_modules()
-        if not isinstance(module, torch.jit.ScriptModule)  # which takes no such hooks
-    ]
-    with blame(name, "the loss"):
-        loss: Any = _loss_in_eval(workload.loss, model, batch)
-    for hook in hooks:
-        hook.remove()
-    if not isinstance(loss, Tensor):
-        hint = " (.item() and float() cut it off from its gradient)" * isinstance(loss, float)
-        raise loss_at.mistake(f"the loss is a {type(loss).__name__}, not a tensor{hint}")
-    if loss.dim():
-        raise loss_at.mistake(
-            f'the loss is a tensor of shape {tuple(loss.shape)}, not one number: reduction="sum"'
-        )
-    if loss.grad_fn is None:
-        raise loss_at.mistake(
-            "the loss has no gradient: nothing in it depends on the parameters (was it detached, "
-            "made anew from numbers, or computed under no_grad?)"
-        )
-    with blame(name, "backward"):
-        loss.backward()
-    if all(p.grad is None for p in model.parameters()):
-        raise loss_at.mistake(
-            "backward reaches none of the model's parameters: is it called in the loss?"
-        )
-    model.zero_grad()
-    return called
+    def __init__(
+        self, name: str, built: Workload | Short, where: Place, device: torch.device
+    ) -> None:
+        self.name, self.where, self.device = name, where, device
+        self.short = built if isinstance(built, Short) else None
+        if isinstance(built, Short):
+            self.workload = replace(built.workload(Finding(SUM)), loss=built.as_given)
+        else:
+            self.workload = built
+        self.loss_at = Place.of(built.loss) or where  # as the user wrote it
+        self.model = self._made_model()
+        halves = (torch.float16, torch.bfloat16)
+        self.narrow = [n for n, p in self.model.named_parameters() if p.dtype in halves]
+        self.batch = self._first_batch().to(device)
 
+    def check(self) -> Checked:
+        workload, model = self.workload, self.model
+        if self.short is not None and self.short.first() is model:
+            raise self.where.mistake(
+                "the function returns the same model each time: make it inside the function, as "
+                "each strategy begins with a new one"
+            )
+        if workload.blocks is not None:
+            check_blocks(model, workload.blocks)
+        blocks = workload.blocks_of(model)
+        if sum(p.numel() for p in model.parameters()) > LARGE:
+            finding = self._presumed()
+        else:
+            used = self._forward_and_backward()
+            if workload.blocks is None:  # a block that is not called would never be gathered
+                blocks = tuple(block for block in blocks if block in used)
+            finding = Finding(SUM)
+            if not workload.couples_samples:
+                finding = self._measured()
+                self._refuse(finding)
+            cast_model(model, self.device, torch.float32)
+            self._check_evaluation()
+        notes = [self.short.samples.note] if self.short and self.short.samples.note else []
+        if self.narrow:
+            notes.append(
+                f"the model is made with '{self.narrow[0]}' in half precision; parameters are kept "
+                "and updated in float32, and --precision bf16 or fp16 computes in half precision"
+            )
+        if workload.blocks is None and blocks:
+            notes.append(f"the blocks are guessed from the model: {show_blocks(blocks)}")
+        return Checked(finding, blocks, (*notes, *_notes_on(finding)))
 
-def _loss_in_eval(loss: LossFn, model: nn.Module, batch: Batch) -> Tensor:
-    """In eval mode: no dropout, and BatchNorm takes a single row. If that fails, as some models
-    return something else then, in train mode as far as it is not random."""
-    try:
-        return loss(model.eval(), batch)
-    except Exception:
+    # ------------------------------------------------------------ its parts
+
+    def _made_model(self) -> nn.Module:
+        make: Any = self.workload.make_model  # or something else that was given for it
+        at = Place.of(make) or self.where
+        if isinstance(make, nn.Module):
+            raise self.where.mistake(
+                "make_model is a model already; give the class or the function that makes one, as "
+                "each strategy begins with a new one"
+            )
+        if not callable(make):
+            raise self.where.mistake(
+                f"make_model is a {type(make).__name__}, not a function that makes a model"
+            )
+        with blame(self.name, "make_model"):
+            model = make()
+        if isinstance(model, type):
+            raise at.mistake(
+                f"make_model returned the class {model.__name__}: call it, {model.__name__}()"
+            )
+        if not isinstance(model, nn.Module):
+            raise at.mistake(f"make_model returned a {type(model).__name__}, not an nn.Module")
+        trains = [p.requires_grad for p in model.parameters()]
+        if not trains:
+            raise at.mistake(
+                f"the model, a {type(model).__name__}, has no parameters (layers in a plain list "
+                "are not found: use nn.ModuleList)"
+            )
+        if not any(trains):
+            raise at.mistake(f"the model of {self.workload.name} has no parameter that trains")
+        return model
+
+    def _first_batch(self) -> Batch:
+        dataset = self.workload.dataset
+        self._check_dataset("dataset", dataset)
+        if self.workload.held_out is not None:
+            self._check_dataset("held_out", self.workload.held_out)
+        at = Place.of(dataset.batch) or self.where
+        ids = [0, 1] if len(dataset) > 1 else [0]
+        with blame(self.name, f"batch({ids})"):
+            batch = dataset.batch(ids)
+        if not isinstance(batch, Batch):
+            raise at.mistake(f"batch({ids}) returned a {type(batch).__name__}, not a Batch")
+        if batch.samples != len(ids):
+            raise at.mistake(f"batch({ids}) has {batch.samples!r} samples, not {len(ids)}")
+        if type(batch.count) is not int or batch.count < 0:
+            raise at.mistake(
+                f"batch({ids}) has the count {batch.count!r}: a whole number of targets belongs"
+            )
+        return batch
+
+    def _check_dataset(self, what: str, dataset: Dataset) -> None:
+        at = Place.of(type(dataset)) or self.where
+        for needed in ("__len__", "batch"):
+            if not hasattr(dataset, needed):
+                raise at.mistake(
+                    f"the {what}, a {type(dataset).__name__}, has no {needed}: a data set has "
+                    "__len__() and batch(ids)"
+                )
+        with blame(self.name, f"the length of the {what}"):
+            length = len(dataset)
+        if length < 1:
+            raise at.mistake(f"the {what} is empty")
+
+    def _forward_and_backward(self) -> set[str]:
+        """The names of the modules that were called."""
+        model = cast_model(self.model, self.device, torch.float32)
+        at = Place.of(self.workload.loss) or self.where
+        called: set[str] = set()
+        hooks = [
+            module.register_forward_pre_hook(lambda _m, _a, name=module_name: called.add(name))
+            for module_name, module in model.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule)  # which takes no such hooks
+        ]
+        with blame(self.name, "the loss"):
+            loss: Any = self._loss_in_eval()
+        for hook in hooks:
+            hook.remove()
+        if not isinstance(loss, Tensor):
+            hint = " (.item() and float() cut it off from its gradient)" * isinstance(loss, float)
+            raise at.mistake(f"the loss is a {type(loss).__name__}, not a tensor{hint}")
+        if loss.dim():
+            shape = tuple(loss.shape)
+            raise at.mistake(
+                f'the loss is a tensor of shape {shape}, not one number: reduction="sum"'
+            )
+        if loss.grad_fn is None:
+            raise at.mistake(
+                "the loss has no gradient: nothing in it depends on the parameters (was it "
+                "detached, made anew from numbers, or computed under no_grad?)"
+            )
+        with blame(self.name, "backward"):
+            loss.backward()
+        if all(p.grad is None for p in model.parameters()):
+            raise at.mistake(
+                "backward reaches none of the model's parameters: is it called in the loss?"
+            )
+        model.zero_grad()
+        return called
+
+    def _loss_in_eval(self) -> Tensor:
+        """In eval mode there is no dropout, and BatchNorm takes a single row. Some models return
+        something else then: if it fails, the loss in train mode, as far as that is not random."""
         try:
-            return loss(adding.still(model), batch)
+            return self.workload.loss(self.model.eval(), self.batch)
         except Exception:
-            model.eval()
-        raise
-
-
-def _measure(
-    name: str,
-    built: Workload | Short,
-    workload: Workload,
-    model: nn.Module,
-    batch: Batch,
-    device: torch.device,
-) -> Finding:
-    """Whether the loss adds up: in float64, or as the model can."""
-    dataset = workload.dataset
-    length = len(dataset)
-    elements = sum(t.numel() for t in tensors_of(batch.inputs)) // max(1, batch.samples)
-    is_dear = elements * sum(p.numel() for p in model.parameters()) > DEAR
-    most = 2 if is_dear else max(2, min(adding.SAMPLES, length))
-    last = min(most if isinstance(dataset, Stream) or is_dear else length, length) - 1
-    ids = [i * last // (most - 1) for i in range(most)]
-    ignored = IGNORED
-    rules: dict[str, adding.Count] = {"count": lambda batch: batch.count}
-    if isinstance(built, Short):
-        ignored = built.samples.ignored
-        rules = {rule: partial(_count, rule, ignored) for rule in COUNTS}
-    adding.shake(model)
-    ways = [(torch.device("cpu"), torch.float64), (device, torch.float32)][is_dear:]
-    for number, (place, dtype) in enumerate(ways):
-        bench = Bench(model.to(place, dtype), workload.loss, dataset.batch, place, dtype,
-                      most_draws=4 if is_dear else adding.DRAWS)  # fmt: skip
-        try:
-            finding = adding.measure(bench, ids, rules)
-        except UsageError:
+            try:
+                return self.workload.loss(adding.still(self.model), self.batch)
+            except Exception:
+                self.model.eval()
             raise
-        except Exception:  # an operator without float64, or a model that is made for its device
-            if number < len(ways) - 1:
-                continue
-            with blame(name, f"the loss of samples {ids}"):
+
+    def _check_evaluation(self) -> None:
+        held_out, evaluate = self.workload.held_out, self.workload.evaluate
+        if held_out is None or evaluate is None:
+            return
+        with blame(self.name, "evaluate"), torch.no_grad():
+            sums = evaluate(self.model, held_out.batch([0]).to(self.device))
+        is_right = isinstance(sums, dict) and all(
+            isinstance(value, Tensor) and value.dim() == 0 for value in sums.values()
+        )
+        if not is_right or {"samples", "targets"} & set(sums):
+            at = Place.of(evaluate) or self.where
+            raise at.mistake(
+                f"evaluate returned {short(sums)}: a dict of sums belongs, each a tensor of one "
+                "number, such as loss and correct (samples and targets are counted for you)"
+            )
+
+    # ------------------------------------------------------------ whether the loss adds up
+
+    def _measured(self) -> Finding:
+        """In float64, or as the model can."""
+        dataset, model = self.workload.dataset, self.model
+        length = len(dataset)
+        elements = sum(t.numel() for t in tensors_of(self.batch.inputs))
+        is_dear = (
+            elements // max(1, self.batch.samples) * sum(p.numel() for p in model.parameters())
+            > DEAR
+        )
+        most = 2 if is_dear else max(2, min(adding.SAMPLES, length))
+        last = min(most if isinstance(dataset, Stream) or is_dear else length, length) - 1
+        ids = [i * last // (most - 1) for i in range(most)]
+        rules: dict[str, adding.Count] = {"count": lambda batch: batch.count}
+        if self.short is not None:
+            rules = {rule: partial(self.short.samples.count, rule) for rule in RULES}
+        adding.shake(model)
+        ways = [(torch.device("cpu"), torch.float64), (self.device, torch.float32)][is_dear:]
+        for place, dtype in ways:
+            bench = Bench(model.to(place, dtype), self.workload.loss, dataset.batch, place, dtype,
+                          most_draws=4 if is_dear else adding.DRAWS)  # fmt: skip
+            try:
+                finding = adding.measure(bench, ids, rules)
+                break
+            except UsageError:
                 raise
-        if isinstance(built, Workload):
+            except Exception:  # an operator without float64, or a model that is made for its device
+                if (place, dtype) == ways[-1]:
+                    with blame(self.name, f"the loss of samples {ids}"):
+                        raise
+        if self.short is None:
             _check_counts(dataset, ids)
-        if finding.note and _declares(built):
-            return replace(_presumed(built, model), note=finding.note)
+        if finding.note and self._declares():
+            return replace(self._presumed(), note=finding.note)
         if finding.kind == MEAN and len(finding.counts) > 1 and place.type == "cpu":
-            return replace(finding, counts=(_planted(bench, ids, rules, finding, ignored),))
+            return replace(finding, counts=(self._planted(bench, ids, rules, finding),))
         return finding
-    raise AssertionError
+
+    def _planted(
+        self, bench: Bench, ids: Sequence[int], rules: Mapping[str, adding.Count], finding: Finding
+    ) -> str:
+        """The rule, among several that count alike here, that still holds when some of the targets
+        are to be ignored. (Tried on a CPU alone: a label out of range ends a GPU's process.)"""
+        counts = finding.counts
+        ignored = IGNORED if self.short is None else self.short.samples.ignored
+        if adding.plant(bench.make(ids), ids, ids[0], ignored) is None:
+            return counts[0]
+
+        def make(numbers: Sequence[int], plain: Any = bench.make) -> Batch:
+            batch = adding.plant(plain(numbers), numbers, ids[0], ignored)
+            assert batch is not None
+            return batch
+
+        try:
+            again = adding.measure(replace(bench, make=make), ids, {n: rules[n] for n in counts})
+        except Exception:  # the loss knows of no ignored targets
+            counts = tuple(n for n in counts if n not in ("targets", "next tokens")) or counts
+            return counts[0]
+        return again.counts[0] if again.kind == MEAN else counts[0]
+
+    def _declares(self) -> bool:
+        """Whether the loss says itself what it is."""
+        short = self.short
+        return short is not None and (short.loss is None or hasattr(short.loss, "reduction"))
+
+    def _presumed(self) -> Finding:
+        """What the loss says about itself, for a model that is too large to be tried."""
+        note = "the model is too large to be tried, so whether its loss adds up was not measured"
+        if self.short is None:
+            return Finding(SUM, note=note)
+        if self.short.loss is None:
+            is_causal = any(word in type(self.model).__name__ for word in ("CausalLM", "LMHead"))
+            return Finding(MEAN, ("next tokens" if is_causal else "targets",), note)
+        over = {"mean": "targets", "batchmean": "samples"}.get(
+            getattr(self.short.loss, "reduction", SUM)
+        )
+        return Finding(SUM, note=note) if over is None else Finding(MEAN, (over,), note)
+
+    def _refuse(self, finding: Finding) -> None:
+        """Refuse a loss that ranks cannot share."""
+        if finding.kind == NEITHER:
+            raise self.loss_at.mistake(
+                f"the loss is neither a sum nor a mean over targets ({finding.evidence}): it looks "
+                "at the samples of a batch together, as dice, contrastive losses and weighted "
+                "means do, so ranks that share a batch get another loss; make it a sum over "
+                "samples, or say Workload(couples_samples=True) to have it of each micro-batch by "
+                "itself"
+            )
+        if finding.kind == MEAN and self.short is None and not finding.note:
+            raise self.loss_at.mistake(
+                "the loss is a mean, and must be a sum: shardlab divides by the count of the "
+                'global batch, which ranks share unevenly (use reduction="sum", or .sum() for '
+                ".mean())"
+            )
 
 
 def _check_counts(dataset: Dataset, ids: Sequence[int]) -> None:
@@ -377,71 +506,6 @@ def _check_counts(dataset: Dataset, ids: Sequence[int]) -> None:
             "would depend on which samples it has"
         )
         raise UsageError(message) if at is None else at.mistake(message)
-
-
-def _count(rule: str, ignored: int, batch: Batch) -> int:
-    return COUNTS[rule](ignored, batch.targets, batch.samples)
-
-
-def _planted(
-    bench: Bench,
-    ids: Sequence[int],
-    rules: Mapping[str, adding.Count],
-    finding: Finding,
-    ignored: int,
-) -> str:
-    """Of several rules that count alike here, the one that still holds when some of the targets
-    are to be ignored. (On a CPU alone: on a GPU a label out of range ends the process.)"""
-    counts = finding.counts
-    if adding.plant(bench.make(ids), ids, ids[0], ignored) is None:
-        return counts[0]
-
-    def make(numbers: Sequence[int], plain: Any = bench.make) -> Batch:
-        batch = adding.plant(plain(numbers), numbers, ids[0], ignored)
-        assert batch is not None
-        return batch
-
-    try:
-        again = adding.measure(replace(bench, make=make), ids, {n: rules[n] for n in counts})
-    except Exception:  # the loss knows of no ignored targets
-        again = finding
-        counts = tuple(n for n in counts if n not in ("targets", "next tokens")) or counts
-    return again.counts[0] if again.kind == MEAN and again is not finding else counts[0]
-
-
-def _declares(built: Workload | Short) -> bool:
-    """Whether the loss says itself what it is."""
-    return isinstance(built, Short) and (built.loss is None or hasattr(built.loss, "reduction"))
-
-
-def _presumed(built: Workload | Short, model: nn.Module) -> Finding:
-    """What the loss says of itself: of a model that is too large to be tried."""
-    note = "the model is too large to be tried, so whether its loss adds up was not measured"
-    if isinstance(built, Workload):
-        return Finding(SUM, note=note)
-    if built.loss is None:
-        is_causal = any(word in type(model).__name__ for word in ("CausalLM", "LMHead"))
-        return Finding(MEAN, ("next tokens" if is_causal else "targets",), note)
-    kind = getattr(built.loss, "reduction", SUM)
-    if kind == "batchmean":
-        return Finding(MEAN, ("samples",), note)
-    return Finding(MEAN, ("targets",), note) if kind == "mean" else Finding(SUM, note=note)
-
-
-def _judge(finding: Finding, built: Workload | Short, at: Place) -> None:
-    """Refuse a loss that ranks cannot share, or of which that cannot be made."""
-    if finding.kind == NEITHER:
-        raise at.mistake(
-            f"the loss is neither a sum nor a mean over targets ({finding.evidence}): it looks at "
-            "the samples of a batch together, as dice, contrastive losses and weighted means do, "
-            "so ranks that share a batch get another loss; make it a sum over samples, or say "
-            "Workload(couples_samples=True) to have it of each micro-batch by itself"
-        )
-    if finding.kind == MEAN and isinstance(built, Workload) and not finding.note:
-        raise at.mistake(
-            "the loss is a mean, and must be a sum: shardlab divides by the count of the global "
-            'batch, which ranks share unevenly (use reduction="sum", or .sum() for .mean())'
-        )
 
 
 def _notes_on(finding: Finding) -> tuple[str, ...]:
@@ -457,86 +521,3 @@ def _notes_on(finding: Finding) -> tuple[str, ...]:
             f"the loss is a mean over {finding.counts[0]}, and is taken times their number"
         )
     return tuple(notes)
-
-
-def _check_model(name: str, workload: Workload, where: Place) -> nn.Module:
-    make: Any = workload.make_model  # or whatever was given for it
-    at = Place.of(make) or where
-    if isinstance(make, nn.Module):
-        raise where.mistake(
-            "make_model is a model already; give the class or the function that makes one, as each "
-            "strategy begins with a new one"
-        )
-    if not callable(make):
-        raise where.mistake(
-            f"make_model is a {type(make).__name__}, not a function that makes a model"
-        )
-    with blame(name, "make_model"):
-        model = make()
-    if isinstance(model, type):
-        raise at.mistake(
-            f"make_model returned the class {model.__name__}: call it, {model.__name__}()"
-        )
-    if not isinstance(model, nn.Module):
-        raise at.mistake(f"make_model returned a {type(model).__name__}, not an nn.Module")
-    if not any(True for _ in model.parameters()):
-        raise at.mistake(
-            f"the model, a {type(model).__name__}, has no parameters (layers in a plain list are "
-            "not found: use nn.ModuleList)"
-        )
-    if not any(p.requires_grad for p in model.parameters()):
-        raise at.mistake(f"the model of {workload.name} has no parameter that trains")
-    return model
-
-
-def _check_data(name: str, workload: Workload, where: Place) -> Batch:
-    for what, dataset in (("dataset", workload.dataset), ("held_out", workload.held_out)):
-        if what == "held_out" and dataset is None:
-            continue
-        at = Place.of(type(dataset)) or where
-        for needed in ("__len__", "batch"):
-            if not hasattr(dataset, needed):
-                raise at.mistake(
-                    f"the {what}, a {type(dataset).__name__}, has no {needed}: a data set has "
-                    "__len__() and batch(ids)"
-                )
-        with blame(name, f"the length of the {what}"):
-            length = len(dataset)  # type: ignore[arg-type]
-        if length < 1:
-            raise at.mistake(f"the {what} is empty")
-    dataset = workload.dataset
-    at = Place.of(dataset.batch) or where
-    ids = [0, 1] if len(dataset) > 1 else [0]
-    with blame(name, f"batch({ids})"):
-        batch = dataset.batch(ids)
-    if not isinstance(batch, Batch):
-        raise at.mistake(f"batch({ids}) returned a {type(batch).__name__}, not a Batch")
-    if batch.samples != len(ids):
-        raise at.mistake(f"batch({ids}) has {batch.samples!r} samples, not {len(ids)}")
-    if type(batch.count) is not int or batch.count < 0:
-        raise at.mistake(
-            f"batch({ids}) has the count {batch.count!r}: a whole number of targets belongs"
-        )
-    return batch
-
-
-def _check_evaluation(name: str, workload: Workload, model: nn.Module, where: Place) -> None:
-    if workload.held_out is None or workload.evaluate is None:
-        return
-    with blame(name, "evaluate"), torch.no_grad():
-        device = next(model.parameters()).device
-        sums = workload.evaluate(model, workload.held_out.batch([0]).to(device))
-    is_right = isinstance(sums, dict) and all(
-        isinstance(value, Tensor) and value.dim() == 0 for value in sums.values()
-    )
-    if not is_right or {"samples", "targets"} & set(sums):
-        at = Place.of(workload.evaluate) or where
-        raise at.mistake(
-            f"evaluate returned {_short(sums)}: a dict of sums belongs, each a tensor of one "
-            "number, such as loss and correct (samples and targets are counted for you)"
-        )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else f"{text[:77]}..."

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardlab.config import DataConfig
+from shardlab.config import SYNTHETIC, DataConfig
 from shardlab.data import sources
 from shardlab.data.tokens import TokenDataset
 from shardlab.errors import UsageError, unknown
 from shardlab.workloads import huggingface
 from shardlab.workloads.base import Batch, Dataset, Sums, Workload, hold_out
-from shardlab.workloads.synthetic import SYNTHETIC, Tokens
+from shardlab.workloads.synthetic import Tokens
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def next_token_sums(model: nn.Module, batch: Batch) -> Sums:
 
 
 def flops_per_token(shape: Shape, seq_len: int) -> float:
-    """Of forward and backward: 6 for each weight of a matrix product, 12 for each of a token's
+    """Forward and backward take 6 for each weight of a matrix product, 12 for each of a token's
     scores and channels. The embeddings' look-up costs none; the tied head is a product.
     """
     weights = 12 * shape.layers * shape.dim**2 + shape.vocab * shape.dim
@@ -259,9 +259,9 @@ def shape_of(folder: Path) -> Shape:
     config = huggingface.read_config(folder)
     if config.get("model_type") != "gpt2":
         raise UsageError(f"{folder} holds a '{config.get('model_type')}', not a gpt2")
-    theirs = {"n_positions": 1024, "vocab_size": 50257, "n_layer": 12, "n_head": 12, "n_embd": 768}
-    theirs |= config  # what a config leaves out is the small model's
-    return Shape(**{ours: theirs[word] for ours, word in _THEIR_WORDS.items()})
+    small = SIZES["small"]  # where a config leaves something out
+    words = _THEIR_WORDS.items()
+    return Shape(**{ours: config.get(word, getattr(small, ours)) for ours, word in words})
 
 
 def _check(shape: Shape) -> None:

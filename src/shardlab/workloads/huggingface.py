@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,8 @@ COMPLEX128 = "shardlab.complex128"  # in the metadata: which tensors are, as pai
 LONGEST_TABLE = 100_000_000  # bytes; the format's own limit
 _WORDS = {dtype: word for word, dtype in _DTYPES.items()}
 
-# GPT-2's modules: theirs, ours, and whether theirs is a Conv1D, whose weight is (in, out).
+# The modules of a GPT-2's block: theirs, ours, and whether theirs is a Conv1D, whose weight is
+# (in, out).
 _GPT2_BLOCK = (
     ("ln_1", "ln_1", False),
     ("attn.c_attn", "attention.qkv", True),
@@ -49,35 +49,36 @@ _GPT2_BLOCK = (
     ("mlp.c_fc", "up", True),
     ("mlp.c_proj", "down", True),
 )
-_THEIRS = {theirs: (ours, is_conv) for theirs, ours, is_conv in _GPT2_BLOCK}
-_OURS = {ours: (theirs, is_conv) for theirs, ours, is_conv in _GPT2_BLOCK}
 _HEAD = "head.weight"  # tied: it is wte.weight, and saved once
 
 
 # ------------------------------------------------------------------ GPT-2's names
 
 
+def _names(layers: int) -> dict[str, tuple[str, bool]]:
+    """By transformers' name of a tensor: our name, and whether it has to be transposed."""
+    outside = ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")
+    names = {name: (name, False) for name in outside}
+    for i in range(layers):
+        for theirs, ours, is_conv in _GPT2_BLOCK:
+            names[f"h.{i}.{theirs}.weight"] = f"blocks.{i}.{ours}.weight", is_conv
+            names[f"h.{i}.{theirs}.bias"] = f"blocks.{i}.{ours}.bias", False
+    return names
+
+
 def from_huggingface(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state of transformers' GPT2LMHeadModel (or GPT2Model) as our GPT-2's."""
+    names = _names(len(state))  # there are fewer layers than tensors
     result: dict[str, Tensor] = {}
     for full_name, tensor in state.items():
         name = full_name.removeprefix("transformer.")
-        block = re.fullmatch(r"h\.(\d+)\.(.+)\.(weight|bias)", name)
-        if block is None:
-            if name in ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias"):
-                result[name] = tensor
-            elif not name.endswith(("attn.bias", "attn.masked_bias")) and name != "lm_head.weight":
-                raise UsageError(f"'{full_name}' is no tensor of a GPT-2")
-            continue  # old files carry the causal mask: not a weight
-        number, module, kind = block.groups()
-        if module == "attn" and kind == "bias":  # the same, under this form of the name
+        # The head is tied, and what old files carry as a bias of attn is the causal mask.
+        if name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias")):
             continue
-        if module not in _THEIRS:
+        if name not in names:
             raise UsageError(f"'{full_name}' is no tensor of a GPT-2")
-        ours, is_conv = _THEIRS[module]
-        if is_conv and kind == "weight":
-            tensor = tensor.t().contiguous()
-        result[f"blocks.{number}.{ours}.{kind}"] = tensor
+        ours, is_transposed = names[name]
+        result[ours] = tensor.t().contiguous() if is_transposed else tensor
     if "wte.weight" in result:
         result[_HEAD] = result["wte.weight"]
     return result
@@ -85,17 +86,12 @@ def from_huggingface(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def to_huggingface(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our GPT-2's state under transformers' names, as GPT2LMHeadModel loads it."""
+    names = {ours: (theirs, flip) for theirs, (ours, flip) in _names(len(state)).items()}
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        block = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(weight|bias)", name)
-        if block is not None:
-            number, module, kind = block.groups()
-            theirs, is_conv = _OURS[module]
-            if is_conv and kind == "weight":
-                tensor = tensor.t().contiguous()
-            result[f"transformer.h.{number}.{theirs}.{kind}"] = tensor
-        elif name != _HEAD:
-            result[f"transformer.{name}"] = tensor
+        if name != _HEAD:
+            theirs, is_transposed = names[name]
+            result[f"transformer.{theirs}"] = tensor.t().contiguous() if is_transposed else tensor
     result["lm_head.weight"] = result["transformer.wte.weight"]
     return result
 

@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
+import torch
+from torch import nn
 
+from shardlab.batch import Batch
+from shardlab.config import SYNTHETIC, DataConfig
 from shardlab.data import images, sources
 from shardlab.data.images import ImageDataset, ImageSet
 from shardlab.errors import UsageError, unknown
 from shardlab.workloads import synthetic
-from shardlab.workloads.synthetic import SYNTHETIC
+from shardlab.workloads.base import classification_loss, count_flops
 
 Shape = tuple[int, int, int]  # channels, height, width
 
 
 def datasets(
-    name: str, source: str, shape: Shape, augment: bool
+    name: str, data: DataConfig, shape: Shape, augment: bool
 ) -> tuple[ImageDataset, ImageDataset]:
     """The images to train on, and those held out."""
+    if data.seq_len is not None:
+        raise UsageError("data.seq_len is for tokens; images have none")
     if name not in images.KINDS:
         raise unknown("option dataset", name, images.KINDS)
-    sets = [fit(_load(name, source, split), shape) for split in images.SPLITS]
-    train, test = (
-        ImageDataset(s.images, s.labels, s.mean, s.std, augment=augment and split == "train")
-        for s, split in zip(sets, images.SPLITS, strict=True)
-    )
-    return train, test
+
+    def read(split: str, augment: bool) -> ImageDataset:
+        is_made = data.source == SYNTHETIC
+        found = synthetic.images(name, split) if is_made else images.load(name, data.source, split)
+        fitted = fit(found, shape)
+        return ImageDataset(fitted.images, fitted.labels, fitted.mean, fitted.std, augment=augment)
+
+    return read("train", augment), read("test", augment=False)
 
 
 def default_dataset(name: str, source: str) -> str:
@@ -37,15 +47,11 @@ def default_dataset(name: str, source: str) -> str:
     return "digits" if importlib.util.find_spec("sklearn") else name
 
 
-def _load(name: str, source: str, split: str) -> ImageSet:
-    if source == SYNTHETIC:
-        return synthetic.images(name, split)
-    try:
-        return images.load(name, source, split)
-    except UsageError as error:
-        if source != sources.AUTO:
-            raise
-        raise UsageError(f"{error}; or use data.source=synthetic") from None
+@lru_cache  # a comparison builds its workload many times
+def flops(make_model: Callable[[], nn.Module], shape: Shape) -> float:
+    """The FLOPs of a classifier for one image, forward and backward."""
+    one = Batch(torch.zeros(1, *shape), torch.zeros(1, dtype=torch.int64), count=1, samples=1)
+    return count_flops(make_model, classification_loss, one)
 
 
 def fit(images: ImageSet, shape: Shape) -> ImageSet:

@@ -6,16 +6,14 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardlab.config import DataConfig
+from shardlab.config import SYNTHETIC, DataConfig
 from shardlab.errors import UsageError, unknown
 from shardlab.workloads import images
-from shardlab.workloads.base import Batch, Workload, classification_loss, classify, count_flops
+from shardlab.workloads.base import Workload, classification_loss, classify
 from shardlab.workloads.batchnorm import SyncBatchNorm2d
-from shardlab.workloads.synthetic import SYNTHETIC
 
 SHAPE = (3, 32, 32)
 DEPTHS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}  # blocks in each of four stages
@@ -135,11 +133,9 @@ def resnet_cifar10(
         raise UsageError(f"resnet_cifar10's width must be at least 1, got {width}")
     if stem not in STEMS:
         raise unknown("resnet_cifar10 stem", stem, STEMS)
-    if data.seq_len is not None:
-        raise UsageError("data.seq_len is for tokens; images have none")
     if augment is None:
         augment = dataset == "cifar10" and data.source != SYNTHETIC
-    train, test = images.datasets(dataset, data.source, SHAPE, augment)
+    train, test = images.datasets(dataset, data, SHAPE, augment)
     norm: Norm = SyncBatchNorm2d if sync_batchnorm else nn.BatchNorm2d
     stages = enumerate(DEPTHS[depth], start=1)
     return Workload(
@@ -150,16 +146,12 @@ def resnet_cifar10(
         blocks=tuple(f"layer{stage}.{i}" for stage, blocks in stages for i in range(blocks)),
         held_out=test,
         evaluate=classify,
-        flops_per_sample=_flops(depth, width, stem),
+        flops_per_sample=images.flops(_counted(depth, width, stem), SHAPE),
         couples_ranks="sync_batchnorm" if sync_batchnorm else None,
     )
 
 
-@lru_cache
-def _flops(depth: int, width: int, stem: str) -> float:
-    one = Batch(torch.zeros(1, *SHAPE), torch.zeros(1, dtype=torch.int64), count=1, samples=1)
-
-    def make() -> nn.Module:
-        return ResNet(depth, width, stem=stem, norm=nn.BatchNorm2d).eval()
-
-    return count_flops(make, classification_loss, one)
+@lru_cache  # one function for each model, by which its FLOPs are found again
+def _counted(depth: int, width: int, stem: str) -> Callable[[], nn.Module]:
+    """Makes the model whose FLOPs are counted: in eval mode one image is statistics enough."""
+    return lambda: ResNet(depth, width, stem=stem).eval()

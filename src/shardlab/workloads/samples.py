@@ -1,4 +1,4 @@
-"""The data of the short form: whatever people have, read by number and made into batches.
+"""The data of the short form: what people have, read by number and made into batches.
 
 Map-style data (a ``Dataset``, a list, a dict or tuple of columns) is read by number. An iterable
 has no numbers, so it is given some: sample i is the i-th that it yields. Every rank reads the whole
@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shardlab.config import CONTINUOUS, DataConfig
 from shardlab.errors import UsageError
 from shardlab.workloads.base import Batch, map_tensors, tensors_of
-from shardlab.workloads.blame import blame
+from shardlab.workloads.blame import blame, short
 
-TARGETS = ("labels", "label", "targets", "target", "y")  # of a dict, in this order
+TARGETS = ("labels", "label", "targets", "target", "y")  # looked for in a dict, in this order
 IGNORED = -100  # a target that PyTorch's and Hugging Face's losses leave out
 ENDLESS = 1 << 40  # samples: the length of what has none
 KEPT = 64  # samples of a stream, at the least, that can be asked for again
@@ -66,45 +67,8 @@ def divide(batch: Any, keep_targets: bool) -> tuple[Any, Any]:
     return (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
 
 
-# ------------------------------------------------------------------ counts
-
-
-def _of_targets(ignored: int, targets: Any, samples: int) -> int:
-    if not isinstance(targets, Tensor):
-        return samples
-    if targets.is_floating_point() or targets.dtype == torch.bool:
-        return targets.numel()
-    return int((targets != ignored).sum())
-
-
-def _of_next_tokens(ignored: int, targets: Any, samples: int) -> int:
-    if not isinstance(targets, Tensor) or targets.dim() < 2:
-        return -1
-    return _of_targets(ignored, targets[:, 1:], samples)
-
-
-def _of_rows(_ignored: int, targets: Any, _samples: int) -> int:
-    if not isinstance(targets, Tensor) or targets.dim() < 2 or not targets.is_floating_point():
-        return -1
-    return targets.numel() // max(1, targets.shape[1])
-
-
-def _of_elements(_ignored: int, targets: Any, _samples: int) -> int:
-    return targets.numel() if isinstance(targets, Tensor) else -1
-
-
-def _of_samples(_ignored: int, _targets: Any, samples: int) -> int:
-    return samples
-
-
-# What a mean may be over; -1 where the targets are not such. The likelier come first.
-COUNTS: dict[str, Callable[[int, Any, int], int]] = {
-    "targets": _of_targets,  # that are not ignored
-    "next tokens": _of_next_tokens,  # a causal model's labels, which it shifts by one
-    "rows of classes": _of_rows,  # (rows, classes, …): a probability for each class
-    "elements": _of_elements,
-    "samples": _of_samples,
-}
+# What a mean may be over; the likelier come first.
+RULES = ("targets", "next tokens", "rows of classes", "elements", "samples")
 
 
 # ------------------------------------------------------------------ batches
@@ -114,13 +78,14 @@ COUNTS: dict[str, Callable[[int, Any, int], int]] = {
 class Samples:
     """Map-style data as a data set of ours: samples by number, batches by a collate function."""
 
-    name: str  # of the workload, for what is wrong with a sample
+    name: str  # the workload's, for messages
     data: Any
     collate: Collate
     keep_targets: bool
-    count: str = "targets"
     ignored: int = IGNORED
-    digest: str = ""  # of a stream's first samples
+    note: str = ""  # what of the given data is not used
+    rule: str = "targets"  # by which targets are counted
+    digest: str = ""  # identifies a stream's first samples
     identity: str = ""  # what every rank must have found the same
 
     def __len__(self) -> int:
@@ -136,8 +101,29 @@ class Samples:
                 rows.append(self.sample(number))
         collated = self._collate(rows, ids) if rows else self._no_rows()
         inputs, targets = divide(collated, self.keep_targets)
-        count = COUNTS[self.count](self.ignored, targets, len(rows)) if rows else 0
-        return Batch(inputs=inputs, targets=targets, count=count, samples=len(rows))
+        batch = Batch(inputs=inputs, targets=targets, count=0, samples=len(rows))
+        return replace(batch, count=self.count(self.rule, batch)) if rows else batch
+
+    def count(self, rule: str, batch: Batch) -> int:
+        """How many targets a mean by this rule is over; -1 where they are not of such a kind."""
+        targets = batch.targets
+        if rule == "samples" or (rule == "targets" and not isinstance(targets, Tensor)):
+            return batch.samples
+        if not isinstance(targets, Tensor):
+            return -1
+        if rule == "elements":
+            return targets.numel()
+        is_real = targets.is_floating_point()
+        if rule == "rows of classes":  # (rows, classes, …): a probability for each class
+            is_rows = is_real and targets.dim() > 1
+            return targets.numel() // max(1, targets.shape[1]) if is_rows else -1
+        if rule == "next tokens" and targets.dim() < 2:
+            return -1
+        # A causal model shifts its labels by one.
+        counted: Tensor = targets[:, 1:] if rule == "next tokens" else targets
+        if is_real or targets.dtype == torch.bool:
+            return counted.numel()
+        return int((counted != self.ignored).sum())
 
     def _collate(self, rows: list[Any], ids: Sequence[int]) -> Any:
         with blame(self.name, f"the batch of samples {_few(ids)}"):
@@ -151,7 +137,7 @@ class Samples:
         empty = _cut(*found)
         if [t.shape for t in tensors_of(empty)] == [t.shape for t in tensors_of(found[0])]:
             raise UsageError(
-                f"a rank has no samples in this step, and of {_short(found[0])} no batch without "
+                f"a rank has no samples in this step, and of {short(found[0])} no batch without "
                 f"rows can be made ({self.name}): use a global batch that gives every rank some"
             )
         return empty
@@ -181,10 +167,11 @@ class Stream(Samples):
         return ENDLESS
 
     def _digest(self) -> str:
-        """Of the first samples, read from the start."""
+        """A hash of the first samples, read from the start."""
         self._begin()
-        rows = [plain(self.sample(i)) for i in range(4)]
-        text = repr([[t.tolist() for t in tensors_of(_tensors(row))] for row in rows])
+        leaves = tree_leaves([plain(self.sample(i)) for i in range(4)])
+        values = [leaf.tolist() if hasattr(leaf, "tolist") else leaf for leaf in leaves]
+        text = repr([value for value in values if isinstance(value, list | str | int | float)])
         return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
     def _begin(self) -> None:
@@ -252,12 +239,12 @@ def collate(rows: list[Any]) -> Any:
     try:
         return default_collate(plain_rows)
     except (RuntimeError, TypeError, KeyError, ValueError) as error:
-        shapes = [[tuple(t.shape) for t in tensors_of(_tensors(row))] for row in plain_rows]
+        shapes = [[tuple(getattr(x, "shape", ())) for x in tree_leaves(r)] for r in plain_rows]
         other = next((s for s in shapes if s != shapes[0]), None)
         if other is None:
             raise
         raise ValueError(
-            f"samples of different shapes, {_short(shapes[0])} and {_short(other)}, make no batch: "
+            f"samples of different shapes, {short(shapes[0])} and {short(other)}, make no batch: "
             "give a DataLoader with a collate_fn that pads them"
         ) from error
 
@@ -281,43 +268,18 @@ def _innermost(value: Any) -> Any:
     return value
 
 
-def _tensors(value: Any) -> Any:
-    """A plain sample with arrays and numbers as tensors."""
-    from torch.utils.data import default_convert
-
-    if isinstance(value, Mapping):
-        return {k: _tensors(v) for k, v in value.items()}
-    if isinstance(value, tuple):
-        return [_tensors(v) for v in value]
-    return torch.tensor(value) if isinstance(value, int | float) else default_convert(value)
-
-
 # ------------------------------------------------------------------ what people have
 
 
-@dataclass(frozen=True)
-class Source:
-    """Data as given, taken apart."""
-
-    data: Any
-    collate: Collate
-    is_stream: bool
-    note: str = ""
-
-    def samples(self, name: str, keep_targets: bool) -> Samples:
-        kind = Stream if self.is_stream else Samples
-        return kind(name, self.data, self.collate, keep_targets)
-
-
-def source_of(data: Any, config: DataConfig) -> Source:
+def samples_of(name: str, data: Any, config: DataConfig, keep_targets: bool) -> Samples:
     """What the short form was given for its data, or a ``TypeError`` that says why not."""
-    from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+    from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
     made_by: Collate = collate
     note = ""
     if isinstance(data, DataLoader):
         note = _check_loader(data)
-        made_by = collate if _is_default(data.collate_fn) else data.collate_fn
+        made_by = collate if data.collate_fn is default_collate else data.collate_fn
         data = data.dataset
     if isinstance(data, Mapping):
         data = Columns(dict(data))
@@ -327,12 +289,12 @@ def source_of(data: Any, config: DataConfig) -> Source:
             lengths = " and ".join(str(len(c)) for c in columns)
             raise TypeError(f"the data is a tuple of columns of different lengths: {lengths}")
         data = TensorDataset(*columns)
-    is_stream = isinstance(data, IterableDataset) or not (
-        hasattr(data, "__len__") and hasattr(data, "__getitem__")
-    )
-    if is_stream:
+    kind = Samples
+    has_numbers = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if isinstance(data, IterableDataset) or not has_numbers:
         _check_stream(data, config)
-    return Source(data, made_by, is_stream, note)
+        kind = Stream
+    return kind(name, data, made_by, keep_targets, note=note)
 
 
 class Columns:
@@ -341,8 +303,8 @@ class Columns:
     def __init__(self, columns: dict[str, Any]) -> None:
         lengths = {name: len(column) for name, column in columns.items()}
         if len(set(lengths.values())) != 1:
-            told = ", ".join(f"{name} {length}" for name, length in lengths.items()) or "none"
-            raise TypeError(f"the data is a dict of columns of different lengths: {told}")
+            shown = ", ".join(f"{name} {length}" for name, length in lengths.items()) or "none"
+            raise TypeError(f"the data is a dict of columns of different lengths: {shown}")
         self.columns = columns
 
     def __len__(self) -> int:
@@ -350,12 +312,6 @@ class Columns:
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         return {name: column[number] for name, column in self.columns.items()}
-
-
-def _is_default(function: Any) -> bool:
-    from torch.utils.data import default_collate
-
-    return function is default_collate
 
 
 def _check_loader(loader: Any) -> str:
@@ -413,8 +369,3 @@ def _check_stream(data: Any, config: DataConfig) -> None:
 
 def _few(ids: Sequence[int]) -> str:
     return str([int(i) for i in ids]) if len(ids) <= 8 else f"{int(ids[0])} … {int(ids[-1])}"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else f"{text[:77]}..."

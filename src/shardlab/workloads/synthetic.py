@@ -14,7 +14,6 @@ from shardlab.data.images import KINDS, ImageSet
 from shardlab.data.reviews import Reviews
 from shardlab.workloads.base import Batch
 
-SYNTHETIC = "synthetic"
 SIZES = {"train": 2048, "test": 512}
 
 _WORDS = ("awful", "poor", "fair", "good", "superb")  # from one star to five
@@ -24,7 +23,7 @@ _THINGS = ("food", "service", "room", "coffee", "price", "view", "music", "staff
 class Tokens:
     """Sample i counts upwards from somewhere, in steps of 1 to 8: after two tokens all is known.
 
-    Of the ways to begin and to go on, every fifth is held out.
+    Every fifth of the ways to begin and to continue is held out.
     """
 
     STRIDES = 8
