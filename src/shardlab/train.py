@@ -17,7 +17,17 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import boards, comm, environment, evaluate, inject, naming, optimizers, runlock
+from shardlab import (
+    boards,
+    comm,
+    environment,
+    evaluate,
+    inject,
+    naming,
+    numbers,
+    optimizers,
+    runlock,
+)
 from shardlab import config as configs
 from shardlab import world as worlds
 from shardlab.checkpoint import start as starts
@@ -32,7 +42,6 @@ from shardlab.errors import UsageError
 from shardlab.guard import pulse, watchdog
 from shardlab.guard import stop as stopping
 from shardlab.guard.guards import Guards, refuse_unequal_data
-from shardlab.measure import stats
 from shardlab.record import README, Recorder, mark, new_folder, room_needed, write_json
 from shardlab.runlock import RunLock
 from shardlab.schedule import learning_rate_factor
@@ -643,7 +652,7 @@ def summary(rows_of_ranks: list[list[dict[str, Any]]], workload: Workload) -> di
         "warmup_steps": warmup,
         "first_loss": steps[0][0]["loss"],
         "loss": steps[-1][0]["loss"],
-        "step_ms": stats.spread(slowest_ms),
-        "data_ms": stats.spread([max(row["data_ms"] for row in rows) for rows in timed]),
-        **stats.throughput(slowest_ms, samples, workload.tokens_per_sample),
+        "step_ms": numbers.spread(slowest_ms),
+        "data_ms": numbers.spread([max(row["data_ms"] for row in rows) for rows in timed]),
+        **numbers.throughput(slowest_ms, samples, workload.tokens_per_sample),
     }

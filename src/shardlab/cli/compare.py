@@ -110,6 +110,7 @@ def compare(
     from shardlab.measure import compare as comparison
     from shardlab.measure import gate
     from shardlab.measure import resume as resuming
+    from shardlab.measure.cells import Plan, axes_of, cells_of
     from shardlab.report import compare as report
     from shardlab.report import console
     from shardlab.strategies import STRATEGIES
@@ -147,7 +148,7 @@ def compare(
             },
         )
         output, command = resolved.output, flags.command()
-        plan = comparison.Plan(
+        plan = Plan(
             repeats=repeats,
             warmup=warmup,
             steps=steps,
@@ -156,10 +157,8 @@ def compare(
             profile=None if profile is False else replace(resolved.profile, enabled=True),
         )
         specs = [s.strip() for s in strategies.split(",")] if strategies else list(STRATEGIES)
-        axes = comparison.axes_of(
-            resolved, world, precision, accumulate, bucket_mb, launch.DEFAULT_WORLD
-        )
-        cells = comparison.cells_of(resolved, specs, axes, plan)
+        axes = axes_of(resolved, world, precision, accumulate, bucket_mb, launch.DEFAULT_WORLD)
+        cells = cells_of(resolved, specs, axes, plan)
         if begun is not None:
             assert resume is not None
             resuming.refuse_others((cells, plan), begun[:2], resume)

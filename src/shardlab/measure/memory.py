@@ -18,7 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardlab.measure import watch
+from shardlab.measure.readings import CAUSES
+from shardlab.proof import watch
 
 if TYPE_CHECKING:
     from shardlab.config import Config
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from shardlab.world import World
 
 T = TypeVar("T")
-
-CAUSES = ("parameters", "optimizer", "gradients", "buckets", "activations", "other")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class Allocation:
     address: int
     size: int
     begin: int
-    end: int | None  # none: still there
+    end: int | None  # None: still there
 
 
 def peak_bytes(device: torch.device, work: Callable[[], T]) -> tuple[T, int]:
@@ -107,7 +106,7 @@ def _lingering_waits() -> Iterator[None]:
 def _broadcast_coalesced(
     group: dist.ProcessGroup, tensors: Sequence[Tensor], size: int, source: int = 0
 ) -> None:
-    """DDP's, which waits in C++, where nobody can linger: as many bytes in as large a copy."""
+    """As DDP's, which waits in C++, where we cannot linger: as many bytes in as large a copy."""
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         waiting = [t for t in tensors if t.dtype == dtype]
         while waiting:
@@ -146,7 +145,7 @@ def lives(events: Any) -> list[Allocation]:
 def at_peak(
     allocations: Sequence[Allocation], since: int | None = None, until: int | None = None
 ) -> list[Allocation]:
-    """Those that were there when there was most, if asked in a part of the time alone."""
+    """Those that were there when there was most, between two moments if they are given."""
     changes = [(a.begin, a.size) for a in allocations]
     changes += [(a.end, -a.size) for a in allocations if a.end is not None]
     if since is not None:
@@ -249,7 +248,7 @@ class _Collectives(TorchDispatchMode):
 
 
 def by_cause(peaks: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Of the fullest rank, with the total."""
+    """Bytes by cause on the fullest rank, with the total."""
     totals = [{"total": sum(peak.values()), **peak} for peak in peaks]
     return max(totals, key=lambda peak: peak["total"])
 

@@ -21,7 +21,7 @@ from shardlab.proof.difference import ratio_of
 from shardlab.proof.reference import largest, wide
 from shardlab.proof.subjects import sample
 
-# Of a tensor's largest value: what is less is rounding, which a step of Adam may have enlarged.
+# A smaller share of a tensor's largest value is rounding, which a step of Adam may have enlarged.
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 

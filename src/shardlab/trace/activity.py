@@ -12,17 +12,7 @@ import numpy as np
 
 from shardlab.trace.hta import is_communication
 from shardlab.trace.intervals import NOTHING, Intervals, union
-from shardlab.trace.model import (
-    ANNOTATION,
-    CPU_OP,
-    KERNEL,
-    MEMCPY,
-    MEMSET,
-    RUNTIME,
-    Bools,
-    Ints,
-    Trace,
-)
+from shardlab.trace.model import ANNOTATION, CPU_OP, KERNEL, RUNTIME, Bools, Ints, Trace
 
 # Hooks run inside these spans of the autograd engine: waiting there is no computation.
 _CARRIES_HOOKS = ("AccumulateGrad", "RegisterPostBackward")
@@ -73,7 +63,7 @@ def devices(trace: Trace) -> list[Device]:
 
 def _gpus(trace: Trace) -> list[Device]:
     events = trace.events
-    on_gpu = np.isin(events.kind, (KERNEL, MEMCPY, MEMSET))
+    on_gpu = events.on_gpu
     communicates = communication_rows(trace)
     by_gloo = spans(trace, communicates & ~on_gpu)  # tensors on the GPU, sent by the host
     result = []
@@ -125,7 +115,7 @@ def launch_rows(trace: Trace) -> Ints:
         return result
     hosts = hosts[np.argsort(events.correlation[hosts], kind="stable")]
     numbers = events.correlation[hosts]
-    gpu = np.flatnonzero(np.isin(events.kind, (KERNEL, MEMCPY, MEMSET)) & (events.correlation >= 0))
+    gpu = np.flatnonzero(events.on_gpu & (events.correlation >= 0))
     at = np.minimum(np.searchsorted(numbers, events.correlation[gpu]), len(hosts) - 1)
     found = numbers[at] == events.correlation[gpu]
     result[gpu[found]] = hosts[at[found]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 
@@ -91,3 +92,17 @@ def per_rank(rows: Sequence[Breakdown]) -> list[Breakdown]:
         check(total)
         result.append(total)
     return result
+
+
+def mean_step(ranks: Sequence[Breakdown]) -> dict[str, Any]:
+    """The mean step over ranks and steps: its parts in ms, and how much communication was hidden,
+    in percent."""
+    steps = sum(row.steps for row in ranks) or 1
+    columns = ("wall_us", *PARTS, "hidden_comm_us", "comm_us")
+    total = {name: sum(getattr(row, name) for row in ranks) for name in columns}
+    comm = total["comm_us"]
+    return {
+        "steps": max((row.steps for row in ranks), default=0),
+        **{f"{name.removesuffix('_us')}_ms": us / steps / 1000 for name, us in total.items()},
+        "overlap_pct": 100 * total["hidden_comm_us"] / comm if comm else None,
+    }

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardlab import numbers
 from shardlab.trace import model
 
 if TYPE_CHECKING:
     from shardlab.trace import TraceSet
 
 SCHEMA = 1
-NOISE = 0.02  # of the step: a smaller difference is none
+NOISE = 0.02  # a difference of a smaller share of the step does not count
 GROUPS = ("part", "phase", "collective", "label", "operator")
 
 
@@ -131,24 +132,17 @@ def sentence(diff: Diff) -> str:
     word = "less" if change < 0 else "more"
     first = f"{diff.b} takes {100 * abs(change) / was:.0f}% {word} time than {diff.a}: {both}"
     first += ", though single steps of the two overlap." if diff.steps_overlap else "."
-    reasons = [
-        f"{abs(row.change_us) / 1000:.3g} ms {'less' if row.change_us < 0 else 'more'} {row.name}"
-        for row in diff.of("part")
-        if row.change_us * change > 0 and abs(row.change_us) > 0.1 * abs(change)
-    ]
-    against = [
-        f"{abs(row.change_us) / 1000:.3g} ms {'less' if row.change_us < 0 else 'more'} {row.name}"
-        for row in diff.of("part")
-        if row.change_us * change < 0 and abs(row.change_us) > 0.1 * abs(change)
-    ]
-    second = f" It has {_and(reasons)}" if reasons else ""
+    reasons: list[str] = []  # parts that changed the same way as the step
+    against: list[str] = []
+    for row in diff.of("part"):
+        if abs(row.change_us) > 0.1 * abs(change):
+            how = "less" if row.change_us < 0 else "more"
+            text = f"{abs(row.change_us) / 1000:.3g} ms {how} {row.name}"
+            (reasons if row.change_us * change > 0 else against).append(text)
+    second = f" It has {numbers.names(reasons, len(reasons))}" if reasons else ""
     if second and against:
-        second += f", but {_and(against)}"
+        second += f", but {numbers.names(against, len(against))}"
     return first + (second + "." if second else "")
-
-
-def _and(parts: list[str]) -> str:
-    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
 # ------------------------------------------------------------------ one side
@@ -156,11 +150,11 @@ def _and(parts: list[str]) -> str:
 
 def _step(traces: TraceSet) -> Value:
     rows = traces.breakdown(per="rank")
-    return Value(statistics.mean(row.wall_us / max(row.steps, 1) for row in rows))
+    return Value(statistics.mean(row.per_step() for row in rows))
 
 
 def _walls(traces: TraceSet) -> list[float]:
-    """Of each step, the mean over the ranks."""
+    """For each step, the mean over the ranks."""
     walls: dict[int | None, list[float]] = defaultdict(list)
     for row in traces.breakdown(per="step"):
         walls[row.step].append(row.wall_us)
@@ -170,7 +164,7 @@ def _walls(traces: TraceSet) -> list[float]:
 def _parts(traces: TraceSet) -> dict[str, Value]:
     rows = traces.breakdown(per="rank")
     return {
-        name: Value(statistics.mean(getattr(row, part) / max(row.steps, 1) for row in rows))
+        name: Value(statistics.mean(row.per_step(part) for row in rows))
         for part, name in model.PARTS.items()
     }
 
@@ -185,9 +179,8 @@ def _phases(traces: TraceSet) -> dict[str, Value]:
         if not trace.steps:
             continue
         events = trace.events
-        inside = (events.start_ns >= trace.steps[0].start_ns) & (
-            events.start_ns < trace.steps[-1].end_ns
-        )
+        inside = events.start_ns >= trace.steps[0].start_ns
+        inside &= events.start_ns < trace.steps[-1].end_ns
         for number, name in enumerate(trace.names):
             if name in model.PHASES:
                 found = inside & (events.name == number) & (events.kind == model.ANNOTATION)

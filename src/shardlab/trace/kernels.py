@@ -8,18 +8,7 @@ import numpy as np
 
 from shardlab.trace import activity, hta
 from shardlab.trace.intervals import Intervals
-from shardlab.trace.model import (
-    CPU_OP,
-    KERNEL,
-    MEMCPY,
-    MEMSET,
-    Bools,
-    Idle,
-    Ints,
-    Kernel,
-    KernelType,
-    Trace,
-)
+from shardlab.trace.model import CPU_OP, KERNEL, Bools, Idle, Ints, Kernel, KernelType, Trace
 
 BETWEEN_KERNELS_NS = 30_000  # HTA: a shorter gap is what it takes to start the next kernel
 
@@ -31,7 +20,7 @@ def longest(trace: Trace, top: int) -> list[Kernel]:
     """
     events = trace.events
     if trace.device == "gpu":
-        rows = np.flatnonzero(np.isin(events.kind, (KERNEL, MEMCPY, MEMSET)) & _in_steps(trace))
+        rows = np.flatnonzero(events.on_gpu & _in_steps(trace))
         times = events.dur_ns[rows]
     else:
         rows = np.flatnonzero((events.kind == CPU_OP) & _in_steps(trace))
@@ -52,7 +41,7 @@ def longest(trace: Trace, top: int) -> list[Kernel]:
         kind = "compute"
         if communicates[first] or text.startswith("c10d::"):
             kind = "communication"
-        elif events.kind[first] in (MEMCPY, MEMSET):
+        elif trace.device == "gpu" and events.kind[first] != KERNEL:
             kind = "memory"
         result.append(
             Kernel(
