@@ -21,11 +21,10 @@ DRAWS = 2000
 STUDENT = {2: 6.48, 3: 2.20, 4: 1.62, 5: 1.42, 6: 1.31, 7: 1.25, 8: 1.21, 9: 1.18, 10: 1.15}
 
 NOTHING = "–"
-UNITS = {
-    "": 1, "b": 1,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
+BYTES = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+# As people may write them, in small letters.
+WRITTEN = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+WRITTEN |= {unit.lower(): size for unit, size in BYTES.items()}
 
 
 # ------------------------------------------------------------------ statistics
@@ -136,28 +135,28 @@ def ms(us: float | None) -> str:
     return number(None if us is None else us / 1000)
 
 
+def unit_of(value: float, units: Mapping[str, float] = BYTES) -> tuple[str, float]:
+    """The first of some units, the largest first, that a value reaches; else the last."""
+    return next((unit for unit in units.items() if abs(value) >= unit[1]), [*units.items()][-1])
+
+
 def compact(value: float | None) -> str:
     """As ``number``, with M and B for what is long: parameters, tokens per second."""
-    for unit, size in (("B", 1e9), ("M", 1e6)):
-        if value is not None and abs(value) >= size:
-            return number(value / size) + unit
-    return number(value)
+    unit, one = unit_of(value or 0, {"B": 1e9, "M": 1e6, "": 1})
+    return number(value) if value is None else number(value / one) + unit
 
 
 def size(value: float | None) -> str:
     """Bytes, in powers of 1024."""
-    if value is None:
-        return NOTHING
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = min(int(math.log2(value) // 10), len(units) - 1) if value >= 1 else 0
-    return f"{number(value / 1024**power)} {units[power]}"
+    unit, one = unit_of(value or 0)
+    return NOTHING if value is None else f"{number(value / one)} {unit}"
 
 
 def parse_bytes(text: str, flag: str) -> int:
     """``24GB`` (powers of 1000), ``24GiB`` (of 1024), ``500 MB``, ``1e9``."""
     match = re.fullmatch(r"\s*([0-9.]+(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", text.lower())
     try:
-        amount = int(float(match[1]) * UNITS[match[2]]) if match else 0
+        amount = int(float(match[1]) * WRITTEN[match[2]]) if match else 0
     except (KeyError, ValueError, OverflowError):
         amount = 0
     if amount < 1:

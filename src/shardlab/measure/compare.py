@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from shardlab import config as configs
-from shardlab import numbers, trace
+from shardlab import numbers, prove, trace
 from shardlab.config import Config, OutputConfig, ProfileConfig
 from shardlab.errors import Late, RankFailure, UsageError
 from shardlab.measure import choice, estimate
 from shardlab.measure.cells import Cell, Plan
 from shardlab.measure.estimate import WEIGHED, Simulator
 from shardlab.measure.resume import Store
+from shardlab.proof import judge
 from shardlab.rankset import RankSet, on_its_ranks
 
 if TYPE_CHECKING:
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
 SCHEMA = 1
 PROOF_STEPS = 2
 OF_LOSSES = ("normalizes_batches", "loss_not_compared")  # they describe the model, not where it ran
+
+# What a cell has only if it was timed.
+NUMBERS = (
+    "step_ms", "speed_to_baseline", "speed_interval", "skew_ms", "samples_per_s", "tokens_per_s",
+    "mfu", "peak_bytes", "loss", "loss_difference", "loss_difference_max",
+)  # fmt: skip
 
 OnProgress = Callable[[str, int, int], None]
 
@@ -111,7 +118,7 @@ def _jobs(
     cells: Sequence[Cell],
     plan: Plan,
     folder: Callable[[], Path] | None,
-    estimate: Callable[[Cell], None],
+    estimating: Callable[[Cell], None],
 ) -> Iterator[Job]:
     """All there is to do, in order: nothing that slows a step comes before the last is timed."""
     time = functools.partial(_time, warmup=plan.warmup)
@@ -125,13 +132,13 @@ def _jobs(
             begins_repeat=repeat > before,
         )
         before = repeat
-    weigh = functools.partial(_weigh, estimate=None if plan.prove else estimate)
+    weigh = functools.partial(_weigh, estimating=None if plan.prove else estimating)
     for cell in cells:
         yield Job(cell, "memory", weigh, lambda cell: cell.peak_bytes is not None)
     if plan.prove:
-        prove = functools.partial(_prove_and_estimate, cells=cells, estimate=estimate)
+        proving = functools.partial(_prove_and_estimate, cells=cells, estimating=estimating)
         for cell in cells:
-            yield Job(cell, "proof", prove, lambda cell: cell.proof is not None)
+            yield Job(cell, "proof", proving, lambda cell: cell.proof is not None)
     if plan.profile is not None and folder is not None:
         profile = functools.partial(_profile, profile=plan.profile, folder=folder())
         for cell in cells:
@@ -192,10 +199,10 @@ def _time(ranks: RankSet, cell: Cell, warmup: int) -> None:
     cell.samples, cell.tokens_per_sample = result["samples"], result["tokens_per_sample"]
 
 
-def _weigh(ranks: RankSet, cell: Cell, estimate: Callable[[Cell], None] | None) -> None:
+def _weigh(ranks: RankSet, cell: Cell, estimating: Callable[[Cell], None] | None) -> None:
     cell.peak_bytes = _try_on_ranks(ranks, "weigh_cell", cell)
-    if cell.peak_bytes is not None and estimate is not None:
-        estimate(cell)
+    if cell.peak_bytes is not None and estimating is not None:
+        estimating(cell)
 
 
 def _estimate(simulator: Simulator, device: str, backend: str, cell: Cell, limit_s: float) -> None:
@@ -209,12 +216,12 @@ def _estimate(simulator: Simulator, device: str, backend: str, cell: Cell, limit
 
 
 def _prove_and_estimate(
-    ranks: RankSet, cell: Cell, cells: Sequence[Cell], estimate: Callable[[Cell], None]
+    ranks: RankSet, cell: Cell, cells: Sequence[Cell], estimating: Callable[[Cell], None]
 ) -> None:
     """Side by side: the ranks of a proof often wait for each other, and nothing is timed."""
     beside = ThreadPoolExecutor(1)
     try:
-        estimated = beside.submit(estimate, cell)
+        estimated = beside.submit(estimating, cell)
         _prove(ranks, cell, cells)
         estimated.result()
     finally:
@@ -225,9 +232,6 @@ def _prove(ranks: RankSet, cell: Cell, cells: Sequence[Cell]) -> None:
     """The five checks on a small model. Precision and accumulation are the proof's own: one
     proof serves all cells that differ in nothing else.
     """
-    from shardlab import prove
-    from shardlab.proof import judge
-
     config = proof_config(cell.config)
     for other in cells:
         if other.proof is not None and proof_config(other.config) == config:
@@ -254,8 +258,6 @@ def _prove(ranks: RankSet, cell: Cell, cells: Sequence[Cell]) -> None:
 
 def _what_is_wrong(checks: Mapping[str, dict[str, Any]]) -> str:
     """The checks that failed and why; a crash is named once."""
-    from shardlab.proof import judge
-
     wrong = judge.reasons(checks)
     whole = wrong.get("every check")
     return whole or "; ".join(f"{name}: {message}" for name, message in wrong.items())
@@ -263,8 +265,6 @@ def _what_is_wrong(checks: Mapping[str, dict[str, Any]]) -> str:
 
 def proof_config(config: Config) -> Config:
     """A small float64 run of the same workload and strategy: two micro-batches, two steps."""
-    from shardlab import prove
-
     world, workload = config.launch.world or 1, config.model.workload
     overrides: dict[str, Any] = {
         "precision.compute": "fp64",
@@ -351,19 +351,9 @@ def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
         "baseline": baseline.label,
         "status": cell.status,
         "reason": cell.reason,
-        "step_ms": None,
+        **dict.fromkeys(NUMBERS),
         "step_ms_repeats": cell.times_ms,
-        "speed_to_baseline": None,
-        "speed_interval": None,
-        "skew_ms": None,
-        "samples_per_s": None,
-        "tokens_per_s": None,
-        "mfu": None,
-        "peak_bytes": None,
         "estimated_bytes": cell.estimated_bytes,
-        "loss": None,
-        "loss_difference": None,
-        "loss_difference_max": None,
         "losses": cell.losses,
         "proof": cell.proof,
         "profile": cell.profile,

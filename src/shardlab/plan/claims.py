@@ -235,10 +235,7 @@ CLAIMS: dict[str, Claim] = {
     ),
     "pytorch_ddp": Claim({"all_reduce": once}, "some", keeps_gradients=True),
     "pytorch_zero1": Claim(
-        {"all_reduce": once, "broadcast": once},
-        "some",
-        optimizer=dealt_out,
-        keeps_gradients=True,
+        {"all_reduce": once, "broadcast": once}, "some", optimizer=dealt_out, keeps_gradients=True
     ),
     # Parameters stay for backward: the whole of them is there once.
     "pytorch_zero2": fully_sharded(1, peak=lambda job: job.held + a_few_units(job)),

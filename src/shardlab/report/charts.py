@@ -61,6 +61,7 @@ class StackChart:
     rows: list[StackRow]
     kinds: list[tuple[str, str]]  # those that appear, for the legend
     ticks: list[Tick]
+    unit: str  # what the axis counts in
     has_hidden: bool
 
 
@@ -77,9 +78,9 @@ def stacked(
     bars: Sequence[Amounts],
     names: Mapping[str, str],
     show: Callable[[float], str],
-    unit: float = 1.0,
+    unit: tuple[str, float],
 ) -> StackChart:
-    """Bars of parts on one axis from zero. ``unit``: what the axis counts in."""
+    """Bars of parts on one axis from zero. ``unit``: what it counts in, and how much that is."""
     most = max((sum(bar.parts.values()) for bar in bars), default=0) or 1.0
     rows = []
     for bar in bars:
@@ -100,6 +101,7 @@ def stacked(
     return StackChart(
         rows,
         [(kind, name) for kind, name in names.items() if kind in seen],
-        ticks(0, most / unit),
+        ticks(0, most / unit[1]),
+        unit[0],
         any(bar.hidden for bar in bars),
     )

@@ -63,8 +63,8 @@ def csv_text(result: Result) -> str:
         for name in ("step_ms", "peak_bytes", "estimated_bytes"):
             row |= {f"{name}_{key}": value for key, value in (cell.get(name) or {}).items()}
         row["speed_low"], row["speed_high"] = cell.get("speed_interval") or (None, None)
-        row["proof"] = (cell.get("proof") or {}).get("pass")
-        row["sent_bytes"] = (cell.get("sent") or {}).get("bytes")
+        row["proof"] = readings.proved(cell)
+        row["sent_bytes"] = readings.sent(cell)
         for name in ("exposed_comm_ms", "wait_ms", "overlap_pct"):
             row[name] = (cell.get("profile") or {}).get(name)
         writer.writerow(row)
@@ -91,7 +91,7 @@ def markdown(result: Result) -> str:
                 fmt.size(readings.peak(cell)),
                 fmt.number(profile.get("exposed_comm_ms")),
                 fmt.percent(profile.get("overlap_pct")),
-                fmt.size((cell.get("sent") or {}).get("bytes")),
+                fmt.size(readings.sent(cell)),
                 fmt.difference(cell["loss_difference"]),
                 fmt.mark(readings.proved(cell)),
             ]

@@ -123,7 +123,7 @@ def stack_chart(result: Result) -> StackChart | None:
         for cell in readings.measured(result)
         if (profile := cell.get("profile"))
     ]
-    return stacked(bars, PARTS, lambda ms: f"{fmt.number(ms)} ms") if bars else None
+    return stacked(bars, PARTS, lambda ms: f"{fmt.number(ms)} ms", ("ms", 1)) if bars else None
 
 
 def memory_chart(result: Result) -> StackChart | None:
@@ -136,8 +136,7 @@ def memory_chart(result: Result) -> StackChart | None:
     if not bars:
         return None
     most = max(bar.of["peak_bytes"]["total"] for bar in bars)
-    unit = next((1024.0**p for p in (3, 2, 1) if most >= 1024**p), 1.0)
-    return stacked(bars, readings.CAUSES, fmt.size, unit)
+    return stacked(bars, readings.CAUSES, fmt.size, fmt.unit_of(most))
 
 
 def _estimated(cell: Cell) -> str:

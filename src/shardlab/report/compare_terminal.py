@@ -124,10 +124,7 @@ def _row(cell: Cell, result: Result) -> list[Text]:
         label,
         world,
         Text.assemble(fmt.number(step_ms["median"]), " ", (fmt.p10_p90(step_ms), "dim not bold")),
-        Text(
-            fmt.speed(cell["speed_to_baseline"]),
-            green,
-        ),
+        Text(fmt.speed(cell["speed_to_baseline"]), green),
         Text(fmt.compact(cell[readings.rate_key(result)])),
         Text(fmt.size(readings.peak(cell))),
         Text(

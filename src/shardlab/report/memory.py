@@ -43,7 +43,8 @@ def table(result: Result) -> Table:
     """One row per strategy: bytes of one rank at the peak of a step, in one unit for all."""
     rows = result["rows"]
     totals = [row["step_bytes"]["total"] for row in rows if row["step_bytes"]]
-    unit, divisor = unit_of(max(totals, default=0))
+    units = {unit: fmt.BYTES[unit] for unit in ("GiB", "MiB", "KiB")}
+    unit, divisor = fmt.unit_of(max(totals, default=0), units)
     config, limit = result["config"], result["limit_bytes"]
     size = config["model"]["size"]
     name = config["model"]["workload"] + (f" {size}" if size else "")
@@ -75,13 +76,6 @@ def amount(value: float) -> str:
     """Beside the others in its unit: what is nothing there is shown as nothing."""
     decimals = 0 if value >= 1000 else 1 if value >= 100 else 2
     return "0" if value < 0.005 else f"{value:,.{decimals}f}"
-
-
-def unit_of(most: float) -> tuple[str, int]:
-    for unit, power in (("GiB", 30), ("MiB", 20)):
-        if most >= 2**power:
-            return unit, 2**power
-    return "KiB", 2**10
 
 
 def error_table(result: Result) -> Table:

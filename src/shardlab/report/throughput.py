@@ -125,15 +125,11 @@ def _extrapolation(told: Mapping[str, Any]) -> Iterator[str]:
 
 
 def flops(rate: float) -> str:
-    for unit, size in (("PFLOP/s", 1e15), ("TFLOP/s", 1e12), ("GFLOP/s", 1e9)):
-        if rate >= size:
-            return f"{fmt.number(rate / size)} {unit}"
-    return f"{fmt.number(rate / 1e6)} MFLOP/s"
+    unit, one = fmt.unit_of(rate, {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6})
+    return f"{fmt.number(rate / one)} {unit}FLOP/s"
 
 
 def scale(value: float) -> str:
     """1T, 10T, 124M."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
-        if value >= size:
-            return f"{value / size:g}{unit}"
-    return f"{value:g}"
+    unit, one = fmt.unit_of(value, {"T": 1e12, "B": 1e9, "M": 1e6, "": 1})
+    return f"{value / one:g}{unit}"

@@ -38,7 +38,7 @@ def stacks(ranks: Sequence[model.Breakdown], steps: Sequence[model.Breakdown]) -
     for row in sorted(shown, key=lambda r: (r.rank, -1 if r.step is None else r.step)):
         parts = {part: row.per_step(part) for part in model.PARTS}
         bars.append(Amounts(row, parts, row.per_step("hidden_comm_us")))
-    chart = stacked(bars, model.PARTS, lambda us: f"{fmt.ms(us)} ms", 1000)
+    chart = stacked(bars, model.PARTS, lambda us: f"{fmt.ms(us)} ms", ("ms", 1000))
     return Stacks(chart, per_step, 0 if per_step else len(ranks) - len(bars))
 
 
@@ -72,9 +72,7 @@ class Buckets:
 
 
 def buckets(
-    collectives: Sequence[model.Collective],
-    traces: TraceSet,
-    steps: Sequence[model.Breakdown],
+    collectives: Sequence[model.Collective], traces: TraceSet, steps: Sequence[model.Breakdown]
 ) -> Buckets | None:
     """The collectives of the step of median length, from ready to finished."""
     numbers = {c.step for c in collectives if c.step is not None}
@@ -150,8 +148,8 @@ def curves(memory: Sequence[model.Memory], traces: TraceSet) -> Curves | None:
     if not shown:
         return None
     most = max(int(m.bytes.max()) for m in shown) or 1
-    power, name = next(u for u in ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B")) if most >> u[0])
-    axis = [Tick(100 - x, f"{text} {name}") for x, text in ticks(0, most / 2**power, about=4)]
+    unit, one = fmt.unit_of(most)
+    axis = [Tick(100 - x, f"{text} {unit}") for x, text in ticks(0, most / one, about=4)]
     rows = []
     for m in shown:
         low, high = int(m.at_ns[0]), max(int(m.at_ns[-1]), int(m.at_ns[0]) + 1)
