@@ -28,46 +28,35 @@ def per_step(
     once, for the first of these that it is.
     """
     edges = np.array([t for s in trace.steps for t in (s.start_ns, s.end_ns)], np.int64)
-    sums = np.zeros((len(trace.steps), 8))
-    for device in devices:
-        sums += _parts(device, waits, edges)
-    sums /= 1000 * len(devices)  # ns to µs; several GPUs: their mean
-    rows = []
-    for step, (compute, exposed, wait, memory, host, idle, hidden, wall) in zip(
-        trace.steps, sums.tolist(), strict=True
-    ):
-        rows.append(
-            Breakdown(
-                trace.rank, step.number, 1, wall, compute, exposed, wait, memory, host, idle,
-                hidden, hidden + exposed + wait,
-            )
-        )  # fmt: skip
+    parts = [_parts(device, waits, edges) for device in devices]
+    scale = 1000 * len(devices)  # ns to µs; several GPUs: their mean
+    columns = {name: sum(part[name] for part in parts) / scale for name in parts[0]}
+    rows = [
+        Breakdown(trace.rank, step.number, 1, **{n: float(us[i]) for n, us in columns.items()})
+        for i, step in enumerate(trace.steps)
+    ]
     for row in rows:
         check(row)
     return rows
 
 
-def _parts(
-    device: Device, waits: Intervals, edges: Ints
-) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """(steps, 8) in ns: compute, exposed, wait, memory, idle_host, idle, hidden, wall."""
+def _parts(device: Device, waits: Intervals, edges: Ints) -> dict[str, Ints]:
+    """The columns of a breakdown, a row for each step; in ns."""
     exposed = device.comm - device.compute
-    waiting = exposed & waits
-    communicating = exposed - waits
-    copying = device.memory - device.compute - device.comm
     busy = device.compute | device.comm | device.memory
-    host = device.late - busy
-    hidden = device.comm & device.compute
-    columns = [
-        part.lengths(edges)[::2]
-        for part in (device.compute, communicating, waiting, copying, host, busy, hidden)
-    ]
-    wall = np.diff(edges)[::2]
-    compute, communicating_ns, waiting_ns, copying_ns, host_ns, busy_ns, hidden_ns = columns
-    idle = wall - busy_ns - host_ns
-    return np.stack(
-        [compute, communicating_ns, waiting_ns, copying_ns, host_ns, idle, hidden_ns, wall], axis=1
-    ).astype(np.float64)
+    spans = {
+        "compute_us": device.compute,
+        "exposed_comm_us": exposed - waits,
+        "wait_us": exposed & waits,
+        "memory_us": device.memory - device.compute - device.comm,
+        "idle_host_us": device.late - busy,
+        "hidden_comm_us": device.comm & device.compute,
+    }
+    ns = {name: part.lengths(edges)[::2] for name, part in spans.items()}
+    ns["wall_us"] = np.diff(edges)[::2]
+    ns["idle_us"] = ns["wall_us"] - busy.lengths(edges)[::2] - ns["idle_host_us"]
+    ns["comm_us"] = ns["hidden_comm_us"] + ns["exposed_comm_us"] + ns["wait_us"]
+    return ns
 
 
 def check(row: Breakdown) -> None:

@@ -177,17 +177,7 @@ def digits_to_ns(texts: Sequence[bytes]) -> Ints:
             powers: Ints = 10 ** np.arange(size - 2, -1, -1, dtype=np.int64)
             whole_table: Ints = table @ powers
             return whole_table
-    result = np.empty(len(texts), np.int64)
-    for i, text in enumerate(texts):
-        whole, _, part = text.partition(b".")
-        if part.isdigit() or not part:
-            try:
-                result[i] = int(whole) * 1000 + int(part[:3].ljust(3, b"0"))
-                continue
-            except ValueError:
-                pass
-        result[i] = round(float(text.strip(b'"')) * 1000)
-    return result
+    return np.array([_written_ns(text) for text in texts], np.int64)
 
 
 @dataclass(frozen=True)
@@ -469,15 +459,20 @@ def _within(values: Any, kind: Any) -> Any:
     return np.clip(np.asarray(values, np.float64), float(limits.min), most).astype(kind)
 
 
+def _written_ns(us: bytes) -> int:
+    """Microseconds as they are written, perhaps in quotes, to nanoseconds."""
+    text = us.strip(b'"')
+    whole, _, part = text.partition(b".")
+    if part and not part.isdigit():
+        return round(float(text) * 1000)
+    sign = -1 if whole.startswith(b"-") else 1
+    return int(whole) * 1000 + sign * round(float(b"0." + (part or b"0")) * 1000)
+
+
 def _ns(us: Raw) -> int | None:
-    """Microseconds as they are written, be it in quotes, to nanoseconds."""
-    whole, _, part = bytes(us).strip(b'"').partition(b".")
+    """The same; None if it is no time."""
     try:
-        if not part or part.isdigit():
-            sign = -1 if whole.startswith(b"-") else 1
-            ns = int(whole) * 1000 + sign * round(float(b"0." + (part or b"0")) * 1000)
-        else:
-            ns = round(float(bytes(us).strip(b'"')) * 1000)
+        ns = _written_ns(bytes(us))
     except (ValueError, OverflowError):
         return None
     return ns if abs(ns) <= 1000 * LONGEST_US else None
