@@ -166,7 +166,7 @@ def _run_on_ranks(ranks: RankSet, function: str, cell: Cell, *args: Any) -> Any:
 
 
 def _look(ranks: RankSet, function: str, cell: Cell, *args: Any) -> Any:
-    """The same, before anything is measured: what fails here is no row, but the end."""
+    """The same, before anything is measured: a failure here ends the comparison."""
     try:
         return _run_on_ranks(ranks, function, cell, *args)
     except Late as late:

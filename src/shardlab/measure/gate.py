@@ -59,7 +59,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _check(found: Mapping[str, Any]) -> None:
-    """That a record has what is read of it here; one that was written by us has."""
+    """Check that a record has what is read from it here. Every record that we wrote does."""
     for key, kind in (
         ("workload", str), ("parameters", int), ("global_batch", int), ("command", str),
         ("env", dict), ("config", dict), ("cells", list),
@@ -102,7 +102,7 @@ def _times(rows: Any) -> None:
 
 
 def refuse_others(old: Mapping[str, Any], cells: Sequence[Cell]) -> None:
-    """Before anything is measured: times of another model or batch say nothing about these."""
+    """Refuse a record of another model or batch before anything is measured."""
     then, now = old["config"], cells[0].config.to_dict()
     for section, keys in {
         "model": ("workload", "size", "options"),
@@ -124,7 +124,7 @@ def refuse_others(old: Mapping[str, Any], cells: Sequence[Cell]) -> None:
 
 
 def refuse_unsure(old: Mapping[str, Any], repeats: int, limits: Limits) -> None:
-    """One visit does not show the noise, so "slower" could never be said with confidence."""
+    """Refuse a single visit: it does not show the noise, so nothing could be called slower."""
     measured = [cell["step_ms_repeats"] for cell in old["cells"] if cell["step_ms"] is not None]
     if "slower" not in limits:
         return
@@ -175,7 +175,7 @@ def _key(cell: Mapping[str, Any], result: Mapping[str, Any]) -> str:
 
 
 def _key_of(cell: Cell) -> str:
-    """The same, of a cell that is still to be measured."""
+    """The same for a cell that is still to be measured."""
     config = cell.config
     point = (
         config.strategy.name,

@@ -168,7 +168,7 @@ def data_address(tensor: Tensor) -> int:
 
 @dataclass
 class Causes:
-    """Looks, during a step, at what the memory is for. Addresses mean something only at a time."""
+    """Notes during a step what memory is for. Addresses are used again, so each note has a time."""
 
     looks: list[tuple[int, str, set[int]]] = field(default_factory=list)  # (time, cause, addresses)
     forwards: list[tuple[int, int]] = field(default_factory=list)  # begin and end
@@ -184,11 +184,11 @@ class Causes:
             self.looks.append((now, "gradients", found["rest"]))
 
     def note_collective(self, tensors: Iterable[Tensor]) -> None:
-        """It works on these now: buckets, and blocks put together for use."""
+        """A collective works on these now: buckets, and blocks put together for use."""
         self.looks.append((time.time_ns(), "buckets", self._addresses(tensors)))
 
     def _addresses(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Where their storages lie; of a distributed tensor, this rank's part."""
+        """Addresses of their storages; for a distributed tensor, of this rank's part."""
         found = set()
         for tensor in tensors:
             try:
@@ -269,7 +269,7 @@ class Weights:
 def run_steps(
     workload: Workload, config: Config, world: World, causes: Causes, batches: Batches
 ) -> int:
-    """Build the config's strategy, run its steps, look at what is held. When it was built (ns)."""
+    """Build the config's strategy, run its steps, note what is held. Returns when it was built."""
     from shardlab import train
 
     gc.freeze()  # a look passes over what is here already: half a million objects of PyTorch's

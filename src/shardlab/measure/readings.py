@@ -103,7 +103,7 @@ def idle_ms(profile: Mapping[str, float]) -> float:
 
 
 def rate_key(rows: Result) -> str:
-    """Tokens where the workload has them, else samples. Of any result with cells or rows."""
+    """Tokens where the workload has them, else samples; for any result with cells or rows."""
     several = rows["cells"] if "cells" in rows else rows["rows"]
     has_tokens = any(row["tokens_per_s"] is not None for row in several)
     return "tokens_per_s" if has_tokens else "samples_per_s"

@@ -82,7 +82,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Goal:
-    """A training run to reckon with."""
+    """The training run that is extrapolated to."""
 
     params: float = 1e12
     tokens: float = 1e13
@@ -143,7 +143,7 @@ def _clock(limit_s: float) -> Callable[[], bool]:
 def sweep(
     fits: Callable[[int], bool], start: int, most: int, is_late: Callable[[], bool]
 ) -> str | None:
-    """Try sizes: doubled until one does not fit, then halved between. Why it ended early, if so.
+    """Try sizes: doubled until one does not fit, then halved between. Returns why it ended early.
 
     Every size is tried once. At the end the largest that fits is known: one more does not.
     """
@@ -160,7 +160,7 @@ def sweep(
 
 
 def limit_of(given: int | None, device: str, ranks: int) -> dict[str, Any]:
-    """Bytes that a rank's tensors may hold on a CPU, and who says so. A GPU has its own."""
+    """Bytes that a rank's tensors may hold on a CPU, and whose limit it is. A GPU has its own."""
     if device != "cpu":
         if given is not None:
             raise UsageError("--memory-limit is for a CPU; a GPU's memory is its own limit")
@@ -446,7 +446,7 @@ def _time(world: World, config: Config, warmup: int, limit: int | None) -> dict[
     steps = train.batches(workload, config, world)
 
     def begin() -> Any:
-        """Built, and run for the first time: the peak of memory is in here."""
+        """Build the strategy and run the warm-up: the peak of memory is in here."""
         strategy = train.build_strategy(config, workload, world)
         for microbatches in islice(steps, warmup):
             strategy.gradients(microbatches)

@@ -110,7 +110,7 @@ def _has_values(tensor: Tensor) -> bool:
 
 
 def first_difference(mine: Probe, theirs: Probe, dtype: torch.dtype) -> dict[str, Any] | None:
-    """The first event of one process that the strategy's run has otherwise.
+    """The first event that differs between one process and the strategy's run.
 
     A strategy may scale its losses: gradients may differ by one factor, that of the first of them.
     """

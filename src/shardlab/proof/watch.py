@@ -196,7 +196,7 @@ def living_tensors() -> dict[str, list[Tensor]]:
 
 
 def _storages(tensors: Any) -> dict[int, int]:
-    """Address and bytes of each storage once. Of a distributed tensor, this rank's part."""
+    """Address and bytes of each storage once; for a distributed tensor, of this rank's part."""
     found = {}
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor)

@@ -43,7 +43,7 @@ COMPRESSION = 5  # of 1 to 9: beyond it the time doubles for three percent of th
 
 
 def check(profile: ProfileConfig, device: torch.device) -> None:
-    """What only the rank's device can refuse."""
+    """Refuse what the rank's device cannot record."""
     if profile.memory_snapshot and device.type != "cuda":
         raise UsageError(
             "profile.memory_snapshot is made by PyTorch's CUDA allocator, and these ranks are on "
@@ -133,7 +133,7 @@ class Capture:
             self._stop().stop_trace()
 
     def _open(self, step: int) -> None:
-        """All ranks at once: who began to record later would look like a straggler."""
+        """Start on all ranks at once: one that begins later would look like a straggler."""
         profile, cuda = self.profile, self.world.device.type == "cuda"
         self._profiler = _KinetoProfile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],

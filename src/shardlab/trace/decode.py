@@ -247,7 +247,7 @@ class Columns:
             self.flush()
 
     def flush(self) -> None:
-        """What waits, into columns."""
+        """Turn the waiting events into columns."""
         grouped: dict[type, list[Any]] = defaultdict(list)
         for event in self._waiting:
             grouped[type(event)].append(event)
@@ -420,7 +420,7 @@ _KINDS = GPU | HOST | NAMED | OPERATORS
 
 
 def _with_category(text: bytes | bytearray) -> bytes | bytearray:
-    """Give one to what has none: the names of processes and threads, and global marks."""
+    """Add a category to events without one: names of processes and threads, and global marks."""
     mark = b'"cat":"' + NO_CATEGORY.encode() + b'"'
     for phase in (b'"ph": "M"', b'"ph":"M"', b'"ph": "i"', b'"ph":"i"'):
         text = text.replace(phase, mark)

@@ -284,7 +284,7 @@ def _applicable(trace: Trace) -> list[str]:
 
 
 def _differs(a: Hta, b: Hta) -> bool:
-    """By more than a hundredth of a percentage point of anything."""
+    """Whether any number differs by more than a hundredth of a percentage point."""
 
     def parts(x: Hta) -> list[float]:
         whole = x.kernel_time_us or 1
