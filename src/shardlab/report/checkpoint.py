@@ -14,8 +14,8 @@ from shardlab.report import terminal
 def show(rows: Sequence[Mapping[str, Any]], tensors: Sequence[Mapping[str, Any]]) -> None:
     out = terminal.out()
     table = terminal.table(
-        "step", "|strategy", "world", "tensors", "parameters", "optimizer", "files", "size",
-        "|checksums",
+        "step", "<strategy", "world", "tensors", "parameters", "optimizer", "files", "size",
+        "<checksums",
     )  # fmt: skip
     for row in rows:
         if "step" not in row:

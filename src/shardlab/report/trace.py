@@ -17,12 +17,13 @@ from shardlab.record import write_text
 from shardlab.report import timeline
 from shardlab.report import trace_charts as charts
 from shardlab.report.page import asset, templates
-from shardlab.trace import model
+from shardlab.trace import kernels, model
 
 if TYPE_CHECKING:
     from shardlab.trace import TraceSet
 
 MAX_ROWS = 200  # in a table
+MAX_KERNELS = 25
 NOTABLE = 0.03  # waiting for a smaller share of the step is not worth a name
 
 
@@ -63,7 +64,7 @@ def html(traces: TraceSet) -> str:
         memory=memory,
         curves=charts.curves(memory, traces),
         what_if=traces.what_if(),
-        kernels=charts.kernels(traces),
+        kernels=kernels.together(traces.kernels(top=40), ranks)[:MAX_KERNELS],
         warnings=list(traces.warnings)[:MAX_ROWS],
         files=[str(trace.path) for trace in traces.traces],
     )

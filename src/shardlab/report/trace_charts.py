@@ -180,30 +180,3 @@ def _steps_path(x: Any, y: Any) -> str:
     if not parts:
         return ""
     return "M" + " L".join(parts) + f" L100 {100 * (1 - float(y[-1])):.2f}"
-
-
-def kernels(traces: TraceSet) -> list[dict[str, Any]]:
-    """The top operators, ranks taken together: per rank and step."""
-    together: dict[tuple[str, str], list[float]] = {}
-    ranks = traces.breakdown(per="rank")
-    steps = sum(row.steps for row in ranks) or 1
-    for kernel in traces.kernels(top=40):
-        entry = together.setdefault((kernel.name, kernel.kind), [0.0, 0.0, 0.0])
-        entry[0] += kernel.count
-        entry[1] += kernel.sum_us
-        entry[2] = max(entry[2], kernel.max_us)
-    wall = sum(row.wall_us for row in ranks) or 1
-    rows: list[dict[str, Any]] = [
-        {
-            "name": name,
-            "kind": kind,
-            "count": count / steps,
-            "us": total / steps,
-            "mean_us": total / count,
-            "max_us": longest,
-            "share": 100 * total / wall,
-        }
-        for (name, kind), (count, total, longest) in together.items()
-        if count
-    ]
-    return sorted(rows, key=lambda row: row["us"], reverse=True)[:25]

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from shardlab.trace import activity, hta
 from shardlab.trace.intervals import Intervals
-from shardlab.trace.model import CPU_OP, KERNEL, Bools, Idle, Ints, Kernel, KernelType, Trace
+from shardlab.trace.model import (
+    CPU_OP,
+    KERNEL,
+    Bools,
+    Breakdown,
+    Idle,
+    Ints,
+    Kernel,
+    KernelType,
+    Trace,
+)  # fmt: skip
 
 BETWEEN_KERNELS_NS = 30_000  # HTA: a shorter gap is what it takes to start the next kernel
 
@@ -75,6 +86,29 @@ def _own_time(trace: Trace, rows: Ints) -> Ints:
             own[around[-1]] -= ends[i] - starts[i]
         around.append(i)
     return np.maximum(own, 0)
+
+
+def together(kernels: Sequence[Kernel], ranks: Sequence[Breakdown]) -> list[dict[str, Any]]:
+    """Kernels of several ranks, summed by name and kind: per rank and step, the longest first."""
+    steps, wall = sum(row.steps for row in ranks) or 1, sum(row.wall_us for row in ranks) or 1
+    sums: dict[tuple[str, str], tuple[int, float, float]] = {}
+    for k in kernels:
+        count, us, longest = sums.get((k.name, k.kind), (0, 0.0, 0.0))
+        sums[k.name, k.kind] = (count + k.count, us + k.sum_us, max(longest, k.max_us))
+    rows: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "kind": kind,
+            "count": count / steps,
+            "us": us / steps,
+            "mean_us": us / count,
+            "max_us": longest,
+            "share": 100 * us / wall,
+        }
+        for (name, kind), (count, us, longest) in sums.items()
+        if count
+    ]
+    return sorted(rows, key=lambda row: row["us"], reverse=True)
 
 
 # ------------------------------------------------------------------ HTA's tables
