@@ -30,7 +30,7 @@ def per_step(
     edges = np.array([t for s in trace.steps for t in (s.start_ns, s.end_ns)], np.int64)
     parts = [_parts(device, waits, edges) for device in devices]
     scale = 1000 * len(devices)  # ns to µs; several GPUs: their mean
-    columns = {name: sum(part[name] for part in parts) / scale for name in parts[0]}
+    columns = {n: np.sum([part[n] for part in parts], axis=0) / scale for n in parts[0]}
     rows = [
         Breakdown(trace.rank, step.number, 1, **{n: float(us[i]) for n, us in columns.items()})
         for i, step in enumerate(trace.steps)
