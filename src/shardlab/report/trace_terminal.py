@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardlab.trace import TraceSet
 
 _SHORT = {
-    "exposed_comm_us": "exposed\ncomm", "wait_us": "wait for\nslower", "memory_us": "copies",
+    "exposed_comm_us": "exposed\ncomm", "wait_us": "wait for\nslower", "memory_us": "cop-\nies",
     "idle_host_us": "host\nidle", "idle_us": "other\nidle",
 }  # fmt: skip
 
@@ -85,7 +85,7 @@ def _breakdown(traces: TraceSet) -> Table:
     )  # fmt: skip
     heads = (_SHORT.get(part, name) for part, name in PARTS.items())
     table = terminal.table(
-        "<rank", "wall", *heads, "hidden\ncomm", "overlap", title=" · ".join(filter(None, title))
+        "|rank", "wall", *heads, "hid-\nden", "over-\nlap", title=" · ".join(filter(None, title))
     )
     for item in rows:
         table.add_row(
