@@ -22,8 +22,8 @@ from pathlib import Path
 from book_parts import BOOK, ROOT, Missing, Numbers, gpt2_small, part, record, table
 from book_tables import ladder, named_table, value_of
 
+from shardlab import numbers as fmt
 from shardlab.plan import claims
-from shardlab.report import format as fmt
 
 BLOCK = re.compile(r"<!-- (\w+): ([^\n]+?) -->\n.*?<!-- end -->", re.S)
 VALUE = re.compile(r"<!--=([\w.-]+)-->.*?<!--/-->", re.S)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 from book_parts import Missing, Numbers, gpt2_small, part, record, table
 
+from shardlab import numbers as fmt
 from shardlab.comm import wire_bytes
-from shardlab.report import format as fmt
 
 
 def collective_costs(_numbers: Numbers) -> str:

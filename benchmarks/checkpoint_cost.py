@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import config as configs
+from shardlab import numbers
 from shardlab.launch import Ranks
-from shardlab.measure import stats
 
 
 def measure(world: Any, values: dict[str, Any], folder: str, rounds: int) -> dict[str, Any]:
@@ -85,8 +85,8 @@ def measure(world: Any, values: dict[str, Any], folder: str, rounds: int) -> dic
     assert ours.last is not None
     against = {
         kind: {
-            "ratio": stats.ratio([seconds["ours"]], [seconds[kind]]),
-            "interval_95": stats.ratio_interval(
+            "ratio": numbers.ratio([seconds["ours"]], [seconds[kind]]),
+            "interval_95": numbers.ratio_interval(
                 [[s] for s in seconds["ours"]], [[s] for s in seconds[kind]], paired=True
             ),
         }
@@ -96,9 +96,9 @@ def measure(world: Any, values: dict[str, Any], folder: str, rounds: int) -> dic
         "env": environment.describe(world.device, "python benchmarks/checkpoint_cost.py"),
         "size": config.model.size,
         "bytes": ours.last.bytes,
-        "seconds": {kind: stats.spread(times) for kind, times in seconds.items()},
+        "seconds": {kind: numbers.spread(times) for kind, times in seconds.items()},
         "ours_as_a_multiple_of": against,
-        "run_waits_asynchronous_over_ours": stats.ratio(
+        "run_waits_asynchronous_over_ours": numbers.ratio(
             [seconds["asynchronous"]], [seconds["ours"]]
         ),
     }

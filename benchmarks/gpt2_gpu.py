@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from shardlab import comm, environment, train
 from shardlab import config as configs
 from shardlab.launch import Ranks
-from shardlab.measure.stats import spread
+from shardlab.numbers import spread
 from shardlab.record import Recorder
 
 SEQ, DIM, HEADS, LAYERS, VOCAB = 1024, 768, 12, 12, 50304

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import config as configs
+from shardlab import numbers
 from shardlab.launch import Ranks
-from shardlab.measure import stats
 
 STEPS = 10  # of each kind in a block
 WARMUP = 5
@@ -192,7 +192,7 @@ def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
     on, off = means("on", 0, max), means("off", 0, max)
     cpu = [means("on", 1, sum), means("off", 1, sum)]
-    median = stats.spread([b[0] for b in off])["median"]
+    median = numbers.spread([b[0] for b in off])["median"]
     parts = ranks[0]["parts_ms"]
     per_step = {
         "ledger": parts["ledger, a step"],
@@ -208,17 +208,17 @@ def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "blocks": len(on),
         "steps_per_block": STEPS,
         "step_ms": {
-            "on": stats.spread([b[0] for b in on]),
-            "off": stats.spread([b[0] for b in off]),
+            "on": numbers.spread([b[0] for b in on]),
+            "off": numbers.spread([b[0] for b in off]),
         },
-        "ratio": stats.ratio(on, off),
-        "ratio_95": list(stats.ratio_interval(on, off, paired=True)),
+        "ratio": numbers.ratio(on, off),
+        "ratio_95": list(numbers.ratio_interval(on, off, paired=True)),
         "processor_ms": {
-            "on": stats.spread([b[0] for b in cpu[0]]),
-            "off": stats.spread([b[0] for b in cpu[1]]),
+            "on": numbers.spread([b[0] for b in cpu[0]]),
+            "off": numbers.spread([b[0] for b in cpu[1]]),
         },
-        "processor_ratio": stats.ratio(*cpu),
-        "processor_ratio_95": list(stats.ratio_interval(*cpu, paired=True)),
+        "processor_ratio": numbers.ratio(*cpu),
+        "processor_ratio_95": list(numbers.ratio_interval(*cpu, paired=True)),
         "load_average": os.getloadavg(),
         "parts_ms": parts,
         "parts_per_step_ms": per_step,

@@ -128,6 +128,9 @@ class HandMade:
             for r in range(self.ranks)
         ]
 
+    def shifts(self) -> dict[Path, int]:
+        return {trace.path: 0 for trace in self.traces}
+
     def lanes(self) -> list[model.Lane]:
         made = []
         for rank in range(self.ranks):

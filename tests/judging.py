@@ -7,16 +7,15 @@ from typing import Any
 from conftest import GetRanks
 from shardlab import config as configs
 from shardlab.guard import pulse, watchdog
-from shardlab.measure import watch
-from shardlab.proof import evidence, verdict
+from shardlab.proof import evidence, judge, watch
 from shardlab.prove import cases_of, small
 from shardlab.world import World
 
 CHECKS = {
-    "equal": verdict.equal,
-    "state": verdict.state,
-    "bytes": verdict.sent,
-    "reproducible": verdict.reproducible,
+    "equal": judge.equal,
+    "state": judge.state,
+    "bytes": judge.sent,
+    "reproducible": judge.reproducible,
 }
 # What the stack would say if it had nothing to hold.
 NO_STACK = {

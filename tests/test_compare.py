@@ -25,17 +25,21 @@ from typer.testing import CliRunner
 
 import commands
 from shardlab import config as configs
+from shardlab import numbers
 from shardlab.cli import app
 from shardlab.cli import compare as cli_compare
 from shardlab.errors import Late, UsageError
+from shardlab.measure import cells as measured_cells
 from shardlab.measure import compare as comparison
-from shardlab.measure import explain, forward, gate, stats
+from shardlab.measure import forward, gate
 from shardlab.measure.cells import Cell, Plan
 from shardlab.measure.memory import peak_bytes
-from shardlab.measure.rankset import RankSet
-from shardlab.proof import verdict as verdicts
-from shardlab.report import compare_charts, terminal
+from shardlab.proof import judge
+from shardlab.rankset import RankSet
+from shardlab.report import compare_charts, compare_terminal
+from shardlab.specs import parse_spec
 from shardlab.strategies import STRATEGIES
+from shardlab.trace.model import PARTS
 from shardlab.world import World
 
 SHORT = ["--size", "tiny", "--repeats", "2", "--warmup", "1", "--steps", "2"]
@@ -93,7 +97,7 @@ def test_every_strategy_is_proved_and_explained_in_each_world(tmp_path: Path) ->
         assert cell["status"] == "ok"
         assert cell["baseline"] == "single"
         profile = cell["profile"]
-        parts = sum(profile[f"{part}_ms"] for part in explain.PARTS)
+        parts = sum(profile[part.replace("_us", "_ms")] for part in PARTS)
         assert parts == pytest.approx(profile["wall_ms"], rel=1e-6)
         low, high = cell["speed_interval"]
         assert low <= cell["speed_to_baseline"] <= high
@@ -253,8 +257,8 @@ def cells(
     **flags: str,
 ) -> list[Cell]:
     names = ("world", "precision", "accumulate", "bucket_mb")
-    axes = comparison.axes_of(config, *(flags.get(name) for name in names), default_world=2)
-    return comparison.cells_of(config, specs.split(","), axes, plan or Plan(), takes_buckets)
+    axes = measured_cells.axes_of(config, *(flags.get(name) for name in names), default_world=2)
+    return measured_cells.cells_of(config, specs.split(","), axes, plan or Plan(), takes_buckets)
 
 
 def point(cell: Cell) -> tuple[str, int, str, int, Any]:
@@ -389,7 +393,7 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
 
     held = 0
     for _ in range(40):
-        low, high = stats.ratio_interval(times(200.0), times(100.0))
+        low, high = numbers.ratio_interval(times(200.0), times(100.0))
         held += low <= 2.0 <= high
         assert high - low < 0.4
     assert held >= 34
@@ -407,9 +411,9 @@ def test_two_comparisons_differ_by_less_than_their_interval() -> None:
     within = inside = 0
     for _ in range(60):
         first, second = ((times(), times()) for _ in range(2))
-        low, high = stats.ratio_interval(*first, paired=True)
-        within += abs(stats.ratio(*first) - stats.ratio(*second)) < high - low
-        inside += low <= stats.ratio(*second) <= high
+        low, high = numbers.ratio_interval(*first, paired=True)
+        within += abs(numbers.ratio(*first) - numbers.ratio(*second)) < high - low
+        inside += low <= numbers.ratio(*second) <= high
     assert within >= 59
     assert inside >= 51
 
@@ -440,11 +444,11 @@ def test_each_repeat_on_a_cpu_has_new_ranks() -> None:
 
 def test_the_interval_of_the_same_numbers() -> None:
     times = [[100.0, 101.0], [99.0, 100.0], [100.0, 100.0], [101.0, 99.0]]
-    assert stats.ratio(times, times) == 1
-    low, high = stats.ratio_interval(times, times, paired=True)
+    assert numbers.ratio(times, times) == 1
+    low, high = numbers.ratio_interval(times, times, paired=True)
     assert 0.95 < low <= 1 <= high < 1.05
-    assert not stats.can_tell([[5.0, 6.0]], times)  # nothing is known of its noise
-    assert stats.can_tell(times, times)
+    assert not numbers.can_tell([[5.0, 6.0]], times)  # nothing is known of its noise
+    assert numbers.can_tell(times, times)
 
 
 def one_visit_to_each() -> dict[str, Any]:
@@ -460,8 +464,8 @@ def test_one_repeat_has_no_interval_and_chooses_nothing() -> None:
     assert result["cells"][1]["speed_interval"] is None
     assert result["answer"]["choice"] is None
     assert "--repeats 2 or more" in result["answer"]["why"]
-    assert result["answer"]["why"] in terminal.verdict_lines(result)
-    assert terminal.explained_table(result) is None
+    assert result["answer"]["why"] in compare_terminal.verdict_lines(result)
+    assert compare_terminal.explained_table(result) is None
 
 
 def test_a_gate_wants_two_repeats() -> None:
@@ -476,7 +480,7 @@ def test_a_gate_wants_two_repeats() -> None:
 
 
 def test_a_crashed_proof_is_reported_once() -> None:
-    crash = verdicts.failed("it did not get through: rank 1: ArithmeticError: planted")
+    crash = judge.failed("it did not get through: rank 1: ArithmeticError: planted")
     message = "it did not get through: rank 1: ArithmeticError: planted"
     assert comparison._what_is_wrong(crash) == message
     some = {
@@ -499,7 +503,7 @@ def test_losses_of_a_random_forward_are_not_compared(proved: bool) -> None:
     assert [row["loss_difference"] for row in result["cells"]] == [0.0, None]
     assert result["answer"]["choice"] == "single"
     assert "Left out" not in str(result["answer"])
-    said = terminal.verdict(result)
+    said = compare_terminal.verdict(result)
     assert "were not compared, as forward draws random numbers" in said
     assert ("the proof decides" if proved else "only a proof can decide") in said
     chart = compare_charts.loss_chart(result)
@@ -634,22 +638,22 @@ def test_four_repeats_have_four_predecessors() -> None:
     ],
 )
 def test_parse_spec(spec: str, expected: tuple[str, dict[str, Any]]) -> None:
-    assert comparison.parse_spec(spec) == expected
+    assert parse_spec(spec) == expected
 
 
 def test_parse_spec_refuses() -> None:
     with pytest.raises(UsageError, match="is not option=value"):
-        comparison.parse_spec("a:b=1:c")
+        parse_spec("a:b=1:c")
 
 
 def test_spread_and_throughput() -> None:
-    assert stats.spread([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]) == {
+    assert numbers.spread([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]) == {
         "median": 6, "p10": 2, "p90": 10, "n": 11,
     }  # fmt: skip
-    assert stats.throughput([100, 200, 900], 8, 64) == {
+    assert numbers.throughput([100, 200, 900], 8, 64) == {
         "samples_per_s": 40, "tokens_per_s": 2560,
     }  # fmt: skip
-    assert stats.throughput([100], 8, None)["tokens_per_s"] is None
+    assert numbers.throughput([100], 8, None)["tokens_per_s"] is None
 
 
 def test_peak_is_the_peak() -> None:

@@ -10,14 +10,14 @@ import pytest
 import browser
 from conftest import GetRanks
 from shardlab import config as configs
+from shardlab import trace
+from shardlab.measure import choice, readings
 from shardlab.measure import compare as comparison
-from shardlab.measure import explain, verdict
 from shardlab.report import compare
-from shardlab.report import compare_charts as charts
 from test_report import cell, explained, proof, result_of, without_numbers
 
 EVIL = "<img src=x onerror=alert(1)>"
-CAUSES = dict.fromkeys(charts.CAUSES, 10 * 2**20)
+CAUSES = dict.fromkeys(readings.CAUSES, 10 * 2**20)
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +39,13 @@ def page_file(ranks: GetRanks, tmp_path_factory: pytest.TempPathFactory) -> Path
         values = config.to_dict() | {"profile": vars(profile)}
         found = ranks(2).run(comparison.profile_cell, values, str(folder), one["label"])[0]
         one |= {"sent": found.pop("sent"), "traces": found, "proof": proof(True)}
-        one["profile"] = explain.breakdown(Path(found["folder"]))
+        one["profile"] = trace.load_once(Path(found["folder"])).mean_step()
         one["peak_bytes"] = {"total": 60 * 2**20, **CAUSES}
     cells[1] |= {"proof": proof(False, EVIL)}
     cells.append(cell("pytorch_ddp", 90, world=4, label="pytorch_ddp (world=4)"))
     failed = without_numbers("zero3", "failed", EVIL)
     result = result_of(*cells, failed)
-    result["answer"] = verdict.answer(result)
+    result["answer"] = choice.answer(result)
     path = folder / "report.html"
     path.write_text(compare.html(result))
     return path

@@ -23,7 +23,7 @@ from shardlab.errors import Late, RankFailure, UsageError
 from shardlab.measure import estimate
 from shardlab.measure.estimate import Simulator, largest_batch
 from shardlab.measure.simulate import Tracker, backend_of
-from shardlab.measure.sizes import parse_bytes
+from shardlab.numbers import parse_bytes
 from shardlab.report import memory as report
 from shardlab.strategies import STRATEGIES
 from shardlab.strategies.base import Setup

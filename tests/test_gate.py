@@ -14,7 +14,7 @@ import commands
 from shardlab import config as configs
 from shardlab.errors import UsageError
 from shardlab.measure import gate
-from shardlab.report import terminal
+from shardlab.report import compare_terminal
 from test_report import cell, drawn_table, result_of, without_numbers
 
 
@@ -120,11 +120,11 @@ def test_another_world_or_device_is_refused() -> None:
 def test_the_table_says_what_failed() -> None:
     old, new = record(noisy("a", 100, 1), noisy("b", 9, 2)), record(noisy("a", 130, 3))
     found = gate.check(new, old, SLOWER)
-    text = drawn_table(terminal.gate_table(found), 100)
+    text = drawn_table(compare_terminal.gate_table(found), 100)
     assert "slower: at least" in text
-    assert terminal.gate_verdict(found) == "failed: a"
+    assert compare_terminal.gate_verdict(found) == "failed: a"
     passed = gate.check(old, old, SLOWER)
-    assert terminal.gate_verdict(passed) == "passed: nothing is surely beyond slower 5%"
+    assert compare_terminal.gate_verdict(passed) == "passed: nothing is surely beyond slower 5%"
 
 
 @pytest.mark.parametrize(

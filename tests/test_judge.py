@@ -22,7 +22,7 @@ from conftest import GetRanks
 from judging import failures
 from shardlab import config as configs
 from shardlab.errors import UsageError
-from shardlab.proof import chance, locate, reference, subjects, verdict
+from shardlab.proof import chance, judge, locate, reference, subjects
 from shardlab.prove import cases_of, prove, small, worlds_of
 from shardlab.report import proof as report
 from shardlab.strategies.base import Setup
@@ -414,7 +414,7 @@ def test_a_thousandth_shows_in_float32(ranks: GetRanks) -> None:
 def test_a_model_that_mixes_precisions_is_told_so(ranks: GetRanks) -> None:
     checks = checks_of(ranks, "test_judge:mixes", "zero2")
     assert checks["equal"]["measured"]["precision"] == "float64"
-    assert checks["equal"]["measured"]["noise"] > verdict.MIXED
+    assert checks["equal"]["measured"]["noise"] > judge.MIXED
     assert "the model computes in less than float64" in checks["equal"]["message"]
     assert checks_of(ranks, "planted:layers", "zero2")["equal"]["measured"]["noise"] < 1e-12
 
@@ -498,7 +498,7 @@ def test_a_proof_that_does_not_end_is_ended(tmp_path: Path) -> None:
     assert [c["pass"] for c in found["checks"].values()] == [False] * 5
     (line,) = report.reasons(result)
     assert line.plain.startswith("test_judge:Hangs, world 2, every check: it did not get through")
-    assert verdict.reasons(found["checks"]).keys() == {"every check"}
+    assert judge.reasons(found["checks"]).keys() == {"every check"}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -526,7 +526,7 @@ def test_every_experiment_passes_its_own_proof(path: Path, ranks: GetRanks) -> N
     evidence = ranks(case.world).run(
         "shardlab.proof.evidence:examine", case.config.to_dict(), deadline_s=100
     )
-    assert failures(verdict.judge(evidence)) == {}
+    assert failures(judge.judge(evidence)) == {}
 
 
 def test_a_proof_of_ones_own_model_by_command(tmp_path: Path) -> None:

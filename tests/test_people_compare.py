@@ -16,9 +16,9 @@ import people
 from shardlab import config as configs
 from shardlab.measure import compare as comparison
 from shardlab.measure import forward
-from shardlab.measure.cells import Plan
+from shardlab.measure.cells import Plan, axes_of, cells_of
 from shardlab.report import compare as report
-from shardlab.report import terminal
+from shardlab.report import compare_terminal
 
 PEOPLE = Path(__file__).with_name("people.py")
 STATEFUL = ("dino",)  # a buffer that follows the batches
@@ -31,8 +31,8 @@ def config_of(name: str, file: Path = PEOPLE) -> configs.Config:
 
 
 def compare(config: configs.Config, strategies: tuple[str, ...], plan: Plan = PLAN) -> Any:
-    axes = comparison.axes_of(config, None, None, None, None, default_world=2)
-    cells = comparison.cells_of(config, strategies, axes, plan)
+    axes = axes_of(config, None, None, None, None, default_world=2)
+    cells = cells_of(config, strategies, axes, plan)
     return comparison.compare(cells, plan, "shardlab compare")
 
 
@@ -51,7 +51,7 @@ def test_right_strategies_are_called_right(name: str, tmp_path: Path) -> None:
         assert (cell["status"], cell["reason"]) == ("ok", None)
         assert cell["proof"]["pass"] is True, (cell["label"], cell["proof"]["message"])
         assert cell["estimated_bytes"]["total"], cell["estimated_bytes"]
-    assert "wrong" not in " ".join(terminal.verdict_lines(result))
+    assert "wrong" not in " ".join(compare_terminal.verdict_lines(result))
     expected = forward.RANDOM if name in people.RANDOM else None
     expected = forward.STATE if name in STATEFUL else expected
     assert result["loss_not_compared"] == expected

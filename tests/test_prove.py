@@ -21,9 +21,8 @@ from conftest import GetRanks
 from shardlab import comm
 from shardlab import config as configs
 from shardlab.errors import UsageError
-from shardlab.measure import watch
 from shardlab.plan import claims
-from shardlab.proof import diagnosis, difference, verdict
+from shardlab.proof import difference, explain, judge, watch
 from shardlab.prove import cases_in, cases_of, small, worlds_of
 from shardlab.report import proof as report
 from shardlab.strategies import STRATEGIES
@@ -45,7 +44,7 @@ def checks_of(ranks: GetRanks, strategy: str, world: int = 2) -> Checks:
     config = configs.load(None, {"data.seq_len": 16, "training.steps": 3})
     (case,) = cases_of(small(config), [strategy], [world])
     evidence = ranks(world).run("shardlab.proof.evidence:examine", case.config.to_dict())
-    return verdict.judge([e for e in evidence if e is not None])
+    return judge.judge([e for e in evidence if e is not None])
 
 
 def failures(checks: Checks) -> dict[str, str]:
@@ -60,7 +59,7 @@ def test_ours_do_what_they_claim(strategy: str, ranks: GetRanks) -> None:
     assert strategy in claims.CLAIMS
     checks = checks_of(ranks, strategy)
     assert failures(checks) == {}
-    assert tuple(checks) == verdict.CHECKS
+    assert tuple(checks) == judge.CHECKS
     json.dumps(checks, allow_nan=False)
 
 
@@ -286,7 +285,7 @@ ONCE = [[1.0, 1.0], [1.0, 1.0]]
     ],
 )
 def test_what_a_mixture_says(mixture: Any, counts: Any, message: str) -> None:
-    assert message in diagnosis.mixed(mixture, counts, rank=0)
+    assert message in explain.mixed(mixture, counts, rank=0)
 
 
 def test_a_mixture_is_found_again() -> None:
@@ -346,7 +345,7 @@ def first_of(**looks: Any) -> dict[str, Any]:
     ],
 )
 def test_differences_in_words(first: dict[str, Any], message: str) -> None:
-    assert message in diagnosis.explain(first)
+    assert message in explain.explain(first)
 
 
 @pytest.mark.parametrize(
@@ -366,7 +365,7 @@ def test_differences_in_words(first: dict[str, Any], message: str) -> None:
 def test_elements_in_words(change: Any, message: str) -> None:
     want = torch.randn(100, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     looks = difference.compare(change(want), want, before=want - 1)
-    assert message in diagnosis.explain(first_of(**looks))
+    assert message in explain.explain(first_of(**looks))
 
 
 def test_an_update_in_words() -> None:
@@ -379,7 +378,7 @@ def test_an_update_in_words() -> None:
         (0 * update, "it was not updated in this step"),
     ):
         looks = difference.compare(before + change, before + update, before=before)
-        assert message in diagnosis.explain(first_of(**looks))
+        assert message in explain.explain(first_of(**looks))
 
 
 # ------------------------------------------------------------------ claims
@@ -577,7 +576,7 @@ def test_a_proof_in_its_file(proved: tuple[Path, Any]) -> None:
     assert result["env"]["workload"] == "gpt2-tiny"
     assert [s["strategy"] for s in result["skipped"]] == ["bad.py:Refuses"]
     for v in result["verdicts"]:
-        assert tuple(v["checks"]) == verdict.CHECKS
+        assert tuple(v["checks"]) == judge.CHECKS
         assert v["pass"] is all(c["pass"] for c in v["checks"].values())
         for check in v["checks"].values():
             assert {"pass", "claimed", "measured", "message"} == check.keys()
@@ -640,7 +639,7 @@ def test_not_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_the_table_reads_names_as_they_are() -> None:
-    checks = verdict.failed("no [bold] reason")
+    checks = judge.failed("no [bold] reason")
     row = {"label": "mine (a=[1])", "world": 2, "pass": False, "checks": checks}
     result = {
         "env": {"workload": "w", "parameters": 5},

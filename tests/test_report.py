@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,14 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.measure import verdict as verdicts
-from shardlab.proof.verdict import CHECKS
-from shardlab.report import compare, terminal
+from chrome import REAL, needs_real
+from shardlab import numbers as fmt
+from shardlab import trace as traces
+from shardlab.measure import choice, readings
+from shardlab.proof.judge import CHECKS
+from shardlab.report import compare, compare_terminal
 from shardlab.report import compare_charts as charts
-from shardlab.report import format as fmt
+from shardlab.report.charts import ticks
 
 MISSING = (
     "step_ms", "speed_to_baseline", "speed_interval", "skew_ms", "samples_per_s", "tokens_per_s",
@@ -153,7 +157,7 @@ UNUSUAL = {
 
 
 def drawn(result: dict[str, Any], width: int = 80) -> str:
-    return drawn_table(terminal.compare_table(result), width)
+    return drawn_table(compare_terminal.compare_table(result), width)
 
 
 def drawn_table(table: Table, width: int = 80) -> str:
@@ -189,7 +193,7 @@ def test_size(value: float | None, text: str) -> None:
 
 
 def test_compact_spread_and_names() -> None:
-    assert fmt.spread({"p10": 97.02, "p90": 104.1}) == "97–104"
+    assert fmt.p10_p90({"p10": 97.02, "p90": 104.1}) == "97–104"
     assert [fmt.compact(v) for v in (999_999, 3_257_856, 1.5e9)] == ["999,999", "3.26M", "1.50B"]
     assert fmt.names(["a"]) == "a"
     assert fmt.names(["a", "b"]) == "a and b"
@@ -232,7 +236,7 @@ def test_table_of_the_unusual(name: str) -> None:
 
 
 def test_verdict(result: dict[str, Any]) -> None:
-    assert terminal.verdict(result) == (
+    assert compare_terminal.verdict(result) == (
         "pytorch_ddp (bucket_mb=4) was fastest at 100 ms a step, 2.00× as fast as single. "
         "simple_ddp needed the least memory, 70.0 MiB on the fullest rank; every final loss agrees "
         "with that of single. zero3 failed, fsdp2 was skipped."
@@ -240,12 +244,12 @@ def test_verdict(result: dict[str, Any]) -> None:
 
 
 def test_verdict_when_the_lead_is_within_the_spread() -> None:
-    text = terminal.verdict(result_of(cell("single", 200), cell("a", 100), cell("b", 102)))
+    text = compare_terminal.verdict(result_of(cell("single", 200), cell("a", 100), cell("b", 102)))
     assert "though its spread overlaps that of b." in text
 
 
 def test_verdict_when_the_baseline_is_fastest() -> None:
-    text = terminal.verdict(result_of(cell("single", 200), cell("slow", 300)))
+    text = compare_terminal.verdict(result_of(cell("single", 200), cell("slow", 300)))
     assert text.startswith("single, the baseline, was fastest at 200 ms a step.")
     assert "Each held 80.0 MiB of memory" in text
 
@@ -254,27 +258,27 @@ def test_verdict_when_the_baseline_is_fastest() -> None:
     ("loss", "agrees"), [(5.0, True), (5.0004, True), (5.0006, False), (float("nan"), False)]
 )
 def test_losses_agree_within_a_ten_thousandth(loss: float, agrees: bool) -> None:
-    text = terminal.verdict(result_of(cell("single", 200), cell("other", 100, loss=loss)))
+    text = compare_terminal.verdict(result_of(cell("single", 200), cell("other", 100, loss=loss)))
     assert ("every final loss agrees" in text) is agrees
     assert ("the final loss of other differs from that of single by" in text) is not agrees
 
 
 def test_verdict_names_all_that_differ() -> None:
     cells = (cell("single", 200), cell("a", 100, loss=5.1), cell("b", 100, loss=5.25))
-    text = terminal.verdict(result_of(*cells))
+    text = compare_terminal.verdict(result_of(*cells))
     assert "the final losses of a and b differ from that of single, by up to 0.25." in text
 
 
 def test_verdict_when_all_failed() -> None:
     cells = [without_numbers(name, "failed", "gone") for name in ("single", "simple_ddp")]
-    assert terminal.verdict(result_of(*cells)) == (
+    assert compare_terminal.verdict(result_of(*cells)) == (
         "No strategy finished: single and simple_ddp failed."
     )
 
 
 @pytest.mark.parametrize("name", ["no single", "baseline failed"])
 def test_verdict_without_single_checks_no_loss(name: str) -> None:
-    text = terminal.verdict(UNUSUAL[name])
+    text = compare_terminal.verdict(UNUSUAL[name])
     assert "agrees" not in text
     assert ("the losses were not checked, as single was not measured" in text) or (
         name != "no single"
@@ -285,7 +289,7 @@ def test_verdict_without_single_checks_no_loss(name: str) -> None:
 
 
 def answer(*cells: dict[str, Any]) -> dict[str, Any]:
-    return verdicts.answer(result_of(*cells))
+    return choice.answer(result_of(*cells))
 
 
 def test_the_fastest_is_chosen() -> None:
@@ -380,19 +384,19 @@ def test_the_terminal_explains_and_proves() -> None:
              sent={"bytes": 2**20}),
         cell("b", 100, proof=proof(None, "compress rounds")),
     )  # fmt: skip
-    result["answer"] = verdicts.answer(result)
+    result["answer"] = choice.answer(result)
     text = words(drawn(result, 100))
     assert "a is wrong: bytes: sent twice" in text
     assert "b was not proved: compress rounds" in text
     assert text.count("✓") == text.count("✗") == 1
-    table = terminal.explained_table(result)
+    table = compare_terminal.explained_table(result)
     assert table is not None
     assert table.row_count == 3
-    assert terminal.explained_table(result_of(cell("single", 100))) is None
-    unprofiled = terminal.explained_table(result_of(cell("single", 100, mfu=0.25)))
+    assert compare_terminal.explained_table(result_of(cell("single", 100))) is None
+    unprofiled = compare_terminal.explained_table(result_of(cell("single", 100, mfu=0.25)))
     assert unprofiled is not None
     assert [c.header for c in unprofiled.columns] == ["strategy", "skew\nms", "speed\n95%", "MFU"]
-    assert terminal.verdict_lines(result)[1].startswith("Choose b: ")
+    assert compare_terminal.verdict_lines(result)[1].startswith("Choose b: ")
 
 
 # ------------------------------------------------------------------ files
@@ -429,7 +433,7 @@ def test_csv_reads_back(result: dict[str, Any]) -> None:
 
 def test_markdown_is_a_table(result: dict[str, Any]) -> None:
     result["cells"][3]["reason"] = "a | pipe\nand a line"
-    result["answer"] = verdicts.answer(result)
+    result["answer"] = choice.answer(result)
     lines = compare.markdown(result).splitlines()
     table = [line for line in lines if line.startswith("|")]
     assert len(table) == 2 + len(result["cells"])
@@ -475,7 +479,7 @@ def test_page_has_the_answer_the_rows_and_the_reasons(result: dict[str, Any]) ->
     page = Page(compare.html(result))
     text = words("".join(page.text))
     for expected in (
-        terminal.verdict(result),
+        compare_terminal.verdict(result),
         "rank 1: RuntimeError: the shard is [gone]",
         "shardlab compare --world 2",
         "d277b3a10204, with uncommitted changes",
@@ -537,7 +541,7 @@ def test_step_chart_draws_a_limited_number_of_dots() -> None:
 
 
 def test_parts_of_a_bar_add_up() -> None:
-    causes = dict.fromkeys(charts.CAUSES, 2**20)
+    causes = dict.fromkeys(readings.CAUSES, 2**20)
     many = [
         cell("single", 200, peak_bytes={"total": 6 * 2**20, **causes}, profile=explained(200)),
         cell("a", 100, peak_bytes={"total": 3 * 2**20, **dict.fromkeys(causes, 2**19)},
@@ -557,6 +561,34 @@ def test_parts_of_a_bar_add_up() -> None:
     assert [row.note for row in chart.rows] == ["estimate +5.0%", ""]
 
 
+def profiles() -> Iterator[Any]:
+    """A profiled step with memory copies, as GPUs have them; and those of real traces."""
+    parts = {f"{part}_ms": float(i) for i, part in enumerate(PARTS, start=1)}
+    yield pytest.param({**explained(0.0), **parts, "wall_ms": 21.0}, id="by hand")
+    for name in ("dlrm_kineto", "gloo2", "nccl_parser_config", "ns_resolution", "trace_filter"):
+        yield pytest.param(name, marks=needs_real, id=name)
+
+
+@pytest.mark.parametrize("profile", list(profiles()))
+def test_terminal_and_page_agree_on_where_a_step_goes(profile: Any) -> None:
+    if isinstance(profile, str):
+        profile = traces.load(REAL / profile).mean_step()
+    result = result_of(cell("single", 200, profile=profile, traces={"folder": "/nowhere"}))
+    table = compare_terminal.explained_table(result)
+    assert table is not None
+    in_terminal = drawn_table(table).splitlines()[-1].split()[1:5]
+    page = compare.html(result)
+    found = re.search(r'id="breakdown">.*?<tbody>(.*?)</tbody>', page, flags=re.S)
+    assert found is not None
+    in_page = re.findall(r"<td data-value=\"[^\"]*\">(.*?)</td>", found[1])[:4]
+    assert in_terminal == in_page
+    # With what is neither computing nor communicating, they are the whole step.
+    idle = readings.idle_ms(profile)
+    assert in_page[3] == fmt.number(idle)
+    shown = [profile[f"{part}_ms"] for part in ("compute", "exposed_comm", "wait")]
+    assert sum(shown) + idle == pytest.approx(profile["wall_ms"])
+
+
 def test_scaling_has_what_ran_in_several_worlds() -> None:
     cells = [cell("a", ms, world=world, label=f"a{world}") for world, ms in ((1, 200), (2, 125))]
     chart = charts.scaling(result_of(cell("single", 200), *cells))
@@ -572,12 +604,11 @@ def test_scaling_has_what_ran_in_several_worlds() -> None:
     [(0, 300, "0 50 100 150 200 250 300"), (3.6, 5.4, "4.0 4.5 5.0"), (1, 1, "")],
 )
 def test_ticks_are_round(low: float, high: float, texts: str) -> None:
-    assert [tick.text for tick in charts._ticks(low, high)] == texts.split()
+    assert [tick.text for tick in ticks(low, high)] == texts.split()
 
 
 def test_reports_need_no_torch() -> None:
-    code = (
-        "import sys; from shardlab.report import compare, terminal; print('torch' in sys.modules)"
-    )
+    imports = "import sys; from shardlab.report import compare, compare_terminal"
+    code = f"{imports}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -45,15 +45,15 @@ def test_one_rank_cannot_tell_waiting() -> None:
 def test_the_parts_of_a_bar_add_up_to_the_step() -> None:
     traces = HandMade()
     stacks = trace_charts.stacks(traces.breakdown("rank"), traces.breakdown("step"))
-    assert len(stacks.rows) == 6
-    for row in stacks.rows:
+    assert len(stacks.chart.rows) == 6
+    for row in stacks.chart.rows:
         assert sum(s.width for s in row.segments) == pytest.approx(100)
         x, width = row.hidden
         assert x + width == pytest.approx(60)  # inside compute, at its end
     many = HandMade(steps=100)
     stacks = trace_charts.stacks(many.breakdown("rank"), many.breakdown("step"))
     assert not stacks.per_step
-    assert len(stacks.rows) == 2
+    assert len(stacks.chart.rows) == 2
 
 
 def test_what_is_left_out_of_the_timeline_is_said() -> None:
@@ -65,7 +65,7 @@ def test_what_is_left_out_of_the_timeline_is_said() -> None:
     left_out = re.search(r"([\d,]+) of the shortest spans", page)
     assert left_out is not None
     assert int(left_out[1].replace(",", "")) > 200_000 - timeline.MAX_SPANS
-    drawn = timeline.timeline(large, timeline.shifts_of(large))["spans"]  # type: ignore[arg-type]
+    drawn = timeline.timeline(large)["spans"]  # type: ignore[arg-type]
     assert drawn == timeline.MAX_SPANS
 
 

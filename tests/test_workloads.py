@@ -582,7 +582,7 @@ def test_what_cannot_be_compared_or_proved_is_said(ranks: GetRanks) -> None:
         },
     ).to_dict()
     with pytest.raises(UsageError, match="single would run each rank's samples by themselves"):
-        ranks(2).run("shardlab.measure.compare:check_cell", values)
+        ranks(2).run("shardlab.preflight:check", values)
     with pytest.raises(UsageError, match="leave out sync_batchnorm"):
         ranks(2).run("shardlab.proof.subjects:check", values)
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.guard.verdict import Call
+from shardlab.numbers import wire_bytes as wire_bytes
 
 Group = dist.ProcessGroup
 REMEMBERED = 1024  # calls that ``recent`` keeps, to tell ranks apart that are out of step
@@ -150,19 +151,6 @@ def host_group(group: Group) -> Group:
         made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         _host_groups[group] = made
     return _host_groups[group]
-
-
-def wire_bytes(op: str, size: int, ranks: int) -> float:
-    """Bytes one rank must send for a collective on ``size`` bytes, by the best algorithm."""
-    share = (ranks - 1) / ranks
-    factor = {
-        "all_reduce": 2 * share,
-        "all_gather": share,
-        "reduce_scatter": share,
-        "broadcast": share,  # averaged over ranks: the tensor enters each rank but the source
-        "barrier": 0.0,
-    }
-    return factor[op] * size
 
 
 def _span(what: str, entry: Entry) -> AbstractContextManager[Any]:

@@ -15,15 +15,14 @@ from typing import Any
 from shardlab.config import Config
 from shardlab.errors import RankFailure, UsageError
 from shardlab.launch import DEFAULT_WORLD
-from shardlab.measure.cells import BASELINE, parse_spec
-from shardlab.measure.rankset import RankSet
-from shardlab.proof import verdict
+from shardlab.proof import TIMEOUT_S, judge
+from shardlab.rankset import RankSet
+from shardlab.specs import BASELINE, parse_spec
 
 SCHEMA = 1
 # The size that is proved on, unless another is asked for.
 SMALLEST = {"gpt2": "tiny", "resnet_cifar10": "tiny", "causal_lm": "tiny"}
-TIMEOUT_S = 60.0  # a collective of so small a model that waits longer hangs
-LIMIT_S = 600.0  # for each strategy, unless told otherwise
+LIMIT_S = 600.0  # for each strategy, unless another limit is given
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def refuse_rounding(options: Mapping[str, Any]) -> None:
 
 
 def cases_in(size: int, cases: Sequence[Case], worlds: Sequence[int]) -> list[Case]:
-    """Those that are run on so many ranks. ``single`` takes one of the first that are started."""
+    """The cases of one world size. ``single`` takes one of the first ranks that are started."""
     return [c for c in cases if c.world == size or (c.world not in worlds and size == worlds[0])]
 
 
@@ -147,13 +146,13 @@ def prove(
         with RankSet(launch, size, deadline_s=limit_s) as ranks:
             run = ranks.run
             mine = cases_in(size, cases, worlds)
-            # What is wrong with any case is wrong input: said before anything is measured. So is
-            # what is wrong with the model, for which no strategy is to blame.
+            # What is wrong with any case is wrong input, and refused before anything is measured.
+            # So is what is wrong with the model, for which no strategy is to blame.
             for case in mine:
                 run("shardlab.proof.subjects:check", case.config.to_dict())
-                run("shardlab.measure.compare:check_cell", case.config.to_dict())
+                run("shardlab.preflight:check", case.config.to_dict())
             if env is None:
-                env = run("shardlab.measure.compare:describe", mine[0].config.to_dict(), command)[0]
+                env = run("shardlab.preflight:describe", mine[0].config.to_dict(), command)[0]
             on_progress(f"one process · world {size}", done, len(cases))
             largest = max(mine, key=lambda case: case.world)
             run("shardlab.proof.evidence:prepare", largest.config.to_dict())
@@ -162,13 +161,13 @@ def prove(
                 done += 1
                 try:
                     evidence = run("shardlab.proof.evidence:examine", case.config.to_dict())
-                    checks = verdict.judge([e for e in evidence if e is not None])
+                    checks = judge.judge([e for e in evidence if e is not None])
                 except RankFailure as failure:
-                    checks = verdict.failed(f"it did not get through: {failure}")
+                    checks = judge.failed(f"it did not get through: {failure}")
                 except UsageError as refusal:
                     skipped.append({**_of(case), "reason": str(refusal)})
                     continue
-                verdicts.append({**_of(case), "pass": verdict.passes(checks), "checks": checks})
+                verdicts.append({**_of(case), "pass": judge.passes(checks), "checks": checks})
     on_progress("done", done, len(cases))
     return {
         "schema": SCHEMA,

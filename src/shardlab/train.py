@@ -16,7 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import boards, comm, environment, evaluate, inject, naming, optimizers, runlock
+from shardlab import (
+    boards,
+    comm,
+    environment,
+    evaluate,
+    inject,
+    naming,
+    numbers,
+    optimizers,
+    runlock,
+)
 from shardlab import config as configs
 from shardlab import world as worlds
 from shardlab.checkpoint import start as starts
@@ -32,7 +42,6 @@ from shardlab.guard import pulse, watchdog
 from shardlab.guard import stop as stopping
 from shardlab.guard.guards import Guards, refuse_unequal_data
 from shardlab.guard.numbers import NumbersGuard
-from shardlab.measure import stats
 from shardlab.record import README, Recorder, mark, new_folder, room_needed, write_json
 from shardlab.runlock import RunLock
 from shardlab.schedule import learning_rate_factor
@@ -409,11 +418,11 @@ def _train_rank(
     traces = None if start.step else make_capture(config, world, strategy, folder)
     shown_on = boards.of_run(config, folder, start.step) if world.rank == 0 else []
     steps = range(start.step, config.training.steps)
-    numbers = NumbersGuard(strategy, world, config.training.on_nonfinite)
+    finite = NumbersGuard(strategy, world, config.training.on_nonfinite)
     with (
         closing(Batches(workload, config, world, start.step)) as feed,
         Recorder(folder, world, comm.LEDGER, steps.stop, traces, shown_on, start.step) as recorder,
-        numbers.explaining(),
+        finite.explaining(),
     ):
         if start.keeps_rows(world.size):
             recorder.rows = kept_rows(folder, world)
@@ -426,12 +435,12 @@ def _train_rank(
 
         between: list[Act] = [
             keep_count,
-            numbers.after_step,
+            finite.after_step,
             lambda step, _loss: guards.after_step(step, strategy),
             evaluating,
             saving.after_step,
         ]
-        train(strategy, feed, recorder, steps, numbers.check_loss, between, stop.may_begin)
+        train(strategy, feed, recorder, steps, finite.check_loss, between, stop.may_begin)
         guards.after_loop()
         saving.finish()
     if stop.is_stopped:
@@ -651,7 +660,7 @@ def summary(rows_of_ranks: list[list[dict[str, Any]]], workload: Workload) -> di
         "warmup_steps": warmup,
         "first_loss": steps[0][0]["loss"],
         "loss": steps[-1][0]["loss"],
-        "step_ms": stats.spread(slowest_ms),
-        "data_ms": stats.spread([max(row["data_ms"] for row in rows) for rows in timed]),
-        **stats.throughput(slowest_ms, samples, workload.tokens_per_sample),
+        "step_ms": numbers.spread(slowest_ms),
+        "data_ms": numbers.spread([max(row["data_ms"] for row in rows) for rows in timed]),
+        **numbers.throughput(slowest_ms, samples, workload.tokens_per_sample),
     }

@@ -76,6 +76,7 @@ def compare(
     from shardlab.measure import compare as comparison
     from shardlab.measure import gate
     from shardlab.measure import resume as resuming
+    from shardlab.measure.cells import Plan, axes_of, cells_of
     from shardlab.report import compare as report
     from shardlab.report import console
 
@@ -95,7 +96,7 @@ def compare(
         if profile:
             asked.flags["profile.enabled"] = True
         first, command = asked.config(), flags.command()
-        plan = comparison.Plan(
+        plan = Plan(
             repeats=repeats,
             warmup=warmup,
             steps=steps,
@@ -103,10 +104,8 @@ def compare(
             time_limit_s=time_limit,
             profile=None if profile is False else replace(first.profile, enabled=True),
         )
-        axes = comparison.axes_of(
-            first, world, precision, accumulate, bucket_mb, launch.DEFAULT_WORLD
-        )
-        cells = comparison.cells_of(first, flags.specs_of(strategies), axes, plan)
+        axes = axes_of(first, world, precision, accumulate, bucket_mb, launch.DEFAULT_WORLD)
+        cells = cells_of(first, flags.specs_of(strategies), axes, plan)
         if begun is not None:
             assert resume is not None
             resuming.refuse_others((cells, plan), begun[:2], resume)

@@ -15,7 +15,7 @@ from shardlab.errors import UsageError
 
 if TYPE_CHECKING:
     from shardlab.config import Config
-    from shardlab.measure.rankset import RankSet
+    from shardlab.rankset import RankSet
 
 SHARED = (
     "workload", "size", "data", "seq_len", "accumulate", "optimizer", "precision",
@@ -60,10 +60,10 @@ def throughput(
 ) -> None:  # fmt: skip
     """Measure tokens/s, MFU and peak memory for each batch size, until memory runs out."""
     from shardlab.measure import throughput as measuring
-    from shardlab.measure.cells import parse_spec
-    from shardlab.measure.sizes import parse_bytes
+    from shardlab.numbers import parse_bytes
     from shardlab.report import console
     from shardlab.report import throughput as report
+    from shardlab.specs import parse_spec
 
     flags.refuse_torchrun("throughput")
     plan = measuring.Plan(
@@ -128,8 +128,8 @@ def memory(
     """Tell what each rank will hold at the peak of a step, without running it."""
     from shardlab import launch, record
     from shardlab.measure import estimate
-    from shardlab.measure.rankset import RankSet
-    from shardlab.measure.sizes import parse_bytes
+    from shardlab.numbers import parse_bytes
+    from shardlab.rankset import RankSet
     from shardlab.report import console
     from shardlab.report import memory as report
 

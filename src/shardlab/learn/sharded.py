@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from shardlab.learn.exercise import Rejected
 from shardlab.learn.spy import Spy
-from shardlab.measure.watch import Memory
+from shardlab.proof.watch import Memory
 
 Batch = tuple[Tensor, Tensor]  # (rows, 6), (rows, 3)
 Tensors = dict[str, Tensor]

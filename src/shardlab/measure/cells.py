@@ -10,12 +10,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from shardlab.config import PRECISIONS, Config, ProfileConfig, check_batch, parse_value
 from shardlab.errors import UsageError, unknown
-
-BASELINE = "single"
+from shardlab.specs import BASELINE, parse_spec
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Plan:
     warmup: int = 2
     steps: int = 2  # timed, per repeat: what differs is one visit from the next, not its steps
     prove: bool = True
-    time_limit_s: float = 600.0  # of each visit, weighing, estimate, proof and profile
-    profile: ProfileConfig | None = None  # traces, after all is timed; none: none
+    time_limit_s: float = 600.0  # for each visit, weighing, estimate, proof and profile
+    profile: ProfileConfig | None = None  # traces, after all is timed; None disables them
 
     def __post_init__(self) -> None:
         for name, least in (("repeats", 1), ("warmup", 0), ("steps", 1)):
@@ -46,7 +46,7 @@ class Axes:
     worlds: tuple[int, ...]
     precisions: tuple[str, ...]
     accumulates: tuple[int, ...]
-    bucket_mbs: tuple[float, ...] = ()  # none: each strategy's own
+    bucket_mbs: tuple[float, ...] = ()  # empty: each strategy's default
 
     def suffix(self, world: int, precision: str, accumulate: int) -> list[str]:
         """What sets a point of the axes apart from the others, for a label."""
@@ -155,25 +155,21 @@ def cells_of(
 
     ``single`` is one process with every rank's micro-batches one after another: the very same
     arithmetic, so that its loss is the others', with BatchNorm too. Of several worlds it takes the
-    fewest parts, in which it is fastest: nobody is to be compared with a slowed reference.
+    fewest parts, in which it is fastest: a slowed reference would flatter the others.
     """
-    for world in axes.worlds:
-        for accumulate in axes.accumulates:
-            check_batch(replace(config.training, accumulate=accumulate), world)
+    for world, accumulate in product(axes.worlds, axes.accumulates):
+        check_batch(replace(config.training, accumulate=accumulate), world)
     takes = takes_buckets or _takes_buckets
     cells = []
-    for precision in axes.precisions:
-        for world in axes.worlds:
-            for accumulate in axes.accumulates:
-                for spec in specs:
-                    name, options = parse_spec(spec)
-                    if name == BASELINE and (world, accumulate) != (
-                        axes.worlds[0], axes.accumulates[0],
-                    ):  # fmt: skip
-                        continue  # one for all worlds
-                    for more in _bucket_options(name, options, axes, takes):
-                        point = world, precision, accumulate
-                        cells.append(_cell(config, name, options | more, axes, point, plan))
+    first = axes.worlds[0], axes.accumulates[0]
+    points = product(axes.precisions, axes.worlds, axes.accumulates, specs)
+    for precision, world, accumulate, spec in points:
+        name, options = parse_spec(spec)
+        if name == BASELINE and (world, accumulate) != first:
+            continue  # one for all worlds
+        for more in _bucket_options(name, options, axes, takes):
+            point = world, precision, accumulate
+            cells.append(_cell(config, name, options | more, axes, point, plan))
     labels = [cell.label for cell in cells]
     for label in labels:
         if labels.count(label) > 1:
@@ -234,17 +230,3 @@ def _cell(
     parts += axes.suffix(0 if alone else world, precision, 0 if alone else accumulate)
     name = values.strategy.name  # FSDP's words are other names of ours
     return Cell(values, f"{name} ({', '.join(parts)})" if parts else name)
-
-
-def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """``pytorch_ddp:bucket_mb=4`` as a name and options. Import paths keep their own colon."""
-    name, *parts = spec.split(":")
-    while parts and "=" not in parts[0]:
-        name += ":" + parts.pop(0)
-    options = {}
-    for part in parts:
-        key, equals, value = part.partition("=")
-        if not equals:
-            raise UsageError(f"'{part}' in '{spec}' is not option=value")
-        options[key] = parse_value(value)
-    return name, options

@@ -18,30 +18,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from shardlab import config as configs
+from shardlab import numbers, prove, trace
 from shardlab.config import Config, OutputConfig, ProfileConfig
 from shardlab.errors import Late, RankFailure, UsageError
-from shardlab.measure import explain, stats, verdict
-from shardlab.measure.cells import BASELINE as BASELINE
-from shardlab.measure.cells import Axes as Axes
-from shardlab.measure.cells import Cell as Cell
-from shardlab.measure.cells import Plan as Plan
-from shardlab.measure.cells import axes_of as axes_of
-from shardlab.measure.cells import cells_of as cells_of
-from shardlab.measure.cells import parse_spec as parse_spec
-from shardlab.measure.estimate import Simulator
-from shardlab.measure.rankset import RankSet
+from shardlab.measure import choice, estimate
+from shardlab.measure.cells import Cell, Plan
+from shardlab.measure.estimate import WEIGHED, Simulator
 from shardlab.measure.resume import Store
+from shardlab.proof import judge
+from shardlab.rankset import RankSet, on_its_ranks
 
 if TYPE_CHECKING:
     from shardlab.world import World
 
 SCHEMA = 1
 PROOF_STEPS = 2
-# Nothing is prepared ahead while memory is weighed: whether a thread is done with it at the peak is
-# chance. Optimizer state exists from the second step on.
-WEIGHED = {"training.steps": 3, "training.warmup_steps": 0, "data.prefetch": 0}
+OF_LOSSES = ("normalizes_batches", "loss_not_compared")  # they describe the model, not where it ran
 
-OF_LOSSES = ("normalizes_batches", "loss_not_compared")  # of describing, not of the environment
+# What a cell has only if it was timed.
+NUMBERS = (
+    "step_ms", "speed_to_baseline", "speed_interval", "skew_ms", "samples_per_s", "tokens_per_s",
+    "mfu", "peak_bytes", "loss", "loss_difference", "loss_difference_max",
+)  # fmt: skip
 
 OnProgress = Callable[[str, int, int], None]
 
@@ -61,21 +60,21 @@ def compare(
     size = max(cell.world for cell in cells)
     limit = plan.time_limit_s
     with RankSet(cells[0].config.launch, size, limit) as ranks, Simulator() as simulator:
-        # What is wrong with any cell is wrong input: said before anything is measured.
+        # What is wrong with any cell is wrong input, and refused before anything is measured.
         for cell in cells:
             if not cell.times_ms and cell.status == "ok":
-                _look(ranks, "check_cell", cell)
-        env = _look(ranks, "describe", cells[0], command)
+                _look(ranks, "shardlab.preflight:check", cell)
+        env = _look(ranks, "shardlab.preflight:describe", cells[0], command)
         env["loss_not_compared"] = _look(ranks, "look_at_forward", cells[0])
         if env["device"] == "cuda":
             env |= _calibrate(ranks, cells, command)
         store = None if folder is None else Store(folder())
         if store is not None:
             store.begin(cells, plan, command)
-        estimate = functools.partial(
+        estimating = functools.partial(
             _estimate, simulator, env["device"], env["backend"], limit_s=limit
         )
-        planned = list(_jobs(cells, plan, folder, estimate))
+        planned = list(_jobs(cells, plan, folder, estimating))
         jobs = [job for job in planned if not job.is_done(job.cell)]
         total = len(planned)
         for done, job in enumerate(jobs, start=total - len(jobs)):
@@ -119,7 +118,7 @@ def _jobs(
     cells: Sequence[Cell],
     plan: Plan,
     folder: Callable[[], Path] | None,
-    estimate: Callable[[Cell], None],
+    estimating: Callable[[Cell], None],
 ) -> Iterator[Job]:
     """All there is to do, in order: nothing that slows a step comes before the last is timed."""
     time = functools.partial(_time, warmup=plan.warmup)
@@ -133,13 +132,13 @@ def _jobs(
             begins_repeat=repeat > before,
         )
         before = repeat
-    weigh = functools.partial(_weigh, estimate=None if plan.prove else estimate)
+    weigh = functools.partial(_weigh, estimating=None if plan.prove else estimating)
     for cell in cells:
         yield Job(cell, "memory", weigh, lambda cell: cell.peak_bytes is not None)
     if plan.prove:
-        prove = functools.partial(_prove_and_estimate, cells=cells, estimate=estimate)
+        proving = functools.partial(_prove_and_estimate, cells=cells, estimating=estimating)
         for cell in cells:
-            yield Job(cell, "proof", prove, lambda cell: cell.proof is not None)
+            yield Job(cell, "proof", proving, lambda cell: cell.proof is not None)
     if plan.profile is not None and folder is not None:
         profile = functools.partial(_profile, profile=plan.profile, folder=folder())
         for cell in cells:
@@ -161,12 +160,13 @@ def _schedule(cells: int, repeats: int) -> Iterator[tuple[int, int]]:
 
 
 def _run_on_ranks(ranks: RankSet, function: str, cell: Cell, *args: Any) -> Any:
-    """Rank 0's result of one of this module's functions."""
-    return ranks.run(f"{__name__}:{function}", cell.config.to_dict(), *args)[0]
+    """Rank 0's result of one of this module's functions, or of another's by its import path."""
+    path = function if ":" in function else f"{__name__}:{function}"
+    return ranks.run(path, cell.config.to_dict(), *args)[0]
 
 
 def _look(ranks: RankSet, function: str, cell: Cell, *args: Any) -> Any:
-    """The same, before anything is measured: what fails here is no row, but the end."""
+    """The same, before anything is measured: a failure here ends the comparison."""
     try:
         return _run_on_ranks(ranks, function, cell, *args)
     except Late as late:
@@ -185,7 +185,7 @@ def _try_on_ranks(ranks: RankSet, function: str, cell: Cell) -> Any:
 
 
 def _reason(error: Exception, what: str) -> str:
-    """Why something came to nothing; of what took too long, what that was."""
+    """Why something failed; if it took too long, ``what`` did."""
     return f"{what} took too long (--time-limit): {error}" if type(error) is Late else str(error)
 
 
@@ -199,42 +199,39 @@ def _time(ranks: RankSet, cell: Cell, warmup: int) -> None:
     cell.samples, cell.tokens_per_sample = result["samples"], result["tokens_per_sample"]
 
 
-def _weigh(ranks: RankSet, cell: Cell, estimate: Callable[[Cell], None] | None) -> None:
+def _weigh(ranks: RankSet, cell: Cell, estimating: Callable[[Cell], None] | None) -> None:
     cell.peak_bytes = _try_on_ranks(ranks, "weigh_cell", cell)
-    if cell.peak_bytes is not None and estimate is not None:
-        estimate(cell)
+    if cell.peak_bytes is not None and estimating is not None:
+        estimating(cell)
 
 
 def _estimate(simulator: Simulator, device: str, backend: str, cell: Cell, limit_s: float) -> None:
-    """What ``shardlab memory`` would have said, beside what was weighed. It may not know."""
+    """The estimate of ``shardlab memory`` beside what was weighed, or why there is none."""
     config = cell.config.with_overrides({**WEIGHED, "launch.backend": backend})
     try:
         weights = simulator.run(config, device, limit_s=limit_s)["weights"]
-        cell.estimated_bytes = max(weights.values(), key=lambda peak: peak["total"])
+        cell.estimated_bytes = estimate.fullest(weights.values())
     except (RankFailure, UsageError) as error:
         cell.estimated_bytes = {"total": None, "reason": str(error)}
 
 
 def _prove_and_estimate(
-    ranks: RankSet, cell: Cell, cells: Sequence[Cell], estimate: Callable[[Cell], None]
+    ranks: RankSet, cell: Cell, cells: Sequence[Cell], estimating: Callable[[Cell], None]
 ) -> None:
     """Side by side: the ranks of a proof often wait for each other, and nothing is timed."""
     beside = ThreadPoolExecutor(1)
     try:
-        estimated = beside.submit(estimate, cell)
+        estimated = beside.submit(estimating, cell)
         _prove(ranks, cell, cells)
         estimated.result()
     finally:
-        beside.shutdown(wait=False)  # who interrupts does not wait for an estimate
+        beside.shutdown(wait=False)  # Ctrl-C does not wait for an estimate
 
 
 def _prove(ranks: RankSet, cell: Cell, cells: Sequence[Cell]) -> None:
     """The five checks on a small model. Precision and accumulation are the proof's own: one
     proof serves all cells that differ in nothing else.
     """
-    from shardlab import prove
-    from shardlab.proof import verdict as verdicts
-
     config = proof_config(cell.config)
     for other in cells:
         if other.proof is not None and proof_config(other.config) == config:
@@ -245,33 +242,29 @@ def _prove(ranks: RankSet, cell: Cell, cells: Sequence[Cell]) -> None:
         values = config.to_dict()
         ranks.run("shardlab.proof.subjects:check", values)
         evidence = ranks.run("shardlab.proof.evidence:examine", values)
-        checks = verdicts.judge([e for e in evidence if e is not None])
+        checks = judge.judge([e for e in evidence if e is not None])
     except (UsageError, Late) as refusal:  # neither says that anything is wrong
         message = _reason(refusal, "the proof")
         cell.proof = {"pass": None, "message": message, "checks": {}}
         return
     except RankFailure as failure:
-        checks = verdicts.failed(f"it did not get through: {failure}")
+        checks = judge.failed(f"it did not get through: {failure}")
     cell.proof = {
-        "pass": verdicts.passes(checks),
+        "pass": judge.passes(checks),
         "message": _what_is_wrong(checks) or checks["equal"]["message"],
         "checks": {name: {k: c[k] for k in ("pass", "message")} for name, c in checks.items()},
     }
 
 
 def _what_is_wrong(checks: Mapping[str, dict[str, Any]]) -> str:
-    """The checks that failed and why; that it did not get through is said once."""
-    from shardlab.proof import verdict as verdicts
-
-    wrong = verdicts.reasons(checks)
+    """The checks that failed and why; a crash is named once."""
+    wrong = judge.reasons(checks)
     whole = wrong.get("every check")
     return whole or "; ".join(f"{name}: {message}" for name, message in wrong.items())
 
 
 def proof_config(config: Config) -> Config:
     """A small float64 run of the same workload and strategy: two micro-batches, two steps."""
-    from shardlab import prove
-
     world, workload = config.launch.world or 1, config.model.workload
     overrides: dict[str, Any] = {
         "precision.compute": "fp64",
@@ -309,7 +302,7 @@ def _profile(ranks: RankSet, cell: Cell, profile: ProfileConfig, folder: Path) -
         )
         cell.sent = found.pop("sent")
         cell.traces = found
-        cell.profile = explain.breakdown(Path(found["folder"]))
+        cell.profile = trace.load_once(Path(found["folder"])).mean_step()
     except (RankFailure, UsageError) as error:
         cell.traces = (cell.traces or {}) | {"reason": _reason(error, "profiling it")}
 
@@ -337,7 +330,7 @@ def summarize(
         "config": config.to_dict(),
         "cells": [_row(cell, _baseline(cell, cells), env) for cell in cells],
     }
-    return {**result, "answer": verdict.answer(result)}
+    return {**result, "answer": choice.answer(result)}
 
 
 def _baseline(cell: Cell, cells: Sequence[Cell]) -> Cell:
@@ -358,19 +351,9 @@ def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
         "baseline": baseline.label,
         "status": cell.status,
         "reason": cell.reason,
-        "step_ms": None,
+        **dict.fromkeys(NUMBERS),
         "step_ms_repeats": cell.times_ms,
-        "speed_to_baseline": None,
-        "speed_interval": None,
-        "skew_ms": None,
-        "samples_per_s": None,
-        "tokens_per_s": None,
-        "mfu": None,
-        "peak_bytes": None,
         "estimated_bytes": cell.estimated_bytes,
-        "loss": None,
-        "loss_difference": None,
-        "loss_difference_max": None,
         "losses": cell.losses,
         "proof": cell.proof,
         "profile": cell.profile,
@@ -380,9 +363,9 @@ def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
     if cell.status != "ok" or not cell.times_ms:
         return row
     times = [ms for repeat in cell.times_ms for ms in repeat]
-    row["step_ms"] = stats.spread(times)
+    row["step_ms"] = numbers.spread(times)
     row["skew_ms"] = statistics.median(cell.skews_ms)
-    row |= stats.throughput(times, cell.samples, cell.tokens_per_sample)
+    row |= numbers.throughput(times, cell.samples, cell.tokens_per_sample)
     if env.get("matmul") and env.get("flops_per_sample"):
         peak = env["matmul"][config.precision.compute]
         devices = min(cell.world, peak["devices"])
@@ -391,12 +374,12 @@ def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
     row["peak_bytes"] = cell.peak_bytes or {"total": None}
     row["loss"] = cell.losses[-1]
     if baseline.status == "ok" and baseline.times_ms:
-        row["speed_to_baseline"] = stats.ratio(baseline.times_ms, cell.times_ms)
+        row["speed_to_baseline"] = numbers.ratio(baseline.times_ms, cell.times_ms)
         repeats = baseline.times_ms, cell.times_ms
         if cell is baseline:
             row["speed_interval"] = [1.0, 1.0]
-        elif stats.can_tell(*repeats):
-            row["speed_interval"] = list(stats.ratio_interval(*repeats, paired=True))
+        elif numbers.can_tell(*repeats):
+            row["speed_interval"] = list(numbers.ratio_interval(*repeats, paired=True))
         # Without single there is no reference to differ from; and where forward is random, or
         # BatchNorm saw other micro-batches than single's, another loss is right.
         same_batches = cell.parts == baseline.parts or not env.get("normalizes_batches")
@@ -412,76 +395,24 @@ def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------ in the ranks
 
 
-def describe(world: World, values: dict[str, Any], command: str) -> dict[str, Any]:
-    """Where this runs, and what."""
-    from shardlab import environment, train
-    from shardlab.measure import forward
-
-    workload = train.build_workload(_config(values))
-    model = workload.make_model()
-    no_blocks = [train.nothing_to_shard_by("zero3")] if workload.blocks == () else []
-    return {
-        **environment.describe(world.device, command),
-        "backend": world.backend,
-        "workload": workload.name,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "notes": [*workload.notes, *no_blocks],
-        "normalizes_batches": forward.normalizes_batches(model),
-    }
-
-
 def look_at_forward(world: World, values: dict[str, Any]) -> str | None:
-    """Why the losses of two worlds cannot agree; none if they should."""
+    """Why the losses of two worlds cannot agree; None if they should."""
     from shardlab import train
     from shardlab.measure import forward
 
-    config = _config(values)
+    config = configs.from_dict(values)
     return forward.why_losses_differ(config, train.build_workload(config), world.device)
 
 
-def check_cell(world: World, values: dict[str, Any]) -> None:
-    """Refuse unknown options, sizes and data before anything is measured."""
-    from shardlab import train
-    from shardlab.guard.guards import refuse_unequal_data
-
-    config = _config(values)
-    train.resolve_strategy(config)
-    workload = train.build_workload(config)
-    refuse_unequal_data(workload, world)
-    if workload.couples_ranks and config.strategy.name == BASELINE and world.size > 1:
-        raise UsageError(
-            f"{BASELINE} would run each rank's samples by themselves, but {workload.name} looks at "
-            f"all ranks' together ({workload.couples_ranks}): its loss would be another. Leave out "
-            f"{BASELINE} or {workload.couples_ranks}"
-        )
-
-
-def time_cell(world: World, values: dict[str, Any]) -> dict[str, Any] | None:
-    """Build the cell's strategy from the seed and run warm-up and timed steps."""
-    member = world.first(_config(values).launch.world or 1)
-    return None if member is None else _run(member, _config(values))
-
-
 def weigh_cell(world: World, values: dict[str, Any]) -> dict[str, int] | None:
-    """The peak over building and three steps."""
-    from shardlab import train
-    from shardlab.measure import memory
-
-    config = _config(values).with_overrides(WEIGHED)
-    member = world.first(config.launch.world or 1)
-    if member is None:
-        return None
-    causes = memory.Causes()
-    workload = train.build_workload(config)
-    _, allocations = memory.trace(
-        member.device, lambda: memory.run_steps(workload, config, member, causes, train.Batches)
-    )
-    return memory.by_cause(member.gather(causes.of(memory.at_peak(allocations))))
+    """What the fullest rank holds at its peak, over building and three steps."""
+    config = configs.from_dict(values).with_overrides(WEIGHED)
+    weights = estimate.weigh(world, config.to_dict())
+    return None if weights is None else estimate.fullest(weights.values())
 
 
-def profile_cell(
-    world: World, values: dict[str, Any], folder: str, label: str
-) -> dict[str, Any] | None:
+@on_its_ranks
+def profile_cell(world: World, config: Config, folder: str, label: str) -> dict[str, Any]:
     """A short run under the profiler, its traces in ``<folder>/<label>/traces``; what it sends."""
     from shardlab import train
     from shardlab.comm import LEDGER
@@ -490,33 +421,25 @@ def profile_cell(
     from shardlab.record import Recorder
     from shardlab.trace import capture
 
-    config = _config(values)
-    member = world.first(config.launch.world or 1)
-    if member is None:
-        return None
     LEDGER.reset()
     workload = train.build_workload(config)
-    strategy = train.build_strategy(config, workload, member)
+    strategy = train.build_strategy(config, workload, world)
     own = Path(folder) / capture.folder_name(label)
     own.mkdir(exist_ok=True)
-    traces = train.make_capture(config, member, strategy, own)
+    traces = train.make_capture(config, world, strategy, own)
     assert traces is not None
-    with Recorder(own, member, LEDGER, config.training.steps, traces) as recorder:
+    with Recorder(own, world, LEDGER, config.training.steps, traces) as recorder:
         steps = range(config.training.steps)
-        train.train(strategy, train.Batches(workload, config, member), recorder, steps)
-    share = next(train.Batches(workload, config, member))
-    subject = Subject(workload, config.training.seed, [[share] * member.size])  # its own is ours
-    sent = evidence.sent_per_step(strategy, subject, config, member)
+        train.train(strategy, train.Batches(workload, config, world), recorder, steps)
+    share = next(train.Batches(workload, config, world))
+    subject = Subject(workload, config.training.seed, [[share] * world.size])  # its own is ours
+    sent = evidence.sent_per_step(strategy, subject, config, world)
     return {"folder": str(own), **traces.summary(), "sent": sent}
 
 
-def _config(values: dict[str, Any]) -> Config:
-    from shardlab.config import from_dict
-
-    return from_dict(values)
-
-
-def _run(world: World, config: Config) -> dict[str, Any]:
+@on_its_ranks
+def time_cell(world: World, config: Config) -> dict[str, Any]:
+    """Build the cell's strategy from the seed and run warm-up and timed steps."""
     from shardlab import train
     from shardlab.comm import LEDGER
     from shardlab.guard import watchdog

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,20 +16,22 @@ from typing import TYPE_CHECKING, Any
 from shardlab.config import Config
 from shardlab.errors import Late, RankFailure, UsageError
 from shardlab.forking import fork_server
-from shardlab.measure.cells import BASELINE, parse_spec
+from shardlab.measure.readings import CAUSES
+from shardlab.rankset import RankSet, on_its_ranks
+from shardlab.specs import BASELINE, parse_spec
 
 if TYPE_CHECKING:
-    from shardlab.measure.rankset import RankSet
     from shardlab.world import World
 
 SCHEMA = 1
-STEPS = 3  # optimizer state exists from the second step on; one more for what settles late
-TERMS = ("parameters", "gradients", "optimizer", "activations", "buckets", "other")
+# Optimizer state exists from the second step on; one more for what settles late. Nothing is
+# prepared ahead: whether a thread is done with it at the peak is chance.
+WEIGHED = {"training.steps": 3, "training.warmup_steps": 0, "data.prefetch": 0}
 NOT_COUNTED = {
     "cpu": "the interpreter and its libraries, what kernels and Gloo take for themselves",
     "cuda": "the CUDA context, NCCL's buffers, workspaces of kernels, the allocator's gaps",
 }
-MOST = 1 << 20  # samples of a rank: beyond it nobody asks
+MOST = 1 << 20  # samples of a rank: the largest batch that is tried
 LIMIT_S = 300.0  # one estimate of GPT-2 XL takes some 10 s
 
 
@@ -57,8 +59,8 @@ class Simulator:
         """``device``, ``kernels``, and ``weights`` at two peaks: ``building`` and ``step``.
 
         ``here``: for the ranks that this machine would start, which may have to share a GPU.
-        After ``limit_s`` seconds without an answer the process is ended, and it is said where it
-        was.
+        After ``limit_s`` seconds without an answer the process is ended, and the error names the
+        line it stood at.
         """
         if self._process is None:
             context = fork_server()
@@ -123,7 +125,7 @@ def batch_of(config: Config) -> int:
 
 
 def with_batch(config: Config, batch: int, world: int | None = None) -> Config:
-    """``batch`` samples in each micro-batch of each rank (of a world of so many, if given)."""
+    """``batch`` samples in each micro-batch of each rank. ``world`` changes their number."""
     world = world or config.launch.world or 1
     whole = batch * world * config.training.accumulate
     return config.with_overrides({"training.global_batch": whole, "launch.world": world})
@@ -144,9 +146,7 @@ def rows_of(config: Config, specs: Sequence[str], world: int, batch: int | None)
                 "training.global_batch": whole
                 if batch is None
                 else batch * ranks * config.training.accumulate,
-                "training.steps": STEPS,
-                "training.warmup_steps": 0,
-                "data.prefetch": 0,  # what a thread has prepared at the peak is chance
+                **WEIGHED,
             }
         )
         rows.append(Row(made))
@@ -163,8 +163,8 @@ def estimate(
 ) -> dict[str, Any]:
     """The content of ``memory.json``. A strategy that cannot be estimated is a row that says so.
 
-    ``limit`` asks for the largest batch whose step fits into so many bytes; ``measure`` runs a
-    config on real ranks, and then the estimate is for these.
+    ``limit`` (bytes) asks for the largest batch whose step fits; ``measure`` runs a config on real
+    ranks, and then the estimate is for these.
     """
     total = len(rows) * (2 if measure else 1)
     with Simulator() as simulator:
@@ -258,8 +258,8 @@ def summarize(rows: Sequence[Row], limit: int | None, command: str) -> dict[str,
 
 def _row(row: Row, limit: int | None) -> dict[str, Any]:
     config = row.config
-    step = None if row.estimate is None else row.estimate["step"]
-    measured = None if row.measured is None else row.measured["step"]
+    estimate, measured = row.estimate or {}, row.measured or {}
+    step = estimate.get("step")
     return {
         "strategy": config.strategy.name,
         "label": config.strategy.label,
@@ -270,27 +270,30 @@ def _row(row: Row, limit: int | None) -> dict[str, Any]:
         "status": row.status,
         "reason": row.reason,
         "step_bytes": step,
-        "building_bytes": None if row.estimate is None else row.estimate["building"]["total"],
+        "building_bytes": estimate["building"]["total"] if estimate else None,
         "fits": None if limit is None or step is None else step["total"] <= limit,
         "largest_batch": row.largest_batch,
-        "measured_step_bytes": measured,
-        "measured_building_bytes": None
-        if row.measured is None
-        else row.measured["building"]["total"],
+        "measured_step_bytes": measured.get("step"),
+        "measured_building_bytes": measured["building"]["total"] if measured else None,
         "unmeasured": row.unmeasured,
         "assumed": list(row.assumed),
-        "error": errors(step, measured),
+        "error": errors(step, measured.get("step")),
     }
 
 
 def errors(
     estimate: Mapping[str, int] | None, measured: Mapping[str, int] | None
 ) -> dict[str, float] | None:
-    """Of each term: estimate less measured, as a share of the measured peak. They add up."""
+    """For each cause, estimate less measured as a share of the measured peak. They add up."""
     if estimate is None or measured is None:
         return None
-    terms = ("total", *TERMS)
-    return {term: (estimate[term] - measured[term]) / measured["total"] for term in terms}
+    causes = ("total", *CAUSES)
+    return {cause: (estimate[cause] - measured[cause]) / measured["total"] for cause in causes}
+
+
+def fullest(weights: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Bytes by cause where there are most: of several ranks, or of the two peaks of one."""
+    return max(weights, key=lambda peak: peak["total"])
 
 
 def snapshots(ranks: RankSet, config: Config, folder: Path) -> list[str]:
@@ -326,52 +329,41 @@ def _answer(pipe: Any) -> None:
 # ------------------------------------------------------------------ in the ranks
 
 
-def weigh(world: World, values: dict[str, Any]) -> dict[str, Any] | None:
-    """The same, measured: of the fullest rank, at each of the two peaks."""
-    from shardlab import config as configs
+@on_its_ranks
+def weigh(world: World, config: Config) -> dict[str, Any]:
+    """The same, measured: the fullest rank at each of the two peaks."""
     from shardlab import train
     from shardlab.measure import memory
 
-    config = configs.from_dict(values)
-    member = world.first(config.launch.world or 1)
-    if member is None:
-        return None
     causes = memory.Causes()
     workload = train.build_workload(config)
     built, allocations = memory.trace(
-        member.device, lambda: memory.run_steps(workload, config, member, causes, train.Batches)
+        world.device, lambda: memory.run_steps(workload, config, world, causes, train.Batches)
     )
     own = asdict(memory.weights(allocations, causes, built))
-    ranks = member.gather(own)
-    return {
-        part: max((rank[part] for rank in ranks), key=lambda weights: weights["total"])
-        for part in own
-    }
+    ranks = world.gather(own)
+    return {part: fullest(rank[part] for rank in ranks) for part in own}
 
 
-def write_snapshot(world: World, values: dict[str, Any], folder: str) -> str | None:
+@on_its_ranks
+def write_snapshot(world: World, config: Config, folder: str) -> str:
     """A few steps on the GPU with every allocation noted, and where it was made."""
     import torch
 
-    from shardlab import config as configs
     from shardlab import train
     from shardlab.measure import memory
     from shardlab.trace import capture
 
-    config = configs.from_dict(values)
     if world.device.type != "cuda":
         raise UsageError(
             f"--snapshot is made by PyTorch's CUDA allocator, and these ranks are on the "
             f"{world.device.type}; leave it out (--measure shows the peak that a run has)"
         )
-    member = world.first(config.launch.world or 1)
-    if member is None:
-        return None
     name = f"memory.{capture.folder_name(config.strategy.label)}.rank{world.rank}.pickle"
     torch.cuda.memory._record_memory_history(max_entries=10**6)
     try:
         workload = train.build_workload(config)
-        memory.run_steps(workload, config, member, memory.Causes(), train.Batches)
+        memory.run_steps(workload, config, world, memory.Causes(), train.Batches)
         torch.cuda.memory._dump_snapshot(str(Path(folder) / name))
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)

@@ -6,16 +6,12 @@ either, two strategies that are both right have different losses, and only a pro
 
 from __future__ import annotations
 
-import pickle
-import random
-
-import numpy as np
 import torch
-from torch import Tensor, nn
 
 from shardlab import train
 from shardlab import world as worlds
 from shardlab.config import Config
+from shardlab.proof.chance import generators
 from shardlab.workloads.base import Workload
 
 RANDOM = (
@@ -25,15 +21,14 @@ STATE = (
     "forward changes what its next loss depends on (a buffer, a cache), and a rank sees other "
     "micro-batches than one process does"
 )
-SAME = 1e-5  # of the loss: what a GPU's order of summation may do between two calls
+SAME = 1e-5  # share of the loss that a GPU's order of summation may change between two calls
 
 
 def why_losses_differ(config: Config, workload: Workload, device: torch.device) -> str | None:
-    """Why the losses of two worlds cannot agree, whatever the strategy; none if they should.
+    """Why the losses of two worlds cannot agree, whatever the strategy; None if they should.
 
-    Looked for by running the loss of one micro-batch twice from the same random state: does it move
-    that state, and is it the same again? A model that cannot run like this will say so when it is
-    timed.
+    The loss of one micro-batch is run twice from the same random state: does it move that state,
+    and is it the same again? A model that cannot run like this will say so when it is timed.
     """
     training = config.training
     parts = (config.launch.world or 1) * training.accumulate
@@ -46,29 +41,11 @@ def why_losses_differ(config: Config, workload: Workload, device: torch.device) 
         losses = []
         for _ in range(2):
             worlds.seed(training.seed)
-            before = _random_state(device)
-            losses.append(_value(loss(model, batch)))
-            moved = _random_state(device) != before
+            before = generators()
+            losses.append(float(loss(model, batch).detach()))
+            moved = generators() != before
     except Exception:
         return None
     if moved:
         return RANDOM
     return STATE if abs(losses[1] - losses[0]) > SAME * abs(losses[0]) else None
-
-
-def normalizes_batches(model: nn.Module) -> bool:
-    """Whether a sample's loss depends on the others in its micro-batch."""
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
-
-
-def _value(loss: Tensor) -> float:
-    return float(loss.detach())
-
-
-def _random_state(device: torch.device) -> tuple[bytes, ...]:
-    """The state of every global random generator that a model may draw from."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    others = pickle.dumps((random.getstate(), np.random.get_state()))
-    return others, *(state.numpy().tobytes() for state in states)

@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardlab import numbers
 from shardlab.errors import UsageError, unknown
-from shardlab.measure import stats
+from shardlab.measure import readings
 from shardlab.measure.cells import Cell
-from shardlab.report import format as fmt
 
 Limits = Mapping[str, float]  # by what is watched: the share by which it may grow
 WATCHED = ("slower", "memory")
+BAD = (*WATCHED, "broken")  # verdicts that fail the gate
 MACHINE = {
     "cpu": "the CPU", "cores": "the number of cores", "gpus": "the GPUs", "torch": "PyTorch",
     "backend": "the backend", "threads_per_rank": "the number of threads",
@@ -58,7 +59,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _check(found: Mapping[str, Any]) -> None:
-    """That a record has what is read of it here; one that was written by us has."""
+    """Check that a record has what is read from it here. Every record that we wrote does."""
     for key, kind in (
         ("workload", str), ("parameters", int), ("global_batch", int), ("command", str),
         ("env", dict), ("config", dict), ("cells", list),
@@ -101,7 +102,7 @@ def _times(rows: Any) -> None:
 
 
 def refuse_others(old: Mapping[str, Any], cells: Sequence[Cell]) -> None:
-    """Before anything is measured: times of another model or batch say nothing about these."""
+    """Refuse a record of another model or batch before anything is measured."""
     then, now = old["config"], cells[0].config.to_dict()
     for section, keys in {
         "model": ("workload", "size", "options"),
@@ -123,19 +124,19 @@ def refuse_others(old: Mapping[str, Any], cells: Sequence[Cell]) -> None:
 
 
 def refuse_unsure(old: Mapping[str, Any], repeats: int, limits: Limits) -> None:
-    """One visit does not show the noise, so "slower" could never be said with confidence."""
+    """Refuse a single visit: it does not show the noise, so nothing could be called slower."""
     measured = [cell["step_ms_repeats"] for cell in old["cells"] if cell["step_ms"] is not None]
     if "slower" not in limits:
         return
     if repeats < 2:
         raise UsageError(f"--fail-if slower needs --repeats 2 or more, got {repeats}")
-    if not stats.can_tell(*measured):
+    if not numbers.can_tell(*measured):
         raise UsageError("--fail-if slower: --against has one visit to each; measure it again with "
                          "--repeats 2 or more")  # fmt: skip
 
 
 def _nothing_in_common(old: Mapping[str, Any]) -> UsageError:
-    have = fmt.names([f"{cell['label']} in world {cell['world']}" for cell in old["cells"]])
+    have = numbers.names([f"{cell['label']} in world {cell['world']}" for cell in old["cells"]])
     return UsageError(f"--against has none of these strategies in this world; it has {have}")
 
 
@@ -162,7 +163,7 @@ def check(new: Mapping[str, Any], old: Mapping[str, Any], limits: Limits) -> dic
         "limits": dict(limits),
         "warnings": warnings,
         "cells": rows,
-        "pass": all(row["verdict"] not in ("slower", "memory", "broken") for row in rows),
+        "pass": all(row["verdict"] not in BAD for row in rows),
     }
 
 
@@ -174,7 +175,7 @@ def _key(cell: Mapping[str, Any], result: Mapping[str, Any]) -> str:
 
 
 def _key_of(cell: Cell) -> str:
-    """The same, of a cell that is still to be measured."""
+    """The same for a cell that is still to be measured."""
     config = cell.config
     point = (
         config.strategy.name,
@@ -205,10 +206,10 @@ def _judge(
     if cell["step_ms"] is None:
         return row | {"verdict": "broken", "reason": f"{cell['status']}: {cell['reason']}"}
     times = cell["step_ms_repeats"], then["step_ms_repeats"]
-    row["time_ratio"] = stats.ratio(*times)
-    if stats.can_tell(*times):
-        row["time_interval"] = list(stats.ratio_interval(*times))
-    peaks = fmt.peak(cell), fmt.peak(then)
+    row["time_ratio"] = numbers.ratio(*times)
+    if numbers.can_tell(*times):
+        row["time_interval"] = list(numbers.ratio_interval(*times))
+    peaks = readings.peak(cell), readings.peak(then)
     if peaks[0] is not None and peaks[1]:
         row["memory_ratio"] = peaks[0] / peaks[1]
     reasons = []

@@ -18,7 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardlab.measure import watch
+from shardlab.measure.readings import CAUSES
+from shardlab.proof import watch
 
 if TYPE_CHECKING:
     from shardlab.config import Config
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from shardlab.world import World
 
 T = TypeVar("T")
-
-CAUSES = ("parameters", "optimizer", "gradients", "buckets", "activations", "other")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class Allocation:
     address: int
     size: int
     begin: int
-    end: int | None  # none: still there
+    end: int | None  # None: still there
 
 
 def peak_bytes(device: torch.device, work: Callable[[], T]) -> tuple[T, int]:
@@ -107,7 +106,7 @@ def _lingering_waits() -> Iterator[None]:
 def _broadcast_coalesced(
     group: dist.ProcessGroup, tensors: Sequence[Tensor], size: int, source: int = 0
 ) -> None:
-    """DDP's, which waits in C++, where nobody can linger: as many bytes in as large a copy."""
+    """As DDP's, which waits in C++, where we cannot linger: as many bytes in as large a copy."""
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         waiting = [t for t in tensors if t.dtype == dtype]
         while waiting:
@@ -146,7 +145,7 @@ def lives(events: Any) -> list[Allocation]:
 def at_peak(
     allocations: Sequence[Allocation], since: int | None = None, until: int | None = None
 ) -> list[Allocation]:
-    """Those that were there when there was most, if asked in a part of the time alone."""
+    """Those that were there when there was most, between two moments if they are given."""
     changes = [(a.begin, a.size) for a in allocations]
     changes += [(a.end, -a.size) for a in allocations if a.end is not None]
     if since is not None:
@@ -169,7 +168,7 @@ def data_address(tensor: Tensor) -> int:
 
 @dataclass
 class Causes:
-    """Looks, during a step, at what the memory is for. Addresses mean something only at a time."""
+    """Notes during a step what memory is for. Addresses are used again, so each note has a time."""
 
     looks: list[tuple[int, str, set[int]]] = field(default_factory=list)  # (time, cause, addresses)
     forwards: list[tuple[int, int]] = field(default_factory=list)  # begin and end
@@ -185,11 +184,11 @@ class Causes:
             self.looks.append((now, "gradients", found["rest"]))
 
     def note_collective(self, tensors: Iterable[Tensor]) -> None:
-        """It works on these now: buckets, and blocks put together for use."""
+        """A collective works on these now: buckets, and blocks put together for use."""
         self.looks.append((time.time_ns(), "buckets", self._addresses(tensors)))
 
     def _addresses(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Where their storages lie; of a distributed tensor, this rank's part."""
+        """Addresses of their storages; for a distributed tensor, of this rank's part."""
         found = set()
         for tensor in tensors:
             try:
@@ -249,7 +248,7 @@ class _Collectives(TorchDispatchMode):
 
 
 def by_cause(peaks: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Of the fullest rank, with the total."""
+    """Bytes by cause on the fullest rank, with the total."""
     totals = [{"total": sum(peak.values()), **peak} for peak in peaks]
     return max(totals, key=lambda peak: peak["total"])
 
@@ -270,7 +269,7 @@ class Weights:
 def run_steps(
     workload: Workload, config: Config, world: World, causes: Causes, batches: Batches
 ) -> int:
-    """Build the config's strategy, run its steps, look at what is held. When it was built (ns)."""
+    """Build the config's strategy, run its steps, note what is held. Returns when it was built."""
     from shardlab import train
 
     gc.freeze()  # a look passes over what is here already: half a million objects of PyTorch's

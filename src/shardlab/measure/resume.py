@@ -82,7 +82,7 @@ class Store:
 
 
 def _kept(cell: Cell, name: str, value: Any) -> Any:
-    """What a file says was measured of a cell, if it can be."""
+    """A measured value from a cell's file; raises if it cannot be one."""
     if name not in cell.measured():
         raise ValueError(f"nothing called {name!r} is measured")
     default = getattr(cell, name)
@@ -112,7 +112,7 @@ def settings(cells: Sequence[Cell], plan: Plan) -> dict[str, Any]:
 def refuse_others(
     asked: tuple[Sequence[Cell], Plan], begun: tuple[Sequence[Cell], Plan], folder: Path
 ) -> None:
-    """Refuse to go on with other settings than a comparison was begun with, and say which."""
+    """Refuse to continue with other settings than a comparison was begun with; name them."""
     differences = list(_differences(settings(*begun), settings(*asked)))
     if differences:
         first = "; ".join(differences[:3])

@@ -99,7 +99,7 @@ class Solo(dist.ProcessGroup):
         return self._done([part, whole])
 
     def _copy(self, tensors: Any) -> None:
-        """Made, all at one time, and let go of."""
+        """Make copies of all tensors at once, and free them."""
         if self.copies:
             [torch.empty_like(t) for t in tree_leaves(tensors) if isinstance(t, Tensor)]
 
@@ -132,7 +132,7 @@ def _make_solo(_store: Any, rank: int, size: int, _timeout: Any) -> Solo:
 
 
 class _Reducer(dist.Reducer):
-    """DDP's, which lays its buckets out anew after a step, and asks rank 0 how: there is none.
+    """DDP's reducer, which would lay its buckets out anew after a step as rank 0, not here, says.
 
     The buckets stay in the order of the parameters. Their sizes, and so the memory, are the same.
     But over NCCL the first step's lie beside the new ones in the second step: PyTorch lets go of
@@ -172,7 +172,7 @@ _make_tensor, _to_list = torch.tensor, FakeTensor.tolist
 
 
 def _tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """torch.tensor, that remembers a list: an order that rank 0 decides on, say, is ours."""
+    """torch.tensor that remembers a list: an order that rank 0 decides on, say, is then ours."""
     result: Any = _make_tensor(data, *args, **kwargs)
     if isinstance(result, FakeTensor) and isinstance(data, list):
         result.__dict__["remembered"] = data
@@ -420,7 +420,7 @@ def _simulate(config: Config, device: str, here: bool, values: Values) -> Simula
     make_optimizer = train.make_optimizer
 
     def batches(workload: Workload, config: Config, world: World) -> Iterator[list[Batch]]:
-        """Real samples, made as ever, and then of their kind alone."""
+        """Real samples, made as usual; then only their shapes and types."""
         with _disable_current_modes():
             steps = train.Batches(workload, config, replace(world, device=torch.device("cpu")))
         while True:

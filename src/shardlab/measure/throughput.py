@@ -20,11 +20,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardlab import numbers
 from shardlab.config import Config
 from shardlab.errors import RankFailure, UsageError
-from shardlab.launch import Ranks
-from shardlab.measure import stats
 from shardlab.measure.estimate import with_batch
+from shardlab.rankset import RankSet
 
 if TYPE_CHECKING:
     import torch
@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from shardlab.world import World
 
 SCHEMA = 1
-KEEP_FREE = 0.1  # of the machine's free memory, when nobody gives a limit
+KEEP_FREE = 0.1  # share of the machine's free memory that is left alone, if no limit is given
 SLACK = 256 << 20  # bytes beside tensors that a rank may take: kernels, the profiler, Gloo, gaps
-ATTEMPT_S = 600.0  # of one size, or of looking at the machine: what takes longer has failed
+ATTEMPT_S = 600.0  # for one size, or for looking at the machine: what takes longer has failed
+OF_WORKLOAD = ("peak", "flops_per_sample", "notes", "normalizes_batches")  # not the environment
 DAY_S = 86400.0
 YEAR_DAYS = 365.25
 # How a lack of memory is worded: by PyTorch's allocators, by C++, and by a rank that was killed.
@@ -54,13 +55,13 @@ _OOM_WORDS = (
 class Plan:
     """Which sizes (samples of a rank's micro-batch), and how long each is run."""
 
-    batches: tuple[int, ...] = (1, 2, 4, 8)  # of a sweep, where it begins
+    batches: tuple[int, ...] = (1, 2, 4, 8)  # a sweep begins with its only one
     sweep: bool = False  # double until memory runs out, then halve the interval
     warmup: int = 2
     steps: int = 5  # timed
-    memory_limit: int | None = None  # bytes of a rank's tensors; none: what is there
+    memory_limit: int | None = None  # bytes of a rank's tensors; None: what is free
     most: int = 1 << 16  # where a sweep ends
-    time_limit_s: float = 120.0  # after so long a sweep tries no further size
+    time_limit_s: float = 120.0  # a sweep tries no further size after it
 
     def __post_init__(self) -> None:
         # The optimizer's state exists from the second step on: before it there is no peak.
@@ -81,7 +82,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Goal:
-    """A training run to reckon with."""
+    """The training run that is extrapolated to."""
 
     params: float = 1e12
     tokens: float = 1e13
@@ -107,21 +108,22 @@ def measure(
         {"training.steps": plan.warmup + plan.steps, "training.warmup_steps": 0}
     )
     on_progress("the machine's peak", 0, 1 if plan.sweep else len(plan.batches))
-    with _Worlds(config, world) as worlds:
-        env = worlds.run("describe", config, command)
+    with RankSet(config.launch, world, ATTEMPT_S) as ranks:
+        env = ranks.run(f"{__name__}:describe", config.to_dict(), command)[0]
         limit = limit_of(plan.memory_limit, env["device"], world)
         rows: list[dict[str, Any]] = []
 
         def attempt(batch: int) -> bool:
-            total = len(rows) + 1 if plan.sweep else len(plan.batches)  # of a sweep nobody knows
+            total = len(rows) + 1 if plan.sweep else len(plan.batches)  # a sweep's is unknown
             on_progress(f"batch {batch:,}", len(rows), total)
-            rows.append(_attempt(worlds, with_batch(config, batch), batch, plan, limit))
+            row, failure = _attempt(ranks, with_batch(config, batch), batch, plan, limit)
+            rows.append(row)
             # BatchNorm takes no batch of one sample: one size that fails does not end a list.
             is_last = plan.sweep or batch == plan.batches[-1]
-            has_failed = rows[-1]["status"] == "failed"
-            if is_last and has_failed and not any(r["status"] == "ok" for r in rows):
-                raise worlds.failure or RankFailure(0, rows[-1]["reason"])
-            return bool(rows[-1]["status"] == "ok")
+            none_fits = not any(r["status"] == "ok" for r in rows)
+            if is_last and none_fits and row["status"] == "failed" and failure is not None:
+                raise failure
+            return bool(row["status"] == "ok")
 
         stopped = None
         if plan.sweep:
@@ -141,7 +143,7 @@ def _clock(limit_s: float) -> Callable[[], bool]:
 def sweep(
     fits: Callable[[int], bool], start: int, most: int, is_late: Callable[[], bool]
 ) -> str | None:
-    """Try sizes: doubled until one does not fit, then halved between. Why it ended early, if so.
+    """Try sizes: doubled until one does not fit, then halved between. Returns why it ended early.
 
     Every size is tried once. At the end the largest that fits is known: one more does not.
     """
@@ -158,7 +160,7 @@ def sweep(
 
 
 def limit_of(given: int | None, device: str, ranks: int) -> dict[str, Any]:
-    """Bytes that a rank's tensors may hold on a CPU, and who says so. A GPU has its own."""
+    """Bytes that a rank's tensors may hold on a CPU, and whose limit it is. A GPU has its own."""
     if device != "cpu":
         if given is not None:
             raise UsageError("--memory-limit is for a CPU; a GPU's memory is its own limit")
@@ -193,50 +195,24 @@ def free_bytes() -> int | None:
     return max(0, free)
 
 
-class _Worlds:
-    """Ranks for each size. On a CPU new ones: what a process was once given it does not return."""
-
-    def __init__(self, config: Config, size: int) -> None:
-        self.config, self.size = config, size
-        self.ranks: Ranks | None = None
-        self.failure: RankFailure | None = None
-
-    def __enter__(self) -> _Worlds:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.renew()
-
-    def renew(self) -> None:
-        if self.ranks is not None:
-            self.ranks.close()
-            self.ranks = None
-
-    def run(self, function: str, config: Config, *args: Any) -> Any:
-        if self.ranks is None or not self.ranks.alive:
-            self.ranks = Ranks(self.config.launch, self.size)
-        name = f"{__name__}:{function}"
-        return self.ranks.run(name, config.to_dict(), *args, deadline_s=ATTEMPT_S)[0]
-
-
 def _attempt(
-    worlds: _Worlds, config: Config, batch: int, plan: Plan, limit: Mapping[str, Any]
-) -> dict[str, Any]:
-    """One size as a row. Wrong input is wrong at every size, and raised."""
+    ranks: RankSet, config: Config, batch: int, plan: Plan, limit: Mapping[str, Any]
+) -> tuple[dict[str, Any], RankFailure | None]:
+    """One size as a row, and what failed. Wrong input is wrong at every size, and raised."""
     row = {"batch": batch, "status": "ok", "reason": None, "measured": None}
     if limit["bytes"] is not None:
-        worlds.renew()
+        ranks.renew()  # a CPU process never returns the memory it was once given
     try:
-        measured = worlds.run(
-            "time_batch", config, plan.warmup, limit["bytes"], limit["refused_beyond"]
-        )
+        measured = ranks.run(
+            f"{__name__}:time_batch",
+            config.to_dict(), plan.warmup, limit["bytes"], limit["refused_beyond"],
+        )[0]  # fmt: skip
     except RankFailure as failure:
-        worlds.failure = failure
         status = "oom" if is_out_of_memory(str(failure)) else "failed"
-        return row | {"status": status, "reason": str(failure)}
+        return row | {"status": status, "reason": str(failure)}, failure
     if measured["oom"] is not None:
-        return row | {"status": "oom", "reason": measured["oom"]}
-    return row | {"measured": measured}
+        return row | {"status": "oom", "reason": measured["oom"]}, None
+    return row | {"measured": measured}, None
 
 
 def is_out_of_memory(message: str) -> bool:
@@ -258,15 +234,15 @@ def summarize(
 ) -> dict[str, Any]:
     """The numbers of ``throughput.json``, from what was measured. Pure."""
     world = config.launch.world or 1
-    told = [_row(row, config, env, world) for row in rows]
-    good = [row for row in told if row["status"] == "ok"]
+    shown = [_row(row, config, env, world) for row in rows]
+    good = [row for row in shown if row["status"] == "ok"]
     rates = [row["flops_per_s"] for row in good if row["flops_per_s"] is not None]
-    bad = [row["batch"] for row in told if row["status"] == "oom"]
+    bad = [row["batch"] for row in shown if row["status"] == "oom"]
     largest = max((row["batch"] for row in good), default=None)
     return {
         "schema": SCHEMA,
         "command": command,
-        "env": {k: v for k, v in env.items() if k not in ("peak", "flops_per_sample")},
+        "env": {k: v for k, v in env.items() if k not in OF_WORKLOAD},
         "workload": env["workload"],
         "parameters": env["parameters"],
         "strategy": config.strategy.label,
@@ -279,7 +255,7 @@ def summarize(
         "flops_per_sample": env["flops_per_sample"],
         "limit": dict(limit),
         "config": config.to_dict(),
-        "rows": told,
+        "rows": shown,
         "sweep": plan.sweep,
         "stopped": stopped,
         "largest_batch": largest,
@@ -292,7 +268,7 @@ def summarize(
 def _row(
     row: Mapping[str, Any], config: Config, env: Mapping[str, Any], world: int
 ) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "batch": row["batch"],
         "global_batch": row["batch"] * world * config.training.accumulate,
         "status": row["status"],
@@ -307,17 +283,17 @@ def _row(
     }
     measured = row["measured"]
     if measured is None:
-        return told
-    told["step_ms"] = stats.spread(measured["slowest_ms"])
-    told["steps_per_s"] = 1e3 / told["step_ms"]["median"]
-    told |= stats.throughput(
-        measured["slowest_ms"], told["global_batch"], measured["tokens_per_sample"]
+        return result
+    result["step_ms"] = numbers.spread(measured["slowest_ms"])
+    result["steps_per_s"] = 1e3 / result["step_ms"]["median"]
+    result |= numbers.throughput(
+        measured["slowest_ms"], result["global_batch"], measured["tokens_per_sample"]
     )
-    told["peak_bytes"] = measured["peak_bytes"]
+    result["peak_bytes"] = measured["peak_bytes"]
     if env["flops_per_sample"] is not None:
-        told["flops_per_s"] = env["flops_per_sample"] * told["samples_per_s"] / world
-        told["mfu"] = told["flops_per_s"] / env["peak"]["flops_per_s"]
-    return told
+        result["flops_per_s"] = env["flops_per_sample"] * result["samples_per_s"] / world
+        result["mfu"] = result["flops_per_s"] / env["peak"]["flops_per_s"]
+    return result
 
 
 def extrapolate(goal: Goal, flops_per_s: float, peak: Mapping[str, Any]) -> dict[str, Any]:
@@ -345,7 +321,7 @@ def extrapolate(goal: Goal, flops_per_s: float, peak: Mapping[str, Any]) -> dict
 def describe(world: World, values: dict[str, Any], command: str) -> dict[str, Any]:
     """Where this runs, what, and how fast the device multiplies matrices."""
     from shardlab import config as configs
-    from shardlab import environment, train
+    from shardlab import preflight, train
     from shardlab.workloads.base import count_flops
 
     config = configs.from_dict(values)
@@ -361,10 +337,7 @@ def describe(world: World, values: dict[str, Any], command: str) -> dict[str, An
     rate = sum(r["flops_per_s"] for r in rates) / len(rates)  # of a rank; they may share a GPU
     devices = len(set(world.gather(str(world.device)))) if world.device.type == "cuda" else None
     return {
-        **environment.describe(world.device, command),
-        "backend": world.backend,
-        "workload": workload.name,
-        "parameters": sum(p.numel() for p in workload.make_model().parameters()),
+        **preflight.describe(world, values, command),
         "flops_per_sample": flops,
         "peak": {**rates[0], "flops_per_s": rate, "devices": devices},
     }
@@ -473,7 +446,7 @@ def _time(world: World, config: Config, warmup: int, limit: int | None) -> dict[
     steps = train.Batches(workload, config, world)
 
     def begin() -> Any:
-        """Built, and run for the first time: the peak of memory is in here."""
+        """Build the strategy and run the warm-up: the peak of memory is in here."""
         strategy = train.build_strategy(config, workload, world)
         for microbatches in islice(steps, warmup):
             strategy.gradients(microbatches)

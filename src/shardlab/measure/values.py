@@ -1,8 +1,8 @@
-"""Values that nobody knows: what is answered where code asks a tensor without content for one.
+"""What is answered where code asks a tensor without content for its value.
 
 In a memory simulation tensors have shapes and no values. PyTorch asks for values now and then (Adam
 its step count, ``nn.init.trunc_normal_`` whether all lie within), and so do models (``if
-torch.rand(()) < p``, ``mask.any()``, ``lengths.max().item()``). Whoever asks is found on the stack.
+torch.rand(()) < p``, ``mask.any()``, ``lengths.max().item()``). Who asks is found on the stack.
 A model's question is noted, because the answer may decide what it holds, and the whole estimate is
 made for both answers, 1 and 0.
 """
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 NO_VALUES = "in an estimate tensors have none; shardlab compare weighs what it runs"
 GUESSES = (1, 0)  # True and False, for a condition
-MOST_QUESTIONS = 2_000  # of one line in one forward: more is a loop that waits for another answer
+MOST_QUESTIONS = 2_000  # from one line in one forward: more is a loop waiting for another answer
 _INIT = torch.nn.init.__file__
 _OURS, _MEASURING = (str(folder) for folder in (Path(__file__).parents[1], Path(__file__).parent))
 _DEPENDS_ON_VALUES = (
@@ -61,7 +61,7 @@ class Values:
 
 
 def _who_asks(frame: FrameType | None) -> FrameType | None:
-    """The nearest frame of PyTorch's initialisation or of the user's; none if ours comes first."""
+    """The nearest frame of PyTorch's initialisation or the user's; None if ours comes first."""
     while frame is not None:
         file = frame.f_code.co_filename
         if file == _INIT or _is_users(file):
@@ -78,7 +78,7 @@ def _is_ours(file: str) -> bool:
 
 
 def in_a_line(what: str, function: Callable[P, T], values: Values) -> Callable[P, T]:
-    """``function``, the user's, whose errors are told with the line of the user's they come from.
+    """A function of the user's, whose errors name the line of the user's code they come from.
 
     An error that comes from our code, which may run inside (hooks), stays as it is. Each call has
     its own count of questions to ``values``.
@@ -92,15 +92,16 @@ def in_a_line(what: str, function: Callable[P, T], values: Values) -> Callable[P
         except UsageError:
             raise
         except Exception as error:
-            told = _told(error, what)
-            if told is None:
+            in_users_code = _placed(error, what)
+            if in_users_code is None:
                 raise
-            raise told from None
+            raise in_users_code from None
 
     return call
 
 
-def _told(error: Exception, what: str) -> UsageError | None:
+def _placed(error: Exception, what: str) -> UsageError | None:
+    """The error with the user's line it comes from; None if it comes from our code."""
     frames = traceback.extract_tb(error.__traceback__)
     known: Any = next(
         (f for f in reversed(frames) if _is_users(f.filename) or _is_ours(f.filename)), None

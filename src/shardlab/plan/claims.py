@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardlab.comm import wire_bytes
+from shardlab.numbers import wire_bytes
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ Bytes = Callable[[Job], float]
 
 @dataclass(frozen=True)
 class Claim:
-    """Of one rank. ``moved`` is by collective, in bytes of the tensors that it is about; what
-    that makes on the wire follows from the collective and the ranks that take part."""
+    """What one rank holds and sends. ``moved`` is by collective, in bytes of the tensors that it is
+    about; what that makes on the wire follows from the collective and the ranks that take part."""
 
     moved: Mapping[str, Bytes] = field(default_factory=dict)
     overlap: str = "none"  # or "some": whether gradients are sent before backward has ended
@@ -69,7 +69,7 @@ class Claim:
     gradients: Bytes = lambda job: job.psi
     optimizer: Bytes = lambda job: job.state * job.psi
     keeps_gradients: bool = False  # their buffers stay allocated from step to step
-    # The most that gradients() may hold beyond what is there between steps; none: no promise.
+    # The most that gradients() may hold beyond what is there between steps; None: no promise.
     peak: Bytes | None = None
     groups: Callable[[Job], Mapping[str, int]] = lambda _job: {}  # ranks, where not all take part
     # By collective, the most that may be moved, where it depends on how the model runs; and how
@@ -142,7 +142,7 @@ def scattered_by_zero3(job: Job) -> float:
 
 
 def trained_part(job: Job) -> float:
-    """Of what trains, the most that can lie in one rank's part of all parameters."""
+    """The most of what trains that can lie in one rank's part of all parameters."""
     return min(job.psi, job.held / job.ranks)
 
 
@@ -172,7 +172,7 @@ def fully_sharded(
     moved: Mapping[str, Bytes] | None = None,
     groups: Callable[[Job], Mapping[str, int]] = lambda _job: {},
 ) -> Claim:
-    """FSDP2: every parameter cut into parts, gathered so many times for each micro-batch."""
+    """FSDP2: every parameter cut into parts, gathered ``gathers`` times for each micro-batch."""
 
     def padded(job: Job, only_trained: bool = False) -> int:
         return sum(p.padded(parts(job)) for p in job.params if p.trains or not only_trained)
@@ -235,10 +235,7 @@ CLAIMS: dict[str, Claim] = {
     ),
     "pytorch_ddp": Claim({"all_reduce": once}, "some", keeps_gradients=True),
     "pytorch_zero1": Claim(
-        {"all_reduce": once, "broadcast": once},
-        "some",
-        optimizer=dealt_out,
-        keeps_gradients=True,
+        {"all_reduce": once, "broadcast": once}, "some", optimizer=dealt_out, keeps_gradients=True
     ),
     # Parameters stay for backward: the whole of them is there once.
     "pytorch_zero2": fully_sharded(1, peak=lambda job: job.held + a_few_units(job)),

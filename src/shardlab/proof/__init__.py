@@ -1,1 +1,3 @@
-"""How a proof is made: what is run, what is measured, and how it is judged."""
+"""The evidence, measured on the ranks, and the judge of it, pure."""
+
+TIMEOUT_S = 60.0  # a collective of so small a model that waits longer hangs

@@ -57,7 +57,7 @@ class Seeded:
 
 @dataclass(frozen=True)
 class Nature:
-    """What else than parameters, buffers and data decides over a forward pass."""
+    """What a forward pass depends on besides parameters, buffers and data."""
 
     draws: bool  # it uses random numbers
     remembers: bool  # it depends on what it has seen, beyond its buffers: a counter, a generator
@@ -86,7 +86,7 @@ def nature(make_model: Callable[[], nn.Module], loss: Seeded) -> Nature:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """But for rounding: on a GPU sums may be made in any order. A NaN is the same as another."""
+    """Equal but for rounding: on a GPU sums may be made in any order. NaN equals NaN."""
     rounding = 1e-10 if a.dtype == torch.float64 else 1e-5
     return torch.allclose(a, b, rtol=rounding, atol=0, equal_nan=True)
 
@@ -99,7 +99,7 @@ def untrained(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def put_back(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Those that have changed. (Most have not, and an expanded buffer cannot be written to.)"""
+    """Restore those that have changed. (Most have not; an expanded buffer cannot be written to.)"""
     for name, tensor in untrained(model):
         if not torch.equal(tensor, values[name]):
             tensor.copy_(values[name])

@@ -35,7 +35,7 @@ class Trail:
             self._compare(None, "parameter", tensors, self.reference.start)
 
     def gradients(self, step: int, loss: Tensor, gradients: Tensors | None) -> None:
-        """After ``gradients()``; None: nobody looked at them."""
+        """After ``gradients()``; ``gradients`` is None where they were not looked at."""
         self._note(step, "loss", {"": loss})
         self._note(step, "gradient", gradients or {})
         if self.reference is None:

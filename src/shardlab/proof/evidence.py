@@ -1,4 +1,4 @@
-"""What a strategy does, measured on the ranks. Nothing is judged here: see ``verdict``.
+"""What a strategy does, measured on the ranks. Nothing is judged here: see ``judge``.
 
 Ranks start from different weights, so that a missing broadcast shows, and everything is run
 twice. What is sent comes from the ledger; where more was launched than the ledger has (PyTorch's
@@ -23,20 +23,18 @@ import torch
 from torch import nn
 
 from shardlab import comm, train
-from shardlab import config as configs
 from shardlab import world as worlds
 from shardlab.config import Config
 from shardlab.errors import UsageError, unknown
 from shardlab.guard import pulse, sequence, watchdog
-from shardlab.measure import watch
-from shardlab.measure.watch import Message, Running
 from shardlab.plan import claims
-from shardlab.proof import chance, locate, subjects
+from shardlab.proof import TIMEOUT_S, chance, locate, subjects, watch
 from shardlab.proof import reference as plain
 from shardlab.proof.difference import Trail
 from shardlab.proof.reference import Reference
 from shardlab.proof.subjects import Subject
-from shardlab.prove import TIMEOUT_S
+from shardlab.proof.watch import Message, Running
+from shardlab.rankset import on_its_ranks
 from shardlab.strategies.base import Strategy
 from shardlab.workloads.base import Batch
 from shardlab.world import World
@@ -59,29 +57,24 @@ class Prepared:
 _prepared: dict[str, tuple[str, Prepared]] = {}  # "stack" and "users": of which config, and it
 
 
-def prepare(world: World, values: dict[str, Any]) -> None:
+@on_its_ranks
+def prepare(world: World, config: Config) -> None:
     """Run the models in one process: what is wrong with them is not the fault of a strategy."""
-    config = configs.from_dict(values)
-    member = world.first(config.launch.world or 1)
-    if member is not None:
-        _prepare("users", member, config)
+    _prepare("users", world, config)
 
 
-def examine(world: World, values: dict[str, Any]) -> dict[str, Any] | None:
+@on_its_ranks
+def examine(world: World, config: Config) -> dict[str, Any]:
     """Everything that is measured of one strategy on this rank, as plain values."""
-    config = configs.from_dict(values)
-    member = world.first(config.launch.world or 1)
-    if member is None:
-        return None
-    stack, users = (_prepare(which, member, config) for which in ("stack", "users"))
+    stack, users = (_prepare(which, world, config) for which in ("stack", "users"))
     claim = claim_of(config)
     timeout_s = min(config.launch.timeout_s, TIMEOUT_S)
-    with watch.Alive() as alive, watchdog.watching(member, None, timeout_s), _eager_chance(config):
+    with watch.Alive() as alive, watchdog.watching(world, None, timeout_s), _eager_chance(config):
         pulse.PULSE.enter(pulse.PROOF)
-        on_users = _examine_users(users, _in_dtype(config, users), member, claim, alive)
-        on_stack = _examine_stack(stack, config, member, claim)
+        on_users = _examine_users(users, _in_dtype(config, users), world, claim, alive)
+        on_stack = _examine_stack(stack, config, world, claim)
     return {
-        "ranks": member.size,
+        "ranks": world.size,
         **{key: value for key, value in on_users.items() if key != "model"},
         **{key: value for key, value in on_stack.items() if key != "model"},
         "models": [on_stack["model"], on_users["model"]],
@@ -184,7 +177,7 @@ def _prepare(which: str, world: World, config: Config) -> Prepared:
     """The stack or the user's model, once for all strategies of a config."""
     key = json.dumps({**config.to_dict(), "strategy": None})
     if which not in _prepared or _prepared[which][0] != key:
-        _prepared.pop(which, None)  # of another world size
+        _prepared.pop(which, None)  # it was made for another world size
         if which == "users":
             made = _prepare_users(config, world)
         else:
@@ -279,7 +272,7 @@ def _build(
 
     own = config.with_overrides({"training.seed": subject.seed})
     comm.LEDGER.reset()
-    if world.size > 1:  # ranks out of step are told so, rather than wrong numbers or a hang
+    if world.size > 1:  # ranks out of step get an error, rather than wrong numbers or a hang
         comm.LEDGER.check = sequence.Sequence(world).check
     strategy = train.build_strategy(own, replace(subject.workload, make_model=make_model), world)
     if probe is not None:  # after the strategy's own hooks: what a module returns in the end
@@ -307,10 +300,10 @@ def _run(
     after: Callable[[str], None] = lambda _what: None,
     looks: bool = True,
 ) -> Trail:
-    """All steps, or so many; ``around`` makes the calls, ``after`` hears of each.
+    """All steps, or the first ``steps``; ``around`` makes the calls, ``after`` hears of each.
 
-    Without ``looks`` nothing is asked of the strategy before the last step is over: to look at
-    parameters may gather or free them, and so hide that nobody else did.
+    Without ``looks`` nothing is asked of the strategy before the last step is over: looking at
+    parameters may gather or free them, and so hide that the strategy did not.
     """
     if looks:
         trail.start(strategy.full_params())
@@ -320,7 +313,7 @@ def _run(
         comm.LEDGER.step = step
         loss = around(partial(strategy.gradients, shares[rank]))
         comm.LEDGER.step = None
-        # To look at gradients is to wait for them: step() must do so too, where nobody looks.
+        # Looking at gradients waits for them, so the last step is not looked at: step() must wait.
         looks_here = looks and (step == 0 or step < last)
         if looks_here:
             strategy.settle()
@@ -395,7 +388,7 @@ def _locate(
 
 
 def _digest(model: nn.Module) -> str | None:
-    """Of the parameters as this rank's model holds them; none if they are not whole here."""
+    """A digest of the parameters in this rank's model; None if they are not whole here."""
     content = hashlib.blake2b(digest_size=8)
     for p in model.parameters():
         if hasattr(p, "_local_tensor") or p.untyped_storage().nbytes() < p.numel() * p.itemsize:
@@ -436,8 +429,8 @@ def _watch(
         comm.LEDGER.step = None
 
     def settle() -> None:
-        strategy.full_params()  # whoever has sent for parameters waits for them here
-        limit = time.monotonic() + SETTLE_S  # and whoever waits for nothing is not cut off
+        strategy.full_params()  # a strategy that has sent for parameters waits for them here
+        limit = time.monotonic() + SETTLE_S  # a strategy that waits for nothing is not cut off
         while time.monotonic() < limit and any(
             e.ready_ns is None and e.done_ns is None for e in comm.LEDGER.entries
         ):
@@ -480,7 +473,7 @@ def _by_op(
         lambda: {"bytes": 0.0, "messages": 0, "small_bytes": 0.0, "small_messages": 0}
     )
     for message in messages:
-        # An all-to-all sends each rank its part of the tensor, as a reduce-scatter does.
+        # Our reduce-scatter over Gloo is an all-to-all, among the same ranks.
         op = "reduce_scatter" if message.op == "all_to_all" else message.op
         among = message.ranks or groups.get(op, ranks)
         kind = "small_" if message.bytes < small else ""

@@ -21,7 +21,7 @@ from shardlab.proof.difference import ratio_of
 from shardlab.proof.reference import largest, wide
 from shardlab.proof.subjects import sample
 
-# Of a tensor's largest value: what is less is rounding, which a step of Adam may have enlarged.
+# A smaller share of a tensor's largest value is rounding, which a step of Adam may have enlarged.
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
@@ -110,7 +110,7 @@ def _has_values(tensor: Tensor) -> bool:
 
 
 def first_difference(mine: Probe, theirs: Probe, dtype: torch.dtype) -> dict[str, Any] | None:
-    """The first event of one process that the strategy's run has otherwise.
+    """The first event that differs between one process and the strategy's run.
 
     A strategy may scale its losses: gradients may differ by one factor, that of the first of them.
     """

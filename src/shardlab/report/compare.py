@@ -13,26 +13,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardlab import numbers as fmt
+from shardlab import trace
 from shardlab.errors import UsageError
-from shardlab.measure import explain
-from shardlab.proof.verdict import CHECKS
+from shardlab.measure import readings
+from shardlab.measure.readings import Cell, Result
+from shardlab.proof.judge import CHECKS
 from shardlab.record import write_json, write_text
 from shardlab.report import compare_charts as charts
-from shardlab.report import format as fmt
-from shardlab.report.format import Cell, Result
+from shardlab.report.compare_terminal import verdict, verdict_lines
 from shardlab.report.page import asset, templates
-from shardlab.report.terminal import verdict, verdict_lines
-from shardlab.report.timeline import shifts_of, timeline
+from shardlab.report.timeline import timeline
 
 CSV_COLUMNS = (
     "workload", "parameters", "global_batch", "strategy", "label", "options", "world", "accumulate",
     "status", "reason", "step_ms_median", "step_ms_p10", "step_ms_p90", "step_ms_n",
     "speed_to_baseline", "skew_ms", "samples_per_s", "tokens_per_s", "peak_bytes_total", "loss",
     "loss_difference", "precision", "baseline", "speed_low", "speed_high", "mfu", "proof",
-    "exposed_comm_ms", "wait_ms", "overlap_pct", "sent_bytes", "estimated_bytes_total", *(
-        f"peak_bytes_{cause}" for cause in
-        ("parameters", "optimizer", "gradients", "buckets", "activations", "other")
-    ),
+    "exposed_comm_ms", "wait_ms", "overlap_pct", "sent_bytes", "estimated_bytes_total",
+    *(f"peak_bytes_{cause}" for cause in readings.CAUSES),
 )  # fmt: skip
 PAGE_BYTES = 1_900_000
 TIMELINE_SPANS = 60_000  # on all timelines together: 0.8 MB
@@ -64,8 +63,8 @@ def csv_text(result: Result) -> str:
         for name in ("step_ms", "peak_bytes", "estimated_bytes"):
             row |= {f"{name}_{key}": value for key, value in (cell.get(name) or {}).items()}
         row["speed_low"], row["speed_high"] = cell.get("speed_interval") or (None, None)
-        row["proof"] = (cell.get("proof") or {}).get("pass")
-        row["sent_bytes"] = (cell.get("sent") or {}).get("bytes")
+        row["proof"] = readings.proved(cell)
+        row["sent_bytes"] = readings.sent(cell)
         for name in ("exposed_comm_ms", "wait_ms", "overlap_pct"):
             row[name] = (cell.get("profile") or {}).get(name)
         writer.writerow(row)
@@ -74,7 +73,7 @@ def csv_text(result: Result) -> str:
 
 def markdown(result: Result) -> str:
     """A table for an issue, a pull request or a wiki; then the answer."""
-    rate = fmt.rate_name(result)
+    rate = readings.rate_name(result)
     heads = ("strategy", "world", "step ms (p10–p90)", "speed (95%)", rate, "peak memory",
              "exposed comm ms", "overlap", "sent per step", "loss Δ", "right")  # fmt: skip
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "--:|" * (len(heads) - 1)]
@@ -86,20 +85,20 @@ def markdown(result: Result) -> str:
         else:
             profile, sure = cell.get("profile") or {}, fmt.interval(cell.get("speed_interval"))
             values += [
-                f"{fmt.number(cell['step_ms']['median'])} ({fmt.spread(cell['step_ms'])})",
+                f"{fmt.number(cell['step_ms']['median'])} ({fmt.p10_p90(cell['step_ms'])})",
                 fmt.speed(cell["speed_to_baseline"]) + (f" ({sure})" if sure else ""),
-                fmt.compact(cell[fmt.rate_key(result)]),
-                fmt.size(fmt.peak(cell)),
+                fmt.compact(cell[readings.rate_key(result)]),
+                fmt.size(readings.peak(cell)),
                 fmt.number(profile.get("exposed_comm_ms")),
                 fmt.percent(profile.get("overlap_pct")),
-                fmt.size((cell.get("sent") or {}).get("bytes")),
+                fmt.size(readings.sent(cell)),
                 fmt.difference(cell["loss_difference"]),
-                fmt.proof_mark(cell),
+                fmt.mark(readings.proved(cell)),
             ]
         lines.append("| " + " | ".join(values) + " |")
     title = (
         f"**{result['workload']}**, {fmt.compact(result['parameters'])} parameters, global batch "
-        f"{result['global_batch']}, speed against {fmt.baselines(result)}"
+        f"{result['global_batch']}, speed against {readings.baselines(result)}"
     )
     said = [_pipeless(line.strip()) for line in verdict_lines(result)]
     paragraphs = [title, "\n".join(lines), *said, f"`{_pipeless(result['command'])}`"]
@@ -128,19 +127,20 @@ def _page(result: Result, timelines: Sequence[Timeline]) -> str:
     noun = "rank" if ranks == "1" else "ranks"
     strategies = len({cell["strategy"] for cell in result["cells"]})
     side = fmt.count(strategies, "strategy", "strategies").replace(" ", "\u00a0")
-    has_numbers = bool(fmt.measured(result))
+    has_numbers = bool(readings.measured(result))
     return (
         templates()
         .get_template("compare.html.j2")
         .render(
             result=result,
             fmt=fmt,
+            read=readings,
             css=asset("timeline.css"),
             js=asset("tables.js") + (asset("timeline.js") if timelines else ""),
             title=f"{result['workload']} on {ranks} {noun}: {side} side by side",
             verdict=verdict(result),
             answer=result.get("answer"),
-            leanest=fmt.leanest(result),
+            leanest=readings.leanest(result),
             step_chart=charts.step_chart(result) if has_numbers else None,
             bar_rows=charts.bar_rows(result) if has_numbers else None,
             memory=charts.memory_chart(result),
@@ -173,10 +173,10 @@ def _timelines(result: Result, spans: int) -> Iterator[Timeline]:
     cells = [cell for cell in result["cells"] if cell.get("profile")][:MAX_TIMELINES]
     for cell in cells:
         try:
-            found = explain.traces(Path(cell["traces"]["folder"]))
+            found = trace.load_once(Path(cell["traces"]["folder"]))
         except UsageError:  # the files were moved away: the numbers are still there
             continue
-        yield Timeline(cell, timeline(found, shifts_of(found), spans // len(cells)))
+        yield Timeline(cell, timeline(found, spans // len(cells)))
 
 
 def _shown_first(result: Result, timelines: Sequence[Timeline]) -> Cell | None:

@@ -1,40 +1,17 @@
-"""Where the charts of a comparison have their bars, dots and curves; the template draws them.
-
-Charts use percentages across and pixels down, so that they stretch with the window while their text
-and dots keep their size.
-"""
+"""Where the charts of a comparison have their bars, dots and curves; the template draws them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
-from shardlab.report import format as fmt
-from shardlab.report.format import Cell, Result
+from shardlab import numbers as fmt
+from shardlab.measure import readings
+from shardlab.measure.readings import Cell, Result
+from shardlab.report.charts import Amounts, StackChart, Tick, line, stacked, ticks
 from shardlab.trace.model import PARTS
-
-
-@dataclass(frozen=True)
-class Tick:
-    at: float  # percent of the axis
-    text: str
-
-
-def _ticks(low: float, high: float, about: int = 7, whole: bool = False) -> list[Tick]:
-    """Round numbers (1, 2 or 5 times a power of ten apart) between ``low`` and ``high``."""
-    span = high - low
-    if span <= 0:
-        return []
-    power = 10.0 ** math.floor(math.log10(span / about))
-    step = next(power * factor for factor in (1, 2, 5, 10) if span <= power * factor * about)
-    step = max(step, 1) if whole else step
-    decimals = max(0, -math.floor(math.log10(step)))
-    return [
-        Tick(100 * (i * step - low) / span, f"{i * step:,.{decimals}f}")
-        for i in range(math.ceil(low / step), math.floor(high / step) + 1)
-    ]
 
 
 @dataclass(frozen=True)
@@ -59,7 +36,7 @@ class StepChart:
     ticks: list[Tick]
     baseline: float | None  # percent
     rows: list[StepRow]
-    every: int  # one dot for so many steps
+    every: int  # steps for one dot
     stalls: int  # single steps past the axis
 
 
@@ -69,7 +46,7 @@ DOTS_PER_REPEAT = 100
 
 def step_chart(result: Result) -> StepChart:
     """Median, spread and single steps, on an axis that shows the strategies near the fastest."""
-    cells = fmt.measured(result)
+    cells = readings.measured(result)
     best = min(cell["step_ms"]["median"] for cell in cells)
     near = [cell for cell in cells if cell["step_ms"]["median"] <= FAR * best]
     times = [ms for cell in near for repeat in cell["step_ms_repeats"] for ms in repeat]
@@ -105,9 +82,9 @@ def step_chart(result: Result) -> StepChart:
         )
 
     rows = [row(cell) for cell in result["cells"]]
-    reference = fmt.baseline(result)
+    reference = readings.baseline(result)
     return StepChart(
-        ticks=_ticks(low, high),
+        ticks=ticks(low, high),
         baseline=percent(reference["step_ms"]["median"]) if reference in near else None,
         rows=rows,
         every=every,
@@ -124,110 +101,42 @@ class BarRow:
 
 def bar_rows(result: Result) -> list[BarRow]:
     """Throughput and peak memory, each as a share of the largest."""
-    key = fmt.rate_key(result)
+    key = readings.rate_key(result)
     most_rate = max(cell[key] or 0 for cell in result["cells"]) or 1
-    most_memory = max(fmt.peak(cell) or 0 for cell in result["cells"]) or 1
+    most_memory = max(readings.peak(cell) or 0 for cell in result["cells"]) or 1
     return [
-        BarRow(cell, 100 * (cell[key] or 0) / most_rate, 100 * (fmt.peak(cell) or 0) / most_memory)
+        BarRow(
+            cell, 100 * (cell[key] or 0) / most_rate, 100 * (readings.peak(cell) or 0) / most_memory
+        )
         for cell in result["cells"]
     ]
 
 
-@dataclass(frozen=True)
-class Segment:
-    kind: str  # a class of the style sheet
-    name: str
-    x: float  # percent, as is the width
-    width: float
-    text: str
-
-
-@dataclass(frozen=True)
-class StackRow:
-    cell: Cell
-    segments: list[Segment]
-    hidden: tuple[float, float]  # x and width, at compute's end
-    total: str
-    text: str
-    note: str = ""  # below the total
-
-
-@dataclass(frozen=True)
-class StackChart:
-    rows: list[StackRow]
-    kinds: list[tuple[str, str]]  # of those that appear, for the legend
-    ticks: list[Tick]
-    has_hidden: bool = False
-
-
-def _stacked(
-    amounts: Sequence[tuple[Cell, dict[str, float]]],
-    names: Mapping[str, str],
-    show: Callable[[float], str],
-    unit: float,
-) -> StackChart:
-    """Bars of parts, on one axis from zero; ``unit`` is what the axis counts in."""
-    most = max((sum(parts.values()) for _, parts in amounts), default=0) or 1.0
-    rows = []
-    for cell, parts in amounts:
-        x, segments = 0.0, []
-        for kind, name in names.items():
-            width = 100 * parts[kind] / most
-            if width > 0:
-                segments.append(Segment(kind, name, x, width, show(parts[kind])))
-            x += width
-        said = ", ".join(f"{segment.name} {segment.text}" for segment in segments)
-        rows.append(StackRow(cell, segments, (0.0, 0.0), show(sum(parts.values())), said))
-    seen = {segment.kind for row in rows for segment in row.segments}
-    kinds = [(kind, name) for kind, name in names.items() if kind in seen]
-    return StackChart(rows, kinds, _ticks(0, most / unit))
-
-
 def stack_chart(result: Result) -> StackChart | None:
     """A profiled step of each strategy: the mean over its ranks and steps."""
-    cells = [cell for cell in fmt.measured(result) if cell.get("profile")]
-    if not cells:
-        return None
-    names = PARTS  # by column of the analysis, in microseconds; ours are in ms
-    amounts = [
-        (cell, {part: cell["profile"][f"{part.removesuffix('_us')}_ms"] for part in names})
-        for cell in cells
-    ]
-    chart = _stacked(amounts, names, lambda ms: f"{fmt.number(ms)} ms", 1)
-    most = max(sum(parts.values()) for _, parts in amounts) or 1.0
-    rows = []
-    for row in chart.rows:
-        profile = row.cell["profile"]
-        compute, hidden = (
-            100 * profile[f"{name}_ms"] / most for name in ("compute", "hidden_comm")
+    bars = [
+        Amounts(
+            cell,
+            {part: profile[f"{part.removesuffix('_us')}_ms"] for part in PARTS},
+            profile["hidden_comm_ms"],
         )
-        text = row.text
-        if hidden:
-            text += f"; {fmt.number(profile['hidden_comm_ms'])} ms of communication behind compute"
-        rows.append(replace(row, hidden=(compute - hidden, hidden), text=text))
-    return replace(chart, rows=rows, has_hidden=any(row.hidden[1] for row in rows))
-
-
-CAUSES = {
-    "parameters": "parameters",
-    "optimizer": "optimizer state",
-    "gradients": "gradients",
-    "buckets": "buckets and gathered blocks",
-    "activations": "activations",
-    "other": "other",
-}
+        for cell in readings.measured(result)
+        if (profile := cell.get("profile"))
+    ]
+    return stacked(bars, PARTS, lambda ms: f"{fmt.number(ms)} ms", ("ms", 1)) if bars else None
 
 
 def memory_chart(result: Result) -> StackChart | None:
     """What the fullest rank held at its peak, and what for."""
-    cells = [c for c in fmt.measured(result) if CAUSES.keys() <= (c["peak_bytes"] or {}).keys()]
-    if not cells:
+    bars = [
+        Amounts(cell, {cause: peak[cause] for cause in readings.CAUSES}, note=_estimated(cell))
+        for cell in readings.measured(result)
+        if readings.CAUSES.keys() <= (peak := cell["peak_bytes"] or {}).keys()
+    ]
+    if not bars:
         return None
-    most = max(cell["peak_bytes"]["total"] for cell in cells)
-    unit = next((1024.0**p for p in (3, 2, 1) if most >= 1024**p), 1.0)
-    amounts = [(cell, {cause: cell["peak_bytes"][cause] for cause in CAUSES}) for cell in cells]
-    chart = _stacked(amounts, CAUSES, fmt.size, unit)
-    return replace(chart, rows=[replace(row, note=_estimated(row.cell)) for row in chart.rows])
+    most = max(bar.of["peak_bytes"]["total"] for bar in bars)
+    return stacked(bars, readings.CAUSES, fmt.size, fmt.unit_of(most))
 
 
 def _estimated(cell: Cell) -> str:
@@ -259,9 +168,9 @@ class ScalingChart:
 
 def scaling(result: Result) -> ScalingChart | None:
     """Throughput by number of ranks, for what ran in several; ideal: from its smallest world."""
-    key = fmt.rate_key(result)
+    key = readings.rate_key(result)
     groups: dict[str, dict[int, float]] = {}
-    cells = [cell for cell in fmt.measured(result) if cell["strategy"] != "single"]
+    cells = [cell for cell in readings.measured(result) if cell["strategy"] != "single"]
     several = {
         name: len({cell[name] for cell in cells}) > 1 for name in ("precision", "accumulate")
     }
@@ -285,9 +194,8 @@ def scaling(result: Result) -> ScalingChart | None:
         across = (world - worlds[0]) / (worlds[-1] - worlds[0])
         return 100 * across, 100 * (1 - rate / most)
 
-    def line(rates: Mapping[int, float]) -> str:
-        points = [place(world, rates[world]) for world in sorted(rates)]
-        return "M" + " L".join(f"{x:.2f} {y:.2f}" for x, y in points)
+    def through(rates: Mapping[int, float]) -> str:
+        return line(place(world, rates[world]) for world in sorted(rates))
 
     curves = []
     for name, rates in groups.items():
@@ -298,9 +206,9 @@ def scaling(result: Result) -> ScalingChart | None:
             for w in sorted(rates)
         ]
         text = f"{efficiency:.0f}% of ideal from {first} to {fmt.count(last, 'rank')}"
-        curves.append(Scaling(name, line(rates), line(ideals[name]), points, text))
+        curves.append(Scaling(name, through(rates), through(ideals[name]), points, text))
     across = [Tick(place(world, 0)[0], str(world)) for world in worlds]
-    return ScalingChart(curves, across, _ticks(0, most, about=4))
+    return ScalingChart(curves, across, ticks(0, most, about=4))
 
 
 @dataclass(frozen=True)
@@ -325,7 +233,7 @@ DASHES = ("none", "9 5", "3 4", "12 4 3 4", "6 3", "1.5 5")
 
 def loss_chart(result: Result) -> LossChart | None:
     """The curves over each other. They normally coincide, so the first is drawn broad and pale."""
-    cells = [cell for cell in fmt.measured(result) if cell["losses"]]
+    cells = [cell for cell in readings.measured(result) if cell["losses"]]
     cells.sort(key=lambda cell: cell["label"] != result["baseline"])  # drawn first, below the rest
     finite = [loss for cell in cells for loss in cell["losses"] if math.isfinite(loss)]
     if not finite:
@@ -339,14 +247,14 @@ def loss_chart(result: Result) -> LossChart | None:
         return f"{100 * x:.2f} {100 * y:.2f}"
 
     def curve(index: int, cell: Cell) -> Curve:
-        apart = fmt.agrees(cell, result) is False
+        apart = readings.agrees(cell, result) is False
         kind = "band" if index == 0 else "apart" if apart else "same"
         dashes = DASHES[(index - 1) % len(DASHES)] if index else "none"
         return Curve(cell, _path(cell["losses"], point), kind, dashes)
 
     return LossChart(
-        x_ticks=_ticks(1, steps, about=8, whole=True),
-        y_ticks=_ticks(low, high),
+        x_ticks=ticks(1, steps, about=8, whole=True),
+        y_ticks=ticks(low, high),
         timed_from=100 * min((result["warmup_steps"] - 0.5) / max(steps - 1, 1), 1),
         curves=[curve(index, cell) for index, cell in enumerate(cells)],
         note=_loss_note(cells, result),
@@ -367,16 +275,16 @@ def _path(losses: Sequence[float], point: Callable[[int, float], str]) -> str:
 def _loss_note(cells: Sequence[Cell], result: Result) -> str:
     if result.get("loss_not_compared"):
         return f"They need not coincide: {result['loss_not_compared']}."
-    unknown = [cell["label"] for cell in cells if fmt.agrees(cell, result) is None]
-    if unknown and (len(unknown) == len(cells) or fmt.baseline(result)["label"] in unknown):
+    unknown = [cell["label"] for cell in cells if readings.agrees(cell, result) is None]
+    if unknown and (len(unknown) == len(cells) or readings.baseline(result)["label"] in unknown):
         return "There is no finite loss of single to compare with."
     if len(cells) == 1:
         return ""
     if unknown:
         cells = [cell for cell in cells if cell["label"] not in unknown]
-    loosest = max(fmt.tolerance(result, cell) for cell in cells)
+    loosest = max(readings.tolerance(result, cell) for cell in cells)
     tolerance = f"{100 * loosest:g}% of the loss"
-    apart = [cell["label"] for cell in cells if not fmt.agrees(cell, result)]
+    apart = [cell["label"] for cell in cells if not readings.agrees(cell, result)]
     if apart:
         verb = "is" if len(apart) == 1 else "are"
         return f"At the last step {fmt.names(apart)} {verb} further from single than {tolerance}."

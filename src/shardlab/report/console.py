@@ -12,16 +12,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from shardlab.report import audit, terminal
-from shardlab.report import format as fmt
-
-
-def _errors() -> Console:
-    return Console(stderr=True, highlight=False)
-
-
-def _out() -> Console:
-    return Console(highlight=False)
+from shardlab import numbers as fmt
+from shardlab.report import audit, compare_terminal, terminal
 
 
 @contextmanager
@@ -32,7 +24,7 @@ def _bar(description: str) -> Iterator[tuple[Progress, Any]]:
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=_errors(), transient=True) as progress:
+    with Progress(*columns, console=terminal.errors(), transient=True) as progress:
         yield progress, progress.add_task(description, total=None)
 
 
@@ -42,7 +34,7 @@ def training_progress(enabled: bool) -> Iterator[Callable[[Mapping[str, Any]], N
     if not enabled:
         yield lambda _event: None
         return
-    console = _errors()
+    console = terminal.errors()
     if not console.is_terminal:
         yield lambda event: _log_line(console, event)
         return
@@ -60,37 +52,31 @@ def training_progress(enabled: bool) -> Iterator[Callable[[Mapping[str, Any]], N
 
 
 def _announce(console: Console, event: Mapping[str, Any]) -> None:
+    """What a person should know at once, in a line each."""
+    lines: list[str] = []
     if "trace_bytes_estimated" in event:
         size = fmt.size(event["trace_bytes_estimated"])
-        console.print(f"recording: the traces will take about {size} per rank")
-    if "warning" in event:
-        console.print(f"warning: {event['warning']}", markup=False, soft_wrap=True)
-    if "note" in event:
-        console.print(f"note: {event['note']}", markup=False, soft_wrap=True)
+        lines.append(f"recording: the traces will take about {size} per rank")
+    lines += [f"{kind}: {event[kind]}" for kind in ("warning", "note") if kind in event]
     if "resumed" in event:
-        for line in resumption(event["resumed"]):
-            console.print(line, markup=False, soft_wrap=True)
+        lines += resumption(event["resumed"])
     if "restart" in event:
-        fewer = f" with {fmt.count(event['world'], 'rank')}"
-        console.print(
-            f"{event['reason']}; restart {event['restart']} of {event['of']}{fewer}",
-            markup=False, soft_wrap=True,
-        )  # fmt: skip
+        ranks = fmt.count(event["world"], "rank")
+        lines.append(f"{event['reason']}; restart {event['restart']} of {event['of']} with {ranks}")
     if (event.get("checkpoint") or {}).get("error"):
         row = event["checkpoint"]
-        console.print(
+        lines.append(
             f"warning: the checkpoint of step {row['step']} was not written: {row['error']}; the "
-            "run goes on, and the one before it stays",
-            markup=False, soft_wrap=True,
-        )  # fmt: skip
+            "run goes on, and the one before it stays"
+        )
     if "stopping" in event:
-        console.print(
+        lines.append(
             f"{event['stopping']}: the run stops after this step, with a checkpoint; a second one "
-            "ends it at once",
-            markup=False, soft_wrap=True,
-        )  # fmt: skip
+            "ends it at once"
+        )
     if "evaluation" in event:
-        console.print(f"held out: {evaluation_text(event['evaluation'])}", highlight=False)
+        lines.append(f"held out: {evaluation_text(event['evaluation'])}")
+    terminal.say(console, *lines)
 
 
 def _log_line(console: Console, event: Mapping[str, Any]) -> None:
@@ -110,7 +96,7 @@ def comparison_progress(enabled: bool) -> Iterator[Callable[[str, int, int], Non
     if not enabled:
         yield lambda _what, _done, _total: None
         return
-    console = _errors()
+    console = terminal.errors()
     if not console.is_terminal:
         yield lambda what, done, total: console.print(f"[{done}/{total}] {what}", markup=False)
         return
@@ -127,7 +113,7 @@ def print_training(result: Mapping[str, Any]) -> None:
         if result["tokens_per_s"] is None
         else f"{result['tokens_per_s']:,.0f} tokens/s"
     )
-    out = _out()
+    out = terminal.out()
     out.print(
         f"{result['steps']} steps: loss {result['first_loss']:.4f} → {result['loss']:.4f}, "
         f"{time['median']:.1f} ms/step (p10–p90 {time['p10']:.1f}–{time['p90']:.1f}), {rate}"
@@ -139,24 +125,23 @@ def print_training(result: Mapping[str, Any]) -> None:
     )
     if evaluations := result["evaluations"]:
         out.print(f"held out: {evaluation_text(evaluations[-1])}")
-    for line in audit.sentences(result["audit"]) if result["audit"] else ():
-        out.print(line, soft_wrap=True, markup=False)
+    terminal.say(out, *(audit.sentences(result["audit"]) if result["audit"] else ()))
     if (checkpoint := result["checkpoint"]) is not None and checkpoint["error"] is None:
         out.print(
             f"checkpoint after step {checkpoint['step']}: {fmt.size(checkpoint['bytes'])}, the run "
             f"waited {checkpoint['held_up_s']:.2f} s"
         )
-    out.print(f"files: {result['folder']}", soft_wrap=True, markup=False)
+    terminal.say(out, f"files: {result['folder']}")
     if traces := result.get("traces"):
         out.print(
             f"traces: {fmt.count(len(traces['files']), 'file')}, {fmt.size(traces['bytes'])} "
             f"(estimated {fmt.size(traces['estimated_bytes'])}); to see where the time went:"
         )
-        out.print(f"  shardlab trace analyze {result['folder']}", soft_wrap=True, markup=False)
+        terminal.say(out, f"  shardlab trace analyze {result['folder']}")
 
 
 def resumption(row: Mapping[str, Any]) -> Iterator[str]:
-    """Where a run goes on, and what is not as it was."""
+    """Where a run continues, and what has changed."""
     for reason in row["passed_over"]:
         yield f"passed over: {reason}"
     if row["checkpoint"] is None:
@@ -175,45 +160,37 @@ def evaluation_text(row: Mapping[str, Any]) -> str:
 
 
 def print_comparison(result: Mapping[str, Any], files: Mapping[str, Path]) -> None:
-    out = _out()
-    out.print(terminal.compare_table(result))
+    out = terminal.out()
+    out.print(compare_terminal.compare_table(result))
     out.print()
-    if (explained := terminal.explained_table(result)) is not None:
+    if (explained := compare_terminal.explained_table(result)) is not None:
         out.print(explained)
         out.print()
-    for line in terminal.verdict_lines(result):
-        out.print(line, markup=False)
-    for note in result["env"].get("notes", ()):
-        out.print(f"note: {note}", markup=False, soft_wrap=True)
-    for path in files.values():
-        out.print(f"  {path}", soft_wrap=True, markup=False)
-    found = [cell["traces"] for cell in result["cells"] if cell.get("traces")]
-    size = sum(traces.get("bytes", 0) for traces in found)
+    terminal.say(out, *compare_terminal.verdict_lines(result), wraps=True)
+    terminal.say(out, *(f"note: {note}" for note in result["env"].get("notes", ())))
+    terminal.say_paths(out, files.values())
+    found = {cell["label"]: cell["traces"] for cell in result["cells"] if cell.get("traces")}
+    size = sum(traces.get("bytes", 0) for traces in found.values())
     if size:
-        where = f"{files['html'].parent}/<strategy>/traces"
-        out.print(f"  {where}  {fmt.size(size)}", soft_wrap=True, markup=False)
-    for cell in result["cells"]:
-        if "reason" in (cell.get("traces") or {}):
-            reason = cell["traces"]["reason"]
-            out.print(f"not explained, {cell['label']}: {reason}", markup=False)
+        terminal.say_paths(out, [f"{files['html'].parent}/<strategy>/traces  {fmt.size(size)}"])
+    for label, traces in found.items():
+        if "reason" in traces:
+            terminal.say(out, f"not explained, {label}: {traces['reason']}", wraps=True)
 
 
 def print_gate(gate: Mapping[str, Any]) -> None:
-    out = _out()
+    out = terminal.out()
     out.print()
-    for warning in gate["warnings"]:
-        out.print(f"warning: {warning}", markup=False)
-    out.print(terminal.gate_table(gate))
-    out.print(terminal.gate_verdict(gate), markup=False)
+    terminal.say(out, *(f"warning: {warning}" for warning in gate["warnings"]), wraps=True)
+    out.print(compare_terminal.gate_table(gate))
+    terminal.say(out, compare_terminal.gate_verdict(gate), wraps=True)
 
 
 def print_names(rows: Mapping[str, str], kind: str) -> None:
-    table = Table(box=None, pad_edge=False)
-    table.add_column(kind, style="bold", no_wrap=True)
-    table.add_column("what it is")
+    table = terminal.table(f"|{kind}", "<what it is")
     for name, summary in rows.items():
-        table.add_row(name, escape(summary))
-    _out().print(table)
+        table.add_row(f"[bold]{name}[/]", escape(summary))
+    terminal.out().print(table)
 
 
 def print_diagnosis(checks: Sequence[Mapping[str, str]]) -> None:
@@ -221,4 +198,4 @@ def print_diagnosis(checks: Sequence[Mapping[str, str]]) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     for check in checks:
         table.add_row(marks[check["status"]], f"[bold]{check['name']}[/]", escape(check["detail"]))
-    _out().print(table)
+    terminal.out().print(table)

@@ -5,32 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.markup import escape
 from rich.padding import Padding
 from rich.syntax import Syntax
-from rich.table import Table
 
-from shardlab.learn.exercise import Exercise, Finding
-from shardlab.learn.grade import Verdict
+from shardlab.report import terminal
+
+if TYPE_CHECKING:
+    from shardlab.learn.exercise import Exercise, Finding
+    from shardlab.learn.grade import Verdict
 
 SHOWN = 1500  # characters of what a rank printed
 WIDTH = 100
 
 
 def _out() -> Console:
-    console = Console(highlight=False)
-    return Console(highlight=False, width=min(console.width, WIDTH))
+    return Console(highlight=False, width=min(terminal.out().width, WIDTH))
 
 
 def print_overview(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
     console = _out()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("", "exercise", "what you write", "state"):
-        table.add_column(heading)
+    table = terminal.table("<", "<exercise", "<what you write", "<state")
     for i, row in enumerate(rows, start=1):
         table.add_row(str(i), row["name"], escape(row["title"]), _state(row))
     console.print(table)
@@ -70,7 +69,7 @@ def print_readme(exercise: Exercise) -> None:
 @contextmanager
 def checking(exercise: Exercise, enabled: bool) -> Iterator[None]:
     """A sign of life; nothing in a log."""
-    errors = Console(stderr=True, highlight=False)
+    errors = terminal.errors()
     if not enabled or not errors.is_terminal:
         yield
         return

@@ -6,79 +6,63 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardlab.report import format as fmt
+from shardlab import numbers as fmt
+from shardlab.measure.readings import CAUSES
+from shardlab.report import terminal
 
 Result = Mapping[str, Any]  # the content of memory.json
 Row = Mapping[str, Any]
-TERMS = ("parameters", "gradients", "optimizer", "activations", "buckets", "other")
-_HEADERS = {
-    "parameters": "params",
-    "gradients": "grads",
-    "optimizer": "optim.",
-    "activations": "activ.",
-}
+_SHOWN = ("total", *CAUSES)
+_SHORT = {
+    "parameters": "params", "gradients": "grads", "optimizer": "optim.", "activations": "activ.",
+}  # fmt: skip
 
 
 def show(result: Result, path: Path) -> None:
-    out = Console(highlight=False)
+    out = terminal.out()
     out.print(table(result))
     out.print()
     if any(row["error"] is not None for row in result["rows"]):
         out.print(error_table(result))
         out.print()
-    for line in sentences(result):
-        out.print(line, markup=False)
+    terminal.say(out, *sentences(result), wraps=True)
     snapshots = result.get("snapshots") or []
     if snapshots:
-        out.print("drop a snapshot on https://pytorch.org/memory_viz to see it", markup=False)
-    for written in (path, *snapshots):
-        out.print(f"  {written}", soft_wrap=True, markup=False)
+        terminal.say(out, "drop a snapshot on https://pytorch.org/memory_viz to see it", wraps=True)
+    terminal.say_paths(out, (path, *snapshots))
 
 
-def _table(title: str) -> Table:
-    return Table(
-        title=Text(title),
-        title_style="bold",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-    )
+def _columns(*before: str) -> list[str]:
+    return ["<strategy", *before, *(_SHORT.get(cause, cause) for cause in _SHOWN)]
 
 
 def table(result: Result) -> Table:
     """One row per strategy: bytes of one rank at the peak of a step, in one unit for all."""
     rows = result["rows"]
     totals = [row["step_bytes"]["total"] for row in rows if row["step_bytes"]]
-    unit, divisor = unit_of(max(totals, default=0))
-    config = result["config"]
+    units = {unit: fmt.BYTES[unit] for unit in ("GiB", "MiB", "KiB")}
+    unit, divisor = fmt.unit_of(max(totals, default=0), units)
+    config, limit = result["config"], result["limit_bytes"]
     size = config["model"]["size"]
     name = config["model"]["workload"] + (f" {size}" if size else "")
     ranks = fmt.count(max(row["world"] for row in rows), "rank")
-    shown = _table(
-        f"{name} · {ranks} · batch {rows[0]['batch']:,} per rank · "
+    shown = terminal.table(
+        *_columns(),
+        *([] if limit is None else ["fits", "up to"]),
+        title=f"{name} · {ranks} · batch {rows[0]['batch']:,} per rank · "
         f"{config['precision']['compute']} · {config['training']['optimizer']}\n"
-        f"what a rank holds at the peak of a step, {unit}"
+        f"what a rank holds at the peak of a step, {unit}",
+        least=10,
     )
-    shown.add_column("strategy", overflow="fold", min_width=10)
-    for term in ("total", *TERMS):
-        shown.add_column(_HEADERS.get(term, term), justify="right", no_wrap=True)
-    limit = result["limit_bytes"]
-    if limit is not None:
-        shown.add_column("fits", justify="right", no_wrap=True)
-        shown.add_column("up to", justify="right", no_wrap=True)
     for row in rows:
         cells = [Text(row["label"])]
         if row["step_bytes"] is None:
             shown.add_row(*cells, Text(row["status"], "yellow"))
             continue
-        cells += [Text(amount(row["step_bytes"][t] / divisor)) for t in ("total", *TERMS)]
+        cells += [Text(amount(row["step_bytes"][cause] / divisor)) for cause in _SHOWN]
         if limit is not None:
             cells += [
                 Text("yes", "green") if row["fits"] else Text("no", "red"),
@@ -94,24 +78,14 @@ def amount(value: float) -> str:
     return "0" if value < 0.005 else f"{value:,.{decimals}f}"
 
 
-def unit_of(most: float) -> tuple[str, int]:
-    for unit, power in (("GiB", 30), ("MiB", 20)):
-        if most >= 2**power:
-            return unit, 2**power
-    return "KiB", 2**10
-
-
 def error_table(result: Result) -> Table:
-    """Estimate less measured, of each term, as a share of the measured peak."""
-    shown = _table("estimate less measured, as a share of the measured peak")
-    shown.add_column("strategy", overflow="fold", min_width=10)
-    shown.add_column("measured", justify="right", no_wrap=True)
-    for term in ("total", *TERMS):
-        shown.add_column(_HEADERS.get(term, term), justify="right", no_wrap=True)
+    """Estimate less measured, for each cause, as a share of the measured peak."""
+    title = "estimate less measured, as a share of the measured peak"
+    shown = terminal.table(*_columns("measured"), title=title, least=10)
     for row in result["rows"]:
         if row["error"] is None:
             continue
-        errors = [row["error"][term] for term in ("total", *TERMS)]
+        errors = [row["error"][cause] for cause in _SHOWN]
         far = abs(errors[0]) > 0.05
         shown.add_row(
             Text(row["label"]),

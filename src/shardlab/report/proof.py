@@ -6,52 +6,39 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardlab.proof.verdict import how
-from shardlab.proof.verdict import reasons as reasons_of
-from shardlab.report import format as fmt
+from shardlab import numbers as fmt
+from shardlab.proof.judge import how
+from shardlab.proof.judge import reasons as reasons_of
+from shardlab.report import terminal
 
 Result = Mapping[str, Any]  # the content of prove.json
 Verdict = Mapping[str, Any]
 
 
 def show(result: Result, path: Path) -> None:
-    out = Console(highlight=False)
+    out = terminal.out()
     out.print(table(result))
     out.print()
     for line in reasons(result):
         out.print(line)
-    for note in notes(result):
-        out.print(note, markup=False)
-    out.print(summary(result), markup=False)
-    out.print(f"  {path}", soft_wrap=True, markup=False)
+    terminal.say(out, *notes(result), summary(result), wraps=True)
+    terminal.say_paths(out, [path])
 
 
 def table(result: Result) -> Table:
     """One row per strategy and world, for 80 columns."""
     env, training = result["env"], result["config"]["training"]
-    proof = Table(
-        title=Text(
-            f"{env['workload']} · {fmt.compact(env['parameters'])} parameters in "
-            f"{_equal(result).get('precision', 'float64')} · "
-            f"{fmt.count(training['steps'], 'step')} of {training['accumulate']} micro-batches"
-        ),
-        title_style="bold",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-    )
-    proof.add_column("strategy", overflow="fold", min_width=16)
-    proof.add_column("world", justify="right", no_wrap=True)
-    headers = ("equal to\none process", "state\nper rank", "bytes sent\nper step")
-    for header in (*headers, "overlap", "repro-\nducible"):
-        proof.add_column(header, no_wrap=True)
+    proof = terminal.table(
+        "<strategy", "world", "|equal to\none process", "|state\nper rank",
+        "|bytes sent\nper step", "|overlap", "|repro-\nducible",
+        title=f"{env['workload']} · {fmt.compact(env['parameters'])} parameters in "
+        f"{_equal(result).get('precision', 'float64')} · "
+        f"{fmt.count(training['steps'], 'step')} of {training['accumulate']} micro-batches",
+        least=16,
+    )  # fmt: skip
     for verdict in result["verdicts"]:
         style = "" if verdict["pass"] else "bold"
         label = Text(verdict["label"])  # not str: rich would read brackets in it as markup
@@ -65,8 +52,10 @@ def _cells(verdict: Verdict) -> list[Text]:
 
 
 def _cell(check: Mapping[str, Any], text: str) -> Text:
-    mark, style = ("✓", "green") if check["pass"] else ("✗", "red")
-    return Text.assemble((mark, style), " ", (text, "" if check["pass"] else style))
+    style = "green" if check["pass"] else "red"
+    return Text.assemble(
+        (fmt.mark(check["pass"]), style), " ", (text, "" if check["pass"] else style)
+    )
 
 
 def _number(name: str, measured: Any) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardlab import numbers as fmt
 from shardlab import record
-from shardlab.report import format as fmt
+from shardlab.measure import readings
+from shardlab.report import terminal
 
 Result = Mapping[str, Any]  # the content of throughput.json
 Row = Mapping[str, Any]
@@ -31,9 +33,6 @@ def write(folder: Path, result: Result) -> dict[str, Path]:
 
 
 def csv_text(result: Result) -> str:
-    import csv
-    import io
-
     out = io.StringIO()
     writer = csv.DictWriter(out, COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -45,34 +44,22 @@ def csv_text(result: Result) -> str:
 
 
 def show(result: Result, files: Mapping[str, Path]) -> None:
-    out = Console(highlight=False)
+    out = terminal.out()
     out.print(table(result))
     out.print()
-    for line in sentences(result):
-        out.print(line, markup=False)
-    for path in files.values():
-        out.print(f"  {path}", soft_wrap=True, markup=False)
+    terminal.say(out, *sentences(result), wraps=True)
+    terminal.say_paths(out, files.values())
 
 
 def table(result: Result) -> Table:
-    """One row per size, in the order of size; why one has no numbers is said below."""
-    ranks = fmt.count(result["world"], "rank")
-    shown = Table(
-        title=Text(
-            f"{result['workload']} · {fmt.compact(result['parameters'])} parameters · "
-            f"{result['strategy']} · {ranks} · {result['precision']}"
-        ),
-        title_style="bold",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-    )
-    rate = rate_key(result)
-    for header in ("batch\nper rank", "step\nms p10–p90", "steps/s", rate.replace("_per_", "/"),
-                   "MFU", "peak\nmemory"):  # fmt: skip
-        shown.add_column(header, justify="right", no_wrap=header != "step\nms p10–p90")
+    """One row per size, in the order of size; below it, why one has no numbers."""
+    rate = readings.rate_key(result)
+    shown = terminal.table(
+        "batch\nper rank", ">step\nms p10–p90", "steps/s", readings.rate_name(result), "MFU",
+        "peak\nmemory",
+        title=f"{result['workload']} · {fmt.compact(result['parameters'])} parameters · "
+        f"{result['strategy']} · {fmt.count(result['world'], 'rank')} · {result['precision']}",
+    )  # fmt: skip
     best = max((r[rate] for r in result["rows"] if r[rate] is not None), default=None)
     for row in sorted(result["rows"], key=lambda row: row["batch"]):
         shown.add_row(*_row(row, rate), style="bold" if best and row[rate] == best else "")
@@ -87,18 +74,12 @@ def _row(row: Row, rate: str) -> list[Text]:
     median = fmt.number(row["step_ms"]["median"])
     return [
         batch,
-        Text.assemble(median, " ", (fmt.spread(row["step_ms"]), "dim not bold")),
+        Text.assemble(median, " ", (fmt.p10_p90(row["step_ms"]), "dim not bold")),
         Text(fmt.number(row["steps_per_s"])),
         Text(fmt.compact(row[rate])),
         Text(fmt.NOTHING if row["mfu"] is None else f"{row['mfu']:.1%}"),
         Text(fmt.size(row["peak_bytes"])),
     ]
-
-
-def rate_key(result: Result) -> str:
-    """Tokens where the workload has them, else samples."""
-    has_tokens = any(row["tokens_per_s"] is not None for row in result["rows"])
-    return "tokens_per_s" if has_tokens else "samples_per_s"
 
 
 def sentences(result: Result) -> Iterator[str]:
@@ -144,15 +125,11 @@ def _extrapolation(told: Mapping[str, Any]) -> Iterator[str]:
 
 
 def flops(rate: float) -> str:
-    for unit, size in (("PFLOP/s", 1e15), ("TFLOP/s", 1e12), ("GFLOP/s", 1e9)):
-        if rate >= size:
-            return f"{fmt.number(rate / size)} {unit}"
-    return f"{fmt.number(rate / 1e6)} MFLOP/s"
+    unit, one = fmt.unit_of(rate, {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6})
+    return f"{fmt.number(rate / one)} {unit}FLOP/s"
 
 
 def scale(value: float) -> str:
     """1T, 10T, 124M."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
-        if value >= size:
-            return f"{value / size:g}{unit}"
-    return f"{value:g}"
+    unit, one = fmt.unit_of(value, {"T": 1e12, "B": 1e9, "M": 1e6, "": 1})
+    return f"{value / one:g}{unit}"

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,28 +23,6 @@ MAX_NAMES = 3_000
 MAX_RANKS = 64
 MAX_NAME = 160  # characters: names of templated kernels are longer than a screen
 
-Shifts = Mapping[Path, int]  # by trace: what turns its own times into the common clock's
-
-
-def shifts_of(traces: TraceSet) -> Shifts:
-    """From where its steps lie on the common clock's lane of steps."""
-    lanes = [lane for lane in traces.lanes() if lane.lane == "steps"]
-    shifts = {}
-    for trace in traces.traces:
-        own = np.array([step.start_ns for step in trace.steps])
-        # A rank has a lane of steps for each of its windows: ours has steps of these lengths.
-        shifts[trace.path] = next(
-            (
-                int(lane.start_ns[0] - own[0])
-                for lane in lanes
-                if lane.rank == trace.rank
-                and len(lane.start_ns) == len(own) > 0
-                and np.array_equal(np.diff(lane.start_ns), np.diff(own))
-            ),
-            0,
-        )
-    return shifts
-
 
 @dataclass(frozen=True)
 class _Lane:
@@ -56,9 +33,9 @@ class _Lane:
     names: Any  # array of str, one for each span; or empty
 
 
-def timeline(traces: TraceSet, shifts: Shifts, max_spans: int = MAX_SPANS) -> dict[str, Any]:
+def timeline(traces: TraceSet, max_spans: int = MAX_SPANS) -> dict[str, Any]:
     """Spans as columns: for each lane start and length (32 bits) and the number of its name."""
-    lanes = list(_lanes(traces, shifts))
+    lanes = list(_lanes(traces))
     spans = sum(len(lane.start) for lane in lanes)
     keeps, longest_left_out = _longest(lanes, max_spans)
     low = min((int(lane.start.min()) for lane in lanes if len(lane.start)), default=0)
@@ -122,12 +99,12 @@ def _base64(array: Any) -> str:
 ORDER = ("steps", "phases", "compute", "operators", "stream", "comm", "wait", "memory")
 
 
-def _lanes(traces: TraceSet, shifts: Shifts) -> Iterable[_Lane]:
+def _lanes(traces: TraceSet) -> Iterable[_Lane]:
     """The analysis' lanes, in our order, with phases, operators or kernels, and collectives by
     name.
     """
     lanes: dict[tuple[int, str], list[_Lane]] = {}
-    shown = _shown(traces)
+    shown, shifts = _shown(traces), traces.shifts()
     for lane in traces.lanes():
         if lane.rank not in shown:
             continue

@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardlab import __version__
+from shardlab import numbers as fmt
 from shardlab.record import write_text
-from shardlab.report import format as fmt
 from shardlab.report import timeline
 from shardlab.report import trace_charts as charts
 from shardlab.report.page import asset, templates
-from shardlab.report.trace_charts import ms, step_us
-from shardlab.trace import model
+from shardlab.trace import kernels, model
 
 if TYPE_CHECKING:
     from shardlab.trace import TraceSet
 
-MAX_ROWS = 200  # of a table
-NOTABLE = 0.03  # of the step: less waiting than this is not worth a name
+MAX_ROWS = 200  # in a table
+MAX_KERNELS = 25
+NOTABLE = 0.03  # waiting for a smaller share of the step is not worth a name
 
 
 def write_html(path: Path, traces: TraceSet) -> None:
@@ -36,9 +36,7 @@ def html(traces: TraceSet) -> str:
     environment = templates()
     ranks = traces.breakdown(per="rank")
     steps = traces.breakdown(per="step")
-    collectives = traces.collectives()
-    shifts = timeline.shifts_of(traces)
-    spans = timeline.timeline(traces, shifts)
+    spans = timeline.timeline(traces)
     by_kind = traces.collective_summary(by="kind")
     by_label = [row for row in traces.collective_summary(by="label") if row.name]
     if {row.name for row in by_label} <= {row.name for row in by_kind}:
@@ -46,27 +44,27 @@ def html(traces: TraceSet) -> str:
     memory = traces.memory()
     return environment.get_template("trace.html.j2").render(
         fmt=fmt,
-        ms=ms,
+        ms=fmt.ms,
         css=asset("timeline.css") + asset("trace.css"),
         js=asset("tables.js") + asset("timeline.js"),
         version=__version__,
         title=title(traces, ranks),
         verdict=verdict(traces),
         facts=_facts(traces, ranks, spans),
-        parts=model.PARTS,
         ranks=ranks,
+        columns=("wall_us", *model.PARTS, "hidden_comm_us"),
         stacks=charts.stacks(ranks, steps),
         timeline=spans,
         by_kind=by_kind[:MAX_ROWS],
         by_label=by_label[:MAX_ROWS],
-        buckets=charts.buckets(collectives, traces, steps, shifts),
+        buckets=charts.buckets(traces.collectives(), traces, steps),
         stragglers=traces.stragglers(),
         several_ranks=len(ranks) > 1,
         n_steps=_steps(ranks),
         memory=memory,
         curves=charts.curves(memory, traces),
         what_if=traces.what_if(),
-        kernels=charts.kernels(traces),
+        kernels=kernels.together(traces.kernels(top=40), ranks)[:MAX_KERNELS],
         warnings=list(traces.warnings)[:MAX_ROWS],
         files=[str(trace.path) for trace in traces.traces],
     )
@@ -104,7 +102,7 @@ def _went(ranks: Sequence[model.Breakdown]) -> str:
     said.sort(reverse=True)
     texts = [f"{100 * share:.0f}% {name}" for share, name in said]
     listed = fmt.names(texts, at_most=len(texts))
-    took = f"{ms(statistics.mean(map(step_us, ranks)))} ms"
+    took = f"{fmt.ms(statistics.mean(map(model.Breakdown.per_step, ranks)))} ms"
     if len(ranks) == 1 and _steps(ranks) == 1:
         return f"The step took {took}: {listed}."
     return f"A step took {took} on average: {listed}."
@@ -125,19 +123,17 @@ def _slow(traces: TraceSet, ranks: Sequence[model.Breakdown]) -> str:
     rank, total = max(waited.items(), key=lambda item: item[1])
     others = max(len(ranks) - 1, 1)
     per_step = total / others / max(_steps(ranks), 1)
-    if per_step < NOTABLE * statistics.mean(map(step_us, ranks)):
+    if per_step < NOTABLE * statistics.mean(map(model.Breakdown.per_step, ranks)):
         return "No rank made the others wait for long."
     everyone = sum(waited.values())
     if total < 0.6 * everyone:
-        return (
-            f"The ranks waited for each other in turn, {ms(everyone / others / _steps(ranks))} ms "
-            "a step: none is the slow one."
-        )
+        each = fmt.ms(everyone / others / _steps(ranks))
+        return f"The ranks waited for each other in turn, {each} ms a step: none is the slow one."
     phase = worst[rank].phase
     where = f", mostly in {phase}" if phase in ("forward", "backward") else ""
     if phase == "optimizer":
         where = ", mostly in the optimizer"
-    waits = f"each other rank waited {ms(per_step)} ms a step for it{where}"
+    waits = f"each other rank waited {fmt.ms(per_step)} ms a step for it{where}"
     return f"Rank {rank} is the slow one: {waits}."
 
 
@@ -155,10 +151,10 @@ def _facts(
     traces: TraceSet, ranks: Sequence[model.Breakdown], timeline: dict[str, Any]
 ) -> list[tuple[str, str]]:
     first = traces.traces[0]
-    slowest = max(ranks, key=step_us)
+    slowest = max(ranks, key=model.Breakdown.per_step)
     comm, hidden = (sum(getattr(row, n) for row in ranks) for n in ("comm_us", "hidden_comm_us"))
     facts = [
-        ("step, slowest rank", f"{ms(step_us(slowest))} ms"),
+        ("step, slowest rank", f"{fmt.ms(slowest.per_step())} ms"),
         ("steps", str(_steps(ranks))),
         ("ranks", _ranks_text(traces, ranks)),
         ("overlap", f"{100 * hidden / comm:.0f}%" if comm else fmt.NOTHING),

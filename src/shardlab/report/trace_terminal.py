@@ -7,21 +7,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardlab import numbers as fmt
 from shardlab.record import write_json
-from shardlab.report import format as fmt
+from shardlab.report import terminal
 from shardlab.trace.model import PARTS, Breakdown, row
 
 if TYPE_CHECKING:
     from shardlab.trace import TraceSet
 
-_NAMES = {
-    "compute_us": "compute", "exposed_comm_us": "exposed\ncomm", "wait_us": "wait for\nslower",
-    "memory_us": "copies", "idle_host_us": "host\nidle", "idle_us": "other\nidle",
+_SHORT = {
+    "exposed_comm_us": "exposed\ncomm", "wait_us": "wait for\nslower", "memory_us": "cop-\nies",
+    "idle_host_us": "host\nidle", "idle_us": "other\nidle",
 }  # fmt: skip
 
 MOST = 12  # rows of a table that may be long
@@ -52,14 +51,15 @@ def _write_csv(path: Path, traces: TraceSet) -> None:
 
 
 def show(traces: TraceSet, *, hta_compat: bool, top: int, first: bool = True) -> None:
-    out = Console(highlight=False)
+    out = terminal.out()
     if not first:
         out.print()
+    is_labelled = any(item.label for item in traces.collectives())
     for table in (
         _breakdown(traces),
         _hta(traces, hta_compat),
         _collectives(traces, "kind"),
-        _collectives(traces, "label") if _labelled(traces) else None,
+        _collectives(traces, "label") if is_labelled else None,
         _stragglers(traces),
         _memory(traces),
         _kernels(traces, top),
@@ -68,54 +68,32 @@ def show(traces: TraceSet, *, hta_compat: bool, top: int, first: bool = True) ->
         if table is not None and table.row_count:
             out.print(table)
             out.print()
-    for note in traces.warnings:
-        out.print(f"note: {note}", markup=False, soft_wrap=True)
+    terminal.say(out, *(f"note: {note}" for note in traces.warnings))
 
 
 def show_files(files: Sequence[Path]) -> None:
-    out = Console(highlight=False)
-    for path in files:
-        out.print(f"  {path}", soft_wrap=True, markup=False)
-
-
-def _table(title: str, *columns: str, left: int = 1) -> Table:
-    table = Table(
-        title=Text(title), title_style="bold", title_justify="left", box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0), pad_edge=False, show_edge=False,
-    )  # fmt: skip
-    for i, column in enumerate(columns):
-        table.add_column(
-            column, justify="left" if i < left else "right", no_wrap=i >= left, overflow="fold"
-        )
-    return table
-
-
-def _ms(us: float | None) -> str:
-    return fmt.number(None if us is None else us / 1000)
-
-
-def _percent(value: float | None) -> str:
-    return fmt.NOTHING if value is None else f"{value:.1f}%"
+    terminal.say_paths(terminal.out(), files)
 
 
 def _breakdown(traces: TraceSet) -> Table:
     strategy = traces.traces[0].shardlab.get("strategy")
     rows = traces.breakdown(per="rank")
     where = "GPU" if traces.device == "gpu" else "CPU"
-    table = _table(
-        " · ".join(filter(None, [
-            strategy, fmt.count(len(rows), "rank"), fmt.count(rows[0].steps, "step"),
-            f"milliseconds per step of the {where} and its share",
-        ])),
-        "rank", "wall", *_NAMES.values(), "hidden\ncomm", "overlap",
+    title = (
+        strategy, fmt.count(len(rows), "rank"), fmt.count(rows[0].steps, "step"),
+        f"milliseconds per step of the {where} and its share",
     )  # fmt: skip
+    heads = (_SHORT.get(part, name) for part, name in PARTS.items())
+    table = terminal.table(
+        "|rank", "wall", *heads, "hid-\nden", "over-\nlap", title=" · ".join(filter(None, title))
+    )
     for item in rows:
         table.add_row(
             str(item.rank),
-            _ms(item.wall_us / item.steps),
+            fmt.ms(item.per_step()),
             *(_part(item, name) for name in PARTS),
-            _ms(item.hidden_comm_us / item.steps) if item.comm_us else fmt.NOTHING,
-            _percent(item.overlap_pct),
+            fmt.ms(item.per_step("hidden_comm_us")) if item.comm_us else fmt.NOTHING,
+            fmt.percent(item.overlap_pct, 1),
         )
     return table
 
@@ -123,70 +101,64 @@ def _breakdown(traces: TraceSet) -> Table:
 def _part(item: Breakdown, name: str) -> str:
     value: float = getattr(item, name)
     share = 100 * value / item.wall_us if item.wall_us else 0.0
-    return f"{_ms(value / item.steps)} {share:.0f}%" if value else "0"
+    return f"{fmt.ms(item.per_step(name))} {share:.0f}%" if value else "0"
 
 
 def _hta(traces: TraceSet, compat: bool) -> Table | None:
     rows = [item for item in traces.hta(compat) if item.kernel_time_us is not None]
     how = "by its own rules" if compat else "exact"
-    table = _table(
-        f"as HTA counts ({how}): without the last of several steps, % of kernel time",
-        "rank", "kernel\ntime ms", "idle", "compute", "non-\ncompute", "overlap",
+    table = terminal.table(
+        "<rank", "kernel\ntime ms", "idle", "compute", "non-\ncompute", "overlap",
         "HTA's rules\nthat differ",
+        title=f"as HTA counts ({how}): without the last of several steps, % of kernel time",
     )  # fmt: skip
     for item in rows:
         whole = item.kernel_time_us or 1.0
         parts = (item.idle_time_us, item.compute_time_us, item.non_compute_time_us)
-        overlap = item.comm_comp_overlap_pctg
         table.add_row(
             str(item.rank),
-            _ms(item.kernel_time_us),
-            *(f"{100 * (part or 0) / whole:.2f}%" for part in parts),
-            fmt.NOTHING if overlap is None else f"{overlap:.2f}%",
+            fmt.ms(item.kernel_time_us),
+            *(fmt.percent(100 * (part or 0) / whole, 2) for part in parts),
+            fmt.percent(item.comm_comp_overlap_pctg, 2),
             ", ".join(item.rules),
         )
     return table
 
 
-def _labelled(traces: TraceSet) -> bool:
-    return any(item.label for item in traces.collectives())
-
-
 def _collectives(traces: TraceSet, by: str) -> Table:
-    table = _table(
-        "collectives" if by == "kind" else "collectives by label",
-        "kind" if by == "kind" else "kind and label", "count", "bytes", "ms", "transfer\nms",
-        "waited\nms, all ranks", "algorithm\nGB/s", "bus\nGB/s",
-    )  # fmt: skip
     rows = traces.collective_summary(by)
-    if len(rows) > MOST:
-        table.caption = f"and {len(rows) - MOST} more in summary.json"
-        table.caption_justify = "left"
+    more = f"and {len(rows) - MOST} more in summary.json" if len(rows) > MOST else ""
+    table = terminal.table(
+        "<kind" if by == "kind" else "<kind and label", "count", "bytes", "ms", "transfer\nms",
+        "waited\nms, all ranks", "algorithm\nGB/s", "bus\nGB/s",
+        title="collectives" if by == "kind" else "collectives by label",
+        caption=Text(more, "dim") if more else None,
+    )  # fmt: skip
     for item in rows[:MOST]:
         table.add_row(
-            Text(item.name), f"{item.count:,}", fmt.size(item.bytes), _ms(item.time_us),
-            _ms(item.transfer_us), _ms(item.wait_us), fmt.number(item.algorithm_gbps),
+            Text(item.name), f"{item.count:,}", fmt.size(item.bytes), fmt.ms(item.time_us),
+            fmt.ms(item.transfer_us), fmt.ms(item.wait_us), fmt.number(item.algorithm_gbps),
             fmt.number(item.bus_gbps),
         )  # fmt: skip
     return table
 
 
 def _stragglers(traces: TraceSet) -> Table:
-    table = _table(
-        "who made others wait", "rank", "phase", "collectives", "others\nwaited ms",
-        "of it not\nhidden ms", "worst ms", "in", left=2,
+    table = terminal.table(
+        "<rank", "<phase", "collectives", "others\nwaited ms", "of it not\nhidden ms", "worst ms",
+        "in", title="who made others wait",
     )  # fmt: skip
     for item in traces.stragglers():
         table.add_row(
-            str(item.rank), item.phase, f"{item.collectives:,}", _ms(item.others_waited_us),
-            _ms(item.lost_us), _ms(item.worst_us), Text(item.worst_label),
+            str(item.rank), item.phase, f"{item.collectives:,}", fmt.ms(item.others_waited_us),
+            fmt.ms(item.lost_us), fmt.ms(item.worst_us), Text(item.worst_label),
         )  # fmt: skip
     return table
 
 
 def _memory(traces: TraceSet) -> Table:
-    table = _table(
-        "memory", "rank", "device", "peak", "in step", "phase", "p50", "p95", "never less", left=2
+    table = terminal.table(
+        "<rank", "<device", "peak", "in step", "phase", "p50", "p95", "never less", title="memory"
     )
     for item in traces.memory():
         step = fmt.NOTHING if item.peak_step is None else str(item.peak_step)
@@ -198,23 +170,24 @@ def _memory(traces: TraceSet) -> Table:
 
 
 def _kernels(traces: TraceSet, top: int) -> Table:
-    """Of the first rank: the others' are in summary.json."""
+    """The first rank's: the others' are in summary.json."""
     rank = traces.ranks[0]
     what = "kernels" if traces.device == "gpu" else "operators (time in them alone)"
-    table = _table(f"longest {what} of rank {rank}", "name", "count", "sum ms", "mean µs", "max µs")
+    title = f"longest {what} of rank {rank}"
+    table = terminal.table("<name", "count", "sum ms", "mean µs", "max µs", title=title)
     for item in traces.kernels(top):
         if item.rank == rank:
             name = item.name if len(item.name) <= 72 else item.name[:71] + "…"
             table.add_row(
-                Text(name), f"{item.count:,}", _ms(item.sum_us), fmt.number(item.mean_us),
+                Text(name), f"{item.count:,}", fmt.ms(item.sum_us), fmt.number(item.mean_us),
                 fmt.number(item.max_us),
             )  # fmt: skip
     return table
 
 
 def _what_if(traces: TraceSet) -> Table:
-    table = _table("what if …", "if", "a step would take ms", "faster", "assuming")
-    table.columns[3].justify, table.columns[3].no_wrap = "left", False
+    heads = ("<if", "a step would take ms", "faster", "<assuming")
+    table = terminal.table(*heads, title="what if …")
     for item in traces.what_if():
-        table.add_row(item.question, _ms(item.step_us), fmt.speed(item.speedup), item.assumption)
+        table.add_row(item.question, fmt.ms(item.step_us), fmt.speed(item.speedup), item.assumption)
     return table

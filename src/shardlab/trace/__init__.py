@@ -22,9 +22,10 @@ from shardlab.errors import UsageError
 if TYPE_CHECKING:
     from shardlab.trace.traceset import TraceSet as TraceSet
     from shardlab.trace.traceset import load as load
+    from shardlab.trace.traceset import load_once as load_once
     from shardlab.trace.traceset import load_runs as load_runs
 
-__all__ = ["TraceSet", "load", "load_runs"]
+__all__ = ["TraceSet", "load", "load_once", "load_runs"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,17 +12,7 @@ import numpy as np
 
 from shardlab.trace.hta import is_communication
 from shardlab.trace.intervals import NOTHING, Intervals, union
-from shardlab.trace.model import (
-    ANNOTATION,
-    CPU_OP,
-    KERNEL,
-    MEMCPY,
-    MEMSET,
-    RUNTIME,
-    Bools,
-    Ints,
-    Trace,
-)
+from shardlab.trace.model import ANNOTATION, CPU_OP, KERNEL, RUNTIME, Bools, Ints, Trace
 
 # Hooks run inside these spans of the autograd engine: waiting there is no computation.
 _CARRIES_HOOKS = ("AccumulateGrad", "RegisterPostBackward")
@@ -73,7 +63,7 @@ def devices(trace: Trace) -> list[Device]:
 
 def _gpus(trace: Trace) -> list[Device]:
     events = trace.events
-    on_gpu = np.isin(events.kind, (KERNEL, MEMCPY, MEMSET))
+    on_gpu = events.on_gpu
     communicates = communication_rows(trace)
     by_gloo = spans(trace, communicates & ~on_gpu)  # tensors on the GPU, sent by the host
     result = []
@@ -125,7 +115,7 @@ def launch_rows(trace: Trace) -> Ints:
         return result
     hosts = hosts[np.argsort(events.correlation[hosts], kind="stable")]
     numbers = events.correlation[hosts]
-    gpu = np.flatnonzero(np.isin(events.kind, (KERNEL, MEMCPY, MEMSET)) & (events.correlation >= 0))
+    gpu = np.flatnonzero(events.on_gpu & (events.correlation >= 0))
     at = np.minimum(np.searchsorted(numbers, events.correlation[gpu]), len(hosts) - 1)
     found = numbers[at] == events.correlation[gpu]
     result[gpu[found]] = hosts[at[found]]
@@ -168,19 +158,19 @@ class Phases:
     def __init__(self, trace: Trace) -> None:
         events = trace.events
         annotations = events.kind == ANNOTATION
-        self._optimizer = spans(
-            trace,
-            annotations & (named(trace, exact="optimizer") | named(trace, prefix="Optimizer.step")),
-        )
-        self._backward = spans(trace, annotations & named(trace, exact="backward"))
-        self._forward = spans(trace, annotations & named(trace, exact="forward"))
-        self.marked = bool(len(self._backward))
+        updates = named(trace, exact="optimizer") | named(trace, prefix="Optimizer.step")
+        self._parts = {
+            "optimizer": spans(trace, annotations & updates),
+            "backward": spans(trace, annotations & named(trace, exact="backward")),
+            "forward": spans(trace, annotations & named(trace, exact="forward")),
+        }
+        self.marked = bool(len(self._parts["backward"]))
         if not self.marked:
             if trace.device == "gpu":
                 engine = (events.kind == RUNTIME) & (events.tid != trace.main_thread)
             else:
                 engine = named(trace, prefix="autograd::engine::evaluate_function")
-            self._backward = self._hulls(trace, engine)
+            self._parts["backward"] = self._hulls(trace, engine)
         self._steps = trace.steps
         self._starts = np.array([step.start_ns for step in trace.steps], np.int64)
 
@@ -197,31 +187,22 @@ class Phases:
         return union(np.array(starts, np.int64), np.array(ends, np.int64))
 
     def at(self, moment: int) -> str:
-        if _holds(self._optimizer, moment):
-            return "optimizer"
-        if _holds(self._backward, moment):
-            return "backward"
-        if _holds(self._forward, moment):
-            return "forward"
-        if self.marked:
-            # Between forward and backward, or after them: what waits for gradients is backward's.
-            return self._after(moment)
-        step = self.step_at(moment)
-        if step is None:
+        for name, part in self._parts.items():
+            if _holds(part, moment):
+                return name
+        index = self.step_at(moment)
+        if index is None:
             return "other"
-        later = self._backward.start[self._backward.start >= moment]
-        return "forward" if len(later) and later[0] < self._steps[step].end_ns else "other"
-
-    def _after(self, moment: int) -> str:
-        step = self.step_at(moment)
-        if step is None:
-            return "other"
-        begin = self._steps[step].start_ns
+        step = self._steps[index]
+        if not self.marked:
+            starts = self._parts["backward"].start
+            later = starts[starts >= moment]
+            return "forward" if len(later) and later[0] < step.end_ns else "other"
+        # Between forward and backward, or after them: what waits for gradients is backward's.
         ended = []
-        for part, name in ((self._forward, "forward"), (self._backward, "backward"),
-                           (self._optimizer, "optimizer")):  # fmt: skip
+        for name, part in self._parts.items():
             before = part.end[: int(np.searchsorted(part.end, moment, side="right"))]
-            if len(before) and before[-1] > begin:
+            if len(before) and before[-1] > step.start_ns:
                 ended.append((int(before[-1]), name))
         last = max(ended)[1] if ended else "other"
         return "other" if last == "optimizer" else last

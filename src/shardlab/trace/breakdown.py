@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 
@@ -27,46 +28,35 @@ def per_step(
     once, for the first of these that it is.
     """
     edges = np.array([t for s in trace.steps for t in (s.start_ns, s.end_ns)], np.int64)
-    sums = np.zeros((len(trace.steps), 8))
-    for device in devices:
-        sums += _parts(device, waits, edges)
-    sums /= 1000 * len(devices)  # ns to µs; several GPUs: their mean
-    rows = []
-    for step, (compute, exposed, wait, memory, host, idle, hidden, wall) in zip(
-        trace.steps, sums.tolist(), strict=True
-    ):
-        rows.append(
-            Breakdown(
-                trace.rank, step.number, 1, wall, compute, exposed, wait, memory, host, idle,
-                hidden, hidden + exposed + wait,
-            )
-        )  # fmt: skip
+    parts = [_parts(device, waits, edges) for device in devices]
+    scale = 1000 * len(devices)  # ns to µs; several GPUs: their mean
+    columns = {n: np.sum([part[n] for part in parts], axis=0) / scale for n in parts[0]}
+    rows = [
+        Breakdown(trace.rank, step.number, 1, **{n: float(us[i]) for n, us in columns.items()})
+        for i, step in enumerate(trace.steps)
+    ]
     for row in rows:
         check(row)
     return rows
 
 
-def _parts(
-    device: Device, waits: Intervals, edges: Ints
-) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """(steps, 8) in ns: compute, exposed, wait, memory, idle_host, idle, hidden, wall."""
+def _parts(device: Device, waits: Intervals, edges: Ints) -> dict[str, Ints]:
+    """The columns of a breakdown, a row for each step; in ns."""
     exposed = device.comm - device.compute
-    waiting = exposed & waits
-    communicating = exposed - waits
-    copying = device.memory - device.compute - device.comm
     busy = device.compute | device.comm | device.memory
-    host = device.late - busy
-    hidden = device.comm & device.compute
-    columns = [
-        part.lengths(edges)[::2]
-        for part in (device.compute, communicating, waiting, copying, host, busy, hidden)
-    ]
-    wall = np.diff(edges)[::2]
-    compute, communicating_ns, waiting_ns, copying_ns, host_ns, busy_ns, hidden_ns = columns
-    idle = wall - busy_ns - host_ns
-    return np.stack(
-        [compute, communicating_ns, waiting_ns, copying_ns, host_ns, idle, hidden_ns, wall], axis=1
-    ).astype(np.float64)
+    spans = {
+        "compute_us": device.compute,
+        "exposed_comm_us": exposed - waits,
+        "wait_us": exposed & waits,
+        "memory_us": device.memory - device.compute - device.comm,
+        "idle_host_us": device.late - busy,
+        "hidden_comm_us": device.comm & device.compute,
+    }
+    ns = {name: part.lengths(edges)[::2] for name, part in spans.items()}
+    ns["wall_us"] = np.diff(edges)[::2]
+    ns["idle_us"] = ns["wall_us"] - busy.lengths(edges)[::2] - ns["idle_host_us"]
+    ns["comm_us"] = ns["hidden_comm_us"] + ns["exposed_comm_us"] + ns["wait_us"]
+    return ns
 
 
 def check(row: Breakdown) -> None:
@@ -91,3 +81,17 @@ def per_rank(rows: Sequence[Breakdown]) -> list[Breakdown]:
         check(total)
         result.append(total)
     return result
+
+
+def mean_step(ranks: Sequence[Breakdown]) -> dict[str, Any]:
+    """The mean step over ranks and steps: its parts in ms, and how much communication was hidden,
+    in percent."""
+    steps = sum(row.steps for row in ranks) or 1
+    columns = ("wall_us", *PARTS, "hidden_comm_us", "comm_us")
+    total = {name: sum(getattr(row, name) for row in ranks) for name in columns}
+    comm = total["comm_us"]
+    return {
+        "steps": max((row.steps for row in ranks), default=0),
+        **{f"{name.removesuffix('_us')}_ms": us / steps / 1000 for name, us in total.items()},
+        "overlap_pct": 100 * total["hidden_comm_us"] / comm if comm else None,
+    }

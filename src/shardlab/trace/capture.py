@@ -43,7 +43,7 @@ COMPRESSION = 5  # of 1 to 9: beyond it the time doubles for three percent of th
 
 
 def check(profile: ProfileConfig, device: torch.device) -> None:
-    """What only the rank's device can refuse."""
+    """Refuse what the rank's device cannot record."""
     if profile.memory_snapshot and device.type != "cuda":
         raise UsageError(
             "profile.memory_snapshot is made by PyTorch's CUDA allocator, and these ranks are on "
@@ -77,7 +77,7 @@ class Capture:
         self._opened: dict[str, Any] = {}
 
     def summary(self) -> dict[str, Any]:
-        """The files of all ranks, and their size beside what was said before. A collective."""
+        """The files of all ranks, and their size beside the estimate. A collective."""
         own = {str(path): path.stat().st_size for path in self.files}
         files = {path: size for rank in self.world.gather(own) for path, size in rank.items()}
         return {
@@ -88,7 +88,7 @@ class Capture:
 
     @property
     def recording(self) -> bool:
-        """Whether the step under way is recorded, be it to be thrown away."""
+        """Whether the step under way is recorded, even if later discarded."""
         return self._profiler is not None
 
     def boundary(self, step: int) -> None:
@@ -110,9 +110,9 @@ class Capture:
     def abandon(self, error: BaseException) -> None:
         """After a crash inside a window: leave the profiler as it is, without a trace.
 
-        To stop it while collectives hang could end the process before it has said what happened,
-        and so does Python's own end while it runs (torch 2.13): a rank of torchrun's must leave
-        without that, with the code that it would have left with.
+        Stopping it while collectives hang could end the process before it has reported what
+        happened, and so does a normal exit of Python while it runs (torch 2.13): a rank of
+        torchrun's must leave without one, with the exit code that it would have had.
         """
         if self._profiler is None:
             return
@@ -133,7 +133,7 @@ class Capture:
             self._stop().stop_trace()
 
     def _open(self, step: int) -> None:
-        """All ranks at once: who began to record later would look like a straggler."""
+        """Start on all ranks at once: one that begins later would look like a straggler."""
         profile, cuda = self.profile, self.world.device.type == "cuda"
         self._profiler = _KinetoProfile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
@@ -175,7 +175,7 @@ class Capture:
                 self.world.tell({"trace_bytes_estimated": self.estimated_bytes})
 
     def _keep(self, last: int) -> None:
-        """Write the window that ended with step ``last``; nobody goes on before all have."""
+        """Write the window that ended with step ``last``; all ranks wait until all have."""
         profiler = self._stop()
         first, clock = self._opened["step"], self._opened["clock"]
         profiler.add_metadata_json(

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from shardlab.numbers import wire_bytes
 from shardlab.trace import activity
 from shardlab.trace.decode import bytes_of
 from shardlab.trace.intervals import NOTHING, Intervals, union
@@ -28,7 +29,7 @@ from shardlab.trace.model import (
     Participant,
     Straggler,
     Trace,
-)
+)  # fmt: skip
 
 _LEDGER = re.compile(r"shardlab::(?!wait:)(\w+) #(\d+) ?(.*)")
 _FLAT = {
@@ -37,7 +38,6 @@ _FLAT = {
     "reduce": "reduce", "barrier": "barrier", "gather": "gather", "scatter": "scatter",
     "send": "send", "recv": "recv", "sendrecv": "send_recv",
 }  # fmt: skip
-_BUS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 _POINT_TO_POINT = ("send", "recv", "send_recv")
 # They end at about the same time on every rank, so they can set the clocks.
 _ENDS_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
@@ -422,10 +422,10 @@ def _bandwidth(part: Part, transfer_ns: int) -> tuple[float | None, float | None
     if not part.bytes or transfer_ns <= 0:
         return None, None
     algorithm = part.bytes / transfer_ns  # bytes per ns are GB/s
-    ranks = part.group_size
-    if part.kind not in _BUS:
+    if part.kind not in _ENDS_TOGETHER:
         return algorithm, algorithm
-    return algorithm, algorithm * _BUS[part.kind] * (ranks - 1) / ranks if ranks else None
+    ranks = part.group_size
+    return algorithm, wire_bytes(part.kind, part.bytes, ranks) / transfer_ns if ranks else None
 
 
 # ------------------------------------------------------------------ summaries

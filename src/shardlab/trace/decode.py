@@ -8,7 +8,6 @@ begin without its end) is decoded again, event by event, by a slower decoder tha
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections import defaultdict
@@ -63,57 +62,46 @@ _TIME = re.compile(rb'"ts"\s*:\s*(\d+)(\.)?')
 BATCH = 4096  # events
 
 
-class _Args(Struct, gc=False, frozen=True):
-    """Of a GPU event. Numbers as floats: see ``_column``."""
-
-    stream: float = -1.0
-    correlation: float = -1.0
-    device: float = -1.0
-    collective: str | None = field(name="Collective name", default=None)
-    in_elements: int | str = field(name="In msg nelems", default=-1)
-    out_elements: int | str = field(name="Out msg nelems", default=-1)
-    group_size: int | str = field(name="Group size", default=-1)
-    dtype: str = ""
-    group: str = field(name="Process Group Name", default="")
-    group_ranks: str = field(name="Process Group Ranks", default="")
-    seq: int | str | None = field(name="Seq", default=None)
-    number: int | str | None = field(name="seq", default=None)
+# What a description of a collective, and an allocation, are called in a file, by our names.
+_COMM = {
+    "collective": "Collective name", "in_elements": "In msg nelems",
+    "out_elements": "Out msg nelems", "group_size": "Group size", "group": "Process Group Name",
+    "group_ranks": "Process Group Ranks", "seq": "Seq", "number": "seq",
+}  # fmt: skip
+_MEMORY = {
+    "bytes": "Bytes", "total_allocated": "Total Allocated", "total_reserved": "Total Reserved",
+    "device_type": "Device Type", "device_id": "Device Id",
+}  # fmt: skip
+_GPU_NUMBERS = ("stream", "correlation", "device")
 
 
-class _AnyArgs(Struct, gc=False):
-    """What any event may say, whatever the type."""
-
-    stream: Any = None
-    correlation: Any = None
-    device: Any = None
-    collective: Any = field(name="Collective name", default=None)
-    in_elements: Any = field(name="In msg nelems", default=None)
-    out_elements: Any = field(name="Out msg nelems", default=None)
-    group_size: Any = field(name="Group size", default=None)
-    dtype: Any = None
-    group: Any = field(name="Process Group Name", default=None)
-    group_ranks: Any = field(name="Process Group Ranks", default=None)
-    seq: Any = field(name="Seq", default=None)
-    number: Any = field(name="seq", default=None)
-    dims: Any = field(name="Input Dims", default=None)
-    types: Any = field(name="Input type", default=None)
-    bytes: Any = field(name="Bytes", default=None)
-    total_allocated: Any = field(name="Total Allocated", default=None)
-    total_reserved: Any = field(name="Total Reserved", default=None)
-    device_type: Any = field(name="Device Type", default=None)
-    device_id: Any = field(name="Device Id", default=None)
+def _struct(name: str, fields: list[tuple[str, Any, Any]]) -> Any:
+    """A class for events' arguments; fields are called what the file calls them."""
+    called = _COMM | _MEMORY | {"dims": "Input Dims", "types": "Input type"}
+    made = [(f, kind, field(name=called.get(f, f), default=default)) for f, kind, default in fields]
+    return msgspec.defstruct(name, made, gc=False, frozen=True)
 
 
-class _Launch(Struct, gc=False, frozen=True):
-    correlation: float = -1.0
-
-
-class _MemoryArgs(Struct, gc=False, frozen=True):
-    bytes: float = field(name="Bytes", default=0.0)
-    total_allocated: float = field(name="Total Allocated", default=-1.0)
-    total_reserved: float = field(name="Total Reserved", default=-1.0)
-    device_type: float = field(name="Device Type", default=-1.0)
-    device_id: float = field(name="Device Id", default=-1.0)
+# Numbers as floats: see ``_column``.
+_Args = _struct(
+    "_Args",
+    [
+        *((name, float, -1.0) for name in _GPU_NUMBERS),
+        ("collective", str | None, None),
+        *((name, int | str, -1) for name in ("in_elements", "out_elements", "group_size")),
+        *((name, str, "") for name in ("dtype", "group", "group_ranks")),
+        *((name, int | str | None, None) for name in ("seq", "number")),
+    ],
+)
+_Launch = _struct("_Launch", [("correlation", float, -1.0)])
+_MemoryArgs = _struct(
+    "_MemoryArgs", [(name, float, 0.0 if name == "bytes" else -1.0) for name in _MEMORY]
+)
+# What any event may say, whatever the type.
+_AnyArgs = _struct(
+    "_AnyArgs",
+    [(name, Any, None) for name in (*_GPU_NUMBERS, "dtype", *_COMM, "dims", "types", *_MEMORY)],
+)
 
 
 class _Event(Struct, gc=False):
@@ -129,9 +117,6 @@ class _Event(Struct, gc=False):
     args: Raw = Raw(b"null")
 
 
-_NO_ARGS = {"gpu": _Args(), "host": _Launch(), "instant": _MemoryArgs()}
-
-
 class _Classes:
     """The decoder of a file's events, by whether operators are kept and how times are read."""
 
@@ -143,8 +128,8 @@ class _Classes:
         ignored = {**dict.fromkeys(IGNORED, OTHER), NO_CATEGORY: OTHER}
         ignored |= {} if operators else OPERATORS
         self._add(ignored, "ignored", [])
-        self._add(GPU, "gpu", [("name", str, ""), *time, ("args", _Args, _NO_ARGS["gpu"])])
-        self._add(HOST, "host", [*thread, *time, ("args", _Launch, _NO_ARGS["host"])])
+        self._add(GPU, "gpu", [("name", str, ""), *time, ("args", _Args, _Args())])
+        self._add(HOST, "host", [*thread, *time, ("args", _Launch, _Launch())])
         self._add(
             NAMED, "named", [*thread, *time, ("pid", int | str, -1), ("args", Raw, Raw(b"null"))]
         )
@@ -192,17 +177,7 @@ def digits_to_ns(texts: Sequence[bytes]) -> Ints:
             powers: Ints = 10 ** np.arange(size - 2, -1, -1, dtype=np.int64)
             whole_table: Ints = table @ powers
             return whole_table
-    result = np.empty(len(texts), np.int64)
-    for i, text in enumerate(texts):
-        whole, _, part = text.partition(b".")
-        if part.isdigit() or not part:
-            try:
-                result[i] = int(whole) * 1000 + int(part[:3].ljust(3, b"0"))
-                continue
-            except ValueError:
-                pass
-        result[i] = round(float(text.strip(b'"')) * 1000)
-    return result
+    return np.array([_written_ns(text) for text in texts], np.int64)
 
 
 @dataclass(frozen=True)
@@ -272,7 +247,7 @@ class Columns:
             self.flush()
 
     def flush(self) -> None:
-        """What waits, into columns."""
+        """Turn the waiting events into columns."""
         grouped: dict[type, list[Any]] = defaultdict(list)
         for event in self._waiting:
             grouped[type(event)].append(event)
@@ -317,13 +292,13 @@ class Columns:
                 if a.collective is not None:
                     self.comm_args.append(_describe(self.rows + i, a))
         else:
-            thread = self._thread_ids([e.tid for e in events])
+            thread = _ids(self.threads, [e.tid for e in events])
         if group == "host":
             correlation = _column([e.args.correlation for e in events])
         if group == "named":
             self._add_annotations(events)
         self._append(
-            self._name_ids([e.name for e in events]), kind, start, dur, thread,
+            _ids(self.names, [e.name for e in events]), kind, start, dur, thread,
             stream, device, correlation,
         )  # fmt: skip
 
@@ -350,38 +325,17 @@ class Columns:
         )  # fmt: skip
         self.rows += count
 
-    def _add_memory(self, at_ns: Ints, args: list[_MemoryArgs]) -> None:
-        self._memory.append(
-            (
-                at_ns,
-                *(
-                    _within([getattr(a, name) for a in args], np.int64)
-                    for name in (
-                        "bytes", "total_allocated", "total_reserved", "device_type", "device_id"
-                    )
-                ),
-            )
-        )  # fmt: skip
-
-    def _name_ids(self, names: list[str]) -> Any:
-        ids = self.names
-        try:
-            return np.array([ids[name] for name in names], np.int32)
-        except KeyError:
-            return np.array([ids.setdefault(name, len(ids)) for name in names], np.int32)
-
-    def _thread_ids(self, threads: list[int | str]) -> Any:
-        ids = self.threads
-        with contextlib.suppress(KeyError):
-            return np.array([ids[thread] for thread in threads], np.int32)
-        return np.array([ids.setdefault(thread, len(ids)) for thread in threads], np.int32)
+    def _add_memory(self, at_ns: Ints, args: list[Any]) -> None:
+        """``args``: of ``_MemoryArgs``."""
+        columns = (_within([getattr(a, name) for a in args], np.int64) for name in _MEMORY)
+        self._memory.append((at_ns, *columns))
 
     # ------------------------------------------------------------------ anything at all
 
     def _decode_anything(self, text: bytes | bytearray) -> None:
         """The slow way, for what does not fit the classes."""
         rows: list[tuple[Any, ...]] = []
-        memory: list[tuple[int, _AnyArgs]] = []
+        memory: list[tuple[int, Any]] = []
         for event in _anything.decode(text):
             if event.ph in ("B", "E"):
                 begun = self._open[(str(event.pid), str(event.tid))]
@@ -409,13 +363,16 @@ class Columns:
             self._take_anything(rows, event, kind, start, stop)
         if memory:
             times = np.array([at for at, _ in memory], np.int64)
-            self._add_memory(times, [_loose_memory(args) for _, args in memory])
+            self._add_memory(
+                times, [_MemoryArgs(*(_number(getattr(a, n)) for n in _MEMORY)) for _, a in memory]
+            )
         if rows:
             name, kinds, start_ns, dur_ns, thread, stream, device, correlation = zip(
                 *rows, strict=True
             )
             self._append(
-                self._name_ids(list(name)), np.array(kinds, np.int8), np.array(start_ns, np.int64),
+                _ids(self.names, list(name)), np.array(kinds, np.int8),
+                np.array(start_ns, np.int64),
                 np.array(dur_ns, np.int64), np.array(thread, np.int32), np.array(stream),
                 np.array(device), np.array(correlation),
             )  # fmt: skip
@@ -449,42 +406,41 @@ class Columns:
         types = ("i4", "i1", "i8", "i8", "i4", "i4", "i2", "i8")
         if not self._parts:
             return Events(*(np.empty(0, kind) for kind in types))
-        columns = []
-        for i in range(len(types)):
-            columns.append(np.concatenate([part[i] for part in self._parts]))
+        columns = [np.concatenate(column) for column in zip(*self._parts, strict=True)]
         self._parts.clear()
         return Events(*columns)
 
     def memory(self) -> MemoryEvents:
         if not self._memory:
             return MemoryEvents(*(np.empty(0, np.int64) for _ in range(6)))
-        return MemoryEvents(*(np.concatenate([part[i] for part in self._memory]) for i in range(6)))
+        return MemoryEvents(*(np.concatenate(column) for column in zip(*self._memory, strict=True)))
 
 
 _KINDS = GPU | HOST | NAMED | OPERATORS
 
 
 def _with_category(text: bytes | bytearray) -> bytes | bytearray:
-    """Give one to what has none: the names of processes and threads, and global marks."""
+    """Add a category to events without one: names of processes and threads, and global marks."""
     mark = b'"cat":"' + NO_CATEGORY.encode() + b'"'
     for phase in (b'"ph": "M"', b'"ph":"M"', b'"ph": "i"', b'"ph":"i"'):
         text = text.replace(phase, mark)
     return text
 
 
-def _loose_args(event: _Event) -> _AnyArgs | None:
+def _ids(table: dict[Any, int], values: list[Any]) -> Any:
+    """The number of each value; a new value gets the next. (Mostly all are known.)"""
     try:
-        args: _AnyArgs | None = _any_args.decode(event.args)
-        return args
+        return np.array([table[value] for value in values], np.int32)
+    except KeyError:
+        return np.array([table.setdefault(value, len(table)) for value in values], np.int32)
+
+
+def _loose_args(event: _Event) -> Any:
+    """What the event says of itself, as ``_AnyArgs``; None if it cannot be read."""
+    try:
+        return _any_args.decode(event.args)
     except msgspec.DecodeError:
         return None
-
-
-def _loose_memory(args: _AnyArgs) -> _MemoryArgs:
-    return _MemoryArgs(
-        _number(args.bytes), _number(args.total_allocated), _number(args.total_reserved),
-        _number(args.device_type), _number(args.device_id),
-    )  # fmt: skip
 
 
 def _number(value: Any, default: int = -1) -> int:
@@ -503,15 +459,20 @@ def _within(values: Any, kind: Any) -> Any:
     return np.clip(np.asarray(values, np.float64), float(limits.min), most).astype(kind)
 
 
+def _written_ns(us: bytes) -> int:
+    """Microseconds as they are written, perhaps in quotes, to nanoseconds."""
+    text = us.strip(b'"')
+    whole, _, part = text.partition(b".")
+    if part and not part.isdigit():
+        return round(float(text) * 1000)
+    sign = -1 if whole.startswith(b"-") else 1
+    return int(whole) * 1000 + sign * round(float(b"0." + (part or b"0")) * 1000)
+
+
 def _ns(us: Raw) -> int | None:
-    """Microseconds as they are written, be it in quotes, to nanoseconds."""
-    whole, _, part = bytes(us).strip(b'"').partition(b".")
+    """The same; None if it is no time."""
     try:
-        if not part or part.isdigit():
-            sign = -1 if whole.startswith(b"-") else 1
-            ns = int(whole) * 1000 + sign * round(float(b"0." + (part or b"0")) * 1000)
-        else:
-            ns = round(float(bytes(us).strip(b'"')) * 1000)
+        ns = _written_ns(bytes(us))
     except (ValueError, OverflowError):
         return None
     return ns if abs(ns) <= 1000 * LONGEST_US else None
@@ -526,7 +487,7 @@ _BYTES = {
 
 
 def bytes_of(dtype: str) -> int | None:
-    """Of one element, by any of the names that profilers give to types."""
+    """Bytes of one element, by any of the names that profilers give to types."""
     return _BYTES.get(dtype.lower())
 
 

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from shardlab import numbers
 from shardlab.trace import model
 
 if TYPE_CHECKING:
     from shardlab.trace import TraceSet
 
 SCHEMA = 1
-NOISE = 0.02  # of the step: a smaller difference is none
+NOISE = 0.02  # a difference of a smaller share of the step does not count
 GROUPS = ("part", "phase", "collective", "label", "operator")
 
 
@@ -131,24 +130,17 @@ def sentence(diff: Diff) -> str:
     word = "less" if change < 0 else "more"
     first = f"{diff.b} takes {100 * abs(change) / was:.0f}% {word} time than {diff.a}: {both}"
     first += ", though single steps of the two overlap." if diff.steps_overlap else "."
-    reasons = [
-        f"{abs(row.change_us) / 1000:.3g} ms {'less' if row.change_us < 0 else 'more'} {row.name}"
-        for row in diff.of("part")
-        if row.change_us * change > 0 and abs(row.change_us) > 0.1 * abs(change)
-    ]
-    against = [
-        f"{abs(row.change_us) / 1000:.3g} ms {'less' if row.change_us < 0 else 'more'} {row.name}"
-        for row in diff.of("part")
-        if row.change_us * change < 0 and abs(row.change_us) > 0.1 * abs(change)
-    ]
-    second = f" It has {_and(reasons)}" if reasons else ""
+    reasons: list[str] = []  # parts that changed the same way as the step
+    against: list[str] = []
+    for row in diff.of("part"):
+        if abs(row.change_us) > 0.1 * abs(change):
+            how = "less" if row.change_us < 0 else "more"
+            text = f"{abs(row.change_us) / 1000:.3g} ms {how} {row.name}"
+            (reasons if row.change_us * change > 0 else against).append(text)
+    second = f" It has {numbers.names(reasons, len(reasons))}" if reasons else ""
     if second and against:
-        second += f", but {_and(against)}"
+        second += f", but {numbers.names(against, len(against))}"
     return first + (second + "." if second else "")
-
-
-def _and(parts: list[str]) -> str:
-    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
 # ------------------------------------------------------------------ one side
@@ -156,11 +148,11 @@ def _and(parts: list[str]) -> str:
 
 def _step(traces: TraceSet) -> Value:
     rows = traces.breakdown(per="rank")
-    return Value(statistics.mean(row.wall_us / max(row.steps, 1) for row in rows))
+    return Value(statistics.mean(row.per_step() for row in rows))
 
 
 def _walls(traces: TraceSet) -> list[float]:
-    """Of each step, the mean over the ranks."""
+    """For each step, the mean over the ranks."""
     walls: dict[int | None, list[float]] = defaultdict(list)
     for row in traces.breakdown(per="step"):
         walls[row.step].append(row.wall_us)
@@ -170,67 +162,60 @@ def _walls(traces: TraceSet) -> list[float]:
 def _parts(traces: TraceSet) -> dict[str, Value]:
     rows = traces.breakdown(per="rank")
     return {
-        name: Value(statistics.mean(getattr(row, part) / max(row.steps, 1) for row in rows))
+        name: Value(statistics.mean(row.per_step(part) for row in rows))
         for part, name in model.PARTS.items()
     }
 
 
 def _phases(traces: TraceSet) -> dict[str, Value]:
     """On the host: on a GPU the time to launch a phase, not to run it."""
-    times: dict[str, float] = defaultdict(float)
-    counts: dict[str, int] = defaultdict(int)
-    steps = 0
+    found = []
     for trace in traces.traces:
-        steps += len(trace.steps)
         if not trace.steps:
             continue
         events = trace.events
-        inside = (events.start_ns >= trace.steps[0].start_ns) & (
-            events.start_ns < trace.steps[-1].end_ns
-        )
+        inside = events.start_ns >= trace.steps[0].start_ns
+        inside &= events.start_ns < trace.steps[-1].end_ns
+        inside &= events.kind == model.ANNOTATION
         for number, name in enumerate(trace.names):
             if name in model.PHASES:
-                found = inside & (events.name == number) & (events.kind == model.ANNOTATION)
-                times[name] += float(events.dur_ns[found].sum()) / 1000
-                counts[name] += int(np.count_nonzero(found))
-    return {name: Value(times[name] / steps, counts[name] / steps) for name in times if steps}
+                times = events.dur_ns[inside & (events.name == number)]
+                found.append((name, float(times.sum()) / 1000, len(times), None))
+    return _per_step(found, sum(len(trace.steps) for trace in traces.traces))
 
 
 def _collectives(traces: TraceSet, name_of: Callable[[model.Collective], str]) -> dict[str, Value]:
     """The time that a rank spent in them, waiting for others included."""
-    rank_steps = sum(row.steps for row in traces.breakdown(per="rank")) or 1
-    times: dict[str, float] = defaultdict(float)
-    counts: dict[str, int] = defaultdict(int)
-    sizes: dict[str, int | None] = defaultdict(int)
-    for collective in traces.collectives():
-        name = name_of(collective)
-        if not name:
-            continue
-        for part in collective.participants:
-            times[name] += (part.end_ns - part.start_ns) / 1000
-            counts[name] += 1
-            known = sizes[name]
-            sizes[name] = (
-                None if known is None or collective.bytes is None else known + collective.bytes
-            )
-    return {
-        name: Value(
-            times[name] / rank_steps,
-            counts[name] / rank_steps,
-            None if (size := sizes[name]) is None else size / rank_steps,
-        )
-        for name in times
-    }
+    found = (
+        (name, (part.end_ns - part.start_ns) / 1000, 1, collective.bytes)
+        for collective in traces.collectives()
+        if (name := name_of(collective))
+        for part in collective.participants
+    )
+    return _per_step(found, _rank_steps(traces))
 
 
 def _operators(traces: TraceSet) -> dict[str, Value]:
-    rank_steps = sum(row.steps for row in traces.breakdown(per="rank")) or 1
-    times: dict[str, float] = defaultdict(float)
-    counts: dict[str, int] = defaultdict(int)
-    for kernel in traces.kernels(top=1_000_000):
-        times[kernel.name] += kernel.sum_us
-        counts[kernel.name] += kernel.count
-    return {name: Value(times[name] / rank_steps, counts[name] / rank_steps) for name in times}
+    found = ((k.name, k.sum_us, k.count, None) for k in traces.kernels(top=1_000_000))
+    return _per_step(found, _rank_steps(traces))
+
+
+def _rank_steps(traces: TraceSet) -> int:
+    return sum(row.steps for row in traces.breakdown(per="rank"))
+
+
+def _per_step(found: Iterable[tuple[str, float, int, int | None]], steps: int) -> dict[str, Value]:
+    """Times (us), counts and bytes summed by name, per step. A sum of unknown bytes is unknown."""
+    sums: dict[str, tuple[float, int, int | None]] = {}
+    for name, us, count, size in found:
+        known = sums.get(name, (0.0, 0, 0))
+        total = None if known[2] is None or size is None else known[2] + size
+        sums[name] = (known[0] + us, known[1] + count, total)
+    steps = max(steps, 1)
+    return {
+        name: Value(us / steps, count / steps, None if size is None else size / steps)
+        for name, (us, count, size) in sums.items()
+    }
 
 
 def _notes(a: TraceSet, b: TraceSet, rows: list[Row]) -> list[str]:

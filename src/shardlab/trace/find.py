@@ -123,7 +123,7 @@ def one_run(traces: Sequence[Trace]) -> dict[int, list[Trace]]:
 def _one_value(traces: Sequence[Trace], what: str, value: Callable[[Trace], object]) -> None:
     seen: dict[object, Trace] = {}
     for trace in traces:
-        if (found := value(trace)) is not None:  # of a damaged stamp it may be anything
+        if (found := value(trace)) is not None:  # a damaged stamp may hold anything
             seen.setdefault(found if isinstance(found, int | str) else repr(found), trace)
     if len(seen) > 1:
         (a, first), (b, second) = list(seen.items())[:2]

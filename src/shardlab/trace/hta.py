@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardlab.trace.decode import to_ns
 from shardlab.trace.intervals import Intervals, union
 from shardlab.trace.model import (
     ANNOTATION,
     CPU_OP,
     GPU_ANNOTATION,
-    KERNEL,
     MEMCPY,
     MEMSET,
     RUNTIME,
@@ -27,7 +27,7 @@ from shardlab.trace.model import (
     Hta,
     Ints,
     Trace,
-)
+)  # fmt: skip
 
 ROUNDING = "ns-rounding"  # start rounded up and end down to whole microseconds
 FLOATS = "float64-timestamps"  # microseconds since 1970 in a float: a quarter of one is kept
@@ -96,7 +96,7 @@ def gpu_events(
     ``steps_in_set``: over all ranks that are analysed together, as HTA counts them.
     """
     events = trace.events
-    wanted = np.isin(events.kind, (KERNEL, MEMCPY, MEMSET))
+    wanted = events.on_gpu
     # HTA knows a GPU event by its stream.
     if SYNCS in rules:
         wanted |= (events.kind == SYNC) & (events.stream >= 0)
@@ -143,12 +143,7 @@ def _hta_times(start: Ints, end: Ints, floats: bool, rounded: bool) -> tuple[Int
     if rounded:
         start_us, end_us = np.ceil(start_us), np.floor(end_us)
         return start_us.astype(np.int64) * 1000, end_us.astype(np.int64) * 1000
-    return _float_ns(start_us), _float_ns(end_us)
-
-
-def _float_ns(us: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Ints:
-    whole = np.floor(us)
-    return whole.astype(np.int64) * 1000 + np.rint((us - whole) * 1000).astype(np.int64)
+    return to_ns(start_us), to_ns(end_us)
 
 
 def _types(trace: Trace, row: Ints, by_name: bool) -> Ints:
@@ -180,45 +175,46 @@ def temporal(trace: Trace, *, compat: bool = False, steps_in_set: int | None = N
     return replace(exact, rules=changed)
 
 
-def quick(trace: Trace, *, compat: bool = False, steps_in_set: int | None = None) -> Hta:
-    """The same without asking which rules matter."""
-    return _numbers(trace, RULES if compat else (), steps_in_set)
-
-
 def _numbers(trace: Trace, rules: Sequence[str], steps_in_set: int | None) -> Hta:
     gpu = gpu_events(trace, rules, steps_in_set)
     if not len(gpu.row):
         return Hta(trace.rank, None, None, None, None, None)
-    devices = np.unique(gpu.device)
-    idle = compute = kernel = comm_time = overlap = 0
     if ROUNDING in rules:
-        return _rounded_numbers(trace.rank, gpu)
+        return _hta(trace.rank, *_rounded(gpu))
+    devices = np.unique(gpu.device)
+    kernel = idle = compute = comm_time = overlap = 0
     for device in devices.tolist():
         mine = gpu.device == device
-        busy = gpu.busy(device=device)
         span = int(gpu.end[mine].max() - gpu.start[mine].min())
         computing = gpu.busy(COMPUTATION, device)
         communicating = gpu.busy(COMMUNICATION, device)
         kernel += span
-        idle += span - busy.length
+        idle += span - gpu.busy(device=device).length
         compute += computing.length
         comm_time += communicating.length
         overlap += (computing & communicating).length
-    scale = 1000 * len(devices)  # several GPUs: their mean
+    return _hta(trace.rank, kernel, idle, compute, comm_time, overlap, len(devices))
+
+
+def _hta(
+    rank: int, kernel: int, idle: int, compute: int, comm: int, overlap: int, devices: int = 1
+) -> Hta:
+    """From nanoseconds, summed over the rank's GPUs, to their mean in microseconds."""
+    scale = 1000 * devices
     return Hta(
-        trace.rank,
+        rank,
         idle_time_us=idle / scale,
         compute_time_us=compute / scale,
         non_compute_time_us=(kernel - idle - compute) / scale,
         kernel_time_us=kernel / scale,
-        comm_comp_overlap_pctg=100 * overlap / comm_time if comm_time else None,
-        comm_us=comm_time / scale,
+        comm_comp_overlap_pctg=100 * overlap / comm if comm else None,
+        comm_us=comm / scale,
     )
 
 
-def _rounded_numbers(rank: int, gpu: GpuEvents) -> Hta:
-    """As HTA computes them: a kernel of less than a microsecond may end before it begins, and
-    then counts negative."""
+def _rounded(gpu: GpuEvents) -> tuple[int, int, int, int, int]:
+    """Kernel, idle, compute and communication time and overlap as HTA computes them: a kernel of
+    less than a microsecond may end before it begins, and then counts negative."""
     merged = {
         kind: _hta_merge(gpu.start[chosen], gpu.end[chosen])
         for kind, chosen in (
@@ -229,25 +225,13 @@ def _rounded_numbers(rank: int, gpu: GpuEvents) -> Hta:
     }
     length = {kind: int((end - start).sum()) for kind, (start, end) in merged.items()}
     span = int(merged[None][1][-1] - merged[None][0][0])
-    (comm_start, comm_end), (comp_start, comp_end) = merged[COMMUNICATION], merged[COMPUTATION]
-    times = np.concatenate([comm_start, comm_end, comp_start, comp_end])
-    sizes = [len(comm_start), len(comm_end), len(comp_start), len(comp_end)]
-    change = np.repeat([1, -1, 2, -2], sizes)
+    edges = (*merged[COMMUNICATION], *merged[COMPUTATION])
+    times = np.concatenate(edges)
+    change = np.repeat([1, -1, 2, -2], [len(edge) for edge in edges])
     order = np.argsort(times, kind="stable")
     both = np.cumsum(change[order])[:-1] == 3
     overlap = int(np.diff(times[order])[both].sum())
-    idle, compute = span - length[None], length[COMPUTATION]
-    return Hta(
-        rank,
-        idle_time_us=idle / 1000,
-        compute_time_us=compute / 1000,
-        non_compute_time_us=(span - idle - compute) / 1000,
-        kernel_time_us=span / 1000,
-        comm_comp_overlap_pctg=(
-            100 * overlap / length[COMMUNICATION] if length[COMMUNICATION] else None
-        ),
-        comm_us=length[COMMUNICATION] / 1000,
-    )
+    return span, span - length[None], length[COMPUTATION], length[COMMUNICATION], overlap
 
 
 def added(a: Hta, b: Hta) -> Hta:
@@ -294,14 +278,13 @@ def _applicable(trace: Trace) -> list[str]:
         rules.append(SYNCS)
     if (events.kind == GPU_ANNOTATION).any():
         rules.append(GPU_MARKERS)
-    gpu = np.isin(events.kind, (KERNEL, MEMCPY, MEMSET))
-    if len(np.unique(events.device[gpu])) > 1:
+    if len(np.unique(events.device[events.on_gpu])) > 1:
         rules.append(MERGED)
     return [rule for rule in RULES if rule in rules]
 
 
 def _differs(a: Hta, b: Hta) -> bool:
-    """By more than a hundredth of a percentage point of anything."""
+    """Whether any number differs by more than a hundredth of a percentage point."""
 
     def parts(x: Hta) -> list[float]:
         whole = x.kernel_time_us or 1

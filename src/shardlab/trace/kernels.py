@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,15 +12,14 @@ from shardlab.trace.intervals import Intervals
 from shardlab.trace.model import (
     CPU_OP,
     KERNEL,
-    MEMCPY,
-    MEMSET,
     Bools,
+    Breakdown,
     Idle,
     Ints,
     Kernel,
     KernelType,
     Trace,
-)
+)  # fmt: skip
 
 BETWEEN_KERNELS_NS = 30_000  # HTA: a shorter gap is what it takes to start the next kernel
 
@@ -31,7 +31,7 @@ def longest(trace: Trace, top: int) -> list[Kernel]:
     """
     events = trace.events
     if trace.device == "gpu":
-        rows = np.flatnonzero(np.isin(events.kind, (KERNEL, MEMCPY, MEMSET)) & _in_steps(trace))
+        rows = np.flatnonzero(events.on_gpu & _in_steps(trace))
         times = events.dur_ns[rows]
     else:
         rows = np.flatnonzero((events.kind == CPU_OP) & _in_steps(trace))
@@ -52,7 +52,7 @@ def longest(trace: Trace, top: int) -> list[Kernel]:
         kind = "compute"
         if communicates[first] or text.startswith("c10d::"):
             kind = "communication"
-        elif events.kind[first] in (MEMCPY, MEMSET):
+        elif trace.device == "gpu" and events.kind[first] != KERNEL:
             kind = "memory"
         result.append(
             Kernel(
@@ -86,6 +86,29 @@ def _own_time(trace: Trace, rows: Ints) -> Ints:
             own[around[-1]] -= ends[i] - starts[i]
         around.append(i)
     return np.maximum(own, 0)
+
+
+def together(kernels: Sequence[Kernel], ranks: Sequence[Breakdown]) -> list[dict[str, Any]]:
+    """Kernels of several ranks, summed by name and kind: per rank and step, the longest first."""
+    steps, wall = sum(row.steps for row in ranks) or 1, sum(row.wall_us for row in ranks) or 1
+    sums: dict[tuple[str, str], tuple[int, float, float]] = {}
+    for k in kernels:
+        count, us, longest = sums.get((k.name, k.kind), (0, 0.0, 0.0))
+        sums[k.name, k.kind] = (count + k.count, us + k.sum_us, max(longest, k.max_us))
+    rows: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "kind": kind,
+            "count": count / steps,
+            "us": us / steps,
+            "mean_us": us / count,
+            "max_us": longest,
+            "share": 100 * us / wall,
+        }
+        for (name, kind), (count, us, longest) in sums.items()
+        if count
+    ]
+    return sorted(rows, key=lambda row: row["us"], reverse=True)
 
 
 # ------------------------------------------------------------------ HTA's tables

@@ -52,6 +52,11 @@ class Events:
     def end_ns(self) -> Ints:
         return self.start_ns + self.dur_ns
 
+    @property
+    def on_gpu(self) -> Bools:
+        """Kernels, copies and fills: what a GPU was busy with."""
+        return np.isin(self.kind, (KERNEL, MEMCPY, MEMSET))
+
 
 @dataclass(frozen=True)
 class Step:
@@ -87,7 +92,7 @@ class MemoryEvents:
 
     at_ns: Ints
     bytes: Ints  # negative: released
-    total_allocated: Ints  # after it; -1: not said
+    total_allocated: Ints  # after it; -1: unknown
     total_reserved: Ints
     device_type: Ints  # as PyTorch numbers them: 0 CPU, 1 CUDA
     device_id: Ints
@@ -146,6 +151,10 @@ class Breakdown:
     idle_us: float
     hidden_comm_us: float
     comm_us: float
+
+    def per_step(self, column: str = "wall_us") -> float:
+        """A column in the mean step."""
+        return float(getattr(self, column)) / max(self.steps, 1)
 
     @property
     def overlap_pct(self) -> float | None:

@@ -12,17 +12,7 @@ import msgspec
 import numpy as np
 
 from shardlab.trace.decode import Columns, Mode, ReadAgain
-from shardlab.trace.model import (
-    ANNOTATION,
-    CPU_OP,
-    KERNEL,
-    MEMCPY,
-    MEMSET,
-    RUNTIME,
-    Events,
-    Step,
-    Trace,
-)
+from shardlab.trace.model import ANNOTATION, CPU_OP, RUNTIME, Events, Step, Trace
 from shardlab.trace.stream import EventText
 
 _STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,15})")
@@ -40,7 +30,7 @@ def parse(path: Path, *, whole: bool = False) -> Trace:
     """
     text, columns = _read(path)
     events = columns.events()
-    on_gpu = _on_gpu(events)
+    on_gpu = bool(events.on_gpu.any())
     if not on_gpu and not columns.mode.operators:
         text, columns = _read(path, replace(columns.mode, operators=True))
         events = columns.events()
@@ -89,10 +79,6 @@ def _read(path: Path, mode: Mode | None = None) -> tuple[EventText, Columns]:
     except ReadAgain as again:
         return _read(path, again.mode)
     return text, columns
-
-
-def _on_gpu(events: Events) -> bool:
-    return bool(np.isin(events.kind, (KERNEL, MEMCPY, MEMSET)).any())
 
 
 def _names_a_gpu(head: bytes) -> bool:
@@ -144,7 +130,7 @@ def _identity(metadata: Mapping[str, Any], path: Path) -> tuple[int | None, int 
 
 
 def _count(value: Any) -> int | None:
-    """Of ranks: what is none, or more than there can be, is not said."""
+    """A number of ranks; None if it is not a number or is more than there can be."""
     number = _integer(value)
     return number if number is not None and 0 <= number < 10**9 else None
 
@@ -194,6 +180,6 @@ def _gpu_end(events: Events, start: int, end: int) -> int:
     """When the last GPU event that was launched between ``start`` and ``end`` ended."""
     launches = (events.kind == RUNTIME) & (events.start_ns >= start) & (events.start_ns < end)
     launched = np.unique(events.correlation[launches])
-    gpu = np.isin(events.kind, (KERNEL, MEMCPY, MEMSET)) & (events.correlation >= 0)
+    gpu = events.on_gpu & (events.correlation >= 0)
     gpu &= np.isin(events.correlation, launched[launched >= 0])
     return int(events.end_ns[gpu].max()) if gpu.any() else end

@@ -20,7 +20,7 @@ from msgspec import DecodeError
 from shardlab.errors import UsageError
 
 _inflate: Any = zlib
-with contextlib.suppress(ImportError):  # of the extra "trace": three times as fast
+with contextlib.suppress(ImportError):  # in the extra "trace": three times as fast
     _inflate = importlib.import_module("isal.isal_zlib")
 
 # Small pieces stay in the processor's cache: 8 MB would take twice the time, and 80 MB more.
@@ -152,7 +152,7 @@ def _take(text: bytearray, decode: Decode) -> tuple[bytearray, bool, bool]:
 
 
 def _decoded(text: bytearray, end: int, decode: Decode, rest: bytearray) -> bool:
-    """Decode the array that ends at ``end``. If it is none, the text is as it was."""
+    """Decode the array that ends at ``end``. If that is no array, the text stays as it was."""
     between = text[end : len(text) - len(rest)]
     text[end:] = b"]"
     try:

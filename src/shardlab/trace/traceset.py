@@ -45,10 +45,6 @@ from shardlab.trace.model import (
 )  # fmt: skip
 
 SCHEMA = 1
-HTA = (
-    "idle_time_us", "compute_time_us", "non_compute_time_us", "kernel_time_us",
-    "comm_comp_overlap_pctg",
-)  # fmt: skip
 SMALL = 24 << 20  # bytes of files: less is read sooner than a process is started
 
 
@@ -70,6 +66,12 @@ def load(
             f"{len(found)} runs there; load one of them, or all with shardlab.trace.load_runs"
         )
     return found[0]
+
+
+@functools.lru_cache(maxsize=64)
+def load_once(folder: Path) -> TraceSet:
+    """As ``load``, but each folder is read once: numbers and timelines are made of it."""
+    return load(folder, jobs=1)
 
 
 def load_runs(
@@ -119,7 +121,7 @@ def _load_run(files: Sequence[Path], select: str, jobs: int | None, whole: bool)
 
 
 def _parse_all(files: Sequence[Path], jobs: int | None, whole: bool) -> list[Any]:
-    """Each file's Trace, or why it is none. In processes, if the files are large."""
+    """Each file's Trace, or why it is not one. In processes, if the files are large."""
     read = functools.partial(_parse_one, whole=whole)
     size = sum(path.stat().st_size * (10 if path.suffix == ".gz" else 1) for path in files)
     workers = min(jobs or os.cpu_count() or 1, len(files))
@@ -196,6 +198,10 @@ class TraceSet:
             for trace in window
         ]
 
+    def shifts(self) -> dict[Path, int]:
+        """By file, what turns its own times into the common clock's, in nanoseconds."""
+        return {trace.path: -offset for trace, _, offset in self._in_windows()}
+
     # ------------------------------------------------------------------ the answers
 
     def breakdown(self, per: str = "step") -> tuple[Breakdown, ...]:
@@ -212,6 +218,10 @@ class TraceSet:
             for found in breakdown.per_step(trace, self._activity[id(trace)], waits)
         ]
         return tuple(sorted(rows, key=lambda found: found.rank))
+
+    def mean_step(self) -> dict[str, Any]:
+        """The mean step over ranks and steps, in ms."""
+        return breakdown.mean_step(self.breakdown(per="rank"))
 
     def collectives(self) -> tuple[Collective, ...]:
         """Every collective, matched across ranks, in order of time."""
@@ -293,17 +303,8 @@ class TraceSet:
         exact = {found.rank: found for found in self.hta(compat=hta_compat)}
         ranks = []
         for total in self.breakdown(per="rank"):
-            times = row(total)
-            del times["step"]
-            about = row(exact[total.rank])
-            ranks.append(
-                {
-                    **times,
-                    "hta": {
-                        k: v for k, v in about.items() if k not in ("rank", "rules", "comm_us")
-                    },
-                }
-            )
+            times = _without(total, "step")
+            ranks.append({**times, "hta": _without(exact[total.rank], "rank", "rules", "comm_us")})
         return {
             "schema": SCHEMA,
             "ranks": ranks,
@@ -318,16 +319,18 @@ class TraceSet:
             "collective_summary": {
                 by: [row(item) for item in self.collective_summary(by)] for by in ("kind", "label")
             },
-            "memory": [
-                {k: v for k, v in row(item).items() if k not in ("at_ns", "bytes")}
-                for item in self.memory()
-            ],
+            "memory": [_without(item, "at_ns", "bytes") for item in self.memory()],
             "what_if": [row(item) for item in self.what_if()],
             "kernels": [row(item) for item in self.kernels()],
             "kernel_types": [row(item) for item in self.kernel_types()],
             "idle": [row(item) for item in self.idle()],
             "warnings": list(self.warnings),
         }
+
+
+def _without(item: Any, *names: str) -> dict[str, Any]:
+    """A row as plain values, but for some."""
+    return {name: value for name, value in row(item).items() if name not in names}
 
 
 def _lane(rank: int, lane: str, start: Any, end: Any, names: Sequence[str] = ()) -> Lane:

@@ -1,18 +1,18 @@
-"""From what was measured on every rank to a verdict with its reason, in a line. Pure, no torch."""
+"""The judge: from what was measured on every rank to checks with their reasons. Pure, no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shardlab.proof import diagnosis
-from shardlab.report import format as fmt
+from shardlab import numbers
+from shardlab.proof import explain
 
 Evidence = Mapping[str, Any]  # of one rank, as proof.evidence returns it
 Check = dict[str, Any]  # {"pass", "claimed", "measured", "message"}
 
 CHECKS = ("equal", "state", "bytes", "overlap", "reproducible")
-# Of a claim in bytes: what padding makes of it. Half or twice as much is another strategy.
+# What padding may add to a claim in bytes. Half or twice as much would be another strategy.
 STATE_TOLERANCE = 0.01
 SENT_TOLERANCE = 0.02
 UNMEASURED = "not measured: it did not get through"
@@ -40,7 +40,7 @@ def failed(reason: str) -> dict[str, Check]:
 
 
 def reasons(checks: Mapping[str, Check]) -> dict[str, str]:
-    """What is wrong, by check; of a strategy that did not get through, once."""
+    """What is wrong, by check. A crash is one reason for every check."""
     wrong = {name: check["message"] for name, check in checks.items() if not check["pass"]}
     if UNMEASURED in wrong.values():
         return {"every check": next(iter(wrong.values()))}
@@ -55,7 +55,7 @@ def _check(passed: bool, claimed: Any, measured: Any, message: str) -> Check:
 
 
 def equal(ranks: Sequence[Evidence]) -> Check:
-    first = diagnosis.first_difference(ranks)
+    first = explain.first_difference(ranks)
     worst = max(
         (m for e in ranks for m in e["models"]), key=lambda m: m["worst"]["ulp"] / m["tolerance"]
     )
@@ -70,14 +70,14 @@ def equal(ranks: Sequence[Evidence]) -> Check:
     unwaited = [u for e in ranks for m in e["models"] for u in m["unwaited"]]
     waits = f"nobody waits for {unwaited[0]}" if unwaited else ""
     if first is not None:
-        also = diagnosis.also_in(ranks, first)
-        message = "; ".join(part for part in (diagnosis.explain(first), also, waits) if part)
+        also = explain.also_in(ranks, first)
+        message = "; ".join(part for part in (explain.explain(first), also, waits) if part)
         return _check(False, claimed, measured, message)
     if unwaited:
         return _check(False, claimed, measured, f"equal by luck: {waits}")
-    models = fmt.names([m["label"] for m in ranks[0]["models"]])
-    steps = fmt.count(ranks[0]["models"][0]["steps"], "step")
-    error = "to the last bit" if found["ulp"] == 0 else f"within {fmt.number(found['ulp'])} ulp"
+    models = numbers.names([m["label"] for m in ranks[0]["models"]])
+    steps = numbers.count(ranks[0]["models"][0]["steps"], "step")
+    error = "to the last bit" if found["ulp"] == 0 else f"within {numbers.number(found['ulp'])} ulp"
     parts = (f"{error} of one process, {steps} of {models}", *how(users))
     return _check(True, claimed, measured, "; ".join(parts))
 
@@ -124,10 +124,10 @@ def state(ranks: Sequence[Evidence]) -> Check:
         problem = next(_misheld(ranks, fullest, stack), None)
     if problem is not None:
         return _check(False, wanted, measured, problem)
-    parts = [f"{fmt.size(fullest[k])} of {k}" for k in ("params", "gradients", "optimizer")]
+    parts = [f"{numbers.size(fullest[k])} of {k}" for k in ("params", "gradients", "optimizer")]
     message = f"each rank holds {', '.join(parts)}"
     if outside > _slack(ranks[0]["full"]):
-        message += f"; the model keeps {fmt.size(outside)} outside of parameters and buffers"
+        message += f"; the model keeps {numbers.size(outside)} outside of parameters and buffers"
     return _check(True, wanted, measured, message)
 
 
@@ -139,7 +139,7 @@ def _without_outside(evidence: Evidence) -> dict[str, int]:
 
 
 def _resident(evidence: Evidence) -> float:
-    """Of the stack, between steps."""
+    """Bytes that the stack may hold between steps."""
     claim, buffers = evidence["claimed_of_stack"], evidence["stack"]["buffers"]
     total: float = claim["params"] + claim["optimizer"] + claim["kept"] + buffers
     return total
@@ -166,8 +166,8 @@ def _misheld(
     slack = _slack(full)
     if not _at_most(fullest["kept"], claimed["kept"], STATE_TOLERANCE, slack):
         yield (
-            f"between steps {fmt.size(fullest['kept'])} are held beside parameters and optimizer "
-            f"state, not {fmt.size(claimed['kept'])}: gradients that are not freed?"
+            f"between steps {numbers.size(fullest['kept'])} are held beside parameters and "
+            f"optimizer state, not {numbers.size(claimed['kept'])}: gradients that are not freed?"
         )
     names = {
         "params": "the parameters",
@@ -185,13 +185,13 @@ def _misheld(
             continue
         if wanted < full[kind] and _near(held, full[kind], STATE_TOLERANCE, slack):
             verb = "are" if name.endswith("s") else "is"
-            yield f"{name} on each rank {verb} full size, {fmt.size(held)}: nothing is sharded"
-        yield f"{name} on the fullest rank: {fmt.size(held)}, not {fmt.size(wanted)}"
+            yield f"{name} on each rank {verb} full size, {numbers.size(held)}: nothing is sharded"
+        yield f"{name} on the fullest rank: {numbers.size(held)}, not {numbers.size(wanted)}"
     resident = _resident(ranks[0])
     if not _at_most(stack["resident"], resident, STATE_TOLERANCE, _slack(ranks[0]["stack"])):
         yield (
-            f"on the stack {fmt.size(stack['resident'])} are held between steps, not "
-            f"{fmt.size(resident)}"
+            f"on the stack {numbers.size(stack['resident'])} are held between steps, not "
+            f"{numbers.size(resident)}"
         )
     allowed = ranks[0]["claimed_of_stack"]["peak"]
     if allowed is not None and stack["peak"] > allowed:
@@ -201,8 +201,8 @@ def _misheld(
 def _too_high(ranks: Sequence[Evidence], peak: int, allowed: float) -> str:
     """A peak during gradients(), and whether it came with the parameters or the gradients."""
     text = (
-        f"gradients() holds {fmt.size(peak)} beyond what is there between steps, "
-        f"more than {fmt.size(allowed)}"
+        f"gradients() holds {numbers.size(peak)} beyond what is there between steps, "
+        f"more than {numbers.size(allowed)}"
     )
     in_forward = max(e["stack"]["forward_peak"] or 0 for e in ranks)
     if in_forward > 0.9 * ranks[0]["stack"]["params"]:
@@ -239,10 +239,10 @@ def sent(ranks: Sequence[Evidence]) -> Check:
         if problem is not None:
             return _check(False, claimed, measured, problem)
     large = {op: s for op, s in first["sent"].items() if s["messages"]}
-    parts = [
-        f"{op} {fmt.size(s['bytes'] + s['small_bytes'])} in {fmt.count(s['messages'], 'message')}"
-        for op, s in large.items()
-    ]
+    parts = []
+    for op, s in large.items():
+        size = numbers.size(s["bytes"] + s["small_bytes"])
+        parts.append(f"{op} {size} in {numbers.count(s['messages'], 'message')}")
     per_step = f"{', '.join(parts) or 'nothing'} sent by each rank in a step"
     return _check(True, claimed, measured, per_step)
 
@@ -272,11 +272,11 @@ def _how_missent(op: str, found: float, wanted: float, evidence: Evidence) -> st
     micro = evidence["micro"]
     if not found:
         others = [o for o, s in evidence["sent"].items() if s["messages"] and o != op]
-        instead = fmt.names(others or ["nothing"])
-        return f"no {op} was sent, {fmt.size(wanted)} are claimed; sent: {instead}"
+        instead = numbers.names(others or ["nothing"])
+        return f"no {op} was sent, {numbers.size(wanted)} are claimed; sent: {instead}"
     if not wanted:
-        return f"{fmt.size(found)} of {op} were sent, of which nothing is claimed"
-    text = f"{op} sent {fmt.size(found)} per rank and step, {found / wanted:.2f}x the claim"
+        return f"{numbers.size(found)} of {op} were sent, of which nothing is claimed"
+    text = f"{op} sent {numbers.size(found)} per rank and step, {found / wanted:.2f}x the claim"
     if micro > 1 and _near(found / wanted, micro, SENT_TOLERANCE, 0):
         return f"{text}: it communicates in each of the {micro} micro-batches, not once"
     if micro > 1 and _near(found / wanted, 1 / micro, SENT_TOLERANCE, 0):
@@ -298,7 +298,7 @@ def overlap(ranks: Sequence[Evidence]) -> Check:
     else:
         text = f"{share:.0%} of the gradients' bytes launched before backward ended"
         if measured["exposed_ms"] is not None:
-            text += f", {fmt.number(measured['exposed_ms'])} ms of sending came after"
+            text += f", {numbers.number(measured['exposed_ms'])} ms of sending came after"
     if claimed == "none" and share:
         return _check(False, claimed, measured, f"no overlap is claimed, but {text}")
     if claimed == "some" and not share and len(ranks) > 1:

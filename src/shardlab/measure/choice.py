@@ -11,33 +11,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shardlab.measure import stats
-from shardlab.report import format as fmt
+from shardlab import numbers
+from shardlab.measure import readings
 from shardlab.strategies import STRATEGIES
 
 Row = Mapping[str, Any]
 
-NOTABLE = 0.05  # of memory, of a step: less is not worth a sentence
-CLOSE = 0.10  # of a step: what is slower by more is not taken as equal, however noisy it was
+NOTABLE = 0.05  # a smaller share of memory or of a step is not worth a sentence
+CLOSE = 0.10  # a step that is slower by more is not taken as equal, however noisy it was
 
 
 def answer(result: Mapping[str, Any]) -> dict[str, Any]:
-    """``choice`` (a label, or none), ``why`` in a sentence, and ``otherwise``: what changes it."""
-    cells = fmt.measured(result)
+    """``choice`` (a label or None), ``why`` in a sentence, and ``otherwise``: what changes it."""
+    cells = readings.measured(result)
     right = [cell for cell in cells if not _wrong(cell, result)]
     excluded = [f"{cell['label']} ({_wrong(cell, result)})" for cell in cells if cell not in right]
     if not right:
-        why = f"none is right: {fmt.names(excluded)}" if excluded else "nothing was measured"
+        why = f"none is right: {numbers.names(excluded)}" if excluded else "nothing was measured"
         return {"choice": None, "why": f"{why[0].upper()}{why[1:]}.", "otherwise": []}
-    if len(right) > 1 and not stats.can_tell(*(cell["step_ms_repeats"] for cell in right)):
+    if len(right) > 1 and not numbers.can_tell(*(cell["step_ms_repeats"] for cell in right)):
         why = (
-            "Nothing is chosen: one visit to each says nothing about how much the next would differ"
+            "Nothing is chosen: one visit to each says nothing about how much the next would "
+            "differ (--repeats 2 or more)."
         )
-        return {
-            "choice": None,
-            "why": f"{why} (--repeats 2 or more).",
-            "otherwise": _left_out(excluded),
-        }
+        return {"choice": None, "why": why, "otherwise": _left_out(excluded)}
     fastest = min(right, key=lambda cell: cell["step_ms"]["median"])
     unsure = [cell for cell in right if cell is fastest or _tied(cell, fastest)]
     limit = (1 + CLOSE) * fastest["step_ms"]["median"]
@@ -50,27 +47,26 @@ def answer(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _left_out(wrong: Sequence[str]) -> list[str]:
-    return [f"Left out, as they are wrong: {fmt.names(wrong)}."] if wrong else []
+    return [f"Left out, as they are wrong: {numbers.names(wrong)}."] if wrong else []
 
 
 def _wrong(cell: Row, result: Mapping[str, Any]) -> str:
     """Why it must not be chosen, if so."""
-    proof = cell.get("proof") or {}
-    if proof.get("pass") is False:
+    if readings.proved(cell) is False:
         return "its proof failed"
-    return "its loss is not single's" if fmt.agrees(cell, result) is False else ""
+    return "its loss is not single's" if readings.agrees(cell, result) is False else ""
 
 
 def _tied(cell: Row, fastest: Row) -> bool:
     """Whether the times of two cells cannot be told apart."""
     times = cell["step_ms_repeats"], fastest["step_ms_repeats"]
-    low, _ = stats.ratio_interval(*times, paired=True)
+    low, _ = numbers.ratio_interval(*times, paired=True)
     return low <= 1.0
 
 
 def _lean(cells: Sequence[Row]) -> Sequence[Row]:
     """Those that need the least memory, or hardly more; all, if it is not known."""
-    peaks = [(peak, cell) for cell in cells if (peak := fmt.peak(cell)) is not None]
+    peaks = [(peak, cell) for cell in cells if (peak := readings.peak(cell)) is not None]
     limit = min((peak for peak, _ in peaks), default=0) / (1 - NOTABLE)
     return [cell for peak, cell in peaks if peak <= limit] or cells
 
@@ -84,20 +80,20 @@ def _difficulty(cell: Row) -> tuple[int, float]:
 
 def _why(choice: Row, fastest: Row, equal: Sequence[Row], right: Sequence[Row]) -> str:
     label = choice["label"]
-    proved = " and proved" if (choice.get("proof") or {}).get("pass") else ""
+    proved = " and proved" if readings.proved(choice) else ""
     if len(right) == 1:
         return f"{label}: the only one that was measured{proved}."
     if choice is fastest and len(equal) == 1:
         return f"{label}: it is the fastest{proved}."
-    rivals = fmt.names([cell["label"] for cell in equal if cell is not choice])
+    rivals = numbers.names([cell["label"] for cell in equal if cell is not choice])
     lean = _lean(equal)
     reason = "it is the simplest of them"
     if len(lean) == 1:
-        reason = f"it needs least memory of them, {fmt.size(fmt.peak(choice))}"
+        reason = f"it needs least memory of them, {numbers.size(readings.peak(choice))}"
     elif len(lean) < len(equal):
         reason = (
             f"it is the simplest of the {len(lean)} that need least memory, "
-            f"{fmt.size(fmt.peak(choice))}"
+            f"{numbers.size(readings.peak(choice))}"
         )
     return f"{label}: as fast as {rivals} within the noise{proved}, and {reason}."
 
@@ -107,7 +103,7 @@ def _otherwise(
 ) -> Iterator[str]:
     """What would change the answer, each in a sentence."""
     if len(unsure) > 1:
-        others = fmt.names([cell["label"] for cell in unsure if cell is not choice])
+        others = numbers.names([cell["label"] for cell in unsure if cell is not choice])
         verb = "is" if len(unsure) == 2 else "are"
         yield f"{others} {verb} within the noise; more repeats would tell (--repeats 10)."
     yield from _if_memory_is_short(choice, right)
@@ -126,16 +122,16 @@ def _otherwise(
             )
             for world in worlds
         }
-        parts = [f"{best[world]['strategy']} at {fmt.count(world, 'rank')}" for world in worlds]
-        yield f"By the number of ranks, fastest: {fmt.names(parts, at_most=8)}."
+        parts = [f"{best[world]['strategy']} at {numbers.count(world, 'rank')}" for world in worlds]
+        yield f"By the number of ranks, fastest: {numbers.names(parts, at_most=8)}."
     failed = [cell["label"] for cell in result["cells"] if cell["status"] == "failed"]
     if failed:
-        yield f"{fmt.names(failed)} failed and could not be judged."
+        yield f"{numbers.names(failed)} failed and could not be judged."
 
 
 def _if_memory_is_short(choice: Row, right: Sequence[Row]) -> Iterator[str]:
-    peaks = [(peak, cell) for cell in right if (peak := fmt.peak(cell)) is not None]
-    own = fmt.peak(choice)
+    peaks = [(peak, cell) for cell in right if (peak := readings.peak(cell)) is not None]
+    own = readings.peak(choice)
     if not peaks or own is None:
         return
     least, lean = min(peaks, key=lambda item: (item[0], item[1]["step_ms"]["median"]))
@@ -148,7 +144,7 @@ def _if_memory_is_short(choice: Row, right: Sequence[Row]) -> Iterator[str]:
     elif ratio <= 1:
         cost = "at no cost in time"
     yield (
-        f"If memory is short: {lean['label']} needs {fmt.size(least)}, "
+        f"If memory is short: {lean['label']} needs {numbers.size(least)}, "
         f"{100 * (1 - least / own):.0f}% less, {cost}."
     )
 
@@ -159,20 +155,18 @@ def _if_the_link_is_slower(choice: Row, right: Sequence[Row]) -> Iterator[str]:
         return
     share = profile["exposed_comm_ms"] / profile["wall_ms"]
     if share >= NOTABLE:
-        text = f"{100 * share:.0f}% of its step is communication that nothing hides"
-        more = ": a faster link would help it, a slower one would cost it most."
-    else:
-        text, more = (
-            "Hardly any of its communication is left to hide",
-            "; a slower link would show.",
+        yield (
+            f"{100 * share:.0f}% of its step is communication that nothing hides: a faster link "
+            "would help it, a slower one would cost it most."
         )
-    yield text[0].upper() + text[1:] + more
+    else:
+        yield "Hardly any of its communication is left to hide; a slower link would show."
     sent = [
-        (cell["sent"]["bytes"], cell)
+        (size, cell)
         for cell in right
-        if cell.get("sent") and cell["world"] == choice["world"]
+        if cell["world"] == choice["world"] and (size := readings.sent(cell)) is not None
     ]
-    own = (choice.get("sent") or {}).get("bytes")
+    own = readings.sent(choice)
     if not sent or not own:
         return
     least, cell = min(sent, key=lambda item: item[0])

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from shardlab.config import LaunchConfig
+from shardlab import config as configs
+from shardlab.config import Config, LaunchConfig
 from shardlab.launch import Ranks, Target
+
+if TYPE_CHECKING:
+    from shardlab.world import World
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class RankSet:
@@ -15,7 +24,7 @@ class RankSet:
     def __init__(self, launch: LaunchConfig, size: int, deadline_s: float | None = None) -> None:
         self.launch = launch
         self.size = size
-        self.deadline_s = deadline_s  # of each job, if there is one
+        self.deadline_s = deadline_s  # for each job; None: no limit
         self.stack = ExitStack()
         self.ranks: Ranks | None = None
 
@@ -35,3 +44,18 @@ class RankSet:
         """The next job has new processes."""
         self.stack.close()
         self.ranks = None
+
+
+def on_its_ranks(
+    job: Callable[Concatenate[World, Config, P], T],
+) -> Callable[Concatenate[World, dict[str, Any], P], T | None]:
+    """A job that takes a config, as one that takes its plain values. It runs on as many ranks as
+    the config asks for; the ranks beyond them return None."""
+
+    @functools.wraps(job)
+    def run(world: World, values: dict[str, Any], /, *args: P.args, **kwargs: P.kwargs) -> T | None:
+        config = configs.from_dict(values)
+        member = world.first(config.launch.world or 1)
+        return None if member is None else job(member, config, *args, **kwargs)
+
+    return run

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardlab.report import format as fmt
+from shardlab import numbers
 
-Mixture = Sequence[Sequence[float | None]]  # [rank][micro-batch]; none: it had no gradient
+Mixture = Sequence[Sequence[float | None]]  # [rank][micro-batch]; None: it had no gradient
 
 
 def first_difference(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -50,7 +50,7 @@ def _difference(ranks: Sequence[Mapping[str, Any]], number: int) -> dict[str, An
 
 
 def module_of(first: Mapping[str, Any]) -> str | None:
-    """The module that a parameter, a gradient or a buffer belongs to; None: a loss does to none."""
+    """The module that a parameter, a gradient or a buffer belongs to; None for a loss."""
     return first["tensor"].rpartition(".")[0] if first["tensor"] else None
 
 
@@ -68,7 +68,7 @@ def also_in(ranks: Sequence[Mapping[str, Any]], first: Mapping[str, Any]) -> str
 
 
 def explain(first: Mapping[str, Any]) -> str:
-    """In a line: what differs first, where, and the cause if it can be told."""
+    """In a line: what differs first, where, and the cause if the numbers show it."""
     name, kind, step = first["tensor"], first["kind"], first["step"]
     if step is None:
         if 0 not in first["ranks"]:
@@ -92,7 +92,7 @@ def _located(first: Mapping[str, Any]) -> str:
     if at is None:
         return ""
     names = at.get("modules", [at["module"]])
-    modules = f"'{fmt.names(names, at_most=3)}'" if names != [""] else "the model itself"
+    modules = f"'{numbers.names(names, at_most=3)}'" if names != [""] else "the model itself"
     what = "output" if at["direction"] == "forward" else f"gradient of the {at['of']}"
     text = f"{at['direction']} differs first in the {what} of {modules}"
     text += f", on rank {at['rank']} in micro-batch {at['micro']}"
@@ -107,7 +107,7 @@ def _on(first: Mapping[str, Any]) -> str:
     ranks = first["ranks"]
     if len(ranks) == first["world"]:
         return "every rank"
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {fmt.names([str(r) for r in ranks])}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers.names([str(r) for r in ranks])}"
 
 
 def _cause(first: Mapping[str, Any]) -> str:
@@ -164,7 +164,7 @@ def _at_edge(first: Mapping[str, Any]) -> bool:
 
 
 def mixed(mixture: Mixture, counts: Sequence[Sequence[int]], rank: int) -> str:
-    """What is wrong with a gradient that has each micro-batch in it so many times."""
+    """What is wrong with a gradient, from how often each micro-batch is in it."""
     ranks, micro = len(mixture), len(mixture[0])
     known = [(r, m, c) for r, row in enumerate(mixture) for m, c in enumerate(row) if c is not None]
     total = sum(map(sum, counts))
@@ -205,12 +205,12 @@ def mixed(mixture: Mixture, counts: Sequence[Sequence[int]], rank: int) -> str:
         others = [c for r, _, c in known if r not in lost]
         if all(_is(c, others[0]) for c in others) and others[0] > 1.5:
             return (
-                f"the data of rank {fmt.names([str(r) for r in lost])} is not in it, the rest "
+                f"the data of rank {numbers.names([str(r) for r in lost])} is not in it, the rest "
                 f"{_times(others[0])}: ranks read the same samples"
             )
     wrong = [(r, m, c) for r, m, c in known if not _is(c, 1)] or known[:1]
     shown = [f"micro-batch {m} of rank {r} counts {_times(c)}" for r, m, c in wrong]
-    return fmt.names(shown, at_most=2)
+    return numbers.names(shown, at_most=2)
 
 
 def _factor(factor: float, ranks: int, micro: int) -> str:

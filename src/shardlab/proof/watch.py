@@ -1,4 +1,4 @@
-"""What a step really did: what it sent and when, what it held. Nobody's word is taken for it."""
+"""What a step really did: what it sent and when, what it held. Measured, not claimed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Message:
     op: str
     bytes: int
     launched_ns: int
-    ranks: int | None = None  # none: the profiler cannot tell
+    ranks: int | None = None  # None: the profiler does not know
 
 
 class Running(NamedTuple):
@@ -195,13 +195,8 @@ def living_tensors() -> dict[str, list[Tensor]]:
     return {"optimizer": state, "params": params, "rest": tensors}
 
 
-def addresses() -> dict[str, set[int]]:
-    """Where their storages lie, by what they are for."""
-    return {name: set(_storages(group)) for name, group in living_tensors().items()}
-
-
 def _storages(tensors: Any) -> dict[int, int]:
-    """Address and bytes of each storage once. Of a distributed tensor, this rank's part."""
+    """Address and bytes of each storage once; for a distributed tensor, of this rank's part."""
     found = {}
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor)

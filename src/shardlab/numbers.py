@@ -1,0 +1,209 @@
+"""Numbers from numbers, and numbers as people read and write them. Pure, no torch.
+
+Statistics first: spread, throughput, ratios and how sure they are, bytes on the wire. Then texts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+import numpy as np
+
+from shardlab.errors import UsageError
+
+Repeats = Sequence[Sequence[float]]  # (repeats, steps): one row for each visit
+
+DRAWS = 2000
+# How much wider than the normal interval Student's 95% interval is, by the number of repeats.
+STUDENT = {2: 6.48, 3: 2.20, 4: 1.62, 5: 1.42, 6: 1.31, 7: 1.25, 8: 1.21, 9: 1.18, 10: 1.15}
+
+NOTHING = "–"
+BYTES = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+# As people may write them, in small letters.
+WRITTEN = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+WRITTEN |= {unit.lower(): size for unit, size in BYTES.items()}
+
+
+# ------------------------------------------------------------------ statistics
+
+
+class Spread(TypedDict):
+    median: float
+    p10: float
+    p90: float
+    n: int
+
+
+class Throughput(TypedDict):
+    samples_per_s: float
+    tokens_per_s: float | None
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median, 10th and 90th percentile (linear between neighbours), and how many."""
+    p10, median, p90 = np.percentile(values, [10, 50, 90]).tolist()
+    return {"median": median, "p10": p10, "p90": p90, "n": len(values)}
+
+
+def throughput(
+    step_ms: Sequence[float], samples_per_step: int, tokens_per_sample: int | None
+) -> Throughput:
+    """At the median step: one stalled step does not move it."""
+    samples_per_s = samples_per_step / (float(np.median(step_ms)) / 1e3)
+    tokens_per_s = None if tokens_per_sample is None else samples_per_s * tokens_per_sample
+    return {"samples_per_s": samples_per_s, "tokens_per_s": tokens_per_s}
+
+
+def ratio(above: Repeats, below: Repeats) -> float:
+    """The median of one divided by the median of the other."""
+    return _median(above) / _median(below)
+
+
+def can_tell(*measured: Repeats) -> bool:
+    """Whether there are enough visits to know how much one differs from the next."""
+    return all(len(repeats) > 1 for repeats in measured)
+
+
+def ratio_interval(
+    above: Repeats, below: Repeats, paired: bool = False, seed: int = 0
+) -> tuple[float, float]:
+    """The 95% interval of ``ratio``, by a bootstrap over repeats, then over the steps in them.
+
+    Steps of one visit share its luck (what else the machine did meanwhile), so whole repeats are
+    drawn first. ``paired``: repeat i of both was measured in the same minute, and is drawn for
+    both. With few repeats a bootstrap draws too few extreme cases, so its deviations are widened
+    as Student's are. With one repeat it goes by the steps alone.
+    """
+    draw = np.random.default_rng(seed)
+    paired = paired and len(above) == len(below)
+    first = draw.integers(len(above), size=(DRAWS, len(above)))
+    second = first if paired else draw.integers(len(below), size=(DRAWS, len(below)))
+    ratios = np.log(_medians(above, first, draw)) - np.log(_medians(below, second, draw))
+    center = np.log(ratio(above, below))
+    fewest = min(len(above), len(below))
+    widening = STUDENT.get(fewest, 1 + 1.3 / (fewest - 1)) if fewest > 1 else 1.0
+    low, high = np.exp(center + widening * (np.percentile(ratios, [2.5, 97.5]) - center))
+    return float(low), float(high)
+
+
+def _median(repeats: Repeats) -> float:
+    return float(np.median(np.concatenate([np.asarray(r, float) for r in repeats])))
+
+
+def _medians(repeats: Repeats, chosen: Any, draw: np.random.Generator) -> Any:
+    """For each row of chosen repeats, the median of as many steps, drawn from them."""
+    steps = min(len(r) for r in repeats)
+    times = np.array([list(r[:steps]) for r in repeats], float)  # (repeats, steps)
+    which = draw.integers(steps, size=(*chosen.shape, steps))
+    return np.median(times[chosen[..., None], which].reshape(len(chosen), -1), axis=1)
+
+
+def wire_bytes(op: str, size: int, ranks: int) -> float:
+    """Bytes one rank must send for a collective on ``size`` bytes, by the best algorithm."""
+    share = (ranks - 1) / ranks
+    factor = {
+        "all_reduce": 2 * share,
+        "all_gather": share,
+        "reduce_scatter": share,
+        "all_to_all": share,  # each rank sends every other its part of the tensor
+        "broadcast": share,  # averaged over ranks: the tensor enters each rank but the source
+        "barrier": 0.0,
+    }
+    return factor[op] * size
+
+
+# ------------------------------------------------------------------ texts
+
+
+def number(value: float | None, like: float | None = None) -> str:
+    """Three significant digits (as many as ``like`` has, if given), or all the whole ones: 0.273,
+    6,295."""
+    if value is None:
+        return NOTHING
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    rounded = float(f"{like or value:.3g}")  # 9.996 is 10.0, not 10.00
+    decimals = max(0, 2 - math.floor(math.log10(abs(rounded))))
+    return f"{value:,.{decimals}f}"
+
+
+def ms(us: float | None) -> str:
+    """Microseconds as milliseconds."""
+    return number(None if us is None else us / 1000)
+
+
+def unit_of(value: float, units: Mapping[str, float] = BYTES) -> tuple[str, float]:
+    """The first of some units, the largest first, that a value reaches; else the last."""
+    return next((unit for unit in units.items() if abs(value) >= unit[1]), [*units.items()][-1])
+
+
+def compact(value: float | None) -> str:
+    """As ``number``, with M and B for what is long: parameters, tokens per second."""
+    unit, one = unit_of(value or 0, {"B": 1e9, "M": 1e6, "": 1})
+    return number(value) if value is None else number(value / one) + unit
+
+
+def size(value: float | None) -> str:
+    """Bytes, in powers of 1024."""
+    unit, one = unit_of(value or 0)
+    return NOTHING if value is None else f"{number(value / one)} {unit}"
+
+
+def parse_bytes(text: str, flag: str) -> int:
+    """``24GB`` (powers of 1000), ``24GiB`` (of 1024), ``500 MB``, ``1e9``."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    try:
+        amount = int(float(match[1]) * WRITTEN[match[2]]) if match else 0
+    except (KeyError, ValueError, OverflowError):
+        amount = 0
+    if amount < 1:
+        raise UsageError(f"{flag} {text}: not a size, as in 24GB or 500MiB")
+    return amount
+
+
+def p10_p90(step_ms: Mapping[str, float]) -> str:
+    return f"{number(step_ms['p10'], like=step_ms['p90'])}–{number(step_ms['p90'])}"
+
+
+def speed(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.2f}×"
+
+
+def interval(values: Sequence[float] | None) -> str:
+    """Of a speed: ``1.18–1.25``. Empty for a baseline's speed against itself."""
+    if values is None or values[0] == values[1]:
+        return ""
+    return f"{values[0]:.2f}–{values[1]:.2f}"
+
+
+def mark(passed: bool | None) -> str:
+    """✓ proved, ✗ found wrong, – not proved."""
+    return NOTHING if passed is None else "✓" if passed else "✗"
+
+
+def percent(value: float | None, decimals: int = 0) -> str:
+    return NOTHING if value is None else f"{value:.{decimals}f}%"
+
+
+def loss(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.4f}"
+
+
+def difference(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.2g}"
+
+
+def count(amount: int, noun: str, plural: str | None = None) -> str:
+    """``1 step``, ``10 steps``."""
+    return f"{amount:,} {noun if amount == 1 else plural or noun + 's'}"
+
+
+def names(labels: Sequence[str], at_most: int = 3) -> str:
+    """``a``, ``a and b``, ``a, b, c and 4 others``."""
+    shown = list(labels)
+    if len(shown) > at_most + 1:  # "and 1 other" would be no shorter than its name
+        shown = [*shown[:at_most], f"{len(shown) - at_most} others"]
+    return " and ".join(part for part in (", ".join(shown[:-1]), shown[-1]) if part)

@@ -1,0 +1,250 @@
+"""A comparison in the terminal: a table that fits 80 columns, and the answer in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from shardlab import numbers as fmt
+from shardlab.measure import readings
+from shardlab.measure.gate import BAD
+from shardlab.measure.readings import Cell, Result
+from shardlab.report import terminal
+
+NOT_PROVED = {False: "is wrong", None: "was not proved"}
+
+
+def compare_table(result: Result) -> Table:
+    """One row per strategy; below it, over the full width, why a row has no numbers."""
+    table = terminal.table(
+        "<strategy", "world", ">step\nms p10–p90", "speed", readings.rate_name(result),
+        "peak\nmemory", "loss to\nsingle", *(["|ok"] if _was_proved(result) else []),
+        title=f"{result['workload']} · {fmt.compact(result['parameters'])} parameters · "
+        f"global batch {result['global_batch']} · speed against {readings.baselines(result)}",
+        caption=_reasons(result),
+        least=12,
+    )  # fmt: skip
+    for cell in result["cells"]:
+        style = "bold" if readings.is_baseline(result, cell) else ""
+        table.add_row(*_row(cell, result), style=style)
+    return table
+
+
+PROFILE_HEADS = ("com-\npute", "exposed\ncomm", "waits", "idle,\ncopies", "over-\nlap", "sent")
+
+
+def explained_table(result: Result) -> Table | None:
+    """How sure a speed is, and where a profiled step went; None if there is nothing to say."""
+    cells = readings.measured(result)
+    has_profile = any(cell.get("profile") for cell in cells)
+    has_mfu = any(cell.get("mfu") for cell in cells)
+    is_sure = any(fmt.interval(cell["speed_interval"]) for cell in cells)
+    if not (has_profile or has_mfu or (is_sure and len(cells) > 1)):
+        return None
+    titles = ["where a profiled step goes, ms · what a rank sends"] * has_profile
+    titles += ["how sure the speed is (95%)"] * is_sure
+    table = terminal.table(
+        "<strategy", *(PROFILE_HEADS * has_profile), "skew\nms", *(["speed\n95%"] * is_sure),
+        *(["MFU"] * has_mfu),
+        title=" · ".join(titles) or "how far the ranks are apart",
+        least=12,
+    )  # fmt: skip
+    for cell in cells:
+        table.add_row(
+            Text(cell["label"]),
+            *(_profile(cell) * has_profile),
+            fmt.number(cell["skew_ms"]),
+            *([fmt.interval(cell["speed_interval"]) or fmt.NOTHING] * is_sure),
+            *([fmt.percent(readings.percent_of_peak(cell))] * has_mfu),
+        )
+    return table
+
+
+def _profile(cell: Cell) -> list[str]:
+    """Where a profiled step of the cell went, and what it sent."""
+    profile = cell.get("profile")
+    if not profile:
+        return [fmt.NOTHING] * len(PROFILE_HEADS)
+    shown = (profile["compute_ms"], profile["exposed_comm_ms"], profile["wait_ms"])
+    return [
+        *(fmt.number(value) for value in (*shown, readings.idle_ms(profile))),
+        fmt.percent(profile["overlap_pct"]),
+        fmt.size(readings.sent(cell)),
+    ]
+
+
+def gate_table(gate: Mapping[str, Any]) -> Table:
+    """Each cell against the earlier one: the ratio of step times with its interval, of memory."""
+    table = terminal.table(
+        "<strategy", "before\nms", "now\nms", "time", "95%", "memory", "<verdict",
+        title=f"against the comparison of {gate['measured']}",
+        least=12,
+    )  # fmt: skip
+    for row in gate["cells"]:
+        said = f"{row['verdict']}: {row['reason']}" if row["reason"] else row["verdict"]
+        table.add_row(
+            Text(row["label"]),
+            fmt.number(row["step_ms_before"]),
+            fmt.number(row["step_ms"]),
+            fmt.speed(row["time_ratio"]),
+            fmt.interval(row["time_interval"]) or fmt.NOTHING,
+            fmt.speed(row["memory_ratio"]),
+            Text(said, "red" if row["verdict"] in BAD else ""),
+        )
+    return table
+
+
+def gate_verdict(gate: Mapping[str, Any]) -> str:
+    bad = [row["label"] for row in gate["cells"] if row["verdict"] in BAD]
+    if bad:
+        return f"failed: {fmt.names(bad)}"
+    if not gate["limits"]:
+        return "no limit was given (--fail-if slower=5%)"
+    limits = " and ".join(f"{name} {100 * value:g}%" for name, value in gate["limits"].items())
+    return f"passed: nothing is surely beyond {limits}"
+
+
+def _was_proved(result: Result) -> bool:
+    return any(cell.get("proof") for cell in result["cells"])
+
+
+def _row(cell: Cell, result: Result) -> list[Text]:
+    label, world = Text(cell["label"]), Text(str(cell["world"]))
+    step_ms = cell["step_ms"]
+    if step_ms is None:
+        style = "red" if cell["status"] == "failed" else "yellow"
+        return [label, world, Text(cell["status"], style)]
+    differs = readings.agrees(cell, result) is False
+    green = "green" if cell is readings.fastest(result) else ""
+    return [
+        label,
+        world,
+        Text.assemble(fmt.number(step_ms["median"]), " ", (fmt.p10_p90(step_ms), "dim not bold")),
+        Text(fmt.speed(cell["speed_to_baseline"]), green),
+        Text(fmt.compact(cell[readings.rate_key(result)])),
+        Text(fmt.size(readings.peak(cell))),
+        Text(
+            ("≠ " if differs else "") + fmt.difference(cell["loss_difference"]),
+            "red" if differs else "",
+        ),
+        *([_proof(cell)] if _was_proved(result) else []),
+    ]
+
+
+def _proof(cell: Cell) -> Text:
+    passed = readings.proved(cell)
+    return Text(fmt.mark(passed), {True: "green", False: "red", None: ""}[passed])
+
+
+def _reasons(result: Result) -> Text | None:
+    lines = [
+        Text.assemble(
+            (f"{cell['label']} {cell['status']}: ", "bold"), cell["reason"] or "no reason"
+        )
+        for cell in result["cells"]
+        if cell["step_ms"] is None
+    ]
+    lines += [
+        Text.assemble((f"{cell['label']} {word}: ", "bold"), proof["message"])
+        for cell in result["cells"]
+        if (proof := cell.get("proof")) and (word := NOT_PROVED.get(proof["pass"]))
+    ]
+    return Text("\n").join([Text(), *lines]) if lines else None
+
+
+def verdict(result: Result) -> str:
+    """The answer in a few plain sentences: speed, memory, agreement, and what has no numbers."""
+    cells = readings.measured(result)
+    missing = _missing(result)
+    if not cells:
+        return f"No strategy finished: {missing}."
+    sentences = [_speed(result), _memory_and_loss(result), missing]
+    return " ".join(f"{sentence}." for sentence in sentences if sentence)
+
+
+def verdict_lines(result: Result) -> list[str]:
+    """The verdict, what to choose and why, and what would change that; a line each."""
+    answer = result.get("answer")
+    if not answer:
+        return [verdict(result)]
+    why = answer["why"] if answer["choice"] is None else f"Choose {answer['why']}"
+    return [verdict(result), why, *(f"  {o}" for o in answer["otherwise"])]
+
+
+def _speed(result: Result) -> str:
+    cells, first = readings.measured(result), readings.fastest(result)
+    assert first is not None
+    time = f"{fmt.number(first['step_ms']['median'])} ms a step"
+    if len(cells) == 1:
+        return f"{first['label']} took {time}"
+    reference = readings.baseline(result, first)
+    if first is reference:
+        text = f"{first['label']}, the baseline, was fastest at {time}"
+    else:
+        text = f"{first['label']} was fastest at {time}"
+        if first["speed_to_baseline"] is not None:
+            text += f", {fmt.speed(first['speed_to_baseline'])} as fast as {reference['label']}"
+    rivals = [
+        cell["label"]
+        for cell in cells
+        if cell is not first and cell["step_ms"]["p10"] <= first["step_ms"]["p90"]
+    ]
+    if rivals:
+        text += f", though its spread overlaps that of {fmt.names(rivals)}"
+    return text
+
+
+def _memory_and_loss(result: Result) -> str:
+    return "; ".join(part for part in (_memory(result), _agreement(result)) if part)
+
+
+def _memory(result: Result) -> str:
+    lean = readings.leanest(result)
+    if not lean:
+        return ""
+    least = fmt.size(readings.peak(lean[0]))
+    if len(lean) == len(readings.measured(result)):
+        return f"{'Each' if len(lean) > 1 else 'It'} held {least} of memory at its peak"
+    labels = fmt.names([cell["label"] for cell in lean])
+    return f"{labels} needed the least memory, {least} on the fullest rank"
+
+
+def _agreement(result: Result) -> str:
+    reference = readings.baseline(result)
+    others = [cell for cell in readings.measured(result) if not readings.is_baseline(result, cell)]
+    if not others:
+        return ""
+    if reference["loss_difference"] is None:
+        return "the losses were not checked, as single was not measured"
+    if result.get("loss_not_compared"):
+        is_proved = all(readings.proved(cell) is not None for cell in others)
+        decides = "the proof decides" if is_proved else "only a proof can decide"
+        return f"the losses were not compared, as {result['loss_not_compared']}: {decides}"
+    if not math.isfinite(reference["loss"]):
+        return f"the losses were not checked, as that of single is {reference['loss']}"
+    checked = [cell for cell in others if cell["loss_difference"] is not None]
+    apart = [cell for cell in checked if not readings.agrees(cell, result)]
+    if not apart:
+        some = "" if len(checked) == len(others) else (
+            ", where the micro-batches are single's (BatchNorm sees them apart)")  # fmt: skip
+        return f"every final loss agrees with that of single{some}"
+    largest = fmt.difference(max(cell["loss_difference"] for cell in apart))
+    if len(apart) == 1:
+        return f"the final loss of {apart[0]['label']} differs from that of single by {largest}"
+    labels = fmt.names([cell["label"] for cell in apart])
+    return f"the final losses of {labels} differ from that of single, by up to {largest}"
+
+
+def _missing(result: Result) -> str:
+    """``a and b failed, c was skipped``"""
+    parts = []
+    for status, verb in (("failed", " failed"), ("skipped", " was skipped")):
+        labels = [cell["label"] for cell in result["cells"] if cell["status"] == status]
+        if labels:
+            verb = verb.replace("was", "were") if len(labels) > 1 else verb
+            parts.append(fmt.names(labels) + verb)
+    return ", ".join(parts)
