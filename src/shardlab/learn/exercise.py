@@ -14,12 +14,14 @@ exception, a deadlock, a process that left …) is found and explained by the gr
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
@@ -58,10 +60,40 @@ class Finding:
 class Rejected(Exception):
     """``run`` raises it where what the learner's code returned cannot be used at all."""
 
-    def __init__(self, cause: str, message: str) -> None:
-        super().__init__(message)
-        self.cause = cause
-        self.message = message
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.message)
+        self.finding = finding
+
+
+@functools.cache
+def messages() -> dict[str, str]:
+    import yaml
+
+    text = (FOLDER.parent / "messages.yaml").read_text(encoding="utf-8")
+    return cast(dict[str, str], yaml.safe_load(text))
+
+
+def say(key: str, /, **values: Any) -> Finding:
+    """A finding in the words of ``messages.yaml``. Its cause is the key, up to a slash."""
+    return Finding(key.partition("/")[0], messages()[key].format(**values))
+
+
+Look = Callable[[str, list[dict[str, Any]]], Finding | None]  # of a case's name and ranks
+
+
+def judging(look: Look, *, only_first: bool = False) -> Callable[[Evidence], list[Finding]]:
+    """A ``judge`` that looks at each case, or up to the first finding: where the cases become
+    harder, one thing at a time."""
+
+    def judge(evidence: Evidence) -> list[Finding]:
+        found = (
+            replace(finding, case=case)
+            for case, ranks in evidence.items()
+            if (finding := look(case, ranks)) is not None
+        )
+        return list(itertools.islice(found, 1 if only_first else None))
+
+    return judge
 
 
 class Checks(Protocol):
