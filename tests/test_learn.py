@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from string import Formatter
 
 import pytest
 from typer.testing import CliRunner
@@ -153,6 +155,29 @@ def test_close_is_relative_and_refuses_nan() -> None:
     assert not mistakes.close([1.0], [1.0 + 1e-6])
     assert not mistakes.close([float("nan")], [float("nan")])
     assert not mistakes.close([1.0], [1.0, 1.0])
+
+
+# ------------------------------------------------------------------ messages
+
+
+def test_every_message_is_said_with_what_it_names() -> None:
+    """A name that is missing would show only when a learner makes that very mistake."""
+    texts, said = exercises.messages(), set()
+    for path in Path(exercises.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                said.add(node.value)
+            if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("say"):
+                continue
+            given = {keyword.arg for keyword in node.keywords}
+            constants = (c.value for c in ast.walk(node.args[0]) if isinstance(c, ast.Constant))
+            for key in (c for c in constants if isinstance(c, str)):
+                assert key in texts, (path.name, key)
+                names = {name for _, name, _, _ in Formatter().parse(texts[key]) if name}
+                needed = {name.partition("[")[0] for name in names}
+                # With ** a row of evidence is given; the sampler's say knows its samples.
+                assert None in given or needed - {"samples"} <= given, (path.name, key, needed)
+    assert set(texts) <= said
 
 
 # ------------------------------------------------------------------ the commands

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
 
 from shardlab.learn import mistakes
 from shardlab.learn.exercise import Evidence, Finding, judging, say
 from shardlab.learn.mistakes import Row, Rows, flat
 from shardlab.learn.toys import RATE
 
+Array = np.ndarray[Any, Any]
 ITEM = 8  # bytes of an element: everything is float64
 REDUCES = (
     "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "reduce",
@@ -86,60 +90,26 @@ def _off(whose: str, rows: Rows, step: int) -> Finding:
     return say("wrong-update", whose=whose, step=step, name=name, rank=rank, error=off)
 
 
-def used_gradient(row: Row) -> list[float]:
-    """What SGD subtracted, element by element."""
-    before, after = ([x for name in row["want"] for x in flat(row[when][name])]
-                     for when in ("before", "got"))  # fmt: skip
-    return [(b - a) / RATE for b, a in zip(before, after, strict=True)]
-
-
-def candidates(row: Row, max_norm: float | None) -> dict[str, list[float]]:
-    """What an update may have used in place of the mean gradient, flat, by the mistake's name."""
-    own = [flat(list(gradients.values())) for gradients in row["own"]]
-    mean, n = flat(list(row["mean"].values())), len(own)
-    found = {
-        "mean": mean,
-        "sum": [x * n for x in mean],
-        "mean/n": [x / n for x in mean],
-        "unchanged": [0.0] * len(mean),
-    }
-    found |= {f"own {r}": gradient for r, gradient in enumerate(own)}
-    if row["micros"] > 1:
-        found["last micro-batch"] = [x / row["micros"] for x in flat(list(row["last"].values()))]
-    if max_norm is not None:
-        clipped = [_clipped(gradient, max_norm) for gradient in own]
-        found["clipped first"] = [sum(xs) / n for xs in zip(*clipped, strict=True)]
-        found["clipped"] = _clipped(mean, max_norm)
-    return found
-
-
-def _clipped(gradient: list[float], max_norm: float) -> list[float]:
-    factor = min(1.0, max_norm / (math.hypot(*gradient) + 1e-6))
-    return [factor * x for x in gradient]
-
-
 def explained(rows: Rows, step: int, max_norm: float | None) -> Finding:
     """Which gradient a wrong step of SGD used, and so which mistake it is."""
     n, right = len(rows), "mean" if max_norm is None else "clipped"
     maybe = candidates(rows[0], max_norm)
-    tolerance = CLOSE * max(map(abs, maybe["mean"]))
-    used = [used_gradient(row) for row in rows]
-    # For each rank and element, the names of the gradients that it may have been updated by.
-    found = [
-        [
-            {name for name, values in maybe.items() if abs(values[i] - x) <= tolerance}
-            for i, x in enumerate(gradient)
-        ]
-        for gradient in used
-    ]
+    tolerance = CLOSE * abs(maybe["mean"]).max()
+    # What SGD subtracted: (ranks, elements)
+    used = np.array([_whole(r["before"]) - _whole(r["got"], r["want"]) for r in rows]) / RATE
+
+    def where(*names: str) -> Array:
+        """The elements that were updated by one of these gradients."""
+        known = [abs(used - maybe[n]) <= tolerance for n in names if n in maybe]
+        return np.logical_or.reduce(known) if known else np.zeros_like(used, dtype=bool)
 
     def each_is(*names: str) -> bool:
-        return all(labels & set(names) for each in found for labels in each)
+        return bool(where(*names).all())
 
     if each_is("unchanged"):
         return say("not-updated")
     if each_is(right, "unchanged"):
-        return _partly(found, right)
+        return _partly(where(right))
     if step > 0:
         return say("not-reset/zero", step=step)
     if each_is("sum", "unchanged"):
@@ -156,41 +126,55 @@ def explained(rows: Rows, step: int, max_norm: float | None) -> Finding:
         return local
     if each_is(*(f"own {r}" for r in range(n)), "unchanged"):
         return say("not-communicated/zero")
-    factor = mistakes.ratio([x for gradient in used for x in gradient], maybe[right] * n)
+    factor = mistakes.ratio(used.tolist(), [maybe[right].tolist()] * n)
     if factor is not None:
         return say("scaled/zero", factor=factor)
-    if _moved(used, maybe[right], tolerance):
+    # Most values are right ones in wrong places.
+    known = abs(used[:, :, None] - maybe[right]).min(axis=2) <= tolerance
+    if (known.mean(axis=1) > 0.8).all():
         return say("wrong-shard")
     return _off("the", rows, step)
 
 
-def _partly(found: list[list[set[str]]], right: str) -> Finding:
+def candidates(row: Row, max_norm: float | None) -> dict[str, Array]:
+    """What an update may have used in place of the mean gradient, by the mistake's name."""
+    own = [_whole(gradients) for gradients in row["own"]]
+    mean, n = _whole(row["mean"]), len(own)
+    found = {"mean": mean, "sum": mean * n, "mean/n": mean / n, "unchanged": 0 * mean}
+    found |= {f"own {r}": gradient for r, gradient in enumerate(own)}
+    if row["micros"] > 1:
+        found["last micro-batch"] = _whole(row["last"]) / row["micros"]
+    if max_norm is not None:
+        found["clipped first"] = np.mean([_clipped(each, max_norm) for each in own], axis=0)
+        found["clipped"] = _clipped(mean, max_norm)
+    return found
+
+
+def _whole(tensors: Row, names: Iterable[str] | None = None) -> Array:
+    """All elements, (elements,), or those of the named ones."""
+    return np.array(flat([tensors[name] for name in sorted(names or tensors)]))
+
+
+def _clipped(gradient: Array, max_norm: float) -> Array:
+    return gradient * min(1.0, max_norm / (float(np.linalg.norm(gradient)) + 1e-6))
+
+
+def _partly(updated: Array) -> Finding:
     """Updated where it was, but not everywhere."""
-    size = len(found[0])
-    lost = sum(all(right not in each[i] for each in found) for i in range(size))
-    if lost:
-        return say("rest-forgotten", lost=lost, size=size, n=len(found))
-    done = [sum(right in labels for labels in each) for each in found]
-    return say("not-gathered", done=done, size=size)
+    n, size = updated.shape
+    if lost := size - updated.any(axis=0).sum():
+        return say("rest-forgotten", lost=lost, size=size, n=n)
+    return say("not-gathered", done=updated.sum(axis=1), size=size)
 
 
-def _local_norm(used: list[list[float]], mean: list[float], clipped: list[float]) -> Finding | None:
+def _local_norm(used: Array, mean: Array, clipped: Array) -> Finding | None:
     """Each rank has multiplied the mean by a number of its own."""
-    large = [i for i, m in enumerate(mean) if abs(m) > 1e-3 * max(map(abs, mean))]
-    factors = sorted({round(u[i] / mean[i], 6) for u in used for i in large})
+    large = abs(mean) > 1e-3 * abs(mean).max()
+    factors = np.unique((used[:, large] / mean[large]).round(6))
     if len(factors) > len(used):
         return None
     shown = ", ".join(f"{f:.4g}" for f in factors)
-    return say("local-norm", factors=shown, should=clipped[large[0]] / mean[large[0]])
-
-
-def _moved(used: list[list[float]], right: Sequence[float], tolerance: float) -> bool:
-    """Most values are right ones in wrong places."""
-
-    def is_known(x: float) -> bool:
-        return any(abs(x - k) <= tolerance for k in right)
-
-    return all(sum(map(is_known, each)) > 0.8 * len(each) for each in used)
+    return say("local-norm", factors=shown, should=(clipped[large] / mean[large])[0])
 
 
 # ------------------------------------------------------------------ what is held

@@ -248,19 +248,16 @@ class OneProcess:
         """``batches`` by rank, then by micro-batch. What each rank has by itself (``own``), the
         mean of that, and the mean had only the last micro-batch counted (``last``)."""
         own = [self._gradients(each) for each in batches]
-        row = {
-            "before": trained(self.model),
-            "own": own,
-            "mean": _mean(own),
-            "last": _mean([self._gradients(each[-1:]) for each in batches]),
-        }
+        last = _mean([self._gradients(each[-1:]) for each in batches])
+        before, means = trained(self.model), _mean(own)
         for name, p in self.model.named_parameters():
-            mean = row["mean"].get(name)
+            mean = means.get(name)
             p.grad = None if mean is None else mean.clone()  # clipping is in place
         if self.max_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.optimizer.step()
-        return row | {"want": trained(self.model)}
+        want = trained(self.model)
+        return {"before": before, "own": own, "mean": means, "last": last, "want": want}
 
     def _gradients(self, batches: Sequence[Batch]) -> Tensors:
         """The mean over the micro-batches of one rank."""

@@ -72,7 +72,8 @@ def _step(rows: Rows, step: int) -> Finding | None:
     early = sum(call["mark"] != f"micro {micros}" for call in calls)
     found = mistakes.gradients(rows)
     if micros > 1 and early and all(row["calls"] for row in rows):
-        key = "communicates-each-micro-batch" + ("/and-wrong" if found else "")
+        once = "communicates-each-micro-batch"
+        key = "communicates-each-micro-batch/and-wrong" if found else once
         return say(key, early=early, calls=len(calls), micros=micros)
     if not found:
         return None

@@ -1,8 +1,8 @@
 """Choosing a strategy: is it within the budget, and is anything paid for that need not be?
 
 A choice is measured on real ranks: what it holds, what it sends and when, what it computes twice,
-how long it takes beside ours. All but the time is the same on every run and every machine. Both take
-their steps in turn, so that a machine that slows down slows both.
+how long it takes beside ours. All but the time is the same on every run and every machine. Both
+take their steps in turn, so that a machine that slows down slows both.
 """
 
 from __future__ import annotations

@@ -141,7 +141,8 @@ class OneProcess:
 
     def _after(self, g: Tensor) -> Tensor:
         """The parameters if ``g`` is what the optimizer is given."""
-        return flat(used(self.model)) - self.options["lr"] * (MOMENTUM * self.momentum + g)
+        rate: float = self.options["lr"]
+        return flat(used(self.model)) - rate * (MOMENTUM * self.momentum + g)
 
     def _mistakes(
         self, scaled: Tensor, data: Sequence[tuple[Tensor, Tensor]], own: int
@@ -179,10 +180,13 @@ def run(case: Case, rank: int, submission: ModuleType, _spy: Spy) -> dict[str, A
     rows, untouched = [], others(model)
     for i, sizes in enumerate(steps):
         data = [batch(size, one.scale, r, i) for r, size in enumerate(sizes)]
-        row = {"scale_before": one.scale} | {"expected": one.step(data, rank)}
-        row["start"] = flat(used(model)).tolist()
+        before, expected = one.scale, one.step(data, rank)
+        start = flat(used(model)).tolist()
         returned = update.step(loss_of(model, *data[rank]))
-        row |= {
+        row = {
+            "scale_before": before,
+            "expected": expected,
+            "start": start,
             "returned": returned if isinstance(returned, bool) else repr(returned),
             "scale": _number(update),
             "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}),

@@ -6,6 +6,7 @@ Nothing is written down here: all comes from the trace, at every check.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -73,10 +74,13 @@ def matches(name: str, given: Any, value: Any) -> bool:
     return bool(abs(given - value) <= relative * abs(value) + absolute)
 
 
-def right(name: str) -> Any:
-    from shardlab.learn.exercises.read_trace import solution  # it reads the trace
+def _solution() -> Any:
+    """Imported only now: it reads the trace."""
+    return importlib.import_module("shardlab.learn.exercises.read_trace.solution")
 
-    return getattr(solution, name)
+
+def right(name: str) -> Any:
+    return getattr(_solution(), name)
 
 
 @functools.cache
@@ -86,8 +90,7 @@ def mistakes() -> list[tuple[str, str, Any]]:
 
 
 def _mistakes() -> Iterator[tuple[str, str, Any]]:
-    from shardlab.learn.exercises.read_trace import solution
-
+    solution = _solution()
     traces, calls, mean = solution.traces, solution.collectives, solution.mean_ms
     steps = len({call.step for call in calls})
 
