@@ -8,7 +8,8 @@ An exercise is a folder of ``exercises/``. Its ``checks.py`` has three names:
                                                             run returned; empty: passed
 
 ``judge`` sees the cases that ran to their end on every rank. What goes wrong before that (an
-exception, a deadlock, a process that left …) is found and explained by the grader.
+exception, a deadlock, a process that left …) is found and explained by the grader. What either
+says is in ``messages.yaml``.
 """
 
 from __future__ import annotations
@@ -114,13 +115,12 @@ class Exercise:
     def folder(self) -> Path:
         return FOLDER / self.name
 
-    @property
-    def number(self) -> int:
-        return ORDER.index(self.name) + 1
+    def read(self, file: str) -> str:
+        return (self.folder / file).read_text(encoding="utf-8")
 
     @property
     def readme(self) -> str:
-        return (self.folder / "README.md").read_text(encoding="utf-8")
+        return self.read("README.md")
 
     @property
     def title(self) -> str:
@@ -129,11 +129,11 @@ class Exercise:
 
     @property
     def template(self) -> str:
-        return (self.folder / "template.py").read_text(encoding="utf-8")
+        return self.read("template.py")
 
     @property
     def solution(self) -> str:
-        return (self.folder / "solution.py").read_text(encoding="utf-8")
+        return self.read("solution.py")
 
     @property
     def corresponds_to(self) -> str:
@@ -144,8 +144,7 @@ class Exercise:
 
     @property
     def hints(self) -> list[str]:
-        text = (self.folder / "hints.md").read_text(encoding="utf-8")
-        return [hint.strip() for hint in re.split(r"^---+$", text, flags=re.M)]
+        return [hint.strip() for hint in re.split(r"^---+$", self.read("hints.md"), flags=re.M)]
 
     def checks(self) -> Checks:
         module = importlib.import_module(f"shardlab.learn.exercises.{self.name}.checks")

@@ -5,23 +5,24 @@ functions of one step's rows. The spy's marks are "micro 0", "micro 1" …, "fin
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
 from shardlab.learn import mistakes, toys
-from shardlab.learn.exercise import Finding, say
+from shardlab.learn.exercise import Case, Finding, say
 from shardlab.learn.mistakes import Rows, described
 from shardlab.learn.spy import Spy
 
 STEPS = 2  # the second finds what the first left
 
 
-def run(
-    ddp: Any, model: nn.Module, rank: int, world: int, micros: int, spy: Spy, late_s: float = 0.0
-) -> dict[str, Any]:
+def run(case: Case, rank: int, spy: Spy, make: Callable[[nn.Module], Any]) -> dict[str, Any]:
     """The loop of the contract. ``late_s``: how much later than the others rank 1 comes."""
+    micros, late_s = case.options["micros"], case.options.get("late_s", 0.0)
+    model, one = toys.prepare(case.options["toy"], spy)
+    ddp = make(model)
 
     def work(batches: list[toys.Batch]) -> None:
         for i, batch in enumerate(batches):
@@ -34,7 +35,7 @@ def run(
         ddp.finish()
         spy.mark("end")
 
-    return toys.train(model, spy, rank, world, [micros] * STEPS, work)
+    return toys.train(model, one, spy, rank, case.world, [micros] * STEPS, work)
 
 
 def weights(rows: Rows, _step: int) -> Finding | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
-from shardlab.learn.exercise import Rejected, say
+from shardlab.learn.exercise import Case, Rejected, say
 from shardlab.learn.spy import Spy
 from shardlab.measure.watch import Memory
 
@@ -279,7 +279,7 @@ def _mean(parts: Sequence[Tensors]) -> Tensors:
 # ------------------------------------------------------------------ the learner's loop
 
 
-def steps(
+def rows_of(
     spy: Spy, rank: int, world: int, micros: Sequence[int], one: OneProcess,
     work: Callable[[list[Batch]], dict[str, Any]],
 ) -> list[dict[str, Any]]:  # fmt: skip
@@ -299,37 +299,45 @@ def steps(
     return rows
 
 
+def prepare(toy: str, spy: Spy) -> tuple[nn.Module, OneProcess]:
+    """A model that is watched, and one process's copy of it: made before the learner's code, which
+    may hang hooks on the model."""
+    model = build(TOYS[toy])
+    spy.watch(model)
+    return model, OneProcess(model)
+
+
 def train(
-    model: nn.Module, spy: Spy, rank: int, world: int, micros: Sequence[int],
+    model: nn.Module, one: OneProcess, spy: Spy, rank: int, world: int, micros: Sequence[int],
     work: Callable[[list[Batch]], None],
 ) -> dict[str, Any]:  # fmt: skip
     """Steps after which the gradients are looked at. The model is then updated by one process's, so
     that a mistake stays in its step."""
-    one = OneProcess(model)
 
     def look(batches: list[Batch]) -> dict[str, Any]:
-        before = trained(model)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
         work(batches)
-        after = trained(model)
-        found = {
-            "got": gradients(model),
-            "moved": [n for n in before if not torch.equal(before[n], after[n])],
-        }
+        moved = [n for n, p in model.named_parameters() if not torch.equal(before[n], p)]
+        found = {"got": gradients(model), "moved": moved}
         model.zero_grad()
         model.load_state_dict(one.model.state_dict())
         return found
 
     sizes = {name: t.numel() * t.element_size() for name, t in trained(model).items()}
-    return {"steps": steps(spy, rank, world, micros, one, look), "sizes": sizes}
+    return {"steps": rows_of(spy, rank, world, micros, one, look), "sizes": sizes}
 
 
 def train_sharded(
-    zero: Any, model: nn.Module, one: OneProcess, factory: Factory, spy: Spy, rank: int,
-    world: int, micros: Sequence[int], *, drops: bool,
-    forward: Callable[[Tensor], Tensor], params: Callable[[], dict[str, Tensor]],
+    case: Case, rank: int, spy: Spy, steps: int, toy: Callable[[], nn.Module],
+    make: Callable[[nn.Module, Factory], Any], *, drops: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Steps of a ZeRO; ``params`` gathers what the ranks have. ``drops``: whether p.grad must be
-    None already after backward."""
+    """Steps after which the parameters are looked at. ``make`` builds the learner's ZeRO, ``drops``
+    says whether p.grad must be None already after backward."""
+    kind = case.options["kind"]
+    model = build(toy)
+    one, factory = OneProcess(model, kind, case.options.get("max_norm")), Factory(kind)
+    zero = make(model, factory)
+    forward: Callable[[Tensor], Tensor] = getattr(zero, "forward", model)
 
     def work(batches: list[Batch]) -> dict[str, Any]:
         left = set()
@@ -340,11 +348,23 @@ def train_sharded(
         spy.mark("step")
         zero.step()
         spy.mark(LOOKING)
-        return {"left": sorted(left | _with_gradient(model)), "got": params()}
+        got = gathered(zero) if hasattr(zero, "full_params") else trained(model)
+        return {"left": sorted(left | _with_gradient(model)), "got": got}
 
     sizes = {name: t.numel() for name, t in trained(one.model).items()}
-    rows = steps(spy, rank, world, micros, one, work)
+    micros = [case.options.get("micros", 1)] * steps
+    rows = rows_of(spy, rank, case.world, micros, one, work)
     return {"steps": rows, "sizes": sizes, "max_norm": one.max_norm, **factory.evidence()}
+
+
+def gathered(zero: Any) -> dict[str, Tensor]:
+    """All parameters of a ZeRO that does not keep them whole."""
+    params = zero.full_params()
+    if not isinstance(params, dict) or not all(isinstance(v, Tensor) for v in params.values()):
+        raise Rejected(say("wrong-type/zero3"))
+    if any(v.numel() and not v.untyped_storage().nbytes() for v in params.values()):
+        raise Rejected(say("freed-too-early"))  # to read them would end the process
+    return {name: value.detach().clone() for name, value in params.items()}
 
 
 def backward(loss: Tensor) -> None:

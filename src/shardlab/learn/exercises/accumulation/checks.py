@@ -30,8 +30,7 @@ class Planned(Exception):
 
 
 def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
-    model = toys.build(toys.TOYS[case.options["toy"]])
-    spy.watch(model)
+    model, one = toys.prepare(case.options["toy"], spy)
     ddp = submission.DDP(model)
     if case.options.get("error"):
         with contextlib.suppress(Planned), ddp.no_sync():
@@ -49,7 +48,7 @@ def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, An
 
         submission.accumulate(ddp, batches, loss)
 
-    return toys.train(model, spy, rank, case.world, case.options["micros"], work)
+    return toys.train(model, one, spy, rank, case.world, case.options["micros"], work)
 
 
 def look(case: str, ranks: Rows) -> Finding | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from shardlab.learn import mistakes, overlapped, toys
+from shardlab.learn import mistakes, overlapped
 from shardlab.learn.exercise import Case, Finding, judging, say
 from shardlab.learn.mistakes import Rows
 from shardlab.learn.spy import Spy
@@ -19,10 +19,7 @@ CASES = (
 
 
 def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
-    options = dict(case.options)
-    model = toys.build(toys.TOYS[options.pop("toy")])
-    spy.watch(model)
-    return overlapped.run(submission.AsyncDDP(model), model, rank, case.world, spy=spy, **options)
+    return overlapped.run(case, rank, spy, submission.AsyncDDP)
 
 
 def look(_case: str, ranks: Rows) -> Finding | None:

@@ -7,7 +7,7 @@ import math
 from types import ModuleType
 from typing import Any
 
-from shardlab.learn import mistakes, overlapped, toys
+from shardlab.learn import mistakes, overlapped
 from shardlab.learn.exercise import Case, Finding, judging, say
 from shardlab.learn.mistakes import Row, Rows, flat, listed, same
 from shardlab.learn.spy import Spy
@@ -24,12 +24,9 @@ CASES = (
 
 
 def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
-    toy, micros, limit = (case.options[key] for key in ("toy", "micros", "bucket_bytes"))
-    model = toys.build(toys.TOYS[toy])
-    spy.watch(model)
-    ddp = submission.BucketDDP(model, limit)
-    evidence = overlapped.run(ddp, model, rank, case.world, micros, spy)
-    return evidence | {"bucket_bytes": limit, "all_used": toy != "skipping"}
+    limit = case.options["bucket_bytes"]
+    evidence = overlapped.run(case, rank, spy, lambda model: submission.BucketDDP(model, limit))
+    return evidence | {"bucket_bytes": limit, "all_used": case.options["toy"] != "skipping"}
 
 
 def look(_case: str, ranks: Rows) -> Finding | None:

@@ -7,10 +7,9 @@ take their steps in turn, so that a machine that slows down slows both.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -27,11 +26,11 @@ from shardlab.learn.spy import Spy
 from shardlab.measure import memory, watch
 from shardlab.strategies import ALIASES, STRATEGIES
 from shardlab.workloads import gpt2
+from shardlab.workloads.base import Workload
 from shardlab.world import World, _mesh
 
 KEYS = ("strategy", "options", "accumulate", "activation_checkpointing")
-WEIGHED = 2  # steps: the optimizer's state is there from the second on
-TIMED = 2
+WARM_UP, TIMED = 1, 2  # steps
 RUN = {
     "model": {"workload": "gpt2", "size": "mini", "options": {"layers": 10, "dim": 160}},
     "data": {"source": "synthetic", "seq_len": 32, "prefetch": 0},
@@ -62,32 +61,27 @@ SHARDED_BY = {
 WHOLE = {"optimizer": 2.0, "gradients": 1.0, "parameters": 1.0}
 
 
-def run(case: Case, _rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
+def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
     config = config_of(choice_of(submission, case.name), case)
     ours = config_of(case.options["ours"], case)
     group = dist.group.WORLD
     assert group is not None
     cpu = torch.device("cpu")
-    world = World(dist.get_rank(), case.world, dist.get_rank(), cpu, "gloo", _mesh(group, cpu))
+    world = World(rank, case.world, rank, cpu, "gloo", _mesh(group, cpu))
     with spy.paused():  # the strategies' calls, not the learner's
-        choice = Built(config, world)
-        peak = memory.by_cause(world.gather(choice.weigh(WEIGHED)))
-        found = {
-            "label": config.strategy.label,
-            "peak": peak,
-            "psi": choice.psi,
-            "passes": choice.sent["passes"],
-        }
-        if peak["total"] > case.options["memory_mib"] * MIB:
+        try:
+            found = {"label": config.strategy.label, **weighed(config, world)}
+        except UsageError as refusal:
+            raise Rejected(Finding("refused", str(refusal))) from None
+        if found["peak"]["total"] > case.options["memory_mib"] * MIB:
             return found
-        choice.watch()
+        choice = Built(config, world)
         if config == ours:
-            return {**found, "choice": choice.sent, "ours": choice.sent, "times": None}
+            sent = choice.watched()
+            return {**found, "choice": sent, "ours": sent, "times": None}
         reference = Built(ours, world)
-        reference.take_first_steps(1)
-        reference.watch()
-        times = in_turn(choice, reference)
-        return {**found, "choice": choice.sent, "ours": reference.sent, "times": times}
+        sent = {"choice": choice.watched(), "ours": reference.watched()}
+        return {**found, **sent, "times": in_turn(choice, reference)}
 
 
 def choice_of(submission: ModuleType, budget: str) -> Mapping[str, Any]:
@@ -124,63 +118,49 @@ def config_of(choice: Mapping[str, Any], case: Case) -> Config:
     return config
 
 
+def weighed(config: Config, world: World) -> dict[str, Any]:
+    """What a rank holds at the peak, by what it is for; Ψ; how often a block computes in a step."""
+    workload = train.build_workload(config)
+    causes = memory.Causes()
+    with count_blocks() as blocks:
+        _, allocations = memory.trace(
+            world.device,
+            lambda: memory.run_steps(workload, config, world, causes, train.batches),
+        )
+    peak = memory.by_cause(world.gather(causes.of(memory.at_peak(allocations))))
+    psi = sum(p.numel() * p.element_size() for p in workload.make_model().parameters())
+    passes = _passes(blocks[0], config.training.steps, workload, config)
+    return {"peak": peak, "psi": psi, "passes": passes}
+
+
+def _passes(forwards: int, steps: int, workload: Workload, config: Config) -> float:
+    """How often a block computes its forward for a micro-batch."""
+    return forwards / (steps * len(workload.blocks or ()) * config.training.accumulate)
+
+
 class Built:
-    """A strategy that takes its steps when asked to: weighed, watched, or timed."""
+    """A strategy that takes its steps when asked to: watched, or timed."""
 
     def __init__(self, config: Config, world: World) -> None:
-        self.config, self.world = config, world
-        self.sent: dict[str, float] = {}
-
-    def weigh(self, steps: int) -> dict[str, int]:
-        """Build it and take the first steps; bytes at the peak by what they are for."""
-        causes = memory.Causes()
-        gc.freeze()  # a look passes over what is here already
-        try:
-            _, allocations = memory.trace(
-                self.world.device, lambda: self.take_first_steps(steps, causes)
-            )
-        finally:
-            gc.unfreeze()
-        return causes.of(memory.at_peak(allocations))
-
-    def take_first_steps(self, steps: int, causes: memory.Causes | None = None) -> None:
-        self.workload = train.build_workload(self.config)
-        with count_blocks() as blocks:
-            try:
-                self.strategy = train.build_strategy(self.config, self.workload, self.world)
-            except UsageError as refusal:
-                raise Rejected(Finding("refused", str(refusal))) from None
-            self.microbatches = next(train.batches(self.workload, self.config, self.world))
-            for _ in range(steps):
-                with causes.step() if causes else nullcontext():
-                    self.strategy.gradients(self.microbatches)
-                if causes:
-                    causes.look(with_gradients=True)
-                self.strategy.step()
-                if causes:
-                    causes.look(with_gradients=False)
-            self.settle()
-        layers = len(self.workload.blocks or ()) * self.config.training.accumulate
-        self.sent["passes"] = blocks[0] / (steps * layers)
-
-    @property
-    def psi(self) -> int:
-        """Ψ: bytes of the whole model's parameters."""
-        return sum(p.numel() * p.element_size() for p in self.workload.make_model().parameters())
-
-    def settle(self) -> None:
-        """A collective that ends after the profiler has crashes the process (torch 2.13)."""
-        getattr(self.strategy, "settle", lambda: None)()
+        self.world = world
+        workload = train.build_workload(config)
+        with count_blocks() as blocks:  # from the beginning: a strategy may keep the function
+            self.strategy = train.build_strategy(config, workload, world)
+            self.microbatches = next(train.batches(workload, config, world))
+            for _ in range(WARM_UP):
+                self.step()
+        self.passes = _passes(blocks[0], WARM_UP, workload, config)
 
     def step(self) -> None:
         self.strategy.gradients(self.microbatches)
         self.strategy.step()
+        getattr(self.strategy, "settle", lambda: None)()
 
-    def watch(self) -> None:
-        """What a step sends, and which part of the gradients it sends before backward has ended."""
+    def watched(self) -> dict[str, float]:
+        """What a step sends, and which part of the gradients before backward has ended."""
 
         def settle() -> None:
-            self.settle()
+            # A collective that ends after the profiler has crashes the process (torch 2.13).
             self.strategy.full_params()
             time.sleep(0.02)
 
@@ -194,8 +174,12 @@ class Built:
             if op in ("all_reduce", "reduce_scatter"):
                 gradients += size
                 early += size if message.launched_ns < ended else 0.0
-        share = early / gradients if gradients else 0.0
-        self.sent |= {"sent": sent, "messages": len(found.messages), "early": share}
+        return {
+            "sent": sent,
+            "messages": len(found.messages),
+            "early": early / gradients if gradients else 0.0,
+            "passes": self.passes,
+        }
 
 
 @contextmanager
@@ -225,7 +209,6 @@ def in_turn(choice: Built, ours: Built) -> dict[str, dict[str, list[float]]]:
             dist.barrier()
             begin = {clock: now() for clock, now in clocks.items()}
             built.step()
-            built.settle()
             for clock, now in clocks.items():
                 if i:
                     times[name][clock].append(now() - begin[clock])

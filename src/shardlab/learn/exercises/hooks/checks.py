@@ -21,15 +21,14 @@ STEPS = 2  # the second finds hooks that were meant for the first
 
 
 def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
-    model = toys.build(toys.TOYS[case.options["toy"]])
-    spy.watch(model)
+    model, one = toys.prepare(case.options["toy"], spy)
     submission.install_hooks(model)
 
     def work(batches: list[toys.Batch]) -> None:
         spy.mark("backward")
         toys.loss(model(batches[0][0]), batches[0]).backward()
 
-    return toys.train(model, spy, rank, case.world, [1] * STEPS, work)
+    return toys.train(model, one, spy, rank, case.world, [1] * STEPS, work)
 
 
 def look(_case: str, ranks: Rows) -> Finding | None:

@@ -20,14 +20,13 @@ CASES = (
 
 
 def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
-    model = toys.build(toys.TOYS[case.options["toy"]])
-    spy.watch(model)
+    model, one = toys.prepare(case.options["toy"], spy)
 
     def work(batches: list[toys.Batch]) -> None:
         toys.loss(model(batches[0][0]), batches[0]).backward()
         submission.average_gradients(model)
 
-    return toys.train(model, spy, rank, case.world, [1], work)
+    return toys.train(model, one, spy, rank, case.world, [1], work)
 
 
 def look(_case: str, ranks: Rows) -> Finding | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+from torch import nn
+
 from shardlab.learn import mistakes_sharded, toys
 from shardlab.learn.exercise import Case, Evidence, Finding
 from shardlab.learn.spy import Spy
@@ -19,15 +21,11 @@ STEPS = 3
 
 
 def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
-    kind, max_norm = case.options["kind"], case.options.get("max_norm")
-    model = toys.build(toys.Odd)
-    one, factory = toys.OneProcess(model, kind, max_norm), toys.Factory(kind)
-    trained = (p for p in model.parameters() if p.requires_grad)
-    zero = submission.Zero1(trained, factory, max_norm)
-    return toys.train_sharded(
-        zero, model, one, factory, spy, rank, case.world, [1] * STEPS, drops=False,
-        forward=model, params=lambda: toys.trained(model),
-    )  # fmt: skip
+    def make(model: nn.Module, factory: toys.Factory) -> Any:
+        trained = (p for p in model.parameters() if p.requires_grad)
+        return submission.Zero1(trained, factory, case.options.get("max_norm"))
+
+    return toys.train_sharded(case, rank, spy, STEPS, toys.Odd, make, drops=False)
 
 
 def judge(evidence: Evidence) -> list[Finding]:

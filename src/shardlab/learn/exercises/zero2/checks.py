@@ -21,17 +21,10 @@ DEPTH = 14  # layers of the model that is weighed
 
 
 def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
+    make = submission.Zero2
     if case.name == "memory":
-        return toys.weigh(submission.Zero2, DEPTH, rank, spy)
-    kind = case.options["kind"]
-    model = toys.build(toys.Odd)
-    one, factory = toys.OneProcess(model, kind), toys.Factory(kind)
-    spy.watch(model)
-    zero = submission.Zero2(model, factory)
-    return toys.train_sharded(
-        zero, model, one, factory, spy, rank, case.world, [case.options["micros"]] * STEPS,
-        drops=True, forward=model, params=lambda: toys.trained(model),
-    )  # fmt: skip
+        return toys.weigh(make, DEPTH, rank, spy)
+    return toys.train_sharded(case, rank, spy, STEPS, toys.Odd, make, drops=True)
 
 
 def judge(evidence: Evidence) -> list[Finding]:

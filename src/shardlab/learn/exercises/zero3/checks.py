@@ -5,10 +5,8 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor
-
 from shardlab.learn import mistakes_sharded, toys
-from shardlab.learn.exercise import Case, Evidence, Finding, Rejected, say
+from shardlab.learn.exercise import Case, Evidence, Finding, say
 from shardlab.learn.mistakes import Rows
 from shardlab.learn.spy import Spy
 
@@ -23,25 +21,10 @@ BLOCKS = 16  # of the model that is weighed
 
 
 def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
+    make = submission.Zero3
     if case.name == "memory":
-        return toys.weigh(submission.Zero3, BLOCKS, rank, spy)
-    kind = case.options["kind"]
-    model = toys.build(toys.blocks)
-    one, factory = toys.OneProcess(model, kind), toys.Factory(kind)
-    zero = submission.Zero3(model, factory)
-    return toys.train_sharded(
-        zero, model, one, factory, spy, rank, case.world, [case.options["micros"]] * STEPS,
-        drops=True, forward=zero.forward, params=lambda: whole(zero),
-    )  # fmt: skip
-
-
-def whole(zero: Any) -> dict[str, Tensor]:
-    params = zero.full_params()
-    if not isinstance(params, dict) or not all(isinstance(v, Tensor) for v in params.values()):
-        raise Rejected(say("wrong-type/zero3"))
-    if any(v.numel() and not v.untyped_storage().nbytes() for v in params.values()):
-        raise Rejected(say("freed-too-early"))  # to read them would end the process
-    return {name: value.detach().clone() for name, value in params.items()}
+        return toys.weigh(make, BLOCKS, rank, spy)
+    return toys.train_sharded(case, rank, spy, STEPS, toys.blocks, make, drops=True)
 
 
 def judge(evidence: Evidence) -> list[Finding]:
