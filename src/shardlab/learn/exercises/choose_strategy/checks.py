@@ -76,12 +76,12 @@ def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, An
         if found["peak"]["total"] > case.options["memory_mib"] * MIB:
             return found
         choice = Built(config, world)
+        found["choice"] = choice.watched()
         if config == ours:
-            sent = choice.watched()
-            return {**found, "choice": sent, "ours": sent, "times": None}
+            return {**found, "ours": found["choice"], "times": None}
         reference = Built(ours, world)
-        sent = {"choice": choice.watched(), "ours": reference.watched()}
-        return {**found, **sent, "times": in_turn(choice, reference)}
+        found["ours"] = reference.watched()
+        return {**found, "times": in_turn(choice, reference)}
 
 
 def choice_of(submission: ModuleType, budget: str) -> Mapping[str, Any]:
