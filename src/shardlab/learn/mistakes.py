@@ -168,11 +168,6 @@ def weights_averaged(rows: Rows, _step: int = 0) -> Finding | None:
 # ------------------------------------------------------------------ calls
 
 
-def select(calls: Iterable[Row], **fields: Any) -> list[Row]:
-    """The calls whose fields have these values."""
-    return [c for c in calls if all(c[k] == v for k, v in fields.items())]
-
-
 def wire_bytes(call: Row, world: int) -> float:
     """What each rank sends of it by the best algorithm (Ψ(n-1)/n, twice that for all_reduce)."""
     if call["op"] in ("send", "isend"):
@@ -259,7 +254,7 @@ def absent(a: Rows, b: Rows, rank_a: int, rank_b: int) -> str:
 
 
 def times(calls: Rows, op: str) -> str:
-    count = len(select(calls, op=op))
+    count = sum(call["op"] == op for call in calls)
     return "once" if count == 1 else "never" if count == 0 else f"{count} times"
 
 
