@@ -5,7 +5,9 @@ Run it:  python tests/learn/kill_rate.py [EXERCISE …]
 
 from __future__ import annotations
 
+import re
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,34 +22,68 @@ HERE = Path(__file__).parent
 class Submission(NamedTuple):
     exercise: str
     kind: str  # "template", "solution", "correct", "mutant"
-    path: Path
-
-    @property
-    def cause(self) -> str:
-        """What a mutant's first line says is wrong with it."""
-        return self.path.read_text().partition("\n")[0].removeprefix("# cause:").strip()
+    name: str
+    source: str
+    cause: str = ""  # of a mutant: what the grader must name first
 
     def __str__(self) -> str:
-        return f"{self.exercise}-{self.kind}-{self.path.stem}"
+        return f"{self.exercise}-{self.kind}-{self.name}"
 
 
 def submissions(names: list[str] | None = None) -> Iterator[Submission]:
+    planted = list(mutants())
     for name in names or exercises.names():
-        folder = exercises.find(name).folder
-        yield Submission(name, "template", folder / "template.py")
-        yield Submission(name, "solution", folder / "solution.py")
+        exercise = exercises.find(name)
+        yield Submission(name, "template", "template", exercise.template)
+        yield Submission(name, "solution", "solution", exercise.solution)
         for path in sorted((HERE / "correct" / name).glob("*.py")):
-            yield Submission(name, "correct", path)
-        for path in sorted((HERE / "mutants" / name).glob("*.py")):
-            yield Submission(name, "mutant", path)
+            yield Submission(name, "correct", path.stem, path.read_text())
+        yield from (mutant for mutant in planted if mutant.exercise == name)
+
+
+def mutants() -> Iterator[Submission]:
+    """The planted bugs of mutants.diff, each a patch on our solution.
+
+    An entry is ``=== EXERCISE/NAME: CAUSE``, a line with the reason, and hunks as diff writes them,
+    with @@ between two. What a hunk replaces must be in the solution exactly once.
+    """
+    for entry in re.split(r"^=== ", (HERE / "mutants.diff").read_text(), flags=re.M)[1:]:
+        head, _reason, *lines = entry.rstrip("\n").split("\n")
+        found = re.fullmatch(r"(\w+)/(\w+): ([a-z0-9-]+)", head)
+        assert found, head
+        exercise, name, cause = found.groups()
+        solution = exercises.find(exercise).solution
+        yield Submission(exercise, "mutant", name, patched(solution, lines), cause)
+
+
+def patched(source: str, patch: list[str]) -> str:
+    """Every hunk is found in the unpatched text, so that none depends on another."""
+    lines = source.splitlines()
+    places = []
+    for hunk in "\n".join(patch).split("\n@@\n"):
+        rows = hunk.split("\n")
+        old = [row[1:] for row in rows if not row.startswith("+")]
+        new = [row[1:] for row in rows if not row.startswith("-")]
+        starts = [i for i in range(len(lines)) if lines[i : i + len(old)] == old]
+        assert len(starts) == 1, f"{len(starts)} places for\n{hunk}"
+        places.append((starts[0], len(old), new))
+    for start, length, new in sorted(places, reverse=True):
+        lines[start : start + length] = new
+    return "\n".join(lines) + "\n"
+
+
+def graded(one: Submission) -> grade.Verdict:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{one.name}.py"
+        path.write_text(one.source)
+        return grade.grade(exercises.find(one.exercise), path)
 
 
 def checked(every: Iterable[Submission]) -> Iterator[tuple[Submission, grade.Verdict]]:
     """Three at a time, in order: a check waits more than it computes."""
     every = list(every)
     with ThreadPoolExecutor(3) as pool:
-        verdicts = pool.map(lambda one: grade.grade(exercises.find(one.exercise), one.path), every)
-        yield from zip(every, verdicts, strict=True)
+        yield from zip(every, pool.map(graded, every), strict=True)
 
 
 def main(names: list[str]) -> None:

@@ -8,18 +8,21 @@ An exercise is a folder of ``exercises/``. Its ``checks.py`` has three names:
                                                             run returned; empty: passed
 
 ``judge`` sees the cases that ran to their end on every rank. What goes wrong before that (an
-exception, a deadlock, a process that left …) is found and explained by the grader.
+exception, a deadlock, a process that left …) is found and explained by the grader. What either
+says is in ``messages.yaml``.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
@@ -58,10 +61,40 @@ class Finding:
 class Rejected(Exception):
     """``run`` raises it where what the learner's code returned cannot be used at all."""
 
-    def __init__(self, cause: str, message: str) -> None:
-        super().__init__(message)
-        self.cause = cause
-        self.message = message
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.message)
+        self.finding = finding
+
+
+@functools.cache
+def messages() -> dict[str, str]:
+    import yaml
+
+    text = (FOLDER.parent / "messages.yaml").read_text(encoding="utf-8")
+    return cast(dict[str, str], yaml.safe_load(text))
+
+
+def say(key: str, /, **values: Any) -> Finding:
+    """A finding in the words of ``messages.yaml``. Its cause is the key, up to a slash."""
+    return Finding(key.partition("/")[0], messages()[key].format(**values))
+
+
+Look = Callable[[str, list[dict[str, Any]]], Finding | None]  # of a case's name and ranks
+
+
+def judging(look: Look, *, only_first: bool = False) -> Callable[[Evidence], list[Finding]]:
+    """A ``judge`` that looks at each case, or up to the first finding: where the cases become
+    harder, one thing at a time."""
+
+    def judge(evidence: Evidence) -> list[Finding]:
+        found = (
+            replace(finding, case=case)
+            for case, ranks in evidence.items()
+            if (finding := look(case, ranks)) is not None
+        )
+        return list(itertools.islice(found, 1 if only_first else None))
+
+    return judge
 
 
 class Checks(Protocol):
@@ -82,13 +115,12 @@ class Exercise:
     def folder(self) -> Path:
         return FOLDER / self.name
 
-    @property
-    def number(self) -> int:
-        return ORDER.index(self.name) + 1
+    def read(self, file: str) -> str:
+        return (self.folder / file).read_text(encoding="utf-8")
 
     @property
     def readme(self) -> str:
-        return (self.folder / "README.md").read_text(encoding="utf-8")
+        return self.read("README.md")
 
     @property
     def title(self) -> str:
@@ -97,11 +129,11 @@ class Exercise:
 
     @property
     def template(self) -> str:
-        return (self.folder / "template.py").read_text(encoding="utf-8")
+        return self.read("template.py")
 
     @property
     def solution(self) -> str:
-        return (self.folder / "solution.py").read_text(encoding="utf-8")
+        return self.read("solution.py")
 
     @property
     def corresponds_to(self) -> str:
@@ -112,8 +144,7 @@ class Exercise:
 
     @property
     def hints(self) -> list[str]:
-        text = (self.folder / "hints.md").read_text(encoding="utf-8")
-        return [hint.strip() for hint in re.split(r"^---+$", text, flags=re.M)]
+        return [hint.strip() for hint in re.split(r"^---+$", self.read("hints.md"), flags=re.M)]
 
     def checks(self) -> Checks:
         module = importlib.import_module(f"shardlab.learn.exercises.{self.name}.checks")

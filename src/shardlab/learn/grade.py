@@ -11,7 +11,8 @@ from typing import Any
 from shardlab.errors import Interrupted, UsageError
 from shardlab.forking import fork_server
 from shardlab.learn import guard
-from shardlab.learn.exercise import Exercise, Finding
+from shardlab.learn.exercise import Exercise, Finding, say
+from shardlab.learn.reports import Job
 
 DEADLINE_S = 30.0  # of a check, from the moment its ranks start; most take less than one
 MEASURED_S = {"choose_strategy": 120.0}  # real training, measured: it takes as long as it takes
@@ -51,38 +52,31 @@ def grade(exercise: Exercise, path: Path, deadline_s: float | None = None) -> Ve
     with tempfile.TemporaryDirectory(
         prefix="shardlab-learn-", ignore_cleanup_errors=True
     ) as scratch:
-        outcome = _guarded(exercise.name, str(path.resolve()), source, deadline_s, scratch)
-    waited = time.monotonic() - begin
-    if isinstance(outcome, dict) and "broken" in outcome:
-        raise RuntimeError(f"the grader itself failed: {outcome['broken']}\n{outcome['trace']}")
-    if not isinstance(outcome, dict):
-        text = (
-            "the grader's guard was ended while your file ran: a file must not end other processes"
-        )
-        outcome = {"findings": [{"cause": "tampered", "message": text, "case": ""}]}
-    findings = tuple(Finding(**finding) for finding in outcome["findings"])
+        job = Job(exercise.name, str(path.resolve()), source, deadline_s, scratch)
+        outcome = _guarded(job) or {"findings": [say("tampered/guard")]}
+    if "broken" in outcome:
+        raise RuntimeError(f"the grader itself failed: {outcome['broken']}")
     return Verdict(
         exercise=exercise.name,
         file=str(path),
-        passed=not findings,
-        findings=findings,
+        passed=not outcome["findings"],
+        findings=tuple(outcome["findings"]),
         cases=tuple(outcome.get("cases", ())),
-        seconds=outcome.get("seconds", waited),
+        seconds=outcome.get("seconds", time.monotonic() - begin),
         printed=tuple(outcome.get("printed", ())),
     )
 
 
-def _guarded(*job: Any) -> Any:
-    """The outcome of a check in a guard's process; None if the guard did not live to tell."""
-    *_, deadline_s, _scratch = job
+def _guarded(job: Job) -> Any:
+    """The outcome of a check in a guard's process; None if the guard did not live to send it."""
     context = fork_server("shardlab.learn.runner")
     ours, theirs = context.Pipe()
-    process = context.Process(target=guard.guard, args=(theirs, *job), name="guard")
+    process = context.Process(target=guard.guard, args=(theirs, job), name="guard")
     process.start()
     theirs.close()
     try:
         outcome = _receive(ours, START_S)
-        return _receive(ours, deadline_s + MARGIN_S) if outcome == "started" else outcome
+        return _receive(ours, job.deadline_s + MARGIN_S) if outcome == "started" else outcome
     except KeyboardInterrupt:
         raise Interrupted from None
     finally:

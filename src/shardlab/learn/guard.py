@@ -22,13 +22,15 @@ import secrets
 import select
 import shutil
 import time
+import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from shardlab.learn import outcomes, processes
+from shardlab.learn.exercise import Exercise
 from shardlab.learn.outcomes import End
-from shardlab.learn.reports import Rank
+from shardlab.learn.reports import Job, Rank
 
 MEMORY_IN_ALL = 4 * processes.GIB  # resident, of all processes
 PROCESSES_PER_RANK = 16  # a data loader with workers is fine
@@ -38,15 +40,13 @@ GRACE_S = 0.3  # after a first failure, how long to listen for the one that caus
 LOOK_S = 0.05  # between looks at the processes: a fork bomb makes some tens in that time
 
 
-def guard(
-    pipe: Connection, name: str, path: str, source: str, deadline_s: float, scratch: str
-) -> None:
+def guard(pipe: Connection, job: Job) -> None:
     """Run a check from first to last; send its outcome. Called in a process of its own."""
     os.setsid()
     processes.subreaper()
-    outcome: dict[str, Any] = {}
+    outcome: dict[str, Any]
     try:
-        watch = Watch(pipe, name, path, source, deadline_s, scratch)
+        watch = Watch(pipe, job)
         try:
             pipe.send("started")
             begin = time.monotonic()
@@ -55,17 +55,15 @@ def guard(
                 watch.ask_where()
         finally:
             processes.kill_all([rank.pid for rank in watch.ranks])
-        evidence = watch.evidence
-        told = [rank.told() for rank in watch.ranks]
-        outcome = outcomes.outcome(name, path, source, end, evidence, told, deadline_s)
-        outcome["cases"] = list(evidence)
-        outcome["seconds"] = time.monotonic() - begin
-        # Some versions of torch announce each connection on stdout.
-        outcome["printed"] = [re.sub(r"(?m)^\[Gloo\].*\n", "", r.printed) for r in watch.ranks]
+        outcome = {
+            "findings": outcomes.findings(job, end, watch.evidence, watch.ranks),
+            "cases": list(watch.evidence),
+            "seconds": time.monotonic() - begin,
+            # Some versions of torch announce each connection on stdout.
+            "printed": [re.sub(r"(?m)^\[Gloo\].*\n", "", r.printed) for r in watch.ranks],
+        }
     except BaseException as error:  # a mistake of ours: the grader must hear of it
-        import traceback
-
-        outcome = {"broken": f"{error!r}", "trace": traceback.format_exc()}
+        outcome = {"broken": f"{error!r}\n{traceback.format_exc()}"}
     with contextlib.suppress(OSError):
         pipe.send(outcome)
     os._exit(0)
@@ -74,15 +72,10 @@ def guard(
 class Watch:
     """The ranks of one check, from fork to end."""
 
-    def __init__(
-        self, pipe: Connection, name: str, path: str, source: str, deadline_s: float, scratch: str
-    ) -> None:
-        from shardlab.learn.exercise import Exercise
-
-        self.pipe, self.path, self.source, self.scratch = pipe, path, source, scratch
-        self.limit = time.monotonic() + deadline_s
-        self.deadline_s = deadline_s
-        self.checks = Exercise(name).checks()
+    def __init__(self, pipe: Connection, job: Job) -> None:
+        self.pipe, self.job = pipe, job
+        self.limit = time.monotonic() + job.deadline_s
+        self.checks = Exercise(job.exercise).checks()
         self.evidence: dict[str, list[dict[str, Any]]] = {}
         self.case = -1  # index; -1: the file is being imported
         self.ranks: list[Rank] = []
@@ -132,7 +125,7 @@ class Watch:
         """Whether it is over, and why."""
         now = time.monotonic()
         if any(rank.phase == "tampered" for rank in self.ranks):
-            names = [r.error for r in self.ranks if r.phase == "tampered"]
+            names = [r.error["names"] for r in self.ranks if r.phase == "tampered"]
             return End("tampered", self.case_name, names[0])
         if any(rank.phase in ("raised", "dead") for rank in self.ranks):
             # A rank that lost its peer may speak before the one that caused it.
@@ -180,10 +173,9 @@ class Watch:
         if pid == 0:
             try:
                 say, hear = processes.confine(
-                    number, theirs_say, theirs_hear, theirs_print, self.scratch
+                    number, theirs_say, theirs_hear, theirs_print, self.job.scratch
                 )
-                job = runner.Job(number, self.path, self.source, token, self.deadline_s + 60)
-                runner.run_rank(job, self.checks, say, hear)
+                runner.run_rank(number, self.job, self.checks, runner.Speaker(say, token), hear)
             finally:
                 os._exit(1)
         for fd in (theirs_hear, theirs_say, theirs_print):
@@ -207,7 +199,7 @@ class Watch:
                 outputs[fd].read_output()
             else:  # the grader never writes: it is gone
                 processes.kill_all([rank.pid for rank in self.ranks])
-                shutil.rmtree(self.scratch, ignore_errors=True)
+                shutil.rmtree(self.job.scratch, ignore_errors=True)
                 os._exit(1)
         self._reap()
 
@@ -220,7 +212,7 @@ class Watch:
         time.sleep(GRACE_S)
         for rank in running:
             with contextlib.suppress(OSError, UnicodeDecodeError):
-                rank.stack = (Path(self.scratch) / f"where.{rank.number}").read_text()
+                rank.stack = (Path(self.job.scratch) / f"where.{rank.number}").read_text()
 
     def _reap(self) -> None:
         """Collect the dead, also those that were left to us."""

@@ -1,18 +1,20 @@
 """Known mistakes, recognised from evidence: pure functions, each finding with its numbers.
 
-Tensors come as (nested) lists of numbers, by name; ``ranks`` is each rank's evidence of one case.
+Tensors come as (nested) lists of numbers, by name. ``ranks`` is each rank's evidence of one case,
+``rows`` each rank's row of one of its steps.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from shardlab.learn.exercise import Finding
+from shardlab.learn.exercise import Finding, say
 
-Row = dict[str, Any]
+Row = Mapping[str, Any]
+Rows = Sequence[Row]
 TOLERANCE = 1e-9  # of the largest value: everything is in float64
 
 
@@ -68,131 +70,102 @@ def ranks_text(numbers: Sequence[int], world: int) -> str:
     return f"{word} {', '.join(map(str, numbers))}"
 
 
-# ------------------------------------------------------------------ gradients
-
-
-def gradients(
-    case: str,
-    ranks: Sequence[Mapping[str, Any]],
-    *,
-    got: str = "got",
-    want: str = "want",
-    own: str = "own",
-) -> list[Finding]:
-    """Each rank's gradients by name (``got``) against the mean over the ranks (``want``), which
-    one process would have; ``own`` is what the rank had before it communicated."""
-    n = len(ranks)
-    wrong = [
-        name
-        for name, value in ranks[0][want].items()
-        if value is not None and not all(_is(rank[got].get(name), value) for rank in ranks)
-    ]
-    if not wrong:
-        return []
-    for name in wrong:
-        if missing := [r for r, rank in enumerate(ranks) if rank[got].get(name) is None]:
-            return [Finding("no-gradient", _no_gradient(name, missing, ranks, own), case)]
-    kept = [
-        name for name in wrong if n > 1 and all(_is(k[got][name], k[own].get(name)) for k in ranks)
-    ]
-    if kept:
-        all_of_them = len(kept) == len([v for v in ranks[0][want].values() if v is not None])
-        which = "every gradient" if all_of_them else f"the gradient of {listed(kept)}"
-        return [
-            Finding(
-                "not-communicated",
-                f"{which} is still the rank's own: rank 0 and rank 1 hold different values, each "
-                "that of its own batch. Every gradient must be all-reduced, on every rank",
-                case,
-            )
-        ]
-    source = next(
-        (
-            s
-            for s in range(n)
-            if n > 1
-            and all(_is(k[got][name], ranks[s][own].get(name)) for name in wrong for k in ranks)
-        ),
-        None,
-    )
-    if source is not None:
-        message = (
-            f"every rank ends with rank {source}'s gradients: the other ranks' are "
-            "lost. Broadcasting copies; what is asked for is the mean over the ranks"
-        )
-        return [Finding("not-averaged-but-copied", message, case)]
-    if found := _scaled(case, ranks, wrong, got, want):
-        return [found]
-    differ = [
-        name for name in wrong if any(not _is(k[got][name], ranks[0][got][name]) for k in ranks)
-    ]
-    if differ:
-        message = (
-            f"the ranks do not agree on the gradient of {listed(differ)}: averaged it must be "
-            "the same on every rank, or the copies of the model drift apart"
-        )
-        return [Finding("ranks-differ", message, case)]
-    name = wrong[0]
-    message = (
-        f"the gradient of {listed(wrong)} is not the mean over the ranks: off by up to "
-        f"{error(ranks[0][got][name], ranks[0][want][name]):.2g} from what one process has"
-    )
-    return [Finding("wrong-gradient", message, case)]
-
-
-def _is(got: Any, want: Any) -> bool:
+def same(got: Any, want: Any) -> bool:
+    """Both are there, and equal up to rounding."""
     return got is not None and want is not None and close(got, want)
 
 
-def _no_gradient(
-    name: str, missing: list[int], ranks: Sequence[Mapping[str, Any]], own: str
-) -> str:
-    had = [r for r, rank in enumerate(ranks) if rank[own].get(name) is not None]
-    text = f"`{name}` has no gradient (None) on {ranks_text(missing, len(ranks))} after your code"
-    if had and set(missing) - set(had):
-        text += (
-            f", though it has one on {ranks_text(had, len(ranks))}: a rank without one counts as "
-            "zeros, and gets the mean like the others"
-        )
-    return text
+def first(ranks: Rows, look: Callable[[Rows, int], Finding | None]) -> Finding | None:
+    """What is wrong in the first step that has something wrong."""
+    for step, rows in enumerate(zip(*(rank["steps"] for rank in ranks), strict=True)):
+        if found := look(rows, step):
+            return found
+    return None
 
 
-def _scaled(
-    case: str, ranks: Sequence[Mapping[str, Any]], wrong: list[str], got: str, want: str
-) -> Finding | None:
-    n = len(ranks)
-    values = [k for name in wrong for rank in ranks for k in flat(rank[got][name])]
-    if not all(map(math.isfinite, values)):
-        return Finding("not-finite", f"the gradient of {listed(wrong)} has nan or inf in it", case)
-    if not any(values):
-        return Finding("zeroed", f"the gradient of {listed(wrong)} is all zeros", case)
-    ratios = [ratio(rank[got][name], rank[want][name]) for name in wrong for rank in ranks]
-    first = ratios[0]
-    if first is None or not all(
-        r is not None and math.isclose(r, first, rel_tol=1e-5) for r in ratios
-    ):
+# ------------------------------------------------------------------ gradients
+
+
+def gradients(rows: Rows, _step: int = 0) -> Finding | None:
+    """Each rank's gradients by name (``got``) against the mean over the ranks, which one process
+    would have; ``own`` is what each rank had before it communicated."""
+    got, own, mean = [row["got"] for row in rows], rows[0]["own"], rows[0]["mean"]
+    every = range(len(rows))
+    known = [name for name, value in mean.items() if value is not None]
+    wrong = [name for name in known if not all(same(g.get(name), mean[name]) for g in got)]
+    if not wrong:
         return None
-    which = (
-        "your gradients are"
-        if len(wrong) == len(ranks[0][want])
-        else f"{listed(wrong)}: the gradient is"
-    )
-    rounded = round(first, 4)
+    for name in wrong:
+        if missing := [r for r in every if got[r].get(name) is None]:
+            return _no_gradient(name, missing, own)
+    kept = [n for n in wrong if len(rows) > 1 and all(same(got[r][n], own[r][n]) for r in every)]
+    if kept:
+        which = "every gradient" if kept == known else f"the gradient of {listed(kept)}"
+        return say("not-communicated", which=which)
+    for source in every:
+        if all(same(g[name], own[source][name]) for name in wrong for g in got):
+            return say("not-averaged-but-copied", source=source)
+    if found := _scaled(rows, wrong):
+        return found
+    differ = [name for name in wrong if any(not same(g[name], got[0][name]) for g in got)]
+    if differ:
+        return say("ranks-differ", names=listed(differ))
+    off = error(got[0][wrong[0]], mean[wrong[0]])
+    return say("wrong-gradient", names=listed(wrong), error=off)
+
+
+def _no_gradient(name: str, missing: list[int], own: Rows) -> Finding:
+    had = [r for r, gradients in enumerate(own) if gradients[name] is not None]
+    where = ranks_text(missing, len(own))
+    if had and set(missing) - set(had):
+        there = ranks_text(had, len(own))
+        return say("no-gradient/elsewhere", name=name, missing=where, had=there)
+    return say("no-gradient", name=name, missing=where)
+
+
+def _scaled(rows: Rows, wrong: list[str]) -> Finding | None:
+    n, mean = len(rows), rows[0]["mean"]
+    values = [x for name in wrong for row in rows for x in flat(row["got"][name])]
+    if not all(map(math.isfinite, values)):
+        return say("not-finite", names=listed(wrong))
+    if not any(values):
+        return say("zeroed", names=listed(wrong))
+    factor = common_ratio(rows, wrong)
+    if factor is None:
+        return None
+    everything = len(wrong) == len(mean)
+    which = "your gradients are" if everything else f"{listed(wrong)}: the gradient is"
+    rounded = round(factor, 4)
     times = f"{rounded:.1f}" if rounded.is_integer() else f"{rounded:g}"
-    text = f"{which} exactly {times}x the mean over the ranks on {n} ranks"
-    if math.isclose(first, n, rel_tol=1e-5):
-        return Finding("not-averaged", f"{text}: all_reduce sums; divide by the world size", case)
-    if math.isclose(first, 1 / n, rel_tol=1e-5):
-        return Finding("averaged-twice", f"{text}: divided by the world size once too often", case)
-    return Finding("scaled", f"{text}: something is multiplied or divided that must not be", case)
+    known = {"not-averaged": n, "averaged-twice": 1 / n}
+    cause = next((c for c, f in known.items() if math.isclose(factor, f, rel_tol=1e-5)), "scaled")
+    return say(cause, which=which, times=times, n=n)
+
+
+def common_ratio(rows: Rows, names: Iterable[str]) -> float | None:
+    """The one number by which all these gradients are the mean multiplied, if there is one."""
+    ratios = [
+        ratio(row["got"][name], row["mean"][name])
+        for name in names
+        for row in rows
+        if row["got"][name] is not None
+    ]
+    one = ratios[0] if ratios else None
+    if one is None or any(r is None or not math.isclose(r, one, rel_tol=1e-5) for r in ratios):
+        return None
+    return one
+
+
+def weights_averaged(rows: Rows, _step: int = 0) -> Finding | None:
+    """The famous one: the parameters are averaged, the gradients never."""
+    for row in rows:
+        sent = [c["what"].partition(":")[2] for c in row["calls"] if c["what"].startswith("param:")]
+        if row["moved"] or sent:
+            return say("weights-averaged", names=listed(row["moved"] or sent))
+    return None
 
 
 # ------------------------------------------------------------------ calls
-
-
-def select(calls: Iterable[Row], **fields: Any) -> list[Row]:
-    """The calls whose fields have these values."""
-    return [c for c in calls if all(c[k] == v for k, v in fields.items())]
 
 
 def wire_bytes(call: Row, world: int) -> float:
@@ -205,67 +178,52 @@ def wire_bytes(call: Row, world: int) -> float:
     return float(times * call["bytes"] * (world - 1) / world)
 
 
-def weights_averaged(case: str, ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """The famous one: the parameters are averaged, the gradients never. Ranks give the weights
-    ``before`` and ``after``, by name, and their ``calls``."""
-    for rank in ranks:
-        changed = [n for n, v in rank["before"].items() if not close(v, rank["after"][n])]
-        whats = [c["what"] for c in rank["calls"]]
-        sent = [what.partition(":")[2] for what in whats if what.startswith("param:")]
-        if changed or sent:
-            message = (
-                f"your code communicates or changes the weights ({listed(changed or sent)}): what "
-                "must be averaged is each parameter's `.grad`"
-            )
-            return [Finding("weights-averaged", message, case)]
-    return []
-
-
-def too_many_bytes(case: str, calls: Sequence[Row], world: int, should: float) -> list[Finding]:
+def too_many_bytes(calls: Rows, world: int, should: float) -> Finding | None:
     """What a rank sends against what it should; a few bytes to agree on something are fine."""
     sent = sum(wire_bytes(call, world) for call in calls)
     if sent <= 1.05 * should + 256:
-        return []
+        return None
     ops = ", ".join(sorted({call["op"] for call in calls}))
-    message = (
-        f"each rank sends {sent:.0f} bytes ({ops}) on {world} ranks, where {should:.0f} are "
-        f"enough: {sent / should:.1f} times as many"
-    )
-    return [Finding("too-many-bytes", message, case)]
+    return say("too-many-bytes", sent=sent, ops=ops, n=world, should=should, ratio=sent / should)
 
 
-def not_by_hand(case: str, calls_by_rank: Sequence[Sequence[Row]]) -> list[Finding]:
+def not_by_hand(ranks: Rows) -> Finding | None:
     """The result is right, but somebody else's code communicated."""
-    if any(calls_by_rank):
-        return []
-    message = "the result is right, but your file calls no collective: write it by hand"
-    return [Finding("not-by-hand", message, case)]
+    return None if any(all_calls(ranks)) else say("not-by-hand")
 
 
-def not_waited(case: str, calls_by_rank: Sequence[Sequence[Row]]) -> list[Finding]:
+def sent_by_hand(ranks: Rows) -> Finding | None:
+    """By the learner's own calls, and each gradient once per step."""
+    n, steps = len(ranks), len(ranks[0]["steps"])
+    should = steps * 2 * sum(ranks[0]["sizes"].values()) * (n - 1) / n
+    return not_by_hand(ranks) or too_many_bytes(all_calls(ranks)[0], n, should)
+
+
+def not_waited(calls_by_rank: Sequence[Rows]) -> Finding | None:
     """Asynchronous calls that nobody waited for: their result may be used before it is there."""
     for rank, calls in enumerate(calls_by_rank):
-        lost = [c for c in calls if c["is_async"] and not c["waited"]]
+        launched = [c for c in calls if c["is_async"]]
+        lost = [c for c in launched if not c["waited"]]
         if lost:
-            message = (
-                f"{len(lost)} of {len([c for c in calls if c['is_async']])} asynchronous calls on "
-                f"rank {rank} were never waited for (the first: {described(lost[0])}): without "
-                "wait() the result is whatever has arrived by then"
-            )
-            return [Finding("not-waited", message, case)]
-    return []
+            call = described(lost[0])
+            return say("not-waited", lost=len(lost), all=len(launched), rank=rank, call=call)
+    return None
 
 
-def calls_differ(case: str, calls_by_rank: Sequence[Sequence[Row]]) -> list[Finding]:
+def all_calls(ranks: Rows) -> list[list[Row]]:
+    """Of all steps, by rank."""
+    return [[call for row in rank["steps"] for call in row["calls"]] for rank in ranks]
+
+
+def calls_differ(calls_by_rank: Sequence[Rows]) -> Finding | None:
     """Collectives must be the same on every rank: same order, same sizes."""
     for rank, calls in enumerate(calls_by_rank[1:], start=1):
-        text = difference(calls_by_rank[0], calls, 0, rank)
-        if text:
-            return [Finding("calls-differ", text, case)]
-    return []
+        if text := difference(calls_by_rank[0], calls, 0, rank):
+            return say("calls-differ", text=text)
+    return None
 
 
-def difference(a: Sequence[Row], b: Sequence[Row], rank_a: int, rank_b: int) -> str:
+def difference(a: Rows, b: Rows, rank_a: int, rank_b: int) -> str:
     """Where two ranks' collectives part, in words; empty: they do not."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if (x["op"], x["bytes"], x["dtype"]) != (y["op"], y["bytes"], y["dtype"]):
@@ -283,7 +241,7 @@ def difference(a: Sequence[Row], b: Sequence[Row], rank_a: int, rank_b: int) -> 
     )
 
 
-def absent(a: Sequence[Row], b: Sequence[Row], rank_a: int, rank_b: int) -> str:
+def absent(a: Rows, b: Rows, rank_a: int, rank_b: int) -> str:
     """Which parameter one rank communicates and the other does not, if that is it."""
     x, y = Counter(c["what"] for c in a if c["what"]), Counter(c["what"] for c in b if c["what"])
     for more, less, lacking in ((x, y, rank_b), (y, x, rank_a)):
@@ -295,8 +253,8 @@ def absent(a: Sequence[Row], b: Sequence[Row], rank_a: int, rank_b: int) -> str:
     return ""
 
 
-def times(calls: Sequence[Row], op: str) -> str:
-    count = len(select(calls, op=op))
+def times(calls: Rows, op: str) -> str:
+    count = sum(call["op"] == op for call in calls)
     return "once" if count == 1 else "never" if count == 0 else f"{count} times"
 
 

@@ -1,4 +1,4 @@
-"""What a rank says to the guard, and what the guard makes of it: nothing is taken on trust."""
+"""What a rank reports to the guard, and what the guard makes of it: nothing is taken on trust."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ MOST_CALLS = 5_000  # rows kept of a case
 CHUNK = 1 << 16
 
 
+@dataclass(frozen=True)
+class Job:
+    """What is checked."""
+
+    exercise: str
+    path: str  # of the learner's file, for tracebacks
+    source: str
+    deadline_s: float
+    scratch: str  # an empty folder
+
+
 @dataclass
 class Rank:
     """What the guard knows of a rank."""
@@ -28,24 +39,13 @@ class Rank:
     phase: str = "loading"  # idle, running, done (with the case), raised, tampered, dead
     calls: list[dict[str, Any]] = field(default_factory=list)  # of the case
     inside: dict[str, Any] | None = None  # the call it has entered or waits for, and not left
-    error: dict[str, Any] | None = None
+    error: dict[str, Any] = field(default_factory=dict)  # see runner.describe
     stack: str = ""  # where it was when the time was up
     evidence: dict[str, Any] | None = None
     printed: str = ""
     changed: float = field(default_factory=time.monotonic)
     buffer: bytes = b""
     open: bool = True
-
-    def told(self) -> dict[str, Any]:
-        """What a verdict needs of it."""
-        return {
-            "rank": self.number,
-            "phase": self.phase,
-            "calls": self.calls,
-            "inside": self.inside,
-            "error": self.error,
-            "stack": self.stack,
-        }
 
     def read_report(self) -> None:
         """All that is there by now."""

@@ -16,7 +16,6 @@ import threading
 import traceback
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -28,20 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.learn.exercise import Case, Checks, Rejected
+from shardlab.learn.reports import Job
 from shardlab.learn.spy import Spy
 
 MODULE = "submission"
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a rank is told."""
-
-    rank: int
-    path: str  # of the learner's file, for tracebacks
-    source: str
-    token: str
-    timeout_s: float  # of a collective
 
 
 class Speaker:
@@ -80,37 +69,34 @@ def plain(value: Any) -> Any:
     return repr(value)[:200]
 
 
-def run_rank(job: Job, checks: Checks, say_fd: int, hear_fd: int) -> NoReturn:
+def run_rank(rank: int, job: Job, checks: Checks, report: Speaker, hear_fd: int) -> NoReturn:
     """Load the learner's file, run the cases that the guard names, report; never return."""
-    say = Speaker(say_fd, job.token)
     try:
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")  # torch's deprecations are not the learner's mistakes
         port = int(_hear(hear_fd))
-        spy = Spy(say, job.path)
+        spy = Spy(report, job.path)
         spy.install()
         submission = load(job.path, job.source)
-        _say_tampered(spy, say)
-        say("loaded", None)
+        _report_tampered(spy, report)
+        report("loaded", None)
         store: dist.Store | None = None
         while True:
-            index = int(_hear(hear_fd))
-            case = checks.CASES[index]
-            if job.rank < case.world:
-                store = store or dist.TCPStore("127.0.0.1", port, is_master=False)
-                evidence = run_case(job, case, checks, submission, spy, store)
-                _say_tampered(spy, say)
-                say("case", evidence)
+            case = checks.CASES[int(_hear(hear_fd))]
+            store = store or dist.TCPStore("127.0.0.1", port, is_master=False)
+            join(rank, case, job.deadline_s + 60, store)
+            spy.clear()
+            evidence = checks.run(case, rank, submission, spy)
+            _report_tampered(spy, report)
+            report("case", evidence)
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # it may hold all the memory there is
-        say("raised", describe(error, job.path))
+        report("raised", describe(error, job.path))
     _stay()
 
 
-def run_case(
-    job: Job, case: Case, checks: Checks, submission: ModuleType, spy: Spy, store: dist.Store
-) -> dict[str, Any]:
-    """One case in a process group of its own: what it leaves under way cannot reach the next.
+def join(rank: int, case: Case, timeout_s: float, store: dist.Store) -> None:
+    """A process group for each case: what one leaves under way cannot reach the next.
 
     The one before is left only now, when every rank is done with it: who leaves early closes
     connections that a slower rank still needs.
@@ -120,17 +106,14 @@ def run_case(
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore(case.name, store),
-        rank=job.rank,
+        rank=rank,
         world_size=case.world,
-        timeout=timedelta(seconds=job.timeout_s),
+        timeout=timedelta(seconds=timeout_s),
     )
-    os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(case.world), LOCAL_RANK=str(job.rank))
-    seed(0)
-    spy.clear()
-    evidence = checks.run(case, job.rank, submission, spy)
-    if not isinstance(evidence, dict):
-        raise TypeError(f"checks.run returned {type(evidence).__name__}")
-    return evidence
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(case.world), LOCAL_RANK=str(rank))
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 def load(path: str, source: str) -> ModuleType:
@@ -147,7 +130,7 @@ def load(path: str, source: str) -> ModuleType:
 def describe(error: BaseException, path: str) -> dict[str, Any]:
     """An exception in plain words: its type, its text, and the learner's line if it came there."""
     if isinstance(error, Rejected):
-        return {"kind": "rejected", "cause": error.cause, "message": error.message}
+        return {"kind": "rejected", "cause": error.finding.cause, "message": str(error)}
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
     line, function = (frames[-1].lineno, frames[-1].name) if frames else (None, "")
     if isinstance(error, SyntaxError) and error.filename == path:
@@ -164,15 +147,9 @@ def describe(error: BaseException, path: str) -> dict[str, Any]:
     }
 
 
-def seed(value: int) -> None:
-    random.seed(value)
-    np.random.seed(value)
-    torch.manual_seed(value)
-
-
-def _say_tampered(spy: Spy, say: Speaker) -> None:
+def _report_tampered(spy: Spy, report: Speaker) -> None:
     if names := spy.tampered():
-        say("tampered", names)
+        report("tampered", names)
         _stay()
 
 

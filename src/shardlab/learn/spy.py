@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -51,10 +52,6 @@ _MODULES = (dist, dist.distributed_c10d)
 _ALWAYS_ASYNC = ("isend", "irecv")
 
 
-def _silent(_kind: str, _value: Any) -> None:
-    """Nobody listens."""
-
-
 class Spy:
     """What this rank called. ``calls`` has a row per call, in order:
 
@@ -70,24 +67,16 @@ class Spy:
     touched      whether its tensor was written to, in place, between launch and wait
     in_backward  whether it was launched by a hook, inside backward
     ready        how many gradients of the watched model had come since the last ``mark``
-    after        the parameter whose gradient came last, "" if none has
     mark         the last ``mark``'s name
     line         of the learner's file; 0 if it was not called from there
     """
 
-    def __init__(self, tell: Callable[[str, Any], None] = _silent, path: str = "") -> None:
-        self.calls: list[Row] = []
-        # ("ready", name), ("call", i), ("wait", i), ("future", i), ("mark", name), in order
-        self.events: list[tuple[str, Any]] = []
+    def __init__(self, tell: Callable[[str, Any], None], path: str) -> None:
         self._tell = tell
         self._path = path
         self._depth = 0
-        self._models: list[nn.Module] = []
-        self._ready = 0
-        self._after = ""
-        self._mark = ""
         self._wrappers: dict[tuple[Any, str], Any] = {}
-        self._originals: dict[tuple[Any, str], Any] = {}
+        self.clear()
 
     # -------------------------------------------------------------- for the checks
 
@@ -103,13 +92,16 @@ class Spy:
 
     def mark(self, name: str) -> None:
         """Name what comes now, and begin to count gradients anew."""
-        self._mark, self._ready, self._after = name, 0, ""
+        self._mark, self._ready = name, 0
         self.events.append(("mark", name))
 
     def clear(self) -> None:
         """Forget the calls so far."""
-        self.calls, self.events, self._models = [], [], []
-        self._mark, self._ready, self._after = "", 0, ""
+        self.calls: list[Row] = []
+        # ("ready", name), ("call", i), ("wait", i), ("future", i), ("mark", name), in order
+        self.events: list[tuple[str, Any]] = []
+        self._models: list[nn.Module] = []
+        self._mark, self._ready = "", 0
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -122,13 +114,8 @@ class Spy:
 
     def tampered(self) -> list[str]:
         """The functions that somebody else has replaced."""
-        return sorted(
-            {
-                n
-                for (module, n), wrapper in self._wrappers.items()
-                if getattr(module, n) is not wrapper
-            }
-        )
+        wrappers = self._wrappers.items()
+        return sorted({n for (module, n), w in wrappers if getattr(module, n) is not w})
 
     # -------------------------------------------------------------- how it is done
 
@@ -140,23 +127,11 @@ class Spy:
                 if original is None:
                     continue
                 wrapper = wrapper or self._wrapped(name, original)
-                self._originals[module, name] = original
                 self._wrappers[module, name] = wrapper
                 setattr(module, name, wrapper)
 
-    def remove(self) -> None:
-        for (module, name), original in self._originals.items():
-            setattr(module, name, original)
-        self._originals, self._wrappers = {}, {}
-
     def _wrapped(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        names = original.__code__.co_varnames if hasattr(original, "__code__") else ()
-        plain = original
-        while hasattr(
-            plain, "__wrapped__"
-        ):  # torch decorates them; the arguments' names are inside
-            plain = plain.__wrapped__
-            names = plain.__code__.co_varnames
+        names = list(inspect.signature(original).parameters)
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -203,7 +178,6 @@ class Spy:
             "touched": False,
             "in_backward": torch._C._current_graph_task_id() != -1,
             "ready": self._ready,
-            "after": self._after,
             "mark": self._mark,
             "line": self._line(),
         }
@@ -226,7 +200,6 @@ class Spy:
 
     def _arrived(self, name: str, _parameter: Tensor) -> None:
         self._ready += 1
-        self._after = name
         self.events.append(("ready", name))
 
     def _line(self) -> int:

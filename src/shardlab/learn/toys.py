@@ -1,4 +1,5 @@
-"""Nasty little models in float64 and their batches, for the checks: all ranks' are known to all.
+"""The exercises from gradient averaging to ZeRO-3: small models in float64, one process that sees
+every rank's batches, the loop that the learner's code runs in, and scales for what a rank holds.
 
 Batches have the same size on every rank and the loss is a mean, so the gradient of one process that
 sees every rank's batch is the mean of the ranks' gradients.
@@ -7,55 +8,58 @@ sees every rank's batch is the mean of the ranks' gradients.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import gc
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import SGD, AdamW, Optimizer
 
-Batch = tuple[Tensor, Tensor]  # (rows, 6), (rows, 3)
+from shardlab.learn.exercise import Case, Rejected, say
+from shardlab.learn.spy import Spy
+from shardlab.measure.watch import Memory
+
+Batch = tuple[Tensor, Tensor]  # (rows, width), (rows, out)
 Tensors = dict[str, Tensor | None]
-ROWS = 4
+T = TypeVar("T")
+SEED = 0  # of all batches and models; any other must do as well
+LOOKING = "looking"  # the spy's mark for calls that are made only because we look
+RATE = 0.5  # of SGD: what an update used is (before - after) / RATE
 
 
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(6, 11)
-        self.head = nn.Linear(11, 3)
-
-    def forward(self, x: Tensor) -> Tensor:  # (rows, 6)
-        out: Tensor = self.head(torch.tanh(self.body(x)))
-        return out
+# ------------------------------------------------------------------ models
 
 
-class Frozen(nn.Module):
+def chain(**layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(OrderedDict(layers))
+
+
+def plain() -> nn.Module:
+    return chain(body=nn.Linear(6, 11), tanh=nn.Tanh(), head=nn.Linear(11, 3))
+
+
+def frozen() -> nn.Module:
     """The layer in the middle does not train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(6, 7)
-        self.frozen = nn.Linear(7, 7).requires_grad_(False)
-        self.head = nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:  # (rows, 6)
-        out: Tensor = self.head(torch.tanh(self.frozen(torch.tanh(self.body(x)))))
-        return out
+    body, fixed = nn.Linear(6, 7), nn.Linear(7, 7).requires_grad_(False)
+    return chain(body=body, tanh=nn.Tanh(), frozen=fixed, tanh2=nn.Tanh(), head=nn.Linear(7, 3))
 
 
-class Tied(nn.Module):
+def tied() -> nn.Module:
     """One weight, used twice."""
+    encode, decode = nn.Linear(6, 6, bias=False), nn.Linear(6, 6)
+    decode.weight = encode.weight
+    return chain(
+        encode=encode, tanh=nn.Tanh(), decode=decode, tanh2=nn.Tanh(), head=nn.Linear(6, 3)
+    )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode = nn.Linear(6, 6, bias=False)
-        self.decode = nn.Linear(6, 6)
-        self.decode.weight = self.encode.weight
-        self.head = nn.Linear(6, 3)
 
-    def forward(self, x: Tensor) -> Tensor:  # (rows, 6)
-        out: Tensor = self.head(torch.tanh(self.decode(torch.tanh(self.encode(x)))))
-        return out
+def deep(depth: int = 4) -> nn.Module:
+    """Layers enough for something to happen before backward ends."""
+    layers = [m for _ in range(depth) for m in (nn.Linear(6, 6), nn.Tanh())]
+    return chain(layers=nn.Sequential(*layers, nn.Linear(6, 3)))
 
 
 class Unused(nn.Module):
@@ -76,54 +80,113 @@ class Unused(nn.Module):
         return out
 
 
-class Deep(nn.Module):
-    """Layers enough for something to happen before backward ends."""
+class Skipping(nn.Module):
+    """The same with layers of one size, so that ranks that send in different orders mix the layers
+    up without a word, as they do in real models, which have many layers of one size."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            *(m for _ in range(4) for m in (nn.Linear(6, 6), nn.Tanh())), nn.Linear(6, 3)
-        )
+        self.first, self.extra, self.never = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.middle, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:  # (rows, 6)
-        out: Tensor = self.layers(x)
+        hidden = torch.tanh(self.first(x))
+        if x[0, 0] > 0:
+            hidden = hidden + self.extra(hidden)
+        out: Tensor = self.last(torch.tanh(self.middle(hidden)))[:, :3]
         return out
 
 
+class Odd(nn.Module):
+    """A layer in the middle does not train. 299 elements do, which nothing divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 7)
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(4))
+        self.scale = nn.Parameter(torch.rand(2))
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # (rows, 6)
+        hidden = torch.tanh(self.frozen(torch.tanh(self.first(x) * self.scale[0])))
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        out: Tensor = self.head(hidden * self.scale[1])
+        return out
+
+
+def blocks() -> nn.Module:
+    """Blocks of odd sizes, one of them without parameters."""
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(6, 7), nn.Tanh()),
+        nn.Sequential(nn.Linear(7, 9, bias=False), nn.Tanh(), nn.Linear(9, 7)),
+        nn.Tanh(),
+        nn.Linear(7, 7),
+        nn.Linear(7, 3),
+    )
+
+
+def wide(depth: int, width: int = 48) -> nn.Module:
+    """Blocks of one size, large beside their activations: what is weighed is parameters."""
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh()) for _ in range(depth))
+    )
+
+
+class Buffers(nn.Module):
+    """BatchNorm (one of its buffers is an integer), and a buffer that no state_dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.norm.running_mean = torch.randn(5)
+        self.norm.num_batches_tracked = torch.randint(100, ())
+        self.register_buffer("drift", torch.randn(7), persistent=False)
+
+
 TOYS: dict[str, Callable[[], nn.Module]] = {
-    "plain": Plain,
-    "frozen": Frozen,
-    "tied": Tied,
+    "plain": plain,
+    "frozen": frozen,
+    "tied": tied,
     "unused": Unused,
-    "deep": Deep,
+    "deep": deep,
+    "many": lambda: deep(24),  # enough to tell a full bucket from one per parameter
+    "skipping": Skipping,
+    "odd": Odd,
+    "blocks": blocks,
+    "buffers": Buffers,
 }
 
 
-def build(toy: str, seed: int = 0) -> nn.Module:
+def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """The same on every rank for the same seed."""
-    state = torch.get_rng_state()
-    torch.manual_seed(seed)
-    model = TOYS[toy]().double()
-    torch.set_rng_state(state)
-    return model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED + seed)
+        return make().double()
 
 
-def batch(rank: int, step: int = 0, rows: int = ROWS) -> Batch:
-    """Different for each rank and step; only rank 0's make ``Unused`` use its extra layer."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    x = torch.randn(rows, 6, generator=generator, dtype=torch.float64)
+def size(model: nn.Module) -> int:
+    """Bytes of the parameters that train."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def batch(rank: int, step: int, micro: int, rows: int = 4, width: int = 6, out: int = 3) -> Batch:
+    """Only rank 0's make ``Unused`` use its extra layer."""
+    generator = torch.Generator().manual_seed(SEED + 10_000 * step + 1000 * micro + rank)
+    x = torch.randn(rows, width, generator=generator, dtype=torch.float64)
     x[0, 0] = x[0, 0].abs() + 0.1 if rank == 0 else -x[0, 0].abs() - 0.1
-    y = torch.randn(rows, 3, generator=generator, dtype=torch.float64)
-    return x, y
+    return x, torch.randn(rows, out, generator=generator, dtype=torch.float64)
 
 
-def loss(model: nn.Module, batch: Batch) -> Tensor:
+def loss(output: Tensor, batch: Batch) -> Tensor:
     """The mean over the rows."""
-    return F.mse_loss(model(batch[0]), batch[1])
+    return F.mse_loss(output, batch[1])
 
 
 def gradients(model: nn.Module) -> Tensors:
-    """Of the parameters that train, by name; None where there is none. Copies."""
+    """Copies, by name, of the parameters that train; None where there is none."""
     return {
         name: None if p.grad is None else p.grad.detach().clone()
         for name, p in model.named_parameters()
@@ -131,29 +194,261 @@ def gradients(model: nn.Module) -> Tensors:
     }
 
 
-def parameters(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
-def own_gradients(model: nn.Module, batches: Sequence[Batch]) -> Tensors:
-    """What one rank has before it communicates: its batches' gradients, summed. The model is
-    left alone."""
-    twin = copy.deepcopy(model)
-    for p in twin.parameters():
-        p.grad = None
-    for one in batches:
-        loss(twin, one).backward()
-    return gradients(twin)
+# ------------------------------------------------------------------ one process
 
 
-def mean_gradients(model: nn.Module, by_rank: Sequence[Sequence[Batch]]) -> Tensors:
-    """What one process has that sees every rank's batches: the mean of the ranks' gradients.
+class Factory:
+    """What the learner calls ``make_optimizer``; it remembers what was asked of it."""
 
-    None only where no rank has one; a rank without one counts as zeros.
-    """
-    parts = [own_gradients(model, batches) for batches in by_rank]
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.made: list[Optimizer] = []
+
+    def __call__(self, tensors: Iterable[Tensor]) -> Optimizer:
+        made = (
+            SGD(list(tensors), lr=RATE)
+            if self.kind == "sgd"
+            else AdamW(list(tensors), lr=0.05, weight_decay=0.1)
+        )
+        self.made.append(made)
+        return made
+
+    def evidence(self) -> dict[str, Any]:
+        """How often it was called; elements of the last optimizer's parameters and state."""
+        last = self.made[-1:]
+        params = [p for o in last for group in o.param_groups for p in group["params"]]
+        state = [
+            value
+            for o in last
+            for entry in o.state.values()
+            for key, value in entry.items()
+            if isinstance(value, Tensor) and key != "step"
+        ]
+        return {
+            "kind": self.kind,
+            "made": len(self.made),
+            "held": sum(p.numel() for p in params),
+            "state": sum(value.numel() for value in state),
+        }
+
+
+class OneProcess:
+    """It sees every rank's batches. Its model is a copy: the learner's may be in pieces."""
+
+    def __init__(self, model: nn.Module, kind: str = "sgd", max_norm: float | None = None) -> None:
+        self.model = copy.deepcopy(model)
+        self.optimizer = Factory(kind)(p for p in self.model.parameters() if p.requires_grad)
+        self.max_norm = max_norm
+
+    def step(self, batches: Sequence[Sequence[Batch]]) -> dict[str, Any]:
+        """``batches`` by rank, then by micro-batch. What each rank has by itself (``own``), the
+        mean of that, and the mean had only the last micro-batch counted (``last``)."""
+        own = [self._gradients(each) for each in batches]
+        last = _mean([self._gradients(each[-1:]) for each in batches])
+        before, means = trained(self.model), _mean(own)
+        for name, p in self.model.named_parameters():
+            mean = means.get(name)
+            p.grad = None if mean is None else mean.clone()  # clipping is in place
+        if self.max_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+        self.optimizer.step()
+        want = trained(self.model)
+        return {"before": before, "own": own, "mean": means, "last": last, "want": want}
+
+    def _gradients(self, batches: Sequence[Batch]) -> Tensors:
+        """The mean over the micro-batches of one rank."""
+        self.model.zero_grad()
+        for one in batches:
+            (loss(self.model(one[0]), one) / len(batches)).backward()
+        return gradients(self.model)
+
+
+def _mean(parts: Sequence[Tensors]) -> Tensors:
+    """None only where no rank has one; a rank without one counts as zeros."""
     means: Tensors = {}
     for name in parts[0]:
         given = [g for part in parts if (g := part[name]) is not None]
         means[name] = torch.stack(given).sum(0) / len(parts) if given else None
     return means
+
+
+# ------------------------------------------------------------------ the learner's loop
+
+
+def rows_of(
+    spy: Spy, rank: int, world: int, micros: Sequence[int], one: OneProcess,
+    work: Callable[[list[Batch]], dict[str, Any]],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """A row of evidence for each step, of ``micros[i]`` micro-batches.
+
+    ``work`` takes a step with this rank's batches and returns what it left.
+    """
+    rows = []
+    for step, count in enumerate(micros):
+        batches = [[batch(r, step, m) for m in range(count)] for r in range(world)]
+        row = one.step(batches)
+        call, event = len(spy.calls), len(spy.events)
+        row |= work(batches[rank])
+        calls = [c for c in spy.calls[call:] if c["mark"] != LOOKING]
+        events = [(k, x - call if isinstance(x, int) else x) for k, x in spy.events[event:]]
+        rows.append(row | {"micros": count, "calls": calls, "events": events})
+    return rows
+
+
+def prepare(toy: str, spy: Spy) -> tuple[nn.Module, OneProcess]:
+    """A model that is watched, and one process's copy of it: made before the learner's code, which
+    may hang hooks on the model."""
+    model = build(TOYS[toy])
+    spy.watch(model)
+    return model, OneProcess(model)
+
+
+def train(
+    model: nn.Module, one: OneProcess, spy: Spy, rank: int, world: int, micros: Sequence[int],
+    work: Callable[[list[Batch]], None],
+) -> dict[str, Any]:  # fmt: skip
+    """Steps after which the gradients are looked at. The model is then updated by one process's, so
+    that a mistake stays in its step."""
+
+    def look(batches: list[Batch]) -> dict[str, Any]:
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        work(batches)
+        moved = [n for n, p in model.named_parameters() if not torch.equal(before[n], p)]
+        found = {"got": gradients(model), "moved": moved}
+        model.zero_grad()
+        model.load_state_dict(one.model.state_dict())
+        return found
+
+    sizes = {name: t.numel() * t.element_size() for name, t in trained(model).items()}
+    return {"steps": rows_of(spy, rank, world, micros, one, look), "sizes": sizes}
+
+
+def train_sharded(
+    case: Case, rank: int, spy: Spy, steps: int, toy: Callable[[], nn.Module],
+    make: Callable[[nn.Module, Factory], Any], *, drops: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Steps after which the parameters are looked at. ``make`` builds the learner's ZeRO, ``drops``
+    says whether p.grad must be None already after backward."""
+    kind = case.options["kind"]
+    model = build(toy)
+    one, factory = OneProcess(model, kind, case.options.get("max_norm")), Factory(kind)
+    zero = make(model, factory)
+    forward: Callable[[Tensor], Tensor] = getattr(zero, "forward", model)
+
+    def work(batches: list[Batch]) -> dict[str, Any]:
+        left = set()
+        for i, batch in enumerate(batches):
+            spy.mark(f"micro {i}")
+            backward(loss(forward(batch[0]), batch) / len(batches))
+            left |= _with_gradient(model) if drops else set()
+        spy.mark("step")
+        zero.step()
+        spy.mark(LOOKING)
+        got = gathered(zero) if hasattr(zero, "full_params") else trained(model)
+        return {"left": sorted(left | _with_gradient(model)), "got": got}
+
+    sizes = {name: t.numel() for name, t in trained(one.model).items()}
+    micros = [case.options.get("micros", 1)] * steps
+    rows = rows_of(spy, rank, case.world, micros, one, work)
+    return {"steps": rows, "sizes": sizes, "max_norm": one.max_norm, **factory.evidence()}
+
+
+def gathered(zero: Any) -> dict[str, Tensor]:
+    """All parameters of a ZeRO that does not keep them whole."""
+    params = zero.full_params()
+    if not isinstance(params, dict) or not all(isinstance(v, Tensor) for v in params.values()):
+        raise Rejected(say("wrong-type/zero3"))
+    if any(v.numel() and not v.untyped_storage().nbytes() for v in params.values()):
+        raise Rejected(say("freed-too-early"))  # to read them would end the process
+    return {name: value.detach().clone() for name, value in params.items()}
+
+
+def backward(loss: Tensor) -> None:
+    """Torch's own words for reading what was freed say nothing to a learner."""
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        if "storage of size 0" not in str(error):
+            raise
+        raise Rejected(say("freed-too-early/backward")) from None
+
+
+def _with_gradient(model: nn.Module) -> set[str]:
+    return {name for name, p in model.named_parameters() if p.grad is not None}
+
+
+# ------------------------------------------------------------------ what a rank holds
+
+
+# The frequent views of aten: they make no storage, so there is nothing new to weigh.
+VIEWS = {"alias", "detach", "expand", "select", "slice", "split", "t", "transpose", "view"}
+
+
+class Weigher(Memory):
+    """Weighs at every operation, for a storage may also grow and shrink by resize_()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        gc.freeze()  # what is here already is of no interest, and makes gc.collect() slow
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func._schema.name.removeprefix("aten::") not in VIEWS:
+            self.peak = max(self.peak, self.count())
+        return result
+
+    def measure(self, work: Callable[[], T]) -> tuple[T, int, int]:
+        """Its result; the most bytes alive in it and those alive after it, beyond those before."""
+        before = self.peak = self.count()
+        with self:
+            result = work()
+        gc.collect()
+        return result, self.peak - before, self.count() - before
+
+
+def weigh(
+    make: Callable[[nn.Module, Factory], Any], depth: int, rank: int, spy: Spy
+) -> dict[str, int]:
+    """Bytes that a ZeRO holds of a deep model: after __init__, and in each phase of a micro-batch
+    beyond those at its beginning (``backward`` and ``after``: at the beginning of the step)."""
+    weigher = Weigher()
+    with weigher:
+        model = build(lambda: wide(depth))
+        psi = size(model)
+        zero = make(model, Factory("adamw"))
+    forward: Callable[[Tensor], Tensor] = getattr(zero, "forward", model)
+    held = weigher.count()
+    rows = []
+    for step in range(2):
+        start, row = weigher.count(), dict.fromkeys(("forward", "between", "backward", "after"), 0)
+
+        def most(phase: str, value: int, row: dict[str, int] = row) -> None:
+            row[phase] = max(row[phase], value)
+
+        for micro in range(2):
+            one = batch(rank, step, micro, rows=1, width=48, out=48)
+            spy.mark(f"micro {micro}")
+            value, peak, more = weigher.measure(lambda one=one: loss(forward(one[0]), one) / 2)  # type: ignore[misc]
+            most("forward", peak)
+            most("between", more)
+            between = weigher.count() - start
+            _, peak, _ = weigher.measure(lambda value=value: backward(value))  # type: ignore[misc]
+            del value
+            most("backward", between + peak)
+            most("after", weigher.count() - start)
+        spy.mark("step")
+        weigher.measure(zero.step)
+        rows.append(row | {"idle": weigher.count(), "params": _in_storages(model)})
+    # Gloo's threads let go of a tensor a little after its message is done: the least is the truth.
+    least = {key: min(row[key] for row in rows) for key in rows[0]}
+    return least | {"psi": psi, "held": held, "block": psi // depth}
+
+
+def _in_storages(model: nn.Module) -> int:
+    """Bytes behind the parameters, each storage once."""
+    storages = {s._cdata: s.nbytes() for s in (p.untyped_storage() for p in model.parameters())}
+    return sum(storages.values())

@@ -1,219 +1,376 @@
-"""Exact resume: what was not put back, and which checkpoint survives."""
+"""Exact resume: what was not put back, and which checkpoint survives.
+
+A small replicated run with dropout, a buffer and AdamW: stopped, resumed, and not stopped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from unittest import mock
 
-from shardlab.learn.exercise import Case, Finding
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from shardlab.learn.spy import Spy
+from shardlab.learn.exercise import Case, Evidence, Finding, say
+from shardlab.learn.mistakes import Row, Rows
+from shardlab.learn.spy import Spy
 
-Row = Mapping[str, Any]
-RESUME, FEWER, MORE, FULL = "resume", "on fewer ranks", "on more ranks", "full disk"
-SAVED_BY = 2  # ranks
+SAMPLES, INPUTS, WIDTH, BATCH = 20, 8, 160, 2
+SAVES, LAST = (2, 6), 9  # steps after which is saved (the second in epoch 1), and the last one
+RENAME_S = 0.25  # how long a rename takes here: whoever does not wait for it is found out
+FULL_DISK = 48 << 10  # bytes that still fit into a file
 TWICE = 1.6  # of the state's bytes, over all ranks: somebody has written what another has
 
+RESUME, FEWER, MORE, FULL = "resume", "on fewer ranks", "on more ranks", "full disk"
+SAVED_BY = 2  # ranks
 CASES = (Case(RESUME, SAVED_BY), Case(FEWER, 1), Case(MORE, 3), Case(FULL, 1))
 
 
 def run(case: Case, _rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
-    from shardlab.learn.exercises.checkpoint import toy
-
-    scenario = {RESUME: toy.resume, FULL: toy.full_disk}.get(case.name, toy.other_world)
+    scenario = {RESUME: resume, FULL: full_disk}.get(case.name, other_world)
     return scenario(submission, spy)
 
 
-def judge(evidence: Mapping[str, list[dict[str, Any]]]) -> list[Finding]:
+class Toy(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(
+            nn.Linear(INPUTS, WIDTH), nn.Tanh(), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH),
+            nn.Dropout(0.3), nn.Linear(WIDTH, 1),
+        )  # fmt: skip
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, inputs)
+        self.calls += 1
+        result: Tensor = self.layers(x) / self.calls.sqrt()
+        return result
+
+
+class Loader:
+    """Each step the next samples of this epoch's order, a share for each rank."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.samples = torch.randn(SAMPLES, INPUTS, generator=generator)
+        self.epoch = 0
+        self.position = 0  # samples of this epoch that all ranks together have taken
+
+    def next(self) -> Tensor:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        taken = BATCH * world
+        if self.position + taken > SAMPLES:
+            self.epoch, self.position = self.epoch + 1, 0
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch))
+        first = self.position + BATCH * rank
+        self.position += taken
+        return self.samples[order[first : first + BATCH]]  # (BATCH, INPUTS)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+
+
+class Run:
+    """What a training script holds. ``fresh``: as a new process has it before loading."""
+
+    def __init__(self, spy: Spy, *, fresh: bool = False) -> None:
+        self.spy = spy
+        self.model = Toy(seed=77 if fresh else 1)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.loader = Loader()
+        torch.manual_seed((900 if fresh else 100) + dist.get_rank())
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        loss = self.model(self.loader.next()).square().mean()
+        loss.backward()
+        with self.spy.paused():
+            for p in self.model.parameters():
+                assert p.grad is not None
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+        self.optimizer.step()
+
+    def save(self, submission: ModuleType, folder: Path, step: int) -> None:
+        submission.save(folder, step, self.model, self.optimizer, self.loader)
+
+    def load(self, submission: ModuleType, folder: Path) -> Any:
+        return submission.load(folder, self.model, self.optimizer, self.loader)
+
+    def state(self) -> dict[str, Any]:
+        """All that the next step depends on, copied; tensors as numbers that tell them apart."""
+        held = self.optimizer.state_dict()["state"]
+        return {
+            "parameters": [_print(p) for p in self.model.parameters()],
+            "buffers": [_print(b) for b in self.model.buffers()],
+            "optimizer": [
+                [_print(v) if isinstance(v, Tensor) else v for _, v in sorted(row.items())]
+                for _, row in sorted(held.items())
+            ],
+            "loader": self.loader.state_dict(),
+            "rng": _print(torch.get_rng_state()),
+        }
+
+    @property
+    def bytes(self) -> int:
+        """Of parameters and Adam's two moments."""
+        return 3 * sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+
+def _print(tensor: Tensor) -> list[int]:
+    """A fingerprint: equal for equal bits, and hardly otherwise."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
+    places = torch.arange(1, len(data) + 1)
+    return [len(data), int(data.sum()), int((data * places % 1000003).sum())]
+
+
+# ------------------------------------------------------------------ on a rank
+
+
+def resume(submission: ModuleType, spy: Spy) -> dict[str, Any]:
+    """Without a stop; with saves; from the last save."""
+    whole = Run(spy)
+    states = {}
+    for step in range(1, LAST + 1):
+        whole.step()
+        states[step] = whole.state()
+    folder = _shared("run", spy)
+    saving = Run(spy)
+    saves = []
+    for step in range(1, LAST + 1):
+        saving.step()
+        if step in SAVES:
+            before = saving.state()
+            saves.append(_timed_save(saving, submission, folder, step, spy))
+            after = saving.state()
+            saves[-1]["disturbs"] = [name for name in after if after[name] != before[name]]
+    resumed = Run(spy, fresh=True)
+    returned = resumed.load(submission, folder)
+    loaded = resumed.state()
+    for _ in range(SAVES[-1], LAST):
+        resumed.step()
+    rngs = _everyones(states[SAVES[-1]]["rng"], spy)
+    return {
+        "saves": saves,
+        "bytes": whole.bytes,
+        "returned": returned if isinstance(returned, int) else repr(returned),
+        "wanted_step": SAVES[-1],
+        "loaded": loaded,
+        "wanted": states[SAVES[-1]],
+        "rng_of": [r for r, state in enumerate(rngs) if state == loaded["rng"]],
+        "final": resumed.state(),
+        "wanted_final": states[LAST],
+    }
+
+
+def other_world(submission: ModuleType, spy: Spy) -> dict[str, Any]:
+    """The files that the first case has written, loaded by another number of ranks."""
+    run = Run(spy, fresh=True)
+    try:
+        returned = run.load(submission, Path("run").absolute())
+    except Exception as error:
+        return {"error": _in_a_line(error)}
+    loaded = run.state()
+    run.step()
+    return {"error": None, "returned": returned, "loaded": loaded}
+
+
+def full_disk(submission: ModuleType, spy: Spy) -> dict[str, Any]:
+    """A good save, then one for which the disk has no room, then load."""
+    folder = _shared("full", spy)
+    run = Run(spy)
+    run.step()
+    run.save(submission, folder, 1)
+    first = run.state()
+    run.step()
+    second = run.state()
+    raised = None
+    with _file_limit(FULL_DISK):
+        try:
+            run.save(submission, folder, 2)
+        except Exception as error:
+            raised = type(error).__name__
+    fresh = Run(spy, fresh=True)
+    try:
+        returned = fresh.load(submission, folder)
+    except Exception as error:
+        return {"raised": raised, "load_error": _in_a_line(error)}
+    loaded = fresh.state()
+    return {
+        "raised": raised,
+        "load_error": None,
+        "returned": returned,
+        "is_first": loaded["parameters"] == first["parameters"],
+        "is_second": loaded["parameters"] == second["parameters"],
+    }
+
+
+def _timed_save(
+    run: Run, submission: ModuleType, folder: Path, step: int, spy: Spy
+) -> dict[str, Any]:
+    """A save in which renames are slow; who wrote how much, and who returned before it was done."""
+    written, calls = _written(), len(spy.calls)
+    with _slow_renames():
+        run.save(submission, folder, step)
+    returned_ns = time.time_ns()
+    # Gloo writes to its sockets, which are counted, too: what the calls may have sent is not ours.
+    sent = sum(call["bytes"] for call in spy.calls[calls:])
+    written = -1 if written < 0 else max(0, _written() - written - sent)
+    with spy.paused():
+        dist.barrier()
+    done_ns = max((p.stat().st_ctime_ns for p in folder.rglob("*") if p.is_file()), default=0)
+    return {"step": step, "written": written, "early_ms": (done_ns - returned_ns) / 1e6}
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+
+
+def _everyones(value: Any, spy: Spy) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    with spy.paused():
+        dist.all_gather_object(values, value)
+    return values
+
+
+def _shared(name: str, spy: Spy) -> Path:
+    """A folder in the place where all ranks of this check work."""
+    folder = Path(name).absolute()
+    folder.mkdir(exist_ok=True)
+    with spy.paused():
+        dist.barrier()
+    return folder
+
+
+def _written() -> int:
+    """Bytes that this process has given to write(), where the system says so; else -1."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return -1
+    return int(next(line for line in lines if line.startswith("wchar")).split()[1])
+
+
+@contextlib.contextmanager
+def _slow_renames() -> Iterator[None]:
+    def slow(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(RENAME_S)
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    with mock.patch.multiple(os, replace=slow(os.replace), rename=slow(os.rename)):
+        yield
+
+
+@contextlib.contextmanager
+def _file_limit(size: int) -> Iterator[None]:
+    """Writing beyond ``size`` fails, as on a full disk. (Python ignores the signal that comes.)"""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# ------------------------------------------------------------------ what is wrong
+
+
+def judge(evidence: Evidence) -> list[Finding]:
     findings: list[Finding] = []
     if ranks := evidence.get(RESUME):
-        findings += [*_resumed(ranks), *_early(ranks), *_disturbs(ranks), *_written(ranks)]
-        for name in (FEWER, MORE):
-            if name in evidence and not findings:
-                findings += _other_world(name, evidence[name], ranks[0]["wanted"])
+        found = list(_put_back(ranks))
+        if not found and any(row["final"] != row["wanted_final"] for row in ranks):
+            found = [say("not-exact")]
+        findings += [replace(f, case=RESUME) for f in (*found, *_saving(ranks))]
+    for name in (FEWER, MORE):
+        if name in evidence and not findings:
+            wanted = evidence[RESUME][0]["wanted"]
+            findings += [replace(f, case=name) for f in _other_world(evidence[name], wanted)][:1]
     if FULL in evidence:
-        findings += _full(
-            evidence[FULL][0], forgot_model=any(f.cause == "forgot-model" for f in findings)
-        )
+        forgot_model = any(f.cause == "forgot-model" for f in findings)
+        findings += [replace(f, case=FULL) for f in _full(evidence[FULL][0], forgot_model)]
     return findings
 
 
-# ------------------------------------------------------------------ what was put back
-
-
-def _resumed(ranks: Sequence[Row]) -> list[Finding]:
+def _put_back(ranks: Rows) -> Iterator[Finding]:
     """Everything that the next step depends on, against the run that was not stopped."""
-    findings = [
-        *_step(ranks), *_model(ranks), *_optimizer(ranks), *_loader(ranks), *_random(ranks)
-    ]  # fmt: skip
-    if not findings and any(row["final"] != row["wanted_final"] for row in ranks):
-        message = (
-            "everything is back after load, but some steps later the resumed run differs from the "
-            "one that was not stopped: does what you loaded share memory with what is trained?"
-        )
-        findings.append(Finding("not-exact", message, RESUME))
-    return findings
+    wrong = {
+        what: [r for r, row in enumerate(ranks) if row["loaded"][what] != row["wanted"][what]]
+        for what in ranks[0]["wanted"]
+    }
+    numbers = {what: " and ".join(map(str, bad)) for what, bad in wrong.items()}
+    late = [r for r, row in enumerate(ranks) if row["returned"] != row["wanted_step"]]
+    if late:
+        row = ranks[late[0]]
+        yield say("wrong-step", step=row["wanted_step"], returned=row["returned"], rank=late[0])
+    if wrong["parameters"]:
+        yield say("forgot-model", ranks=numbers["parameters"])
+    elif wrong["buffers"]:
+        yield say("forgot-buffers", ranks=numbers["buffers"])
+    if bad := wrong["optimizer"]:
+        has_state = ranks[bad[0]]["loaded"]["optimizer"]
+        key = "forgot-optimizer/other" if has_state else "forgot-optimizer"
+        yield say(key, ranks=numbers["optimizer"])
+    if bad := wrong["loader"]:
+        at, wanted = (ranks[bad[0]][which]["loader"] for which in ("loaded", "wanted"))
+        yield say("forgot-data", ranks=numbers["loader"], at=at, wanted=wanted)
+    if bad := wrong["rng"]:
+        if owners := ranks[bad[0]]["rng_of"]:
+            yield say("rng-of-another-rank", rank=bad[0], owner=owners[0])
+        else:
+            yield say("forgot-rng", ranks=numbers["rng"])
 
 
-def _wrong(ranks: Sequence[Row], what: str) -> list[int]:
-    return [r for r, row in enumerate(ranks) if row["loaded"][what] != row["wanted"][what]]
-
-
-def _step(ranks: Sequence[Row]) -> list[Finding]:
-    for rank, row in enumerate(ranks):
-        if row["returned"] != row["wanted_step"]:
-            message = (
-                f"the last save was of step {row['wanted_step']}, and load returned "
-                f"{row['returned']} on rank {rank}"
-            )
-            return [Finding("wrong-step", message, RESUME)]
-    return []
-
-
-def _model(ranks: Sequence[Row]) -> list[Finding]:
-    if bad := _wrong(ranks, "parameters"):
-        message = f"after load the parameters of rank {_list(bad)} are not those that were saved"
-        return [Finding("forgot-model", message, RESUME)]
-    if bad := _wrong(ranks, "buffers"):
-        message = (
-            f"on rank {_list(bad)} the parameters are back, the model's buffers are not: save "
-            "model.state_dict(), which has both"
-        )
-        return [Finding("forgot-buffers", message, RESUME)]
-    return []
-
-
-def _optimizer(ranks: Sequence[Row]) -> list[Finding]:
-    bad = _wrong(ranks, "optimizer")
-    if not bad:
-        return []
-    if ranks[bad[0]]["loaded"]["optimizer"]:
-        message = f"the optimizer's state on rank {_list(bad)} is not the one that was saved"
-    else:
-        message = (
-            f"after load the optimizer of rank {_list(bad)} has no state: its moments and its step "
-            "count begin anew. Save optimizer.state_dict()"
-        )
-    return [Finding("forgot-optimizer", message, RESUME)]
-
-
-def _loader(ranks: Sequence[Row]) -> list[Finding]:
-    bad = _wrong(ranks, "loader")
-    if not bad:
-        return []
-    row = ranks[bad[0]]
-    message = (
-        f"the loader of rank {_list(bad)} goes on at {_place(row['loaded'])}, the run that was not "
-        f"stopped at {_place(row['wanted'])}: samples are seen twice, or never. Save "
-        "loader.state_dict()"
-    )
-    return [Finding("forgot-data", message, RESUME)]
-
-
-def _random(ranks: Sequence[Row]) -> list[Finding]:
-    bad = _wrong(ranks, "rng")
-    if not bad:
-        return []
-    if owners := ranks[bad[0]]["rng_of"]:
-        message = (
-            f"rank {bad[0]} goes on with the random state of rank {owners[0]}: both now draw the "
-            "same dropout masks. Save the state of every rank"
-        )
-        return [Finding("rng-of-another-rank", message, RESUME)]
-    message = (
-        f"the random state of rank {_list(bad)} is not put back: other dropout masks from here on. "
-        "torch.get_rng_state(), of every rank"
-    )
-    return [Finding("forgot-rng", message, RESUME)]
-
-
-# ------------------------------------------------------------------ what saving did
-
-
-def _early(ranks: Sequence[Row]) -> list[Finding]:
+def _saving(ranks: Rows) -> Iterator[Finding]:
+    """What the saves did."""
     for saves in zip(*(row["saves"] for row in ranks), strict=True):
-        rank, ms = max(enumerate(s["early_ms"] for s in saves), key=lambda item: item[1])
+        ms, rank = max((save["early_ms"], r) for r, save in enumerate(saves))
         if ms > 0:
-            message = (
-                f"rank {rank} returned from save {ms:.0f} ms before the checkpoint of step "
-                f"{saves[0]['step']} was complete: if it loads now, it finds the one before, or "
-                "none. A barrier at the end"
-            )
-            return [Finding("returned-early", message, RESUME)]
-    return []
-
-
-def _disturbs(ranks: Sequence[Row]) -> list[Finding]:
+            yield say("returned-early", rank=rank, ms=ms, step=saves[0]["step"])
+            break
     names = sorted({name for row in ranks for save in row["saves"] for name in save["disturbs"]})
-    if not names:
-        return []
-    message = f"saving has changed what it saves: {', '.join(names)}"
-    return [Finding("save-disturbs", message, RESUME)]
-
-
-def _written(ranks: Sequence[Row]) -> list[Finding]:
+    if names:
+        yield say("save-disturbs", names=", ".join(names))
     written = [row["saves"][-1]["written"] for row in ranks]
-    whole = ranks[0]["bytes"]
-    if min(written) < 0 or sum(written) <= TWICE * whole:
-        return []
-    each = ", ".join(f"{size / 1000:.0f} kB (rank {rank})" for rank, size in enumerate(written))
-    message = (
-        f"the ranks wrote {each}, and the model with its optimizer is {whole / 1000:.0f} kB: it is "
-        "the same on all ranks, and is to be written once"
-    )
-    return [Finding("written-by-all", message, RESUME)]
+    if min(written) >= 0 and sum(written) > TWICE * ranks[0]["bytes"]:
+        each = ", ".join(f"{size / 1000:.0f} kB (rank {rank})" for rank, size in enumerate(written))
+        yield say("written-by-all", each=each, whole=ranks[0]["bytes"] / 1000)
 
 
-# ------------------------------------------------------------------ other ranks, no room
-
-
-def _other_world(name: str, ranks: Sequence[Row], wanted: Row) -> list[Finding]:
+def _other_world(ranks: Rows, wanted: Row) -> Iterator[Finding]:
     """A rank that has a saved random state takes it; the others keep theirs."""
-    where = f"saved by {SAVED_BY} ranks and loaded by {len(ranks)}"
     for rank, row in enumerate(ranks):
+        facts = {"saved_by": SAVED_BY, "n": len(ranks), "rank": rank}
         if row["error"]:
-            message = (
-                f"{where}: load fails on rank {rank} with {row['error']}. The model is the same on "
-                "all ranks, so their number may change"
-            )
-            return [Finding("world-fixed", message, name)]
+            yield say("world-fixed", error=row["error"], **facts)
+            continue
         for what in ("parameters", "buffers", "optimizer", "loader"):
             if row["loaded"][what] != wanted[what]:
-                message = f"{where}: on rank {rank} the {what} is not what was saved"
-                return [Finding("world-fixed", message, name)]
-    return []
+                yield say("world-fixed/other", what=what, **facts)
 
 
-def _full(row: Row, forgot_model: bool) -> list[Finding]:
-    how = "the disk was full in the middle of the second save"
+def _full(row: Row, forgot_model: bool) -> Iterator[Finding]:
     if row["load_error"]:
-        message = (
-            f"{how}, and now load fails with {row['load_error']}: the good checkpoint is gone. "
-            "Write to a temporary file, and rename it when it is complete"
-        )
-        return [Finding("not-atomic", message, FULL)]
-    if row["is_second"] or forgot_model:
-        return []  # written in pieces that did fit; or what was loaded cannot be told
-    if not row["is_first"]:
-        message = (
-            f"{how}, and load returned something that is neither the first checkpoint nor the "
-            f"second (it says step {row['returned']})"
-        )
-        return [Finding("not-atomic", message, FULL)]
-    if row["raised"] is None:
-        message = (
-            f"{how}, and save returned as if all were well: let the exception out, or nobody hears "
-            "of it"
-        )
-        return [Finding("error-hidden", message, FULL)]
-    return []
-
-
-def _place(state: Row) -> str:
-    return f"sample {state['loader']['position']} of epoch {state['loader']['epoch']}"
-
-
-def _list(ranks: Sequence[int]) -> str:
-    return " and ".join(map(str, ranks))
+        yield say("not-atomic", error=row["load_error"])
+    elif row["is_second"] or forgot_model:
+        return  # written in pieces that did fit; or what was loaded cannot be told
+    elif not row["is_first"]:
+        yield say("not-atomic/neither", returned=row["returned"])
+    elif row["raised"] is None:
+        yield say("error-hidden")

@@ -1,16 +1,36 @@
-"""Choosing a strategy: is it within the budget, and is anything paid for that need not be?"""
+"""Choosing a strategy: is it within the budget, and is anything paid for that need not be?
+
+A choice is measured on real ranks: what it holds, what it sends and when, what it computes twice,
+how long it takes beside ours. All but the time is the same on every run and every machine. Both
+take their steps in turn, so that a machine that slows down slows both.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from unittest import mock
 
-from shardlab.learn.exercise import Case, Finding
+import torch
+import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from shardlab.learn.spy import Spy
+from shardlab import comm, train
+from shardlab.config import Config, from_dict
+from shardlab.errors import UsageError, unknown
+from shardlab.learn.exercise import Case, Evidence, Finding, Rejected, say
+from shardlab.learn.mistakes import Row, Rows
+from shardlab.learn.spy import Spy
+from shardlab.measure import memory, watch
+from shardlab.strategies import ALIASES, STRATEGIES
+from shardlab.workloads import gpt2
+from shardlab.workloads.base import Workload
+from shardlab.world import World, _mesh
 
+KEYS = ("strategy", "options", "accumulate", "activation_checkpointing")
+WARM_UP, TIMED = 1, 2  # steps
 RUN = {
     "model": {"workload": "gpt2", "size": "mini", "options": {"layers": 10, "dim": 160}},
     "data": {"source": "synthetic", "seq_len": 32, "prefetch": 0},
@@ -37,98 +57,221 @@ SHARDED_BY = {
     "parameters": "The parameters are whole on every rank: zero3 shards them",
     "activations": "Activations are kept: checkpointing keeps the blocks' inputs alone",
 }
+# What each part of the peak is, in Ψ, on a rank that does not shard it.
+WHOLE = {"optimizer": 2.0, "gradients": 1.0, "parameters": 1.0}
 
 
-def run(case: Case, _rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
-    from shardlab.learn.exercises.choose_strategy import measuring
+def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
+    config = config_of(choice_of(submission, case.name), case)
+    ours = config_of(case.options["ours"], case)
+    group = dist.group.WORLD
+    assert group is not None
+    cpu = torch.device("cpu")
+    world = World(rank, case.world, rank, cpu, "gloo", _mesh(group, cpu))
+    with spy.paused():  # the strategies' calls, not the learner's
+        try:
+            found = {"label": config.strategy.label, **weighed(config, world)}
+        except UsageError as refusal:
+            raise Rejected(Finding("refused", str(refusal))) from None
+        if found["peak"]["total"] > case.options["memory_mib"] * MIB:
+            return found
+        choice = Built(config, world)
+        found["choice"] = choice.watched()
+        if config == ours:
+            return {**found, "ours": found["choice"], "times": None}
+        reference = Built(ours, world)
+        found["ours"] = reference.watched()
+        return {**found, "times": in_turn(choice, reference)}
 
-    return measuring.run(case, submission, spy)
+
+def choice_of(submission: ModuleType, budget: str) -> Mapping[str, Any]:
+    choices = getattr(submission, "CHOICES", None)
+    if not isinstance(choices, Mapping) or not isinstance(choices.get(budget), Mapping):
+        raise Rejected(say("missing/choice", budget=budget))
+    choice: Mapping[str, Any] = choices[budget]
+    if choice.get("strategy") is None:
+        raise Rejected(say("not-done/choice", budget=budget))
+    return choice
 
 
-def judge(evidence: Mapping[str, list[dict[str, Any]]]) -> list[Finding]:
-    findings = []
-    for case in CASES:
-        if case.name in evidence:
-            found = _over_memory(case, evidence[case.name][0]) or _wasteful(
-                case, evidence[case.name]
-            )
-            findings += [Finding(cause, text, case.name) for cause, text in found]
-    return findings
-
-
-def _over_memory(case: Case, row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    peak, budget = row["peak"], case.options["memory_mib"] * MIB
-    if peak["total"] <= budget:
-        return []
-    shown = ((b, name) for name, b in peak.items() if name in NAMES and b > 0.05 * MIB)
-    parts = sorted(shown, reverse=True)
-    listed = ", ".join(f"{NAMES[name]} {b / MIB:.1f}" for b, name in parts)
-    advice = next((f". {SHARDED_BY[n]}" for _, n in parts if _is_whole(n, row)), "")
-    return [
-        (
-            "over-memory",
-            f"{row['label']} holds {peak['total'] / MIB:.1f} MiB at the peak of a step, "
-            f"{(peak['total'] - budget) / MIB:.1f} more than the budget of {budget / MIB:.0f}: "
-            f"{listed}{advice}",
+def config_of(choice: Mapping[str, Any], case: Case) -> Config:
+    """The run that the choice stands for; refused as ``shardlab train`` would refuse it."""
+    name = choice["strategy"]
+    try:
+        for key in choice:
+            if key not in KEYS:
+                raise unknown("key of a choice", key, KEYS)
+        if name not in STRATEGIES and name not in ALIASES:
+            raise unknown("strategy", name, [*STRATEGIES, *ALIASES])
+        config = from_dict(case.options["run"]).with_overrides(
+            {
+                "launch.world": case.world,
+                "strategy.name": name,
+                "strategy.options": choice.get("options", {}),
+                "training.accumulate": choice.get("accumulate", 1),
+                "training.activation_checkpointing": choice.get("activation_checkpointing", False),
+            }
         )
+        train.resolve_strategy(config)
+    except UsageError as refusal:
+        raise Rejected(say("refused", budget=case.name, refusal=refusal)) from None
+    return config
+
+
+def weighed(config: Config, world: World) -> dict[str, Any]:
+    """What a rank holds at the peak, by what it is for; Ψ; how often a block computes in a step."""
+    workload = train.build_workload(config)
+    causes = memory.Causes()
+    with count_blocks() as blocks:
+        _, allocations = memory.trace(
+            world.device,
+            lambda: memory.run_steps(workload, config, world, causes, train.Batches),
+        )
+    peak = memory.by_cause(world.gather(causes.of(memory.at_peak(allocations))))
+    psi = sum(p.numel() * p.element_size() for p in workload.make_model().parameters())
+    passes = _passes(blocks[0], config.training.steps, workload, config)
+    return {"peak": peak, "psi": psi, "passes": passes}
+
+
+def _passes(forwards: int, steps: int, workload: Workload, config: Config) -> float:
+    """How often a block computes its forward for a micro-batch."""
+    return forwards / (steps * len(workload.blocks or ()) * config.training.accumulate)
+
+
+class Built:
+    """A strategy that takes its steps when asked to: watched, or timed."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.world = world
+        workload = train.build_workload(config)
+        with count_blocks() as blocks:  # from the beginning: a strategy may keep the function
+            self.strategy = train.build_strategy(config, workload, world)
+            self.microbatches = next(train.Batches(workload, config, world))
+            for _ in range(WARM_UP):
+                self.step()
+        self.passes = _passes(blocks[0], WARM_UP, workload, config)
+
+    def step(self) -> None:
+        self.strategy.gradients(self.microbatches)
+        self.strategy.step()
+        self.strategy.settle()
+
+    def watched(self) -> dict[str, float]:
+        """What a step sends, and which part of the gradients before backward has ended."""
+
+        def settle() -> None:
+            # A collective that ends after the profiler has crashes the process (torch 2.13).
+            self.strategy.full_params()
+            time.sleep(0.02)
+
+        found = watch.sent_by(self.step, settle)
+        ended = found.backward_ns[1] if found.backward_ns else 0
+        sent = early = gradients = 0.0
+        for message in found.messages:
+            op = "reduce_scatter" if message.op == "all_to_all" else message.op
+            size = comm.wire_bytes(op, message.bytes, message.ranks or self.world.size)
+            sent += size
+            if op in ("all_reduce", "reduce_scatter"):
+                gradients += size
+                early += size if message.launched_ns < ended else 0.0
+        return {
+            "sent": sent,
+            "messages": len(found.messages),
+            "early": early / gradients if gradients else 0.0,
+            "passes": self.passes,
+        }
+
+
+@contextmanager
+def count_blocks() -> Iterator[list[int]]:
+    """How often a block of the model computes its forward: again in backward, if checkpointed."""
+    count = [0]
+    forward = gpt2.Block.forward
+
+    def counted(self: gpt2.Block, x: torch.Tensor) -> torch.Tensor:
+        count[0] += 1
+        return forward(self, x)
+
+    with mock.patch.object(gpt2.Block, "forward", counted):
+        yield count
+
+
+def in_turn(choice: Built, ours: Built) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each one's steps, by the clock on the wall and in the processor, one of each after
+    the other. The first is warm-up. A busy machine lengthens the first, hardly the second."""
+    clocks = {"wall": time.perf_counter, "processor": time.process_time}
+    times: dict[str, dict[str, list[float]]] = {
+        "choice": {clock: [] for clock in clocks},
+        "ours": {clock: [] for clock in clocks},
+    }
+    for i in range(1 + TIMED):
+        for name, built in (("choice", choice), ("ours", ours)):
+            dist.barrier()
+            begin = {clock: now() for clock, now in clocks.items()}
+            built.step()
+            for clock, now in clocks.items():
+                if i:
+                    times[name][clock].append(now() - begin[clock])
+    return times
+
+
+# ------------------------------------------------------------------ what is wrong
+
+
+def judge(evidence: Evidence) -> list[Finding]:
+    return [
+        Finding(found.cause, found.message, case.name)
+        for case in CASES
+        if case.name in evidence
+        for found in _looks(evidence[case.name], case)
     ]
 
 
-def _is_whole(name: str, row: Mapping[str, Any]) -> bool:
-    """Whether this part of the peak could still be made smaller."""
+def _looks(ranks: Rows, case: Case) -> Iterator[Finding]:
+    row, budget = ranks[0], case.options["memory_mib"]
+    total = row["peak"]["total"] / MIB
+    if total > budget:
+        yield _over_memory(row, total, budget)
+        return
+    # It fits. Then it must not cost more time than what fits at the least cost.
+    choice, ours = row["choice"], row["ours"]
+    facts = {"fits": f"{row['label']} fits ({total:.1f} MiB of {budget})"}
+    wasteful = False
+    if choice["sent"] > MORE_BYTES * ours["sent"]:
+        wasteful = True
+        ratio = choice["sent"] / ours["sent"]
+        sent, least = choice["sent"] / MIB, ours["sent"] / MIB
+        yield say("sends-more", sent=sent, ratio=ratio, least=least, **facts)
+    if choice["passes"] > ours["passes"] + 0.01:
+        wasteful = True
+        yield say("computes-twice", passes=choice["passes"], **facts)
+    if choice["early"] < OVERLAPPED <= ours["early"]:
+        wasteful = True
+        yield say("not-overlapped", percent=100 * choice["early"], **facts)
+    if not wasteful and (slower := _slower(ranks)) > SLOWER:
+        strategy = case.options["ours"]["strategy"]
+        messages = choice["messages"], ours["messages"]
+        yield say("slower", slower=slower, strategy=strategy, messages=messages, **facts)
+
+
+def _over_memory(row: Row, total: float, budget: float) -> Finding:
+    """Of the largest part that could still be made smaller, how."""
+    shown = ((b, name) for name, b in row["peak"].items() if name in NAMES and b > 0.05 * MIB)
+    parts = sorted(shown, reverse=True)
+    advice = next((f". {SHARDED_BY[name]}" for _, name in parts if _is_whole(name, row)), "")
+    return say(
+        "over-memory", label=row["label"], total=total, more=total - budget, budget=budget,
+        parts=", ".join(f"{NAMES[name]} {b / MIB:.1f}" for b, name in parts), advice=advice,
+    )  # fmt: skip
+
+
+def _is_whole(name: str, row: Row) -> bool:
     if name == "activations":
         return bool(row["passes"] < 1.5)
-    wholes = {"optimizer": 2.0, "gradients": 1.0, "parameters": 1.0}
-    return name in wholes and bool(row["peak"][name] > 0.9 * wholes[name] * row["psi"])
+    return name in WHOLE and bool(row["peak"][name] > 0.9 * WHOLE[name] * row["psi"])
 
 
-def _wasteful(case: Case, ranks: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """It fits. Then it must not cost more time than what fits at the least cost."""
-    row = ranks[0]
-    label, choice, ours = row["label"], row["choice"], row["ours"]
-    fits = f"{label} fits ({row['peak']['total'] / MIB:.1f} MiB of {case.options['memory_mib']})"
-    found = []
-    if choice["sent"] > MORE_BYTES * ours["sent"]:
-        found.append(
-            (
-                "sends-more",
-                f"{fits}, but each rank sends {choice['sent'] / MIB:.1f} MiB in a step, "
-                f"{choice['sent'] / ours['sent']:.1f} times what is needed within this budget "
-                f"({ours['sent'] / MIB:.1f} MiB): sharding more than you must, or sending for "
-                "every micro-batch, costs communication",
-            )
-        )
-    if choice["passes"] > ours["passes"] + 0.01:
-        found.append(
-            (
-                "computes-twice",
-                f"{fits}, but every block computes its forward {choice['passes']:.0f} times in a "
-                "step: activation checkpointing costs a third more computing, and this budget can "
-                "be met without it",
-            )
-        )
-    if choice["early"] < OVERLAPPED <= ours["early"]:
-        found.append(
-            (
-                "not-overlapped",
-                f"{fits} and sends no more than needed, but {100 * choice['early']:.0f}% of the "
-                "gradients leave before backward has ended: nothing hides the communication. On a "
-                "slow link the step waits for all of it",
-            )
-        )
-    if not found and (slower := _slower(ranks)) > SLOWER:
-        found.append(
-            (
-                "slower",
-                f"{fits}, but a step takes {slower:.1f} times as long as with "
-                f"{case.options['ours']['strategy']}, measured in turn on the same ranks, in "
-                f"{choice['messages']} messages (ours: {ours['messages']})",
-            )
-        )
-    return found
-
-
-def _slower(ranks: list[dict[str, Any]]) -> float:
+def _slower(ranks: Rows) -> float:
     """How many times as long a step takes: by the wall's clock and by the processor's, the less.
 
     The fastest step of each, as slow as its slowest rank: noise only ever adds. A busy machine can

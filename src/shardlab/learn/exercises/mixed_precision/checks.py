@@ -1,20 +1,31 @@
-"""Loss scaling: which step was the first to go wrong, and by which mistake."""
+"""Loss scaling: which step was the first to go wrong, and by which mistake.
+
+The toy's loss is linear in its output, with a weight for each: the weight alone decides whether a
+gradient vanishes in fp16, is ordinary or overflows.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shardlab.learn.exercise import Case, Finding
+import torch
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from shardlab.learn.spy import Spy
+from shardlab.learn.exercise import Case, Finding, judging, say
+from shardlab.learn.mistakes import Row, Rows
+from shardlab.learn.spy import Spy
 
+SAMPLES, INPUTS, HIDDEN, OUTPUTS = 4, 6, 8, 4
+MOMENTUM = 0.9
+FP16_MAX = 65504.0
 TOLERANCE = 1e-5  # of a step's update: in fp32, and the scale is a power of two
-OVERFLOW = 0.0  # in place of a gradient's size: see toy.batch
+OVERFLOW = 0.0  # in place of a gradient's size: see ``batch``
 
+# steps: the size of each rank's gradients in each step.
 CASES = (
     Case("large gradients", 2, {"scale": 1024.0, "growth_interval": 100, "clip_norm": 0.1,
                                 "lr": 1.0, "steps": [[8.0, 0.5], [1.0, 6.0]]}),
@@ -31,214 +42,274 @@ CASES = (
                                                         [0.1, 0.2]]}),
 )  # fmt: skip
 
-SAYS = {
-    "not-averaged": "the gradients are {n}.0x the mean on {n} ranks: all_reduce sums; divide by "
-    "the world size",
-    "not-communicated": "each rank has updated with its own gradient: the gradients must be "
-    "averaged over the ranks first",
-    "not-unscaled": "the gradients reach the optimizer {scale:g} times too large (or are clipped "
-    "as if they were): divide them by the scale after backward",
-    "clipped-before-unscaling": "the update is {scale:g} times too small: you clip the scaled "
-    "gradient, whose norm is {scale:g} times too large, and divide by the scale afterwards. "
-    "Unscale first, then clip",
-    "clipped-locally": "each rank clips its own gradient before the average: the norm that counts "
-    "is that of the averaged gradient, and it is smaller",
-    "not-clipped": "the gradient is larger than clip_norm and is not clipped",
-    "unscaled-twice": "the gradients are divided by the scale twice",
-    "not-scaled": "the gradients are those of the unscaled loss: in fp16 the small ones are 0 "
-    "now. Multiply the loss by self.scale before backward",
-    "not-scaled-but-unscaled": "the gradients are divided by the scale, but the loss was not "
-    "multiplied by it before backward",
-    "gradients-kept": "the gradient of the step before is still in .grad, and backward adds to it: "
-    "optimizer.zero_grad() before backward",
-}
+
+class Toy(nn.Module):
+    """A frozen parameter in the middle, and one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(INPUTS, HIDDEN)
+        self.gain = nn.Parameter(torch.full((HIDDEN,), 0.5), requires_grad=False)
+        self.out = nn.Linear(HIDDEN, OUTPUTS)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:  # (samples, inputs)
+        result: Tensor = self.out(torch.relu(self.inner(x)) * self.gain)
+        return result
+
+
+def batch(size: float, scale: float, rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Samples, and the weights of the outputs: their mean absolute value is ``size``.
+
+    ``OVERFLOW``: at this scale the bias' gradient is 1.5 times the largest fp16 number, at half of
+    it it fits. No single sample's gradient is too large: it is their sum.
+    """
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = 0.2 * torch.rand(SAMPLES, INPUTS, generator=generator)
+    if size == OVERFLOW:
+        return x, torch.full((SAMPLES, OUTPUTS), 1.5 * FP16_MAX * OUTPUTS / scale)
+    return x, size * (0.5 + torch.rand(SAMPLES, OUTPUTS, generator=generator))
+
+
+def loss_of(model: nn.Module, x: Tensor, weights: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.float16):
+        y = model(x)  # (samples, outputs), float16
+    loss: Tensor = (y.float() * weights).mean()
+    return loss
+
+
+def used(model: nn.Module) -> list[Tensor]:
+    return [p for name, p in model.named_parameters() if name.startswith(("inner", "out"))]
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.detach().float().reshape(-1) for t in tensors])
+
+
+def others(model: nn.Module) -> list[float]:
+    """Of the parameters that no gradient reaches."""
+    names = ("gain", "unused")
+    return flat([p for n, p in model.named_parameters() if n.startswith(names)]).tolist()
+
+
+# ------------------------------------------------------------------ one process
+
+
+def clipped(g: Tensor, norm: float) -> Tensor:
+    return g * min(1.0, norm / (float(g.double().norm()) + 1e-6))
+
+
+class OneProcess:
+    """With every rank's samples: SGD with momentum on flat vectors."""
+
+    def __init__(self, case: Case, model: nn.Module) -> None:
+        self.options = case.options
+        self.model = copy.deepcopy(model)
+        self.scale = float(case.options["scale"])
+        self.good = 0
+        self.momentum = torch.zeros(())
+        self.last: Tensor | None = None  # the gradient of the step before, if it updated
+
+    def step(self, data: Sequence[tuple[Tensor, Tensor]], own: int) -> dict[str, Any]:
+        """What is right after the step, and what each known mistake would lead rank ``own`` to."""
+        scale, clip = self.scale, self.options["clip_norm"]
+        scaled = torch.stack([self._gradient(d, scale) for d in data])  # (ranks, elements)
+        overflows = [r for r, g in enumerate(scaled) if not bool(g.isfinite().all())]
+        wrong = self._mistakes(scaled, data, own)
+        row = {
+            "before": flat(used(self.model)).tolist(),
+            "overflows": overflows,
+            "mistakes": {name: self._after(g).tolist() for name, g in wrong.items()},
+            "moved_by_zeros": self._after(torch.zeros(())).tolist(),
+        }
+        if overflows:
+            self.scale, self.good, self.last = scale / 2, 0, None
+        else:
+            g = clipped(scaled.mean(0) / scale, clip)
+            params = used(self.model)
+            parts = self._after(g).split([p.numel() for p in params])
+            for p, part in zip(params, parts, strict=True):
+                p.data.copy_(part.view_as(p))
+            self.momentum, self.last, self.good = MOMENTUM * self.momentum + g, g, self.good + 1
+            if self.good == self.options["growth_interval"]:
+                self.scale, self.good = scale * 2, 0
+        return row | {"params": flat(used(self.model)).tolist(), "scale": self.scale}
+
+    def _gradient(self, data: tuple[Tensor, Tensor], scale: float) -> Tensor:
+        """Of one rank's loss times ``scale``, in fp16 where autocast has it so."""
+        return flat(torch.autograd.grad(loss_of(self.model, *data) * scale, used(self.model)))
+
+    def _after(self, g: Tensor) -> Tensor:
+        """The parameters if ``g`` is what the optimizer is given."""
+        rate: float = self.options["lr"]
+        return flat(used(self.model)) - rate * (MOMENTUM * self.momentum + g)
+
+    def _mistakes(
+        self, scaled: Tensor, data: Sequence[tuple[Tensor, Tensor]], own: int
+    ) -> dict[str, Tensor]:
+        """The gradient that would reach the optimizer by each known mistake."""
+        scale, clip, mean = self.scale, self.options["clip_norm"], scaled.mean(0)
+        unscaled = torch.stack([self._gradient(d, 1.0) for d in data]).mean(0)
+        found = {
+            "not-averaged/scaled": clipped(scaled.sum(0) / scale, clip),
+            "not-communicated/scaled": clipped(scaled[own] / scale, clip),
+            "not-unscaled": clipped(mean, clip),
+            "clipped-before-unscaling": clipped(mean, clip) / scale,
+            "clipped-locally": torch.stack([clipped(g / scale, clip) for g in scaled]).mean(0),
+            "not-clipped/scaled": mean / scale,
+            "unscaled-twice": clipped(mean / scale**2, clip),
+            "not-scaled": clipped(unscaled, clip),
+            "not-scaled-but-unscaled": clipped(unscaled / scale, clip),
+        }
+        if self.last is not None:
+            found["gradients-kept/scaled"] = clipped((mean + self.last) / scale, clip)
+        return found
+
+
+# ------------------------------------------------------------------ on a rank
 
 
 def run(case: Case, rank: int, submission: ModuleType, _spy: Spy) -> dict[str, Any]:
-    from shardlab.learn.exercises.mixed_precision import toy
+    options = dict(case.options)
+    lr, steps = options.pop("lr"), options.pop("steps")
+    torch.manual_seed(7)  # the same on every rank: this exercise is not about the broadcast
+    model = Toy()
+    one = OneProcess(case, model)
+    optimizer = torch.optim.SGD(used(model), lr=lr, momentum=MOMENTUM)
+    update = submission.ScaledUpdate(model, optimizer, **options)
+    rows, untouched = [], others(model)
+    for i, sizes in enumerate(steps):
+        data = [batch(size, one.scale, r, i) for r, size in enumerate(sizes)]
+        before, expected = one.scale, one.step(data, rank)
+        start = flat(used(model)).tolist()
+        returned = update.step(loss_of(model, *data[rank]))
+        row = {
+            "scale_before": before,
+            "expected": expected,
+            "start": start,
+            "returned": returned if isinstance(returned, bool) else repr(returned),
+            "scale": _number(update),
+            "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}),
+            "params": flat(used(model)).tolist(),
+            "others_moved": others(model) != untouched,
+        }
+        rows.append(row)
+    return {"steps": rows}
 
-    return toy.run(case, rank, submission)
+
+def _number(update: Any) -> float | str:
+    try:
+        return float(update.scale)
+    except (AttributeError, TypeError, ValueError):
+        return repr(getattr(update, "scale", "missing"))
 
 
-def judge(evidence: Mapping[str, list[dict[str, Any]]]) -> list[Finding]:
-    """Each case up to its first wrong step: what comes after follows from it."""
-    findings: list[Finding] = []
-    for case in CASES:
-        if case.name not in evidence:
-            continue
-        ranks = [e["steps"] for e in evidence[case.name]]
-        scale = case.options["scale"]
-        for i, rows in enumerate(zip(*ranks, strict=True)):
-            found = _judge_step(rows, scale, [r[i - 1]["expected"] for r in ranks] if i else None)
-            if found is not None:
-                cause, text = found
-                findings.append(Finding(cause, f"step {i + 1}: {text}", case.name))
-                break
-            scale = rows[0]["expected"]["scale"]
-    return list({f.cause: f for f in reversed(findings)}.values())[::-1]
+# ------------------------------------------------------------------ what went wrong
 
 
-def _judge_step(
-    rows: Sequence[Mapping[str, Any]], scale: float, previous: Sequence[Mapping[str, Any]] | None
-) -> tuple[str, str] | None:
-    """(cause, message) of the first thing that is wrong. ``scale``: before the step."""
-    expected = rows[0]["expected"]
+def look(_case: str, ranks: Rows) -> Finding | None:
+    """Up to the first wrong step: what comes after follows from it."""
+    after_skip = False
+    for i, rows in enumerate(zip(*(rank["steps"] for rank in ranks), strict=True), start=1):
+        over = rows[0]["expected"]["overflows"]
+        found = _others(rows) or (_skip(rows, over[0]) if over else _update(rows, after_skip))
+        if found is not None:
+            return Finding(found.cause, f"step {i}: {found.message}")
+        after_skip = bool(over)
+    return None
+
+
+def judge(evidence: Any) -> list[Finding]:
+    """A mistake shows in many cases: it is said once, of the first of them."""
+    first: dict[str, Finding] = {}
+    for finding in judging(look)(evidence):
+        first.setdefault(finding.cause, finding)
+    return list(first.values())
+
+
+def _others(rows: Rows) -> Finding | None:
     for rank, row in enumerate(rows):
         if row["dtypes"] != ["float32"]:
-            return "weights-not-fp32", (
-                f"the model's parameters are {', '.join(row['dtypes'])}: autocast computes in fp16 "
-                "by itself, and the weights must stay float32, or small updates are lost"
-            )
+            return say("weights-not-fp32", dtypes=", ".join(row["dtypes"]))
         if row["others_moved"]:
-            return "changed-others", (
-                f"on rank {rank} a frozen or unused parameter has changed: it has no gradient"
-            )
-    over = expected["overflows"]
-    if over:
-        return _judge_skip(rows, scale, over)
-    return _judge_update(rows, scale, bool(previous and previous[0]["overflows"]))
+            return say("changed-others", rank=rank)
+    return None
 
 
-def _judge_skip(
-    rows: Sequence[Mapping[str, Any]], scale: float, over: Sequence[int]
-) -> tuple[str, str] | None:
-    where = f"the gradients overflow on rank {over[0]}"
-    broken = [r for r, row in enumerate(rows) if not _finite(row["params"])]
-    if broken:
-        return "not-skipped", (
-            f"{where}, and the parameters of rank {_ranks(broken)} are now inf or nan: the step "
-            "must be skipped on every rank. Look at the gradients after the all-reduce: then all "
-            "ranks see the same"
-        )
+def _skip(rows: Rows, over: int) -> Finding | None:
+    """The gradients of rank ``over`` overflow: everybody must skip the step."""
+    scale = rows[0]["scale_before"]
+    if broken := [r for r, row in enumerate(rows) if not _finite(row["params"])]:
+        return say("not-skipped/broken", over=over, ranks=_ranks(broken))
     moved = [r for r, row in enumerate(rows) if row["params"] != row["start"]]
-    if moved and all(
-        _near(
-            rows[r]["params"], rows[r]["expected"]["moved_by_zeros"], rows[r]["expected"]["before"]
-        )
-        for r in moved
-    ):
-        return "moved-on-skip", (
-            f"{where}; you skip, but the parameters have moved: optimizer.step() with zero "
-            "gradients still applies momentum. Do not call it"
-        )
+    if moved and all(_near(rows[r], rows[r]["expected"]["moved_by_zeros"]) for r in moved):
+        return say("moved-on-skip", over=over)
     if moved and len(moved) < len(rows):
-        stayed = [r for r in range(len(rows)) if r not in moved]
-        return "ranks-disagree", (
-            f"{where}: rank {_ranks(stayed)} skipped the step and rank {_ranks(moved)} took it, so "
-            "the ranks no longer hold the same model. Decide from something that all ranks share: "
-            "the averaged gradient, or a flag that was all-reduced"
-        )
+        stayed = _ranks(r for r in range(len(rows)) if r not in moved)
+        return say("ranks-disagree/skip", over=over, stayed=stayed, moved=_ranks(moved))
     if moved:
-        return (
-            "not-skipped",
-            f"{where}, and no rank skipped the step: its gradient is not to be used",
-        )
+        return say("not-skipped", over=over)
     scales = [row["scale"] for row in rows]
     if len(set(scales)) > 1:
-        return "ranks-disagree", f"{where}: the ranks now have different scales, {_list(scales)}"
+        return say("ranks-disagree/scale", over=over, scales=_by_rank(scales))
     for row in rows:
         if row["returned"] is not False:
-            return (
-                "wrong-return",
-                f"{where} and the step is skipped: return False, not {row['returned']}",
-            )
-    if scales[0] != scale / 2:
-        if scales[0] == scale:
-            return "scale-not-reduced", (
-                f"{where} and the step is skipped, but the scale is still {scale:g}: without "
-                f"halving it to {scale / 2:g} the next step overflows again"
-            )
-        return (
-            "scale-wrong",
-            f"{where}: the scale should be halved to {scale / 2:g}, it is {scales[0]}",
-        )
-    return None
+            return say("wrong-return/skipped", over=over, returned=row["returned"])
+    if scales[0] == scale / 2:
+        return None
+    key = "scale-not-reduced" if scales[0] == scale else "scale-wrong/skipped"
+    return say(key, over=over, scale=scale, half=scale / 2, is_now=scales[0])
 
 
-def _judge_update(
-    rows: Sequence[Mapping[str, Any]], scale: float, after_skip: bool
-) -> tuple[str, str] | None:
-    n = len(rows)
+def _update(rows: Rows, after_skip: bool) -> Finding | None:
     if any(not _finite(row["params"]) for row in rows):
-        return "not-finite", "the parameters are inf or nan, though no gradient overflows"
-    wrong = [r for r, row in enumerate(rows) if not _is_right(row)]
+        return say("not-finite/scaled")
+    wrong = [row for row in rows if not _near(row, row["expected"]["params"])]
     if wrong:
-        row = rows[wrong[0]]
-        if row["params"] == row["start"] and row["returned"] is False:
-            if after_skip:
-                return "gradients-kept", (
-                    "no gradient overflows, but the step was skipped: the inf of the step before "
-                    "is still in .grad, and backward adds to it. optimizer.zero_grad() before "
-                    "backward"
-                )
-            return "skipped-needlessly", "no gradient overflows, but the parameters did not change"
-        for cause, text in SAYS.items():
-            if all(_is_mistake(rows[r], cause) for r in wrong):
-                return cause, text.format(n=n, scale=scale)
-        if len({tuple(row["params"]) for row in rows}) > 1:
-            return "ranks-disagree", "the ranks hold different parameters after this step"
-        return "wrong-update", (
-            f"the parameters are off by {_distance(row):.2g} of the update that one process makes "
-            "of both ranks' samples"
-        )
-    scales = [row["scale"] for row in rows]
-    right = rows[0]["expected"]["scale"]
+        return _wrong_update(rows, wrong, after_skip)
     for row in rows:
         if row["returned"] is not True:
-            return "wrong-return", f"the step was taken: return True, not {row['returned']}"
-    if set(scales) != {right}:
-        return _judge_scale(scales, scale, right)
-    return None
-
-
-def _judge_scale(scales: Sequence[Any], before: float, right: float) -> tuple[str, str]:
+            return say("wrong-return", returned=row["returned"])
+    before, scales = rows[0]["scale_before"], [row["scale"] for row in rows]
+    right = rows[0]["expected"]["scale"]
+    if set(scales) == {right}:
+        return None
     if right > before and scales[0] == before:
-        return "scale-not-grown", (
-            f"growth_interval good steps in a row are done, and the scale is still {before:g}: "
-            f"double it to {right:g}"
-        )
+        return say("scale-not-grown", before=before, right=right)
     if right == before and scales[0] == 2 * before:
-        return "skip-not-counted", (
-            f"the scale has grown to {scales[0]:g} too early: a skipped step starts the count of "
-            "good steps anew"
-        )
-    return "scale-wrong", f"the scale should be {right:g} after this step, it is {_list(scales)}"
+        return say("skip-not-counted", scale=scales[0])
+    return say("scale-wrong", right=right, scales=_by_rank(scales))
 
 
-# ------------------------------------------------------------------ numbers
+def _wrong_update(rows: Rows, wrong: Rows, after_skip: bool) -> Finding:
+    row = wrong[0]
+    if row["params"] == row["start"] and row["returned"] is False:
+        return say("gradients-kept/skipped" if after_skip else "skipped-needlessly")
+    for cause in row["expected"]["mistakes"]:
+        if all(_near(each, each["expected"]["mistakes"][cause]) for each in wrong):
+            return say(cause, n=len(rows), scale=row["scale_before"])
+    if len({tuple(each["params"]) for each in rows}) > 1:
+        return say("ranks-disagree")
+    right, before = row["expected"]["params"], row["expected"]["before"]
+    off = math.dist(row["params"], right) / math.dist(right, before)
+    return say("wrong-update/scaled", off=off)
 
 
 def _finite(values: Sequence[float]) -> bool:
     return all(math.isfinite(v) for v in values)
 
 
-def _near(values: Sequence[float], wanted: Sequence[float], before: Sequence[float]) -> bool:
+def _near(row: Row, wanted: Sequence[float]) -> bool:
     """Within the tolerance of the step's length, and of what float32 can tell."""
-    length = math.dist(wanted, before)
+    length = math.dist(wanted, row["expected"]["before"])
     rounding = 1e-7 * math.hypot(*wanted)
-    return _finite(wanted) and math.dist(values, wanted) <= TOLERANCE * length + rounding
+    return _finite(wanted) and math.dist(row["params"], wanted) <= TOLERANCE * length + rounding
 
 
-def _is_right(row: Mapping[str, Any]) -> bool:
-    return _near(row["params"], row["expected"]["params"], row["expected"]["before"])
-
-
-def _is_mistake(row: Mapping[str, Any], cause: str) -> bool:
-    wanted = row["expected"]["mistakes"].get(cause)
-    return wanted is not None and _near(row["params"], wanted, row["expected"]["before"])
-
-
-def _distance(row: Mapping[str, Any]) -> float:
-    expected = row["expected"]
-    return math.dist(row["params"], expected["params"]) / math.dist(
-        expected["params"], expected["before"]
-    )
-
-
-def _ranks(numbers: Sequence[int]) -> str:
+def _ranks(numbers: Any) -> str:
     return " and ".join(map(str, numbers))
 
 
-def _list(values: Sequence[Any]) -> str:
-    return ", ".join(f"{v:g} on rank {r}" if isinstance(v, float) else f"{v} on rank {r}"
-                     for r, v in enumerate(values))  # fmt: skip
+def _by_rank(values: Sequence[Any]) -> str:
+    shown = (f"{v:g}" if isinstance(v, float) else v for v in values)
+    return ", ".join(f"{value} on rank {r}" for r, value in enumerate(shown))

@@ -10,25 +10,24 @@ import torch
 from torch import Tensor
 
 from shardlab.learn import mistakes
-from shardlab.learn.exercise import Case, Evidence, Finding
+from shardlab.learn.exercise import Case, Finding, judging, say
+from shardlab.learn.mistakes import Row, Rows
 from shardlab.learn.spy import Spy
 
+ODD = {"shapes": [[7], [2, 4]], "dtypes": ["float64", "int64"]}
 CASES = (
     Case("three ranks", 3, {"shapes": [[12], [3, 4]], "dtypes": ["float64", "float32"]}),
-    Case(
-        "sizes that 3 does not divide", 3, {"shapes": [[7], [2, 4]], "dtypes": ["float64", "int64"]}
-    ),
+    Case("sizes that 3 does not divide", 3, ODD),
     Case("fewer elements than ranks", 3, {"shapes": [[2], [1]], "dtypes": ["float64"]}),
     Case("two ranks", 2, {"shapes": [[5]], "dtypes": ["float64"]}),
 )
-BASE = (
-    1000  # rank r holds BASE**r everywhere, so that the sum's digits say how often each was counted
-)
+BASE = 1000  # rank r holds BASE**r everywhere: the sum's digits say how often each was counted
 ALLOWED = ("send", "recv", "isend", "irecv")
 
 
 def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
-    trials = []
+    """Evidence of each tensor is a step's."""
+    rows = []
     for dtype in case.options["dtypes"]:
         for shape in case.options["shapes"]:
             first = len(spy.calls)
@@ -38,7 +37,7 @@ def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, An
             everybody = [values(shape, dtype, r) for r in range(case.world)]
             got = everybody[rank].clone()
             submission.ring_all_reduce(got)
-            trials.append(
+            rows.append(
                 {
                     "counted": counted.flatten(),
                     "got": got.flatten(),
@@ -48,43 +47,33 @@ def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, An
                     "label": f"{'x'.join(map(str, shape))} {dtype}",
                 }
             )
-    return {"trials": trials}
+    return {"steps": rows}
 
 
 def values(shape: list[int], dtype: str, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(rank)
-    return (100 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(
-        getattr(torch, dtype)
-    )
+    numbers = 100 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    return numbers.to(getattr(torch, dtype))
 
 
-def judge(evidence: Evidence) -> list[Finding]:
-    for case, ranks in evidence.items():
-        for i in range(len(ranks[0]["trials"])):
-            trial = [rank["trials"][i] for rank in ranks]
-            calls = [each["calls"] for each in trial]
-            found = (
-                _collectives(case, trial)
-                or mistakes.not_waited(case, calls)
-                or _counts(case, trial)
-                or _neighbours(case, trial)
-                or _bytes(case, trial)
-                or _sums(case, trial)
-            )
-            if found:
-                return found  # one thing at a time: the cases after it are harder
-    return []
+def look(_case: str, ranks: Rows) -> Finding | None:
+    return mistakes.first(ranks, _look)
 
 
-Trial = list[dict[str, Any]]  # the same tensor on each rank
+judge = judging(look, only_first=True)
 
 
-def _collectives(case: str, trial: Trial) -> list[Finding]:
-    used = sorted({c["op"] for rank in trial for c in rank["calls"]} - set(ALLOWED))
+def _look(rows: Rows, _step: int) -> Finding | None:
+    used = sorted({c["op"] for row in rows for c in row["calls"]} - set(ALLOWED))
     if used:
-        message = f"{mistakes.listed(used)} was called: build it from send and receive"
-        return [Finding("collective-used", message, case)]
-    return []
+        return say("collective-used", names=mistakes.listed(used))
+    return (
+        mistakes.not_waited([row["calls"] for row in rows])
+        or _counts(rows)
+        or _neighbours(rows)
+        or _bytes(rows)
+        or _sums(rows)
+    )
 
 
 def counts(value: float, world: int) -> list[int] | None:
@@ -94,116 +83,88 @@ def counts(value: float, world: int) -> list[int] | None:
     return [int(value) // BASE**r % BASE for r in range(world)]
 
 
-def _counts(case: str, trial: Trial) -> list[Finding]:
-    n, label = len(trial), trial[0]["label"]
-    want = [1] * n
-    for rank, each in enumerate(trial):
-        found = [counts(x, n) for x in each["counted"]]
-        wrong = [i for i, c in enumerate(found) if c != want]
+def _counts(rows: Rows) -> Finding | None:
+    n = len(rows)
+    for rank, row in enumerate(rows):
+        found = [counts(x, n) for x in row["counted"]]
+        wrong = [i for i, count in enumerate(found) if count != [1] * n]
         if not wrong:
             continue
-        at, size = wrong[0], len(found)
-        cause, why = _cause(rank, found, trial)
-        how = found[at]
+        at = found[wrong[0]]
+        how = "is no sum of whole values"
+        if at is not None:
+            how = "counts " + ", ".join(f"rank {r} {_times(c)}" for r, c in enumerate(at))
         seen = (
-            "is no sum of whole values"
-            if how is None
-            else "counts " + ", ".join(f"rank {r} {_times(c)}" for r, c in enumerate(how))
+            f"{row['label']}, rank {rank}: {len(wrong)} of {len(found)} elements are wrong; "
+            f"element {wrong[0]} {how}"
         )
-        message = (
-            f"{label}, rank {rank}: {len(wrong)} of {size} elements are wrong; element {at} "
-            f"{seen}. {why}"
-        )
-        return [Finding(cause, message, case)]
-    return []
+        return _miscounted(seen, rank, found, row, n)
+    return None
 
 
 def _times(count: int) -> str:
     return "once" if count == 1 else "not at all" if count == 0 else f"{count} times"
 
 
-def _cause(rank: int, found: list[list[int] | None], trial: Trial) -> tuple[str, str]:
-    n = len(trial)
+def _sends(row: Row) -> list[Row]:
+    return [call for call in row["calls"] if call["op"] in ("send", "isend")]
+
+
+def _miscounted(seen: str, rank: int, found: list[list[int] | None], row: Row, n: int) -> Finding:
     mine = [int(r == rank) for r in range(n)]
-    sends = len([c for c in trial[rank]["calls"] if c["op"] in ("send", "isend")])
+    sends, chunks = len(_sends(row)), 2 * (n - 1)
     mean = sum(BASE**r for r in range(n)) / n
-    if sends and all(c == mine for c in found):
-        return "not-in-place", "The tensor is as it was: write the sums into it, not into a copy"
+    if sends and all(count == mine for count in found):
+        return say("not-in-place/ring", seen=seen)
     if not sends:
-        return "not-communicated", "Nothing was sent"
-    if all(abs(x - mean) < 1 for x in trial[rank]["counted"]):
-        return "averaged", "That is the mean; asked for is the sum: do not divide"
-    if any(c is not None and max(c) > 1 for c in found):
-        return "counted-twice", (
-            f"A chunk is added up in n-1 = {n - 1} hops and then copied in n-1: one hop more, or "
-            "adding in the second round, counts ranks again"
-        )
-    if sends < 2 * (n - 1):
-        return "too-few-hops", (
-            f"A rank sends 2(n-1) = {2 * (n - 1)} chunks: n-1 while adding up, n-1 while handing "
-            f"on; rank {rank} sent {sends}"
-        )
-    size, rest = len(found), len(found) % n
-    untouched = [i for i, c in enumerate(found) if c == mine]
-    if rest and untouched and untouched == list(range(size - len(untouched), size)):
-        return "rest-forgotten", (
-            f"{size} elements do not divide by {n}: the last {len(untouched)} are in no chunk. "
-            "tensor_split(n) makes chunks whose sizes differ by one"
-        )
-    return "wrong-chunk", (
-        "Enough chunks were sent, but not the right ones: after the first round rank r has "
-        "finished chunk r+1 (sending to the right), and that is the one it hands on first"
-    )
+        return say("not-communicated/ring", seen=seen)
+    if all(abs(x - mean) < 1 for x in row["counted"]):
+        return say("averaged/ring", seen=seen)
+    if any(count is not None and max(count) > 1 for count in found):
+        return say("counted-twice", seen=seen, hops=n - 1)
+    if sends < chunks:
+        return say("too-few-hops", seen=seen, chunks=chunks, rank=rank, sends=sends)
+    size = len(found)
+    untouched = [i for i, count in enumerate(found) if count == mine]
+    if size % n and untouched and untouched == list(range(size - len(untouched), size)):
+        return say("rest-forgotten/ring", seen=seen, size=size, n=n, rest=len(untouched))
+    return say("wrong-chunk", seen=seen)
 
 
-def _sums(case: str, trial: Trial) -> list[Finding]:
-    label = trial[0]["label"]
+def _sums(rows: Rows) -> Finding | None:
+    label = rows[0]["label"]
     tolerance = 1e-5 if "float32" in label else 1e-12
-    for rank, each in enumerate(trial):
-        if not mistakes.close(each["got"], each["want"], tolerance):
-            off = mistakes.error(each["got"], each["want"])
-            message = f"{label}: rank {rank}'s sums are off by up to {off:.3g} (random values)"
-            return [Finding("wrong-sum", message, case)]
-        if each["got"] != trial[0]["got"]:
-            message = (
-                f"{label}: rank {rank} and rank 0 differ in the last bits: each chunk must be "
-                "summed on one rank and copied to the others, or the ranks drift apart"
-            )
-            return [Finding("ranks-differ", message, case)]
-    return []
+    for rank, row in enumerate(rows):
+        if not mistakes.close(row["got"], row["want"], tolerance):
+            off = mistakes.error(row["got"], row["want"])
+            return say("wrong-sum", label=label, rank=rank, error=off)
+        if row["got"] != rows[0]["got"]:
+            return say("ranks-differ/ring", label=label, rank=rank)
+    return None
 
 
-def _neighbours(case: str, trial: Trial) -> list[Finding]:
-    n = len(trial)
-    to = [{c["peer"] for c in each["calls"] if c["op"] in ("send", "isend")} for each in trial]
+def _neighbours(rows: Rows) -> Finding | None:
+    n = len(rows)
+    to = [{call["peer"] for call in _sends(row)} for row in rows]
     if any(all(peers <= {(r + way) % n} for r, peers in enumerate(to)) for way in (1, -1)):
-        return []
+        return None
     rank = max(range(n), key=lambda r: len(to[r]))
-    message = (
-        f"rank {rank} sends to {mistakes.listed(f'rank {p}' for p in sorted(to[rank]))}: in a ring "
-        "every rank sends to one neighbour only, all in the same direction; else one link carries "
-        "more than the others and all wait for it"
-    )
-    return [Finding("not-a-ring", message, case)]
+    peers = mistakes.listed(f"rank {p}" for p in sorted(to[rank]))
+    return say("not-a-ring", rank=rank, peers=peers)
 
 
-def _bytes(case: str, trial: Trial) -> list[Finding]:
-    n = len(trial)
-    size, item = len(trial[0]["want"]), trial[0]["itemsize"]
-    limit = 2 * (n - 1) * math.ceil(size / n) * item
-    for rank, each in enumerate(trial):
-        messages = [c["bytes"] for c in each["calls"] if c["op"] in ("send", "isend")]
-        sent = sum(messages)
-        if sent > limit and len(messages) > 2 * (n - 1):
-            message = (
-                f"{each['label']}: rank {rank} sends {len(messages)} chunks; 2(n-1), here "
-                f"{2 * (n - 1)}, are enough: n-1 hops in each round"
+def _bytes(rows: Rows) -> Finding | None:
+    n, label = len(rows), rows[0]["label"]
+    chunks = 2 * (n - 1)
+    limit = chunks * math.ceil(len(rows[0]["want"]) / n) * rows[0]["itemsize"]
+    for rank, row in enumerate(rows):
+        messages = [call["bytes"] for call in _sends(row)]
+        if sum(messages) > limit and len(messages) > chunks:
+            return say(
+                "too-many-hops", label=label, rank=rank, messages=len(messages), chunks=chunks
             )
-            return [Finding("too-many-hops", message, case)]
-        if sent > limit:
-            message = (
-                f"{each['label']}: rank {rank} sends {sent} bytes; 2(n-1) chunks of 1/n are "
-                f"{limit}. Hand on one chunk per hop, not the whole tensor"
+        if sum(messages) > limit:
+            return say(
+                "too-many-bytes/ring", label=label, rank=rank, sent=sum(messages), limit=limit
             )
-            return [Finding("too-many-bytes", message, case)]
-    return []
+    return None

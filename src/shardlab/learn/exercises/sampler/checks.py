@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections import Counter
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from shardlab.learn.exercise import Case, Evidence, Finding, Rejected
+from shardlab.learn.exercise import Case, Evidence, Finding, Rejected, judging, say
+from shardlab.learn.mistakes import Rows
 from shardlab.learn.spy import Spy
 
+Order = list[list[int]]  # by rank
+Orders = dict[tuple[int, int], Order]  # by seed and epoch
+Say = Callable[..., Finding]  # exercise.say, with the samples and ranks that it is about
 EPOCHS = (0, 1, 2)
 SEEDS = (0, 7)
 # shards: how many ranks the function is told of; the two real ones ask for all of them in turn.
@@ -37,8 +43,7 @@ def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, An
         try:
             return [int(i) for i in got]
         except TypeError:
-            text = f"`indices` returned {type(got).__name__}, which is no list of whole numbers"
-            raise Rejected("wrong-type", text) from None
+            raise Rejected(say("wrong-type/sampler", type=type(got).__name__)) from None
 
     before = _random_states()
     mine = range(rank, shards, case.world)
@@ -64,14 +69,12 @@ def _random_states() -> dict[str, str]:
 
 
 def judge(evidence: Evidence) -> list[Finding]:
-    findings: list[Finding] = []
-    for case, ranks in evidence.items():
-        in_order_is_right = not any(f.case.startswith("in order") for f in findings)
-        findings += _case(case, ranks, in_order_is_right)
-    return findings
+    in_order = {case: ranks for case, ranks in evidence.items() if case.startswith("in order")}
+    is_right = not judging(functools.partial(look, False))(in_order)
+    return judging(functools.partial(look, is_right))(evidence)
 
 
-def _case(case: str, ranks: list[dict[str, Any]], in_order_is_right: bool) -> list[Finding]:
+def look(in_order_is_right: bool, _case: str, ranks: Rows) -> Finding | None:
     length, shards, shuffle = (ranks[0][k] for k in ("length", "shards", "shuffle"))
     orders = {
         (seed, epoch): [
@@ -80,126 +83,72 @@ def _case(case: str, ranks: list[dict[str, Any]], in_order_is_right: bool) -> li
         for seed in SEEDS
         for epoch in EPOCHS
     }
-
-    def found(cause: str, message: str) -> list[Finding]:
-        return [Finding(cause, f"{length} samples on {shards} ranks: {message}", case)]
-
+    say_here = functools.partial(say, samples=f"{length} samples on {shards} ranks")
     first = orders[SEEDS[0], EPOCHS[0]]
-    again = [ranks[s % len(ranks)]["again"][str(s)] for s in range(shards)]
-    if again != first:
-        return found(
-            "not-reproducible",
-            "asked twice for the same seed and epoch, it gives two orders. The order must be a "
-            "function of seed and epoch alone: give a generator of your own that seed",
-        )
-    sizes = [len(part) for part in first]
-    each = -(-length // shards)  # rounded up
-    if strange := [i for part in first for i in part if not 0 <= i < length]:
-        return found("out-of-range", f"index {strange[0]} is none of 0 … {length - 1}")
+    if [ranks[s % len(ranks)]["again"][str(s)] for s in range(shards)] != first:
+        return say_here("not-reproducible")
+    found = _sizes(first, length, say_here)
+    for order in orders.values():
+        found = found or _partition(order, length, shuffle and in_order_is_right, say_here)
+    found = found or (_shuffling if shuffle else _in_order)(orders, length, say_here)
+    disturbed = sorted({name for rank in ranks for name in rank["disturbed"]})
+    if not found and disturbed:
+        return say_here("global-random-state", names=", ".join(disturbed))
+    return found
+
+
+def _sizes(order: Order, length: int, say: Say) -> Finding | None:
+    sizes = [len(part) for part in order]
+    each = -(-length // len(order))  # rounded up
+    if strange := [i for part in order for i in part if not 0 <= i < length]:
+        return say("out-of-range", index=strange[0], last=length - 1)
     if len(set(sizes)) > 1:
         few = sizes.index(min(sizes))
-        return found(
-            "unequal",
-            f"the ranks get {', '.join(map(str, sizes))} indices. Rank {few} is done first, and "
-            "the others wait for it in their next all-reduce: repeat some samples until all have "
-            f"{each}",
-        )
+        return say("unequal", sizes=", ".join(map(str, sizes)), few=few, each=each)
     if sizes[0] < each:
-        lost = sorted(set(range(length)) - {i for part in first for i in part})
-        return found(
-            "dropped",
-            f"each rank gets {sizes[0]}, and samples {_some(lost)} are read by nobody. Round up, "
-            f"to {each}, and repeat some",
-        )
-    if sizes[0] > each:
-        return found("too-many", f"each rank gets {sizes[0]} indices, {each} are enough")
-    for order in orders.values():
-        if wrong := _partition(order, length, shuffle, in_order_is_right, found):
-            return wrong
-    wrong = _shuffling(orders, length, found) if shuffle else _in_order(orders, found)
-    if not wrong and (names := sorted({n for rank in ranks for n in rank["disturbed"]})):
-        wrong = found(
-            "global-random-state",
-            f"it changes the random numbers that all other code draws ({', '.join(names)}): "
-            "dropout and initialisation would change with the sampler. Use a generator of your own",
-        )
-    return wrong
+        lost = sorted(set(range(length)) - {i for part in order for i in part})
+        return say("dropped", size=sizes[0], lost=_some(lost), each=each)
+    return say("too-many", size=sizes[0], each=each) if sizes[0] > each else None
 
 
-def _partition(
-    order: list[list[int]], length: int, shuffle: bool, in_order_is_right: bool, found: Any
-) -> list[Finding]:
+def _partition(order: Order, length: int, blame_shuffling: bool, say: Say) -> Finding | None:
     counts = Counter(i for part in order for i in part)
-    total = sum(counts.values())
-    missing = [i for i in range(length) if not counts[i]]
-    most = -(-total // length)  # of any sample, when padding is spread
+    most = -(-counts.total() // length)  # of any sample, when padding is spread
     repeated = [i for i, count in counts.items() if count > most]
-    if not missing and not repeated:
-        return []
-    if shuffle and in_order_is_right and missing:
-        cause: list[Finding] = found(
-            "ranks-shuffle-differently",
-            f"samples {_some(missing)} are read by nobody and others by two ranks, though without "
-            "shuffling it is right. Every rank must draw the same order: no rank in the seed, no "
-            "shuffling of what is cut already",
-        )
-        return cause
+    missing = [i for i in range(length) if not counts[i]]
+    if missing and blame_shuffling:
+        return say("ranks-shuffle-differently", missing=_some(missing))
     if missing:
-        result: list[Finding] = found(
-            "not-a-partition",
-            f"samples {_some(missing)} are read by nobody, and {_some(sorted(_twice(counts)))} "
-            "more than once. Rank r takes places r, r + n, r + 2n … of the padded order (or the "
-            "r-th block of it)",
-        )
-        return result
-    spread: list[Finding] = found(
-        "padding-uneven",
-        f"sample {repeated[0]} is read {counts[repeated[0]]} times in an epoch: pad with the order "
-        "from its start, again and again if it is short",
-    )
-    return spread
+        twice = sorted(i for i, count in counts.items() if count > 1)
+        return say("not-a-partition", missing=_some(missing), twice=_some(twice))
+    if repeated:
+        return say("padding-uneven", index=repeated[0], times=counts[repeated[0]])
+    return None
 
 
-def _twice(counts: Counter[int]) -> list[int]:
-    return [i for i, count in counts.items() if count > 1]
-
-
-def _shuffling(
-    orders: dict[tuple[int, int], list[list[int]]], length: int, found: Any
-) -> list[Finding]:
+def _shuffling(orders: Orders, length: int, say: Say) -> Finding | None:
     first = orders[SEEDS[0], EPOCHS[0]]
     epochs = [orders[SEEDS[0], epoch] for epoch in EPOCHS]
     plain = [i for parts in zip(*first, strict=True) for i in parts][:length]
     blocks = [i for part in first for i in part][:length]
-    wrong: list[Finding] = []
     if list(range(length)) in (plain, blocks):
-        wrong = found("not-shuffled", "asked to shuffle, it gives the samples in order")
-    elif all(epoch == first for epoch in epochs):
-        wrong = found(
-            "same-each-epoch",
-            "every epoch has the same order: the epoch must go into the generator's seed",
-        )
-    elif all(set(epoch[0]) == set(first[0]) for epoch in epochs):
-        wrong = found(
-            "same-share-each-epoch",
-            "rank 0 reads the same samples in every epoch, in another order: shuffle the whole "
-            "data set first, then cut it",
-        )
-    elif orders[SEEDS[1], EPOCHS[0]] == first:
-        wrong = found("ignores-seed", f"seeds {SEEDS[0]} and {SEEDS[1]} give the same order")
-    return wrong
+        return say("not-shuffled")
+    if all(epoch == first for epoch in epochs):
+        return say("same-each-epoch")
+    if all(set(epoch[0]) == set(first[0]) for epoch in epochs):
+        return say("same-share-each-epoch")
+    if orders[SEEDS[1], EPOCHS[0]] == first:
+        return say("ignores-seed", seeds=SEEDS)
+    return None
 
 
-def _in_order(orders: dict[tuple[int, int], list[list[int]]], found: Any) -> list[Finding]:
+def _in_order(orders: Orders, _length: int, say: Say) -> Finding | None:
     first = orders[SEEDS[0], EPOCHS[0]]
     moved = any(order != first for order in orders.values())
     falls = [sum(b < a for a, b in itertools.pairwise(part)) for part in first]
     if not moved and max(falls) <= 1:  # one: where padding begins again
-        return []
-    wrong: list[Finding] = found(
-        "shuffled-anyway", f"asked not to shuffle, rank 0 gets {_some(first[0], 6)}"
-    )
-    return wrong
+        return None
+    return say("shuffled-anyway", order=_some(first[0], 6))
 
 
 def _some(values: list[int], most: int = 4) -> str:

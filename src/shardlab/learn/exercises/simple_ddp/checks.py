@@ -6,7 +6,8 @@ from types import ModuleType
 from typing import Any
 
 from shardlab.learn import mistakes, toys
-from shardlab.learn.exercise import Case, Evidence, Finding
+from shardlab.learn.exercise import Case, Finding, judging
+from shardlab.learn.mistakes import Rows
 from shardlab.learn.spy import Spy
 
 CASES = (
@@ -19,36 +20,22 @@ CASES = (
 
 
 def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
-    model = toys.build(case.options["toy"])
-    batches = [[toys.batch(r)] for r in range(case.world)]
-    want = toys.mean_gradients(model, batches)
-    own = toys.own_gradients(model, batches[rank])
-    before = toys.parameters(model)
-    spy.watch(model)
-    toys.loss(model, batches[rank][0]).backward()
-    spy.mark("average")
-    submission.average_gradients(model)
-    return {
-        "got": toys.gradients(model),
-        "want": want,
-        "own": own,
-        "before": before,
-        "after": toys.parameters(model),
-        "calls": spy.calls,
-        "bytes": sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad),
-    }
+    model, one = toys.prepare(case.options["toy"], spy)
+
+    def work(batches: list[toys.Batch]) -> None:
+        toys.loss(model(batches[0][0]), batches[0]).backward()
+        submission.average_gradients(model)
+
+    return toys.train(model, one, spy, rank, case.world, [1], work)
 
 
-def judge(evidence: Evidence) -> list[Finding]:
-    findings = []
-    for case, ranks in evidence.items():
-        calls = [rank["calls"] for rank in ranks]
-        n = len(ranks)
-        findings += (
-            mistakes.not_waited(case, calls)
-            or mistakes.weights_averaged(case, ranks)
-            or mistakes.gradients(case, ranks)
-            or mistakes.not_by_hand(case, calls)
-            or mistakes.too_many_bytes(case, calls[0], n, 2 * ranks[0]["bytes"] * (n - 1) / n)
-        )
-    return findings
+def look(_case: str, ranks: Rows) -> Finding | None:
+    return (
+        mistakes.not_waited(mistakes.all_calls(ranks))
+        or mistakes.first(ranks, mistakes.weights_averaged)
+        or mistakes.first(ranks, mistakes.gradients)
+        or mistakes.sent_by_hand(ranks)
+    )
+
+
+judge = judging(look)

@@ -1,7 +1,0 @@
-# cause: wrong-source
-import torch.distributed as dist
-
-
-def broadcast_model(model, src=0):
-    for t in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(t.data, 0)
