@@ -557,18 +557,22 @@ def table(done: list[Case]) -> str:
     """Markdown: a line for each kind of fault."""
     lines = [
         "| fault | cases | strategies | went on by | same parameters | longest start |",
-        "|---|--:|---|---|--:|--:|",
+        "|---|--:|--:|---|--:|--:|",
     ]
     for kind in dict.fromkeys(case.kind for case in done):
         of_kind = [case for case in done if case.kind == kind]
-        names = ", ".join(sorted({f"{c.strategy}:{c.world}" for c in of_kind}))
+        strategies = len({c.strategy for c in of_kind})
         ways = ", ".join(sorted({c.goes_on for c in of_kind}))
         same = sum(c.passed for c in of_kind)
         longest = max(c.longest_s for c in of_kind)
-        lines.append(f"| {kind} | {len(of_kind)} | {names} | {ways} | {same} | {longest:.1f} s |")
+        lines.append(
+            f"| {kind} | {len(of_kind)} | {strategies} | {ways} | {same} | {longest:.1f} s |"
+        )
     same = sum(c.passed for c in done)
     longest = max((c.longest_s for c in done), default=0.0)
-    lines.append(f"| **all** | {len(done)} | | | {same} | {longest:.1f} s |")
+    lines.append(
+        f"| **all** | {len(done)} | {len({c.strategy for c in done})} | | {same} | {longest:.1f} s |"
+    )
     return "\n".join(lines) + "\n"
 
 

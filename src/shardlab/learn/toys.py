@@ -20,7 +20,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from shardlab.learn.exercise import Case, Rejected, say
 from shardlab.learn.spy import Spy
-from shardlab.measure.watch import Memory
+from shardlab.proof.watch import Memory
 
 Batch = tuple[Tensor, Tensor]  # (rows, width), (rows, out)
 Tensors = dict[str, Tensor | None]

@@ -23,7 +23,8 @@ from shardlab.errors import UsageError, unknown
 from shardlab.learn.exercise import Case, Evidence, Finding, Rejected, say
 from shardlab.learn.mistakes import Row, Rows
 from shardlab.learn.spy import Spy
-from shardlab.measure import memory, watch
+from shardlab.measure import memory
+from shardlab.proof import watch
 from shardlab.strategies import ALIASES, STRATEGIES
 from shardlab.workloads import gpt2
 from shardlab.workloads.base import Workload
