@@ -570,9 +570,8 @@ def table(done: list[Case]) -> str:
         )
     same = sum(c.passed for c in done)
     longest = max((c.longest_s for c in done), default=0.0)
-    lines.append(
-        f"| **all** | {len(done)} | {len({c.strategy for c in done})} | | {same} | {longest:.1f} s |"
-    )
+    strategies = len({c.strategy for c in done})
+    lines.append(f"| **all** | {len(done)} | {strategies} | | {same} | {longest:.1f} s |")
     return "\n".join(lines) + "\n"
 
 
