@@ -18,8 +18,8 @@ may happen: no difference that nobody notices, no hang, no crash. `pytest tests/
 (which is part of `make test`) runs each of them on two real ranks, and `zero3`'s and a part of the
 others' on three. It compares losses, gradients, parameters and buffers of {steps} steps of AdamW
 with a plain loop. Nobody looks at the parameters before the end of the second step, since looking
-must not change anything. Without `--whole` a part is run that takes a minute and a half; `zero3` meets every
-model in it.
+must not change anything. Without `--whole` a part is run that takes a minute and a half; `zero3`
+meets every model in it.
 
 `pytorch_ddp` and `pytorch_zero1` run with `find_unused_parameters: true`. Frozen parameters and
 buffers that forward changes are held to what rank 0 makes of them, as DDP holds buffers.
