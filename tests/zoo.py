@@ -1953,3 +1953,12 @@ class LooseThread(Net):
         thread.start()
         thread.join()
         return super().forward(x) + sum(f.sum() for f in found)
+
+
+@animal("everything is frozen: there is nothing to train", refused={
+    "all": "has no parameter that trains",
+})  # fmt: skip
+class AllFrozen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)

@@ -192,8 +192,6 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
     refuse_unsupported(model, world.size)
     model = cast_model(model, world.device, dtype)
     batchnorm.join(model, world.group)
-    if not any(p.requires_grad for p in model.parameters()):
-        raise UsageError(f"the model of {workload.name} has no parameter that trains")
     prepare_blocks(model, workload, config.training)
     blocks = workload.blocks_of(model)
     if make.WORKS_BY_BLOCK and config.training.compile == "model" and blocks:

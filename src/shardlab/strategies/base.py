@@ -322,6 +322,8 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def refuse_unsupported(model: nn.Module, ranks: int | None = None) -> None:
     """Refuse, by name, a model that no strategy can train, before anything is done with it."""
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError(f"the model ({type(model).__name__}) has no parameter that trains")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise UsageError(
