@@ -678,7 +678,27 @@ def is_sound(name: str, world: int) -> bool:
     course = zookeeper.refer(find(name), world)
     if isinstance(course, Exception) or not course.grads:  # nothing trains
         return False
-    return all(abs(loss) < 1e6 for loss in course.losses)
+    return all(abs(loss) < 1e6 for loss in course.losses) and _adds_up(find(name))
+
+
+def _adds_up(animal: Animal) -> bool:
+    """Whether PyTorch's gradient is the same if it is added to zeros.
+
+    It is not where a scalar parameter keeps a gradient that shares its memory with another's, and
+    a re-entrant backward adds to it in place (docs/log.md). One process that accumulates then gets
+    another sum than several that do.
+    """
+    model = animal.build(seed=0)
+    params, start = dict(model.named_parameters()), zookeeper._state(model)
+    found: list[zookeeper.Arrays] = []
+    for _ in range(2):
+        zookeeper._set(model, start)
+        animal.loss(model, animal.batch(0, 0, 0)).backward()
+        found.append(zookeeper.arrays({n: p.grad for n, p in params.items() if p.requires_grad}))
+        for p in params.values():
+            if p.grad is not None:
+                p.grad = torch.zeros_like(p.grad)
+    return zookeeper._difference(found[1], found[0], 1e-9) is None
 
 
 # ------------------------------------------------------------------ the command
