@@ -71,7 +71,6 @@ class Strategy(ABC):
     def __init__(self, setup: Setup, builds_optimizer: bool = True) -> None:
         """``builds_optimizer=False`` is for a strategy whose optimizer updates parts."""
         refuse_unsupported(setup.model, setup.mesh.size())
-        self.setup = setup
         self.model = setup.model
         self.loss_fn = setup.loss_fn
         self.group = dp_group(setup.mesh)
@@ -79,12 +78,13 @@ class Strategy(ABC):
         self.device = next(iter(self.params.values())).device
         if builds_optimizer:
             refuse_sparse_gradients(self.params)
-            self.own(self.params)
+            self.own(setup, self.params)
 
-    def own(self, params: Mapping[str, nn.Parameter]) -> None:
-        """Build the optimizer over what this rank updates, by the parameters' names."""
-        self.optimizer = self.setup.make_optimizer(params)
-        self.update = Update(self.optimizer, self.setup.rule)
+    def own(self, setup: Setup, params: Mapping[str, nn.Parameter]) -> None:
+        """Build the optimizer over what this rank updates, by the parameters' names. The setup is
+        not kept: its factory holds a small tensor for each parameter."""
+        self.optimizer = setup.make_optimizer(params)
+        self.update = Update(self.optimizer, setup.rule)
 
     # ------------------------------------------------------------ a step
 

@@ -47,7 +47,7 @@ class PyTorchFSDP(base.Strategy):
             fsdp_calls.as_one(model)
         self.params = base.trainable(model)
         optimizers.check(setup.make_optimizer, optimizers.ROWS, "fully_shard", self.mesh)
-        self.own(self.params)
+        self.own(setup, self.params)
         self.used: set[str] = set()  # what got a gradient on this rank, in this step
         self.news: list[comm.Pending] = []  # what got one on any rank
         self.names = fsdp_calls.names(model)

@@ -37,9 +37,9 @@ class Sharded(ShardedState):
         self.in_flight: deque[tuple[Unit, Tensor, comm.Pending, Tensor]] = deque()
         base.broadcast_model(self.model, self.group)
 
-    def own_units(self, units: list[Unit]) -> None:
+    def own_units(self, setup: base.Setup, units: list[Unit]) -> None:
         """Build the optimizer over this rank's pieces of the units' shards."""
-        optimizers.check(self.setup.make_optimizer, optimizers.FLAT, type(self).__name__.lower())
+        optimizers.check(setup.make_optimizer, optimizers.FLAT, type(self).__name__.lower())
         self.units = units
         self.pieces: dict[tuple[str, Piece], nn.Parameter] = {}
         for unit in units:
@@ -48,7 +48,7 @@ class Sharded(ShardedState):
                 is_trained = unit.params[piece.name].requires_grad
                 self.pieces[unit.label, piece] = nn.Parameter(part, requires_grad=is_trained)
         mine = {piece.name: p for (_, piece), p in self.pieces.items() if p.requires_grad}
-        self.own(mine)  # of none, if there are fewer elements than ranks
+        self.own(setup, mine)  # of none, if there are fewer elements than ranks
 
     @torch.no_grad()
     def infer(self, function: base.Infer[base.T], batch: Batch) -> base.T:

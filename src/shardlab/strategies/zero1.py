@@ -68,7 +68,7 @@ class Zero1(Sharded):
             unit.full = flat
             unit.shard = unit.layout.of_rank(flat, self.rank)
             units.append(unit)
-        self.own_units(units)
+        self.own_units(setup, units)
         self.is_last = False  # micro-batch of the step
         self.queue = InOrder([dict.fromkeys(unit.params, 1) for unit in units], self.launch)
         self.times: dict[str, int] = {}  # how often each gradient came in the first step

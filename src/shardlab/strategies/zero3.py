@@ -68,7 +68,7 @@ class Zero3(Sharded):
         self.units: list[Block]  # type: ignore[assignment]
         parts = units_of(self.model, setup.blocks)
         self.own_units(
-            [Block(*part, self.group, self.comm_dtype, self._accessed) for part in parts]
+            setup, [Block(*part, self.group, self.comm_dtype, self._accessed) for part in parts]
         )
         self.by_storage = {unit.storage._cdata: i for i, unit in enumerate(self.units)}
         self.agenda = Agenda(len(self.units), self._start, self._agree)
