@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 
@@ -12,9 +13,12 @@ import browser
 from shardlab.config import LaunchConfig
 from shardlab.launch import Ranks
 
-# Commands that tests start must not inherit what a launcher around pytest may have set.
-for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-    os.environ.pop(name, None)
+# Commands that tests start must not inherit what a launcher around pytest may have set. A rank that
+# imports this file, because a test's function is sent to it, keeps what it was given.
+if multiprocessing.parent_process() is None:
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    for name in (*launched, "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
 
 torch.set_num_threads(1)
 
