@@ -77,7 +77,7 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    from shardlab.measure import compare
+    from shardlab.specs import parse_spec
 
     overrides = {
         "model.size": arguments.size,
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     rows, env = [], None
     for name in arguments.pairs.split(","):
-        ours_name, options = compare.parse_spec(name)
+        ours_name, options = parse_spec(name)
         twin, target = PAIRS[ours_name]
         ours = configs.load(
             None, {**overrides, "strategy.name": ours_name, "strategy.options": options}
