@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 .PHONY: help setup compare test lint site soak clean
 
 help:
-	@echo "make compare   measure the data-parallel strategies on this machine (under three minutes)"
+	@echo "make compare   measure the data-parallel strategies on this machine (about three minutes)"
 	@echo "make test      lint, type-check and run every test"
 	@echo "make setup     only create $(VENV) and install"
 	@echo "make lint      only ruff and mypy"
