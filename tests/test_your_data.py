@@ -719,6 +719,21 @@ def workload():
     assert "'1.weight' in half precision; parameters are kept and updated in float32" in note
 
 
+def test_a_parameter_that_forward_replaces_is_refused_before_any_strategy(tmp_path: Path) -> None:
+    """FSDP puts its own parameters in place, so a look during its forward would see nothing."""
+    source = """
+class Replaces(nn.Linear):
+    def forward(self, x):
+        self.weight = nn.Parameter(self.weight.detach().clone())
+        return super().forward(x)
+
+def workload():
+    return Replaces(4, 4), pairs, nn.CrossEntropyLoss()
+"""
+    with pytest.raises(UsageError, match="a new parameter in the place of 'weight' in forward"):
+        build(tmp_path, source)
+
+
 # ------------------------------------------------------------------ streams
 
 

@@ -389,7 +389,7 @@ def launch(
                 record.mark_crashed(folder, failure)
 
     def mark_unless_told(how: RankFailure | str) -> None:
-        """Of a rank that only knows that it must go: whoever knows why has said so, perhaps."""
+        """Keep an earlier, better explanation if one was recorded."""
         from shardlab.checkpoint import files
 
         if folder is None or files.state_of(folder).get("state") != "running":

@@ -173,7 +173,7 @@ def speed(value: float | None) -> str:
 
 
 def interval(values: Sequence[float] | None) -> str:
-    """Of a speed: ``1.18–1.25``. Empty for a baseline's speed against itself."""
+    """A speed's interval, as ``1.18–1.25``. It is empty for the baseline itself."""
     if values is None or values[0] == values[1]:
         return ""
     return f"{values[0]:.2f}–{values[1]:.2f}"

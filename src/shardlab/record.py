@@ -192,7 +192,7 @@ def _files(folder: Path, pattern: str) -> list[Path]:
 
 
 def _number(row: Mapping[str, Any], key: str) -> float:
-    """Of a row that may be damaged: then it is not kept."""
+    """A number of a row. In a damaged row it is infinite, so the row is not kept."""
     value = row.get(key)
     return value if isinstance(value, int) else math.inf
 
@@ -393,7 +393,7 @@ class Recorder:
         return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def _memory(self) -> dict[str, int]:
-        """Of the process (resident) on a CPU; of PyTorch's allocator, the peak so far, on a GPU."""
+        """The process's resident memory on a CPU, the peak of PyTorch's allocator on a GPU."""
         if self.world.device.type != "cuda":
             return {"rss_bytes": resident_bytes()}
         import torch

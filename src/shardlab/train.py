@@ -506,7 +506,7 @@ def make_evaluation_act(
 def make_evaluation(
     config: Config, workload: Workload, world: World, strategy: Strategy
 ) -> evaluate.Evaluation:
-    """Of this run's model, in its precision, with as many samples at a time as a micro-batch."""
+    """Evaluate this run's model in its precision, with as many samples at a time as in training."""
     training, compute = config.training, config.precision.compute
     return evaluate.Evaluation(
         strategy,

@@ -122,7 +122,7 @@ def _whole_or_not_at_all(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def _gpt2_shape(checkpoint: Path, manifest: Manifest) -> gpt2.Shape:
-    """Of the tensors; the number of heads, which they do not tell, from the config."""
+    """The shape that the tensors show; the number of heads, which they do not, from the config."""
     tensors, model = manifest.model(), manifest.config.get("model", {})
     if model.get("workload") != "gpt2" or not {"wte.weight", "wpe.weight"} <= tensors.keys():
         raise UsageError(

@@ -89,7 +89,7 @@ class Manifest:
         return {n: t for n, t in self.tensors.items() if n.startswith(prefix)}
 
     def optimizer_keys(self) -> dict[str, dict[str, float | None]]:
-        """Of each parameter, the state that its optimizer keeps; a number, or none: a tensor."""
+        """The optimizer's state of each parameter by key: a number, or None for a tensor."""
         found: dict[str, dict[str, float | None]] = {}
         for name in self.tensors:
             if name.startswith(OPTIMIZER):

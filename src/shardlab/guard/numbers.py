@@ -224,7 +224,7 @@ def _noting(model: nn.Module, found: list[tuple[str, str]]) -> Iterator[None]:
 
 
 def is_finite(value: Any) -> bool:
-    """Of all floating-point tensors in it."""
+    """Whether every floating-point tensor in it is finite."""
     return all(
         bool(t.isfinite().all())
         for t in tree_leaves(value)

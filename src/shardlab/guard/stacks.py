@@ -50,7 +50,7 @@ class Frame:
 
     @property
     def is_library(self) -> bool:
-        """Of Python's or an installed package's code: seldom where the fault is."""
+        """Whether the code is Python's or an installed package's, where the fault seldom is."""
         return self.file.startswith((*_LIBRARIES, "<"))
 
     @property

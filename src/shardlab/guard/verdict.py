@@ -63,7 +63,7 @@ class Seen:
 
     @property
     def stack(self) -> stacks.Stack:
-        """Of the thread that matters: while data is loaded ahead, the one that loads."""
+        """The stack of the thread that matters: the loading one while data is loaded ahead."""
         loaders = [s for name, s in self.threads.items() if name.startswith("shardlab-data")]
         if self.phase == DATA and loaders and any(not f.is_library for f in loaders[0][:-1]):
             return loaders[0]

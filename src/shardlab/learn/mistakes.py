@@ -211,7 +211,7 @@ def not_waited(calls_by_rank: Sequence[Rows]) -> Finding | None:
 
 
 def all_calls(ranks: Rows) -> list[list[Row]]:
-    """Of all steps, by rank."""
+    """The calls of all steps, by rank."""
     return [[call for row in rank["steps"] for call in row["calls"]] for rank in ranks]
 
 

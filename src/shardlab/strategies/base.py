@@ -351,7 +351,7 @@ def refuse_unsupported(model: nn.Module, ranks: int | None = None) -> None:
 
 
 def refuse_sparse(name: str, gradient: Tensor | None) -> None:
-    """Of a functional embedding, which no module tells of."""
+    """F.embedding may give a sparse gradient, and no module shows that it will."""
     if gradient is not None and gradient.layout != torch.strided:
         raise UsageError(
             f"parameter '{name}' got a sparse gradient, and no strategy sends these; call "
@@ -380,7 +380,7 @@ def make_whole_buffers(model: nn.Module) -> None:
 
 
 def drop_gradients(params: Mapping[str, nn.Parameter]) -> None:
-    """Of all of them: an optimizer's zero_grad() forgets those that it was not given."""
+    """Drop them all. An optimizer's zero_grad() leaves those that it was not given."""
     for p in params.values():
         p.grad = None
 

@@ -27,7 +27,7 @@ def slot(name: str, tensor: Tensor) -> Slot:
 
 
 def whole_state(value: Any) -> Any:
-    """Of an optimizer's state, which may be a number."""
+    """A value of an optimizer's state as a whole tensor. A number stays a number."""
     return whole(value) if isinstance(value, Tensor) else value
 
 

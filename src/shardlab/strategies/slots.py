@@ -34,7 +34,7 @@ class Slots:
 
 
 def whole(tensors: Iterable[tuple[str, Tensor]]) -> list[Slot]:
-    """Of tensors that this rank has in full."""
+    """Slots of tensors that this rank has in full."""
     return [Slot(name, t.shape, 0, t.detach()) for name, t in tensors]
 
 

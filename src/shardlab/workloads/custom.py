@@ -26,6 +26,7 @@ from shardlab.workloads.adding import MEAN, NEITHER, PENALTY, SUM, Bench, Findin
 from shardlab.workloads.base import Batch, Dataset, Workload, cast_model, tensors_of
 from shardlab.workloads.blame import Place, blame, short
 from shardlab.workloads.blocks import check_blocks, show_blocks
+from shardlab.workloads.first_calls import refuse_new_tensors, registered
 from shardlab.workloads.samples import IGNORED, RULES, Samples, Stream, call, samples_of
 
 LARGE = 200_000_000  # parameters: such a model is not tried, only built
@@ -345,8 +346,10 @@ class Trial:
             for module_name, module in model.named_modules()
             if not isinstance(module, torch.jit.ScriptModule)  # which takes no such hooks
         ]
+        before = registered(model)
         with blame(self.name, "the loss"):
             loss: Any = self._loss_in_eval()
+        refuse_new_tensors(before, registered(model))  # here it is seen before FSDP hides it
         for hook in hooks:
             hook.remove()
         if not isinstance(loss, Tensor):

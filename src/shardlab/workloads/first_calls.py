@@ -24,9 +24,9 @@ def watch_first_calls(loss: LossFn, say: Callable[[str], None]) -> LossFn:
     def watched(model: nn.Module, batch: Batch) -> Tensor:
         if len(changed) == 2:
             return loss(model, batch)
-        tensors, attributes = _tensors(model), _attributes(model)
+        tensors, attributes = registered(model), _attributes(model)
         result = loss(model, batch)
-        _refuse_new_tensors(tensors, _tensors(model))
+        refuse_new_tensors(tensors, registered(model))
         after = _attributes(model)
         changed.append({name for name in after if _differs(attributes.get(name), after[name])})
         always = changed[0] & changed[-1]
@@ -41,11 +41,13 @@ def watch_first_calls(loss: LossFn, say: Callable[[str], None]) -> LossFn:
     return watched
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def registered(model: nn.Module) -> dict[str, Tensor]:
+    """The model's parameters and buffers by name."""
     return dict((*model.named_parameters(), *model.named_buffers()))
 
 
-def _refuse_new_tensors(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+def refuse_new_tensors(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    """Refuse a forward that made or replaced one of them."""
     for name, tensor in after.items():
         if name not in before:
             raise UsageError(

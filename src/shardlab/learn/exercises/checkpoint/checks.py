@@ -126,7 +126,7 @@ class Run:
 
     @property
     def bytes(self) -> int:
-        """Of parameters and Adam's two moments."""
+        """Bytes of the parameters and of Adam's two moments."""
         return 3 * sum(p.numel() * p.element_size() for p in self.model.parameters())
 
 

@@ -256,7 +256,7 @@ def _looks(ranks: Rows, case: Case) -> Iterator[Finding]:
 
 
 def _over_memory(row: Row, total: float, budget: float) -> Finding:
-    """Of the largest part that could still be made smaller, how."""
+    """Name the excess, and how to shrink the largest part that can still be made smaller."""
     shown = ((b, name) for name, b in row["peak"].items() if name in NAMES and b > 0.05 * MIB)
     parts = sorted(shown, reverse=True)
     advice = next((f". {SHARDED_BY[name]}" for _, name in parts if _is_whole(name, row)), "")

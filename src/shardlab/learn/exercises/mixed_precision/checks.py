@@ -87,7 +87,7 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def others(model: nn.Module) -> list[float]:
-    """Of the parameters that no gradient reaches."""
+    """The values of the parameters that no gradient reaches."""
     names = ("gain", "unused")
     return flat([p for n, p in model.named_parameters() if n.startswith(names)]).tolist()
 
@@ -136,7 +136,7 @@ class OneProcess:
         return row | {"params": flat(used(self.model)).tolist(), "scale": self.scale}
 
     def _gradient(self, data: tuple[Tensor, Tensor], scale: float) -> Tensor:
-        """Of one rank's loss times ``scale``, in fp16 where autocast has it so."""
+        """The gradient of one rank's loss times ``scale``, in fp16 where autocast uses it."""
         return flat(torch.autograd.grad(loss_of(self.model, *data) * scale, used(self.model)))
 
     def _after(self, g: Tensor) -> Tensor:
