@@ -146,7 +146,7 @@ def planted(names: str, numbers: Numbers) -> str:
     found = part(numbers, "planted")
     lines = []
     for name in names.split(", "):
-        file = "saboteurs" if (name in _classes("saboteurs")) else "test_prove"
+        file = "saboteurs" if (name in _classes("saboteurs")) else "proof/test_prove"
         node, _ = find(f"tests/{file}.py:{name}")
         what = " ".join((ast.get_docstring(node) or "").split())  # type: ignore[arg-type]
         lines.append(f"- `{name}`: {what}")

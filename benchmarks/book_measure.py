@@ -61,7 +61,7 @@ REPEATS = 40
 
 
 def environment() -> dict[str, str]:
-    tests = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
+    tests = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tests" / "proof"), str(ROOT)])
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": tests, "COLUMNS": "100"}
 
 
@@ -155,7 +155,7 @@ def precision(scratch: Path) -> Any:
 def all_reduce(_scratch: Path) -> Any:
     """How long messages of each size take, and one large message beside many small ones."""
     from shardlab.config import LaunchConfig
-    from shardlab.launch import Ranks
+    from shardlab.run.launch import Ranks
 
     sizes: list[dict[str, Any]] = [{"bytes": size} for size in SIZES]
     split: list[dict[str, Any]] = []
@@ -221,7 +221,7 @@ def wire(_scratch: Path) -> Any:
 def count_wire() -> list[dict[str, Any]]:
     from shardlab.comm import wire_bytes
     from shardlab.config import LaunchConfig
-    from shardlab.launch import Ranks
+    from shardlab.run.launch import Ranks
 
     names = {
         "all_reduce": "all_reduce",

@@ -26,7 +26,7 @@ from typing import Any
 
 from shardlab import config as configs
 from shardlab import numbers
-from shardlab.launch import Ranks
+from shardlab.run.launch import Ranks
 
 
 def measure(world: Any, values: dict[str, Any], folder: str, rounds: int) -> dict[str, Any]:
@@ -34,14 +34,14 @@ def measure(world: Any, values: dict[str, Any], folder: str, rounds: int) -> dic
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    from shardlab import environment, train
     from shardlab.checkpoint.save import About, Checkpoints
     from shardlab.config import CheckpointConfig
+    from shardlab.run import assemble, environment, loop
 
     config = configs.from_dict(values)
-    workload = train.build_workload(config)
-    strategy: Any = train.build_strategy(config, workload, world)
-    (microbatches,) = train.Batches(workload, config, world)
+    workload = assemble.build_workload(config)
+    strategy: Any = assemble.build_strategy(config, workload, world)
+    (microbatches,) = loop.Batches(workload, config, world)
     strategy.gradients(microbatches)
     strategy.step()
     where = Path(folder)

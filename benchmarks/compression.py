@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import config as configs
-from shardlab.launch import Ranks
+from shardlab.run.launch import Ranks
 
 OURS, TWIN = "simple_ddp_ga", "pytorch_ddp"
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -41,16 +41,16 @@ POINTS = 40  # of a loss curve
 def train(world: Any, values: dict[str, Any], name: str) -> dict[str, Any]:
     """On a rank: the loss of each step, and the bytes that the last one's gradients took."""
     from shardlab import comm
-    from shardlab import train as training
+    from shardlab.run import assemble, loop
     from shardlab.strategies.compress import Compressor
 
     config = configs.from_dict(values)
-    workload = training.build_workload(config)
-    strategy: Any = training.build_strategy(config, workload, world)
+    workload = assemble.build_workload(config)
+    strategy: Any = assemble.build_strategy(config, workload, world)
     losses, rows = [], []
     comm.LEDGER.reset()
     chosen = strategy.compressor if "late" in name else None
-    for step, microbatches in enumerate(training.Batches(workload, config, world)):
+    for step, microbatches in enumerate(loop.Batches(workload, config, world)):
         if chosen is not None:
             strategy.compressor = chosen if step >= 10 else Compressor()
         losses.append(float(strategy.gradients(microbatches)))
@@ -64,7 +64,7 @@ def train(world: Any, values: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def describe(world: Any, command: str) -> dict[str, Any]:
-    from shardlab import environment
+    from shardlab.run import environment
 
     return environment.describe(world.device, command)
 

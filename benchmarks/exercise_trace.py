@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import config as configs
-from shardlab.launch import Ranks
+from shardlab.run.launch import Ranks
 
 STEPS, LATE_S = 4, 0.04
 CONFIG = {
@@ -46,24 +46,22 @@ class FromTheStart(configs.ProfileConfig):
 
 
 def record(world: Any, values: dict[str, Any], folder: str) -> None:
-    from shardlab import train
     from shardlab.comm import LEDGER
-    from shardlab.record import Recorder
+    from shardlab.run import assemble, loop
+    from shardlab.run.recorder import Recorder
     from shardlab.trace.capture import Capture
 
     config = configs.from_dict(values)
-    workload = train.build_workload(config)
+    workload = assemble.build_workload(config)
     LEDGER.reset(full_steps=STEPS)
-    strategy = train.build_strategy(config, workload, world)
+    strategy = assemble.build_strategy(config, workload, world)
     own = Path(folder)
     capture = Capture(
         FromTheStart(enabled=True), world, LEDGER, strategy, own, config.strategy.name
     )
     with Recorder(own, world, LEDGER, STEPS, capture) as recorder:
-        batches = train.Batches(workload, config, world)
-        train.train(
-            strategy, _late(batches) if world.rank == 1 else batches, recorder, range(STEPS)
-        )
+        batches = loop.Batches(workload, config, world)
+        loop.train(strategy, _late(batches) if world.rank == 1 else batches, recorder, range(STEPS))
 
 
 def _late(batches: Iterable[Any]) -> Iterator[Any]:

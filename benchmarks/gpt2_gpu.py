@@ -27,11 +27,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardlab import comm, environment, train
+from shardlab import comm
 from shardlab import config as configs
-from shardlab.launch import Ranks
 from shardlab.numbers import spread
-from shardlab.record import Recorder
+from shardlab.run import assemble, environment, loop
+from shardlab.run.launch import Ranks
+from shardlab.run.recorder import Recorder
 
 SEQ, DIM, HEADS, LAYERS, VOCAB = 1024, 768, 12, 12, 50304
 WARMUP, TURNS = 6, 10
@@ -102,14 +103,14 @@ def ours(world: Any, batch: int, compile_what: str) -> Callable[[int], None]:
             "launch.world": 1,
         },
     )
-    workload = train.build_workload(config)
-    strategy = train.build_strategy(config, workload, world)
-    data = train.Batches(workload, config, world)
+    workload = assemble.build_workload(config)
+    strategy = assemble.build_strategy(config, workload, world)
+    data = loop.Batches(workload, config, world)
     comm.LEDGER.reset(full_steps=0)
 
     def steps(count: int) -> None:
         with Recorder(None, world, comm.LEDGER, count) as recorder:
-            train.train(strategy, data, recorder, range(count))
+            loop.train(strategy, data, recorder, range(count))
 
     return steps
 

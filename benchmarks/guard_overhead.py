@@ -25,7 +25,7 @@ from typing import Any
 
 from shardlab import config as configs
 from shardlab import numbers
-from shardlab.launch import Ranks
+from shardlab.run.launch import Ranks
 
 STEPS = 10  # of each kind in a block
 WARMUP = 5
@@ -39,20 +39,21 @@ def measure(world: Any, values: dict[str, Any], blocks: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from shardlab import comm, environment, train
+    from shardlab import comm
     from shardlab.guard import drift, watchdog
     from shardlab.guard.guards import Guards
     from shardlab.guard.numbers import NumbersGuard
+    from shardlab.run import assemble, environment, loop
     from shardlab.strategies.update import Rule
 
     config = configs.from_dict(values)
-    workload = train.build_workload(config)
+    workload = assemble.build_workload(config)
     comm.LEDGER.reset(full_steps=1_000_000)  # as in a run's first steps: every row is written
     guards = Guards(config, world)
     comm.LEDGER.check = None  # the first steps are measured apart, below
-    strategy: Any = train.build_strategy(config, workload, world)
+    strategy: Any = assemble.build_strategy(config, workload, world)
     numbers = NumbersGuard(strategy, world, config.training.on_nonfinite)
-    steps = train.Batches(workload, config, world)
+    steps = loop.Batches(workload, config, world)
     counted = comm.all_reduce
     reductions = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
     rules: dict[bool, Rule] = {

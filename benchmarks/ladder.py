@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import config as configs
-from shardlab.launch import Ranks
+from shardlab.run.launch import Ranks
 
 PAIRS = {
     "bucket_ddp_async": ("pytorch_ddp", 1.00),
@@ -34,16 +34,17 @@ WARMUP = 3
 
 def take_turns(world: Any, ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     """Step times of both, as long as the slowest rank took: {"ours": [...], "theirs": [...]}."""
-    from shardlab import comm, environment, train
+    from shardlab import comm
+    from shardlab.run import assemble, environment, loop
 
     settings = {"ours": configs.from_dict(ours), "theirs": configs.from_dict(theirs)}
     config = settings["ours"]
-    workload = train.build_workload(config)
-    strategies = {k: train.build_strategy(c, workload, world) for k, c in settings.items()}
+    workload = assemble.build_workload(config)
+    strategies = {k: assemble.build_strategy(c, workload, world) for k, c in settings.items()}
     times: dict[str, list[float]] = {"ours": [], "theirs": []}
     losses: dict[str, float] = {}
     comm.LEDGER.reset(full_steps=0)  # as in a comparison's timed steps: totals only
-    for i, microbatches in enumerate(train.Batches(workload, config, world)):
+    for i, microbatches in enumerate(loop.Batches(workload, config, world)):
         comm.LEDGER.step = i
         for kind in ("ours", "theirs") if i % 2 else ("theirs", "ours"):
             comm.barrier(world.group)

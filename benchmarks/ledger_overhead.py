@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import config as configs
-from shardlab.launch import Ranks
+from shardlab.run.launch import Ranks
 
 ROUNDS = 150
 
@@ -30,12 +30,13 @@ def measure(world: Any, values: dict[str, Any]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from shardlab import comm, environment, train
+    from shardlab import comm
+    from shardlab.run import assemble, environment, loop
 
     config = configs.from_dict(values)
-    workload = train.build_workload(config)
-    strategy = train.build_strategy(config, workload, world)
-    steps = train.Batches(workload, config, world)
+    workload = assemble.build_workload(config)
+    strategy = assemble.build_strategy(config, workload, world)
+    steps = loop.Batches(workload, config, world)
     counted = comm.all_reduce
     reductions = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 

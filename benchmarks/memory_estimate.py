@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import config as configs
-from shardlab.launch import Ranks
 from shardlab.measure import estimate
-from shardlab.strategies import STRATEGIES
+from shardlab.naming import STRATEGIES
+from shardlab.run.launch import Ranks
 
 WORKLOADS = {
     "gpt2-mini": {"model.size": "mini", "training.global_batch": 8},
@@ -44,7 +44,7 @@ COMMAND = "python benchmarks/memory_estimate.py"
 
 
 def describe(world: Any) -> dict[str, Any]:
-    from shardlab import environment
+    from shardlab.run import environment
 
     return environment.describe(world.device, COMMAND)
 

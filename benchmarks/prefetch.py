@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import config as configs
-from shardlab.launch import Ranks
+from shardlab.run.launch import Ranks
 
 WARMUP = 4
 
@@ -27,13 +27,14 @@ def take_turns(world: Any, values: dict[str, Any], depth: int) -> dict[str, Any]
     """Waits and whole steps in ms, of depth 0 ("plain") and ``depth`` ("ahead")."""
     import torch
 
-    from shardlab import comm, environment, train
+    from shardlab import comm
+    from shardlab.run import assemble, environment, loop
 
     config = configs.from_dict(values)
-    workload = train.build_workload(config)
-    strategy = train.build_strategy(config, workload, world)
+    workload = assemble.build_workload(config)
+    strategy = assemble.build_strategy(config, workload, world)
     loaders = {
-        kind: train.Batches(workload, config.with_overrides({"data.prefetch": n}), world)
+        kind: loop.Batches(workload, config.with_overrides({"data.prefetch": n}), world)
         for kind, n in (("plain", 0), ("ahead", depth))
     }
     waits: dict[str, list[float]] = {kind: [] for kind in loaders}

@@ -36,11 +36,13 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import config as configs
-from shardlab import faults, record, restart
 from shardlab.checkpoint import files, manifest
 from shardlab.config import Config
 from shardlab.errors import RankFailure, UsageError
-from shardlab.strategies import STRATEGIES
+from shardlab.faults import spec
+from shardlab.files import read_jsonl, write_json, write_text
+from shardlab.naming import STRATEGIES
+from shardlab.run import restart
 
 STEPS, EVERY = 8, 2
 # After which the watchdog ends a run that is made to hang, and the deadline of one start of a run;
@@ -178,7 +180,7 @@ def _nan(strategy: str, world: int, rng: random.Random) -> Case:
 
 def _corrupt(strategy: str, world: int, rng: random.Random) -> Case:
     """Any of the checkpoints. After the last one no step is left in which to be killed."""
-    how = rng.choice(faults.DAMAGES)
+    how = rng.choice(spec.DAMAGES)
     after = EVERY * rng.randrange(1, STEPS // EVERY + 1)  # steps, when it was taken
     is_last = after == STEPS
     killed_at = rng.randrange(STEPS) if is_last else rng.randrange(after, after + EVERY)
@@ -404,7 +406,7 @@ class _Disturber(threading.Thread):
         number = signal.SIGKILL if self.words[0] == "KILL" else signal.SIGSTOP
         while not self.over.wait(0.01):
             rows = self.folder / "rank0.jsonl"
-            if not rows.exists() or len(record.read_jsonl(rows)) < steps:
+            if not rows.exists() or len(read_jsonl(rows)) < steps:
                 continue
             if self.words[1] == "parent":
                 pid = int(self.folder.with_suffix(".pid").read_text())
@@ -447,7 +449,7 @@ def judge(case: Case, folder: Path, reference: Path) -> None:
         case.wrong.append(f"did not finish: {case.ended[-1]}")
     struck = faults_struck(folder)
     case.wrong += [f"the fault {f} never struck" for f in case.faults if f not in struck
-                   and faults.parse(f).is_once]  # fmt: skip
+                   and spec.parse(f).is_once]  # fmt: skip
     case.wrong += leftovers(folder)
     if case.wrong:
         return
@@ -457,7 +459,7 @@ def judge(case: Case, folder: Path, reference: Path) -> None:
 
 
 def faults_struck(folder: Path) -> set[str]:
-    rows = [row for path in folder.glob("faults.rank*.jsonl") for row in record.read_jsonl(path)]
+    rows = [row for path in folder.glob("faults.rank*.jsonl") for row in read_jsonl(path)]
     return {row["fault"] for row in rows}
 
 
@@ -475,9 +477,7 @@ def different(folder: Path, reference: Path, world: int) -> list[str]:
         if getattr(a, name) != getattr(b, name):
             found.append(f"the last checkpoint differs in its {name}")
     for rank in range(world):
-        rows, expected = (
-            record.read_jsonl(run / f"rank{rank}.jsonl") for run in (folder, reference)
-        )
+        rows, expected = (read_jsonl(run / f"rank{rank}.jsonl") for run in (folder, reference))
         if [row["step"] for row in rows] != list(range(STEPS)):
             found.append(f"rank {rank} has rows of the steps {[row['step'] for row in rows]}")
         elif [row["loss"] for row in rows] != [row["loss"] for row in expected]:
@@ -599,9 +599,9 @@ class Record:
         rows = [asdict(case) | {"passed": case.passed} for case in self.done]
         same = sum(case.passed for case in self.done)
         content = {**self.about, "done": len(rows), "same": same, "cases": rows}
-        record.write_json(self.folder / "soak.json", content)
+        write_json(self.folder / "soak.json", content)
         text = f"{table(self.done)}\n{not_the_same(self.done)}"
-        record.write_text(self.folder / "soak.md", text)
+        write_text(self.folder / "soak.md", text)
 
 
 def seeds_in(text: str) -> list[int]:

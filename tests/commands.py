@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[1]
 SHARDLAB = [sys.executable, "-m", "shardlab"]
 
 
@@ -92,3 +94,9 @@ def descendants(pid: int) -> list[int]:
         if int(fields[1]) == pid:
             children.append(int(stat.parent.name))
     return children + [g for c in children for g in descendants(c)]
+
+
+def bash_lines(name: str) -> list[str]:
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / name).read_text(), flags=re.S)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [code for line in lines if (code := re.sub(r"(^|\s+)# .*", "", line).strip())]

@@ -30,22 +30,23 @@ import yaml
 
 import chrome
 from mutations import Files
-from shardlab import cli, inject, record
+from results import cell, explained, proof, result_of
+from shardlab import cli, runfolder
 from shardlab import config as configs
-from shardlab import train as training
 from shardlab.checkpoint import convert, files, manifest
 from shardlab.checkpoint import start as starts
 from shardlab.cli.flags import config_of
 from shardlab.data import bpe, catalog, images, loader, obtaining, reviews, tokens
 from shardlab.data import text as texts
 from shardlab.errors import UsageError
+from shardlab.faults import inject
 from shardlab.measure import gate
 from shardlab.measure import resume as resuming
 from shardlab.measure.cells import Cell, Plan
 from shardlab.report import console
+from shardlab.run import assemble, loop
 from shardlab.workloads import gpt2, huggingface
 from shardlab.workloads.base import Dataset
-from test_report import cell, explained, proof, result_of
 
 
 @dataclass(frozen=True)
@@ -108,13 +109,13 @@ MOST_WEIGHTS = 10**8  # of a model that is built here to see whether it can be: 
 
 def read_config(folder: Path, _out: Path) -> None:
     config = configs.load(folder / "config.yaml").with_overrides({"output.dir": None})
-    training.resolve_strategy(config)
+    assemble.resolve_strategy(config)
     if ":" in config.model.workload:
         return  # the user's own code may do as it likes
-    workload = training.build_workload(config)
-    order = training.data_order(workload, config)
+    workload = assemble.build_workload(config)
+    order = loop.data_order(workload, config)
     loader.sampler.check_epoch(order.length, order.global_batch, order.mode)
-    training.make_rule(config)
+    assemble.make_rule(config)
 
 
 def read_settings(folder: Path, _out: Path) -> None:
@@ -155,7 +156,7 @@ def read_tokens(folder: Path, _out: Path) -> None:
     config = configs.from_dict(
         {"model": {"size": "tiny"}, "data": {"source": str(folder), "seq_len": 32}}
     )
-    feed(training.build_workload(config).dataset)
+    feed(assemble.build_workload(config).dataset)
 
 
 def _idx(array: Any) -> bytes:
@@ -460,7 +461,7 @@ def go_on(folder: Path, _out: Path) -> None:
         with contextlib.suppress(UsageError):
             manifest.verify(path, manifest.read(path).files)
     inject.fired(folder)
-    record.cut_back(folder, 3)
+    runfolder.cut_back(folder, 3)
     command("checkpoint", "show", folder)
 
 

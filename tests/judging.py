@@ -6,9 +6,10 @@ from typing import Any
 
 from conftest import GetRanks
 from shardlab import config as configs
-from shardlab.guard import pulse, watchdog
+from shardlab import pulse
+from shardlab.guard import watchdog
 from shardlab.proof import evidence, judge, watch
-from shardlab.prove import cases_of, small
+from shardlab.proof.prove import cases_of, small
 from shardlab.world import World
 
 CHECKS = {

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import naming, optimizers
-from shardlab.strategies import STRATEGIES
+from shardlab import naming
+from shardlab.naming import STRATEGIES
+from shardlab.optim import factory
 from shardlab.strategies.base import Setup
 from shardlab.workloads.base import Batch
 from shardlab.world import World
@@ -674,7 +675,7 @@ def build(name: str, seed: int) -> nn.Module:
 
 
 # A decay, so that a zero gradient instead of none would show.
-MAKE = optimizers.of_class(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
+MAKE = factory.of_class(torch.optim.AdamW, lr=0.05, weight_decay=0.1)
 
 
 def numpy(tensors: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-from shardlab.strategies import STRATEGIES
+from shardlab.naming import STRATEGIES
 from shardlab.workloads.base import Batch
 
 STEPS = 3

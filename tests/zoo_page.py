@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardlab.strategies import STRATEGIES
+from shardlab.naming import STRATEGIES
 from zoo import STEPS, ZOO
 
 PAGE = Path(__file__).parent.parent / "docs" / "zoo.md"
@@ -14,12 +14,12 @@ HEAD = """\
 
 {count} small models, written the way people write them. Under each strategy the result equals one
 plain process (✓), or the strategy refuses the model in one line, on every rank (–). Nothing else
-may happen: no difference that nobody notices, no hang, no crash. `pytest tests/test_zoo.py --whole`
-(which is part of `make test`) runs each of them on two real ranks, and `zero3`'s and a part of the
-others' on three. It compares losses, gradients, parameters and buffers of {steps} steps of AdamW
-with a plain loop. Nobody looks at the parameters before the end of the second step, since looking
-must not change anything. Without `--whole` a part is run that takes a minute and a half; `zero3`
-meets every model in it.
+may happen: no difference that nobody notices, no hang, no crash. `pytest
+tests/strategies/test_zoo.py --whole` (which is part of `make test`) runs each of them on two real
+ranks, and `zero3`'s and a part of the others' on three. It compares losses, gradients, parameters
+and buffers of {steps} steps of AdamW with a plain loop. Nobody looks at the parameters before the
+end of the second step, since looking must not change anything. Without `--whole` a part is run
+that takes a minute and a half; `zero3` meets every model in it.
 
 `pytorch_ddp` and `pytorch_zero1` run with `find_unused_parameters: true`. Frozen parameters and
 buffers that forward changes are held to what rank 0 makes of them, as DDP holds buffers.
@@ -36,7 +36,7 @@ a `loss` or an `evaluate` of the class replaces the default. Then run
 
 ```text
 python tests/zoo_page.py
-python -m pytest tests/test_zoo.py --whole
+python -m pytest tests/strategies/test_zoo.py --whole
 ```
 
 `tests/zoo_generator.py` finds new ones: it puts such traits together at random, and prints those

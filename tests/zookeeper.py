@@ -28,11 +28,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlab import naming, optimizers
+from shardlab import naming
 from shardlab import world as worlds
-from shardlab.errors import RankFailure, UsageError
-from shardlab.launch import LOST_PEER, Ranks
-from shardlab.strategies import STRATEGIES, pytorch_hsdp
+from shardlab.errors import LOST_PEER, RankFailure, UsageError
+from shardlab.naming import STRATEGIES
+from shardlab.optim import factory
+from shardlab.run.launch import Ranks
+from shardlab.strategies import pytorch_hsdp
 from shardlab.strategies.base import Setup
 from shardlab.world import World
 from zoo import MICRO, STEPS, Animal
@@ -42,7 +44,7 @@ PEER_S = 8.0  # no collective may take longer
 STOPPED = 77  # exit code of a rank that was stopped after CELL_S
 
 # The large epsilon: where the true gradient is zero, AdamW would make 1 of a rounding error.
-OPTIMIZER = optimizers.of_class(torch.optim.AdamW, lr=0.05, weight_decay=0.1, eps=1e-3)
+OPTIMIZER = factory.of_class(torch.optim.AdamW, lr=0.05, weight_decay=0.1, eps=1e-3)
 OPTIONS = {name: {"find_unused_parameters": True} for name in ("pytorch_ddp", "pytorch_zero1")}
 
 _numbers = itertools.count(1)

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.guard.verdict import Call
 from shardlab.numbers import wire_bytes as wire_bytes
+from shardlab.pulse import Call
 
 Group = dist.ProcessGroup
 REMEMBERED = 1024  # calls that ``recent`` keeps, to tell ranks apart that are out of step
@@ -213,7 +213,8 @@ def _stamp(entry: Entry, _future: Any) -> None:
     entry.done_ns = time.perf_counter_ns()
 
 
-# Of an injected fault (shardlab.inject): asked before each collective, true leaves it out.
+# Set by an injected fault (faults/inject.py). It is asked before each collective; True skips it.
+# A module variable, as the collectives are plain functions that any strategy calls.
 intercept: Callable[[], bool] | None = None
 
 

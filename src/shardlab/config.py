@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, TypeVar, cast, get_type_hints
 
 import yaml
 
-from shardlab import faults as injected
-from shardlab import strategies
+from shardlab import naming
 from shardlab.errors import UsageError, unknown
+from shardlab.faults import spec as injected
 from shardlab.naming import WORKLOADS, kind_of, typed
-from shardlab.schedule import SCHEDULES
+from shardlab.optim.schedule import SCHEDULES
 
 T = TypeVar("T")
 
@@ -231,11 +231,11 @@ class StrategyConfig(Section):
     options: dict[str, Any] = field(default_factory=dict)  # passed to the strategy by name
 
     def __post_init__(self) -> None:
-        known = strategies.STRATEGIES
-        if self.name in strategies.ALIASES:
-            object.__setattr__(self, "name", strategies.ALIASES[self.name])
+        known = naming.STRATEGIES
+        if self.name in naming.ALIASES:
+            object.__setattr__(self, "name", naming.ALIASES[self.name])
         elif ":" not in self.name and self.name not in known:
-            raise unknown("strategy", self.name, [*known, *strategies.ALIASES])
+            raise unknown("strategy", self.name, [*known, *naming.ALIASES])
 
     @property
     def label(self) -> str:

@@ -7,6 +7,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 LONGEST = 2000  # characters of a refusal
+# What PyTorch says, in lower case, when another rank has gone.
+LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "socket closed",
+    "remote process has exited",
+    "heartbeat monitor",
+)
 
 
 class UsageError(Exception):

@@ -19,14 +19,39 @@ from typing import Any
 
 from shardlab.errors import UsageError, unknown
 
-# What can be trained, by name. Import paths, so that a name is checked without importing torch.
+# Import paths and not classes, so that a name is checked (and ``--help`` answered) without torch.
+# The strategies stand in order of difficulty.
+STRATEGIES = {
+    "single": "shardlab.strategies.single:Single",
+    "simple_ddp": "shardlab.strategies.simple_ddp:SimpleDDP",
+    "simple_ddp_ga": "shardlab.strategies.simple_ddp_ga:SimpleDDPGradientAccumulation",
+    "simple_ddp_hook": "shardlab.strategies.simple_ddp_hook:SimpleDDPHook",
+    "simple_ddp_async": "shardlab.strategies.simple_ddp_async:SimpleDDPAsync",
+    "bucket_ddp_async": "shardlab.strategies.bucket_ddp_async:BucketDDPAsync",
+    "zero1": "shardlab.strategies.zero1:Zero1",
+    "zero2": "shardlab.strategies.zero2:Zero2",
+    "zero3": "shardlab.strategies.zero3:Zero3",
+    "pytorch_ddp": "shardlab.strategies.pytorch_ddp:PyTorchDDP",
+    "pytorch_zero1": "shardlab.strategies.pytorch_zero1:PyTorchZero1",
+    "pytorch_zero2": "shardlab.strategies.pytorch_zero2:PyTorchZero2",
+    "pytorch_zero3": "shardlab.strategies.pytorch_zero3:PyTorchZero3",
+    "pytorch_hsdp": "shardlab.strategies.pytorch_hsdp:PyTorchHSDP",
+}
+# The words of PyTorch's first FSDP, for those who know them.
+ALIASES = {
+    "NO_SHARD": "pytorch_ddp",
+    "SHARD_GRAD_OP": "pytorch_zero2",
+    "FULL_SHARD": "pytorch_zero3",
+    "HYBRID_SHARD": "pytorch_hsdp",
+}
+
+# What can be trained.
 WORKLOADS = {
     "gpt2": "shardlab.workloads.gpt2:gpt2",
     "resnet_cifar10": "shardlab.workloads.resnet:resnet_cifar10",
     "cnn_mnist": "shardlab.workloads.cnn:cnn_mnist",
     "causal_lm": "shardlab.workloads.causal_lm:causal_lm",
 }
-NOT_OPTIONS = ("rule", "blocks")  # a strategy gets these from other parts of the config
 _WORDS = {
     int: "whole number", float: "number", str: "text", bool: "true or false", dict: "mapping",
     list: "list",
@@ -97,16 +122,15 @@ def check_options(target: Callable[..., Any], options: Mapping[str, Any], kind: 
     Options are the keyword-only parameters; those annotated as a plain type are checked.
     """
     parameters = inspect.signature(target, eval_str=True).parameters.values()
-    known = {
-        p.name: p.annotation
-        for p in parameters
-        if p.kind is p.KEYWORD_ONLY and p.name not in NOT_OPTIONS
-    }
+    known = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in options:
+            raise UsageError(f"{kind} needs its option '{name}', which has no default")
     for name, value in options.items():
         if name not in known:
             raise unknown(f"option of {kind}", name, known)
-        if known[name] in PLAIN:
-            typed(value, known[name], f"{kind}'s {name}")
+        if (hint := known[name].annotation) in PLAIN:
+            typed(value, hint, f"{kind}'s {name}")
 
 
 def kind_of(value: Any) -> str:

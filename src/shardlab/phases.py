@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardlab.guard.pulse import At
+from shardlab.pulse import At
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 

@@ -164,3 +164,12 @@ def seed_rank(value: int, rank: int, step: int = 0) -> None:
     """
     if rank:
         seed(int(np.random.SeedSequence([value, rank, step]).generate_state(1, np.uint64)[0] >> 1))
+
+
+def sent_to_host(value: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """A copy on its way to the host, and the event after which it is there."""
+    copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    copy.copy_(value.detach(), non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return copy, arrived

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from shardlab import pulse
 from shardlab.config import Config
 from shardlab.data.audit import Audit
-from shardlab.guard import pulse
+from shardlab.files import read_jsonl
 from shardlab.guard.guards import Guards
-from shardlab.record import Recorder, read_jsonl
 from shardlab.strategies.base import Strategy
 from shardlab.workloads.base import Workload
 from shardlab.world import World
 
 if TYPE_CHECKING:
     from shardlab.checkpoint.save import Checkpoints
+    from shardlab.run.recorder import Recorder
 
 
 def kept_rows(folder: Path, world: World) -> list[dict[str, Any]]:

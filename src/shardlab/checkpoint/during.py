@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shardlab import inject
+from shardlab import pulse
 from shardlab import world as worlds
 from shardlab.checkpoint import files, rng
 from shardlab.checkpoint.load import load
@@ -18,13 +18,15 @@ from shardlab.checkpoint.save import About, Checkpoints, Outcome
 from shardlab.checkpoint.start import Start
 from shardlab.config import Config
 from shardlab.data.audit import Audit
-from shardlab.guard import pulse
+from shardlab.faults import inject
 from shardlab.guard.guards import Guards
-from shardlab.record import Recorder
 from shardlab.strategies import base
 from shardlab.strategies.base import Strategy
 from shardlab.workloads.base import Batch, Workload
 from shardlab.world import World
+
+if TYPE_CHECKING:
+    from shardlab.run.recorder import Recorder
 
 
 def restore(

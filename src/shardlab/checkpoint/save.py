@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from shardlab import inject
 from shardlab.checkpoint import files, parts, planning, storage
 from shardlab.checkpoint import manifest as manifests
 from shardlab.checkpoint.manifest import NAME, OWN, File, Manifest
@@ -25,7 +24,8 @@ from shardlab.checkpoint.manifest import Tensor as Entry
 from shardlab.checkpoint.parts import Numbers, Part, Parts
 from shardlab.config import CheckpointConfig
 from shardlab.errors import UsageError
-from shardlab.record import write_text
+from shardlab.faults import inject
+from shardlab.files import write_text
 from shardlab.strategies.base import Strategy
 from shardlab.world import World
 

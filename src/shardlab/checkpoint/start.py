@@ -9,13 +9,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardlab import record
+from shardlab import runfolder
 from shardlab.checkpoint import files
 from shardlab.checkpoint import manifest as manifests
 from shardlab.checkpoint.fit import MUST_MATCH, changes, differences, setting
 from shardlab.checkpoint.manifest import Manifest
 from shardlab.config import Config
 from shardlab.errors import UsageError
+from shardlab.files import json_text
 from shardlab.runlock import RunLock
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ def clear(start: Start) -> None:
     """Take out of a run's folder what will be done again, and what was left half-written."""
     assert start.run is not None
     files.sweep(start.run)
-    record.cut_back(start.run, start.step)
+    runfolder.cut_back(start.run, start.step)
 
 
 def note(folder: Path, start: Start, config: Config, command: str) -> dict[str, Any]:
@@ -221,5 +222,5 @@ def note(folder: Path, start: Start, config: Config, command: str) -> dict[str, 
         "command": command,
     }
     with (folder / "resumes.jsonl").open("a", encoding="utf-8") as file:
-        file.write(record.json_text(row) + "\n")
+        file.write(json_text(row) + "\n")
     return row

@@ -47,7 +47,7 @@ def main() -> None:
     try:
         app()
     except UsageError as error:
-        from shardlab import launch
+        from shardlab.run import launch
 
         _end(2, f"error: {launch.refused_together(str(error))}")
     except RankFailure as failure:
@@ -66,7 +66,7 @@ def _end(code: int, message: str) -> NoReturn:
 @app.command()
 def strategies(as_json: Annotated[bool, JSON] = False) -> None:
     """List the strategies, in the order of the ladder."""
-    from shardlab.strategies import STRATEGIES
+    from shardlab.naming import STRATEGIES
 
     _list_names(STRATEGIES, "strategy", as_json)
 
@@ -74,7 +74,7 @@ def strategies(as_json: Annotated[bool, JSON] = False) -> None:
 @app.command()
 def workloads(as_json: Annotated[bool, JSON] = False) -> None:
     """List what can be trained."""
-    from shardlab.workloads import WORKLOADS
+    from shardlab.naming import WORKLOADS
 
     _list_names(WORKLOADS, "workload", as_json)
 
@@ -93,10 +93,10 @@ def _list_names(known: dict[str, str], kind: str, as_json: bool) -> None:
 @app.command()
 def doctor(as_json: Annotated[bool, JSON] = False) -> None:
     """Say what this machine can run, and why not the rest. Starts two ranks to see."""
-    from shardlab import diagnosis
     from shardlab.report import console
+    from shardlab.run import doctor
 
-    checks = diagnosis.examine()
+    checks = doctor.examine()
     if as_json:
         print(json.dumps(checks))
     else:

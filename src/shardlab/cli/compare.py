@@ -72,13 +72,13 @@ def compare(
     ),
 ) -> None:  # fmt: skip
     """Measure strategies side by side: same model, data, seed and global batch."""
-    from shardlab import launch
     from shardlab.measure import compare as comparison
     from shardlab.measure import gate
     from shardlab.measure import resume as resuming
     from shardlab.measure.cells import Plan, axes_of, cells_of
     from shardlab.report import compare as report
     from shardlab.report import console
+    from shardlab.run import launch
 
     flags.refuse_torchrun("compare")
     if fail_if and against is None:

@@ -119,10 +119,10 @@ def show(
 def _tell(result: dict[str, Any], quiet: bool, as_json: bool) -> None:
     from rich.console import Console
 
-    from shardlab import record
+    from shardlab import files
 
     if as_json:
-        print(record.json_text(result))
+        print(files.json_text(result))
     elif quiet:
         print(result["folder"])
     else:

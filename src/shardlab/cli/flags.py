@@ -155,10 +155,10 @@ class Asked:
 
     def print(self, result: Any, folder: Any, show: Callable[[], None]) -> None:
         """The result as it was asked for: as JSON, the folder of its files alone, or in words."""
-        from shardlab import record
+        from shardlab import files
 
         if self.as_json:
-            print(record.json_text(result))
+            print(files.json_text(result))
         elif self.quiet:
             print(folder)
         else:
@@ -252,23 +252,23 @@ def command() -> str:
 
 def new_folder(config: Config, name: str) -> Path:
     """The folder for a command's files: the one that was asked for, or a new one."""
-    from shardlab import record
+    from shardlab import runfolder
 
     chosen = config.output.dir
-    return record.new_folder(
+    return runfolder.new_folder(
         Path(config.output.root), name, None if chosen is None else Path(chosen)
     )
 
 
 def specs_of(strategies: str | None) -> list[str]:
     """The strategies of a comma-separated flag; without it, all."""
-    from shardlab.strategies import STRATEGIES
+    from shardlab.naming import STRATEGIES
 
     return [s.strip() for s in strategies.split(",")] if strategies else list(STRATEGIES)
 
 
 def refuse_torchrun(name: str, what: str = "ranks") -> None:
-    from shardlab import launch
+    from shardlab.run import launch
 
     if launch.torchrun_environment() is not None:
         raise UsageError(f"{name} starts its own {what}; run it without torchrun")

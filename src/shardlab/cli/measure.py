@@ -15,7 +15,7 @@ from shardlab.errors import UsageError
 
 if TYPE_CHECKING:
     from shardlab.config import Config
-    from shardlab.rankset import RankSet
+    from shardlab.run.rankset import RankSet
 
 SHARED = (
     "workload", "size", "data", "seq_len", "accumulate", "optimizer", "precision",
@@ -126,12 +126,13 @@ def memory(
     ),
 ) -> None:  # fmt: skip
     """Tell what each rank will hold at the peak of a step, without running it."""
-    from shardlab import launch, record
+    from shardlab import files
     from shardlab.measure import estimate
     from shardlab.numbers import parse_bytes
-    from shardlab.rankset import RankSet
     from shardlab.report import console
     from shardlab.report import memory as report
+    from shardlab.run import launch
+    from shardlab.run.rankset import RankSet
 
     flags.refuse_torchrun("memory", "processes")
     limit = None if fits is None else parse_bytes(fits, "--fits")
@@ -161,7 +162,7 @@ def memory(
             result["snapshots"] = [
                 path for row in rows for path in estimate.snapshots(rankset, row.config, folder())
             ]
-    record.write_json(folder() / "memory.json", result)
+    files.write_json(folder() / "memory.json", result)
     asked.print(result, folder(), lambda: report.show(result, folder() / "memory.json"))
     if all(row["status"] != "ok" for row in result["rows"]):
         raise SystemExit(1)

@@ -35,8 +35,8 @@ def prove(
     It takes a few seconds for each strategy, and with a large model as long as ten optimizer steps
     in float64; before the first strategy, as long as ten steps in one process.
     """
-    from shardlab import prove as proofs
-    from shardlab import record
+    from shardlab import files
+    from shardlab.proof import prove as proofs
     from shardlab.report import console
     from shardlab.report import proof as report
 
@@ -48,7 +48,7 @@ def prove(
     with console.comparison_progress(enabled=asked.shows) as on_progress:
         result = proofs.prove(cases, worlds, flags.command(), on_progress, limit)
     folder = flags.new_folder(resolved, "prove")
-    record.write_json(folder / "prove.json", result)
+    files.write_json(folder / "prove.json", result)
     asked.print(result, folder, lambda: report.show(result, folder / "prove.json"))
     if not result["verdicts"] or not all(v["pass"] for v in result["verdicts"]):
         raise SystemExit(1)

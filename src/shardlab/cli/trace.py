@@ -53,7 +53,8 @@ def analyze(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:  # fmt: skip
     """Split each step into compute, communication, waiting and idle time; name the stragglers."""
-    from shardlab import record, trace
+    from shardlab import trace
+    from shardlab.files import json_text
     from shardlab.report import trace_terminal as report
 
     if top < 0:
@@ -64,7 +65,7 @@ def analyze(
         summary = traces.summary(hta_compat)
         folder = _folder(traces, out, several=len(found) > 1)
         if as_json:
-            print(record.json_text(summary))
+            print(json_text(summary))
         elif not quiet:
             report.show(traces, hta_compat=hta_compat, top=top, first=i == 0)
         try:
@@ -100,7 +101,8 @@ def diff(
     ),
 ) -> None:  # fmt: skip
     """Say what became faster or slower from A to B: by part, phase, collective and operator."""
-    from shardlab import record, trace
+    from shardlab import trace
+    from shardlab.files import json_text, write_json
     from shardlab.report import trace_diff as report
     from shardlab.trace import diff as diffs
 
@@ -111,11 +113,11 @@ def diff(
         try:
             out.mkdir(parents=True, exist_ok=True)
             file = out / "diff.json"
-            record.write_json(file, found.to_dict())
+            write_json(file, found.to_dict())
         except OSError as error:
             raise UsageError(f"cannot write to {out} ({error.strerror})") from None
     if as_json:
-        print(record.json_text(found.to_dict()))
+        print(json_text(found.to_dict()))
     else:
         report.show(found, file)
 

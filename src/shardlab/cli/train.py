@@ -17,9 +17,9 @@ from shardlab.errors import Interrupted, RankFailure, UsageError
 )  # fmt: skip
 def train(asked: flags.Asked) -> None:
     """Train with one strategy; the run folder keeps every step and every collective."""
-    from shardlab import launch, restart
     from shardlab.checkpoint import start as starts
     from shardlab.report import console
+    from shardlab.run import launch, restart
 
     environment = launch.torchrun_environment()
     given = asked.flags

@@ -22,7 +22,7 @@ from shardlab.data import download, sources
 from shardlab.data.catalog import Entry, Package
 from shardlab.data.download import Progress, Unreachable, silent
 from shardlab.errors import UsageError
-from shardlab.record import write_json
+from shardlab.files import write_json
 
 FROM_HUB, FROM_PACKAGE = "hub", "package"
 

@@ -22,7 +22,7 @@ import numpy as np
 from shardlab.data import sources, unpack
 from shardlab.data.bpe import Vocabulary, encoder, read_vocabulary
 from shardlab.errors import UsageError, unknown
-from shardlab.record import write_json
+from shardlab.files import write_json
 
 TOKENIZERS = ("auto", "bytes", "gpt2")
 SHARD_TOKENS = 100_000_000

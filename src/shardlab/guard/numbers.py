@@ -20,11 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 from shardlab.errors import Halt, UsageError
 from shardlab.guard.verdict import names
-from shardlab.record import _sent_to_host
 from shardlab.strategies.base import Strategy
 from shardlab.strategies.update import NotFinite
 from shardlab.workloads.base import Batch
-from shardlab.world import World
+from shardlab.world import World, sent_to_host
 
 STATE = "not finite"
 SKIPS = 10  # in a row: a run that only skips does not train
@@ -80,7 +79,7 @@ class NumbersGuard:
     # ------------------------------------------------------------ the loss
 
     def _read_later(self, loss: Tensor) -> None:
-        self.on_their_way.append((self.number, *_sent_to_host(loss)))
+        self.on_their_way.append((self.number, *sent_to_host(loss)))
         while self.on_their_way and self.on_their_way[0][2].query():
             step, copy, _ = self.on_their_way.popleft()
             if not math.isfinite(float(copy)):

@@ -22,7 +22,8 @@ from shardlab import comm
 from shardlab.errors import Halt
 from shardlab.guard import verdict
 from shardlab.guard.side import side_store
-from shardlab.guard.verdict import Call, Difference
+from shardlab.guard.verdict import Difference
+from shardlab.pulse import Call
 from shardlab.world import World
 
 STATE = "out of step"

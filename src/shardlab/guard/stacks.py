@@ -35,7 +35,9 @@ _LIBRARIES = tuple(
 )
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 # Ours, but never the answer to "where is it": they call what is.
-_PLUMBING = tuple(f"{_PACKAGE}/{name}" for name in ("comm.py", "guard", "phases.py", "launch.py"))
+_PLUMBING = tuple(
+    f"{_PACKAGE}/{name}" for name in ("comm.py", "guard", "pulse.py", "phases.py", "run/launch.py")
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Frame:
 
     @property
     def is_launcher(self) -> bool:
-        return self.file == f"{_PACKAGE}/launch.py"
+        return self.file == f"{_PACKAGE}/run/launch.py"
 
     @property
     def is_plumbing(self) -> bool:

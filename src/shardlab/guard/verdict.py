@@ -10,37 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardlab.errors import Halt
 from shardlab.guard import stacks
-from shardlab.guard.pulse import DATA, LEFT
+from shardlab.pulse import DATA, LEFT, Call
 
 BUSY = 0.5  # of a core: a rank that computes, and does not wait
-
-
-class Call(NamedTuple):
-    """A collective as one rank entered it; ``what`` must be the same on all ranks."""
-
-    seq: int
-    step: int | None
-    what: str  # op, shape, dtype, label
-    site: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.what.partition(' ')[0]} #{self.seq}"
-
-    @property
-    def label(self) -> str:
-        return self.what.partition("'")[2].rpartition("'")[0]
-
-    @property
-    def full(self) -> str:
-        """``all_reduce #17 (bucket 3, step 42)``."""
-        inside = [self.label] if self.label else []
-        inside += [] if self.step is None else [f"step {self.step}"]
-        return f"{self.name} ({', '.join(inside)})" if inside else self.name
 
 
 @dataclass(frozen=True)

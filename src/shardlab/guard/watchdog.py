@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardlab.errors import Halt
 from shardlab.guard import stacks, verdict
-from shardlab.guard.pulse import BUILDING, CHECKPOINT, LEFT, PROOF, PULSE
 from shardlab.guard.stacks import Frame
-from shardlab.guard.verdict import Call, Seen
+from shardlab.guard.verdict import Seen
+from shardlab.pulse import BUILDING, CHECKPOINT, LEFT, PROOF, PULSE, Call
 
 if TYPE_CHECKING:
     from shardlab.world import World

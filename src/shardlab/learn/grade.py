@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.errors import Interrupted, UsageError
-from shardlab.forking import fork_server
 from shardlab.learn import guard
 from shardlab.learn.exercise import Exercise, Finding, say
 from shardlab.learn.reports import Job
+from shardlab.run.forking import fork_server
 
 DEADLINE_S = 30.0  # of a check, from the moment its ranks start; most take less than one
 MEASURED_S = {"choose_strategy": 120.0}  # real training, measured: it takes as long as it takes

@@ -87,7 +87,7 @@ class Watch:
         return self.checks.CASES[self.case].name if self.case >= 0 else ""
 
     def watch(self) -> End:
-        from shardlab.launch import loopback_store, stay_on_loopback
+        from shardlab.run.launch import loopback_store, stay_on_loopback
 
         stay_on_loopback()
         world = max(case.world for case in self.checks.CASES)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardlab.launch import LOST_PEER
+from shardlab.errors import LOST_PEER
 from shardlab.learn import mistakes
 from shardlab.learn.exercise import Evidence, Exercise, Finding, say
 from shardlab.learn.reports import Job, Rank

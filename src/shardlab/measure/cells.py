@@ -188,7 +188,7 @@ def _bucket_options(
 def _takes_buckets(name: str) -> bool:
     """Whether a strategy has buckets whose size can be chosen. Imports it, and torch."""
     from shardlab import naming
-    from shardlab.strategies import ALIASES, STRATEGIES
+    from shardlab.naming import ALIASES, STRATEGIES
 
     make = naming.resolve(ALIASES.get(name, name), STRATEGIES, "strategy")
     return "bucket_mb" in inspect.signature(make).parameters

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardlab import numbers
 from shardlab.measure import readings
-from shardlab.strategies import STRATEGIES
+from shardlab.naming import STRATEGIES
 
 Row = Mapping[str, Any]
 

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from shardlab import config as configs
-from shardlab import numbers, prove, trace
+from shardlab import numbers, trace
 from shardlab.config import Config, OutputConfig, ProfileConfig
 from shardlab.errors import Late, RankFailure, UsageError
 from shardlab.measure import choice, estimate
 from shardlab.measure.cells import Cell, Plan
 from shardlab.measure.estimate import WEIGHED, Simulator
 from shardlab.measure.resume import Store
-from shardlab.proof import judge
-from shardlab.rankset import RankSet, on_its_ranks
+from shardlab.proof import judge, prove
+from shardlab.run.rankset import RankSet, on_its_ranks
 
 if TYPE_CHECKING:
     from shardlab.world import World
@@ -63,8 +63,8 @@ def compare(
         # What is wrong with any cell is wrong input, and refused before anything is measured.
         for cell in cells:
             if not cell.times_ms and cell.status == "ok":
-                _look(ranks, "shardlab.preflight:check", cell)
-        env = _look(ranks, "shardlab.preflight:describe", cells[0], command)
+                _look(ranks, "shardlab.run.preflight:check", cell)
+        env = _look(ranks, "shardlab.run.preflight:describe", cells[0], command)
         env["loss_not_compared"] = _look(ranks, "look_at_forward", cells[0])
         if env["device"] == "cuda":
             env |= _calibrate(ranks, cells, command)
@@ -397,11 +397,11 @@ def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
 
 def look_at_forward(world: World, values: dict[str, Any]) -> str | None:
     """Why the losses of two worlds cannot agree; None if they should."""
-    from shardlab import train
     from shardlab.measure import forward
+    from shardlab.run import assemble
 
     config = configs.from_dict(values)
-    return forward.why_losses_differ(config, train.build_workload(config), world.device)
+    return forward.why_losses_differ(config, assemble.build_workload(config), world.device)
 
 
 def weigh_cell(world: World, values: dict[str, Any]) -> dict[str, int] | None:
@@ -414,24 +414,24 @@ def weigh_cell(world: World, values: dict[str, Any]) -> dict[str, int] | None:
 @on_its_ranks
 def profile_cell(world: World, config: Config, folder: str, label: str) -> dict[str, Any]:
     """A short run under the profiler, its traces in ``<folder>/<label>/traces``; what it sends."""
-    from shardlab import train
     from shardlab.comm import LEDGER
     from shardlab.proof import evidence
     from shardlab.proof.subjects import Subject
-    from shardlab.record import Recorder
+    from shardlab.run import assemble, loop, rank
+    from shardlab.run.recorder import Recorder
     from shardlab.trace import capture
 
     LEDGER.reset()
-    workload = train.build_workload(config)
-    strategy = train.build_strategy(config, workload, world)
+    workload = assemble.build_workload(config)
+    strategy = assemble.build_strategy(config, workload, world)
     own = Path(folder) / capture.folder_name(label)
     own.mkdir(exist_ok=True)
-    traces = train.make_capture(config, world, strategy, own)
+    traces = rank.make_capture(config, world, strategy, own)
     assert traces is not None
     with Recorder(own, world, LEDGER, config.training.steps, traces) as recorder:
         steps = range(config.training.steps)
-        train.train(strategy, train.Batches(workload, config, world), recorder, steps)
-    share = next(train.Batches(workload, config, world))
+        loop.train(strategy, loop.Batches(workload, config, world), recorder, steps)
+    share = next(loop.Batches(workload, config, world))
     subject = Subject(workload, config.training.seed, [[share] * world.size])  # its own is ours
     sent = evidence.sent_per_step(strategy, subject, config, world)
     return {"folder": str(own), **traces.summary(), "sent": sent}
@@ -440,20 +440,20 @@ def profile_cell(world: World, config: Config, folder: str, label: str) -> dict[
 @on_its_ranks
 def time_cell(world: World, config: Config) -> dict[str, Any]:
     """Build the cell's strategy from the seed and run warm-up and timed steps."""
-    from shardlab import train
     from shardlab.comm import LEDGER
     from shardlab.guard import watchdog
-    from shardlab.record import Recorder
+    from shardlab.run import assemble, loop
+    from shardlab.run.recorder import Recorder
 
     LEDGER.reset(full_steps=0)
-    workload = train.build_workload(config)
-    strategy = train.build_strategy(config, workload, world)
+    workload = assemble.build_workload(config)
+    strategy = assemble.build_strategy(config, workload, world)
     with (
         watchdog.watching(world, config.guard.hang_s, config.launch.timeout_s),
         Recorder(None, world, LEDGER, config.training.steps) as recorder,
     ):
         steps = range(config.training.steps)
-        train.train(strategy, train.Batches(workload, config, world), recorder, steps)
+        loop.train(strategy, loop.Batches(workload, config, world), recorder, steps)
     times = list(zip(*world.gather([row["step_ms"] for row in recorder.rows]), strict=True))
     return {
         "slowest_ms": [max(ranks) for ranks in times],

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardlab.config import Config
 from shardlab.errors import Late, RankFailure, UsageError
-from shardlab.forking import fork_server
 from shardlab.measure.readings import CAUSES
-from shardlab.rankset import RankSet, on_its_ranks
+from shardlab.run.forking import fork_server
+from shardlab.run.rankset import RankSet, on_its_ranks
 from shardlab.specs import BASELINE, parse_spec
 
 if TYPE_CHECKING:
@@ -332,13 +332,13 @@ def _answer(pipe: Any) -> None:
 @on_its_ranks
 def weigh(world: World, config: Config) -> dict[str, Any]:
     """The same, measured: the fullest rank at each of the two peaks."""
-    from shardlab import train
     from shardlab.measure import memory
+    from shardlab.run import assemble, loop
 
     causes = memory.Causes()
-    workload = train.build_workload(config)
+    workload = assemble.build_workload(config)
     built, allocations = memory.trace(
-        world.device, lambda: memory.run_steps(workload, config, world, causes, train.Batches)
+        world.device, lambda: memory.run_steps(workload, config, world, causes, loop.Batches)
     )
     own = asdict(memory.weights(allocations, causes, built))
     ranks = world.gather(own)
@@ -350,8 +350,8 @@ def write_snapshot(world: World, config: Config, folder: str) -> str:
     """A few steps on the GPU with every allocation noted, and where it was made."""
     import torch
 
-    from shardlab import train
     from shardlab.measure import memory
+    from shardlab.run import assemble, loop
     from shardlab.trace import capture
 
     if world.device.type != "cuda":
@@ -362,8 +362,8 @@ def write_snapshot(world: World, config: Config, folder: str) -> str:
     name = f"memory.{capture.folder_name(config.strategy.label)}.rank{world.rank}.pickle"
     torch.cuda.memory._record_memory_history(max_entries=10**6)
     try:
-        workload = train.build_workload(config)
-        memory.run_steps(workload, config, world, memory.Causes(), train.Batches)
+        workload = assemble.build_workload(config)
+        memory.run_steps(workload, config, world, memory.Causes(), loop.Batches)
         torch.cuda.memory._dump_snapshot(str(Path(folder) / name))
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from shardlab import train
 from shardlab import world as worlds
 from shardlab.config import Config
 from shardlab.proof.chance import generators
+from shardlab.run import assemble
 from shardlab.workloads.base import Workload
 
 RANDOM = (
@@ -37,7 +37,7 @@ def why_losses_differ(config: Config, workload: Workload, device: torch.device) 
         model = workload.make_model()
         model.to(device, torch.float64 if config.precision.compute == "fp64" else torch.float32)
         batch = workload.dataset.batch(list(range(rows))).to(device)
-        loss = train.in_precision(workload.loss, config.precision.compute)
+        loss = assemble.in_precision(workload.loss, config.precision.compute)
         losses = []
         for _ in range(2):
             worlds.seed(training.seed)

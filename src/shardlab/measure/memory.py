@@ -270,11 +270,11 @@ def run_steps(
     workload: Workload, config: Config, world: World, causes: Causes, batches: Batches
 ) -> int:
     """Build the config's strategy, run its steps, note what is held. Returns when it was built."""
-    from shardlab import train
+    from shardlab.run import assemble
 
     gc.freeze()  # a look passes over what is here already: half a million objects of PyTorch's
     try:
-        strategy = train.build_strategy(config, workload, world)
+        strategy = assemble.build_strategy(config, workload, world)
         built = time.time_ns()
         for microbatches in batches(workload, config, world):
             with causes.step():

@@ -16,8 +16,8 @@ from typing import Any
 from shardlab import config as configs
 from shardlab.config import ProfileConfig
 from shardlab.errors import UsageError
+from shardlab.files import write_json
 from shardlab.measure.cells import Cell, Plan
-from shardlab.record import write_json
 
 SCHEMA = 1
 

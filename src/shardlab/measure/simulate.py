@@ -35,12 +35,13 @@ from torch.nn.parallel import distributed as ddp
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardlab import comm, train
+from shardlab import comm
 from shardlab.config import Config, LaunchConfig, TrainingConfig
 from shardlab.errors import UsageError
 from shardlab.measure import memory
 from shardlab.measure.memory import Allocation, Causes
 from shardlab.measure.values import GUESSES, NO_VALUES, Values, in_a_line
+from shardlab.run import assemble, loop
 from shardlab.strategies.base import MakeOptimizer
 from shardlab.strategies.lockstep import Lockstep
 from shardlab.workloads.base import Batch, Workload
@@ -232,7 +233,7 @@ def without_peers() -> Iterator[None]:
     """PyTorch is content with a rank whose peers do not exist, and tensors without content."""
     mesh_maker = device_mesh.init_device_mesh
     patches: list[tuple[Any, str, Any]] = [
-        (train, "cast_model", _moved),
+        (assemble, "cast_model", _moved),
         (torch, "tensor", _tensor),
         (FakeTensor, "tolist", _tolist),
         (dist, "Reducer", _Reducer),
@@ -409,20 +410,20 @@ def _simulate(config: Config, device: str, here: bool, values: Values) -> Simula
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     tracker = Tracker(where.type, CUDA_BLOCK if device == "cuda" else 1, values)
     causes = Causes(address=storage_number)
-    train.resolve_strategy(config)  # imported with PyTorch as it is
-    workload = train.build_workload(config)  # with real samples: a user's is tried out on some
+    assemble.resolve_strategy(config)  # imported with PyTorch as it is
+    workload = assemble.build_workload(config)  # with real samples: a user's is tried out on some
     workload = replace(
         workload,
         make_model=in_a_line("make_model", workload.make_model, values),
         loss=in_a_line("the loss", workload.loss, values),
     )
     comm.LEDGER.reset(full_steps=0)
-    make_optimizer = train.make_optimizer
+    make_optimizer = assemble.make_optimizer
 
     def batches(workload: Workload, config: Config, world: World) -> Iterator[list[Batch]]:
         """Real samples, made as usual; then only their shapes and types."""
         with _disable_current_modes():
-            steps = train.Batches(workload, config, replace(world, device=torch.device("cpu")))
+            steps = loop.Batches(workload, config, replace(world, device=torch.device("cpu")))
         while True:
             with _disable_current_modes():
                 real = next(steps, None)
@@ -445,7 +446,7 @@ def _simulate(config: Config, device: str, here: bool, values: Values) -> Simula
         size = config.launch.world or 1
         world = stack.enter_context(solo_world(size, where, backend, on_gpu=device == "cuda"))
         stack.enter_context(mock.patch.object(Solo, "on_tensors", staticmethod(note)))
-        stack.enter_context(mock.patch.object(train, "make_optimizer", optimizer_there))
+        stack.enter_context(mock.patch.object(assemble, "make_optimizer", optimizer_there))
         stack.enter_context(fake)
         stack.enter_context(tracker.tracking())
         built = memory.run_steps(workload, config, world, causes, batches)

@@ -24,7 +24,7 @@ from shardlab import numbers
 from shardlab.config import Config
 from shardlab.errors import RankFailure, UsageError
 from shardlab.measure.estimate import with_batch
-from shardlab.rankset import RankSet
+from shardlab.run.rankset import RankSet
 
 if TYPE_CHECKING:
     import torch
@@ -321,12 +321,12 @@ def extrapolate(goal: Goal, flops_per_s: float, peak: Mapping[str, Any]) -> dict
 def describe(world: World, values: dict[str, Any], command: str) -> dict[str, Any]:
     """Where this runs, what, and how fast the device multiplies matrices."""
     from shardlab import config as configs
-    from shardlab import preflight, train
+    from shardlab.run import assemble, preflight
     from shardlab.workloads.base import count_flops
 
     config = configs.from_dict(values)
-    train.resolve_strategy(config)
-    workload = train.build_workload(config)
+    assemble.resolve_strategy(config)
+    workload = assemble.build_workload(config)
     flops = workload.flops_per_sample
     if flops is None:
         try:
@@ -436,18 +436,18 @@ def refused_beyond(size: int | None) -> Iterator[None]:
 def _time(world: World, config: Config, warmup: int, limit: int | None) -> dict[str, Any]:
     import torch
 
-    from shardlab import train
     from shardlab.comm import LEDGER
     from shardlab.measure import memory
-    from shardlab.record import Recorder
+    from shardlab.run import assemble, loop
+    from shardlab.run.recorder import Recorder
 
     LEDGER.reset(full_steps=0)
-    workload = train.build_workload(config)
-    steps = train.Batches(workload, config, world)
+    workload = assemble.build_workload(config)
+    steps = loop.Batches(workload, config, world)
 
     def begin() -> Any:
         """Build the strategy and run the warm-up: the peak of memory is in here."""
-        strategy = train.build_strategy(config, workload, world)
+        strategy = assemble.build_strategy(config, workload, world)
         for microbatches in islice(steps, warmup):
             strategy.gradients(microbatches)
             strategy.step()
@@ -467,7 +467,7 @@ def _time(world: World, config: Config, warmup: int, limit: int | None) -> dict[
                 needed, allowed = fullest / 2**20, limit / 2**20
                 return {"oom": f"tensors hold {needed:,.0f} MiB, the limit is {allowed:,.0f} MiB"}
         with Recorder(None, world, LEDGER, config.training.steps - warmup) as recorder:
-            train.train(strategy, steps, recorder, range(config.training.steps - warmup))
+            loop.train(strategy, steps, recorder, range(config.training.steps - warmup))
     if world.device.type == "cuda":
         fullest = max(world.gather(torch.cuda.max_memory_allocated(world.device)))
     times = zip(*world.gather([row["step_ms"] for row in recorder.rows]), strict=True)

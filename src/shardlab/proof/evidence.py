@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlab import comm, train
+from shardlab import comm, pulse
 from shardlab import world as worlds
 from shardlab.config import Config
 from shardlab.errors import UsageError, unknown
-from shardlab.guard import pulse, sequence, watchdog
+from shardlab.guard import sequence, watchdog
 from shardlab.plan import claims
 from shardlab.proof import TIMEOUT_S, chance, locate, subjects, watch
 from shardlab.proof import reference as plain
@@ -34,7 +34,8 @@ from shardlab.proof.difference import Trail
 from shardlab.proof.reference import Reference
 from shardlab.proof.subjects import Subject
 from shardlab.proof.watch import Message, Running
-from shardlab.rankset import on_its_ranks
+from shardlab.run import assemble
+from shardlab.run.rankset import on_its_ranks
 from shardlab.strategies.base import Strategy
 from shardlab.workloads.base import Batch
 from shardlab.world import World
@@ -165,7 +166,7 @@ def claim_of(config: Config) -> claims.Claim | None:
     """The claim of one of our strategies, or the one that a user's strategy names."""
     name: str | None = config.strategy.name
     if name not in claims.CLAIMS:
-        name = train.resolve_strategy(config).claim
+        name = assemble.resolve_strategy(config).claim
         if name is None:
             return None
     if name not in claims.CLAIMS:
@@ -251,7 +252,7 @@ def _eager_chance(config: Config) -> Iterator[None]:
 def _with_small_buckets(config: Config, size: int) -> Config:
     """Where no size of buckets is asked for, one that holds one block of the stack: else all of
     it would fit into one, and nothing could be seen of when they are sent and freed."""
-    known = inspect.signature(train.resolve_strategy(config)).parameters
+    known = inspect.signature(assemble.resolve_strategy(config)).parameters
     wanted = 0.5 * size / subjects.Stack.BLOCKS / 2**20
     options = {name: wanted for name in ("bucket_mb", "first_bucket_mb") if name in known}
     return config.with_overrides({"strategy.options": {**options, **config.strategy.options}})
@@ -274,7 +275,7 @@ def _build(
     comm.LEDGER.reset()
     if world.size > 1:  # ranks out of step get an error, rather than wrong numbers or a hang
         comm.LEDGER.check = sequence.Sequence(world).check
-    strategy = train.build_strategy(own, replace(subject.workload, make_model=make_model), world)
+    strategy = assemble.build_strategy(own, replace(subject.workload, make_model=make_model), world)
     if probe is not None:  # after the strategy's own hooks: what a module returns in the end
         probe.attach(made[0])
     return strategy, made[0]

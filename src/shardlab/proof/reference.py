@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from shardlab import train
 from shardlab import world as worlds
 from shardlab.config import Config
 from shardlab.errors import UsageError
 from shardlab.proof.chance import put_back, untrained
 from shardlab.proof.subjects import Subject, sample
+from shardlab.run import assemble
 from shardlab.workloads.base import cast_model
 
 Gradients = dict[str, Tensor | None]
@@ -124,8 +124,9 @@ class Update:
         self.training = config.training
         self.model = model
         self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.optimizer = train.make_optimizer(self.training, subject.workload, model)(self.trained)
-        self.factor = train.make_schedule(self.training, subject.workload)
+        make = assemble.make_optimizer(self.training, subject.workload, model)
+        self.optimizer = make(self.trained)
+        self.factor = assemble.make_schedule(self.training, subject.workload)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def __call__(self, step: int) -> None:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from shardlab import config as configs
-from shardlab import train
 from shardlab import world as worlds
 from shardlab.config import Config
 from shardlab.data import sampler
 from shardlab.errors import UsageError
 from shardlab.plan import claims
 from shardlab.proof.chance import Seeded
+from shardlab.run import assemble
 from shardlab.workloads.base import Batch, Workload, cast_model
 from shardlab.world import World
 
@@ -57,7 +57,7 @@ class Subject:
         ranks, micro = len(self.steps[0]), len(self.steps[0][0])
         training, options = config.training, config.strategy.options
         sizes = {p.name: p.bytes for p in params if p.trains}
-        plan = train.make_optimizer(training, self.workload, model)
+        plan = assemble.make_optimizer(training, self.workload, model)
         state = plan.state_per_parameter(sizes)
         return claims.Job(tuple(params), buffers, ranks, micro, state, options)
 
@@ -132,7 +132,7 @@ def stack(ranks: int, seed: int, device: torch.device) -> Subject:
 
 def check(_world: World, values: dict[str, Any]) -> None:
     """Refuse a model for which one process at a time is no reference."""
-    workload = train.build_workload(configs.from_dict(values))
+    workload = assemble.build_workload(configs.from_dict(values))
     if workload.couples_ranks:
         raise UsageError(
             f"the reference of a proof runs each rank's samples by themselves, but {workload.name} "
@@ -144,7 +144,7 @@ def users(
     config: Config, ranks: int, device: torch.device, dtype: torch.dtype = torch.float64
 ) -> Subject:
     """The workload that the config names, with the micro-batches of every rank in every step."""
-    workload = train.build_workload(config)
+    workload = assemble.build_workload(config)
     training, dataset = config.training, workload.dataset
     steps = []
     for step in range(training.steps):

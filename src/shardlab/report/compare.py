@@ -16,10 +16,10 @@ from typing import Any
 from shardlab import numbers as fmt
 from shardlab import trace
 from shardlab.errors import UsageError
+from shardlab.files import write_json, write_text
 from shardlab.measure import readings
 from shardlab.measure.readings import Cell, Result
 from shardlab.proof.judge import CHECKS
-from shardlab.record import write_json, write_text
 from shardlab.report import compare_charts as charts
 from shardlab.report.compare_terminal import verdict, verdict_lines
 from shardlab.report.page import asset, templates

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardlab import numbers as fmt
-from shardlab import record
+from shardlab.files import write_json, write_text
 from shardlab.measure import readings
 from shardlab.report import terminal
 
@@ -27,8 +27,8 @@ COLUMNS = (
 def write(folder: Path, result: Result) -> dict[str, Path]:
     """``throughput.json``, and its rows as ``throughput.csv``."""
     files = {"json": folder / "throughput.json", "csv": folder / "throughput.csv"}
-    record.write_json(files["json"], result)
-    record.write_text(files["csv"], csv_text(result))
+    write_json(files["json"], result)
+    write_text(files["csv"], csv_text(result))
     return files
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardlab import __version__
 from shardlab import numbers as fmt
-from shardlab.record import write_text
+from shardlab.files import write_text
 from shardlab.report import timeline
 from shardlab.report import trace_charts as charts
 from shardlab.report.page import asset, templates

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardlab import numbers as fmt
-from shardlab.record import write_json
+from shardlab.files import write_json
 from shardlab.report import terminal
 from shardlab.trace.model import PARTS, Breakdown, row
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
-from shardlab import comm, optimizers
+from shardlab import comm
 from shardlab.errors import UsageError, unknown
+from shardlab.optim import factory
 from shardlab.phases import BACKWARD, FORWARD, phase
 from shardlab.strategies.slots import Slots, whole_slots
 from shardlab.strategies.update import Rule, Update
@@ -174,7 +175,7 @@ class Strategy(ABC):
     def exchange_averages(self) -> None:
         """Parameters and their moving average (training.ema_decay) change places, between steps.
         A collective. Override it where a rank keeps parts."""
-        optimizers.exchange_averages(self.optimizer)
+        factory.exchange_averages(self.optimizer)
 
     def updated_names(self) -> list[str]:
         """The parameters whose gradients step() gives to the update, in that order. It is asked in

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardlab import comm, optimizers
+from shardlab import comm
+from shardlab.optim import factory
 from shardlab.strategies import base
 from shardlab.strategies.compress import Waitable
 from shardlab.strategies.flat import Layout, buckets_of
@@ -133,7 +134,7 @@ class BucketDDPAsync(SimpleDDP):
     def _update_buckets(self, gradients: dict[str, Tensor]) -> None:
         # Not strict: without gradients before it, a step has nothing under way and changes nothing.
         turns = [([p], names) for p, names in zip(self.under_way, self.names, strict=False)]
-        if not optimizers.steps_by_parts(self.optimizer) and turns:
+        if not factory.steps_by_parts(self.optimizer) and turns:
             turns = [(self.under_way, [name for names in self.names for name in names])]
         for under_way, names in turns:
             for pending in under_way:

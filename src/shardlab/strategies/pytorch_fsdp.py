@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from shardlab import comm, optimizers
+from shardlab import comm
 from shardlab.errors import UsageError
+from shardlab.optim import factory
 from shardlab.strategies import base, dtensors, fsdp_calls, theirs
 from shardlab.strategies.lockstep import Lockstep
 from shardlab.strategies.sharded import DTYPES
@@ -46,7 +47,7 @@ class PyTorchFSDP(base.Strategy):
             self.shard(units, base.option("comm_dtype", comm_dtype, DTYPES))
             fsdp_calls.as_one(model)
         self.params = base.trainable(model)
-        optimizers.check(setup.make_optimizer, optimizers.ROWS, "fully_shard", self.mesh)
+        factory.check(setup.make_optimizer, factory.ROWS, "fully_shard", self.mesh)
         self.own(setup, self.params)
         self.used: set[str] = set()  # what got a gradient on this rank, in this step
         self.news: list[comm.Pending] = []  # what got one on any rank

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardlab import optimizers
 from shardlab.errors import UsageError
+from shardlab.optim import factory
 from shardlab.strategies import base, theirs
 from shardlab.strategies.pytorch_ddp import PyTorchDDP
 from shardlab.strategies.slots import Slots, whole_slots
@@ -49,7 +49,7 @@ class PyTorchZero1(PyTorchDDP):
         find_unused_parameters: bool = False,
     ) -> None:
         base.refuse_unsupported(setup.model, setup.mesh.size())
-        optimizers.check(setup.make_optimizer, optimizers.DEALT, "pytorch_zero1")
+        factory.check(setup.make_optimizer, factory.DEALT, "pytorch_zero1")
         for name, p in setup.model.named_parameters():
             span = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
             if 0 < p.numel() != span:
@@ -77,7 +77,7 @@ class PyTorchZero1(PyTorchDDP):
         )
 
     def exchange_averages(self) -> None:
-        optimizers.exchange_averages(self.optimizer.optim)  # type: ignore[attr-defined]
+        factory.exchange_averages(self.optimizer.optim)  # type: ignore[attr-defined]
         self.optimizer._sync_params()  # type: ignore[attr-defined]
 
     def slots(self) -> Slots:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from shardlab import comm, optimizers
+from shardlab import comm
+from shardlab.optim import factory
 from shardlab.strategies import base
 from shardlab.strategies.flat import Piece
 from shardlab.strategies.sharded_state import ShardedState
@@ -39,7 +40,7 @@ class Sharded(ShardedState):
 
     def own_units(self, setup: base.Setup, units: list[Unit]) -> None:
         """Build the optimizer over this rank's pieces of the units' shards."""
-        optimizers.check(setup.make_optimizer, optimizers.FLAT, type(self).__name__.lower())
+        factory.check(setup.make_optimizer, factory.FLAT, type(self).__name__.lower())
         self.units = units
         self.pieces: dict[tuple[str, Piece], nn.Parameter] = {}
         for unit in units:
@@ -61,7 +62,7 @@ class Sharded(ShardedState):
     def exchange_averages(self) -> None:
         """Parameters and their moving average change places, between steps. A collective."""
         self.settle()
-        optimizers.exchange_averages(self.optimizer)
+        factory.exchange_averages(self.optimizer)
         self.spread()
 
     def spread(self) -> None:
@@ -83,7 +84,7 @@ class Sharded(ShardedState):
                 gradients[unit.label][parameter] = part
 
         def apply() -> None:
-            by_parts = optimizers.steps_by_parts(self.optimizer)
+            by_parts = factory.steps_by_parts(self.optimizer)
             for units in [[unit] for unit in self.units] if by_parts else [self.units]:
                 parts = {p: part for unit in units for p, part in gradients[unit.label].items()}
                 for unit in units:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from shardlab.errors import UsageError
-from shardlab.launch import LOST_PEER
+from shardlab.errors import LOST_PEER, UsageError
 
 _TORCH = str(Path(torch.__file__).parent)
 _THEIRS = tuple(

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab import comm, optimizers
+from shardlab import comm
+from shardlab.optim import factory
 from shardlab.phases import OPTIMIZER, phase
 
 LOOKED_AT = 1 << 16  # elements of the gradient, at least: a small model's are all looked at
@@ -173,7 +174,7 @@ class Update:
 
     def state_dict(self) -> dict[str, Any]:
         state = {"steps": self.steps, "scale": self.scale, "good_steps": self.good_steps}
-        counters = optimizers.counters(self._inner)
+        counters = factory.counters(self._inner)
         return {**state, "groups": counters} if counters else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -181,7 +182,7 @@ class Update:
         self.steps, self.scale = state["steps"], state["scale"]
         self.good_steps = state["good_steps"]
         inner = self._inner
-        optimizers.resumed(inner, self.steps)
+        factory.resumed(inner, self.steps)
         for optimizer in (inner, self.optimizer):  # ZeRO-1's outer one tells the inner
             for group, values in zip(optimizer.param_groups, state.get("groups", ()), strict=False):
                 group.update(values)

@@ -1,5 +1,1 @@
 """What can be trained: a model, its loss and its samples, by name or by import path."""
-
-from shardlab.naming import WORKLOADS
-
-__all__ = ["WORKLOADS"]

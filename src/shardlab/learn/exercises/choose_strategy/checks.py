@@ -17,15 +17,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from shardlab import comm, train
+from shardlab import comm
 from shardlab.config import Config, from_dict
 from shardlab.errors import UsageError, unknown
 from shardlab.learn.exercise import Case, Evidence, Finding, Rejected, say
 from shardlab.learn.mistakes import Row, Rows
 from shardlab.learn.spy import Spy
 from shardlab.measure import memory
+from shardlab.naming import ALIASES, STRATEGIES
 from shardlab.proof import watch
-from shardlab.strategies import ALIASES, STRATEGIES
+from shardlab.run import assemble, loop
 from shardlab.workloads import gpt2
 from shardlab.workloads.base import Workload
 from shardlab.world import World, _mesh
@@ -113,7 +114,7 @@ def config_of(choice: Mapping[str, Any], case: Case) -> Config:
                 "training.activation_checkpointing": choice.get("activation_checkpointing", False),
             }
         )
-        train.resolve_strategy(config)
+        assemble.resolve_strategy(config)
     except UsageError as refusal:
         raise Rejected(say("refused", budget=case.name, refusal=refusal)) from None
     return config
@@ -121,12 +122,12 @@ def config_of(choice: Mapping[str, Any], case: Case) -> Config:
 
 def weighed(config: Config, world: World) -> dict[str, Any]:
     """What a rank holds at the peak, by what it is for; Ψ; how often a block computes in a step."""
-    workload = train.build_workload(config)
+    workload = assemble.build_workload(config)
     causes = memory.Causes()
     with count_blocks() as blocks:
         _, allocations = memory.trace(
             world.device,
-            lambda: memory.run_steps(workload, config, world, causes, train.Batches),
+            lambda: memory.run_steps(workload, config, world, causes, loop.Batches),
         )
     peak = memory.by_cause(world.gather(causes.of(memory.at_peak(allocations))))
     psi = sum(p.numel() * p.element_size() for p in workload.make_model().parameters())
@@ -144,10 +145,10 @@ class Built:
 
     def __init__(self, config: Config, world: World) -> None:
         self.world = world
-        workload = train.build_workload(config)
+        workload = assemble.build_workload(config)
         with count_blocks() as blocks:  # from the beginning: a strategy may keep the function
-            self.strategy = train.build_strategy(config, workload, world)
-            self.microbatches = next(train.Batches(workload, config, world))
+            self.strategy = assemble.build_strategy(config, workload, world)
+            self.microbatches = next(loop.Batches(workload, config, world))
             for _ in range(WARM_UP):
                 self.step()
         self.passes = _passes(blocks[0], WARM_UP, workload, config)

@@ -1,0 +1,1 @@
+"""Faults on purpose: how they are written, and how they strike."""

@@ -1,0 +1,80 @@
+"""Files that are whole or not there, and JSON that every reader takes. No torch."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from shardlab.errors import Halt
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all: a reader never sees half a file."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(text, encoding="utf-8", newline="\n")
+        os.replace(part, path)  # noqa: PTH105
+    except OSError:  # a full disk
+        with suppress(OSError):
+            part.unlink()
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json_text(value, indent=1) + "\n")
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Strict JSON: it has no NaN or infinity, so a loss that is one becomes null."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file that may have been cut off in its last line."""
+    rows: list[dict[str, Any]] = []
+    if path.exists() and not path.is_file():
+        return rows
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            break
+        if not isinstance(row, dict):
+            break
+        rows.append(row)
+    return rows
+
+
+@contextmanager
+def room_needed(rank: int) -> Iterator[None]:
+    """A disk that is full ends a run with a sentence, not with the stack of whoever wrote last."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        what = f": {error.filename}" if error.filename else ""
+        raise Halt(
+            "disk full",
+            f"rank {rank} cannot write the run's files: {error.strerror}{what}. Checkpoints that "
+            "are there are whole: make room, then go on with --resume",
+            rank,
+        ) from None

@@ -1,0 +1,241 @@
+"""What a rank builds before it can train: workload, model, optimizer, strategy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardlab import naming
+from shardlab import world as worlds
+from shardlab.config import LOSS_SCALE, Config, TrainingConfig
+from shardlab.errors import UsageError
+from shardlab.faults import inject
+from shardlab.naming import STRATEGIES, WORKLOADS
+from shardlab.optim import factory
+from shardlab.optim.schedule import learning_rate_factor
+from shardlab.strategies.base import Infer, Setup, Strategy, T, refuse_unsupported
+from shardlab.strategies.update import Rule
+from shardlab.workloads import batchnorm, custom
+from shardlab.workloads.base import Batch, LossFn, Workload, cast_model
+from shardlab.workloads.blame import blame
+from shardlab.workloads.first_calls import watch_first_calls
+from shardlab.world import World
+
+
+def build_workload(config: Config) -> Workload:
+    """The workload that the config names: ours, or the user's by import path."""
+    model = config.model
+    options = dict(model.options)
+    if model.size is not None:
+        options["size"] = model.size
+    if ":" in model.workload:
+        on_gpu = config.launch.device != "cpu" and torch.cuda.is_available()
+        device = torch.device("cuda" if on_gpu else "cpu")
+        return custom.build(model.workload, config.data, options, device)
+    make = naming.resolve(model.workload, WORKLOADS, "workload")
+    naming.check_options(make, options, f"workload {model.workload}")
+    workload: Workload = make(config.data, **options)
+    return workload
+
+
+def resolve_strategy(config: Config) -> type[Strategy]:
+    """The class of the strategy that the config names: ours, or the user's by import path."""
+    name = config.strategy.name
+    make = naming.resolve(name, STRATEGIES, "strategy")
+    if not (isinstance(make, type) and issubclass(make, Strategy)):
+        raise UsageError(
+            f"{name} is not a strategy: write a class that inherits from shardlab's Strategy "
+            "(shardlab.strategies.base), as docs/your-strategy.md shows"
+        )
+    naming.check_options(make, config.strategy.options, f"strategy {name}")
+    return make
+
+
+def build_strategy(config: Config, workload: Workload, world: World) -> Strategy:
+    """A model from the seed, owned by the strategy that the config names.
+
+    The model is the same on every rank. What a rank draws from then on is its own.
+    """
+    make = resolve_strategy(config)
+    worlds.seed(config.training.seed)
+    dtype = torch.float64 if config.precision.compute == "fp64" else torch.float32
+    # Initialised on the CPU, so that the same seed is the same model on every device.
+    model = workload.make_model()
+    refuse_unsupported(model, world.size)
+    model = cast_model(model, world.device, dtype)
+    batchnorm.join(model, world.group)
+    prepare_blocks(model, workload, config.training)
+    blocks = workload.blocks_of(model)
+    if make.WORKS_BY_BLOCK and config.training.compile == "model" and blocks:
+        raise UsageError(
+            f"{config.strategy.name} works block by block, and a model that is compiled as one "
+            "has none: use training.compile: blocks"
+        )
+    optimizer = make_optimizer(config.training, workload, model)
+    if config.checkpoint.every is not None and optimizer.traits and optimizer.traits.unsaved:
+        reason = optimizer.traits.unsaved
+        raise UsageError(f"checkpoint.every: {reason}, and a checkpoint would not have it")
+    if config.training.clip_value is not None:
+        refuse_complex(model)
+    setup = Setup(
+        model,
+        optimizer,
+        loss_fn(config, workload, world),
+        world.mesh,
+        make_rule(config, workload),
+        blocks,
+    )
+    strategy: Strategy = make(setup, **config.strategy.options)
+    worlds.seed_rank(config.training.seed, world.rank)
+    return strategy
+
+
+def refuse_complex(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if p.is_complex():
+            raise UsageError(f"training.clip_value: '{name}' is complex, and has no largest value")
+
+
+def notes(config: Config, workload: Workload) -> list[str]:
+    """What is to be said once of a workload and its strategy; nothing of it is an error."""
+    found = list(workload.notes)
+    if resolve_strategy(config).WORKS_BY_BLOCK and workload.blocks == ():
+        found.append(nothing_to_shard_by(config.strategy.name))
+    return found
+
+
+def nothing_to_shard_by(strategy: str) -> str:
+    return (
+        f"{strategy} has nothing to shard by: the workload names no blocks and none can be guessed "
+        "from its model, so the whole model is one unit, and each rank gathers all of it"
+    )
+
+
+def loss_fn(config: Config, workload: Workload, world: World) -> LossFn:
+    """The workload's loss in the run's precision; in a run with faults, where they strike."""
+    loss = in_precision(workload.loss, config.precision.compute)
+    loss = watch_first_calls(
+        loss, lambda note: world.tell({"note": note}) if world.rank == 0 else None
+    )
+    inject.arm(config.faults, world, config.strategy.name)
+    return inject.in_forward(loss, config.strategy.name) if config.faults else loss
+
+
+def make_optimizer(
+    training: TrainingConfig,
+    workload: Workload,
+    model: nn.Module,
+    device: torch.device | None = None,
+    measures: bool = True,
+) -> factory.Plan:
+    """A factory: a strategy that shards builds its optimizer over what it keeps.
+
+    The model is whole here, before a strategy owns it. ``device``: the run's, if not the model's.
+    """
+    make, after = workload.optimizer, workload.after_step
+    return factory.plan(training, make, after, model, workload.name, device, measures)
+
+
+def make_rule(config: Config, workload: Workload | None = None) -> Rule:
+    """What the config and the workload ask of every update beside the optimizer."""
+    training, precision = config.training, config.precision
+    return Rule(
+        clip_norm=training.clip_norm,
+        clip_value=training.clip_value,
+        loss_scale=(precision.loss_scale or LOSS_SCALE) if precision.compute == "fp16" else None,
+        schedule=make_schedule(training, workload),
+        on_nonfinite=training.on_nonfinite,
+    )
+
+
+def make_schedule(training: TrainingConfig, workload: Workload | None) -> Callable[[int], float]:
+    """The factor of a step's learning rates: ours, or the user's function."""
+    own = None if workload is None else workload.schedule
+    label = "the workload's schedule"
+    if own is not None and (training.schedule != "constant" or training.warmup_steps):
+        raise UsageError(
+            "the workload has a schedule of its own: leave out training.schedule and "
+            "training.warmup_steps, or that"
+        )
+    if own is None and ":" in training.schedule:
+        label = f"training.schedule {training.schedule}"
+        with blame(training.schedule, "importing it"):
+            own = naming.resolve(training.schedule, {}, "training.schedule")
+    if own is None:
+        return functools.partial(
+            learning_rate_factor,
+            total=training.steps,
+            warmup=training.warmup_steps,
+            kind=training.schedule,
+            floor=training.min_rate,
+        )
+    if not callable(own):
+        raise UsageError(f"{label} is a {type(own).__name__}, not a function of the step")
+
+    def factor(step: int) -> float:
+        with blame(label, "the step's factor"):
+            value = float(own(step))
+        if not 0 <= value < float("inf"):
+            raise UsageError(f"{label} gives {value} for step {step}: a factor, 0 or more, belongs")
+        return value
+
+    factor(0)
+    return factor
+
+
+def in_precision(function: Infer[T], compute: str) -> Infer[T]:
+    """The loss function with its forward in autocast, for bf16 and fp16. All strategies get it."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(compute)
+    if dtype is None:
+        return function
+
+    def in_autocast(model: nn.Module, batch: Batch) -> T:
+        device = next(model.parameters()).device.type
+        with torch.autocast(device, dtype):
+            return function(model, batch)
+
+    return in_autocast
+
+
+def prepare_blocks(model: nn.Module, workload: Workload, training: TrainingConfig) -> None:
+    """Checkpoint and compile, before the strategy owns the model.
+
+    Only the instance's ``forward`` is replaced, no module is wrapped: parameters keep their
+    names, and a strategy's hooks on a block run around it. What they gather before a block's
+    backward is thus there when checkpointing computes the block's forward again.
+    """
+    blocks = [model.get_submodule(name) for name in workload.blocks_of(model)]
+    if training.compile != "none":
+        _refuse_without_compiler(next(model.parameters()).device)
+    if training.compile == "blocks" and blocks:
+        for module in (*blocks, *map(model.get_submodule, workload.compile_also)):
+            module.forward = torch.compile(module.forward)
+    if training.activation_checkpointing:
+        if not blocks:
+            raise UsageError(
+                f"training.activation_checkpointing works block by block, and the workload "
+                f"{workload.name} names no blocks"
+            )
+        for block in blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    if training.compile == "model" or (training.compile == "blocks" and not blocks):
+        model.forward = torch.compile(model.forward)
+
+
+def _refuse_without_compiler(device: torch.device) -> None:
+    """On a CPU, torch.compile writes C++. (On a GPU Triton brings its own.)"""
+    if device.type != "cpu":
+        return
+    from torch._inductor import cpp_builder, exc  # half a second
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        raise UsageError(
+            "training.compile needs a C++ compiler on a CPU, and there is none; install g++, or "
+            "name yours in the environment variable CXX"
+        ) from None

@@ -1,0 +1,125 @@
+"""The model on held-out samples: each exactly once, whatever the number of ranks.
+
+Sums and counts are added up over the ranks, so the result is that of one process. A rank with no
+samples left goes on with batches of zero rows: under a sharded strategy the others need its part
+of the parameters.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shardlab import comm
+from shardlab.data import loader
+from shardlab.errors import UsageError
+from shardlab.pulse import PULSE
+from shardlab.strategies import base
+from shardlab.strategies.base import Strategy
+from shardlab.workloads.base import Batch, Dataset, Evaluate, Sums, Workload
+from shardlab.world import World
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is evaluated, and how: everything but the moment."""
+
+    strategy: Strategy
+    workload: Workload
+    world: World
+    function: Evaluate  # in the precision of the run
+    chunk: int  # samples at a time, over all ranks: as many as in a micro-batch
+    samples: int | None = None  # so many of the held-out ones, evenly spread; none: all
+    dtype: torch.dtype = torch.float32
+    of_average: bool = False  # of the parameters' moving average, not of the parameters
+
+    def __call__(self) -> dict[str, Any]:
+        """Loss, accuracy, perplexity: what the workload's sums amount to. A collective."""
+        held_out = held_out_of(self.workload)
+        count = min(len(held_out), self.samples or len(held_out))
+        start = time.perf_counter()
+        with self._inference() as infer:
+            total: Sums = {}
+            for batch in self._batches(held_out, count):
+                PULSE.beats += 1  # it may take long, and sends nothing that shows it moves
+                sums = infer(self.function, batch)
+                for name, value in sums.items():
+                    total[name] = total.get(name, 0) + value.detach().double()
+                for name, number in (("targets", batch.count), ("samples", batch.samples)):
+                    total[name] = total.get(name, 0) + torch.tensor(float(number))
+        result = self._means(total)
+        if result["samples"] != count:
+            raise RuntimeError(f"evaluated {result['samples']} samples of {count}")
+        return {**result, "seconds": time.perf_counter() - start}
+
+    def _batches(self, held_out: Dataset, count: int) -> Iterator[Batch]:
+        """This rank's part of each chunk, perhaps of no rows; as many on every rank."""
+        world = self.world
+        chosen = np.arange(count) * len(held_out) // count
+        for first in range(0, count, self.chunk):
+            mine = np.array_split(chosen[first : first + self.chunk], world.size)[world.rank]
+            yield loader.cast(held_out.batch(mine.tolist()), self.dtype).to(world.device)
+
+    def _means(self, total: Sums) -> dict[str, Any]:
+        """The sums of all ranks, each divided by what it is told per."""
+        names = sorted(total)
+        message = torch.stack([total[name].to(self.world.device).double() for name in names])
+        comm.all_reduce(message, self.world.group, label="evaluation")
+        sums = dict(zip(names, message.tolist(), strict=True))
+        targets, samples = sums.pop("targets"), sums.pop("samples")
+        result: dict[str, Any] = {"samples": int(samples), "targets": int(targets)}
+        if "loss" in sums:
+            result["loss"] = sums.pop("loss") / max(1.0, targets)
+            if self.workload.tokens_per_sample is not None:
+                result["perplexity"] = math.exp(min(result["loss"], 700.0))
+        if "correct" in sums:
+            result["accuracy"] = sums.pop("correct") / max(1.0, samples)
+        return result | {name: value / max(1.0, samples) for name, value in sums.items()}
+
+    @contextmanager
+    def _inference(self) -> Iterator[Callable[[Evaluate, Batch], Sums]]:
+        """A way to call the model in eval mode; afterwards it is as it was before."""
+        strategy, model = self.strategy, self.strategy.model
+        if self.of_average:
+            strategy.exchange_averages()
+        modes = {module: module.training for module in model.modules()}
+        base.broadcast_buffers(model, self.world.group)  # as before every step: rank 0's
+        model.eval()
+        try:
+            yield strategy.infer
+        finally:
+            for module, was_training in modes.items():
+                module.training = was_training
+            if self.of_average:
+                strategy.exchange_averages()
+
+
+def held_out_of(workload: Workload) -> Dataset:
+    if workload.held_out is None or not len(workload.held_out):
+        raise UsageError(
+            f"the workload {workload.name} holds no samples out, so there is nothing to evaluate "
+            "on; give it a held_out data set, or leave training.evaluate_every out"
+        )
+    return workload.held_out
+
+
+def sums_of(workload: Workload) -> Evaluate:
+    """The workload's own evaluation, or its loss alone."""
+
+    def loss_alone(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        return {"loss": workload.loss(model, batch)}
+
+    return workload.evaluate or loss_alone
+
+
+def is_due(finished: int, every: int, total: int) -> bool:
+    """After every ``every`` steps and after the last; ``every`` 0: after the last alone."""
+    return finished == total or (every > 0 and finished % every == 0)

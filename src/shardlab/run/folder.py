@@ -1,0 +1,124 @@
+"""A run's folder, made and filled by rank 0 and seen by every rank before the first step."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from shardlab import runlock
+from shardlab.checkpoint import start as starts
+from shardlab.checkpoint.start import Start
+from shardlab.config import Config
+from shardlab.errors import UsageError
+from shardlab.files import write_json
+from shardlab.run import environment
+from shardlab.run.assemble import notes
+from shardlab.runfolder import README, mark, new_folder
+from shardlab.runlock import RunLock
+from shardlab.strategies.base import T
+from shardlab.workloads.base import Workload
+from shardlab.world import World
+
+VISIBLE_S = 5.0  # how long a rank looks for the run folder that rank 0 has made
+
+
+def make_folder(
+    config: Config, workload: Workload, world: World, command: str, start: Start, lock: RunLock
+) -> Path:
+    """The run folder, made and filled by rank 0 and known to all; or that of the run to go on."""
+    pids = world.gather(os.getpid())  # for a debugger, or for whoever must end a rank by hand
+    said = notes(config, workload)
+    folder = Path(_agreed(world, lambda: str(_take_folder(config, workload, world, start, lock))))
+    try:
+        refuse_invisible(folder, world, lock)
+        _agreed(world, lambda: _fill_folder(folder, config, world, command, start, pids, said))
+    except UsageError:
+        if start.run is None:
+            lock.discard()
+        raise
+    return folder
+
+
+def _agreed(world: World, act: Callable[[], T]) -> T:
+    """What rank 0 does with the folder, for all ranks: if it cannot, all are refused alike."""
+
+    def writing() -> T:
+        try:
+            return act()
+        except OSError as error:
+            raise UsageError(f"cannot write the run folder: {error}") from None
+
+    found: T = starts.agree(world, writing)
+    return found
+
+
+def _take_folder(
+    config: Config, workload: Workload, world: World, start: Start, lock: RunLock
+) -> Path:
+    """On rank 0: the folder, ours alone from here on."""
+    if start.run is not None:
+        lock.take(start.run)
+        return start.run
+    strategy = config.strategy.name.rpartition(":")[2]
+    name = f"{workload.name}-{strategy}-w{world.size}"
+    chosen = Path(config.output.dir) if config.output.dir else None
+    try:
+        str(chosen or config.output.root).encode()
+    except UnicodeEncodeError:  # the file system would take it, but no text file could name it
+        raise UsageError(
+            f"the name of the run folder is not UTF-8: {chosen or config.output.root}"
+        ) from None
+    folder = new_folder(Path(config.output.root), name, chosen)
+    lock.take(folder)
+    if any(path.name != runlock.NAME for path in folder.iterdir()):
+        raise UsageError(f"the output folder {folder} has been used meanwhile; choose another")
+    return folder
+
+
+def _fill_folder(
+    folder: Path,
+    config: Config,
+    world: World,
+    command: str,
+    start: Start,
+    pids: list[int],
+    said: list[str],
+) -> None:
+    """On rank 0: what stands in the folder before the first step."""
+    if start.run is not None:
+        starts.clear(start)
+    else:
+        described = environment.describe(world.device, command)
+        write_json(folder / "env.json", {**described, "notes": said})
+        readme = README.format(title=folder.name)
+        (folder / "README.md").write_text(readme, encoding="utf-8")
+    again = config.with_overrides({"output.dir": None, "checkpoint.resume": None})
+    (folder / "config.yaml").write_text(again.to_yaml(), encoding="utf-8")
+    if start.is_resumed:
+        world.tell({"resumed": starts.note(folder, start, config, command)})
+    mark(folder, "running", pids=pids, host=socket.gethostname())
+
+
+def refuse_invisible(folder: Path, world: World, lock: RunLock) -> None:
+    """Every rank writes into the run folder, so every rank must see the one that rank 0 made."""
+    token, host = world.share((lock.token, socket.gethostname()))
+    limit = time.monotonic() + VISIBLE_S
+    while not (is_seen := runlock.token_in(folder) == token) and time.monotonic() < limit:
+        time.sleep(0.1)  # over NFS it may take a moment
+    where = f"rank {world.rank} on {socket.gethostname()}, in {_current_folder()}"
+    missing = [found for found in world.gather(None if is_seen else where) if found is not None]
+    if missing:
+        raise UsageError(
+            f"the run folder {folder} that rank 0 has made on {host} is not visible to "
+            f"{'; '.join(missing)}: name a folder that all ranks share, as in --out /shared/run"
+        )
+
+
+def _current_folder() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:
+        return "a folder that is gone"

@@ -1,0 +1,28 @@
+"""Where our processes come from: a fork server that has imported torch once, for all of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+from multiprocessing.context import ForkServerContext
+
+from shardlab.errors import UsageError
+
+LONGEST_SOCKET = 107 if sys.platform == "linux" else 103  # bytes of a socket's path
+SOCKET_NAME = len("/pymp-01234567/listener-01234567")  # what Python adds to TMPDIR
+
+
+def fork_server(*also: str) -> ForkServerContext:
+    """A context whose processes start with torch, and with the modules named."""
+    place = tempfile.gettempdir()
+    if len(os.fsencode(place)) + SOCKET_NAME > LONGEST_SOCKET:
+        raise UsageError(
+            f"the path of the folder for temporary files is too long for the socket at which "
+            f"processes are started: {place}; name one of at most {LONGEST_SOCKET - SOCKET_NAME} "
+            f"characters, as in TMPDIR=/tmp"
+        )
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["shardlab.run._preload", *also])
+    return context

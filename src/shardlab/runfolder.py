@@ -1,0 +1,117 @@
+"""The run folder: what a run leaves behind, and the boundary between running and looking.
+
+Everything that analyses or draws reads these files and nothing else. No torch is needed to
+read or mark a folder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from shardlab.errors import Halt, RankFailure
+from shardlab.files import json_text, read_jsonl, write_json, write_text
+
+README = """\
+# {title}
+
+| file | what it is |
+|---|---|
+| `config.yaml` | the resolved configuration; again: `shardlab train --config config.yaml` |
+| `env.json` | versions, CPU, GPU, git commit, command |
+| `status.json` | running, finished, crashed (which rank, where), hung, interrupted |
+| `run.lock` | held while the run goes on, so that no second run writes into this folder |
+| `rank<r>.jsonl` | a line per optimizer step of rank r: loss, times, samples, bytes, memory |
+| `ledger.rank<r>.jsonl` | a line per collective that our code called: what, where, when |
+| `traces/rank<r>/` | only with `--profile`: PyTorch profiler traces; `shardlab trace analyze .` |
+| `tensorboard/` | only with `output.tensorboard`: for `tensorboard --logdir .` |
+| `wandb/` | only with `output.wandb`: what Weights & Biases keeps of the run |
+| `audit.json` | only after `--audit-data`: how often each sample was fed, epoch by epoch |
+| `evaluation.jsonl` | only if the run evaluated: a line per evaluation on the held-out samples |
+| `checkpoints/step-<n>/` | only with `--checkpoint-every`: what `--resume .` goes on from |
+| `checkpoints.jsonl` | a line per checkpoint: how long it took, how large, what went wrong |
+| `resumes.jsonl` | only if the run was resumed: a line each time, from where and as what |
+| `faults.rank<r>.jsonl` | only with `--inject`: the faults that struck rank r |
+| `crash.txt` | only after a crash: the first failing rank and its traceback |
+| `hang.txt`, `hang.json` | only after a hang: who was missing, and each rank's Python stack |
+| `out-of-step.*`, `drifted.*`, `not-finite.*` | only if a guard ended the run: what it found |
+
+Times ending in `_ns` are of the host's monotonic clock. `step_ms` covers forward, backward,
+communication and update; `data_ms` is the wait for the batch before it.
+"""
+
+
+def new_folder(root: Path, name: str, chosen: Path | None = None) -> Path:
+    """An empty folder: the chosen one, or ``root/<time>-<name>``."""
+    if chosen is not None:
+        chosen.mkdir(parents=True, exist_ok=True)
+        return chosen
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    for suffix in ("", *(f"-{i}" for i in range(2, 1000))):
+        folder = root / f"{stamp}-{name}{suffix}"
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:  # two runs in one second
+            continue
+    raise FileExistsError(root / f"{stamp}-{name}")
+
+
+def mark(folder: Path, state: str, **details: Any) -> None:
+    write_json(folder / "status.json", {"state": state, **details})
+
+
+def mark_crashed(folder: Path, failure: RankFailure) -> None:
+    """Say in the folder that the run crashed: which rank, after which step, and why."""
+    if isinstance(failure, Halt):
+        _mark_halted(folder, failure)
+        return
+    path = folder / f"rank{failure.rank}.jsonl"
+    steps = read_jsonl(path) if path.exists() else []
+    last = steps[-1]["step"] if steps else None
+    mark(folder, "crashed", rank=failure.rank, last_finished_step=last, reason=failure.message)
+    where = "before its first step was finished" if last is None else f"after step {last}"
+    text = failure.traceback or "(no traceback: the process was ended from outside)\n"
+    (folder / "crash.txt").write_text(
+        f"rank {failure.rank} failed {where}: {failure.message}\n\n{text}", encoding="utf-8"
+    )
+
+
+def _mark_halted(folder: Path, halt: Halt) -> None:
+    """The verdict of a guard: its state in the status, and all it knows in two files."""
+    mark(folder, halt.state, rank=halt.rank, reason=halt.message)
+    name = {"hung": "hang"}.get(halt.state, halt.state.replace(" ", "-"))
+    write_json(folder / f"{name}.json", {"schema": 1, "state": halt.state, **halt.details})
+    write_text(folder / f"{name}.txt", f"{halt.message}\n\n{halt.traceback or ''}")
+
+
+def cut_back(folder: Path, step: int) -> None:
+    """Remove what was recorded of ``step`` and later, by all ranks: it will be done again."""
+    for path in _files(folder, "rank*.jsonl"):
+        _keep(path, [row for row in read_jsonl(path) if _number(row, "step") < step])
+    for name, key in (("evaluation.jsonl", "steps"), ("checkpoints.jsonl", "step")):
+        if (folder / name).is_file():
+            rows = [row for row in read_jsonl(folder / name) if _number(row, key) <= step]
+            _keep(folder / name, rows)
+    for path in _files(folder, "ledger.rank*.jsonl"):
+        rows = read_jsonl(path)
+        later = (i for i, r in enumerate(rows) if r.get("step", 0) is not None
+                 and _number(r, "step") >= step)  # fmt: skip
+        _keep(path, rows[: next(later, len(rows))])
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    return [path for path in folder.glob(pattern) if path.is_file()]
+
+
+def _number(row: Mapping[str, Any], key: str) -> float:
+    """A number of a row. In a damaged row it is infinite, so the row is not kept."""
+    value = row.get(key)
+    return value if isinstance(value, int) else math.inf
+
+
+def _keep(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    write_text(path, "".join(json_text(row) + "\n" for row in rows))

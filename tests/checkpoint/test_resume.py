@@ -1,0 +1,328 @@
+"""Stop and go on: bit for bit under the same strategy and world, to rounding under any other."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import commands
+import toys
+from conformance import REFUSED, arrays
+from conftest import GetRanks
+from resuming import batches, build, losses_of, run, settings, state_at, train
+from shardlab.checkpoint import files
+from shardlab.checkpoint import load as loading
+from shardlab.checkpoint import manifest as manifests
+from shardlab.checkpoint import show as showing
+from shardlab.checkpoint import start as starts
+from shardlab.checkpoint.during import own_state
+from shardlab.checkpoint.save import About, Checkpoints
+from shardlab.checkpoint.start import Start
+from shardlab.config import CheckpointConfig, Config
+from shardlab.errors import UsageError
+from shardlab.files import read_jsonl
+from shardlab.naming import STRATEGIES
+from shardlab.runlock import RunLock
+from shardlab.world import World
+
+DISTRIBUTED = [name for name in STRATEGIES if name != "single"]
+SAVED, STEPS = 2, 4
+
+
+# ------------------------------------------------------------------ nasty models, on the ranks
+
+
+def save_and_go_on(
+    world: World, strategy: str, toy: str, optimizer: str, folder: str, of_world: int
+) -> tuple[list[float], Any]:
+    instance = build(world, strategy, toy, world.rank, optimizer)
+    run(instance, world, range(SAVED), of_world)
+    settings = CheckpointConfig(every=1)
+    about = About({}, strategy, None)
+    checkpoints = Checkpoints(Path(folder), settings, world, instance, about)
+    checkpoints.save(SAVED, own_state(instance, world.device, None))
+    assert checkpoints.last is not None
+    assert checkpoints.last.error is None
+    losses = run(instance, world, range(SAVED, STEPS), of_world)
+    return losses, arrays(instance.full_params())
+
+
+def load_and_go_on(
+    world: World, strategy: str, toy: str, optimizer: str, folder: str, of_world: int
+) -> tuple[list[float], Any]:
+    instance = build(world, strategy, toy, 100 + world.rank, optimizer)
+    path = Path(folder) / "checkpoints" / "step-000002"
+    if getattr(instance, "LEARNS_LAYOUT", False):
+        instance.gradients(batches(world, SAVED, of_world))
+        for parameter in instance.params.values():
+            parameter.grad = None
+    start = Start(None, path, manifests.read(path))
+    loading.load(start, instance, world, Config())
+    losses = run(instance, world, range(SAVED, STEPS), of_world)
+    return losses, arrays(instance.full_params())
+
+
+def toys_of(strategy: str) -> list[str]:
+    return [toy for toy in toys.TOYS if toy not in REFUSED.get(strategy, ())]
+
+
+def all_toys(world: World, what: str, strategy: str, folder: str, of_world: int) -> dict[str, Any]:
+    function = {"save": save_and_go_on, "load": load_and_go_on}[what]
+    return {
+        f"{toy} {optimizer}": function(
+            world, strategy, toy, optimizer, f"{folder}/{toy}-{optimizer}", of_world
+        )
+        for toy in toys_of(strategy)
+        for optimizer in ("adamw", *(["sgd"] if toy in ("odd", "unused") else []))
+    }
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_same_again_bit_for_bit(strategy: str, ranks: GetRanks, tmp_path: Path) -> None:
+    """On models with tied, frozen, unused, odd and scalar tensors, and buffers."""
+    world = ranks(1 if strategy == "single" else 2)
+    whole = world.run(all_toys, "save", strategy, str(tmp_path), 2, deadline_s=60)
+    again = world.run(all_toys, "load", strategy, str(tmp_path), 2, deadline_s=60)
+    for rank, cases in enumerate(whole):
+        for case, (losses, params) in cases.items():
+            assert again[rank][case][0] == losses, case
+            for name, value in params.items():
+                assert np.array_equal(again[rank][case][1][name], value), (case, name)
+
+
+@pytest.mark.parametrize("strategy", ["bucket_ddp_async", "pytorch_ddp", "zero3", "pytorch_zero3"])
+def test_bit_for_bit_on_three_ranks(strategy: str, ranks: GetRanks, tmp_path: Path) -> None:
+    """Where the order of a sum matters, and with it how DDP has laid out its buckets."""
+    args = (strategy, "odd", "adamw", str(tmp_path), 3)
+    whole = ranks(3).run(save_and_go_on, *args, deadline_s=60)
+    again = ranks(3).run(load_and_go_on, *args, deadline_s=60)
+    for (losses, params), (losses_again, params_again) in zip(whole, again, strict=True):
+        assert losses == losses_again
+        assert all(np.array_equal(params[name], params_again[name]) for name in params)
+
+
+@pytest.mark.parametrize("strategy", DISTRIBUTED)
+def test_on_as_one_process(strategy: str, ranks: GetRanks, tmp_path: Path) -> None:
+    """Every strategy's checkpoint is read by a plain process, and the other way round."""
+    toy_names = [t for t in toys_of(strategy) if t != "buffers"]  # whose meaning the world changes
+    for toy in toy_names:
+        there, back = str(tmp_path / "there" / toy), str(tmp_path / "back" / toy)
+        many = ranks(2).run(save_and_go_on, strategy, toy, "adamw", there, 2, deadline_s=60)
+        one = ranks(1).run(load_and_go_on, "single", toy, "adamw", there, 2, deadline_s=60)
+        assert_close(many[0], one[0], f"{strategy} to single, {toy}")
+        one = ranks(1).run(save_and_go_on, "single", toy, "adamw", back, 2, deadline_s=60)
+        many = ranks(2).run(load_and_go_on, strategy, toy, "adamw", back, 2, deadline_s=60)
+        assert_close(many[1], one[0], f"single to {strategy}, {toy}")
+
+
+def assert_close(first: Any, second: Any, what: str) -> None:
+    np.testing.assert_allclose(first[0], second[0], rtol=0, atol=1e-10, err_msg=what)
+    for name, value in first[1].items():
+        np.testing.assert_allclose(value, second[1][name], rtol=0, atol=1e-10, err_msg=what)
+
+
+# ------------------------------------------------------------------ whole runs
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes"),
+    [
+        *(pytest.param(name, {}, id=name) for name in STRATEGIES),
+        pytest.param("zero3", {"precision.compute": "fp16"}, id="fp16"),
+        pytest.param("pytorch_zero3", {"precision.compute": "bf16"}, id="bf16"),
+        pytest.param("simple_ddp", {"training.accumulate": 2, "data.prefetch": 0}, id="accumulate"),
+        pytest.param("simple_ddp", {"checkpoint.asynchronous": True}, id="asynchronous"),
+        pytest.param("zero3", {"checkpoint.asynchronous": True}, id="asynchronous shards"),
+        pytest.param(
+            "bucket_ddp_async", {"strategy.options": {"compress": "powersgd"}}, id="powersgd"
+        ),
+        pytest.param(
+            "zero1",
+            {
+                "model.workload": "cnn_mnist",
+                "model.options": {"dropout": True},
+                "training.evaluate_every": None,
+                "training.evaluate_samples": None,
+            },
+            id="dropout",
+        ),
+    ],
+)
+def test_a_run_goes_on_exactly(
+    strategy: str, changes: dict[str, Any], ranks: GetRanks, tmp_path: Path
+) -> None:
+    size = 1 if strategy == "single" else 2
+    values = settings(tmp_path, **{"strategy.name": strategy}, **changes)
+    _, whole = train(ranks, size, values)
+    middle = whole / "checkpoints" / "step-000003"
+    values["checkpoint"]["resume"] = str(middle)
+    result, resumed = train(ranks, size, values)
+    assert resumed != whole
+    expected = {step: loss for step, loss in losses_of(whole).items() if step >= 3}
+    assert losses_of(resumed) == expected
+    assert sorted(expected) == [3, 4, 5]
+    want, got = state_at(whole, 6), state_at(resumed, 6)
+    assert want.keys() == got.keys()
+    different = [name for name, value in want.items() if not torch.equal(value, got[name])]
+    assert different == []
+    assert result["audit"]["samples"] == 48  # those before the checkpoint were noted in it
+    if "training.evaluate_every" not in changes:
+        held_out = [read_jsonl(f / "evaluation.jsonl")[-1]["loss"] for f in (whole, resumed)]
+        assert held_out[0] == held_out[1]
+
+
+def test_through_strategies_and_worlds(ranks: GetRanks, tmp_path: Path) -> None:
+    """zero3 on 4 ranks, then DDP on 2, then one process: one run, each sample once."""
+    common = {
+        "training.steps": 9, "data.epoch": "exact", "training.global_batch": 8,
+        "precision.compute": "fp64",
+    }  # fmt: skip
+    common |= {"training.schedule": "constant", "training.warmup_steps": 0}
+    whole_settings = settings(tmp_path / "whole", **common, **{"strategy.name": "single"})
+    _, whole = train(ranks, 1, whole_settings)
+    values = settings(tmp_path / "parts", **common, **{"strategy.name": "zero3"})
+    values["training"]["steps"] = 3
+    _, folder = train(ranks, 4, values)
+    for size, strategy, steps in ((2, "pytorch_ddp", 6), (1, "single", 9)):
+        values["strategy"]["name"] = strategy
+        values["training"]["steps"] = steps
+        values["checkpoint"]["resume"] = str(folder)
+        result, again = train(ranks, size, values)
+        assert again == folder
+    want, got = losses_of(whole), losses_of(folder)
+    assert list(got) == list(range(9))  # no gap, nothing twice
+    np.testing.assert_allclose(list(got.values()), list(want.values()), rtol=0, atol=1e-9)
+    expected, reached = state_at(whole, 9), state_at(folder, 9)
+    for name, value in expected.items():
+        np.testing.assert_allclose(value, reached[name], rtol=0, atol=1e-8, err_msg=name)
+    assert result["audit"]["samples"] == 72
+    assert all(e["repeated"] == 0 for e in result["audit"]["epochs"])
+    resumes = read_jsonl(folder / "resumes.jsonl")
+    assert [row["step"] for row in resumes] == [3, 6]
+    assert "strategy.name was 'zero3', is 'pytorch_ddp'" in resumes[0]["changed"]
+    assert "launch.world was 4, is 2" in resumes[0]["changed"]
+
+
+def test_records_go_on_without_gap_or_repetition(ranks: GetRanks, tmp_path: Path) -> None:
+    """A run that was killed after its checkpoint has rows of steps that will be done again."""
+    values = settings(tmp_path, **{"strategy.name": "simple_ddp", "training.steps": 6})
+    _, folder = train(ranks, 2, values)
+    shutil.rmtree(folder / "checkpoints" / "step-000006")
+    (folder / "status.json").write_text('{"state": "crashed"}')
+    half = folder / "checkpoints" / ".step-000006.part"
+    half.mkdir()
+    before = losses_of(folder)
+    values["checkpoint"]["resume"] = "auto"
+    result, again = train(ranks, 2, values)
+    assert again == folder
+    for rank in (0, 1):
+        assert [row["step"] for row in read_jsonl(folder / f"rank{rank}.jsonl")] == list(range(6))
+        ledger = read_jsonl(folder / f"ledger.rank{rank}.jsonl")
+        steps = [entry["step"] for entry in ledger if entry["step"] is not None]
+        assert steps == sorted(steps)
+        per_step = [steps.count(step) for step in range(6)]
+        assert len(set(per_step)) == 1
+    assert losses_of(folder) == before
+    assert [row["steps"] for row in read_jsonl(folder / "evaluation.jsonl")] == [3, 6]
+    assert [row["step"] for row in read_jsonl(folder / "checkpoints.jsonl")] == [3, 6]
+    assert not half.exists()
+    assert result["steps"] == 6
+    assert json.loads((folder / "status.json").read_text()) == {"state": "finished"}
+
+
+# ------------------------------------------------------------------ the command
+
+
+def test_resume_from_the_command_line(tmp_path: Path) -> None:
+    """A run folder's own settings are used, changed by the flags."""
+    first = commands.shardlab(
+        "train", "--size", "tiny", "--data", "synthetic", "--steps", "4", "--lr", "0.01",
+        "--checkpoint-every", "2", "--out", "run", "--json", cwd=tmp_path,
+    )  # fmt: skip
+    assert first.returncode == 0, first.stderr
+    more = commands.shardlab(
+        "train", "--resume", "run", "--steps", "6", "--strategy", "zero2", "--json", cwd=tmp_path
+    )
+    assert more.returncode == 0, more.stderr
+    result = json.loads(more.stdout)
+    assert result["folder"] == "run"
+    rows = read_jsonl(tmp_path / "run" / "rank0.jsonl")
+    assert [row["step"] for row in rows] == list(range(6))
+    listed = showing.overview(tmp_path / "run")
+    assert [(row["step"], row["strategy"], row["damage"]) for row in listed] == [
+        (6, "zero2", None), (4, "simple_ddp", None),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["bucket_ddp_async", "pytorch_ddp", "pytorch_zero1"])
+def test_a_whole_run_on_three_ranks(strategy: str, ranks: GetRanks, tmp_path: Path) -> None:
+    """Buckets are laid out as they were: the sums of three have the same last bits."""
+    changes = {"strategy.name": strategy, "training.batch_split": "uneven"}
+    values = settings(tmp_path, **changes)
+    _, whole = train(ranks, 3, values)
+    values["checkpoint"]["resume"] = str(whole / "checkpoints" / "step-000003")
+    _, resumed = train(ranks, 3, values)
+    want, got = state_at(whole, 6), state_at(resumed, 6)
+    assert [name for name in want if not torch.equal(want[name], got[name])] == []
+
+
+# ------------------------------------------------------------------ which run "auto" means
+
+
+def fake_run(root: Path, name: str, status: dict[str, Any], when: int, **changes: Any) -> Path:
+    run = root / name
+    run.mkdir(parents=True)
+    config = Config().with_overrides({"training.seed": 7, **changes})
+    (run / "config.yaml").write_text(config.to_yaml())
+    (run / "status.json").write_text(json.dumps(status))
+    os.utime(run / "status.json", (when, when))
+    return run
+
+
+def test_auto_takes_the_newest_that_did_not_finish(tmp_path: Path) -> None:
+    config = Config().with_overrides(
+        {"training.seed": 7, "output.root": str(tmp_path), "strategy.name": "zero3"}
+    )
+    assert starts.find_run(config) is None
+    host = socket.gethostname()
+    older = fake_run(tmp_path, "z-older", {"state": "crashed"}, 1000)
+    newer = fake_run(tmp_path, "a-newer", {"state": "interrupted"}, 2000)
+    fake_run(tmp_path, "finished", {"state": "finished"}, 3000)
+    alive = {"state": "running", "host": host, "pids": [os.getppid()]}
+    fake_run(tmp_path, "alive", alive, 4000)
+    fake_run(tmp_path, "another", {"state": "crashed"}, 5000, **{"training.seed": 8})
+    assert starts.find_run(config) == newer
+    shutil.rmtree(newer)
+    assert starts.find_run(config) == older
+    dead = {"state": "running", "host": host, "pids": [2**22 + 1]}
+    killed = fake_run(tmp_path, "killed", dead, 6000)
+    assert starts.find_run(config) == killed
+    with pytest.raises(UsageError, match="alive is running"):
+        starts.taken(tmp_path / "alive", RunLock())
+
+
+def test_code_is_run_only_if_it_is_named(tmp_path: Path) -> None:
+    """A checkpoint cannot make us import a file, nor say where to write."""
+    run = fake_run(
+        tmp_path, "run", {"state": "crashed"}, 1,
+        **{"strategy.name": "evil.py:Strategy", "output.root": "/elsewhere"},
+    )  # fmt: skip
+    (run / "checkpoints" / files.name_of(1)).mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"only if you name it: --strategy evil\.py:Strategy"):
+        starts.settings_of(str(run))
+    base = starts.settings_of(str(run), {"strategy": "zero3"})
+    assert base["strategy"] == {}
+    assert "root" not in base["output"]
+    (tmp_path / "mine.yaml").write_text("strategy: {name: 'evil.py:Strategy'}")
+    named = starts.named_by(tmp_path / "mine.yaml", None, None)
+    assert named == {"model": None, "strategy": "evil.py:Strategy"}
+    base = starts.settings_of(str(run), named)
+    assert base["strategy"]["name"] == "evil.py:Strategy"

@@ -1,0 +1,151 @@
+"""The command line: fast help, refusals in a line, lists, and what the doctor says."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import commands
+from shardlab.naming import STRATEGIES, WORKLOADS
+
+COMMANDS = ["train", "compare", "prove", "strategies", "workloads", "doctor", "version"]
+
+
+def test_help_is_fast_and_needs_no_torch() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "shardlab", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "typer" in imported
+    assert not imported & {"torch", "numpy", "jinja2", "yaml"}
+    times = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([*commands.SHARDLAB, "--help"], capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        # Of the CPU: a busy machine makes everything slow, and is not what is tested here.
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(times) < 0.3
+
+
+def test_importing_costs_and_does_nothing() -> None:
+    """No tokenizer, no download, no command line, no torch."""
+    script = "import sys, shardlab.config, shardlab.run.launch; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, tmp_path: Path) -> None:
+    done = commands.shardlab(command, "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert f"shardlab {command}" in done.stdout
+
+
+def test_no_command_is_the_help(tmp_path: Path) -> None:
+    done = commands.shardlab(cwd=tmp_path)
+    assert all(command in done.stdout + done.stderr for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--strategy", "zero4"], "error: unknown strategy 'zero4'; "),
+        (["--config", "bad_key.yaml"], "unknown key in training 'step'; did you mean 'steps'?"),
+        (["--config", "bad_type.yaml"], "training.steps must be a whole number, got text: 'ten'"),
+        (["--set", "training.steps=many"], "training.steps must be a whole number, got text"),
+        (["--set", "training.steps"], "--set training.steps: not KEY=VALUE"),
+        (["--world", "3", "--global-batch", "8"], "a global batch of 8 cannot be divided evenly"),
+        (["--data", "no/such/shard.bin"], "no such data: no/such/shard.bin"),
+        (["--config", "no.yaml"], "cannot read the config no.yaml: No such file or directory"),
+        (["--world", "2", "--backend", "nccl", "--device", "cuda"], "GPU"),
+        (["--out", "full"], "the output folder full exists and is not empty"),
+        (["--set", "strategy.options.buckets=3"], "unknown option of strategy simple_ddp"),
+        (["--size", "tinny"], "unknown gpt2 size 'tinny'; did you mean 'tiny'?"),
+        (["--data", "words.bin"], "words.bin is not a token shard"),
+    ],
+)
+def test_wrong_input_is_answered_in_a_line(args: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "bad_key.yaml").write_text("training: {step: 3}")
+    (tmp_path / "bad_type.yaml").write_text("training: {steps: ten}")
+    (tmp_path / "words.bin").write_text("words " * 1000)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "something").touch()
+    before = sorted(tmp_path.rglob("*"))
+    done = commands.shardlab("train", *args, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == before  # no run folder, nothing half-written
+
+
+@pytest.mark.parametrize("command", ["train", "memory --strategy zero1"])
+def test_a_folder_for_temporary_files_that_is_too_deep(command: str, tmp_path: Path) -> None:
+    """Python's own error is a traceback that ends with "AF_UNIX path too long"."""
+    deep = tmp_path / ("d" * 80)
+    deep.mkdir()
+    done = commands.shardlab(*command.split(), "--size", "tiny", cwd=tmp_path, TMPDIR=str(deep))
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "characters, as in TMPDIR=/tmp" in done.stderr
+    assert list(tmp_path.iterdir()) == [deep]
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = commands.shardlab("train", "--port", str(port), cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: port {port} cannot be used: Address already in use")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_port_of_ones_choice(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    done = commands.shardlab(
+        "train", "--port", port, "--size", "tiny", "--steps", "1", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_flag(tmp_path: Path) -> None:
+    done = commands.shardlab("train", "--stratgy", "single", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--stratgy" in done.stderr
+
+
+def test_lists(tmp_path: Path) -> None:
+    for command, known in (("strategies", STRATEGIES), ("workloads", WORKLOADS)):
+        rows = json.loads(commands.shardlab(command, "--json", cwd=tmp_path).stdout)
+        assert list(rows) == list(known)
+        assert all(rows.values())
+        text = commands.shardlab(command, cwd=tmp_path).stdout
+        assert all(name in text for name in known)
+
+
+def test_the_doctor(tmp_path: Path) -> None:
+    done = commands.shardlab("doctor", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert checks["gloo"]["status"] == "ok"
+    assert "all_reduce took" in checks["gloo"]["detail"]
+    assert checks["GPU"]["status"] in ("ok", "missing")
+
+
+def test_quiet_prints_the_folder_alone(tmp_path: Path) -> None:
+    done = commands.shardlab("train", "--size", "tiny", "--steps", "1", "--quiet", cwd=tmp_path)
+    assert done.stderr == ""
+    assert (tmp_path / done.stdout.strip() / "config.yaml").exists()

@@ -1,0 +1,109 @@
+"""Every command of the README and the tutorial runs, and every link leads somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import commands
+from commands import ROOT, bash_lines
+
+NEEDED = ["Makefile", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"]
+FOLDERS = ["src", "examples", ".venv"]
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+INSTALL = "pip install -c constraints.txt ."
+
+
+README = bash_lines("README.md")
+TUTORIAL = bash_lines("docs/tutorial.md")
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project as a user has it, but runs/ and the like go elsewhere."""
+    folder = tmp_path_factory.mktemp("clone")
+    for name in (*NEEDED, *FOLDERS):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def test_the_readme_has_commands() -> None:
+    assert README[:2] == ["make compare", "make test"]
+    assert INSTALL in README
+    assert any(line.startswith("torchrun") for line in README)
+    assert len(TUTORIAL) >= 3
+
+
+# `make test` is what runs this; pip has a test of its own below.
+RUNNABLE = [line for line in README if line not in ("make test", INSTALL)]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("line", [*RUNNABLE, *(c for c in TUTORIAL if c.startswith("shardlab"))])
+def test_runs_as_printed(line: str, clone: Path) -> None:
+    done = commands.run("bash", "-ec", line, cwd=clone, timeout=360, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    if "compare" in line:
+        assert "fastest" in done.stdout
+        assert "report.html" in done.stdout
+
+
+def test_what_looks_at_a_run_has_something_to_see(clone: Path) -> None:
+    (line,) = (c for c in TUTORIAL if not c.startswith("shardlab"))
+    done = commands.run("bash", "-ec", line, cwd=clone)
+    assert done.stdout.count('"seq"') == 3
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    script = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert script[-1] == "make test"
+
+
+@pytest.mark.timeout(200)
+def test_pip_install(clone: Path, tmp_path: Path) -> None:
+    """The package as installed, not as checked out: it has all it needs to work."""
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    bin_folder = tmp_path / "venv" / "bin"
+    # The dependencies are taken from here, where they are installed already.
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    install = [str(bin_folder / "python"), "-m", *INSTALL.split()[:2], "-q", *INSTALL.split()[2:]]
+    done = commands.run(*install, cwd=clone, timeout=180)
+    assert done.returncode == 0, done.stderr
+    where = [str(bin_folder / "python"), "-c", "import shardlab; print(shardlab.__file__)"]
+    assert commands.run(*where, cwd=tmp_path).stdout.startswith(str(site))
+    compare = "compare --strategies single,simple_ddp --size tiny --repeats 1 --steps 2 --out out"
+    done = commands.run(str(bin_folder / "shardlab"), *compare.split(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_lead_somewhere(page: str | Path) -> None:
+    path = ROOT / page
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
+        if not target.startswith("http"):
+            assert (path.parent / target).exists(), f"{page} links to {target}"
+
+
+def test_the_tree_in_the_readme_is_the_tree() -> None:
+    text = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"^  ([a-z_]+(?:\.py|/)) ", text, flags=re.M))
+    shown = {p.name + ("/" if p.is_dir() else "") for p in (ROOT / "src" / "shardlab").iterdir()}
+    assert named
+    assert named <= shown, named - shown
+
+
+def test_no_path_of_this_machine_is_in_the_project() -> None:
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    for name in files:
+        content = (ROOT / name).read_bytes()
+        assert str(ROOT).encode() + b"/" not in content, name

@@ -1,0 +1,393 @@
+"""A hang is ended in time, and the verdict names the rank, the collective and the line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import commands
+import troubled
+from shardlab import comm, pulse
+from shardlab import config as configs
+from shardlab.config import LaunchConfig
+from shardlab.errors import Halt, UsageError
+from shardlab.guard import stacks, verdict, watchdog
+from shardlab.guard.stacks import Frame
+from shardlab.guard.verdict import Seen
+from shardlab.pulse import Call
+from shardlab.run.launch import Ranks
+from shardlab.world import World
+
+LAUNCH = LaunchConfig(device="cpu", timeout_s=60)
+LIMIT_S = 3.0  # a busy machine must not look like a hung run
+FILE = Path(troubled.__file__)
+
+
+# ------------------------------------------------------------------ the verdict, without ranks
+
+
+def call(seq: int, label: str = "bucket 3", site: str = "ddp.py:9") -> Call:
+    return Call(seq, 42, f"all_reduce (8,) float32 '{label}'", site)
+
+
+def seen(rank: int, phase: str = "backward", **more: Any) -> Seen:
+    recent = tuple(call(i) for i in range(14, more.get("calls", 18)))
+    return Seen(**{"rank": rank, "phase": phase, "recent": recent, "calls": 18, **more})
+
+
+def test_the_one_that_never_entered_is_named() -> None:
+    library = Frame(f"{sysconfig.get_path('stdlib')}/x.py", 1, "wait")
+    late = {"main thread": [library, Frame("mine.py", 12, "batch")]}
+    ranks = [
+        seen(r, waits_for=call(17)) if r != 1 else seen(1, pulse.DATA, calls=17, threads=late)
+        for r in range(4)
+    ]
+    halt = verdict.judge(ranks, 60)
+    assert halt.details["verdict"] == (
+        "rank 1 never entered all_reduce #17 (bucket 3, step 42): it is in data loading, "
+        "at mine.py:12; ranks 0, 2, 3 wait for it"
+    )
+    assert (halt.state, halt.rank, halt.details["causes"]) == ("hung", 1, [1])
+    assert "mine.py:12 in batch" in (halt.traceback or "")
+
+
+def test_several_that_are_missing() -> None:
+    ranks = [seen(0, waits_for=call(17)), *(seen(r, "forward", calls=17) for r in (1, 2))]
+    halt = verdict.judge(ranks, 60)
+    assert "rank 2 never entered all_reduce #17" in str(halt)
+    assert str(halt).endswith("rank 0 waits for them")
+
+
+def test_all_in_one_collective_is_not_blamed_on_a_rank() -> None:
+    halt = verdict.judge([seen(r, waits_for=call(17)) for r in range(2)], 60)
+    assert halt.details["causes"] == []
+    assert "every rank has entered all_reduce #17" in str(halt)
+
+
+def test_a_skipped_collective_is_recognised_by_what_came_next() -> None:
+    labels = ["a", "b", "c", "d"]
+    right = tuple(call(i, label, f"s.py:{i}") for i, label in enumerate(labels))
+    wrong = tuple(call(i, label, "s.py:0") for i, label in enumerate("acd"))
+    found = verdict.first_difference({0: right, 1: wrong})
+    assert found is not None
+    assert (found.rank, found.skipped) == (1, True)
+    assert found.sentence.startswith(
+        "rank 1 skipped all_reduce #1 'b' at s.py:1, step 42: its #1 is"
+    )
+    # The other way round: rank 0 left one out.
+    found = verdict.first_difference({0: wrong, 1: right})
+    assert found is not None
+    assert (found.rank, found.theirs.label, found.skipped) == (0, "b", True)
+
+
+def test_one_collective_may_be_called_from_two_lines_if_it_has_a_label() -> None:
+    labelled = {r: [call(0, "x", f"s.py:{r}")] for r in (0, 1)}
+    assert verdict.first_difference(labelled) is None
+    unlabelled = {r: [call(0, "", f"s.py:{r}")] for r in (0, 1)}
+    assert verdict.first_difference(unlabelled) is not None
+
+
+def test_a_majority_is_right() -> None:
+    found = verdict.first_difference({0: [call(3, "x")], 1: [call(3, "y")], 2: [call(3, "y")]})
+    assert found is not None
+    assert found.rank == 0
+
+
+# ------------------------------------------------------------------ when it is time
+
+
+def message(rank: int, tick: int, beats: int, steps_done: int = 5) -> dict[str, Any]:
+    return {
+        "rank": rank, "pid": 1, "host": "elsewhere", "fd": None, "tick": tick, "tick_s": 1.0,
+        "phase": "forward", "step": 5, "steps_done": steps_done, "beats": beats, "calls": 9,
+        "waits_for": None, "cpu": 0.0,
+    }  # fmt: skip
+
+
+def test_a_slow_run_is_not_a_hung_one() -> None:
+    """Without a limit of the user's, ten times the longest pause so far; more for a first step."""
+    now = 0.0
+    monitor = watchdog.Monitor(None, timeout_s=1000, clock=lambda: now)
+    for tick, beats in enumerate((0, 0, 1)):
+        monitor.hear(message(0, tick, beats, steps_done=0))
+        now += 20
+    assert monitor.limit == 900
+    monitor.hear(message(0, 9, 2))
+    assert monitor.limit == pytest.approx(10 * 40)
+    now += 399
+    assert monitor.hang() is None
+    now += 2
+    assert monitor.hang() is not None
+
+
+def test_one_rank_that_moves_is_enough() -> None:
+    now = 0.0
+    monitor = watchdog.Monitor(5, timeout_s=1000, clock=lambda: now)
+    for tick in range(10):
+        now += 1
+        monitor.hear(message(0, tick, beats=0))
+        monitor.hear(message(1, tick, beats=tick))
+    assert monitor.hang() is None
+    now += 5
+    assert monitor.hang() is not None
+
+
+def test_ranks_that_are_done_cannot_hang() -> None:
+    now = 0.0
+    monitor = watchdog.Monitor(5, timeout_s=1000, clock=lambda: now)
+    monitor.hear(message(0, 1, 0))
+    monitor.hear({"rank": 0, "end": True})
+    now += 100
+    assert monitor.hang() is None
+
+
+def test_a_limit_beyond_the_timeout_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"guard.hang_s 400.0 is not below launch.timeout_s 300"):
+        configs.load(None, {"guard.hang_s": 400})
+
+
+# ------------------------------------------------------------------ real ranks that hang
+
+
+def caught(world: Ranks, target: Any, *args: Any) -> Halt:
+    """The verdict on a run, which must come in time and leave no process."""
+    pids = world.pids
+    with pytest.raises(Halt) as error:
+        world.run(target, *args, deadline_s=60)
+    assert commands.wait_until_gone(pids) == []
+    assert error.value.details["stood_s"] < LIMIT_S + 5
+    return error.value
+
+
+def trained(strategy: str, root: Path, world: int = 2, **options: Any) -> Halt:
+    """The verdict on a run of the troubled workload."""
+    config = configs.load(
+        None,
+        {
+            "model.workload": f"{FILE}:make",
+            "model.options": options,
+            "strategy.name": strategy,
+            "training.steps": 100_000,
+            "training.global_batch": troubled.BATCH,
+            "training.batch_split": "uneven",
+            "data.shuffle": False,
+            "guard.hang_s": LIMIT_S,
+            "guard.check_steps": 1,
+            "output.root": str(root),
+            "launch.device": "cpu",
+        },
+    )
+    with Ranks(LAUNCH, world) as ranks:
+        return caught(ranks, "shardlab.run.rank:train_rank", config.to_dict(), "test")
+
+
+def loop(world: World, kind: str) -> None:
+    """A loop of its own under the watchdog, in which rank 1 does something else."""
+    comm.LEDGER.reset()
+    odd = world.rank == 1
+
+    with watchdog.watching(world, LIMIT_S, 60):
+        pulse.PULSE.begin_loop()
+        for step in range(2 if kind == "leave" and odd else 5):
+            pulse.PULSE.begin_step(step)
+            comm.LEDGER.step = step
+            a, b = torch.ones(8), torch.ones(3)
+            if step == 3 and odd and kind == "order":
+                comm.broadcast(b, world.group, label="b")
+                comm.all_reduce(a, world.group, label="a")
+            else:
+                comm.all_reduce(a, world.group, label="a")
+                comm.broadcast(b, world.group, label="b")
+            pulse.PULSE.end_step()
+        pulse.PULSE.enter(pulse.LEFT)
+        time.sleep(60 if kind == "leave" else 0)
+
+
+def looped(kind: str, _root: Path) -> Halt:
+    with Ranks(LAUNCH, 2) as ranks:
+        return caught(ranks, loop, kind)
+
+
+TRAIN = [
+    "train", "--workload", f"{FILE}:make", "--steps", "1000", "-b", "4", "--hang-after", "3",
+    "--set", "data.shuffle=false", "--device", "cpu",
+]  # fmt: skip
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+IN_DATA = ["--set", "model.options.kind=data"]
+STOPPED = ["--set", "model.options.kind=forward", "--set", "model.options.how=stop"]
+
+
+def commanded(command: list[str], root: Path) -> subprocess.CompletedProcess[str]:
+    return commands.run(*command, cwd=root, OMP_NUM_THREADS="1", timeout=100)
+
+
+CASES: dict[str, Callable[[Path], Any]] = {
+    "torchrun": partial(commanded, [*TORCHRUN, "-m", "shardlab", *TRAIN, *STOPPED]),
+    "command": partial(commanded, [*commands.SHARDLAB, *TRAIN, *IN_DATA]),
+    "prove": partial(
+        commanded,
+        [
+            *commands.SHARDLAB,
+            "prove",
+            "--strategies",
+            f"{FILE}:Waiting",
+            "--workload",
+            f"{FILE}:make",
+            "--set",
+            "launch.timeout_s=6",
+            "--json",
+            "--device",
+            "cpu",
+        ],
+    ),
+    "data": partial(trained, "simple_ddp", world=3, kind="data"),
+    "forward": partial(trained, "bucket_ddp_async", kind="forward", how="sleep"),
+    "loop": partial(trained, "simple_ddp", kind="forward", how="loop"),
+    "backward, zero3": partial(trained, "zero3", kind="backward", how="sleep"),
+    "backward, pytorch_ddp": partial(trained, "pytorch_ddp", kind="backward", how="sleep"),
+    "backward, pytorch_zero3": partial(trained, "pytorch_zero3", kind="backward", how="sleep"),
+    "stopped": partial(trained, "simple_ddp", kind="forward", how="stop"),
+    "holds": partial(trained, "simple_ddp", kind="forward", how="hold"),
+    "leave": partial(looped, "leave"),
+    "order": partial(looped, "order"),
+}
+
+
+@pytest.fixture(scope="module")
+def hangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Any, Path]]]:
+    """Each case's verdict and folder. They wait most of their time, so they hang side by side."""
+    roots = {name: tmp_path_factory.mktemp("hang") for name in CASES}
+    with ThreadPoolExecutor(max_workers=5) as pool:
+        found: dict[str, Future[Any]] = {n: pool.submit(c, roots[n]) for n, c in CASES.items()}
+        yield lambda name: (found[name].result(timeout=110), roots[name])
+
+
+Hangs = Callable[[str], tuple[Any, Path]]
+
+
+def line_of(text: str) -> str:
+    """``file:line`` of a line of the troubled workload."""
+    lines = FILE.read_text().splitlines()
+    (found,) = [i for i, line in enumerate(lines, start=1) if text in line]
+    return f"troubled.py:{found}"
+
+
+def test_stuck_in_data_loading(hangs: Hangs) -> None:
+    halt, _ = hangs("data")
+    assert (halt.rank, halt.details["causes"]) == (1, [1])
+    assert "rank 1 never entered all_reduce #" in str(halt)
+    assert "(target count, step 4): it is in data loading" in str(halt)
+    assert f"at {line_of('time.sleep(600)')}; ranks 0, 2 wait for it" in str(halt)
+    assert "in strike" in halt.traceback
+
+
+@pytest.mark.parametrize("case", ["forward", "loop"])
+def test_stuck_in_the_loss_function(hangs: Hangs, case: str) -> None:
+    halt, _ = hangs(case)
+    assert halt.details["causes"] == [1]
+    assert "it is in forward, at troubled.py:" in str(halt)
+    assert "rank 0 waits for it" in str(halt)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "pytorch_ddp", "pytorch_zero3"])
+def test_stuck_in_backward(hangs: Hangs, strategy: str) -> None:
+    halt, _ = hangs(f"backward, {strategy}")
+    assert halt.details["causes"] == [1], str(halt)
+    assert f"it is in backward, at {line_of('time.sleep(600)')}" in str(halt)
+    assert "rank 0 waits for it" in str(halt)
+    if strategy.startswith("pytorch_"):
+        assert "of PyTorch's own collectives" in str(halt)
+
+
+def test_a_stopped_rank(hangs: Hangs) -> None:
+    halt, _ = hangs("stopped")
+    assert halt.details["causes"] == [1]
+    assert "rank 1 does not answer: it is stopped (SIGSTOP)" in str(halt)
+    assert "last seen in" in str(halt)
+
+
+def test_a_rank_that_holds_pythons_lock(hangs: Hangs) -> None:
+    """No thread of it can run Python; faulthandler answers from the signal's handler."""
+    halt, _ = hangs("holds")
+    assert halt.details["causes"] == [1]
+    assert "rank 1 does not answer: Python cannot run there" in str(halt)
+    assert line_of("ctypes.PyDLL(None)") in str(halt)
+
+
+def test_a_rank_that_left_the_loop_early(hangs: Hangs) -> None:
+    halt, _ = hangs("leave")
+    assert "rank 1 never entered all_reduce #4 (a, step 2)" in str(halt)
+    assert "it has left the loop after 2 steps; rank 0 waits for it" in str(halt)
+
+
+def test_different_orders(hangs: Hangs) -> None:
+    """Whatever Gloo makes of it, what the ranks called under one number tells."""
+    halt, _ = hangs("order")
+    assert "#6" in str(halt)
+    assert "broadcast (3,) float32 'b'" in str(halt)
+    assert "all_reduce (8,) float32 'a'" in str(halt)
+    assert halt.details["causes"] == [1]
+
+
+# ------------------------------------------------------------------ as a user sees it
+
+
+def status_of(root: Path) -> tuple[Path, dict[str, Any]]:
+    (path,) = (root / "runs").glob("*/status.json")
+    return path.parent, json.loads(path.read_text())
+
+
+def test_the_command_ends_and_the_folder_says_why(hangs: Hangs) -> None:
+    done, root = hangs("command")
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: hung for ")
+    assert "rank 1 never entered all_reduce" in last
+    assert "Traceback" not in done.stderr
+    folder, status = status_of(root)
+    assert (status["state"], status["rank"]) == ("hung", 1)
+    hang = json.loads((folder / "hang.json").read_text())
+    assert hang["causes"] == [1]
+    assert hang["stood_s"] < LIMIT_S + 5
+    assert any("in strike" in f for s in hang["ranks"][1]["stacks"].values() for f in s)
+    assert "rank 0: is in the step" in (folder / "hang.txt").read_text()
+
+
+def test_a_strategy_that_hangs_in_its_proof(hangs: Hangs) -> None:
+    done, _ = hangs("prove")
+    assert done.returncode == 1, done.stderr
+    (verdict,) = json.loads(done.stdout)["verdicts"]
+    assert not verdict["pass"]
+    assert "rank 1 never entered all_reduce #" in done.stdout
+    assert f"at {line_of('time.sleep(600)')}; rank 0 waits for it" in done.stdout
+
+
+def test_torchrun(hangs: Hangs) -> None:
+    """Ranks that nobody of ours started watch over each other, through the store."""
+    done, root = hangs("torchrun")
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: hung for")]
+    assert len(said) == 1, done.stderr
+    assert "rank 1 does not answer: it is stopped (SIGSTOP)" in said[0]
+    folder, status = status_of(root)
+    assert status["state"] == "hung"
+    assert json.loads((folder / "hang.json").read_text())["stood_s"] < LIMIT_S + 5
+
+
+def test_stacks_of_this_process() -> None:
+    found = stacks.of_threads()
+    assert next(iter(found)) == "MainThread"
+    place = stacks.place_of(found["MainThread"])
+    assert place is not None
+    assert place.startswith("test_watchdog.py:")

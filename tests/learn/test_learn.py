@@ -1,0 +1,263 @@
+"""Every exercise: its template fails helpfully, correct solutions pass, planted bugs are named."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from string import Formatter
+
+import pytest
+from typer.testing import CliRunner
+
+import commands
+from shardlab import cli
+from shardlab.errors import UsageError
+from shardlab.learn import ORDER, grade, mistakes
+from shardlab.learn import exercise as exercises
+from shardlab.learn.exercise import Exercise
+
+sys.path.insert(0, str(Path(__file__).parent))
+import kill_rate
+from kill_rate import Submission
+
+ALL = list(kill_rate.submissions())
+MUTANTS = [s for s in ALL if s.kind == "mutant"]
+GetVerdict = Callable[[Submission], grade.Verdict]
+
+
+@pytest.fixture(scope="module")
+def verdict(request: pytest.FixtureRequest) -> Iterator[GetVerdict]:
+    """Those of the chosen tests, three at a time: a check waits more than it computes."""
+    chosen = [
+        item.callspec.params["submission"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.path == request.path
+        and hasattr(item, "callspec")
+        and "submission" in item.callspec.params
+    ]
+    with ThreadPoolExecutor(3) as pool:
+        futures: dict[Submission, Future[grade.Verdict]] = {
+            s: pool.submit(kill_rate.graded, s) for s in dict.fromkeys(chosen)
+        }
+        yield lambda submission: futures[submission].result()
+        for future in futures.values():
+            future.cancel()
+
+
+@pytest.mark.parametrize("submission", ALL, ids=str)
+def test_verdict(submission: Submission, verdict: GetVerdict) -> None:
+    found = verdict(submission)
+    if submission.kind in ("solution", "correct"):
+        assert found.passed, found.findings
+        return
+    assert not found.passed
+    first = found.findings[0]
+    assert len(first.message) > 20
+    if submission.kind == "mutant":
+        assert first.cause == submission.cause, found.findings
+    else:
+        assert first.cause == "not-done", found.findings
+        assert "TODO" in first.message or "line" in first.message
+
+
+def test_there_are_enough_planted_bugs_and_correct_solutions() -> None:
+    for name in exercises.names():
+        kinds = [s.kind for s in ALL if s.exercise == name]
+        assert kinds.count("mutant") >= 4, name
+        assert kinds.count("correct") >= 2, name
+    assert len(MUTANTS) >= 172
+    assert len({str(mutant) for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def test_every_folder_is_on_the_ladder() -> None:
+    folders = {path.parent.name for path in exercises.FOLDER.glob("*/checks.py")}
+    assert folders == set(ORDER)
+
+
+@pytest.mark.parametrize("name", exercises.names())
+def test_an_exercise_is_whole(name: str) -> None:
+    exercise = Exercise(name)
+    for heading in ("## The task", "## How it is checked", "## Pitfalls", "## What it costs"):
+        assert heading in exercise.readme, heading
+    assert "Why it matters" in exercise.readme
+    assert "(picture.svg)" in exercise.readme
+    assert len(exercise.hints) == 3
+    assert all(len(hint) > 40 for hint in exercise.hints)
+    picture = (exercise.folder / "picture.svg").read_text()
+    assert ET.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"
+    assert "prefers-color-scheme: dark" in picture
+    assert "<title" in picture
+    named = exercise.corresponds_to
+    assert (Path(exercises.__file__).parent.parent / named).is_file(), named
+    assert "TODO" in exercise.template
+    assert f"shardlab learn check {name}" in exercise.template
+
+
+# ------------------------------------------------------------------ the issue's own examples
+
+
+def findings(verdict: grade.Verdict) -> str:
+    return " ".join(finding.message for finding in verdict.findings)
+
+
+def verdict_on(mutant: str) -> grade.Verdict:
+    return kill_rate.graded(next(m for m in MUTANTS if f"{m.exercise}/{m.name}" == mutant))
+
+
+def test_what_is_said_is_what_happened() -> None:
+    summed = verdict_on("simple_ddp/sum")
+    assert "exactly 2.0x the mean over the ranks on 2 ranks" in findings(summed)
+    assert "exactly 3.0x the mean over the ranks on 3 ranks" in findings(summed)
+    assert "divide by the world size" in findings(summed)
+    stuck = verdict_on("simple_ddp/skips_none")
+    assert (
+        "rank 0 entered all_reduce 5 times, rank 1 4 times: the parameter `extra.weight` has no "
+        "gradient on rank 1" in findings(stuck)
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "cause", "words"),
+    [
+        ("def average_gradients(model:\n", "raised", "is not Python"),
+        ("x = '\0'\n", "raised", "null bytes"),
+        ("import no_such_module\n", "raised", "ModuleNotFoundError in line 1"),
+        ("x = 1\n", "missing", "your file has no `average_gradients`"),
+        ("average_gradients = 3\n", "unusable", "'int' object is not callable"),
+    ],
+)
+def test_a_file_that_is_none(source: str, cause: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "simple_ddp.py"
+    path.write_text(source)
+    found = grade.grade(Exercise("simple_ddp"), path)
+    assert [finding.cause for finding in found.findings] == [cause]
+    assert words in found.findings[0].message
+
+
+# ------------------------------------------------------------------ recognisers, without ranks
+
+
+def test_ratio_is_found_only_where_there_is_one() -> None:
+    assert mistakes.ratio([2.0, 4.0], [1.0, 2.0]) == pytest.approx(2)
+    assert mistakes.ratio([2.0, 5.0], [1.0, 2.0]) is None
+    assert mistakes.ratio([0.0, 0.0], [1.0, 2.0]) is None
+    assert mistakes.ratio([float("nan")], [1.0]) is None
+
+
+def test_close_is_relative_and_refuses_nan() -> None:
+    assert mistakes.close([[1e12], [1.0]], [[1e12 + 1], [1.0]])
+    assert not mistakes.close([1.0], [1.0 + 1e-6])
+    assert not mistakes.close([float("nan")], [float("nan")])
+    assert not mistakes.close([1.0], [1.0, 1.0])
+
+
+# ------------------------------------------------------------------ messages
+
+
+def test_every_message_is_said_with_what_it_names() -> None:
+    """A name that is missing would show only when a learner makes that very mistake."""
+    texts, said = exercises.messages(), set()
+    for path in Path(exercises.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                said.add(node.value)
+            if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("say"):
+                continue
+            given = {keyword.arg for keyword in node.keywords}
+            constants = (c.value for c in ast.walk(node.args[0]) if isinstance(c, ast.Constant))
+            for key in (c for c in constants if isinstance(c, str)):
+                assert key in texts, (path.name, key)
+                names = {name for _, name, _, _ in Formatter().parse(texts[key]) if name}
+                needed = {name.partition("[")[0] for name in names}
+                # With ** a row of evidence is given; the sampler's say knows its samples.
+                assert None in given or needed - {"samples"} <= given, (path.name, key, needed)
+    assert set(texts) <= said
+
+
+# ------------------------------------------------------------------ the commands
+
+
+def test_the_path_of_a_learner(tmp_path: Path) -> None:
+    listed = commands.shardlab("learn", cwd=tmp_path)
+    assert listed.returncode == 0, listed.stderr
+    assert "0 of" in listed.stdout
+    assert "next: shardlab learn start sampler" in listed.stdout
+    assert not (tmp_path / "learn").exists()
+
+    started = commands.shardlab("learn", "start", "broadcast", cwd=tmp_path)
+    assert started.returncode == 0, started.stderr
+    assert "shardlab learn check broadcast" in started.stdout
+    again = commands.shardlab("learn", "start", "broadcast", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "learn/broadcast.py exists" in again.stderr
+
+    failed = commands.shardlab("learn", "check", "broadcast", "--json", cwd=tmp_path)
+    assert failed.returncode == 1, failed.stderr
+    result = json.loads(failed.stdout)
+    assert result["schema"] == 1
+    assert result["pass"] is False
+    assert result["verdicts"][0]["findings"][0]["cause"] == "not-done"
+
+    hints = [commands.shardlab("learn", "hint", "broadcast", cwd=tmp_path) for _ in range(4)]
+    assert [hint.stdout.partition("\n")[0] for hint in hints] == [
+        "hint 1 of 3",
+        "hint 2 of 3",
+        "hint 3 of 3",
+        "hint 3 of 3",
+    ]
+
+    (tmp_path / "learn" / "broadcast.py").write_text(Exercise("broadcast").solution)
+    passed = commands.shardlab("learn", "check", cwd=tmp_path)
+    assert passed.returncode == 0, passed.stdout + passed.stderr
+    assert "passed" in passed.stdout
+    rows = json.loads(commands.shardlab("learn", "--json", cwd=tmp_path).stdout)["exercises"]
+    row = next(row for row in rows if row["name"] == "broadcast")
+    assert row["passed"] is not None
+    assert (row["hints"], row["checks"]) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("learn start sampel", "did you mean 'sampler'?"),
+        ("learn check simple_dpp", "did you mean 'simple_ddp'?"),
+        ("learn check nothing.py", "no file nothing.py"),
+        ("learn check sampler", "begin with `shardlab learn start sampler`"),
+        ("learn check", "begin with `shardlab learn start sampler`"),
+        ("learn check sampler --deadline 0", "a check needs time"),
+        ("learn --dir elsewhere check sampler", "put the options after the command"),
+        ("learn show nonsense", "known: sampler, broadcast"),
+    ],
+)
+def test_wrong_input_is_answered_in_a_line(
+    words: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli.app, words.split())
+    assert isinstance(done.exception, UsageError)
+    assert says in str(done.exception)
+    assert "\n" not in str(done.exception)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_progress_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "learn").mkdir()
+    (tmp_path / "learn" / "progress.json").write_text("[1]")
+    done = commands.shardlab("learn", "start", "sampler", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "is not a progress file" in done.stderr
+    assert not (tmp_path / "learn" / "sampler.py").exists()
+
+
+@pytest.mark.parametrize("name", exercises.names())
+def test_shown_on_a_terminal(name: str) -> None:
+    shown = CliRunner().invoke(cli.app, ["learn", "show", name], catch_exceptions=False)
+    assert "Pitfalls" in shown.stdout
+    ours = CliRunner().invoke(cli.app, ["learn", "solution", name], catch_exceptions=False)
+    assert f"in the package: src/shardlab/{Exercise(name).corresponds_to}" in ours.stdout

@@ -1,0 +1,68 @@
+"""``compare`` on models as people bring them: right strategies are not called wrong.
+
+With the settings that a user gets, but one short visit, few strategies and no profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import people
+from shardlab import config as configs
+from shardlab.measure import compare as comparison
+from shardlab.measure import forward
+from shardlab.measure.cells import Plan, axes_of, cells_of
+from shardlab.report import compare as report
+from shardlab.report import compare_terminal
+
+PEOPLE = Path(__file__).parents[1] / "people.py"
+STATEFUL = ("dino",)  # a buffer that follows the batches
+PLAN = Plan(repeats=1, warmup=1, steps=1)
+EVERYONES = ("single", "simple_ddp", "zero3")
+
+
+def config_of(name: str, file: Path = PEOPLE) -> configs.Config:
+    return configs.load(None, {"model.workload": f"{file}:{name}", "launch.device": "cpu"})
+
+
+def compare(config: configs.Config, strategies: tuple[str, ...], plan: Plan = PLAN) -> Any:
+    axes = axes_of(config, None, None, None, None, default_world=2)
+    cells = cells_of(config, strategies, axes, plan)
+    return comparison.compare(cells, plan, "shardlab compare")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As a rank has; and nothing here may change the random state of other tests."""
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", people.EVERYONE)
+def test_right_strategies_are_called_right(name: str, tmp_path: Path) -> None:
+    result = compare(config_of(name), EVERYONES)
+    for cell in result["cells"]:
+        assert (cell["status"], cell["reason"]) == ("ok", None)
+        assert cell["proof"]["pass"] is True, (cell["label"], cell["proof"]["message"])
+        assert cell["estimated_bytes"]["total"], cell["estimated_bytes"]
+    assert "wrong" not in " ".join(compare_terminal.verdict_lines(result))
+    expected = forward.RANDOM if name in people.RANDOM else None
+    expected = forward.STATE if name in STATEFUL else expected
+    assert result["loss_not_compared"] == expected
+    if expected:
+        assert [c["loss_difference"] for c in result["cells"]] == [0.0, None, None]
+    report.write(tmp_path, result)
+
+
+@pytest.mark.parametrize("name", people.EVERYONE)
+def test_what_is_random_is_seen(name: str) -> None:
+    workload = getattr(people, name)()
+    found = forward.why_losses_differ(config_of(name), workload, torch.device("cpu"))
+    expected = forward.RANDOM if name in people.RANDOM else None
+    assert found == (forward.STATE if name in STATEFUL else expected)

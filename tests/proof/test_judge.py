@@ -1,0 +1,540 @@
+"""The judge itself: what is right is called right, what is wrong is found and its layer named."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import commands
+import judging
+import planted
+from conftest import GetRanks
+from judging import failures
+from shardlab import config as configs
+from shardlab.errors import UsageError
+from shardlab.proof import chance, judge, locate, reference, subjects
+from shardlab.proof.prove import cases_of, prove, small, worlds_of
+from shardlab.report import proof as report
+from shardlab.strategies.base import Setup
+from shardlab.strategies.simple_ddp_ga import SimpleDDPGradientAccumulation
+from shardlab.strategies.update import Rule
+from shardlab.workloads.base import Batch, Workload
+
+ROOT = Path(__file__).parents[2]
+checks_of = functools.cache(judging.checks_of)
+
+
+# ------------------------------------------------------------------ small models, as people write
+
+
+class _Rows:
+    """Samples that are rows of numbers: (6,) each, and targets (3,)."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def batch(self, ids: Sequence[int]) -> Batch:
+        x = torch.sin(torch.as_tensor(list(ids), dtype=torch.float32)[:, None] + torch.arange(6))
+        return Batch(inputs=x, targets=x[:, :3].cos(), count=3 * len(x), samples=len(x))
+
+
+def _squares(model: nn.Module, batch: Batch) -> Tensor:
+    return F.mse_loss(model(batch.inputs), batch.targets, reduction="sum")
+
+
+def _workload(model: type[nn.Module], blocks: tuple[str, ...] = ()) -> Workload:
+    return Workload(model.__name__.lower(), model, _squares, _Rows(), blocks=blocks)
+
+
+class Counts(nn.Module):
+    """Its loss depends on how often it was called: a warm-up that is counted in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.head(torch.tanh(self.body(x)) * min(1.0, 0.1 * self.calls))
+        return out
+
+
+class OwnGenerator(nn.Module):
+    """Draws its noise from a generator of its own, which no seed of ours reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+        self.draw = torch.Generator().manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(x + torch.randn(x.shape, generator=self.draw))
+        return out
+
+
+class Projects(nn.Module):
+    """A random projection in a plain attribute, and a teacher that is in no list of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(40, 40), nn.Linear(40, 3)
+        self.projection = torch.randn(6, 40)
+        self.teacher = [nn.Linear(40, 40).requires_grad_(False)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.projection.to(x.dtype)
+        with torch.no_grad():
+            help_ = self.teacher[0].to(x.dtype)(x)
+        self.last = torch.tanh(self.body(x)) + help_
+        out: Tensor = self.head(self.last)
+        return out
+
+
+class Teaches(nn.Module):
+    """A teacher that follows its student in every forward: a frozen parameter that changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Linear(6, 3)
+        self.teacher = nn.Linear(6, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for mine, theirs in zip(
+                self.teacher.parameters(), self.student.parameters(), strict=True
+            ):
+                mine.lerp_(theirs, 0.1)
+            said = self.teacher(x)
+        out: Tensor = self.student(x) + 0.5 * said
+        return out
+
+
+class Unused(nn.Module):
+    """A part that no forward comes to, as large as the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 24), nn.Linear(24, 3)
+        self.spare = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.body(x)))
+        return out
+
+
+class KeyBias(nn.Module):
+    """Attention with a bias of its keys, whose true gradient is zero, and one before BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(1, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.qkv = nn.Linear(16, 48)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # (rows, 6)
+        x = self.norm(self.inlet(100 * x[..., None]).flatten(0, 1)).view(len(x), 6, 16)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        x = (q @ k.transpose(1, 2) / 4).softmax(-1) @ v
+        out: Tensor = self.head(x.mean(1))
+        return out
+
+
+class LoudKeyBias(KeyBias):
+    """Keys alone, under a loss with large gradients: their rounding is large enough for Adam."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 1e6 * super().forward(x)
+
+
+class SinglePrecision(nn.Module):
+    """Makes a tensor of torch's default type in forward: in float64 it does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 16)])
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mix = torch.eye(6)  # float32, whatever x is
+        x = x @ mix
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        out: Tensor = self.head(x)
+        return out
+
+
+class Mixes(nn.Module):
+    """Normalises in float32, as the norms of T5 and Llama do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        size = y.float().square().mean(-1, keepdim=True)
+        out: Tensor = self.head(y * torch.rsqrt(size + 1e-6).to(y.dtype))
+        return out
+
+
+class Restless(nn.Module):
+    """Something else each time, whatever is seeded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(x * (1 + os.urandom(1)[0] / 256))
+        return out
+
+
+class Explodes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.log(self.head(x) - 1e3)
+        return out
+
+
+counts = functools.partial(_workload, Counts)
+own_generator = functools.partial(_workload, OwnGenerator)
+projects = functools.partial(_workload, Projects)
+teaches = functools.partial(_workload, Teaches)
+unused = functools.partial(_workload, Unused)
+key_bias = functools.partial(_workload, KeyBias)
+loud_key_bias = functools.partial(_workload, LoudKeyBias)
+single_precision = functools.partial(
+    _workload, SinglePrecision, ("layers.0", "layers.1", "layers.2")
+)
+mixes = functools.partial(_workload, Mixes)
+restless = functools.partial(_workload, Restless)
+explodes = functools.partial(_workload, Explodes)
+
+
+@pytest.mark.parametrize("strategy", ["single", "zero2", "pytorch_ddp"])
+@pytest.mark.parametrize(
+    "model",
+    ["counts", "own_generator", "projects", "teaches", "key_bias", "loud_key_bias", "mixes"],
+)
+def test_what_is_right_is_called_right(model: str, strategy: str, ranks: GetRanks) -> None:
+    assert failures(checks_of(ranks, f"test_judge:{model}", strategy)) == {}
+
+
+@pytest.mark.parametrize("strategy", ["single", "bucket_ddp_async", "zero1", "zero2"])
+def test_what_nobody_uses_has_no_state(strategy: str, ranks: GetRanks) -> None:
+    assert failures(checks_of(ranks, "test_judge:unused", strategy)) == {}
+
+
+# ------------------------------------------------------------------ the reference does as the run
+
+
+RULES = {
+    "training__clip_norm": 0.01,
+    "training__schedule": "cosine",
+    "training__min_rate": 0.1,
+    "training__warmup_steps": 1,
+}
+
+
+@pytest.mark.parametrize("strategy", ["single", "zero1"])
+def test_one_process_clips_and_schedules(strategy: str, ranks: GetRanks) -> None:
+    assert failures(checks_of(ranks, "planted:layers", strategy, **RULES)) == {}
+
+
+class ForgetsToClip(SimpleDDPGradientAccumulation):
+    """And takes the same rate in every step."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(replace(setup, rule=Rule()))
+
+
+def test_a_strategy_that_does_not_clip_is_found(ranks: GetRanks) -> None:
+    found = failures(checks_of(ranks, "planted:layers", "test_judge:ForgetsToClip", **RULES))
+    assert found.keys() == {"equal"}
+    assert "though the gradients are equal: look at the update" in found["equal"]
+
+
+# ------------------------------------------------------------------ looking changes nothing
+
+
+class RightWhenSeen(SimpleDDPGradientAccumulation):
+    """The new weights arrive when somebody looks at them, and not before."""
+
+    def step(self) -> None:
+        old = [p.detach().clone() for p in self.params.values()]
+        super().step()
+        self.new = [p.detach().clone() for p in self.params.values()]
+        self._put(old)
+
+    def full_params(self) -> dict[str, Tensor]:
+        self._put(getattr(self, "new", []))
+        return super().full_params()
+
+    @torch.no_grad()
+    def _put(self, values: list[Tensor]) -> None:
+        for p, value in zip(self.params.values(), values or self.params.values(), strict=True):
+            p.copy_(value)
+
+
+def test_looking_hides_nothing(ranks: GetRanks) -> None:
+    found = failures(checks_of(ranks, "planted:layers", "test_judge:RightWhenSeen"))
+    assert found["equal"].startswith("if nobody looks in between, step 1 of layers, ")
+    assert "forward differs first in the output of 'inlet', on rank 0" in found["equal"]
+
+
+# ------------------------------------------------------------------ chance
+
+
+def test_chance_is_noticed_and_seeded_alike(ranks: GetRanks) -> None:
+    checks = checks_of(ranks, "people:functional_dropout", "zero1")
+    assert failures(checks) == {}
+    assert checks["equal"]["measured"]["random"] == "seeded alike"
+    assert checks["equal"]["message"].endswith("; random forward: seeded alike in both")
+    plain = checks_of(ranks, "planted:layers", "zero1")
+    assert plain["equal"]["measured"]["random"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("restless", "the forward of restless computes something else each time"),
+        ("explodes", "that is not finite in step 0 of explodes: there is nothing to compare with"),
+    ],
+)
+def test_no_strategy_is_blamed_for_the_model(model: str, message: str, ranks: GetRanks) -> None:
+    with pytest.raises(UsageError, match=message):
+        checks_of(ranks, f"test_judge:{model}", "simple_ddp")
+
+
+def test_the_same_micro_batch_has_the_same_seed() -> None:
+    data = _Rows()
+    steps = [[[data.batch([i])] for i in range(2)] for _ in range(2)]
+    loss = chance.Seeded(lambda _model, _batch: torch.rand(()), 0, steps)
+    model = nn.Identity()
+    values = [[loss(model, share[0]) for share in shares] for shares in steps]
+    assert len({float(v) for row in values for v in row}) == 4
+    assert loss(model, steps[1][0][0]) == values[1][0]
+    assert loss.current == chance.Place(1, 0, 0)
+    draws = chance.nature(lambda: nn.Linear(1, 1), loss)
+    assert draws == chance.Nature(draws=True, remembers=False, repeats=True)
+
+
+# ------------------------------------------------------------------ rounding, and what is not
+
+
+def referred(workload: Workload, dtype: torch.dtype = torch.float64) -> reference.Reference:
+    config = small(configs.load(None, {"training.learning_rate": 0.01}))
+    cpu, data = torch.device("cpu"), workload.dataset
+    steps = [
+        [[data.batch(range(4 * (s + r + m), 4 * (s + r + m) + 4)) for m in (0, 1)] for r in (0, 1)]
+        for s in range(3)
+    ]
+    cast = [[[subjects._cast(b, dtype) for b in m] for m in r] for r in steps]
+    subject = subjects.Subject(workload, 0, cast, dtype)
+    return reference.refer(subject, config, cpu)
+
+
+def test_a_gradient_of_zero_is_measured_by_its_rounding() -> None:
+    one = referred(key_bias())
+    gradient = one.gradients[0]["inlet.bias"]
+    assert gradient is not None
+    assert 0 < float(gradient.abs().max()) < 1e-9  # before BatchNorm: nothing but rounding
+    tolerance = one.scale.tolerance
+    unit = one.unit(0, "gradient", "inlet.bias")
+    assert float(unit) * tolerance > float(gradient.abs().max())
+    # Adam makes something of it, and that much may differ; of the weights next to it, it may not.
+    for step in range(3):
+        noisy = one.unit(step, "parameter", "inlet.bias") * tolerance
+        real = one.unit(step, "parameter", "head.bias") * tolerance
+        assert float(noisy.max()) > 10 * float(real.max())
+        assert float(real.max()) < 1e-7
+    # Of a fused bias, the keys' third alone.
+    q, k, v = (one.unit(2, "parameter", "qkv.bias") * tolerance).chunk(3)
+    assert float(k.min()) > 10 * float(torch.cat([q, v]).max())
+
+
+def test_a_factor_is_far_from_rounding() -> None:
+    for dtype in (torch.float64, torch.float32):
+        one = referred(key_bias(), dtype)
+        for step, gradients in enumerate(one.gradients):
+            top = max(reference.largest(g) for g in gradients.values() if g is not None)
+            for name, gradient in gradients.items():
+                assert gradient is not None
+                if reference.largest(gradient) > 1e-3 * top:
+                    allowed = one.unit(step, "gradient", name) * one.scale.tolerance
+                    assert float(allowed) < 0.3e-3 * reference.largest(gradient), (dtype, name)
+
+
+def test_gradients_stand_in_the_order_of_backward() -> None:
+    names = list(referred(planted.layers()).gradients[0])
+    assert names[0].startswith("outlet")
+    assert [n for n in names if n.endswith("weight")] == [
+        "outlet.weight", "layers.3.weight", "layers.2.weight", "layers.1.weight",
+        "layers.0.weight", "inlet.weight",
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------ precision
+
+
+@pytest.mark.parametrize("strategy", ["single", "zero2", "pytorch_ddp"])
+def test_a_model_without_float64(strategy: str, ranks: GetRanks) -> None:
+    checks = checks_of(ranks, "test_judge:single_precision", strategy)
+    assert failures(checks) == {}
+    measured = checks["equal"]["measured"]
+    assert measured["precision"] == "float32"
+    assert measured["why_precision"].startswith("it does not run in float64 (RuntimeError: ")
+    assert f"in float32: {measured['why_precision']}" in checks["equal"]["message"]
+
+
+def test_a_thousandth_shows_in_float32(ranks: GetRanks) -> None:
+    found = failures(checks_of(ranks, "test_judge:single_precision", "planted:Zero2Factor"))
+    assert "gradient 'layers.2.weight': gradients are exactly 1.001x" in found["equal"]
+
+
+def test_a_model_that_mixes_precisions_is_told_so(ranks: GetRanks) -> None:
+    checks = checks_of(ranks, "test_judge:mixes", "zero2")
+    assert checks["equal"]["measured"]["precision"] == "float64"
+    assert checks["equal"]["measured"]["noise"] > judge.MIXED
+    assert "the model computes in less than float64" in checks["equal"]["message"]
+    assert checks_of(ranks, "planted:layers", "zero2")["equal"]["measured"]["noise"] < 1e-12
+
+
+# ------------------------------------------------------------------ the layer is named
+
+WORDS = {
+    "factor": "gradient 'layers.2.weight': gradients are exactly 1.001x",
+    "doubled": "gradient 'layers.2.bias': micro-batch 0 of rank 1 counts 2.0x",
+    "forgotten": "gradient 'layers.2.weight': only the first of 2 micro-batches is in it",
+    "swapped": "gradient 'layers.2.weight': off by",
+    "edge": "gradient 'layers.2.weight': off by",
+    "skipped": "forward differs first in the output of 'layers.2', on rank 1 in micro-batch 0",
+    "transposed": "forward differs first in the output of 'layers.2', on rank 0 in micro-batch 0",
+    "stale": "forward differs first in the output of 'layers.2', on rank 1 in micro-batch 0",
+    "another": "forward differs first in the output of 'layers.2', on rank 0 in micro-batch 0",
+    "overwritten": "backward differs first in the gradient of the input of 'layers.2', on rank 0",
+}
+
+
+@pytest.mark.parametrize("mistake", planted.MISTAKES)
+@pytest.mark.parametrize("strategy", ["Zero2", "Zero3"])
+def test_planted_mistakes_are_found(strategy: str, mistake: str, ranks: GetRanks) -> None:
+    checks = checks_of(ranks, "planted:layers", f"planted:{strategy}{mistake.title()}")
+    assert not checks["equal"]["pass"]
+    assert WORDS[mistake] in checks["equal"]["message"]
+    first = checks["equal"]["measured"]["first_difference"]
+    assert first["module"] == planted.LAYER
+    json.dumps(checks, allow_nan=False)
+
+
+@pytest.mark.parametrize("strategy", ["PyTorchDDP", "PyTorchZero3"])
+def test_modules_are_found_that_a_strategy_wraps_or_shards(strategy: str, ranks: GetRanks) -> None:
+    equal = checks_of(ranks, "planted:layers", f"planted:{strategy}Skipped")["equal"]
+    assert WORDS["skipped"] in equal["message"]
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_nothing_is_found_where_nothing_is_planted(strategy: str, ranks: GetRanks) -> None:
+    assert failures(checks_of(ranks, "planted:layers", strategy)) == {}
+
+
+def test_a_factor_of_all_gradients_is_no_place() -> None:
+    """A strategy may scale its losses: only what departs from that factor is a difference."""
+    loss = chance.Seeded(_squares, 0, [[[_Rows().batch(range(4))]]])
+
+    def probed(factor: float, spoiled: float) -> locate.Probe:
+        probe = locate.Probe(loss, 0)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        model[1].register_full_backward_hook(lambda _m, grads, _g: (grads[0] * spoiled,))
+        probe.attach(model)
+        (factor * loss(model, loss.batches[0])).backward()
+        return probe
+
+    one = probed(1.0, 1.0)
+    assert locate.first_difference(probed(2.0, 1.0), one, torch.float64) is None
+    found = locate.first_difference(probed(2.0, 3.0), one, torch.float64)
+    assert found is not None
+    assert (found["direction"], found["of"], found["module"]) == ("backward", "input", "1")
+    assert found["ratio"] == pytest.approx(3.0)
+
+
+# ------------------------------------------------------------------ limits, and one reason
+
+
+class Hangs(SimpleDDPGradientAccumulation):
+    def step(self) -> None:
+        time.sleep(3600)
+
+
+def test_a_proof_that_does_not_end_is_ended(tmp_path: Path) -> None:
+    config = small(configs.load(None, {"model.workload": "planted:layers"}))
+    cases = cases_of(config, ["test_judge:Hangs"], [2])
+    started = time.monotonic()
+    result = prove(cases, [2], "a test", limit_s=20)
+    assert time.monotonic() - started < 90
+    (found,) = result["verdicts"]
+    text = json.dumps(found)
+    assert text.count("no answer within 20 s") == 1
+    assert [c["pass"] for c in found["checks"].values()] == [False] * 5
+    (line,) = report.reasons(result)
+    assert line.plain.startswith("test_judge:Hangs, world 2, every check: it did not get through")
+    assert judge.reasons(found["checks"]).keys() == {"every check"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_says_what_is_proved_and_how_long_it_takes(tmp_path: Path) -> None:
+    done = commands.shardlab("prove", "--help", cwd=tmp_path)
+    text = " ".join(done.stdout.split())
+    assert "The proof is of your model" in text
+    assert "It takes a few seconds for each strategy" in text
+
+
+# ------------------------------------------------------------------ the examples
+
+EXPERIMENTS = sorted((ROOT / "examples" / "experiments").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda p: p.stem)
+def test_every_experiment_passes_its_own_proof(path: Path, ranks: GetRanks) -> None:
+    asked = configs.load(path)
+    if asked.model.workload == "causal_lm":
+        pytest.importorskip("transformers")
+    if asked.model.workload != "gpt2":
+        asked = configs.load(path, {"data.source": "synthetic"})
+    worlds = worlds_of(None, asked)
+    (case,) = cases_of(small(asked), [asked.strategy.name], worlds)
+    evidence = ranks(case.world).run(
+        "shardlab.proof.evidence:examine", case.config.to_dict(), deadline_s=100
+    )
+    assert failures(judge.judge(evidence)) == {}
+
+
+def test_a_proof_of_ones_own_model_by_command(tmp_path: Path) -> None:
+    flags = ["--workload", f"{ROOT}/tests/planted.py:layers"]
+    names = f"{ROOT}/tests/planted.py:Zero2Factor,zero2"
+    done = commands.shardlab("prove", *flags, "--strategies", names, "--out", "out", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "layers.2.weight" in done.stdout
+    assert "1.001x" in done.stdout
+    verdicts = json.loads((tmp_path / "out" / "prove.json").read_text())["verdicts"]
+    assert [v["pass"] for v in verdicts] == [False, True]

@@ -1,0 +1,49 @@
+"""Every strategy equals one plain process, and every planted bug is caught."""
+
+from __future__ import annotations
+
+import pytest
+
+from conformance import ALL_CASES, OPTIONS, REFUSED, Case, conform
+from conftest import GetRanks
+from saboteurs import RUNG_SABOTEURS, SABOTEURS
+from shardlab.errors import RankFailure
+from shardlab.naming import STRATEGIES
+
+FEW_CASES = [c for c in ALL_CASES if c.micro == 2 and c.optimizer == "adamw"]
+WORLDS = [
+    (name, world) for name in STRATEGIES for world in (1, 2, 3, 4) if world == 1 or name != "single"
+]
+
+
+@pytest.mark.parametrize(("strategy", "world"), WORLDS)
+def test_equals_one_process(strategy: str, world: int, ranks: GetRanks) -> None:
+    # Four ranks on two cores pay milliseconds for each collective: there, one case of each toy.
+    pool = FEW_CASES if world == 4 else ALL_CASES
+    cases = [c for c in pool if c.toy not in REFUSED.get(strategy, ())]
+    options = {"shards": 3} if (strategy, world) == ("pytorch_hsdp", 3) else OPTIONS.get(strategy)
+    assert conform(ranks(world), strategy, cases, options) == []
+
+
+def test_pytorch_ddp_as_recommended(ranks: GetRanks) -> None:
+    """Without the search for unused parameters, which the comparison does not pay for."""
+    cases = [c for c in FEW_CASES if c.toy not in ("unused", "branches")]
+    assert conform(ranks(2), "pytorch_ddp", cases) == []
+
+
+@pytest.mark.parametrize("saboteur", [*SABOTEURS, *RUNG_SABOTEURS], ids=lambda s: s.__name__)
+def test_catches(saboteur: type, ranks: GetRanks) -> None:
+    try:
+        complaints = conform(ranks(2), saboteur, FEW_CASES)
+    except RankFailure as failure:  # ranks out of step: a crash is caught too
+        complaints = [str(failure)]
+    assert complaints, f"nobody noticed: {saboteur.__doc__}"
+
+
+def test_the_bug_shows_where_it_should(ranks: GetRanks) -> None:
+    """A saboteur is not caught by accident: what it does not touch is right."""
+    from saboteurs import NoBufferBroadcast, ReducesOnlyTheLast
+
+    plain = [Case("mlp", 1, "sgd")]
+    assert conform(ranks(2), ReducesOnlyTheLast, plain) == []
+    assert conform(ranks(2), NoBufferBroadcast, plain) == []

@@ -1,0 +1,64 @@
+"""A strategy that is written from its documentation alone: docs/your-strategy.md, as printed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+import commands
+from commands import ROOT, bash_lines
+from shardlab import config as configs
+from shardlab.errors import UsageError
+from shardlab.files import read_jsonl
+from shardlab.run import assemble
+from shardlab.strategies.base import Setup, Strategy
+
+LINES = bash_lines("docs/your-strategy.md")
+
+
+def test_it_is_short() -> None:
+    source = (ROOT / "examples" / "my_strategy.py").read_text()
+    body = source[source.index("class OneMessage") :]
+    assert len(body.splitlines()) <= 30
+
+
+@pytest.mark.timeout(600)
+def test_it_is_proved_trained_resumed_and_compared(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    said = []
+    for line in LINES:
+        done = commands.run(sys.executable, "-m", *shlex.split(line), cwd=tmp_path, timeout=250)
+        assert done.returncode == 0, f"{line}\n{done.stderr}"
+        said.append(done.stdout)
+    assert len(said) == 4
+    assert "OneMessage" in said[0]
+    run = tmp_path / "runs" / "mine"
+    assert [row["step"] for row in read_jsonl(run / "rank0.jsonl")] == list(range(12))
+    assert sorted(path.name for path in (run / "checkpoints").glob("step-*"))[-1] == "step-000012"
+    compared = json.loads((tmp_path / "runs" / "mine-compared" / "compare.json").read_text())
+    assert "OneMessage" in json.dumps(compared)
+
+
+def test_what_is_no_strategy_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("class Mine:\n    def gradients(self, batches): ...\n")
+    done = commands.shardlab("train", "--strategy", "mine.py:Mine", "--size", "tiny", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "mine.py:Mine is not a strategy: write a class that inherits from" in done.stderr
+
+
+class Needy(Strategy):
+    """A strategy whose option has no default."""
+
+    def __init__(self, setup: Setup, *, at: int) -> None: ...
+
+
+def test_an_option_without_a_default_is_asked_for() -> None:
+    config = configs.load(None, {"strategy.name": f"{__file__}:Needy"})
+    with pytest.raises(UsageError, match="needs its option 'at', which has no default"):
+        assemble.resolve_strategy(config)
+    given = config.with_overrides({"strategy.options": {"at": 3}})
+    assert issubclass(assemble.resolve_strategy(given), Strategy)

@@ -1,0 +1,184 @@
+"""Every animal of the zoo, under every strategy: equal to one process, or refused as stated."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zoo_generator
+import zoo_page
+import zookeeper
+from conftest import GetRanks
+from shardlab.naming import STRATEGIES
+from shardlab.strategies.simple_ddp import SimpleDDP
+from zoo import GROUPS, ZOO, Animal
+from zookeeper import Verdict
+
+WORLDS = [
+    (strategy, world)
+    for strategy in STRATEGIES
+    for world in (1, 2, 3)
+    if (world == 1) == (strategy == "single")
+]
+
+
+def one_in(strategy: str, world: int, whole: bool) -> int:
+    """Which part of the zoo is run: one animal in so many, other ones under each strategy.
+
+    The whole zoo takes about seven minutes on two cores. The part that runs without ``--whole``
+    takes a minute and a half. `zero3` meets every animal in both, since most of them are there for
+    its sake. Three ranks on two cores take twice as long, and so do PyTorch's sharded tensors.
+    """
+    is_fsdp = strategy in GROUPS["fsdp"]
+    if whole:
+        return 1 if world < 3 or strategy == "zero3" else 12 if is_fsdp else 4
+    if strategy == "zero3":
+        return 1 if world < 3 else 5
+    return (4 if world < 3 else 16) * (2 if is_fsdp else 1)
+
+
+def find(name: str) -> Animal:
+    return ZOO[name]
+
+
+def complaint(animal: Animal, strategy: str, verdict: Verdict) -> str | None:
+    """What is not as the animal says; none if it is."""
+    words = animal.refused.get(strategy)
+    if words is None:
+        as_stated = verdict.kind == "equal"
+    else:
+        is_refused = verdict.kind == "refused" and words in verdict.text
+        # What depends on the data may show in any step.
+        is_in_time = verdict.step <= animal.shows_at or "in every step" in verdict.text
+        as_stated = is_refused and "\n" not in verdict.text and is_in_time
+    if as_stated:
+        return None
+    stated = "equal" if words is None else f"refused in step {animal.shows_at} ({words})"
+    return f"{animal.name}, {strategy}: stated {stated}, got {verdict} (step {verdict.step})"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("strategy", "world"), WORLDS)
+def test_as_stated(
+    strategy: str, world: int, ranks: GetRanks, request: pytest.FixtureRequest
+) -> None:
+    # Those that are refused come last: after each, connections are new and PyTorch learns anew.
+    part = one_in(strategy, world, request.config.getoption("whole"))
+    chosen = list(ZOO.values())[list(STRATEGIES).index(strategy) % part :: part]
+    animals = sorted(chosen, key=lambda a: strategy in a.refused)
+    verdicts = zookeeper.run(ranks, world, find, [(a.name, strategy) for a in animals])
+    found = [complaint(a, strategy, v) for a, v in zip(animals, verdicts, strict=True)]
+    assert [text for text in found if text] == []
+
+
+def test_there_are_at_least_eighty_and_each_says_why() -> None:
+    assert len(ZOO) >= 80
+    assert all(animal.why for animal in ZOO.values())
+    assert len({animal.why for animal in ZOO.values()}) == len(ZOO)
+
+
+def test_the_page_is_up_to_date() -> None:
+    page = Path(__file__).parents[2] / "docs" / "zoo.md"
+    assert page.read_text() == zoo_page.page(), "run: python tests/zoo_page.py"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", [0, secrets.randbelow(10_000)], ids=["fixed", "fresh"])
+def test_random_models(seed: int, ranks: GetRanks, request: pytest.FixtureRequest) -> None:
+    """A failure names its model: ``python tests/zoo_generator.py --only NUMBER`` runs it again."""
+    numbers = [
+        seed * zoo_generator.SPAN + i for i in range(20 if request.config.getoption("whole") else 6)
+    ]
+    strategies = [s for s in GROUPS["ours"] if s != "single"]
+    found = zoo_generator.hunt(ranks, numbers, strategies)
+    assert found.failures == []
+    assert not found.refusals
+    assert found.tried - found.unsound >= len(numbers) // 2
+
+
+def test_a_number_is_a_model() -> None:
+    first, again, other = (str(zoo_generator.plan_of(n).calls) for n in (7, 7, 8))
+    assert first == again != other
+    assert len(zoo_generator.TRAITS) >= 50
+
+
+def test_every_trait_can_be_trained_somewhere() -> None:
+    """No trait is one that one process always refuses: it would find nothing."""
+    seen: set[str] = set()
+    for number in range(400):
+        traits = set(zoo_generator.plan_of(number).traits)
+        if traits - seen and zoo_generator.is_sound(str(number), 1):
+            seen |= traits
+    assert seen == set(zoo_generator.TRAITS)
+
+
+# ------------------------------------------------------------------ the keeper notices
+
+
+class Drifts(SimpleDDP):
+    """One rank makes less of its gradients."""
+
+    def step(self) -> None:
+        if self.group.rank() == 1:
+            for p in self.params.values():
+                p.grad = None if p.grad is None else p.grad * 0.9
+        super().step()
+
+
+class Stale(SimpleDDP):
+    """Whoever looks at the parameters mends them: only a run without looking is wrong."""
+
+    def step(self) -> None:
+        super().step()
+        for p in self.params.values():
+            p.data.add_(1.0)
+
+    def full_params(self) -> dict[str, Any]:
+        for p in self.params.values():
+            p.data.sub_(1.0)
+        return super().full_params()
+
+
+class Dies(SimpleDDP):
+    def step(self) -> None:
+        if self.group.rank() == 1:
+            os.abort()
+        super().step()
+
+
+class Fails(SimpleDDP):
+    """On one rank, while its peers wait for it."""
+
+    def gradients(self, microbatches: Any) -> Any:
+        if self.group.rank() == 1:
+            raise ValueError("something broke")
+        return super().gradients(microbatches)
+
+
+class Sleeps(SimpleDDP):
+    def step(self) -> None:
+        time.sleep(60)
+
+
+PLANTED = {
+    "Drifts": "WRONG",
+    "Stale": "WRONG",
+    "Dies": "CRASH",
+    "Fails": "CRASH",
+    "Sleeps": "HANG",
+}
+
+
+def test_the_keeper_notices_and_goes_on(ranks: GetRanks) -> None:
+    cells = []
+    for name in PLANTED:
+        cells += [("plain", f"test_zoo:{name}"), ("skips", "simple_ddp")]
+    verdicts = zookeeper.run(ranks, 2, find, cells, limit_s=5.0)
+    assert [v.kind for v in verdicts[0::2]] == list(PLANTED.values())
+    assert {v.kind for v in verdicts[1::2]} == {"equal"}
+    assert "something broke" in verdicts[6].text
