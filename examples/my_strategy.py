@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shardlab import comm
-from shardlab.strategies import base
+from shardlab.strategies import base, steps
 from shardlab.workloads.base import Batch
 
 
@@ -17,19 +17,19 @@ class OneMessage(base.Strategy):
 
     def __init__(self, setup: base.Setup) -> None:
         super().__init__(setup)
-        base.broadcast_model(self.model, self.group)
+        steps.broadcast_model(self.model, self.group)
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
-        base.broadcast_buffers(self.model, self.group)
-        total = base.global_count(microbatches, self.device, self.group)
+        steps.broadcast_buffers(self.model, self.group)
+        total = steps.global_count(microbatches, self.device, self.group)
         divisor = self.update.divisor(total)
-        loss_sum = base.accumulate(self.model, self.loss_fn, microbatches, divisor)
+        loss_sum = steps.accumulate(self.model, self.loss_fn, microbatches, divisor)
         used = [p.grad is not None for p in self.params.values()]
-        used = base.any_rank(used, self.group, label="used parameters")
+        used = steps.any_rank(used, self.group, label="used parameters")
         sent = [p for p, is_used in zip(self.params.values(), used, strict=True) if is_used]
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in sent]
         flat = torch.cat([part.reshape(-1) for part in parts])  # (elements,)
         comm.all_reduce(flat, self.group, label="grad all")
         for p, part in zip(sent, flat.split([p.numel() for p in sent]), strict=True):
             p.grad = part.view_as(p)
-        return base.global_mean(loss_sum, total, self.group)
+        return steps.global_mean(loss_sum, total, self.group)

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlab import comm
-from shardlab.strategies import base
+from shardlab.strategies import base, steps
 from shardlab.strategies.bucket_ddp_async import BucketDDPAsync
 from shardlab.strategies.compress import Compressor
-from shardlab.strategies.ready import InOrder
+from shardlab.strategies.overlap import InOrder
 from shardlab.strategies.simple_ddp import all_reduce_gradients
 from shardlab.strategies.simple_ddp_async import SimpleDDPAsync
 from shardlab.strategies.simple_ddp_ga import SimpleDDPGradientAccumulation as Right
@@ -26,45 +26,45 @@ class NoAveraging(Right):
     """Each rank divides by its own count, and the sum over ranks is n times too large."""
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
-        base.broadcast_buffers(self.model, self.group)
-        total = base.global_count(microbatches, self.device, self.group)
-        local = base.local_count(microbatches, self.device).clamp(min=1)
-        loss_sum = base.accumulate(self.model, self.loss_fn, microbatches, local)
+        steps.broadcast_buffers(self.model, self.group)
+        total = steps.global_count(microbatches, self.device, self.group)
+        local = steps.local_count(microbatches, self.device).clamp(min=1)
+        loss_sum = steps.accumulate(self.model, self.loss_fn, microbatches, local)
         all_reduce_gradients(self.params, self.group)
-        return base.global_mean(loss_sum, total, self.group)
+        return steps.global_mean(loss_sum, total, self.group)
 
 
 class AveragesWeights(Right):
     """The hook's argument is taken for the gradient; it is the parameter."""
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
-        base.broadcast_buffers(self.model, self.group)
-        total = base.global_count(microbatches, self.device, self.group)
-        loss_sum = base.accumulate(self.model, self.loss_fn, microbatches, total)
+        steps.broadcast_buffers(self.model, self.group)
+        total = steps.global_count(microbatches, self.device, self.group)
+        loss_sum = steps.accumulate(self.model, self.loss_fn, microbatches, total)
         for p in self.params.values():
             comm.all_reduce(p.data, self.group)
             p.data /= self.group.size()
-        return base.global_mean(loss_sum, total, self.group)
+        return steps.global_mean(loss_sum, total, self.group)
 
 
 class ReducesOnlyTheLast(Right):
     """The gradients of all micro-batches but the last stay on their rank."""
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
-        base.broadcast_buffers(self.model, self.group)
-        total = base.global_count(microbatches, self.device, self.group)
+        steps.broadcast_buffers(self.model, self.group)
+        total = steps.global_count(microbatches, self.device, self.group)
         *head, last = microbatches
-        loss_sum = base.accumulate(self.model, self.loss_fn, head, total)
+        loss_sum = steps.accumulate(self.model, self.loss_fn, head, total)
         kept = {name: p.grad for name, p in self.params.items()}
         for p in self.params.values():
             p.grad = None
-        loss_sum += base.accumulate(self.model, self.loss_fn, [last], total)
+        loss_sum += steps.accumulate(self.model, self.loss_fn, [last], total)
         all_reduce_gradients(self.params, self.group)
         for name, p in self.params.items():
             local = kept[name]
             if local is not None:
                 p.grad = local if p.grad is None else p.grad + local
-        return base.global_mean(loss_sum, total, self.group)
+        return steps.global_mean(loss_sum, total, self.group)
 
 
 class NoBroadcast(Right):
@@ -79,10 +79,10 @@ class NoBufferBroadcast(Right):
     """Running statistics drift apart."""
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
-        total = base.global_count(microbatches, self.device, self.group)
-        loss_sum = base.accumulate(self.model, self.loss_fn, microbatches, total)
+        total = steps.global_count(microbatches, self.device, self.group)
+        loss_sum = steps.accumulate(self.model, self.loss_fn, microbatches, total)
         all_reduce_gradients(self.params, self.group)
-        return base.global_mean(loss_sum, total, self.group)
+        return steps.global_mean(loss_sum, total, self.group)
 
     def full_params(self) -> dict[str, Tensor]:
         tensors = (*self.model.named_parameters(), *self.model.named_buffers())
@@ -93,12 +93,12 @@ class MeanOfMeans(Right):
     """The mean over ranks of each rank's mean: wrong as soon as their counts differ."""
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
-        base.broadcast_buffers(self.model, self.group)
-        local = base.local_count(microbatches, self.device).clamp(min=1)
+        steps.broadcast_buffers(self.model, self.group)
+        local = steps.local_count(microbatches, self.device).clamp(min=1)
         ranks = self.group.size()
-        loss_sum = base.accumulate(self.model, self.loss_fn, microbatches, local * ranks)
+        loss_sum = steps.accumulate(self.model, self.loss_fn, microbatches, local * ranks)
         all_reduce_gradients(self.params, self.group)
-        return base.global_mean(loss_sum / local, torch.tensor(float(ranks)), self.group)
+        return steps.global_mean(loss_sum / local, torch.tensor(float(ranks)), self.group)
 
 
 class ReadsAnothersData(Right):

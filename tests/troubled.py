@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from shardlab import comm
 from shardlab.config import DataConfig
-from shardlab.strategies import base
+from shardlab.strategies import base, steps
 from shardlab.strategies.simple_ddp import SimpleDDP
 from shardlab.workloads.base import Batch, Workload
 
@@ -115,15 +115,15 @@ class InOrder(SimpleDDP):
     """Each gradient's all-reduce, in an order that a rank may choose."""
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
-        total = base.global_count(microbatches, self.device, self.group)
-        loss_sum = base.accumulate(
+        total = steps.global_count(microbatches, self.device, self.group)
+        loss_sum = steps.accumulate(
             self.model, self.loss_fn, microbatches, self.update.divisor(total)
         )
         for name in self.order(list(self.params)):
             grad = self.params[name].grad
             assert grad is not None
             comm.all_reduce(grad, self.group, label=f"grad {name}")
-        return base.global_mean(loss_sum, total, self.group)
+        return steps.global_mean(loss_sum, total, self.group)
 
     def order(self, names: list[str]) -> list[str]:
         return names

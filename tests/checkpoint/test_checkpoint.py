@@ -29,7 +29,7 @@ from shardlab.config import CheckpointConfig
 from shardlab.errors import UsageError
 from shardlab.faults import inject
 from shardlab.files import read_jsonl
-from shardlab.strategies import base
+from shardlab.strategies import steps
 from shardlab.strategies.base import Setup, Strategy
 from shardlab.strategies.simple_ddp import all_reduce_gradients
 from shardlab.workloads import gpt2, huggingface
@@ -256,13 +256,13 @@ class Bare(Strategy):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        base.broadcast_model(self.model, self.group)
+        steps.broadcast_model(self.model, self.group)
 
     def gradients(self, microbatches: Any) -> Any:
-        total = base.global_count(microbatches, self.device, self.group)
-        loss_sum = base.accumulate(self.model, self.loss_fn, microbatches, total)
+        total = steps.global_count(microbatches, self.device, self.group)
+        loss_sum = steps.accumulate(self.model, self.loss_fn, microbatches, total)
         all_reduce_gradients(self.params, self.group)
-        return base.global_mean(loss_sum, total, self.group)
+        return steps.global_mean(loss_sum, total, self.group)
 
 
 def bare(world: World, folder: str) -> bool:

@@ -12,7 +12,7 @@ import commands
 from conftest import GetRanks
 from shardlab.errors import UsageError
 from shardlab.optim import factory
-from shardlab.strategies import base
+from shardlab.strategies import refusals
 from shardlab.strategies.base import Setup
 from shardlab.strategies.zero3 import Zero3
 from shardlab.workloads.base import Batch
@@ -99,9 +99,9 @@ def test_state_in_plain_attributes_is_noted_once() -> None:
 def test_a_hook_after_accumulation_sees_a_part_only() -> None:
     model = nn.Linear(3, 1)
     model.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
-    base.refuse_unsupported(model, ranks=1)
+    refusals.refuse_unsupported(model, ranks=1)
     with pytest.raises(UsageError, match="parameter 'weight' has a hook of the model's own"):
-        base.refuse_unsupported(model, ranks=2)
+        refusals.refuse_unsupported(model, ranks=2)
 
 
 def scripted(world: World) -> None:

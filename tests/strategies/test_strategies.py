@@ -22,6 +22,7 @@ from conftest import GetRanks
 from shardlab import comm, naming
 from shardlab.errors import RankFailure, UsageError
 from shardlab.naming import STRATEGIES
+from shardlab.strategies import base
 from shardlab.strategies.base import Setup, Strategy
 from shardlab.world import World
 
@@ -88,19 +89,56 @@ def told(docstring: str) -> Calls:
     return list(found)
 
 
-def made(world: World, name: str) -> Calls:
-    """Those that a strategy makes in its second step, when it has learnt what it learns."""
+def rows_of(world: World, name: str) -> list[dict[str, Any]]:
+    """The ledger of a strategy's second step, when it has learnt what it learns."""
     strategy = build(name, "buffers", world)
     for step in range(2):
         comm.LEDGER.reset()
         strategy.gradients(microbatches(step, world.rank, 2))
         strategy.step()
         strategy.settle()
-    rows = comm.LEDGER.take()
+    return comm.LEDGER.take()
+
+
+def made(world: World, name: str) -> Calls:
+    """The collectives that a strategy makes in a step, in their order, each once."""
+    rows = rows_of(world, name)
     return list(dict.fromkeys((row["op"], kind_of(row["label"])) for row in rows))
 
 
-@pytest.mark.parametrize("name", [n for n in PARALLEL if not n.startswith("pytorch_")])
+FROM_SCRATCH = [n for n in PARALLEL if not n.startswith("pytorch_")]
+
+
+@pytest.mark.parametrize("name", FROM_SCRATCH)
+def test_its_own_file_sends_what_grows_with_the_model(name: str, ranks: GetRanks) -> None:
+    """Whoever reads the file sees the collectives of gradients and parameters, and their order."""
+    rows = ranks(2).run(rows_of, name)[0]
+    sent = [row for row in rows if kind_of(row["label"]) in ("params", "gradients")]
+    assert sent
+    assert {row["site"].partition(":")[0] for row in sent} == {f"{name}.py"}
+
+
+# What one reads for a rung, all of it in strategies/: its file, and at most two shared ones.
+READ = {
+    "simple_ddp": ("simple_ddp", "steps", "base"),
+    "bucket_ddp_async": ("bucket_ddp_async", "steps", "overlap"),
+    "zero2": ("zero2", "steps", "sharded"),
+    "zero3": ("zero3", "steps", "sharded"),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_rung_is_read_in_one_sitting(name: str, ranks: GetRanks) -> None:
+    """Every collective of a step is called in these files, which have at most 500 lines."""
+    folder = Path(base.__file__).parent
+    lines = [len((folder / f"{file}.py").read_text().splitlines()) for file in READ[name]]
+    assert len(lines) <= 3
+    assert sum(lines) <= 500
+    sites = {row["site"].partition(".")[0] for row in ranks(2).run(rows_of, name)[0]}
+    assert sites <= set(READ[name])
+
+
+@pytest.mark.parametrize("name", FROM_SCRATCH)
 def test_the_docstring_names_the_calls_in_their_order(name: str, ranks: GetRanks) -> None:
     docstring = naming.resolve(name, STRATEGIES, "strategy").__doc__
     assert ranks(2).run(made, name) == [told(docstring)] * 2

@@ -20,7 +20,7 @@ from shardlab.config import Config
 from shardlab.data.audit import Audit
 from shardlab.faults import inject
 from shardlab.guard.guards import Guards
-from shardlab.strategies import base
+from shardlab.strategies import steps
 from shardlab.strategies.base import Strategy
 from shardlab.workloads.base import Batch, Workload
 from shardlab.world import World
@@ -44,7 +44,7 @@ def restore(
         # DDP lays its buckets out anew after its first step, and the order in which more than two
         # ranks' gradients are added depends on that: let it have its first step before.
         strategy.gradients(rehearse())
-        base.drop_gradients(strategy.params)
+        steps.drop_gradients(strategy.params)
     own = load(start, strategy, world, config)
     if own:
         rng.put(_inside(own[min(own)], "rng/"), world.device)

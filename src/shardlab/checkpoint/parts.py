@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardlab.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
 from shardlab.errors import UsageError
-from shardlab.strategies import base
+from shardlab.strategies import steps
 from shardlab.strategies.base import Strategy
 from shardlab.strategies.slots import Slot
 from shardlab.workloads import huggingface
@@ -80,7 +80,7 @@ def share_out(held: Sequence[Mapping[str, tuple[int, int]]]) -> list[list[Span]]
 def held_by(strategy: Strategy) -> tuple[Parts, Numbers, dict[str, Any]]:
     """This rank's parts of tensors, the optimizer's numbers and the update's. A collective."""
     slots = strategy.slots()
-    base.broadcast_buffers(strategy.model, strategy.group)  # rank 0's are right
+    steps.broadcast_buffers(strategy.model, strategy.group)  # rank 0's are right
     parts = {MODEL + slot.name: _part(slot, slot.tensor) for slot in slots.model}
     numbers: Numbers = {}
     for parameter, slot in slots.trained.items():

@@ -17,7 +17,8 @@ from shardlab.faults import inject
 from shardlab.naming import STRATEGIES, WORKLOADS
 from shardlab.optim import factory
 from shardlab.optim.schedule import learning_rate_factor
-from shardlab.strategies.base import Infer, Setup, Strategy, T, refuse_unsupported
+from shardlab.strategies.base import Infer, Setup, Strategy, T
+from shardlab.strategies.refusals import refuse_unsupported
 from shardlab.strategies.update import Rule
 from shardlab.workloads import batchnorm, custom
 from shardlab.workloads.base import Batch, LossFn, Workload, cast_model

@@ -22,7 +22,7 @@ from shardlab import comm
 from shardlab.data import loader
 from shardlab.errors import UsageError
 from shardlab.pulse import PULSE
-from shardlab.strategies import base
+from shardlab.strategies import steps
 from shardlab.strategies.base import Strategy
 from shardlab.workloads.base import Batch, Dataset, Evaluate, Sums, Workload
 from shardlab.world import World
@@ -91,7 +91,7 @@ class Evaluation:
         if self.of_average:
             strategy.exchange_averages()
         modes = {module: module.training for module in model.modules()}
-        base.broadcast_buffers(model, self.world.group)  # as before every step: rank 0's
+        steps.broadcast_buffers(model, self.world.group)  # as before every step: rank 0's
         model.eval()
         try:
             yield strategy.infer

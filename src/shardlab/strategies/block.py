@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shardlab import comm
 from shardlab.strategies import watched
-from shardlab.strategies.unit import Unit
+from shardlab.strategies.flat import Unit
 
 LOOKS = 4  # times that a unit is compared with what was gathered, before it is freed
 SHARDED, GATHERING, WHOLE = "sharded", "gathering", "whole"
@@ -21,7 +19,7 @@ SHARDED, GATHERING, WHOLE = "sharded", "gathering", "whole"
 class Block(Unit):
     """Its parameters are views of ``full``, whose storage is empty while the unit is sharded.
 
-    ``start_gather``, ``wait`` and ``free`` alone change its state. Memory that a collective works
+    ``gathers``, ``wait`` and ``free`` alone change its state. Memory that a collective works
     on is neither freed nor used again before that collective has been waited for.
     """
 
@@ -33,7 +31,6 @@ class Block(Unit):
         is_root: bool,
         group: comm.Group,
         dtype: torch.dtype | None,
-        on_access: Callable[[Block, Any], None],
     ) -> None:
         super().__init__(label, params, group)
         self.module = module
@@ -60,10 +57,14 @@ class Block(Unit):
         self.views = self.split(self.whole)
         for name, p in self.params.items():
             p.data = self.views[name]
-            p.ask = partial(on_access, self)  # type: ignore[attr-defined]
         self.state = WHOLE
         self.versions = [p._version for p in self.params.values()]
         self.free()
+
+    def watch(self, accessed: Callable[[Any], None]) -> None:
+        """``accessed`` is called when a parameter is read while its content is away."""
+        for p in self.params.values():
+            p.ask = accessed  # type: ignore[attr-defined]
 
     def begin(self) -> None:
         """A micro-batch begins."""
@@ -82,22 +83,24 @@ class Block(Unit):
     def has_gradients(self) -> bool:
         return bool(self.arrived) or self.full_grad is not None
 
-    def start_gather(self, group: comm.Group) -> None:
-        """Start to put the parameters together. If they are here, other ranks need them still."""
-        label = f"params {self.label or 'root'}"
-        if self.state is not SHARDED:
+    def room(self) -> tuple[Tensor, Tensor]:
+        """Where to gather to, (padded,), and this rank's part, (shard,). If the parameters are
+        here already, other ranks need them still: then it is a buffer that nobody reads."""
+        if self.state is SHARDED:
+            self.storage.resize_(self.bytes)
+            into = self.whole
+        else:
             self.wait()
             self._keep_changes()
-            scratch = torch.empty_like(self.whole)
-            shard = self.shard.to(scratch.dtype)
-            self.for_others.append(
-                comm.all_gather(scratch, shard, group, label=label, async_op=True)
-            )
-            return
-        self.storage.resize_(self.bytes)
-        shard = self.shard.to(self.whole.dtype)
-        self.gather = comm.all_gather(self.whole, shard, group, label=label, async_op=True)
-        self.state = GATHERING
+            into = torch.empty_like(self.whole)
+        return into, self.shard.to(into.dtype)
+
+    def gathers(self, into: Tensor, pending: comm.Pending) -> None:
+        """The parameters are on their way into ``room()``."""
+        if into is self.whole:
+            self.gather, self.state = pending, GATHERING
+        else:
+            self.for_others.append(pending)
 
     def wait(self) -> None:
         """Until the parameters are here, if they are on their way."""
@@ -139,26 +142,44 @@ class Block(Unit):
             self.shard.copy_(self.mine)
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in what a module was called with or has returned, however they are wrapped."""
-    found: list[Tensor] = []
-    _collect(value, found, depth=0)
-    return found
+class Part(NamedTuple):
+    """Parameters of one dtype that belong to one module alone."""
+
+    label: str
+    module: nn.Module
+    params: dict[str, nn.Parameter]
+    is_root: bool
 
 
-def _collect(value: Any, found: list[Tensor], depth: int) -> None:
-    if isinstance(value, Tensor):
-        # Inside vmap a tensor stands for a batch of them: it has no storage and takes no hooks.
-        if not torch._C._functorch.is_functorch_wrapped_tensor(value):
-            found.append(value)
-    elif depth > 8:
-        return
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            _collect(part, found, depth + 1)
-    elif isinstance(value, list | tuple | set):
-        for part in value:
-            _collect(part, found, depth + 1)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            _collect(getattr(value, field.name, None), found, depth + 1)
+def units_of(model: nn.Module, blocks: Sequence[str]) -> list[Part]:
+    """What ZeRO-3 shards together: the parameters outside of blocks, then those of each block.
+
+    A block inside a block is a unit of its own. A parameter that several of them use (a tied one)
+    is the root's. Flat buffers have one dtype, so a block of two is two units.
+    """
+    modules: dict[nn.Module, str] = {model: ""}
+    for block in blocks:
+        modules.setdefault(model.get_submodule(block), block)
+    owners: dict[nn.Parameter, set[str]] = {}
+    for module, label in modules.items():
+        for p in _own_parameters(module, modules):
+            owners.setdefault(p, set()).add(label)
+    units: dict[tuple[str, torch.dtype], dict[str, nn.Parameter]] = {}
+    for name, p in model.named_parameters():
+        label = next(iter(owners[p])) if len(owners[p]) == 1 else ""
+        units.setdefault((label, p.dtype), {})[name] = p
+    parts = []
+    for module, label in modules.items():
+        dtypes = [dtype for owner, dtype in units if owner == label]
+        for i, dtype in enumerate(dtypes):
+            shown = f"{label or 'root'} ({str(dtype).removeprefix('torch.')})" if i else label
+            parts.append(Part(shown, module, units[label, dtype], not label))
+    return parts
+
+
+def _own_parameters(module: nn.Module, others: Mapping[nn.Module, str]) -> Iterator[nn.Parameter]:
+    """The module's parameters, without those inside of the other modules."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if child not in others:
+            yield from _own_parameters(child, others)

@@ -10,15 +10,14 @@ from torch import Tensor, nn
 
 from shardlab import comm
 from shardlab.optim import factory
-from shardlab.strategies import base
-from shardlab.strategies.compress import Waitable
-from shardlab.strategies.flat import Layout, buckets_of
-from shardlab.strategies.ready import InOrder
-from shardlab.strategies.simple_ddp import SimpleDDP
+from shardlab.strategies import base, overlap, refusals, steps
+from shardlab.strategies.compress import Compressing, Waitable
+from shardlab.strategies.flat import Layout
+from shardlab.strategies.overlap import InOrder, buckets_of
 from shardlab.workloads.base import Batch
 
 
-class BucketDDPAsync(SimpleDDP):
+class BucketDDPAsync(Compressing):
     """All-reduce whole buckets of gradients, each launched by the hook of its last gradient.
 
     Schedule, for n ranks and Ψ bytes of gradients:
@@ -81,35 +80,38 @@ class BucketDDPAsync(SimpleDDP):
         if is_first:  # in this step: over what the bucket held, so nothing has to be zeroed
             parameter.grad = self.views[name].copy_(parameter.grad)
         if self.is_last and not self.queue.arrived(self.bucket_of[name], name):
-            raise base.came_again("bucket_ddp_async", name)
+            raise refusals.came_again("bucket_ddp_async", name)
 
     def _launch(self, bucket: int) -> None:
         parts = {name: self.views[name] for name in self.names[bucket]}
         for name in parts.keys() - self.arrivals.keys():
             self.params[name].grad = parts[name].zero_()  # unused here, perhaps not elsewhere
-        self.under_way.append(
-            self.compressor.all_reduce_bucket(
-                parts, self.buckets[bucket], self.group, label=f"bucket {bucket}", async_op=True
+        flat, label = self.buckets[bucket], f"bucket {bucket}"  # (elements,)
+        if self.compressor is None:
+            pending: Waitable = comm.all_reduce(flat, self.group, label=label, async_op=True)
+        else:
+            pending = self.compressor.all_reduce_bucket(
+                parts, flat, self.group, label=label, async_op=True
             )
-        )
+        self.under_way.append(pending)
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
-        base.broadcast_buffers(self.model, self.group)
-        total = base.global_count(microbatches, self.device, self.group)
+        steps.broadcast_buffers(self.model, self.group)
+        total = steps.global_count(microbatches, self.device, self.group)
         divisor = self.update.divisor(total)
         *head, last = microbatches
         self.arrivals.clear()
         self.times.clear()
-        loss_sum = base.accumulate(self.model, self.loss_fn, head, divisor)
+        loss_sum = steps.accumulate(self.model, self.loss_fn, head, divisor)
         if self.buckets:
             self.queue.start()
         self.is_last = True
-        loss = base.last_of_step(self.model, self.loss_fn, last, divisor, loss_sum, self.group)
+        loss = overlap.last_of_step(self.model, self.loss_fn, last, divisor, loss_sum, self.group)
         self.is_last = False
         if not self.buckets:
             self._lay_out()
         self.queue.flush()
-        used = base.Used(self.params, set(self.arrivals), self.device, self.group)
+        used = overlap.Used(self.params, set(self.arrivals), self.device, self.group)
         self.news = [used.pending]
         for name in used.unused():
             self.params[name].grad = None  # not zero: the optimizer must skip it
@@ -125,9 +127,9 @@ class BucketDDPAsync(SimpleDDP):
         if self.update.needs_norm:
             self.settle()
         gradients = {n: p.grad for n, p in self.params.items() if p.grad is not None}
-        base.drop_gradients(self.params)
+        steps.drop_gradients(self.params)
         self.update(list(gradients.values()), apply=partial(self._update_buckets, gradients))
-        base.drop_gradients(self.params)
+        steps.drop_gradients(self.params)
         self.settle()
         self.under_way.clear()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardlab import comm
 from shardlab.errors import UsageError
-from shardlab.strategies import base
+from shardlab.strategies import base, refusals, steps
 from shardlab.strategies.update import Rule
 
 Parts = Mapping[str, Tensor]
@@ -29,7 +29,7 @@ class Waitable(Protocol):
 
 
 class Compressor:
-    """None: gradients travel as they are. The others replace ``launch``."""
+    """This one sends gradients as they are. The others replace ``launch``."""
 
     def all_reduce(
         self, name: str, tensor: Tensor, group: comm.Group, *, label: str, async_op: bool = False
@@ -64,6 +64,29 @@ class Compressor:
         """As it was when the checkpoint was taken."""
 
 
+class Compressing(base.Strategy):
+    """A strategy with whole replicas, whose gradients may travel through a compressor."""
+
+    def __init__(
+        self, setup: base.Setup, *, compress: str = "none", powersgd_rank: int | None = None
+    ) -> None:
+        super().__init__(setup)
+        self.compressor = compressor(compress, powersgd_rank, setup.rule)  # None: as they are
+        self.update.after = self._after_step
+        steps.broadcast_model(self.model, self.group)
+
+    def _after_step(self, was_made: bool) -> None:
+        if self.compressor is not None:
+            self.compressor.after_step(was_made)
+
+    def own_state(self) -> dict[str, Tensor]:
+        return {} if self.compressor is None else self.compressor.memory()
+
+    def load_own_state(self, state: dict[str, Tensor]) -> None:
+        if self.compressor is not None:
+            self.compressor.remember({name: t.to(self.device) for name, t in state.items()})
+
+
 class Half(Compressor):
     """The sum of 16-bit roundings, itself in 16 bits: half the bytes of fp32.
 
@@ -96,17 +119,17 @@ class Then:
             finish()
 
 
-def compressor(compress: str, powersgd_rank: int | None, rule: Rule) -> Compressor:
-    """What a strategy's options ask for, or why it cannot be had."""
+def compressor(compress: str, powersgd_rank: int | None, rule: Rule) -> Compressor | None:
+    """What a strategy's options ask for, or why it cannot be had. None: gradients as they are."""
     from shardlab.strategies.powersgd import PowerSGD  # which is a Compressor itself
 
-    known: dict[str, Callable[[], Compressor]] = {
-        "none": Compressor,
+    known: dict[str, Callable[[], Compressor | None]] = {
+        "none": lambda: None,
         "fp16": lambda: Half(torch.float16),
         "bf16": lambda: Half(torch.bfloat16),
         "powersgd": lambda: PowerSGD(powersgd_rank or RANK, rule.on_nonfinite == "skip"),
     }
-    make = base.option("compress", compress, known)
+    make = refusals.option("compress", compress, known)
     if powersgd_rank is not None and compress != "powersgd":
         raise UsageError(f"powersgd_rank is for compress: powersgd, not for compress: {compress}")
     if powersgd_rank is not None and powersgd_rank < 1:

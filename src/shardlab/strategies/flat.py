@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shardlab.errors import UsageError
+from shardlab.comm import Group
 
 
 class Piece(NamedTuple):
@@ -74,79 +74,43 @@ class Layout:
 LARGEST_BUCKET_MB = 25.0  # beyond, a message's latency no longer matters (DDP's size)
 
 
-def buckets_of(
-    params: Mapping[str, nn.Parameter],
-    order: Iterable[str],
-    bucket_mb: float | None,
-    first_bucket_mb: float,
-    parts: int = 2,
-) -> list[dict[str, nn.Parameter]]:
-    """Parameters in the given order, cut into buckets of about ``bucket_mb``: full when that much
-    is in, as in DDP, so that a small parameter is not sent alone because the next is large.
+class Unit:
+    """Parameters that are sharded and sent together: a bucket (ZeRO-1, 2) or a block (ZeRO-3)."""
 
-    By default one of ``parts`` of them all, so that a small model too has some to overlap. The
-    first is smaller: it is full sooner, so communication starts sooner. Dtypes do not mix.
-    """
-    if bucket_mb is None:
-        total = sum(p.numel() * p.element_size() for p in params.values())
-        bucket_mb = min(LARGEST_BUCKET_MB, total / parts / 2**20)
-    elif not bucket_mb > 0:
-        raise UsageError(f"bucket_mb must be above 0, got {bucket_mb}")
-    if not first_bucket_mb > 0:
-        raise UsageError(f"first_bucket_mb must be above 0, got {first_bucket_mb}")
-    cap_bytes, limit = bucket_mb * 2**20, min(first_bucket_mb, bucket_mb) * 2**20
-    buckets: list[dict[str, nn.Parameter]] = []
-    held, dtype = 0, None
-    for name in order:
-        p = params[name]
-        if not buckets or held >= limit or p.dtype != dtype:
-            if buckets:
-                limit = cap_bytes
-            buckets.append({})
-            held, dtype = 0, p.dtype
-        buckets[-1][name] = p
-        held += p.numel() * p.element_size()
-    return buckets
+    def __init__(self, label: str, params: Mapping[str, nn.Parameter], group: Group) -> None:
+        self.label = label
+        self.params = dict(params)
+        self.layout = Layout.of(params, group.size())
+        self.rank = group.rank()
+        first = next(iter(params.values()))
+        self.like: dict[str, Any] = {"dtype": first.dtype, "device": first.device}
+        self.shard: Tensor  # (shard,) this rank's parameters, the ones that are updated
+        self.full: Tensor | None = None  # (padded,) all ranks' parameters, while they are here
+        self.full_grad: Tensor | None = None  # (padded,) this rank's gradient of all of them
+        self.missing: set[str] = set()  # whose gradient is not in it yet
+        self.grad: Tensor | None = None  # (shard,) this rank's part of the summed gradient
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has all of the parameters now. (ZeRO-3 empties their storage.)"""
+        return self.full is not None and self.full.untyped_storage().size() > 0
 
-class Part(NamedTuple):
-    """Parameters of one dtype that belong to one module alone."""
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The given tensors, end to end: (padded,)."""
+        flat = torch.zeros(self.layout.padded, **self.like)
+        for name, tensor in tensors.items():
+            self.layout.view(flat, name).copy_(tensor)
+        return flat
 
-    label: str
-    module: nn.Module
-    params: dict[str, nn.Parameter]
-    is_root: bool
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parameters' places in a full buffer (padded,), by name."""
+        return {name: self.layout.view(flat, name) for name in self.params}
 
-
-def units_of(model: nn.Module, blocks: Sequence[str]) -> list[Part]:
-    """What ZeRO-3 shards together: the parameters outside of blocks, then those of each block.
-
-    A block inside a block is a unit of its own. A parameter that several of them use (a tied one)
-    is the root's. Flat buffers have one dtype, so a block of two is two units.
-    """
-    modules: dict[nn.Module, str] = {model: ""}
-    for block in blocks:
-        modules.setdefault(model.get_submodule(block), block)
-    owners: dict[nn.Parameter, set[str]] = {}
-    for module, label in modules.items():
-        for p in _own_parameters(module, modules):
-            owners.setdefault(p, set()).add(label)
-    units: dict[tuple[str, torch.dtype], dict[str, nn.Parameter]] = {}
-    for name, p in model.named_parameters():
-        label = next(iter(owners[p])) if len(owners[p]) == 1 else ""
-        units.setdefault((label, p.dtype), {})[name] = p
-    parts = []
-    for module, label in modules.items():
-        dtypes = [dtype for owner, dtype in units if owner == label]
-        for i, dtype in enumerate(dtypes):
-            shown = f"{label or 'root'} ({str(dtype).removeprefix('torch.')})" if i else label
-            parts.append(Part(shown, module, units[label, dtype], not label))
-    return parts
-
-
-def _own_parameters(module: nn.Module, others: Mapping[nn.Module, str]) -> Iterator[nn.Parameter]:
-    """The module's parameters, without those inside of the other modules."""
-    yield from module.parameters(recurse=False)
-    for child in module.children():
-        if child not in others:
-            yield from _own_parameters(child, others)
+    @torch.no_grad()
+    def move_in(self) -> None:
+        """The parameters move into one flat buffer, which this rank keeps whole, and become views
+        of it; the shard is a slice of it, so that collectives work in place."""
+        self.full = self.flatten(self.params)  # (padded,)
+        for name, view in self.split(self.full).items():
+            self.params[name].data = view
+        self.shard = self.layout.of_rank(self.full, self.rank)

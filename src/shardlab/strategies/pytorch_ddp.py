@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from shardlab.errors import UsageError
-from shardlab.strategies import base, theirs
+from shardlab.strategies import base, steps, theirs
 from shardlab.strategies import compress as compression
 from shardlab.workloads.base import Batch
 
@@ -59,7 +59,7 @@ class PyTorchDDP(base.Strategy):
         self.must_arrive = set() if find_unused_parameters else set(self.params)
         for name, p in self.params.items():
             p.register_post_accumulate_grad_hook(partial(self._arrived, name))
-        base.make_whole_buffers(self.model)
+        steps.make_whole_buffers(self.model)
         with theirs.refusals(self.NAME):
             self.ddp = _DDP(
                 self.model,
@@ -109,17 +109,17 @@ class PyTorchDDP(base.Strategy):
             )
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
-        total = base.global_count(microbatches, self.device, self.group)
+        total = steps.global_count(microbatches, self.device, self.group)
         # DDP divides the sum over ranks by their number; we want the sum.
         divisor = self.update.divisor(total) / self.ranks
         *head, last = microbatches
         with self.ddp.no_sync():  # around forward too: DDP decides there whether to communicate
-            loss_sum = base.accumulate(self.ddp, self._loss, head, divisor)
+            loss_sum = steps.accumulate(self.ddp, self._loss, head, divisor)
         self.arrived.clear()
         with theirs.refusals(self.NAME, lambda: f"parameter '{self.last}'"):
-            loss_sum += base.accumulate(self.ddp, self._loss, [last], divisor)
+            loss_sum += steps.accumulate(self.ddp, self._loss, [last], divisor)
         self._refuse_unused()
-        return base.global_mean(loss_sum, total, self.group)
+        return steps.global_mean(loss_sum, total, self.group)
 
     def _loss(self, ddp: nn.Module, batch: Batch) -> Tensor:
         self.ddp.forwards = 0

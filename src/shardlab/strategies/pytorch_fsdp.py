@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardlab import comm
 from shardlab.errors import UsageError
 from shardlab.optim import factory
-from shardlab.strategies import base, dtensors, fsdp_calls, theirs
+from shardlab.strategies import base, dtensors, fsdp_calls, overlap, refusals, steps, theirs
 from shardlab.strategies.lockstep import Lockstep
 from shardlab.strategies.sharded import DTYPES
 from shardlab.strategies.slots import Slots
@@ -38,15 +38,15 @@ class PyTorchFSDP(base.Strategy):
         super().__init__(setup, builds_optimizer=False)
         model = self.model
         self.ranks = setup.mesh.size()
-        base.broadcast_model(model, self.group)  # fully_shard does not
+        steps.broadcast_model(model, self.group)  # fully_shard does not
         self.mesh = self.shard_mesh(setup.mesh)
         self.lockstep = Lockstep("FSDP", self.group)
         units = fsdp_calls.units(model, setup.blocks)
         fsdp_calls.refuse(model, units)
         with theirs.refusals("FSDP"):
-            self.shard(units, base.option("comm_dtype", comm_dtype, DTYPES))
+            self.shard(units, refusals.option("comm_dtype", comm_dtype, DTYPES))
             fsdp_calls.as_one(model)
-        self.params = base.trainable(model)
+        self.params = {n: p for n, p in model.named_parameters() if p.requires_grad}
         factory.check(setup.make_optimizer, factory.ROWS, "fully_shard", self.mesh)
         self.own(setup, self.params)
         self.used: set[str] = set()  # what got a gradient on this rank, in this step
@@ -74,23 +74,23 @@ class PyTorchFSDP(base.Strategy):
         return mesh
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
-        base.broadcast_buffers(self.model, self.group)
-        total = base.global_count(microbatches, self.device, self.group)
+        steps.broadcast_buffers(self.model, self.group)
+        total = steps.global_count(microbatches, self.device, self.group)
         # FSDP divides the sum over ranks by their number; we want the sum.
         divisor = self.update.divisor(total) / self.ranks
         self.used.clear()
         with theirs.refusals("FSDP"), self.lockstep.on_course("step"):
-            loss_sum = base.accumulate(self.model, self._loss, microbatches, divisor)
-        used = base.Used(self.params, self.used, self.device, self.group)
+            loss_sum = steps.accumulate(self.model, self._loss, microbatches, divisor)
+        used = overlap.Used(self.params, self.used, self.device, self.group)
         self.news = [used.pending]
         for name in used.unused():
             self.params[name].grad = None
-        return base.global_mean(loss_sum, total, self.group)
+        return steps.global_mean(loss_sum, total, self.group)
 
     def step(self) -> None:
         grads = [p.grad for p in self.params.values() if p.grad is not None]
         self.update([dtensors.local(g) for g in grads], sharded_over=self.mesh.get_group(-1))
-        base.drop_gradients(self.params)
+        steps.drop_gradients(self.params)
         for pending in self.news:
             pending.wait()
 
@@ -124,7 +124,7 @@ class PyTorchFSDP(base.Strategy):
         return self.loss_fn(model, batch)
 
     def _arrived(self, name: str, whole: Tensor) -> None:
-        base.refuse_sparse(name, whole.grad)
+        refusals.refuse_sparse(name, whole.grad)
         if name in self.arrived:  # FSDP has sent the first part, and would lose the second
             raise UsageError(
                 f"FSDP: parameter '{name}' gets its gradient in two parts (re-entrant "
@@ -137,7 +137,7 @@ class PyTorchFSDP(base.Strategy):
     # ------------------------------------------------------------ whole tensors
 
     def full_params(self) -> dict[str, Tensor]:
-        base.broadcast_buffers(self.model, self.group)
+        steps.broadcast_buffers(self.model, self.group)
         tensors = (*self.model.named_parameters(), *self.model.named_buffers())
         return {name: dtensors.whole(t.detach()) for name, t in tensors}
 

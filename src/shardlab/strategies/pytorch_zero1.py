@@ -12,7 +12,7 @@ from torch import nn
 
 from shardlab.errors import UsageError
 from shardlab.optim import factory
-from shardlab.strategies import base, theirs
+from shardlab.strategies import base, refusals, theirs
 from shardlab.strategies.pytorch_ddp import PyTorchDDP
 from shardlab.strategies.slots import Slots, whole_slots
 
@@ -48,7 +48,7 @@ class PyTorchZero1(PyTorchDDP):
         bucket_mb: float = 25.0,
         find_unused_parameters: bool = False,
     ) -> None:
-        base.refuse_unsupported(setup.model, setup.mesh.size())
+        refusals.refuse_unsupported(setup.model, setup.mesh.size())
         factory.check(setup.make_optimizer, factory.DEALT, "pytorch_zero1")
         for name, p in setup.model.named_parameters():
             span = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
@@ -57,7 +57,7 @@ class PyTorchZero1(PyTorchDDP):
                     f"pytorch_zero1: parameter '{name}' has gaps in memory (strides {p.stride()}), "
                     "and ZeroRedundancyOptimizer sends what lies in them; make it contiguous"
                 )
-        group = base.dp_group(setup.mesh)
+        group = refusals.dp_group(setup.mesh)
 
         def make_sharded(params: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
             names = {p: name for name, p in params.items()}

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shardlab import comm
 from shardlab.optim import factory
-from shardlab.strategies import base
-from shardlab.strategies.flat import Piece
+from shardlab.strategies import base, refusals, steps
+from shardlab.strategies.flat import Piece, Unit
 from shardlab.strategies.sharded_state import ShardedState
-from shardlab.strategies.unit import Unit
-from shardlab.workloads.base import Batch
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}  # that gradients (ZeRO-3: parameters) travel in
+
+
+class Sent(NamedTuple):
+    """A unit's gradients on their way."""
+
+    unit: Unit
+    full: Tensor  # (padded,) what this rank sends: not to be touched before the wait
+    shard: Tensor  # (shard,) what comes back: this rank's part of the sum
+    pending: comm.Pending
 
 
 class Sharded(ShardedState):
@@ -30,13 +38,13 @@ class Sharded(ShardedState):
 
     def __init__(self, setup: base.Setup) -> None:
         super().__init__(setup, builds_optimizer=False)
-        base.refuse_sparse_gradients(self.params)
+        refusals.refuse_sparse_gradients(self.params)
         self.rank, self.ranks = self.group.rank(), self.group.size()
         self.used: set[str] = set()  # what got a gradient on this rank, in this step
         self.unused: list[str] = []  # what got one on no rank
-        self.comm_dtype: torch.dtype | None = None  # of gradients on their way; none: their own
-        self.in_flight: deque[tuple[Unit, Tensor, comm.Pending, Tensor]] = deque()
-        base.broadcast_model(self.model, self.group)
+        self.comm_dtype: torch.dtype | None = None  # of gradients that travel; None: their own
+        self.in_flight: deque[Sent] = deque()
+        steps.broadcast_model(self.model, self.group)
 
     def own_units(self, setup: base.Setup, units: list[Unit]) -> None:
         """Build the optimizer over this rank's pieces of the units' shards."""
@@ -50,23 +58,6 @@ class Sharded(ShardedState):
                 self.pieces[unit.label, piece] = nn.Parameter(part, requires_grad=is_trained)
         mine = {piece.name: p for (_, piece), p in self.pieces.items() if p.requires_grad}
         self.own(setup, mine)  # of none, if there are fewer elements than ranks
-
-    @torch.no_grad()
-    def infer(self, function: base.Infer[base.T], batch: Batch) -> base.T:
-        """``function(model, batch)`` without gradients. Every rank calls it, with rows or none."""
-        self.settle()
-        result = function(self.model, batch)
-        self.settle()
-        return result
-
-    def exchange_averages(self) -> None:
-        """Parameters and their moving average change places, between steps. A collective."""
-        self.settle()
-        factory.exchange_averages(self.optimizer)
-        self.spread()
-
-    def spread(self) -> None:
-        """Shards were written from outside: tell the others, if they keep them."""
 
     def update_shards(self, then: Callable[[Unit], None] = lambda _: None) -> None:
         """Update this rank's shards from its part of the gradient, unit by unit.
@@ -139,27 +130,23 @@ class Sharded(ShardedState):
         full[unit.layout.size :].zero_()
         return full
 
-    def scatter(self, unit: Unit) -> None:
-        """Reduce-scatter the unit's gradients, asynchronously; at most IN_FLIGHT at a time.
-
-        The buffer is not the unit's any more: a gradient that comes late begins a new one.
-        """
+    def taken(self, unit: Unit) -> tuple[Tensor, Tensor]:
+        """What is sent, (padded,), and room for what comes back, (shard,); first wait until fewer
+        than IN_FLIGHT are on their way. The buffer is not the unit's any more: a gradient that
+        comes late begins a new one."""
         while len(self.in_flight) >= self.IN_FLIGHT:
             self.receive()
         full, unit.full_grad = self.filled(unit), None
-        shard = torch.empty(unit.layout.shard, dtype=full.dtype, device=full.device)
-        label = f"grad {unit.label}"
-        pending = comm.reduce_scatter(shard, full, self.group, label=label, async_op=True)
-        self.in_flight.append((unit, shard, pending, full))
+        return full, torch.empty(unit.layout.shard, dtype=full.dtype, device=full.device)
 
     def receive(self) -> None:
-        """The oldest unit under way: add it to this rank's shard, and free its buffer."""
-        unit, shard, pending, _ = self.in_flight.popleft()
-        pending.wait()
-        if unit.grad is None:
-            unit.grad = shard.to(unit.like["dtype"])
+        """Wait for the oldest unit on its way, add it to this rank's shard, free its buffer."""
+        sent = self.in_flight.popleft()
+        sent.pending.wait()
+        if sent.unit.grad is None:
+            sent.unit.grad = sent.shard.to(sent.unit.like["dtype"])
         else:
-            unit.grad += shard
+            sent.unit.grad += sent.shard
 
     def receive_all(self) -> None:
         while self.in_flight:

@@ -1,4 +1,4 @@
-"""ZeRO's state as others see it: whole tensors by name, or this rank's parts for a checkpoint."""
+"""ZeRO between steps: its state as whole tensors by name or as this rank's parts, and inference."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from shardlab import comm
-from shardlab.strategies import base
-from shardlab.strategies.flat import Piece
+from shardlab.optim import factory
+from shardlab.strategies import base, steps
+from shardlab.strategies.flat import Piece, Unit
 from shardlab.strategies.slots import Slot, Slots, whole
-from shardlab.strategies.unit import Unit
+from shardlab.workloads.base import Batch
 
 
 class ShardedState(base.Strategy):
@@ -50,10 +51,12 @@ class ShardedState(base.Strategy):
         return unit.split(full)
 
     def full_params(self) -> dict[str, Tensor]:
-        base.broadcast_buffers(self.model, self.group)
+        self.settle()
+        steps.broadcast_buffers(self.model, self.group)
         sharded: dict[str, Tensor] = {}
         for unit in self.units:
-            sharded |= self.gather(unit, unit.shard, "full")
+            if not unit.is_whole:  # ZeRO-3's are not, between steps
+                sharded |= self.gather(unit, unit.shard, "full")
         tensors = (*self.model.named_parameters(), *self.model.named_buffers())
         return {name: sharded.get(name, t.detach()).clone() for name, t in tensors}
 
@@ -75,9 +78,7 @@ class ShardedState(base.Strategy):
             (label, piece): Slot(piece.name, shapes[label][piece.name], piece.start, p.detach())
             for (label, piece), p in self.pieces.items()
         }
-        freed = {
-            u.label for u in self.units if u.full is None or not u.full.untyped_storage().size()
-        }
+        freed = {unit.label for unit in self.units if not unit.is_whole}
         away = {name for unit in self.units if unit.label in freed for name in unit.params}
         tensors = (*self.model.named_parameters(), *self.model.named_buffers())
         model = whole((name, t) for name, t in tensors if name not in away)
@@ -133,6 +134,7 @@ class ShardedState(base.Strategy):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.settle()
         for name, tensor in self.model.named_buffers():
             tensor.copy_(state["model"][name])
         for name, p in self.model.named_parameters():
@@ -149,6 +151,26 @@ class ShardedState(base.Strategy):
                     for key, value in state["optimizer"][piece.name].items()
                 }
         self.update.load_state_dict(state["update"])
+        self.spread()
+
+    def spread(self) -> None:
+        """Shards were written from outside: send them to the ranks that keep them whole."""
+        for unit in self.units:
+            if unit.is_whole:
+                assert unit.full is not None
+                comm.all_gather(unit.full, unit.shard, self.group, label=f"params {unit.label}")
+
+    def exchange_averages(self) -> None:
+        self.settle()
+        factory.exchange_averages(self.optimizer)
+        self.spread()
+
+    @torch.no_grad()
+    def infer(self, function: base.Infer[base.T], batch: Batch) -> base.T:
+        self.settle()
+        result = function(self.model, batch)
+        self.settle()
+        return result
 
 
 def _cut(key: str, value: Any, piece: Piece, dimensions: int) -> Any:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from shardlab import comm
-from shardlab.strategies import base
-from shardlab.strategies.compress import Compressor, compressor
+from shardlab.strategies import steps
+from shardlab.strategies.compress import Compressing, Compressor
 from shardlab.workloads.base import Batch
 
 
-class SimpleDDP(base.Strategy):
+class SimpleDDP(Compressing):
     """All-reduce each gradient, one by one, after every micro-batch's backward.
 
     Schedule, for n ranks and Ψ bytes of gradients:
@@ -33,26 +33,14 @@ class SimpleDDP(base.Strategy):
     ``compress`` Ψ shrinks, at a price in accuracy: see ``compress.py``.
     """
 
-    def __init__(
-        self,
-        setup: base.Setup,
-        *,
-        compress: str = "none",
-        powersgd_rank: int | None = None,
-    ) -> None:
-        super().__init__(setup)
-        self.compressor = compressor(compress, powersgd_rank, setup.rule)
-        self.update.after = lambda was_made: self.compressor.after_step(was_made)
-        base.broadcast_model(self.model, self.group)
-
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
-        base.broadcast_buffers(self.model, self.group)
-        total = base.global_count(microbatches, self.device, self.group)
+        steps.broadcast_buffers(self.model, self.group)
+        total = steps.global_count(microbatches, self.device, self.group)
         divisor = self.update.divisor(total)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         summed: dict[str, Tensor] = {}  # of the micro-batches so far, over all ranks
         for batch in microbatches:
-            loss_sum += base.accumulate(self.model, self.loss_fn, [batch], divisor)
+            loss_sum += steps.accumulate(self.model, self.loss_fn, [batch], divisor)
             all_reduce_gradients(self.params, self.group, self.compressor)
             # Set aside what is summed already: the next all-reduce would count it n times.
             for name, p in self.params.items():
@@ -61,17 +49,11 @@ class SimpleDDP(base.Strategy):
                     p.grad = None
         for name, gradient in summed.items():
             self.params[name].grad = gradient
-        return base.global_mean(loss_sum, total, self.group)
-
-    def own_state(self) -> dict[str, Tensor]:
-        return self.compressor.memory()
-
-    def load_own_state(self, state: dict[str, Tensor]) -> None:
-        self.compressor.remember({name: t.to(self.device) for name, t in state.items()})
+        return steps.global_mean(loss_sum, total, self.group)
 
 
 def all_reduce_gradients(
-    params: dict[str, nn.Parameter], group: comm.Group, by: Compressor = Compressor()
+    params: dict[str, nn.Parameter], group: comm.Group, by: Compressor | None = None
 ) -> None:
     """Each gradient becomes its sum over the ranks. Every loss was divided by the global count
     already, so the sum is the mean over all targets: no division by n.
@@ -82,9 +64,12 @@ def all_reduce_gradients(
     agree first.
     """
     used = [p.grad is not None for p in params.values()]
-    used = base.any_rank(used, group, label="used parameters")
+    used = steps.any_rank(used, group, label="used parameters")
     for (name, p), is_used in zip(params.items(), used, strict=True):
         if is_used:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-            by.all_reduce(name, p.grad, group, label=f"grad {name}")
+            if by is None:
+                comm.all_reduce(p.grad, group, label=f"grad {name}")
+            else:
+                by.all_reduce(name, p.grad, group, label=f"grad {name}")

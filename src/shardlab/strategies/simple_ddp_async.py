@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from shardlab import comm
 from shardlab.strategies import base
 from shardlab.strategies.compress import Waitable
 from shardlab.strategies.simple_ddp_hook import SimpleDDPHook
@@ -31,21 +32,18 @@ class SimpleDDPAsync(SimpleDDPHook):
     """
 
     def __init__(
-        self,
-        setup: base.Setup,
-        *,
-        compress: str = "none",
-        powersgd_rank: int | None = None,
+        self, setup: base.Setup, *, compress: str = "none", powersgd_rank: int | None = None
     ) -> None:
         super().__init__(setup, compress=compress, powersgd_rank=powersgd_rank)
         self.under_way: list[Waitable] = []
 
     def reduce(self, name: str, gradient: Tensor) -> None:
-        self.under_way.append(
-            self.compressor.all_reduce(
-                name, gradient, self.group, label=f"grad {name}", async_op=True
-            )
-        )
+        group, label = self.group, f"grad {name}"
+        if self.compressor is None:
+            pending: Waitable = comm.all_reduce(gradient, group, label=label, async_op=True)
+        else:
+            pending = self.compressor.all_reduce(name, gradient, group, label=label, async_op=True)
+        self.under_way.append(pending)
 
     def finish(self) -> None:
         """Not to wait here is the classic mistake: the update would read half-summed gradients."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from shardlab.strategies import base
-from shardlab.strategies.simple_ddp import SimpleDDP, all_reduce_gradients
+from shardlab import comm
+from shardlab.strategies import steps
+from shardlab.strategies.compress import Compressing
 from shardlab.workloads.base import Batch
 
 
-class SimpleDDPGradientAccumulation(SimpleDDP):
+class SimpleDDPGradientAccumulation(Compressing):
     """Add up the micro-batches' gradients locally, then all-reduce each once.
 
     Schedule, for n ranks and Ψ bytes of gradients:
@@ -30,9 +32,17 @@ class SimpleDDPGradientAccumulation(SimpleDDP):
     """
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
-        base.broadcast_buffers(self.model, self.group)
-        total = base.global_count(microbatches, self.device, self.group)
+        steps.broadcast_buffers(self.model, self.group)
+        total = steps.global_count(microbatches, self.device, self.group)
         divisor = self.update.divisor(total)
-        loss_sum = base.accumulate(self.model, self.loss_fn, microbatches, divisor)
-        all_reduce_gradients(self.params, self.group, self.compressor)
-        return base.global_mean(loss_sum, total, self.group)
+        loss_sum = steps.accumulate(self.model, self.loss_fn, microbatches, divisor)
+        used = [p.grad is not None for p in self.params.values()]
+        used = steps.any_rank(used, self.group, label="used parameters")
+        for (name, p), is_used in zip(self.params.items(), used, strict=True):
+            if is_used:  # on any rank: one without this gradient takes part with zeros
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                if self.compressor is None:
+                    comm.all_reduce(p.grad, self.group, label=f"grad {name}")
+                else:
+                    self.compressor.all_reduce(name, p.grad, self.group, label=f"grad {name}")
+        return steps.global_mean(loss_sum, total, self.group)

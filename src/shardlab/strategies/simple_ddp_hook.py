@@ -8,13 +8,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardlab.strategies import base
-from shardlab.strategies.ready import InOrder
-from shardlab.strategies.simple_ddp import SimpleDDP
+from shardlab import comm
+from shardlab.strategies import base, steps
+from shardlab.strategies.compress import Compressing
+from shardlab.strategies.overlap import InOrder
 from shardlab.workloads.base import Batch
 
 
-class SimpleDDPHook(SimpleDDP):
+class SimpleDDPHook(Compressing):
     """All-reduce each gradient in the hook that backward calls when it is ready, and wait.
 
     Schedule, for n ranks and Ψ bytes of gradients:
@@ -40,11 +41,7 @@ class SimpleDDPHook(SimpleDDP):
     """
 
     def __init__(
-        self,
-        setup: base.Setup,
-        *,
-        compress: str = "none",
-        powersgd_rank: int | None = None,
+        self, setup: base.Setup, *, compress: str = "none", powersgd_rank: int | None = None
     ) -> None:
         super().__init__(setup, compress=compress, powersgd_rank=powersgd_rank)
         # Backward makes gradients roughly in the reverse of forward's order.
@@ -72,33 +69,36 @@ class SimpleDDPHook(SimpleDDP):
         self.reduce(name, self.sent[name])
 
     def reduce(self, name: str, gradient: Tensor) -> None:
-        self.compressor.all_reduce(name, gradient, self.group, label=f"grad {name}")
+        if self.compressor is None:
+            comm.all_reduce(gradient, self.group, label=f"grad {name}")
+        else:
+            self.compressor.all_reduce(name, gradient, self.group, label=f"grad {name}")
 
     def finish(self) -> None:
         """Nothing is under way: every hook has waited."""
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
-        base.broadcast_buffers(self.model, self.group)
-        total = base.global_count(microbatches, self.device, self.group)
+        steps.broadcast_buffers(self.model, self.group)
+        total = steps.global_count(microbatches, self.device, self.group)
         divisor = self.update.divisor(total)
         *head, last = microbatches
         self.used.clear()
         self.sent.clear()
         self.queue.start()
-        loss_sum = base.accumulate(self.model, self.loss_fn, head, divisor)
+        loss_sum = steps.accumulate(self.model, self.loss_fn, head, divisor)
         self.is_last = True
-        loss_sum += base.accumulate(self.model, self.loss_fn, [last], divisor)
+        loss_sum += steps.accumulate(self.model, self.loss_fn, [last], divisor)
         self.is_last = False
         self.queue.flush()
         self.finish()
         self._send_late()
-        return base.global_mean(loss_sum, total, self.group)
+        return steps.global_mean(loss_sum, total, self.group)
 
     def _send_late(self) -> None:
         """Gradients that came once more; then each parameter gets what was summed."""
         late = {name: p.grad for name, p in self.params.items() if p.grad is not None}
         flags = [*(n in self.used for n in self.params), *(n in late for n in self.params)]
-        found = iter(base.any_rank(flags, self.group, label="used parameters"))
+        found = iter(steps.any_rank(flags, self.group, label="used parameters"))
         is_used = dict(zip(self.params, found, strict=False))
         for (name, p), is_late in zip(self.params.items(), found, strict=True):
             if is_late:

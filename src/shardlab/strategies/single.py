@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from shardlab.errors import UsageError
-from shardlab.strategies import base
+from shardlab.strategies import base, steps
 from shardlab.workloads.base import Batch
 
 
@@ -26,6 +26,6 @@ class Single(base.Strategy):
         super().__init__(setup)
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
-        total = base.local_count(microbatches, self.device).clamp_(min=1.0)  # as of many ranks
+        total = steps.local_count(microbatches, self.device).clamp_(min=1.0)  # as of many ranks
         divisor = self.update.divisor(total)
-        return base.accumulate(self.model, self.loss_fn, microbatches, divisor) / total
+        return steps.accumulate(self.model, self.loss_fn, microbatches, divisor) / total

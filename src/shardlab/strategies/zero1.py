@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from shardlab import comm
-from shardlab.strategies import base
-from shardlab.strategies.flat import buckets_of
-from shardlab.strategies.ready import InOrder
+from shardlab.strategies import base, overlap, refusals, steps
+from shardlab.strategies.flat import Unit
+from shardlab.strategies.overlap import InOrder, buckets_of
 from shardlab.strategies.sharded import Sharded
-from shardlab.strategies.unit import Unit
 from shardlab.workloads.base import Batch
 
 
@@ -58,19 +56,13 @@ class Zero1(Sharded):
     ) -> None:
         super().__init__(setup)
         sizes = bucket_mb, first_bucket_mb, self.BUCKETS
-        units = []
-        for i, params in enumerate(buckets_of(self.params, reversed(self.params), *sizes)):
-            unit = Unit(f"bucket {i}", params, self.group)
-            with torch.no_grad():
-                flat = unit.flatten(params)  # (padded,)
-            for name, view in unit.split(flat).items():
-                params[name].data = view
-            unit.full = flat
-            unit.shard = unit.layout.of_rank(flat, self.rank)
-            units.append(unit)
+        cut = buckets_of(self.params, reversed(self.params), *sizes)
+        units = [Unit(f"bucket {i}", params, self.group) for i, params in enumerate(cut)]
+        for unit in units:
+            unit.move_in()
         self.own_units(setup, units)
         self.is_last = False  # micro-batch of the step
-        self.queue = InOrder([dict.fromkeys(unit.params, 1) for unit in units], self.launch)
+        self.queue = InOrder([dict.fromkeys(unit.params, 1) for unit in units], self._launch)
         self.times: dict[str, int] = {}  # how often each gradient came in the first step
         self.has_learnt = False
         self.scatters: dict[str, comm.Pending] = {}  # under way, by the unit's label
@@ -78,9 +70,9 @@ class Zero1(Sharded):
         self.gathers: list[comm.Pending] = []
         for i, unit in enumerate(units):
             for name, p in unit.params.items():
-                p.register_post_accumulate_grad_hook(partial(self.arrived, i, name))
+                p.register_post_accumulate_grad_hook(partial(self._arrived, i, name))
 
-    def arrived(self, bucket: int, name: str, parameter: nn.Parameter) -> None:
+    def _arrived(self, bucket: int, name: str, parameter: nn.Parameter) -> None:
         """A gradient's first micro-batch goes into its bucket; the others are added there."""
         if parameter.grad is None:  # frozen after its use: autograd calls the hook all the same
             return
@@ -90,9 +82,9 @@ class Zero1(Sharded):
         if self.is_last and not self.has_learnt:
             self.times[name] = self.times.get(name, 0) + 1
         elif self.is_last and not self.queue.arrived(bucket, name):
-            raise base.came_again("zero1", name)
+            raise refusals.came_again("zero1", name)
 
-    def launch(self, bucket: int) -> None:
+    def _launch(self, bucket: int) -> None:
         unit = self.units[bucket]
         full = self.filled(unit)
         unit.grad = unit.layout.of_rank(full, self.rank)  # in place: the rest is not needed again
@@ -115,15 +107,15 @@ class Zero1(Sharded):
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
         self.settle()
-        base.broadcast_buffers(self.model, self.group)
-        total = base.global_count(microbatches, self.device, self.group)
+        steps.broadcast_buffers(self.model, self.group)
+        total = steps.global_count(microbatches, self.device, self.group)
         divisor = self.update.divisor(total)
         *head, last = microbatches
         self.used.clear()
         self.queue.start()
-        loss_sum = base.accumulate(self.model, self.loss_fn, head, divisor)
+        loss_sum = steps.accumulate(self.model, self.loss_fn, head, divisor)
         self.is_last = True
-        loss = base.last_of_step(self.model, self.loss_fn, last, divisor, loss_sum, self.group)
+        loss = overlap.last_of_step(self.model, self.loss_fn, last, divisor, loss_sum, self.group)
         self.is_last = False
         self.queue.flush()
         if not self.has_learnt:
@@ -132,41 +124,23 @@ class Zero1(Sharded):
                 {name: max(1, self.times.get(name, 0)) for name in unit.params}
                 for unit in self.units
             ]
-        used = base.Used(self.params, self.used, self.device, self.group)
+        used = overlap.Used(self.params, self.used, self.device, self.group)
         self.news = [used.pending]
         self.unused = used.unused()
         loss.wait()
         return loss_sum / total
 
     def step(self) -> None:
-        self.update_shards(then=self.gather_params)
+        self.update_shards(then=self._gather)
         for pending in self.news:
             pending.wait()
         for unit in self.units:
             unit.grad = unit.full_grad = None
-            for p in unit.params.values():
-                p.grad = None
+        steps.drop_gradients(self.params)
 
-    def gather_params(self, unit: Unit) -> None:
+    def _gather(self, unit: Unit) -> None:
         assert unit.full is not None
         label = f"params {unit.label}"
         self.gathers.append(
             comm.all_gather(unit.full, unit.shard, self.group, label=label, async_op=True)
         )
-
-    def full_params(self) -> dict[str, Tensor]:
-        """What this rank's model holds, once the parameters of the others are in."""
-        self.settle()
-        base.broadcast_buffers(self.model, self.group)
-        tensors = (*self.model.named_parameters(), *self.model.named_buffers())
-        return {name: t.detach().clone() for name, t in tensors}
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        self.settle()
-        super().load_state_dict(state)
-        self.spread()
-
-    def spread(self) -> None:
-        for unit in self.units:
-            assert unit.full is not None
-            comm.all_gather(unit.full, unit.shard, self.group, label=f"params {unit.label}")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from shardlab.strategies import base
-from shardlab.strategies.sharded import DTYPES
-from shardlab.strategies.zero1 import Zero1
+from shardlab import comm
+from shardlab.strategies import base, refusals, steps
+from shardlab.strategies.flat import Unit
+from shardlab.strategies.overlap import InOrder, buckets_of
+from shardlab.strategies.sharded import DTYPES, Sent, Sharded
 from shardlab.workloads.base import Batch
 
 
-class Zero2(Zero1):
+class Zero2(Sharded):
     """Reduce-scatter each bucket of gradients as backward fills it, and free it at once.
 
     Schedule, for n ranks, Ψ bytes of gradients and k micro-batches:
@@ -47,40 +50,75 @@ class Zero2(Zero1):
         first_bucket_mb: float = 1.0,
         comm_dtype: str = "fp32",
     ) -> None:
-        super().__init__(setup, bucket_mb=bucket_mb, first_bucket_mb=first_bucket_mb)
-        self.comm_dtype = base.option("zero2's comm_dtype", comm_dtype, DTYPES)
+        super().__init__(setup)
+        self.comm_dtype = refusals.option("zero2's comm_dtype", comm_dtype, DTYPES)
+        sizes = bucket_mb, first_bucket_mb, self.BUCKETS
+        cut = buckets_of(self.params, reversed(self.params), *sizes)
+        units = [Unit(f"bucket {i}", params, self.group) for i, params in enumerate(cut)]
+        for unit in units:
+            unit.move_in()
+        self.own_units(setup, units)
+        self.queue = InOrder([dict.fromkeys(unit.params, 1) for unit in units], self._launch)
+        self.gathers: list[comm.Pending] = []
+        for i, unit in enumerate(units):
+            for name, p in unit.params.items():
+                p.register_post_accumulate_grad_hook(partial(self._arrived, i, name))
 
-    def arrived(self, bucket: int, name: str, parameter: nn.Parameter) -> None:
+    def _arrived(self, bucket: int, name: str, parameter: nn.Parameter) -> None:
         if parameter.grad is None:  # frozen after its use: autograd calls the hook all the same
             return
         self.move_gradient(self.units[bucket], name, parameter)
         self.queue.arrived(bucket, name)
 
-    def launch(self, bucket: int) -> None:
-        self.scatter(self.units[bucket])
+    def _launch(self, bucket: int) -> None:
+        """Reduce-scatter the bucket, asynchronously."""
+        unit = self.units[bucket]
+        full, shard = self.taken(unit)  # (padded,), (shard,)
+        label = f"grad {unit.label}"
+        pending = comm.reduce_scatter(shard, full, self.group, label=label, async_op=True)
+        self.in_flight.append(Sent(unit, full, shard, pending))
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
         self.settle()
-        base.broadcast_buffers(self.model, self.group)
-        total = base.global_count(microbatches, self.device, self.group)
+        steps.broadcast_buffers(self.model, self.group)
+        total = steps.global_count(microbatches, self.device, self.group)
         divisor = self.update.divisor(total)
         self.used.clear()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in microbatches:
             self.queue.start()
-            loss_sum += base.accumulate(self.model, self.loss_fn, [batch], divisor)
+            loss_sum += steps.accumulate(self.model, self.loss_fn, [batch], divisor)
             self.queue.flush()
             self.receive_all()
         self._send_late()
-        return base.global_mean(loss_sum, total, self.group)
+        return steps.global_mean(loss_sum, total, self.group)
 
     def _send_late(self) -> None:
         """Gradients that came when their bucket was gone have begun a new one."""
         late = [unit.full_grad is not None for unit in self.units]
         flags = [*(name in self.used for name in self.params), *late]
-        found = iter(base.any_rank(flags, self.group, label="used parameters"))
+        found = iter(steps.any_rank(flags, self.group, label="used parameters"))
         self.unused = [name for name in self.params if not next(found)]
-        for unit, is_late in zip(self.units, found, strict=True):
+        for bucket, is_late in enumerate(found):
             if is_late:
-                self.scatter(unit)
+                self._launch(bucket)
         self.receive_all()
+
+    def step(self) -> None:
+        self.update_shards(then=self._gather)
+        for unit in self.units:
+            unit.grad = unit.full_grad = None
+        steps.drop_gradients(self.params)
+
+    def _gather(self, unit: Unit) -> None:
+        assert unit.full is not None
+        label = f"params {unit.label}"
+        self.gathers.append(
+            comm.all_gather(unit.full, unit.shard, self.group, label=label, async_op=True)
+        )
+
+    def settle(self) -> None:
+        """Wait for the parameters that are under way."""
+        for pending in self.gathers:
+            pending.wait()
+        self.gathers.clear()
