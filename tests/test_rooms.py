@@ -15,7 +15,7 @@ ORDER = (
     "comm", "optim.schedule", "faults.spec", "config", "specs", "world",
     "data", "workloads", "optim", "strategies",
     "guard", "faults", "checkpoint", "trace.capture", "run",
-    "plan", "trace", "proof", "measure", "report", "learn", "cli", "__init__", "__main__",
+    "plan", "trace", "proof", "measure", "report", "api", "learn", "cli", "__init__", "__main__",
 )  # fmt: skip
 
 

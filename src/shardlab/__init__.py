@@ -1,9 +1,42 @@
 """shardlab: a laboratory for distributed training in PyTorch.
 
-Importing the package costs nothing: no torch, no files, no command line. Each
-room is imported where it is used (``shardlab.strategies``, ``shardlab.train``…).
+These names are the whole Python interface (docs/python.md). Importing the package costs nothing:
+no torch, no files, no command line. What a name stands for is imported when it is first used.
 """
 
-__version__ = "0.1.0"
+from __future__ import annotations
 
-__all__ = ["__version__"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardlab.api import compare, memory, prove, strategy, train
+    from shardlab.batch import Batch
+    from shardlab.strategies.base import Strategy
+    from shardlab.trace.traceset import load as load_traces
+    from shardlab.workloads.base import Workload
+
+__version__ = "0.1.0"
+__all__ = [
+    "Batch", "Strategy", "Workload", "__version__", "compare", "load_traces", "memory", "prove",
+    "strategy", "train",
+]  # fmt: skip
+
+_PLACES = {
+    **dict.fromkeys(("compare", "memory", "prove", "strategy", "train"), "shardlab.api"),
+    "Batch": "shardlab.batch",
+    "Strategy": "shardlab.strategies.base",
+    "Workload": "shardlab.workloads.base",
+    "load_traces": "shardlab.trace",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'shardlab' has no attribute {name!r}")
+    module = importlib.import_module(_PLACES[name])
+    return getattr(module, "load" if name == "load_traces" else name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -73,7 +73,7 @@ def test_a_block_that_cannot_be_had_is_an_error() -> None:
 
 
 def test_a_code_block_is_the_source() -> None:
-    place = "src/shardlab/strategies/ready.py:InOrder.flush"
+    place = "src/shardlab/strategies/overlap.py:InOrder.flush"
     filled = blocks.fill(f"<!-- code: {place} -->\n<!-- end -->", {})
     (block,) = FENCE.findall(filled)
     assert block[0] == "python"

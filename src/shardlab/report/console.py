@@ -106,18 +106,23 @@ def comparison_progress(enabled: bool) -> Iterator[Callable[[str, int, int], Non
         )
 
 
-def print_training(result: Mapping[str, Any]) -> None:
+def training_line(result: Mapping[str, Any]) -> str:
+    """``20 steps: loss 5.2647 → 4.9858, 73.4 ms/step (p10–p90 70.1–80.0), 3,500 tokens/s``."""
     time = result["step_ms"]
     rate = (
         f"{result['samples_per_s']:,.1f} samples/s"
         if result["tokens_per_s"] is None
         else f"{result['tokens_per_s']:,.0f} tokens/s"
     )
-    out = terminal.out()
-    out.print(
+    return (
         f"{result['steps']} steps: loss {result['first_loss']:.4f} → {result['loss']:.4f}, "
         f"{time['median']:.1f} ms/step (p10–p90 {time['p10']:.1f}–{time['p90']:.1f}), {rate}"
     )
+
+
+def print_training(result: Mapping[str, Any]) -> None:
+    out = terminal.out()
+    out.print(training_line(result))
     wait = result["data_ms"]
     out.print(
         f"waiting for data: {wait['median']:.2f} ms/step (p10–p90 {wait['p10']:.2f}–"

@@ -16,6 +16,11 @@ SOCKET_NAME = len("/pymp-01234567/listener-01234567")  # what Python adds to TMP
 
 def fork_server(*also: str) -> ForkServerContext:
     """A context whose processes start with torch, and with the modules named."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            "this script starts ranks while a rank is importing it: put what it does below "
+            'if __name__ == "__main__":'
+        )
     place = tempfile.gettempdir()
     if len(os.fsencode(place)) + SOCKET_NAME > LONGEST_SOCKET:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""In the package this is broadcast_model in strategies/base.py."""
+"""In the package this is broadcast_model in strategies/steps.py."""
 
 import torch.distributed as dist
 from torch import nn

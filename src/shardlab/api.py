@@ -1,0 +1,317 @@
+"""The lab from Python: what the commands do, as functions that return objects.
+
+``train``, ``compare``, ``prove`` and ``memory`` start processes of their own, which import your
+workload by its path: in a script, call them below ``if __name__ == "__main__":``. ``strategy`` is
+for your own training loop, under torchrun.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardlab import config as configs
+from shardlab import runfolder
+from shardlab.config import Config, LaunchConfig
+from shardlab.errors import UsageError
+from shardlab.files import write_json
+from shardlab.naming import STRATEGIES
+from shardlab.run import launch
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import RenderableType
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardlab.batch import Batch
+    from shardlab.strategies.base import Strategy
+
+Settings = Mapping[str, Any]  # config keys and values: {"training.global_batch": 16}
+OneOrMore = int | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command found. It shows itself as a table, in a terminal and in a notebook."""
+
+    data: Mapping[str, Any]  # all of it: the content of the JSON file
+    folder: Path  # where its files are
+    rows: list[dict[str, Any]]  # the table's rows
+    text: tuple[RenderableType, ...]  # what is shown
+    passed: bool = True  # everything ran and, where something was proved, it was right
+
+    def __rich__(self) -> RenderableType:
+        from rich.console import Group
+
+        return Group(*self.text)
+
+    def __str__(self) -> str:
+        return self._drawn()[0]
+
+    def _repr_html_(self) -> str:
+        return self._drawn()[1]
+
+    def _drawn(self) -> tuple[str, str]:
+        from rich.console import Console
+
+        console = Console(file=io.StringIO(), record=True, width=100)
+        console.print(self)
+        text = console.export_text(clear=False)
+        page = '<pre style="line-height:1.2">{code}</pre>'
+        return text.rstrip(), console.export_html(inline_styles=True, code_format=page)
+
+    def to_dataframe(self) -> Any:
+        """The rows as a pandas DataFrame, nested values under dotted names."""
+        try:
+            import pandas as pd
+        except ModuleNotFoundError:
+            raise UsageError("to_dataframe() needs pandas: pip install pandas") from None
+        return pd.json_normalize(self.rows)
+
+
+def train(
+    workload: str | Callable[..., Any] = "gpt2",
+    strategy: str = "simple_ddp",
+    *,
+    world: int | None = None,
+    steps: int | None = None,
+    out: str | Path | None = None,
+    settings: Settings | None = None,
+    config: str | Path | None = None,
+    progress: bool = False,
+) -> Result:
+    """Train with one strategy on ranks of this machine; the rows are rank 0's steps."""
+    from shardlab import specs
+    from shardlab.files import read_jsonl
+    from shardlab.report import console
+    from shardlab.run import restart
+
+    name, options = specs.parse_spec(strategy)
+    named = {"strategy.name": name, "strategy.options": options or None, "training.steps": steps}
+    resolved = _config(workload, config, settings, out, {**named, "launch.world": world})
+    if resolved.launch.world is None:
+        resolved = resolved.with_overrides({"launch.world": launch.default_world(resolved)})
+    with console.training_progress(enabled=progress) as on_event:
+        summary = restart.train(resolved, "shardlab.train()", on_event)
+    folder = Path(summary["folder"])
+    rows = read_jsonl(folder / "rank0.jsonl")
+    text = (console.training_line(summary), f"files: {folder}")
+    is_saved = not (summary["checkpoint"] or {}).get("error")
+    return Result(summary, folder, rows, text, is_saved)
+
+
+def compare(
+    workload: str | Callable[..., Any] = "gpt2",
+    strategies: Sequence[str] = (),
+    *,
+    world: OneOrMore | None = None,
+    repeats: int = 4,
+    warmup: int = 2,
+    steps: int = 2,
+    prove: bool = True,
+    out: str | Path | None = None,
+    settings: Settings | None = None,
+    config: str | Path | None = None,
+    progress: bool = False,
+) -> Result:
+    """Measure strategies side by side, on the same model, data, seed and global batch."""
+    from shardlab.measure import compare as comparison
+    from shardlab.measure.cells import Plan, axes_of, cells_of
+    from shardlab.report import compare as report
+    from shardlab.report import compare_terminal, console
+
+    resolved = _config(workload, config, settings, out)
+    plan = Plan(repeats=repeats, warmup=warmup, steps=steps, prove=prove, profile=None)
+    axes = axes_of(resolved, _worlds(world), None, None, None, launch.DEFAULT_WORLD)
+    cells = cells_of(resolved, list(strategies) or list(STRATEGIES), axes, plan)
+    with console.comparison_progress(enabled=progress) as on_progress:
+        found = comparison.compare(cells, plan, "shardlab.compare()", on_progress)
+    folder = _folder(resolved, "compare")
+    report.write(folder, found)
+    text = (compare_terminal.compare_table(found), *compare_terminal.verdict_lines(found))
+    is_right = all((cell.get("proof") or {}).get("pass") is not False for cell in found["cells"])
+    some_ran = any(cell["status"] == "ok" for cell in found["cells"])
+    return Result(found, folder, found["cells"], text, is_right and some_ran)
+
+
+def prove(
+    workload: str | Callable[..., Any] = "gpt2",
+    strategies: Sequence[str] = (),
+    *,
+    world: OneOrMore | None = None,
+    steps: int = 3,
+    out: str | Path | None = None,
+    settings: Settings | None = None,
+    config: str | Path | None = None,
+    progress: bool = False,
+) -> Result:
+    """Prove that strategies equal one process, and hold, send and overlap what they claim."""
+    from shardlab.proof import prove as proofs
+    from shardlab.report import console
+    from shardlab.report import proof as report
+
+    asked = _config(workload, config, settings, out)
+    worlds = proofs.worlds_of(_worlds(world), asked)
+    resolved = proofs.small(asked, steps, worlds, set(settings or ()))
+    cases = proofs.cases_of(resolved, list(strategies) or list(STRATEGIES), worlds)
+    with console.comparison_progress(enabled=progress) as on_progress:
+        found = proofs.prove(cases, worlds, "shardlab.prove()", on_progress)
+    folder = _folder(resolved, "prove")
+    write_json(folder / "prove.json", found)
+    text = (report.table(found), *report.reasons(found), report.summary(found))
+    passed = bool(found["verdicts"]) and all(v["pass"] for v in found["verdicts"])
+    return Result(found, folder, found["verdicts"], text, passed)
+
+
+def memory(
+    workload: str | Callable[..., Any] = "gpt2",
+    strategies: Sequence[str] = (),
+    *,
+    world: int = 2,
+    batch: int | None = None,
+    fits: str | None = None,
+    out: str | Path | None = None,
+    settings: Settings | None = None,
+    config: str | Path | None = None,
+    progress: bool = False,
+) -> Result:
+    """What each rank will hold at the peak of a step, without running it, in a world of any size.
+
+    ``batch``: samples per rank and micro-batch. ``fits``: "24GB", to ask whether a step fits into
+    that, and which batch is the largest that does.
+    """
+    from shardlab.measure import estimate
+    from shardlab.numbers import parse_bytes
+    from shardlab.report import console
+    from shardlab.report import memory as report
+
+    limit = None if fits is None else parse_bytes(fits, "fits")
+    resolved = _config(workload, config, settings, out)
+    size = batch or (1 if config is None else None)
+    rows = estimate.rows_of(resolved, list(strategies) or list(STRATEGIES), world, size)
+    with console.comparison_progress(enabled=progress) as on_progress:
+        found = estimate.estimate(
+            rows, resolved.launch.device, limit, "shardlab.memory()", None, on_progress
+        )
+    folder = _folder(resolved, "memory")
+    write_json(folder / "memory.json", found)
+    text = (report.table(found), *report.sentences(found))
+    some_ran = any(row["status"] == "ok" for row in found["rows"])
+    return Result(found, folder, found["rows"], text, some_ran)
+
+
+def strategy(
+    name: str,
+    model: nn.Module,
+    make_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
+    loss_fn: Callable[[nn.Module, Batch], torch.Tensor],
+    *,
+    blocks: Sequence[str] | None = None,
+    clip_norm: float | None = None,
+    schedule: Callable[[int], float] | None = None,
+    mesh: DeviceMesh | None = None,
+    **options: Any,
+) -> Strategy:
+    """A strategy for your own loop: ``loss = s.gradients(microbatches); s.step()``.
+
+    Every rank calls this with the same model and the same arguments, under torchrun; without it,
+    this process is a world of one. If you have not made a process group, this makes one and moves
+    the model to the rank's device.
+
+    ``make_optimizer`` is called with named parameters, as PyTorch's optimizers take them.
+    ``loss_fn`` returns the *sum* of the losses of a ``shardlab.Batch``, whose ``count`` says how
+    many that are: so the mean over all ranks is exact. ``blocks`` names the modules that zero3 and
+    FSDP shard one by one; None lets us look for lists of equal layers. ``schedule`` gives the
+    factor of the learning rate of a step.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardlab.optim import factory
+    from shardlab.run import assemble
+    from shardlab.strategies.base import Setup
+    from shardlab.strategies.update import Rule, constant
+    from shardlab.workloads import batchnorm
+    from shardlab.workloads.blocks import guess_blocks
+
+    training = configs.TrainingConfig()
+    given = configs.load(None, {"strategy.name": name, "strategy.options": options or None})
+    make = assemble.resolve_strategy(given)
+    if mesh is None:
+        device = next(model.parameters()).device
+        if not dist.is_initialized():
+            device = _join().device
+            model.to(device)
+        group = dist.group.WORLD
+        assert group is not None
+        mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
+    batchnorm.join(model, mesh.get_group("dp"))
+    plan = factory.plan(training, make_optimizer, None, model, "make_optimizer")
+    rule = Rule(clip_norm=clip_norm, schedule=schedule or constant)
+    named = guess_blocks(model) if blocks is None else blocks
+    return make(Setup(model, plan, loss_fn, mesh, rule, named), **given.strategy.options)
+
+
+def _join() -> Any:
+    """This process's place in torchrun's world, or in a world of its own."""
+    from torch.distributed import HashStore
+
+    from shardlab import world as worlds
+
+    joined = launch.torchrun_environment()
+    alone = {"rank": 0, "size": 1, "local_rank": 0, "local_size": 1}
+    place = alone if joined is None else joined
+    atexit.register(worlds.leave)
+    return worlds.join(LaunchConfig(), **place, store=None if joined else HashStore())
+
+
+def _config(
+    workload: str | Callable[..., Any],
+    file: str | Path | None,
+    settings: Settings | None,
+    out: str | Path | None,
+    named: Settings | None = None,
+) -> Config:
+    """Defaults < the file < settings < the arguments that were given."""
+    if launch.torchrun_environment() is not None:
+        raise UsageError("this starts its own ranks; run it without torchrun")
+    given = dict(named or {})
+    if file is None or workload != "gpt2":
+        given["model.workload"] = workload if isinstance(workload, str) else _path_of(workload)
+    given["output.dir"] = None if out is None else str(out)
+    overrides = {key: value for key, value in given.items() if value is not None}
+    return configs.load(None if file is None else Path(file), {**(settings or {}), **overrides})
+
+
+def _path_of(function: Callable[..., Any]) -> str:
+    """Where other processes find a function: its file and its name."""
+    name = getattr(function, "__qualname__", "")
+    try:
+        file = inspect.getsourcefile(function)
+    except TypeError:
+        file = None
+    if file is None or not Path(file).is_file() or not name.isidentifier():
+        raise UsageError(
+            "each rank must import the workload: write it as a function at the top of a file, and "
+            'name it by its path, as in "my_model.py:workload"'
+        )
+    return f"{file}:{name}"
+
+
+def _worlds(world: OneOrMore | None) -> str | None:
+    if world is None:
+        return None
+    return ",".join(str(size) for size in ([world] if isinstance(world, int) else world))
+
+
+def _folder(config: Config, name: str) -> Path:
+    chosen = config.output.dir
+    return runfolder.new_folder(
+        Path(config.output.root), name, None if chosen is None else Path(chosen)
+    )

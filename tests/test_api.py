@@ -1,0 +1,182 @@
+"""The Python interface: what a notebook calls, and a strategy in a script of the user's own."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import commands
+import shardlab
+from commands import ROOT
+from shardlab.errors import UsageError
+
+PUBLIC = [
+    "Batch", "Strategy", "Workload", "__version__", "compare", "load_traces", "memory", "prove",
+    "strategy", "train",
+]  # fmt: skip
+MODEL = f"{ROOT / 'examples' / 'your_model.py'}:workload"
+SMALL = {"training.global_batch": 4}
+
+
+def test_the_export_list_is_exact() -> None:
+    assert shardlab.__all__ == dir(shardlab) == PUBLIC
+    assert all(getattr(shardlab, name) is not None for name in PUBLIC)
+    with pytest.raises(AttributeError, match="no attribute 'tarin'"):
+        _ = shardlab.tarin  # type: ignore[attr-defined]
+
+
+def test_importing_is_lazy() -> None:
+    script = "import sys, shardlab; print(sorted(m for m in sys.modules if 'shardlab' in m))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "['shardlab']"
+    script = "import sys, shardlab; shardlab.compare; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_compare_is_an_object_with_a_table(tmp_path: Path) -> None:
+    found = shardlab.compare(
+        MODEL, ["single", "simple_ddp"], repeats=1, prove=False, out=tmp_path, settings=SMALL
+    )
+    assert found.passed
+    assert [row["label"] for row in found.rows] == ["single", "simple_ddp"]
+    assert "simple_ddp" in str(found)
+    assert "fastest" in str(found)
+    assert found._repr_html_().startswith("<pre")
+    assert json.loads((tmp_path / "compare.json").read_text())["cells"] == found.data["cells"]
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_a_data_frame_if_pandas_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardlab.api import Result
+
+    rows = [{"label": "zero2", "step_ms": {"median": 2.0}}]
+    result = Result({}, Path(), rows, ())
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UsageError, match="needs pandas"):
+        result.to_dataframe()
+    monkeypatch.delitem(sys.modules, "pandas")
+    pandas = pytest.importorskip("pandas")
+    frame = result.to_dataframe()
+    assert isinstance(frame, pandas.DataFrame)
+    assert frame["step_ms.median"].tolist() == [2.0]
+
+
+def test_train_prove_and_memory(tmp_path: Path) -> None:
+    run = shardlab.train(MODEL, "zero2", steps=3, out=tmp_path / "run", settings=SMALL)
+    assert [row["step"] for row in run.rows] == [0, 1, 2]
+    assert "3 steps: loss" in str(run)
+    proof = shardlab.prove(MODEL, ["zero2"], out=tmp_path / "proof")
+    assert proof.passed, str(proof)
+    held = shardlab.memory(MODEL, ["zero1", "zero3"], world=8, out=tmp_path / "memory")
+    assert [row["strategy"] for row in held.rows] == ["zero1", "zero3"]
+
+
+def test_a_planted_bug_does_not_pass(tmp_path: Path) -> None:
+    wrong = f"{ROOT / 'tests' / 'saboteurs.py'}:NoAveraging"
+    proof = shardlab.prove(MODEL, [wrong], out=tmp_path)
+    assert not proof.passed
+
+
+def workload(_config: Any) -> Any: ...
+
+
+def test_a_function_is_found_by_the_ranks_or_refused() -> None:
+    from shardlab.api import _path_of
+
+    assert _path_of(workload) == f"{__file__}:workload"
+    with pytest.raises(UsageError, match="each rank must import the workload"):
+        _path_of(lambda: None)
+    with pytest.raises(UsageError, match="unknown strategy 'zero9'"):
+        shardlab.train(MODEL, "zero9")
+    with pytest.raises(UsageError, match="unknown strategy 'zero9'"):
+        shardlab.compare(MODEL, ["zero9"])
+
+
+BUCKETS = "{'bucket_mb': 0.001}"
+OWN_LOOP = """
+import torch
+from torch import nn
+import torch.distributed as dist
+import shardlab
+
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3)))
+model = model.double()
+strategy = shardlab.strategy(
+    NAME, model, lambda params: torch.optim.AdamW(params, lr=0.01),
+    lambda m, b: nn.functional.mse_loss(m(b.inputs), b.targets, reduction="sum"),
+    clip_norm=1.0, **OPTIONS,
+)
+ranks, rank = dist.get_world_size(), dist.get_rank()
+generator = torch.Generator().manual_seed(1)
+for step in range(4):
+    x = torch.randn(8, 12, generator=generator, dtype=torch.float64)
+    mine = x[rank::ranks]
+    halves = [shardlab.Batch(h, h.flip(1), len(h) * 12, len(h)) for h in mine.chunk(2)]
+    loss = strategy.gradients(halves)
+    strategy.step()
+total = sum(p.double().sum() for p in strategy.full_params().values())
+if rank == 0:
+    print(f"{float(loss):.12f} {float(total):.12f}")
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_strategy_in_a_loop_of_ones_own(tmp_path: Path) -> None:
+    """Under torchrun each equals the same script in one process, to the last printed digit."""
+    script = tmp_path / "mine.py"
+
+    def run(name: str, ranks: int, options: str = "{}") -> str:
+        script.write_text(OWN_LOOP.replace("NAME", repr(name)).replace("OPTIONS", options))
+        starter = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        done = commands.run(
+            sys.executable, *(starter if ranks > 1 else []), str(script), cwd=tmp_path,
+            OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    alone = run("single", 1)
+    for name, options in (
+        ("zero2", "{'bucket_mb': 0.001}"),
+        ("zero3", "{}"),
+        ("pytorch_ddp", "{}"),
+    ):
+        assert run(name, 2, options) == alone
+
+
+def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(f"import shardlab\nshardlab.train({MODEL!r}, 'simple_ddp', steps=1)\n")
+    done = commands.run(sys.executable, str(script), cwd=tmp_path)
+    assert done.returncode != 0
+    assert 'if __name__ == "__main__":' in done.stderr
+
+
+@pytest.mark.timeout(300)
+def test_the_page_runs_as_printed(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "python.md").read_text()
+    notebook, own_loop = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "notebook.py").write_text(notebook)
+    (tmp_path / "own_loop.py").write_text(own_loop)
+    done = commands.run(sys.executable, "notebook.py", cwd=tmp_path, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "zero2" in done.stdout
+    assert "True runs/" in done.stdout
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = commands.run(
+        sys.executable, *torchrun, "own_loop.py", cwd=tmp_path,
+        OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    names = re.findall(r"`([A-Za-z_]+)`", page.partition("## In a notebook")[0])
+    assert set(names) == set(PUBLIC)
