@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +34,8 @@ def read_vocabulary(path: Path) -> Vocabulary:
         path = found[0]
     try:
         if path.suffix == ".tiktoken":
-            ranks = _read_tiktoken(path)
+            pairs = (line.split() for line in path.read_bytes().splitlines() if line)
+            ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
             end = len(ranks)
         else:
             entries = json.loads(path.read_text(encoding="utf-8"))
@@ -55,14 +55,6 @@ def read_vocabulary(path: Path) -> Vocabulary:
             f"{LIMIT - 1}"
         )
     return vocabulary
-
-
-def _read_tiktoken(path: Path) -> dict[bytes, int]:
-    lines = path.read_bytes().splitlines()
-    try:
-        return {base64.b64decode(t): int(r) for t, r in (line.split() for line in lines if line)}
-    except binascii.Error as error:
-        raise ValueError(error) from None
 
 
 def _printable_bytes() -> dict[int, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,7 @@ def _locate(name: str, source: str) -> Path:
 
 def _scikit_learns_digits() -> Path | None:
     """The file inside the installed package, found without importing it."""
-    import importlib.util
-
-    spec = importlib.util.find_spec("sklearn")
+    spec = find_spec("sklearn")
     if spec is None or spec.origin is None:
         return None
     path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
@@ -120,8 +119,8 @@ class ImageDataset:
 
     The crop of a sample is a function of (seed, epoch, id): it does not depend on the batch,
     the rank or the world in which the sample is read, so the same run on more ranks sees the
-    same pixels, and so does a resumed one. ``batch`` alone does not know the epoch
-    and reads epoch 0; the training loop calls ``batch_in``.
+    same pixels, and so does a resumed one. ``batch`` does not know the epoch and reads epoch 0;
+    the training loop calls ``batch_in``.
     """
 
     def __init__(
@@ -153,12 +152,8 @@ class ImageDataset:
         if self.augment:
             pixels = crop_and_flip(pixels, _random_bits(self.seed, np.asarray(epochs), index))
         inputs = pixels.astype(np.float32) * self.scale - self.shift
-        return Batch(
-            inputs=torch.from_numpy(inputs),
-            targets=torch.from_numpy(self.labels[index]),
-            count=len(index),
-            samples=len(index),
-        )
+        targets = torch.from_numpy(self.labels[index])
+        return Batch(torch.from_numpy(inputs), targets, count=len(index), samples=len(index))
 
 
 def _random_bits(seed: int, epochs: Any, ids: Ids) -> npt.NDArray[np.uint64]:

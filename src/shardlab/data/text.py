@@ -5,6 +5,7 @@ Work is spread over processes; the shards do not depend on their number.
 
 from __future__ import annotations
 
+import gzip
 import json
 import multiprocessing
 import os
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from shardlab.data import sources, unpack
+from shardlab.data import sources
 from shardlab.data.bpe import Vocabulary, encoder, read_vocabulary
 from shardlab.errors import UsageError, unknown
 from shardlab.record import write_json
@@ -54,11 +55,9 @@ def find_documents(paths: Iterable[Path]) -> list[Path]:
 def read_documents(path: Path) -> list[str] | None:
     """The documents of a file: one, or one for each line of JSON lines. None: it is not text."""
     try:
-        content = path.read_bytes()
-        if path.suffix == ".gz":
-            content = unpack.gunzip(path, content)
+        content = sources.gunzip(path) if path.suffix == ".gz" else path.read_bytes()
         text = content.decode("utf-8")
-    except (UnicodeDecodeError, EOFError, zlib.error):
+    except (UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile):
         return None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
