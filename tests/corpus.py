@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import csv
+import dataclasses
 import gzip
 import hashlib
 import io
@@ -208,10 +209,7 @@ def read_images(folder: Path, _out: Path) -> None:
     for split in images.SPLITS:
         loaded = images.load(name, str(folder), split)
         if len(loaded.labels):
-            data = images.ImageDataset(
-                loaded.images, loaded.labels, loaded.mean, loaded.std, augment=True
-            )
-            feed(data)
+            feed(dataclasses.replace(loaded, augment=True))
 
 
 def _archive_examples() -> tuple[Files, ...]:

@@ -318,7 +318,7 @@ WRONG = {
     ),
     "tensors of different lengths": (
         "model, (inputs, labels[:5]), nn.CrossEntropyLoss()",
-        "a tuple of columns of different lengths: 24 and 5",
+        "a tuple of columns of different lengths: 0 24, 1 5",
     ),
     "a generator": (
         "model, (p for p in pairs), nn.CrossEntropyLoss()",

@@ -54,15 +54,6 @@ KINDS = {
 SPLITS = ("train", "test")
 
 
-@dataclass(frozen=True)
-class ImageSet:
-    images: Bytes  # (n, channels, height, width)
-    labels: Ids  # (n,)
-    classes: tuple[str, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-
 def load(name: str, source: str = sources.AUTO, split: str = "train") -> ImageSet:
     """The images of a split. ``source``: a folder or file, or "auto": what was downloaded."""
     if name not in KINDS:
@@ -114,8 +105,9 @@ PADDING = 4  # pixels on each side, from which the crop is cut
 _M1, _M2, _STEP = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15
 
 
-class ImageDataset:
-    """Images as normalised float32, optionally augmented: cropped from a padded copy, mirrored.
+@dataclass(frozen=True, eq=False)
+class ImageSet:
+    """Labelled images. Batches of them are normalised float32, and cropped and mirrored if asked.
 
     The crop of a sample is a function of (seed, epoch, id): it does not depend on the batch,
     the rank or the world in which the sample is read, so the same run on more ranks sees the
@@ -123,21 +115,13 @@ class ImageDataset:
     the training loop calls ``batch_in``.
     """
 
-    def __init__(
-        self,
-        images: Bytes,
-        labels: Ids,
-        mean: Sequence[float],
-        std: Sequence[float],
-        *,
-        augment: bool = False,
-        seed: int = 0,
-    ) -> None:
-        self.images, self.labels = images, labels
-        shape = (1, -1, 1, 1)
-        self.scale = (1 / (255 * np.asarray(std, dtype=np.float32))).reshape(shape)
-        self.shift = (np.asarray(mean) / np.asarray(std)).astype(np.float32).reshape(shape)
-        self.augment, self.seed = augment, seed
+    images: Bytes  # (n, channels, height, width)
+    labels: Ids  # (n,)
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    augment: bool = False  # crop each image from a padded copy, and mirror every other
+    seed: int = 0
 
     def __len__(self) -> int:
         return len(self.images)
@@ -151,7 +135,9 @@ class ImageDataset:
         pixels = self.images[index]  # (batch, channels, height, width)
         if self.augment:
             pixels = crop_and_flip(pixels, _random_bits(self.seed, np.asarray(epochs), index))
-        inputs = pixels.astype(np.float32) * self.scale - self.shift
+        scale = 1 / (255 * np.asarray(self.std, dtype=np.float32))
+        shift = (np.asarray(self.mean) / np.asarray(self.std)).astype(np.float32)
+        inputs = pixels.astype(np.float32) * scale[:, None, None] - shift[:, None, None]
         targets = torch.from_numpy(self.labels[index])
         return Batch(torch.from_numpy(inputs), targets, count=len(index), samples=len(index))
 

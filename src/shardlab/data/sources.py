@@ -8,7 +8,6 @@ import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -128,27 +127,20 @@ def gunzip(path: Path) -> bytes:
     return bytes(unpacked)
 
 
-def stdlib_text(limit: int = STDLIB_BYTES) -> bytes:
-    """Up to ``limit`` bytes of the standard library's source, in path order, NUL between files."""
+def _stdlib_text() -> bytes:
+    """The first 8 MiB of the standard library's source, in path order, NUL between files."""
     root = Path(sysconfig.get_path("stdlib"))
-    parts: list[bytes] = []
-    size = 0
-    for path in _python_files(root):
-        parts.append(path.read_bytes() + b"\0")
-        size += len(parts[-1])
-        if size >= limit:
-            break
-    if size < 1 << 20:
+    text = bytearray()
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = sorted(set(subfolders) - _NOT_TEXT)
+        for name in sorted(files):
+            if name.endswith(".py") and len(text) < STDLIB_BYTES:
+                text += Path(folder, name).read_bytes() + b"\0"
+    if len(text) < 1 << 20:
         raise UsageError(
             f"this Python has no source text under {root}; name token shards with data.source"
         )
-    return b"".join(parts)[:limit]
-
-
-def _python_files(root: Path) -> Iterator[Path]:
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = sorted(set(subfolders) - _NOT_TEXT)
-        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
+    return bytes(text[:STDLIB_BYTES])
 
 
 def stdlib_shard() -> Path:
@@ -158,5 +150,5 @@ def stdlib_shard() -> Path:
     version = ".".join(map(str, sys.version_info[:3]))
     path = cache_folder() / f"stdlib-{version}-bytes.bin"
     if not path.exists():
-        tokens.write_shard(path, memoryview(stdlib_text()))
+        tokens.write_shard(path, memoryview(_stdlib_text()))
     return path

@@ -148,12 +148,11 @@ def make_shards(
         raise UsageError(f"{to} exists and is not an empty folder; choose another")
     vocabulary = choose_tokenizer(tokenizer, vocab)
     files = find_documents(paths)
-    given = {path for path in paths if path.is_file()}
     part = to.with_name(f".{to.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir(parents=True)
-        description = _fill(part, files, given, vocabulary, shard_tokens, jobs, on_progress)
+        description = _fill(part, files, paths, vocabulary, shard_tokens, jobs, on_progress)
         write_json(part / sources.DESCRIPTION, description)
         if to.exists():
             to.rmdir()
@@ -168,7 +167,7 @@ def make_shards(
 def _fill(
     folder: Path,
     files: list[Path],
-    given: set[Path],
+    given: list[Path],
     vocabulary: Vocabulary | None,
     shard_tokens: int,
     jobs: int | None,
