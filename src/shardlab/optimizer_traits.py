@@ -2,7 +2,7 @@
 
 One process updates whole tensors, all at once. A strategy may have its ranks update flat pieces of
 them, rows of them, or some of them each, and may call step() for one bucket after another. Whether
-that comes to the same is a property of the optimizer, and is found out here, by trying.
+the result is the same is a property of the optimizer, and is found out here, by trying.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def measured(plan: Plan) -> Traits:
     """What an optimizer does to small tensors, whole and cut up; once for each kind in a process.
 
     Whole: as one process would. Then all at once: two ranks that have uneven pieces of each tensor
-    and step for one of them at a time. Where the result is another, it is found out why.
+    and step for one of them at a time. If the result differs, it is found out why.
     """
     optimizer = plan.built(plan.stand_ins())
     name = name_of(optimizer)

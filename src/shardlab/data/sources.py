@@ -101,11 +101,10 @@ def described(folder: Path) -> dict[str, Any] | None:
     return described
 
 
-# Text shrinks to a third, logs to a fiftieth; a bomb to a thousandth. What is small is unpacked
-# whatever its ratio, and nothing beyond what the memory of a usual machine can hold.
-MOST_TIMES = 200
-SMALL = 64 << 20
-MOST = 4 << 30
+# Compression makes text three times smaller, logs fifty times, and a bomb a thousand times.
+MOST_TIMES = 200  # a file may unpack to this many times its size
+SMALL = 64 << 20  # bytes; up to this any ratio is allowed
+MOST = 4 << 30  # bytes; more would not fit into the memory of a usual machine
 
 
 def gunzip(path: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""From text files to token shards: bytes, or GPT-2's byte-pair encoding.
+"""Makes token shards of text files: bytes, or GPT-2's byte-pair encoding.
 
 Work is spread over processes; the shards do not depend on their number.
 """
@@ -122,7 +122,7 @@ def choose_tokenizer(name: str, vocab: Path | None) -> Vocabulary | None:
     else:
         return None
     vocabulary = read_vocabulary(vocab)
-    encoder(vocabulary)  # refused here, not in the worker processes, if it cannot be had
+    encoder(vocabulary)  # if it cannot be made, it is refused here, not in the workers
     return vocabulary
 
 

@@ -99,7 +99,7 @@ def _is_users(file: str) -> bool:
 
 
 def _shown(file: str) -> str:
-    """As short as it is clear."""
+    """The path, relative to the current folder if the file is inside it."""
     try:
         return str(Path(file).resolve().relative_to(Path.cwd()))
     except ValueError:

@@ -116,9 +116,8 @@ class Short:
 
     def workload(self, finding: Finding) -> Workload:
         is_mean = finding.kind == MEAN
-        # A sum is divided by the number of its targets, whatever those are.
         samples = self.samples
-        samples.rule = finding.counts[0] if is_mean else "targets"
+        samples.rule = finding.counts[0] if is_mean else "targets"  # a sum is divided by these
         samples.identity = f"{finding.kind} over {samples.rule}, {samples.digest}"
         return Workload(
             name=self.name.rpartition(":")[0].rpartition("/")[2].removesuffix(".py")
@@ -147,7 +146,7 @@ class Short:
         if self.loss is None:
             return _loss_in(output)
         loss = self.loss
-        if isinstance(loss, nn.Module) and [*loss.buffers()]:  # class weights, say
+        if isinstance(loss, nn.Module) and [*loss.buffers()]:  # class weights, for example
             parameter = next(model.parameters())
             where = parameter.device, parameter.dtype
             if where not in self.copies:  # the given one would not come back from "meta"
@@ -208,11 +207,11 @@ def _from_three(
     return Short(name, make, weakref.ref(model), samples, loss)
 
 
-def _refuse_no_model(said: str, model: Any, at: Place) -> None:
+def _refuse_no_model(what: str, model: Any, at: Place) -> None:
     if isinstance(model, type):
-        raise at.mistake(f"{said} the class {model.__name__}: call it, {model.__name__}()")
+        raise at.mistake(f"{what} the class {model.__name__}: call it, {model.__name__}()")
     if not isinstance(model, nn.Module):
-        raise at.mistake(f"{said} a {type(model).__name__}, not an nn.Module")
+        raise at.mistake(f"{what} a {type(model).__name__}, not an nn.Module")
 
 
 # ------------------------------------------------------------------ looking it over
@@ -362,8 +361,8 @@ class Trial:
         return called
 
     def _loss_in_eval(self) -> Tensor:
-        """In eval mode there is no dropout, and BatchNorm takes a single row. Some models return
-        something else then: if it fails, the loss in train mode, as far as that is not random."""
+        """In eval mode there is no dropout, and BatchNorm takes a single row. If the loss fails
+        then, because the model returns something else, it is computed in train mode."""
         try:
             return self.workload.loss(self.model.eval(), self.batch)
         except Exception:
@@ -392,7 +391,7 @@ class Trial:
     # ------------------------------------------------------------ whether the loss adds up
 
     def _measured(self) -> Finding:
-        """In float64, or as the model can."""
+        """Measured in float64, or in float32 if the model cannot compute in float64."""
         dataset, model = self.workload.dataset, self.model
         length = len(dataset)
         elements = sum(t.numel() for t in tensors_of(self.batch.inputs)) // self.batch.samples
@@ -419,7 +418,8 @@ class Trial:
                         raise
         if self.short is None:
             _check_counts(dataset, ids)
-        if finding.note and self._declares():
+        declares = self.short and (self.short.loss is None or hasattr(self.short.loss, "reduction"))
+        if finding.note and declares:  # the loss says itself what it is
             return replace(self._presumed(), note=finding.note)
         if finding.kind == MEAN and len(finding.counts) > 1 and place.type == "cpu":
             return replace(finding, counts=(self._planted(bench, ids, rules, finding),))
@@ -446,11 +446,6 @@ class Trial:
             counts = tuple(n for n in counts if n not in ("targets", "next tokens")) or counts
             return counts[0]
         return again.counts[0] if again.kind == MEAN else counts[0]
-
-    def _declares(self) -> bool:
-        """Whether the loss says itself what it is."""
-        short = self.short
-        return short is not None and (short.loss is None or hasattr(short.loss, "reduction"))
 
     def _presumed(self) -> Finding:
         """What the loss says about itself, for a model that is too large to be tried."""

@@ -47,7 +47,7 @@ _HEAD = "head.weight"  # tied: it is wte.weight, and saved once
 
 
 def _names(layers: int) -> dict[str, tuple[str, bool]]:
-    """By transformers' name of a tensor: our name, and whether it has to be transposed."""
+    """For transformers' name of a tensor: our name, and whether it has to be transposed."""
     outside = ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")
     names = {name: (name, False) for name in outside}
     for i in range(layers):
@@ -67,7 +67,7 @@ def from_huggingface(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias")):
             continue
         if name not in names:
-            raise UsageError(f"'{full_name}' is no tensor of a GPT-2")
+            raise UsageError(f"'{full_name}' is not a tensor of a GPT-2")
         ours, is_transposed = names[name]
         result[ours] = tensor.t().contiguous() if is_transposed else tensor
     if "wte.weight" in result:
@@ -88,22 +88,6 @@ def to_huggingface(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # ------------------------------------------------------------------ files
 
 
-def save_gpt2(folder: Path, state: Mapping[str, Tensor], **config: int) -> None:
-    """``config.json`` and ``model.safetensors``: what ``GPT2LMHeadModel.from_pretrained`` reads."""
-    folder.mkdir(parents=True, exist_ok=True)
-    content = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-        **config,
-    }
-    (folder / "config.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    # With the tied lm_head.weight: load_state_dict(strict=True) asks for every name.
-    save_safetensors(folder / "model.safetensors", to_huggingface(state))
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
@@ -112,7 +96,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "not JSON"
         raise UsageError(f"cannot read {path}: {reason}") from None
     if not isinstance(config, dict):
-        raise UsageError(f"cannot read {path}: it is no table of settings")
+        raise UsageError(f"cannot read {path}: it is not a table of settings")
     return config
 
 
@@ -193,7 +177,7 @@ def _checked(table: Any, size: int) -> tuple[dict[str, _Entry], list[str]]:
     of_complex = msgspec.json.decode(metadata.get(COMPLEX128, "[]"), type=list[str])
     for name in of_complex:
         if name not in entries or entries[name].dtype != "F64" or entries[name].shape[-1:] != [2]:
-            raise ValueError(f"'{name}', which its {COMPLEX128} names, is no pairs of float64")
+            raise ValueError(f"'{name}', which {COMPLEX128} names, does not hold pairs of float64")
     return entries, of_complex
 
 
@@ -231,7 +215,7 @@ def table_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], **metada
             of_complex.append(name)
             dtype, shape = torch.float64, (*shape, 2)
         if dtype not in _WORDS:
-            raise UsageError(f"'{name}' is of the dtype {dtype}, which safetensors files have not")
+            raise UsageError(f"'{name}' is of the dtype {dtype}, which safetensors does not have")
         table[name] = {
             "dtype": _WORDS[dtype], "shape": list(shape), "data_offsets": [position, end]
         }  # fmt: skip

@@ -245,7 +245,7 @@ def _cut(one: Any, two: Any) -> Any:
 
 
 def collate(rows: list[Any]) -> Any:
-    """As ``default_collate``, and also dataclasses, lists of numbers, and nothing for ``None``."""
+    """``default_collate`` that also takes dataclasses and lists of numbers, and drops None."""
     plain_rows = [plain(row) for row in rows]
     try:
         return default_collate(plain_rows)
@@ -347,7 +347,7 @@ def _check_stream(data: Any, config: DataConfig) -> None:
     if config.shuffle:
         raise TypeError(f"{what}, so it is read in its own order: --set data.shuffle=false")
     if config.epoch != CONTINUOUS:
-        raise TypeError(f"{what}, so data.epoch {config.epoch} cannot be had: leave it out")
+        raise TypeError(f"{what}, so data.epoch {config.epoch} is not possible: leave it out")
     if config.audit:
         raise TypeError(f"{what}, so data.audit cannot count them: leave it out")
 

@@ -52,7 +52,7 @@ class Tokens:
 
 
 def images(name: str, split: str) -> ImageSet:
-    """In the shape of a real data set: a pattern for each class, under noise."""
+    """Images in the shape of a real data set: a pattern for each class, under noise."""
     kind = KINDS[name]
     patterns = np.random.default_rng(0).integers(64, 192, (len(kind.classes), *kind.shape))
     random = np.random.default_rng(1 if split == "train" else 2)
