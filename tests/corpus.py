@@ -269,7 +269,7 @@ def read_text(folder: Path, _out: Path) -> None:
     for path in texts.find_documents([folder]):
         for document in texts.read_documents(path) or []:
             for piece in texts.pieces(document, 200):
-                texts._work(piece)
+                texts.encode_bytes(piece)
 
 
 TEXT_EXAMPLES: tuple[Files, ...] = (

@@ -597,7 +597,7 @@ def test_bytes_are_read_back_equal(tmp_path: Path) -> None:
     assert bytes(dataset.batch([0]).inputs[0].tolist()) == documents[0].encode()[:64]
 
 
-def test_tokens_are_read_back_equal_whatever_the_processes(
+def test_tokens_are_read_back_equal_for_any_number_of_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     documents = write_texts(tmp_path / "in")

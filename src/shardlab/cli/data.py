@@ -82,7 +82,7 @@ def text(
         None, help="GPT-2's vocabulary: encoder.json or a .tiktoken file.", metavar="FILE"
     ),
     shard_tokens: int = typer.Option(100_000_000, help="Tokens in a shard."),
-    jobs: int | None = typer.Option(None, help="Processes.  (default: one per core)"),
+    jobs: int | None = typer.Option(None, help="Threads.  (default: one per core)"),
     quiet: Annotated[bool, QUIET] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
