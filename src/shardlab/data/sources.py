@@ -93,12 +93,12 @@ def described(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        content = path.read_bytes()
-        msgspec.json.decode(content, type=_Description)
-        described: dict[str, Any] = msgspec.json.decode(content)
+        text = path.read_bytes()
+        msgspec.json.decode(text, type=_Description)  # for its checks alone: it drops other keys
+        content: dict[str, Any] = msgspec.json.decode(text)
     except (ValueError, RecursionError, OSError) as error:
         raise UsageError(f"{path} is damaged: {error}") from None
-    return described
+    return content
 
 
 # Compression makes text three times smaller, logs fifty times, and a bomb a thousand times.

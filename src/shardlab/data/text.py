@@ -89,8 +89,9 @@ def pieces(text: str, size: int) -> Iterator[str]:
 
 
 def encode_bytes(text: str) -> bytes:
-    """A token for each byte, two bytes each as in a shard."""
-    return np.frombuffer(text.encode(), dtype=np.uint8).astype("<u2").tobytes()
+    """A token for each byte of the text; a token takes two bytes, as in a shard."""
+    encoded = text.encode(errors="replace")  # JSON may hold half of a surrogate pair
+    return np.frombuffer(encoded, dtype=np.uint8).astype("<u2").tobytes()
 
 
 def choose_tokenizer(name: str, vocab: Path | None) -> Vocabulary | None:

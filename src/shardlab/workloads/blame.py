@@ -50,7 +50,7 @@ class Place:
         """A function's last return, or the beginning of a class; None if it is not the user's."""
         while isinstance(thing, partial):
             thing = thing.func
-        thing = getattr(thing, "__func__", thing)
+        thing = inspect.unwrap(getattr(thing, "__func__", thing))
         try:
             file = inspect.getsourcefile(thing)
             lines, first = inspect.getsourcelines(thing)

@@ -291,7 +291,7 @@ def samples_of(name: str, data: Any, config: DataConfig, keep_targets: bool) -> 
         data = data.dataset
     is_dict = isinstance(data, Mapping)
     if is_dict or (isinstance(data, tuple) and data and all(hasattr(c, "shape") for c in data)):
-        columns = data if is_dict else {i: torch.as_tensor(c) for i, c in enumerate(data)}
+        columns: dict[Any, Any] = dict(data if is_dict else enumerate(map(torch.as_tensor, data)))
         lengths = {name: len(column) for name, column in columns.items()}
         if len({*lengths.values()}) != 1:
             raise TypeError(
