@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import csv
+import dataclasses
 import gzip
 import hashlib
 import io
@@ -209,10 +210,7 @@ def read_images(folder: Path, _out: Path) -> None:
     for split in images.SPLITS:
         loaded = images.load(name, str(folder), split)
         if len(loaded.labels):
-            data = images.ImageDataset(
-                loaded.images, loaded.labels, loaded.mean, loaded.std, augment=True
-            )
-            feed(data)
+            feed(dataclasses.replace(loaded, augment=True))
 
 
 def _archive_examples() -> tuple[Files, ...]:
@@ -272,7 +270,7 @@ def read_text(folder: Path, _out: Path) -> None:
     for path in texts.find_documents([folder]):
         for document in texts.read_documents(path) or []:
             for piece in texts.pieces(document, 200):
-                texts._work(piece)
+                texts.encode_bytes(piece)
 
 
 TEXT_EXAMPLES: tuple[Files, ...] = (

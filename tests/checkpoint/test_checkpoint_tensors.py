@@ -380,7 +380,7 @@ def test_the_command_refuses_with_exit_code_2(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ([], "it is no table of settings"),
+        ([], "it is not a table of settings"),
         ({"model_type": "gpt2", "n_layer": 10**9}, "its config has 1000000000 layers"),
         (
             {"model_type": "gpt2", "n_layer": 1, "n_embd": 10**6, "n_head": 1},

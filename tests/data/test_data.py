@@ -407,10 +407,10 @@ def test_the_digits_are_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert np.std(train.images / 255) == pytest.approx(train.std[0], abs=1e-3)
 
 
-def image_set(augment: bool = True) -> images.ImageDataset:
+def image_set(augment: bool = True) -> images.ImageSet:
     pixels = np.random.default_rng(2).integers(1, 256, (20, 3, 32, 32)).astype(np.uint8)
     mean, std = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
-    return images.ImageDataset(pixels, np.arange(20), mean, std, augment=augment, seed=5)
+    return images.ImageSet(pixels, np.arange(20), ("a",) * 20, mean, std, augment=augment, seed=5)
 
 
 def test_images_are_normalised() -> None:

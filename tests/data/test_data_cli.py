@@ -597,7 +597,14 @@ def test_bytes_are_read_back_equal(tmp_path: Path) -> None:
     assert bytes(dataset.batch([0]).inputs[0].tolist()) == documents[0].encode()[:64]
 
 
-def test_tokens_are_read_back_equal_whatever_the_processes(
+def test_half_a_character_is_no_traceback(tmp_path: Path) -> None:
+    """JSON can write one half of a surrogate pair, which no encoding has bytes for."""
+    (tmp_path / "in.jsonl").write_text('{"text": "a\\ud800b"}')
+    text.make_shards([tmp_path / "in.jsonl"], tmp_path / "out", tokenizer="bytes", jobs=1)
+    assert bytes(read_back(tmp_path / "out")) == b"a?b\0"
+
+
+def test_tokens_are_read_back_equal_for_any_number_of_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     documents = write_texts(tmp_path / "in")

@@ -318,7 +318,7 @@ WRONG = {
     ),
     "tensors of different lengths": (
         "model, (inputs, labels[:5]), nn.CrossEntropyLoss()",
-        "a tuple of columns of different lengths: 24 and 5",
+        "a tuple of columns of different lengths: 0 24, 1 5",
     ),
     "a generator": (
         "model, (p for p in pairs), nn.CrossEntropyLoss()",
@@ -767,7 +767,7 @@ def test_a_stream_by_number(tmp_path: Path) -> None:
     ("iter(sorted(pairs, key=lambda _: torch.rand(1)))", {},
      "yield other samples each time they are iterated"),
     ("iter([])", {}, "yield no samples"),
-    ("iter(pairs)", {"data.epoch": "exact"}, "data.epoch exact cannot be had"),
+    ("iter(pairs)", {"data.epoch": "exact"}, "data.epoch exact is not possible"),
     ("iter(pairs)", {"data.audit": True}, "data.audit cannot count them"),
 ])  # fmt: skip
 def test_what_a_stream_cannot_do(

@@ -225,7 +225,7 @@ def test_names_go_there_and_back() -> None:
     back = huggingface.from_huggingface(huggingface.to_huggingface(state))
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], state[name]) for name in state)
-    with pytest.raises(UsageError, match=r"'h.0.extra.weight' is no tensor of a GPT-2"):
+    with pytest.raises(UsageError, match=r"'h.0.extra.weight' is not a tensor of a GPT-2"):
         huggingface.from_huggingface({"h.0.extra.weight": torch.zeros(1)})
     # The hub's own file has no prefix, and carries the causal mask.
     old = {"wte.weight": torch.zeros(2, 2), "h.0.attn.bias": torch.ones(1, 1, 4, 4)}

@@ -31,11 +31,9 @@ def _obtain(
 ) -> None:
     from shardlab.data import obtaining
 
-    wanted = catalog.entry(name, shards)
-    with _progress(enabled=not (quiet or as_json), in_bytes=True) as (on_progress, on_message):
-        result = obtaining.obtain(
-            wanted, to, source, on_progress=on_progress, on_message=on_message
-        )
+    with _progress(enabled=not (quiet or as_json), in_bytes=True) as (draw, say):
+        wanted = catalog.entry(name, shards)
+        result = obtaining.obtain(wanted, to, source, on_progress=draw, on_message=say)
     _tell(result, quiet, as_json)
 
 
@@ -82,7 +80,7 @@ def text(
         None, help="GPT-2's vocabulary: encoder.json or a .tiktoken file.", metavar="FILE"
     ),
     shard_tokens: int = typer.Option(100_000_000, help="Tokens in a shard."),
-    jobs: int | None = typer.Option(None, help="Processes.  (default: one per core)"),
+    jobs: int | None = typer.Option(None, help="Threads.  (default: one per core)"),
     quiet: Annotated[bool, QUIET] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
@@ -173,18 +171,15 @@ def _progress(
     amount: list[bars.ProgressColumn] = [bars.MofNCompleteColumn()]
     if in_bytes:
         amount = [bars.DownloadColumn(), bars.TransferSpeedColumn()]
-    columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        *amount,
-        bars.TimeRemainingColumn(),
-    )
+    columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), *amount)
     tasks: dict[str, bars.TaskID] = {}
 
     def say(text: str) -> None:
         console.print(text, soft_wrap=True, markup=False)
 
-    with bars.Progress(*columns, console=console, transient=True, disable=not draws) as progress:
+    with bars.Progress(
+        *columns, bars.TimeRemainingColumn(), console=console, transient=True, disable=not draws
+    ) as progress:
 
         def draw(name: str, done: int, total: int | None) -> None:
             if name not in tasks:

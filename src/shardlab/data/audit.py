@@ -31,8 +31,8 @@ class Audit:
     def state(self) -> dict[str, Any]:
         """The notes as arrays, for a checkpoint."""
         notes = self.notes()
-        counts = np.array([self.targets, self.steps], dtype=np.int64)
-        return {"ids": notes["ids"], "epochs": notes["epochs"], "counts": counts}
+        counts = np.array([notes.pop("targets"), notes.pop("steps")], dtype=np.int64)
+        return {**notes, "counts": counts}
 
     def add(self, state: Mapping[str, Any]) -> None:
         """Take over what a rank noted before a checkpoint."""

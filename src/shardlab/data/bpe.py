@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ class Vocabulary:
 
 
 def read_vocabulary(path: Path) -> Vocabulary:
-    """From ``encoder.json`` (on the hub, ``vocab.json``), a ``.tiktoken`` file, or their folder."""
+    """Read ``encoder.json`` (on the hub, ``vocab.json``), a ``.tiktoken`` file, or their folder."""
     if path.is_dir():
         names = ("encoder.json", "vocab.json", "gpt2.tiktoken", "r50k_base.tiktoken")
         found = [path / name for name in names if (path / name).is_file()]
@@ -35,7 +34,8 @@ def read_vocabulary(path: Path) -> Vocabulary:
         path = found[0]
     try:
         if path.suffix == ".tiktoken":
-            ranks = _read_tiktoken(path)
+            pairs = (line.split() for line in path.read_bytes().splitlines() if line)
+            ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
             end = len(ranks)
         else:
             entries = json.loads(path.read_text(encoding="utf-8"))
@@ -43,7 +43,7 @@ def read_vocabulary(path: Path) -> Vocabulary:
             end = entries.pop(GPT2_END)
             ranks = {bytes(byte_of[c] for c in token): i for token, i in entries.items()}
         if wrong := [i for i in (end, *ranks.values()) if type(i) is not int or i < 0]:
-            raise ValueError(f"{wrong[0]!r} is no token id")
+            raise ValueError(f"{wrong[0]!r} is not a token id")
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise UsageError(f"{path} is not a vocabulary of GPT-2's kind: {error!r}") from None
     if missing := [b for b in range(256) if bytes([b]) not in ranks]:
@@ -55,14 +55,6 @@ def read_vocabulary(path: Path) -> Vocabulary:
             f"{LIMIT - 1}"
         )
     return vocabulary
-
-
-def _read_tiktoken(path: Path) -> dict[bytes, int]:
-    lines = path.read_bytes().splitlines()
-    try:
-        return {base64.b64decode(t): int(r) for t, r in (line.split() for line in lines if line)}
-    except binascii.Error as error:
-        raise ValueError(error) from None
 
 
 def _printable_bytes() -> dict[int, str]:
@@ -77,7 +69,7 @@ PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 
 
 def encoder(vocabulary: Vocabulary) -> Callable[[str], list[int]]:
-    """From a text to its tokens."""
+    """A function that makes the tokens of a text."""
     try:
         import tiktoken
     except ImportError:

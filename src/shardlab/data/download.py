@@ -31,7 +31,7 @@ Progress = Callable[[str, int, int | None], None]  # file, bytes so far, bytes i
 
 
 class Unreachable(Exception):
-    """This source cannot be had now; another may."""
+    """This source cannot be reached now; another may."""
 
 
 def silent(_name: str, _done: int, _total: int | None) -> None:
@@ -178,7 +178,7 @@ def _locked(path: Path, on_wait: Callable[[], None]) -> IO[bytes]:
         except BlockingIOError:
             on_wait()
             fcntl.flock(file, fcntl.LOCK_EX)
-        # Whoever had the lock removed its file: then ours is a lock that nobody else can see.
+        # The process that held the lock has removed its file, so no other sees the lock on it.
         try:
             if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
                 return file

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +54,6 @@ KINDS = {
 SPLITS = ("train", "test")
 
 
-@dataclass(frozen=True)
-class ImageSet:
-    images: Bytes  # (n, channels, height, width)
-    labels: Ids  # (n,)
-    classes: tuple[str, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-
 def load(name: str, source: str = sources.AUTO, split: str = "train") -> ImageSet:
     """The images of a split. ``source``: a folder or file, or "auto": what was downloaded."""
     if name not in KINDS:
@@ -99,9 +91,7 @@ def _locate(name: str, source: str) -> Path:
 
 def _scikit_learns_digits() -> Path | None:
     """The file inside the installed package, found without importing it."""
-    import importlib.util
-
-    spec = importlib.util.find_spec("sklearn")
+    spec = find_spec("sklearn")
     if spec is None or spec.origin is None:
         return None
     path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
@@ -115,30 +105,23 @@ PADDING = 4  # pixels on each side, from which the crop is cut
 _M1, _M2, _STEP = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15
 
 
-class ImageDataset:
-    """Images as normalised float32, optionally augmented: cropped from a padded copy, mirrored.
+@dataclass(frozen=True, eq=False)
+class ImageSet:
+    """Labelled images. Batches of them are normalised float32, and cropped and mirrored if asked.
 
     The crop of a sample is a function of (seed, epoch, id): it does not depend on the batch,
     the rank or the world in which the sample is read, so the same run on more ranks sees the
-    same pixels, and so does a resumed one. ``batch`` alone does not know the epoch
-    and reads epoch 0; the training loop calls ``batch_in``.
+    same pixels, and so does a resumed one. ``batch`` does not know the epoch and reads epoch 0;
+    the training loop calls ``batch_in``.
     """
 
-    def __init__(
-        self,
-        images: Bytes,
-        labels: Ids,
-        mean: Sequence[float],
-        std: Sequence[float],
-        *,
-        augment: bool = False,
-        seed: int = 0,
-    ) -> None:
-        self.images, self.labels = images, labels
-        shape = (1, -1, 1, 1)
-        self.scale = (1 / (255 * np.asarray(std, dtype=np.float32))).reshape(shape)
-        self.shift = (np.asarray(mean) / np.asarray(std)).astype(np.float32).reshape(shape)
-        self.augment, self.seed = augment, seed
+    images: Bytes  # (n, channels, height, width)
+    labels: Ids  # (n,)
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    augment: bool = False  # crop each image from a padded copy, and mirror every other
+    seed: int = 0
 
     def __len__(self) -> int:
         return len(self.images)
@@ -152,13 +135,11 @@ class ImageDataset:
         pixels = self.images[index]  # (batch, channels, height, width)
         if self.augment:
             pixels = crop_and_flip(pixels, _random_bits(self.seed, np.asarray(epochs), index))
-        inputs = pixels.astype(np.float32) * self.scale - self.shift
-        return Batch(
-            inputs=torch.from_numpy(inputs),
-            targets=torch.from_numpy(self.labels[index]),
-            count=len(index),
-            samples=len(index),
-        )
+        scale = 1 / (255 * np.asarray(self.std, dtype=np.float32))
+        shift = (np.asarray(self.mean) / np.asarray(self.std)).astype(np.float32)
+        inputs = pixels.astype(np.float32) * scale[:, None, None] - shift[:, None, None]
+        targets = torch.from_numpy(self.labels[index])
+        return Batch(torch.from_numpy(inputs), targets, count=len(index), samples=len(index))
 
 
 def _random_bits(seed: int, epochs: Any, ids: Ids) -> npt.NDArray[np.uint64]:

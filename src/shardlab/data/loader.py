@@ -1,4 +1,4 @@
-"""From sample numbers to batches on the device, ahead of the step that needs them.
+"""Makes batches on the device from sample numbers, ahead of the step that needs them.
 
 A background thread prepares the next steps' micro-batches while the loop computes; how long the
 loop still waits for one is the step's ``data_ms``. The sampler decides order and content, at any
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class AugmentedDataset(Dataset, Protocol):
-    """A data set whose samples look different in each epoch (a random crop, say)."""
+    """A data set whose samples look different in each epoch (by a random crop, for example)."""
 
     def batch_in(self, ids: Sequence[int], epochs: Sequence[int]) -> Batch: ...
 
@@ -131,7 +131,7 @@ def cast(batch: Batch, dtype: torch.dtype | None) -> Batch:
 
 
 def _copy(step: Step, device: torch.device, stream: torch.cuda.Stream) -> Step:
-    """In the thread: to page-locked memory, then to the GPU on a stream of its own.
+    """Called in the thread: copy to page-locked memory, then to the GPU on a stream of its own.
 
     From pageable memory the copy would go through a buffer and stall the host; on the stream
     of the computation it would queue behind it.
@@ -152,7 +152,7 @@ def _copy(step: Step, device: torch.device, stream: torch.cuda.Stream) -> Step:
 
 
 def _arrived(step: Step, device: torch.device) -> Step:
-    """In the loop: the computation's stream waits for the copies; the host does not."""
+    """Called in the loop: the computation's stream waits for the copies; the host does not."""
     current = torch.cuda.current_stream(device)
     current.wait_event(step.copied)
 

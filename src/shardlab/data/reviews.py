@@ -40,22 +40,19 @@ def load(source: str = sources.AUTO, split: str = "train", *, limit: int | None 
         raise unknown("split", split, SPLITS)
     files, every_tenth = _files(source, split)
     classes = 2 if _is_binary(files[0]) else 5
-    texts: list[str] = []
-    labels: list[int] = []
+    rows: list[Row] = []
     for file in files:
         for number, (text, label) in enumerate(_rows(file)):
             if every_tenth and (number % HOLD_OUT == HOLD_OUT - 1) != (split == "test"):
                 continue
             if not 0 <= label < classes:
                 raise UsageError(f"{file}: the rating in row {number + 1} is not one of {classes}")
-            texts.append(text)
-            labels.append(label)
-    if not texts:
+            rows.append((text, label))
+    if not rows:
         raise UsageError(f"{files[0]} holds no reviews")
-    if limit is not None and limit < len(texts):
-        chosen = [i * len(texts) // limit for i in range(limit)]
-        texts, labels = [texts[i] for i in chosen], [labels[i] for i in chosen]
-    return Reviews(texts, labels, classes)
+    if limit is not None and limit < len(rows):
+        rows = [rows[i * len(rows) // limit] for i in range(limit)]
+    return Reviews([text for text, _ in rows], [label for _, label in rows], classes)
 
 
 def _files(source: str, split: str) -> tuple[list[Path], bool]:
@@ -130,32 +127,26 @@ def _labelled(rows: Iterable[Mapping[str, Any]], path: Path) -> Iterator[Row]:
 
 
 def _csv(path: Path) -> Iterator[Row]:
-    """By its first line: a header that names text and label, or rating and text without one."""
+    """Its first line is a header that names text and label; Yelp's has none: rating, then text."""
+    number, text_at, label_at, is_yelps = 0, 1, 0, True
     with path.open(encoding="utf-8", newline="") as file:
-        rows = csv.reader(file)
-        number = 0
         try:
-            for number, row in enumerate(rows):
+            for number, row in enumerate(csv.reader(file)):
                 if number == 0 and "text" in row and "label" in row:
-                    text_at, label_at, first, escaped = row.index("text"), row.index("label"), 0, 0
-                    continue
-                if number == 0:
-                    text_at, label_at, first, escaped = 1, 0, 1, 1
-                text = row[text_at]
-                yield unescape(text) if escaped else text, int(row[label_at]) - first
+                    text_at, label_at, is_yelps = row.index("text"), row.index("label"), False
+                elif is_yelps:
+                    yield unescape(row[1]), int(row[0]) - 1
+                else:
+                    yield row[text_at], int(row[label_at])
         except (csv.Error, IndexError, ValueError) as error:
             raise UsageError(f"{path}: row {number + 1} is not a review: {error}") from None
 
 
 def _is_binary(path: Path) -> bool:
     """Movie reviews are good or bad; they come with the header text, label, source."""
-    if path.suffix != ".csv":
-        return False
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
-        try:
-            return next(csv.reader(file), []) == ["text", "label", "source"]
-        except csv.Error:
-            return False
+        first = file.readline(100).strip().replace('"', "")
+    return path.suffix == ".csv" and first == "text,label,source"
 
 
 def unescape(text: str) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import glob
-import json
+import gzip
 import os
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
+
+import msgspec
 
 from shardlab.config import AUTO, STDLIB, located
 from shardlab.errors import UsageError
@@ -64,54 +65,81 @@ def cached(name: str) -> Path:
     return cache_folder() / "data" / name
 
 
+class _File(TypedDict, total=False):
+    bytes: int
+    sha256: str
+
+
+class _Description(TypedDict, total=False):
+    """What is checked of a ``dataset.json``; it may say more."""
+
+    name: str
+    kind: str
+    tokenizer: str
+    source: str
+    tokens: int
+    vocab: int
+    documents: int
+    skipped_files: int
+    classes: int
+    shards: dict[str, int]
+    samples: dict[str, int]
+    files: dict[str, _File]
+
+
 def described(folder: Path) -> dict[str, Any] | None:
     """What a folder's ``dataset.json`` says: written last, so a folder without is not complete."""
     path = folder / DESCRIPTION
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes()
+        msgspec.json.decode(text, type=_Description)  # for its checks alone: it drops other keys
+        content: dict[str, Any] = msgspec.json.decode(text)
     except (ValueError, RecursionError, OSError) as error:
         raise UsageError(f"{path} is damaged: {error}") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"{path} is damaged: not a JSON object")
-    for key, kind in _FIELDS.items():
-        if key in content and type(content[key]) is not kind:
-            raise UsageError(f"{path} is damaged: '{key}' is no {kind.__name__}")
-    for key in ("shards", "samples"):
-        if not all(type(count) is int for count in content.get(key, {}).values()):
-            raise UsageError(f"{path} is damaged: '{key}' are not all counts")
     return content
 
 
-_FIELDS = {
-    "name": str, "kind": str, "tokenizer": str, "source": str, "tokens": int, "vocab": int,
-    "documents": int, "skipped_files": int, "classes": int, "shards": dict, "samples": dict,
-    "files": dict,
-}  # fmt: skip
+# Compression makes text three times smaller, logs fifty times, and a bomb a thousand times.
+MOST_TIMES = 200  # a file may unpack to this many times its size
+SMALL = 64 << 20  # bytes; up to this any ratio is allowed
+MOST = 4 << 30  # bytes; more would not fit into the memory of a usual machine
 
 
-def stdlib_text(limit: int = STDLIB_BYTES) -> bytes:
-    """Up to ``limit`` bytes of the standard library's source, in path order, NUL between files."""
+def gunzip(path: Path) -> bytes:
+    """The bytes that a gzip file stands for, up to a bound: it may be a bomb.
+
+    Raises ``zlib.error``, ``EOFError`` or ``gzip.BadGzipFile`` if it is damaged.
+    """
+    size = path.stat().st_size
+    most = min(MOST, max(SMALL, MOST_TIMES * size))
+    unpacked = bytearray()
+    with gzip.open(path) as file:
+        while part := file.read(4 << 20):
+            unpacked += part
+            if len(unpacked) > most:
+                raise UsageError(
+                    f"{path} has {size:,} bytes and unpacks to more than {most:,}; if that is "
+                    "right, unpack it yourself and name the result"
+                )
+    return bytes(unpacked)
+
+
+def _stdlib_text() -> bytes:
+    """The first 8 MiB of the standard library's source, in path order, NUL between files."""
     root = Path(sysconfig.get_path("stdlib"))
-    parts: list[bytes] = []
-    size = 0
-    for path in _python_files(root):
-        parts.append(path.read_bytes() + b"\0")
-        size += len(parts[-1])
-        if size >= limit:
-            break
-    if size < 1 << 20:
+    text = bytearray()
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = sorted(set(subfolders) - _NOT_TEXT)
+        for name in sorted(files):
+            if name.endswith(".py") and len(text) < STDLIB_BYTES:
+                text += Path(folder, name).read_bytes() + b"\0"
+    if len(text) < 1 << 20:
         raise UsageError(
             f"this Python has no source text under {root}; name token shards with data.source"
         )
-    return b"".join(parts)[:limit]
-
-
-def _python_files(root: Path) -> Iterator[Path]:
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = sorted(set(subfolders) - _NOT_TEXT)
-        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
+    return bytes(text[:STDLIB_BYTES])
 
 
 def stdlib_shard() -> Path:
@@ -121,5 +149,5 @@ def stdlib_shard() -> Path:
     version = ".".join(map(str, sys.version_info[:3]))
     path = cache_folder() / f"stdlib-{version}-bytes.bin"
     if not path.exists():
-        tokens.write_shard(path, memoryview(stdlib_text()))
+        tokens.write_shard(path, memoryview(_stdlib_text()))
     return path

@@ -1,32 +1,32 @@
-"""From text files to token shards: bytes, or GPT-2's byte-pair encoding.
+"""Makes token shards of text files: bytes, or GPT-2's byte-pair encoding.
 
-Work is spread over processes; the shards do not depend on their number.
+Work is spread over threads; the shards do not depend on their number.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
-import multiprocessing
 import os
 import re
 import shutil
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shardlab.data import sources, unpack
+from shardlab.data import sources
 from shardlab.data.bpe import Vocabulary, encoder, read_vocabulary
 from shardlab.errors import UsageError, unknown
 from shardlab.files import write_json
 
 TOKENIZERS = ("auto", "bytes", "gpt2")
 SHARD_TOKENS = 100_000_000
-PIECE = 1 << 20  # characters that a process gets at a time
+PIECE = 1 << 20  # characters that a thread gets at a time
 BYTES_END = 0  # between documents, as in the embedded text
 
 
@@ -54,11 +54,9 @@ def find_documents(paths: Iterable[Path]) -> list[Path]:
 def read_documents(path: Path) -> list[str] | None:
     """The documents of a file: one, or one for each line of JSON lines. None: it is not text."""
     try:
-        content = path.read_bytes()
-        if path.suffix == ".gz":
-            content = unpack.gunzip(path, content)
+        content = sources.gunzip(path) if path.suffix == ".gz" else path.read_bytes()
         text = content.decode("utf-8")
-    except (UnicodeDecodeError, EOFError, zlib.error):
+    except (UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile):
         return None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
@@ -90,18 +88,10 @@ def pieces(text: str, size: int) -> Iterator[str]:
 # ------------------------------------------------------------------ shards
 
 
-_encode: Callable[[str], list[int]] | None = None  # a worker's encoder; None: a byte is a token
-
-
-def _start_worker(vocabulary: Vocabulary | None) -> None:
-    global _encode
-    _encode = None if vocabulary is None else encoder(vocabulary)
-
-
-def _work(piece: str) -> bytes:
-    if _encode is None:
-        return np.frombuffer(piece.encode(), dtype=np.uint8).astype("<u2").tobytes()
-    return np.array(_encode(piece), dtype="<u2").tobytes()
+def encode_bytes(text: str) -> bytes:
+    """A token for each byte of the text; a token takes two bytes, as in a shard."""
+    encoded = text.encode(errors="replace")  # JSON may hold half of a surrogate pair
+    return np.frombuffer(encoded, dtype=np.uint8).astype("<u2").tobytes()
 
 
 def choose_tokenizer(name: str, vocab: Path | None) -> Vocabulary | None:
@@ -123,7 +113,7 @@ def choose_tokenizer(name: str, vocab: Path | None) -> Vocabulary | None:
     else:
         return None
     vocabulary = read_vocabulary(vocab)
-    encoder(vocabulary)  # refused here, not in the worker processes, if it cannot be had
+    encoder(vocabulary)  # if it cannot be made, it is refused before anything is written
     return vocabulary
 
 
@@ -149,12 +139,11 @@ def make_shards(
         raise UsageError(f"{to} exists and is not an empty folder; choose another")
     vocabulary = choose_tokenizer(tokenizer, vocab)
     files = find_documents(paths)
-    given = {path for path in paths if path.is_file()}
     part = to.with_name(f".{to.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir(parents=True)
-        description = _fill(part, files, given, vocabulary, shard_tokens, jobs, on_progress)
+        description = _fill(part, files, paths, vocabulary, shard_tokens, jobs, on_progress)
         write_json(part / sources.DESCRIPTION, description)
         if to.exists():
             to.rmdir()
@@ -169,7 +158,7 @@ def make_shards(
 def _fill(
     folder: Path,
     files: list[Path],
-    given: set[Path],
+    given: list[Path],
     vocabulary: Vocabulary | None,
     shard_tokens: int,
     jobs: int | None,
@@ -177,11 +166,17 @@ def _fill(
 ) -> dict[str, Any]:
     from shardlab.data.tokens import write_shard
 
-    end_token = BYTES_END if vocabulary is None else vocabulary.end
+    encode, end_token = encode_bytes, BYTES_END
+    if vocabulary is not None:
+        tokens_of, end_token = encoder(vocabulary), vocabulary.end
+
+        def encode(text: str) -> bytes:
+            return np.array(tokens_of(text), dtype="<u2").tobytes()
+
     end = np.array([end_token], dtype="<u2").tobytes()
     documents, skipped = 0, 0
-    workers = jobs or os.cpu_count() or 1
-    waiting: deque[tuple[Future[bytes] | None, int]] = deque()  # None: a document's end
+    threads = jobs or os.cpu_count() or 1
+    waiting: deque[tuple[list[Future[bytes]], int]] = deque()  # documents, in pieces
     held = bytearray()  # tokens that are in no shard yet, two bytes each
     shards: dict[str, int] = {}  # tokens of each
 
@@ -192,38 +187,25 @@ def _fill(
         del held[: len(tokens)]
 
     def take(limit: int) -> None:
-        """Write what is ready, in order, until ``limit`` pieces are under way."""
+        """Write what is ready, in order, until ``limit`` documents are under way."""
         while len(waiting) > limit:
-            future, done = waiting.popleft()
-            held.extend(end if future is None else future.result())
+            encoded, done = waiting.popleft()
+            held.extend(b"".join(piece.result() for piece in encoded) + end)
             while len(held) >= 2 * shard_tokens:
                 write()
             on_progress(done, len(files))
 
-    with ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(vocabulary,),
-    ) as pool:
-        try:
-            for done, path in enumerate(files, start=1):
-                found = read_documents(path)
-                if found is None:
-                    if path in given:
-                        raise UsageError(f"{path} is not UTF-8 text")
-                    skipped += 1
-                    continue
-                for document in found:
-                    for piece in pieces(document, PIECE):
-                        waiting.append((pool.submit(_work, piece), done))
-                    waiting.append((None, done))
-                    documents += 1
-                    take(8 * workers)
-            take(0)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    with ThreadPoolExecutor(threads) as pool:  # tiktoken works outside of Python's lock
+        for done, path in enumerate(files, start=1):
+            found = read_documents(path)
+            if found is None and path in given:
+                raise UsageError(f"{path} is not UTF-8 text")
+            skipped += found is None
+            for document in found or []:
+                documents += 1
+                waiting.append(([pool.submit(encode, p) for p in pieces(document, PIECE)], done))
+                take(8 * threads)
+        take(0)
     if held:
         write()
     if not shards:

@@ -6,8 +6,7 @@ tokens as uint16. Shards are memory-mapped: opening a terabyte costs nothing.
 
 from __future__ import annotations
 
-import os
-import tempfile
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,15 +34,12 @@ def write_shard(path: Path, tokens: Any) -> None:
     header = np.zeros(256, dtype="<i4")
     header[:3] = MAGIC, VERSION, array.size
     # Another process may write the same shard: each writes its own file, the last rename wins.
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(header.tobytes())
-            file.write(array.astype("<u2").tobytes())
-        os.replace(name, path)  # noqa: PTH105
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        part.write_bytes(header.tobytes() + array.astype("<u2").tobytes())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def open_shard(path: Path) -> Tokens:
@@ -112,12 +108,8 @@ class TokenDataset:
                 f"{self.vocab}; these shards want a larger one (model.options.vocab)"
             )
         stream = torch.from_numpy(windows)  # (batch, seq_len + 1)
-        return Batch(
-            inputs=stream[:, :-1],
-            targets=stream[:, 1:],
-            count=len(ids) * self.seq_len,
-            samples=len(ids),
-        )
+        count = len(ids) * self.seq_len
+        return Batch(inputs=stream[:, :-1], targets=stream[:, 1:], count=count, samples=len(ids))
 
     def read(self, start: int, count: int) -> Tokens:
         """``count`` tokens of the stream from position ``start``, over as many shards as needed."""

@@ -16,7 +16,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,15 +41,8 @@ ROWS = "keeps rows of parameters (DTensor)"
 DEALT = "gives each rank some of the parameters to update"
 
 
-@dataclass
-class _Made:
-    """What is known about an optimizer that a plan has made."""
-
-    traits: Traits
-    after: After | None
-
-
-_MADE: WeakKeyDictionary[Optimizer, _Made] = WeakKeyDictionary()
+# What is known about an optimizer that a plan has made.
+_MADE: WeakKeyDictionary[Optimizer, tuple[Traits, After | None]] = WeakKeyDictionary()
 
 
 def of_class(kind: Callable[..., Optimizer], **options: Any) -> Callable[..., Optimizer]:
@@ -81,7 +74,7 @@ class Plan:
             raise UsageError(
                 f"{name_of(optimizer)} draws random numbers to update: ranks would drift apart"
             )
-        _MADE[optimizer] = _Made(traits, after)
+        _MADE[optimizer] = traits, after
         return optimizer
 
     def over(
@@ -96,26 +89,21 @@ class Plan:
                 f"the strategy updates '{min(strange)}', which the model does not have"
             )
 
-        def fits(name: str) -> bool:
-            return as_they_are or params[name].shape == self.whole[name].shape
-
-        given = {
-            name: params[name] if name in params and fits(name) else _stand_in(like)
-            for name, like in self.whole.items()
-        }
+        given = self.stand_ins()
+        for name, p in params.items():
+            if as_they_are or p.shape == self.whole[name].shape:
+                given[name] = p
         optimizer = self.built(given)
         names = {p: name for name, p in given.items()}
-        replaced = {given[name] for name, p in params.items() if given[name] is not p}
-        self._refuse_own_lists(optimizer, replaced)
+        self._refuse_own_lists(optimizer, {given[name] for name in params} - {*params.values()})
         # A group that does not train at all is left out, on every rank.
         trained = [g for g in optimizer.param_groups if any(p.requires_grad for p in g["params"])]
         optimizer.param_groups[:] = trained
-        for group in optimizer.param_groups:
+        for group in trained:
             mine = []
             for p in group["params"]:
-                held = params.get(names[p])
                 state = optimizer.state.pop(p, {})
-                if held is None:
+                if (held := params.get(names[p])) is None:
                     continue
                 mine.append(held)
                 if state:  # as Adagrad's, which is there from the beginning
@@ -145,22 +133,19 @@ class Plan:
         """The names of the parameters in each group, of those that train."""
         given = self.stand_ins()
         names = {p: name for name, p in given.items() if p.requires_grad}
-        groups = [
-            [names[p] for p in group["params"] if p in names]
-            for group in self.built(given).param_groups
-        ]
-        return [group for group in groups if group]
+        groups = (group["params"] for group in self.built(given).param_groups)
+        found = ([names[p] for p in group if p in names] for group in groups)
+        return [group for group in found if group]
 
     def built(self, given: Mapping[str, nn.Parameter]) -> Optimizer:
         """What the function makes of these parameters, looked over."""
         with blame(self.label, "the optimizer"):
             optimizer: Any = self.make(list(given.items()))
         if not isinstance(optimizer, Optimizer):
-            several = isinstance(optimizer, list | tuple)
+            hint = ": put several into one class, which treats its groups differently"
             raise UsageError(
                 f"the optimizer of {self.label} is a {type(optimizer).__name__}, not one "
-                "torch.optim.Optimizer"
-                + (": put several into one class, which treats its groups differently" * several)
+                f"torch.optim.Optimizer{hint * isinstance(optimizer, list | tuple)}"
             )
         found = Counter(p for group in optimizer.param_groups for p in group["params"])
         names = {p: name for name, p in given.items()}
@@ -184,10 +169,10 @@ class Plan:
 
     def _refuse_own_lists(self, optimizer: Optimizer, replaced: set[nn.Parameter]) -> None:
         """A list of parameters of its own would still have the stand-ins."""
-        for attribute, value in vars(optimizer).items():
-            if attribute in ("param_groups", "state", "defaults"):
-                continue
-            if any(isinstance(leaf, Tensor) and leaf in replaced for leaf in tree_leaves(value)):
+        own = vars(optimizer).keys() - {"param_groups", "state", "defaults"}
+        for attribute in sorted(own):
+            leaves = tree_leaves(getattr(optimizer, attribute))
+            if any(isinstance(leaf, Tensor) and leaf in replaced for leaf in leaves):
                 raise UsageError(
                     f"{name_of(optimizer)} keeps parameters in '{attribute}' beside its groups: a "
                     "strategy that shards cannot replace them there"
@@ -239,16 +224,18 @@ def check(make_optimizer: Any, how: str, strategy: str, mesh: DeviceMesh | None 
         )
 
 
+def _known(optimizer: Optimizer) -> tuple[Traits, After | None]:
+    return _MADE.get(optimizer, (Traits(), None))
+
+
 def steps_by_parts(optimizer: Optimizer) -> bool:
     """Whether step() may be called several times in an update, for some parameters each time."""
-    made = _MADE.get(optimizer)
-    return made is None or made.traits.by_parts
+    return _known(optimizer)[0].by_parts
 
 
 def counters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The numbers in each of the optimizer's groups that step() changes."""
-    made = _MADE.get(optimizer)
-    keys = made.traits.counters if made is not None else ()
+    keys = _known(optimizer)[0].counters
     return [{key: group[key] for key in keys} for group in optimizer.param_groups] if keys else []
 
 
@@ -258,21 +245,15 @@ def resumed(optimizer: Optimizer, steps: int) -> None:
     A checkpoint knows tensors and numbers: a count may have been an int, and the state of a
     parameter with one element may have been one number.
     """
-    made = _MADE.get(optimizer)
-    if made is None:
-        return
-    if made.after is not None:
-        made.after.steps = steps
+    traits, after = _known(optimizer)
+    if after is not None:
+        after.steps = steps
     for state in optimizer.state.values():
-        for key, kind in made.traits.numbers.items():
-            if key in state:
-                state[key] = _as_number(state[key], kind)
-
-
-def _as_number(value: Any, kind: Any) -> Any:
-    if isinstance(kind, torch.dtype):
-        return torch.as_tensor(value).reshape(()).to(kind)
-    return kind(value)
+        for key, kind in traits.numbers.items():
+            if key in state and isinstance(kind, torch.dtype):
+                state[key] = torch.as_tensor(state[key]).reshape(()).to(kind)
+            elif key in state:
+                state[key] = kind(state[key])
 
 
 def _stand_in(like: Tensor) -> nn.Parameter:
@@ -375,25 +356,22 @@ def plan(
     return replace(made, traits=measured(made)) if measures else made
 
 
-def _refuse_both(training: TrainingConfig, label: str) -> None:
-    """A setting of the config that the user's own optimizer would not know of."""
-    standard = TrainingConfig()
-    for key in (
-        "optimizer", "learning_rate", "weight_decay", "momentum", "betas", "eps",
-        "optimizer_options", "no_decay",
-    ):  # fmt: skip
-        if getattr(training, key) != getattr(standard, key):
-            raise UsageError(
-                f"training.{key} is for an optimizer of the config; {label} makes its own, and "
-                "would not know of it: leave one of them out"
-            )
-
-
 # The settings of the config that are arguments of an optimizer's class, under its names.
 ARGUMENTS = {
     "lr": "learning_rate", "weight_decay": "weight_decay", "momentum": "momentum",
     "betas": "betas", "eps": "eps",
 }  # fmt: skip
+
+
+def _refuse_both(training: TrainingConfig, label: str) -> None:
+    """A setting of the config that the user's own optimizer would not know of."""
+    standard = TrainingConfig()
+    for key in ("optimizer", *ARGUMENTS.values(), "optimizer_options", "no_decay"):
+        if getattr(training, key) != getattr(standard, key):
+            raise UsageError(
+                f"training.{key} is for an optimizer of the config; {label} makes its own, and "
+                "would not know of it: leave one of them out"
+            )
 
 
 def named_by(training: TrainingConfig, device: torch.device) -> MakeUsers:
@@ -405,15 +383,12 @@ def named_by(training: TrainingConfig, device: torch.device) -> MakeUsers:
     standard = TrainingConfig()
     options: dict[str, Any] = {}
     for argument, key in ARGUMENTS.items():
-        value = getattr(training, key)
-        is_asked = value != getattr(standard, key)
-        # Decay is passed as it stands: AdamW's own default is 0.01, and the config says 0.
-        if argument in takes and (is_asked or argument in ("lr", "weight_decay")):
-            options[argument] = tuple(value) if isinstance(value, list) else value
-        elif is_asked and takes_any:
-            options[argument] = value
-        elif is_asked:
+        is_asked = getattr(training, key) != getattr(standard, key)
+        if is_asked and argument not in takes and not takes_any:
             raise UsageError(f"training.{key}: {kind.__name__} has no such setting")
+        # Decay is passed as it stands: AdamW's own default is 0.01, and the config says 0.
+        if is_asked or (argument in takes and argument in ("lr", "weight_decay")):
+            options[argument] = getattr(training, key)
     known = sorted(takes - {"params"} - ARGUMENTS.keys())
     for name, value in training.optimizer_options.items():
         if name in ARGUMENTS:
@@ -422,7 +397,8 @@ def named_by(training: TrainingConfig, device: torch.device) -> MakeUsers:
             )
         if name not in known and not takes_any:
             raise unknown(f"option of {kind.__name__}", name, known)
-        options[name] = tuple(value) if isinstance(value, list) else value
+        options[name] = value
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
     if training.optimizer in ("adam", "adamw") and not {"fused", "foreach"} & options.keys():
         # On a GPU one kernel for all parameters: a tenth of the step of a small batch is saved.
         options["fused"] = True if device.type == "cuda" else None
@@ -435,8 +411,7 @@ def named_by(training: TrainingConfig, device: torch.device) -> MakeUsers:
                 {"params": [p for p in params if p.dim() > 1]},
                 {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
             ]
-        made: Optimizer = kind([group for group in groups if group["params"]], **options)
-        return made
+        return cast(Optimizer, kind([group for group in groups if group["params"]], **options))
 
     return make
 

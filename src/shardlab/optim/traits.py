@@ -2,13 +2,12 @@
 
 One process updates whole tensors, all at once. A strategy may have its ranks update flat pieces of
 them, rows of them, or some of them each, and may call step() for one bucket after another. Whether
-that comes to the same is a property of the optimizer, and is found out here, by trying.
+the result is the same is a property of the optimizer, and is found out here, by trying.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from shardlab.errors import UsageError
@@ -52,7 +51,7 @@ def measured(plan: Plan) -> Traits:
     """What an optimizer does to small tensors, whole and cut up; once for each kind in a process.
 
     Whole: as one process would. Then all at once: two ranks that have uneven pieces of each tensor
-    and step for one of them at a time. Where the result is another, it is found out why.
+    and step for one of them at a time. If the result differs, it is found out why.
     """
     optimizer = plan.built(plan.stand_ins())
     name = name_of(optimizer)
@@ -99,12 +98,7 @@ def _measure(plan: Plan, samples: list[list[str]], name: str) -> Traits:
         try:  # a kernel may know float32 alone
             trial = _Trial(plan, names, whole, torch.float32)
         except Exception as error:
-            reason = str(error).partition("\n")[0]
-            raise UsageError(f"{name} cannot take a step: {reason}") from None
-    cut: Places = [{}, {}]
-    for n in names:
-        size = math.prod(_small(plan, n))
-        cut[0][n], cut[1][n] = slice(0, size // 3), slice(size // 3, size)
+            raise UsageError(f"{name} cannot take a step: {_first_line(error)}") from None
 
     def fails(places: Places, **how: Any) -> str | None:
         try:
@@ -116,6 +110,9 @@ def _measure(plan: Plan, samples: list[list[str]], name: str) -> Traits:
     traits = _of_state(trial, samples, name)
     if fails(whole, resumed=True) and traits.unsaved is None:
         traits = replace(traits, unsaved=f"{name} keeps what it needs outside of its state")
+    thirds = {n: trial.start[n].numel() // 3 for n in names}
+    cut: Places = [{n: slice(0, third) for n, third in thirds.items()},
+                   {n: slice(third, None) for n, third in thirds.items()}]  # fmt: skip
     is_alone = bool(plan.after)  # its hook must be called once in an update
     if not fails(cut, by_parts=not is_alone, seed=1):
         return replace(traits, by_parts=not is_alone)
@@ -136,11 +133,6 @@ def _measure(plan: Plan, samples: list[list[str]], name: str) -> Traits:
     )
 
 
-def _small(plan: Plan, name: str) -> tuple[int, ...]:
-    dim = plan.whole[name].dim()
-    return (SIZES + (2,) * dim)[:dim]
-
-
 class _Trial:
     """A few steps of the optimizer on small tensors that ranks share as ``places`` says."""
 
@@ -154,107 +146,90 @@ class _Trial:
         seed: int = 0,
         resumed: bool = False,
     ) -> None:
-        self.plan, self.dtype, self.by_parts, self.resumed = plan, dtype, by_parts, resumed
+        self.plan, self.places, self.dtype = plan, places, dtype
         generator = torch.Generator().manual_seed(0)
 
         def random(name: str) -> Tensor:
-            values = torch.randn(_small(plan, name), generator=generator, dtype=dtype)
-            return (values * torch.arange(1, values.numel() + 1).view(values.shape)).to(plan.device)
+            dim = plan.whole[name].dim()
+            shape = (SIZES + (2,) * dim)[:dim]
+            values = torch.randn(shape, generator=generator, dtype=dtype)
+            return (values * torch.arange(1, values.numel() + 1).view(shape)).to(plan.device)
 
         self.start = {name: random(name) for name in names}
-        self.gradients = [{name: random(name) for name in names} for _ in range(STEPS)]
-        self.spans: dict[str, slice] = {}  # what this rank knows of the end, if not all
-        self.end = {name: torch.zeros_like(t).reshape(-1) for name, t in self.start.items()}
+        gradients = [{name: random(name) for name in names} for _ in range(STEPS)]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            for place in places:
-                self._of_rank(place)
+            self.ends = [self._of_rank(place, gradients, by_parts, resumed) for place in places]
 
-    def _of_rank(self, place: Mapping[str, Part]) -> None:
-        def cut(tensor: Tensor, name: str) -> Tensor:
-            part = place[name]
-            if isinstance(part, DeviceMesh):
-                return _rows(tensor, part)
-            return tensor.clone() if part is None else tensor.reshape(-1)[part].clone()
-
-        self.held = {name: nn.Parameter(cut(self.start[name], name)) for name in place}
-        self.optimizer, after = self._made()
-        for number, gradients in enumerate(self.gradients):
-            if self.resumed and number == STEPS - 1:
+    def _of_rank(
+        self,
+        place: Mapping[str, Part],
+        gradients: list[dict[str, Tensor]],
+        by_parts: bool,
+        resumed: bool,
+    ) -> dict[str, nn.Parameter]:
+        """What a rank has of each tensor after its steps."""
+        held = {name: nn.Parameter(_cut(self.start[name], part)) for name, part in place.items()}
+        after = self._make(held)
+        for number, of_step in enumerate(gradients):
+            if resumed and number == STEPS - 1:  # as from a checkpoint: state, and groups' numbers
                 old = self.optimizer
-                self.optimizer, after = self._made()
-                self._resume(old)
+                after = self._make(held)
+                for p, state in old.state.items():
+                    self.optimizer.state[p] = dict(state)
+                for group, was in zip(self.optimizer.param_groups, old.param_groups, strict=True):
+                    group.update(_plain(was))
                 if after is not None:
                     after.steps = number
-            turns = [[name] for name in place] if self.by_parts else [list(place)]
+            turns = [[name] for name in place] if by_parts else [list(place)]
             for turn in turns:
                 for name in turn:
-                    self.held[name].grad = cut(gradients[name], name)
+                    held[name].grad = _cut(of_step[name], place[name])
                 self.optimizer.step()
                 for name in turn:
-                    self.held[name].grad = None
-        for name, part in place.items():
-            end = self.held[name].detach()
-            if isinstance(end, DTensor):
-                assert isinstance(part, DeviceMesh)
-                end = end.to_local()
-                before = sum(
-                    len(t) for t in self.start[name].chunk(part.size(part.ndim - 1))[: _at(part)]
-                )
-                start = before * math.prod(end.shape[1:])
-                part = self.spans[name] = slice(start, start + end.numel())
-            self.end[name][part if isinstance(part, slice) else slice(None)] = end.reshape(-1)
+                    held[name].grad = None
+        return held
 
-    def _made(self) -> tuple[Optimizer, After | None]:
-        is_whole = all(p.shape == self.start[name].shape for name, p in self.held.items())
+    def _make(self, held: Mapping[str, nn.Parameter]) -> After | None:
+        is_whole = all(p.shape == self.start[name].shape for name, p in held.items())
         try:  # whole tensors as in one process, so that only what is cut has stand-ins
-            optimizer, after = self.plan.over(self.held, as_they_are=is_whole)
+            self.optimizer, after = self.plan.over(held, as_they_are=is_whole)
         except UsageError:  # the function may want its model's own sizes
-            optimizer, after = self.plan.over(self.held)
-        for group in optimizer.param_groups:
+            self.optimizer, after = self.plan.over(held)
+        for group in self.optimizer.param_groups:
             group.update({key: value for key, value in UNMEASURED.items() if key in group})
-        self.options = [_plain(group) for group in optimizer.param_groups]
-        return optimizer, after
+        self.options = [_plain(group) for group in self.optimizer.param_groups]
+        return after
 
-    def _resume(self, old: Optimizer) -> None:
-        """As from a checkpoint: the state of each parameter, and the groups' numbers."""
-        for p, state in old.state.items():
-            self.optimizer.state[p] = dict(state)
-        for group, was in zip(self.optimizer.param_groups, old.param_groups, strict=True):
-            group.update(_plain(was))
-
-    def agrees(self, other: _Trial) -> bool:
-        """Whether both ended alike, but for rounding; against what the steps have changed."""
+    def agrees(self, whole: _Trial) -> bool:
+        """Whether it ended as with whole tensors, but for rounding relative to what has changed."""
         slack = 1e-9 if self.dtype is torch.float64 else 1e-4
-        for name, end in other.end.items():
-            span = self.spans.get(name, slice(None))
-            change = (end - other.start[name].reshape(-1)).abs().nan_to_num()
-            atol = slack * float(change.max()) if change.numel() else 0.0
-            if not torch.allclose(
-                self.end[name][span], end[span], rtol=0, atol=atol, equal_nan=True
-            ):
-                return False
+        for place, ends in zip(self.places, self.ends, strict=True):
+            for name, part in place.items():
+                end = whole.ends[0][name].detach()
+                change = (end - whole.start[name]).abs().nan_to_num()
+                atol = slack * float(change.max()) if change.numel() else 0.0
+                mine, theirs = _local(ends[name].detach()), _local(_cut(end, part))
+                if not torch.allclose(mine, theirs, rtol=0, atol=atol, equal_nan=True):
+                    return False
         return True
 
 
-def _at(mesh: DeviceMesh) -> int:
-    """This rank's place among those that share the rows."""
-    return int(mesh.get_local_rank(mesh.ndim - 1))
+def _cut(tensor: Tensor, part: Part) -> Tensor:
+    """A rank's part of a tensor; for a mesh, a DTensor with rows as fully_shard deals them out."""
+    if isinstance(part, DeviceMesh):
+        placements = [Replicate()] * (part.ndim - 1) + [Shard(0)]
+        # From this rank's own data: no rank sends any.
+        return distribute_tensor(tensor.clone(), part, placements, src_data_rank=None)
+    return tensor.clone() if part is None else tensor.reshape(-1)[part].clone()
 
 
-def _rows(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A DTensor of which this rank has some rows, as fully_shard deals them out."""
-    parts = tensor.chunk(mesh.size(mesh.ndim - 1))
-    local = parts[_at(mesh)].clone() if _at(mesh) < len(parts) else tensor[:0].clone()
-    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
-    result: Tensor = DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-    return result
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def fails_on_rows(plan: Plan, mesh: DeviceMesh) -> str | None:
-    """Why PyTorch's DTensor cannot be updated by this optimizer; None: it can."""
+    """Why PyTorch's DTensor cannot be updated by this optimizer; None if it can."""
     # A parameter without dimensions has no rows: fully_shard refuses it itself.
     names = [n for group in _samples(plan) for n in group if plan.whole[n].dim()]
     whole = _Trial(plan, names, [dict.fromkeys(names)], torch.float64)
@@ -262,14 +237,16 @@ def fails_on_rows(plan: Plan, mesh: DeviceMesh) -> str | None:
         rows = _Trial(plan, names, [dict.fromkeys(names, mesh)], torch.float64)
     except Exception as error:
         return f"{name_of(whole.optimizer)} fails on it ({_reason(error)})"
-    if rows.agrees(whole):
-        return None
-    return f"{name_of(whole.optimizer)} makes something else of it"
+    return None if rows.agrees(whole) else f"{name_of(whole.optimizer)} makes something else of it"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _reason(error: Exception) -> str:
     kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
-    return f"{kind}{error}".partition("\n")[0]
+    return f"{kind}{_first_line(error)}"
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,34 +259,28 @@ def _of_state(trial: _Trial, samples: list[list[str]], name: str) -> Traits:
     numbers: dict[str, Any] = {}
     unsaved = None
     for names in samples:
-        kept, elements = 0, 0
-        for n in names:
-            p = trial.held[n]
-            elements += p.numel()
+        params = [trial.ends[0][n] for n in names]
+        kept = 0
+        for p in params:
             for key, value in trial.optimizer.state.get(p, {}).items():
-                if isinstance(value, Tensor) and value.shape == p.shape and p.dim():
+                if isinstance(value, Tensor) and value.dim():  # of any shape: see Adafactor's
                     kept += value.numel()
-                elif isinstance(value, Tensor) and value.dim() == 0:
-                    if p.dim():
-                        numbers[key] = value.dtype
-                    elif key != "step":
-                        kept += 1
+                elif isinstance(value, Tensor) and not p.dim():
+                    kept += key != "step"
+                elif isinstance(value, Tensor):
+                    numbers[key] = value.dtype
                 elif isinstance(value, bool | int | float):
                     numbers[key] = type(value)
-                elif isinstance(value, Tensor):  # with another shape, as Adafactor's
-                    kept += value.numel()
                 elif value is not None:
                     unsaved = f"{name} keeps a {type(value).__name__} for a parameter ('{key}')"
-        counts.append(kept / max(1, elements))
-    changed = {
+        counts.append(kept / max(1, sum(p.numel() for p in params)))
+    changed = frozenset(
         key
         for group, options in zip(trial.optimizer.param_groups, trial.options, strict=True)
         for key, value in _plain(group).items()
         if options.get(key) != value
-    }
-    return Traits(
-        state=tuple(counts), numbers=numbers, unsaved=unsaved, counters=frozenset(changed)
     )
+    return Traits(state=tuple(counts), numbers=numbers, unsaved=unsaved, counters=changed)
 
 
 def name_of(optimizer: Optimizer) -> str:

@@ -20,7 +20,7 @@ from shardlab.workloads.base import Batch, LossFn, map_tensors, tensors_of
 
 SAMPLES = 6  # that are looked at
 DRAWS = 24  # times that a random loss is computed
-# By the loss's type. Some models compute parts in float32 whatever they are given, some in half.
+# By the loss's dtype: some models compute in float32 or in half precision in any case.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
 HALF = 3e-2
 ALIKE = 0.03  # rules that are off by less than this part of the tolerance look the same
@@ -33,9 +33,7 @@ Count = Callable[[Batch], int]
 @dataclass(frozen=True)
 class Finding:
     kind: str
-    counts: tuple[
-        str, ...
-    ] = ()  # if it is a mean, the rules that count its targets; likelier first
+    counts: tuple[str, ...] = ()  # of a mean, the rules that may count its targets; likelier first
     note: str = ""  # why it could not be measured to the end, if it could not
     evidence: str = ""
 
@@ -68,7 +66,6 @@ class Bench:
             torch.manual_seed(self.seed)
             # Not under no_grad: a gradient penalty asks for gradients.
             loss = self.loss(self.model, batch)
-            # Some models compute in float32, whatever they are given.
             self.tolerance = max(self.tolerance, TOLERANCE.get(loss.dtype, HALF))
             found.append(float(loss.detach()))
         return np.array(found)
@@ -96,8 +93,8 @@ def measure(bench: Bench, ids: Sequence[int], rules: Mapping[str, Count]) -> Fin
         bench.draws = bench.most_draws
     total = bench.values(whole)
     if not np.isfinite(total).all():
-        return Finding(SUM, note=f"the loss of samples {list(ids)} is {total[0]}, so whether it "
-                       "adds up could not be measured")  # fmt: skip
+        note = f"the loss of samples {list(ids)} is {total[0]}, so whether it adds up"
+        return Finding(SUM, note=f"{note} could not be measured")
     parts_of = [[bench.batch(part) for part in split] for split in splits(ids)]
     values_of = [[bench.values(part) for part in parts] for parts in parts_of]
     tolerance = bench.tolerance
@@ -105,17 +102,18 @@ def measure(bench: Bench, ids: Sequence[int], rules: Mapping[str, Count]) -> Fin
     # How far each explanation is off, in units of what is allowed: at most 1 fits.
     off = {SUM: max(_off(total, values, tolerance) for values in values_of)}
     for name, rule in rules.items():
-        errors = [_off_mean(rule, whole, total, parts, values, tolerance)
-                  for parts, values in zip(parts_of, values_of, strict=True)]  # fmt: skip
-        off[name] = max(errors)
+        off[name] = max(
+            _off_mean(rule, whole, total, parts, values, tolerance)
+            for parts, values in zip(parts_of, values_of, strict=True)
+        )
     evidence = (
         f"of {len(ids)} samples together it is {total.mean():.6g}, of "
         f"{' and '.join(str(p.samples) for p in parts_of[0])} of them "
         f"{' and '.join(f'{v.mean():.6g}' for v in values_of[0])}"
     )
-    if all(not v.any() for values in values_of for v in values):
-        return Finding(SUM, note="the loss of the samples that were tried is 0, so a sum and a "
-                       "mean look alike")  # fmt: skip
+    if not any(v.any() for values in values_of for v in values):
+        note = "the loss of the samples that were tried is 0, so a sum and a mean look alike"
+        return Finding(SUM, note=note)
     nearest = min(off, key=lambda name: off[name])
     # At the start a loss may be nearly the same for all targets, so that every rule fits: the best.
     best = max(ALIKE, 10 * min((off[name] for name in rules), default=math.inf))
@@ -176,7 +174,7 @@ def _is_penalty(total: Any, values_of: Sequence[Sequence[Any]], tolerance: float
 
 
 def model_couples(bench: Bench, ids: Sequence[int], part: Sequence[int]) -> bool:
-    """Whether the model's own output for some samples is another when others are beside them.
+    """Whether the model's own output for some samples changes when others are beside them.
 
     ``part`` must be the first of ``ids``. Outputs are compared where they overlap, as a longer
     sample beside them makes them longer by padding.
@@ -204,7 +202,7 @@ def model_couples(bench: Bench, ids: Sequence[int], part: Sequence[int]) -> bool
 
 @torch.no_grad()
 def shake(model: nn.Module) -> None:
-    """A layer that begins with zeros makes every output the same, and hides what is looked for."""
+    """Add noise to the parameters: a layer that begins with zeros makes all outputs the same."""
     for p in model.parameters():
         if p.is_floating_point() and p.numel():
             spread = float(p.std()) if p.numel() > 1 else 0.0
@@ -212,8 +210,7 @@ def shake(model: nn.Module) -> None:
 
 
 def still(model: nn.Module) -> nn.Module:
-    """In train mode as far as that is not random and does not look at the batch: for a model
-    whose loss cannot be computed in eval mode."""
+    """The model in train mode, except for dropout and BatchNorm: its loss may fail in eval mode."""
     kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
     model.train()
     for module in model.modules():

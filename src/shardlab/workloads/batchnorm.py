@@ -17,7 +17,7 @@ _AXES = (0, 2, 3)  # all but the channels of (batch, channels, height, width)
 
 
 class SyncBatchNorm2d(nn.BatchNorm2d):
-    """In training, two collectives for each layer and micro-batch: one in forward, one in backward.
+    """Training takes two collectives for each layer and micro-batch, in forward and in backward.
 
     Without a group, or in a world of one, it is plain BatchNorm. In evaluation it is as well: the
     running statistics are the same on every rank.

@@ -6,9 +6,10 @@ import ast
 import inspect
 import linecache
 import sys
+import textwrap
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,50 +36,34 @@ class Place:
     @classmethod
     def of_name(cls, name: str) -> Place:
         """Where a module gives the name its value."""
-        module_name, _, attribute = name.rpartition(":")
-        file = module_name
+        file, _, attribute = name.rpartition(":")
         if not file.endswith(".py"):
-            file = getattr(sys.modules[module_name], "__file__", None) or module_name
-        line = 1
-        for node in _syntax(file):
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            if isinstance(node, ast.AnnAssign):
-                targets = [node.target]
-            if any(isinstance(t, ast.Name) and t.id == attribute for t in targets):
-                line = node.lineno
-        return cls(file, line)
+            file = getattr(sys.modules[file], "__file__", None) or file
+        nodes: Iterable[ast.AST] = ()
+        with suppress(OSError, SyntaxError, UnicodeDecodeError):
+            nodes = ast.walk(ast.parse(Path(file).read_text(encoding="utf-8")))
+        names = (n for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+        return cls(file, max((n.lineno for n in names if n.id == attribute), default=1))
 
     @classmethod
     def of(cls, thing: Any) -> Place | None:
         """A function's last return, or the beginning of a class; None if it is not the user's."""
         while isinstance(thing, partial):
             thing = thing.func
-        thing = getattr(thing, "__func__", thing)
+        thing = inspect.unwrap(getattr(thing, "__func__", thing))
         try:
             file = inspect.getsourcefile(thing)
-            _, first = inspect.getsourcelines(thing)
+            lines, first = inspect.getsourcelines(thing)
         except (TypeError, OSError):
             return None
         if file is None or not _is_users(file):
             return None
-        returns = [
-            inner.lineno
-            for node in _syntax(file)
-            if isinstance(node, ast.FunctionDef) and inspect.isfunction(thing)
-            and node.lineno <= thing.__code__.co_firstlineno + len(node.decorator_list)
-            and thing.__code__.co_firstlineno <= node.lineno
-            for inner in ast.walk(node)
-            if isinstance(inner, ast.Return)
-        ]  # fmt: skip
+        nodes: Iterable[ast.AST] = ()
+        if inspect.isfunction(thing):
+            with suppress(SyntaxError):  # a lambda is only a part of a statement
+                nodes = ast.walk(ast.parse(textwrap.dedent("".join(lines))))
+        returns = [first + node.lineno - 1 for node in nodes if isinstance(node, ast.Return)]
         return cls(file, max(returns, default=max(1, first)))
-
-
-def _syntax(file: str) -> list[Any]:
-    """Every statement of a file, also inside of classes and functions."""
-    try:
-        return list(ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))))
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return []
 
 
 @contextmanager
@@ -91,16 +76,13 @@ def blame(name: str, what: str) -> Iterator[None]:
     except Exception as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
         text = "".join(traceback.format_list(frames))
+        place = f"{_shown(frames[-1].filename)}:{frames[-1].lineno}: " if frames else ""
         if isinstance(error, SyntaxError) and error.filename:
             place = f"{_shown(error.filename)}:{error.lineno}: "
-            text = f"    {(error.text or '').strip()}\n"
-        else:
-            place = f"{_shown(frames[-1].filename)}:{frames[-1].lineno}: " if frames else ""
-        message = str(error).strip() or "no message"
-        raise UsageError(
-            f"{place}{type(error).__name__}: {message} (in {what} of {name})\n{text}".rstrip(),
-            lines=True,
-        ) from None
+            text = f"    {(error.text or '').strip()}"
+        message = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+        whole = f"{place}{message} (in {what} of {name})\n{text}"
+        raise UsageError(whole.rstrip(), lines=True) from None
 
 
 _OURS = tuple(
@@ -117,7 +99,7 @@ def _is_users(file: str) -> bool:
 
 
 def _shown(file: str) -> str:
-    """As short as it is clear."""
+    """The path, relative to the current folder if the file is inside it."""
     try:
         return str(Path(file).resolve().relative_to(Path.cwd()))
     except ValueError:

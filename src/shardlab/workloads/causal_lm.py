@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from shardlab.config import SYNTHETIC, DataConfig
 from shardlab.data import reviews
@@ -68,23 +69,25 @@ class ReviewDataset:
         return [*self.before, *text, *self.after], self.answers[self.reviews.labels[i]]
 
     def batch(self, ids: Sequence[int]) -> Batch:
-        rows = [self.sample(int(i)) for i in ids]
-        # The models cannot take zero rows: no samples are one row of which nothing counts.
-        least = max(len(answer) for answer in self.answers)
-        longest = max((len(prompt) + len(answer) - 1 for prompt, answer in rows), default=least)
-        shape = max(1, len(rows)), longest
-        tokens = torch.zeros(shape, dtype=torch.int64)
-        mask = torch.full(shape, 0 if rows else 1)
-        targets = torch.full(shape, IGNORED)
-        count = 0
-        for row, (prompt, answer) in enumerate(rows):
-            length = len(prompt) + len(answer) - 1  # the last token of the answer predicts nothing
-            tokens[row, :length] = torch.tensor([*prompt, *answer[:-1]])
-            mask[row, :length] = 1
-            targets[row, len(prompt) - 1 : length] = torch.tensor(answer)
-            count += len(answer)
-        inputs = {"input_ids": tokens, "attention_mask": mask}  # (batch, longest) each
-        return Batch(inputs=inputs, targets=targets, count=count, samples=len(rows))
+        samples = [self.sample(int(i)) for i in ids]
+        # The last token of the answer predicts nothing.
+        rows = [([*prompt, *answer[:-1]], [IGNORED] * (len(prompt) - 1) + answer)
+                for prompt, answer in samples]  # fmt: skip
+        if not rows:  # the models cannot take zero rows: one of which nothing counts
+            length = max(len(answer) for answer in self.answers)
+            rows = [([0] * length, [IGNORED] * length)]
+        inputs = {
+            "input_ids": _padded([tokens for tokens, _ in rows], 0),
+            "attention_mask": _padded([[1] * len(tokens) for tokens, _ in rows], 0),
+        }
+        targets = _padded([wanted for _, wanted in rows], IGNORED)
+        count = sum(len(answer) for _, answer in samples)
+        return Batch(inputs=inputs, targets=targets, count=count, samples=len(samples))
+
+
+def _padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:  # (batch, longest)
+    tensors = [torch.tensor(row) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 def answers(encode: Encode, classes: int) -> list[list[int]]:
@@ -148,11 +151,7 @@ def causal_lm(
         train, test = synthetic.reviews("train"), synthetic.reviews("test")
     else:
         train, test = _load(data.source, "train"), _load(data.source, "test")
-    encode: Encode
-    if name is None:
-        config, encode, make = _tiny_config(), _bytes, _make_tiny
-    else:
-        config, encode, make = _from_hub(name)
+    config, encode, make = _tiny() if name is None else _from_hub(name)
     max_length = min(data.seq_len or 256, getattr(config, "max_position_embeddings", 1 << 30))
     dataset = ReviewDataset(train, encode, max_length)
     blocks, flops = _structure(config)
@@ -206,7 +205,7 @@ def _from_hub(name: str) -> tuple[Any, Encode, Callable[[], nn.Module]]:
 
 
 def _fetch(kind: Any, source: str, **options: Any) -> Any:
-    """From the disk if it is there, else from the hub; or what to do where neither is possible."""
+    """Load from the disk if it is there, else from the hub; or say what to do instead."""
     try:
         return kind.from_pretrained(source, local_files_only=True, **options)
     except (OSError, ValueError):
@@ -245,12 +244,10 @@ def _trained_on(model: nn.Module) -> nn.Module:
 # ------------------------------------------------------------------ a model that needs nothing
 
 
-def _bytes(text: str) -> list[int]:
-    return list(text.encode("utf-8"))
-
-
-def _tiny_config() -> Any:
-    return _transformers().LlamaConfig(
+def _tiny() -> tuple[Any, Encode, Callable[[], nn.Module]]:
+    """Config, tokenizer and maker of a small Llama with random weights; a byte is a token."""
+    library = _transformers()
+    config = library.LlamaConfig(
         vocab_size=256,
         hidden_size=64,
         intermediate_size=128,
@@ -263,9 +260,13 @@ def _tiny_config() -> Any:
         eos_token_id=None,
     )
 
+    def encode(text: str) -> list[int]:
+        return list(text.encode("utf-8"))
 
-def _make_tiny() -> nn.Module:
-    return _trained_on(_transformers().AutoModelForCausalLM.from_config(_tiny_config()))
+    def make() -> nn.Module:
+        return _trained_on(library.AutoModelForCausalLM.from_config(config))
+
+    return config, encode, make
 
 
 # ------------------------------------------------------------------ what the model is made of

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -116,9 +116,8 @@ class Short:
 
     def workload(self, finding: Finding) -> Workload:
         is_mean = finding.kind == MEAN
-        # A sum is divided by the number of its targets, whatever those are.
         samples = self.samples
-        samples.rule = finding.counts[0] if is_mean else "targets"
+        samples.rule = finding.counts[0] if is_mean else "targets"  # a sum is divided by these
         samples.identity = f"{finding.kind} over {samples.rule}, {samples.digest}"
         return Workload(
             name=self.name.rpartition(":")[0].rpartition("/")[2].removesuffix(".py")
@@ -147,14 +146,13 @@ class Short:
         if self.loss is None:
             return _loss_in(output)
         loss = self.loss
-        if isinstance(loss, nn.Module) and any(True for _ in loss.buffers()):  # class weights, say
+        if isinstance(loss, nn.Module) and [*loss.buffers()]:  # class weights, for example
             parameter = next(model.parameters())
             where = parameter.device, parameter.dtype
             if where not in self.copies:  # the given one would not come back from "meta"
                 self.copies[where] = copy.deepcopy(loss).to(*where)
             loss = self.copies[where]
-        value: Tensor = loss(output, batch.targets)
-        return value
+        return cast(Tensor, loss(output, batch.targets))
 
 
 def _loss_in(output: Any) -> Tensor:
@@ -171,8 +169,7 @@ def _loss_in(output: Any) -> Tensor:
             f"the model, which is to compute its loss, returned a {type(output).__name__} without "
             "one: are there labels among the inputs?"
         )
-    loss: Tensor = value
-    return loss
+    return cast(Tensor, value)
 
 
 def _from_three(
@@ -183,27 +180,21 @@ def _from_three(
     where: Place,
 ) -> Short:
     model, data, loss = result
-    if isinstance(model, type):
-        raise where.mistake(f"the model is the class {model.__name__}: call it, {model.__name__}()")
-    if not isinstance(model, nn.Module):
-        raise where.mistake(f"the model is a {type(model).__name__}, not an nn.Module")
-    if not (callable(loss) or loss is None) or isinstance(loss, type):
+    _refuse_no_model("the model is", model, where)
+    if isinstance(loss, type) or not (callable(loss) or loss is None):
         is_class = isinstance(loss, type)
         what = f"the class {loss.__name__}" if is_class else f"a {type(loss).__name__}"
         raise where.mistake(
             f"the loss is {what}, not a function of (output, target), nor None for a model that "
             "computes its loss"
         )
-    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+    if isinstance(loss, nn.Module) and [*loss.parameters()]:
         raise where.mistake(
             f"the loss, a {type(loss).__name__}, has parameters, which would not be trained: make "
             "it a part of the model, which may return its loss (and give None for the loss)"
         )
-    if (
-        isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
-        and loss.weight is not None
-        and loss.reduction == "mean"
-    ):
+    has_weights = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None
+    if has_weights and loss.reduction == "mean":
         raise where.mistake(
             f"{type(loss).__name__} with class weights is divided by the weights of the batch's "
             'targets, not by their number: give it reduction="sum"'
@@ -214,6 +205,13 @@ def _from_three(
         raise where.mistake(str(error)) from None
     samples.ignored = getattr(loss, "ignore_index", IGNORED)
     return Short(name, make, weakref.ref(model), samples, loss)
+
+
+def _refuse_no_model(what: str, model: Any, at: Place) -> None:
+    if isinstance(model, type):
+        raise at.mistake(f"{what} the class {model.__name__}: call it, {model.__name__}()")
+    if not isinstance(model, nn.Module):
+        raise at.mistake(f"{what} a {type(model).__name__}, not an nn.Module")
 
 
 # ------------------------------------------------------------------ looking it over
@@ -230,10 +228,7 @@ class Trial:
     ) -> None:
         self.name, self.where, self.device = name, where, device
         self.short = built if isinstance(built, Short) else None
-        if isinstance(built, Short):
-            self.workload = replace(built.workload(Finding(SUM)), loss=built.as_given)
-        else:
-            self.workload = built
+        self.workload = built.workload(Finding(SUM)) if isinstance(built, Short) else built
         self.loss_at = Place.of(built.loss) or where  # as the user wrote it
         self.model = self._made_model()
         halves = (torch.float16, torch.bfloat16)
@@ -277,23 +272,16 @@ class Trial:
     def _made_model(self) -> nn.Module:
         make: Any = self.workload.make_model  # or something else that was given for it
         at = Place.of(make) or self.where
-        if isinstance(make, nn.Module):
+        if isinstance(make, nn.Module) or not callable(make):
+            is_model = isinstance(make, nn.Module)
+            what = "model already" if is_model else f"{type(make).__name__}, not a function"
             raise self.where.mistake(
-                "make_model is a model already; give the class or the function that makes one, as "
+                f"make_model is a {what}; give the class or the function that makes a model, as "
                 "each strategy begins with a new one"
-            )
-        if not callable(make):
-            raise self.where.mistake(
-                f"make_model is a {type(make).__name__}, not a function that makes a model"
             )
         with blame(self.name, "make_model"):
             model = make()
-        if isinstance(model, type):
-            raise at.mistake(
-                f"make_model returned the class {model.__name__}: call it, {model.__name__}()"
-            )
-        if not isinstance(model, nn.Module):
-            raise at.mistake(f"make_model returned a {type(model).__name__}, not an nn.Module")
+        _refuse_no_model("make_model returned", model, at)
         trains = [p.requires_grad for p in model.parameters()]
         if not trains:
             raise at.mistake(
@@ -302,13 +290,13 @@ class Trial:
             )
         if not any(trains):
             raise at.mistake(f"the model of {self.workload.name} has no parameter that trains")
-        return model
+        return cast(nn.Module, model)
 
     def _first_batch(self) -> Batch:
-        dataset = self.workload.dataset
+        dataset, held_out = self.workload.dataset, self.workload.held_out
         self._check_dataset("dataset", dataset)
-        if self.workload.held_out is not None:
-            self._check_dataset("held_out", self.workload.held_out)
+        if held_out is not None:
+            self._check_dataset("held_out", held_out)
         at = Place.of(dataset.batch) or self.where
         ids = [0, 1] if len(dataset) > 1 else [0]
         with blame(self.name, f"batch({ids})"):
@@ -356,10 +344,8 @@ class Trial:
             hint = " (.item() and float() cut it off from its gradient)" * isinstance(loss, float)
             raise at.mistake(f"the loss is a {type(loss).__name__}, not a tensor{hint}")
         if loss.dim():
-            shape = tuple(loss.shape)
-            raise at.mistake(
-                f'the loss is a tensor of shape {shape}, not one number: reduction="sum"'
-            )
+            what = f"a tensor of shape {tuple(loss.shape)}"
+            raise at.mistake(f'the loss is {what}, not one number: reduction="sum"')
         if loss.grad_fn is None:
             raise at.mistake(
                 "the loss has no gradient: nothing in it depends on the parameters (was it "
@@ -375,8 +361,8 @@ class Trial:
         return called
 
     def _loss_in_eval(self) -> Tensor:
-        """In eval mode there is no dropout, and BatchNorm takes a single row. Some models return
-        something else then: if it fails, the loss in train mode, as far as that is not random."""
+        """In eval mode there is no dropout, and BatchNorm takes a single row. If the loss fails
+        then, because the model returns something else, it is computed in train mode."""
         try:
             return self.workload.loss(self.model.eval(), self.batch)
         except Exception:
@@ -405,14 +391,11 @@ class Trial:
     # ------------------------------------------------------------ whether the loss adds up
 
     def _measured(self) -> Finding:
-        """In float64, or as the model can."""
+        """Measured in float64, or in float32 if the model cannot compute in float64."""
         dataset, model = self.workload.dataset, self.model
         length = len(dataset)
-        elements = sum(t.numel() for t in tensors_of(self.batch.inputs))
-        is_dear = (
-            elements // max(1, self.batch.samples) * sum(p.numel() for p in model.parameters())
-            > DEAR
-        )
+        elements = sum(t.numel() for t in tensors_of(self.batch.inputs)) // self.batch.samples
+        is_dear = elements * sum(p.numel() for p in model.parameters()) > DEAR
         most = 2 if is_dear else max(2, min(adding.SAMPLES, length))
         last = min(most if isinstance(dataset, Stream) or is_dear else length, length) - 1
         ids = [i * last // (most - 1) for i in range(most)]
@@ -435,7 +418,8 @@ class Trial:
                         raise
         if self.short is None:
             _check_counts(dataset, ids)
-        if finding.note and self._declares():
+        declares = self.short and (self.short.loss is None or hasattr(self.short.loss, "reduction"))
+        if finding.note and declares:  # the loss says itself what it is
             return replace(self._presumed(), note=finding.note)
         if finding.kind == MEAN and len(finding.counts) > 1 and place.type == "cpu":
             return replace(finding, counts=(self._planted(bench, ids, rules, finding),))
@@ -463,11 +447,6 @@ class Trial:
             return counts[0]
         return again.counts[0] if again.kind == MEAN else counts[0]
 
-    def _declares(self) -> bool:
-        """Whether the loss says itself what it is."""
-        short = self.short
-        return short is not None and (short.loss is None or hasattr(short.loss, "reduction"))
-
     def _presumed(self) -> Finding:
         """What the loss says about itself, for a model that is too large to be tried."""
         note = "the model is too large to be tried, so whether its loss adds up was not measured"
@@ -476,10 +455,9 @@ class Trial:
         if self.short.loss is None:
             is_causal = any(word in type(self.model).__name__ for word in ("CausalLM", "LMHead"))
             return Finding(MEAN, ("next tokens" if is_causal else "targets",), note)
-        over = {"mean": "targets", "batchmean": "samples"}.get(
-            getattr(self.short.loss, "reduction", SUM)
-        )
-        return Finding(SUM, note=note) if over is None else Finding(MEAN, (over,), note)
+        counts = {"mean": ("targets",), "batchmean": ("samples",)}
+        over = counts.get(getattr(self.short.loss, "reduction", SUM))
+        return Finding(SUM, note=note) if over is None else Finding(MEAN, over, note)
 
     def _refuse(self, finding: Finding) -> None:
         """Refuse a loss that ranks cannot share."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -231,7 +232,7 @@ def load_model(folder: Path) -> GPT2:
     state = huggingface.from_huggingface(huggingface.load_folder(folder))
     _check(shape)
     if shape.layers > len(state):
-        raise UsageError(f"{folder}: its config has {shape.layers} layers, and its files have not")
+        raise UsageError(f"{folder}: its config has {shape.layers} layers, its files have fewer")
     with torch.device("meta"):  # a config may ask for more than there is memory
         wanted = GPT2(shape).state_dict()
     for name, tensor in wanted.items():
@@ -251,8 +252,19 @@ def load_model(folder: Path) -> GPT2:
 
 def save_model(folder: Path, state: Mapping[str, Tensor], shape: Shape) -> None:
     """A folder that ``transformers.GPT2LMHeadModel.from_pretrained`` reads."""
-    words = {theirs: getattr(shape, ours) for ours, theirs in _THEIR_WORDS.items()}
-    huggingface.save_gpt2(folder, state, **words)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        **{theirs: getattr(shape, ours) for ours, theirs in _THEIR_WORDS.items()},
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    # With the tied lm_head.weight: load_state_dict(strict=True) asks for every name.
+    tensors = huggingface.to_huggingface(state)
+    huggingface.save_safetensors(folder / "model.safetensors", tensors)
 
 
 def shape_of(folder: Path) -> Shape:

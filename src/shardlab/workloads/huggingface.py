@@ -8,33 +8,24 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from shardlab.errors import UsageError
 
 _DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
     "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-}
+}  # fmt: skip
 COMPLEX128 = "shardlab.complex128"  # in the metadata: which tensors are, as pairs of float64
 LONGEST_TABLE = 100_000_000  # bytes; the format's own limit
 _WORDS = {dtype: word for word, dtype in _DTYPES.items()}
@@ -56,7 +47,7 @@ _HEAD = "head.weight"  # tied: it is wte.weight, and saved once
 
 
 def _names(layers: int) -> dict[str, tuple[str, bool]]:
-    """By transformers' name of a tensor: our name, and whether it has to be transposed."""
+    """For transformers' name of a tensor: our name, and whether it has to be transposed."""
     outside = ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias")
     names = {name: (name, False) for name in outside}
     for i in range(layers):
@@ -76,7 +67,7 @@ def from_huggingface(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if name == "lm_head.weight" or name.endswith((".attn.bias", ".attn.masked_bias")):
             continue
         if name not in names:
-            raise UsageError(f"'{full_name}' is no tensor of a GPT-2")
+            raise UsageError(f"'{full_name}' is not a tensor of a GPT-2")
         ours, is_transposed = names[name]
         result[ours] = tensor.t().contiguous() if is_transposed else tensor
     if "wte.weight" in result:
@@ -86,33 +77,15 @@ def from_huggingface(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def to_huggingface(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our GPT-2's state under transformers' names, as GPT2LMHeadModel loads it."""
-    names = {ours: (theirs, flip) for theirs, (ours, flip) in _names(len(state)).items()}
-    result: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        if name != _HEAD:
-            theirs, is_transposed = names[name]
-            result[f"transformer.{theirs}"] = tensor.t().contiguous() if is_transposed else tensor
-    result["lm_head.weight"] = result["transformer.wte.weight"]
-    return result
+    result = {
+        f"transformer.{theirs}": state[ours].t().contiguous() if is_transposed else state[ours]
+        for theirs, (ours, is_transposed) in _names(len(state)).items()
+        if ours in state
+    }
+    return {**result, "lm_head.weight": state["wte.weight"]}
 
 
 # ------------------------------------------------------------------ files
-
-
-def save_gpt2(folder: Path, state: Mapping[str, Tensor], **config: int) -> None:
-    """``config.json`` and ``model.safetensors``: what ``GPT2LMHeadModel.from_pretrained`` reads."""
-    folder.mkdir(parents=True, exist_ok=True)
-    content = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-        **config,
-    }
-    (folder / "config.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    # With the tied lm_head.weight: load_state_dict(strict=True) asks for every name.
-    save_safetensors(folder / "model.safetensors", to_huggingface(state))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -123,7 +96,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "not JSON"
         raise UsageError(f"cannot read {path}: {reason}") from None
     if not isinstance(config, dict):
-        raise UsageError(f"cannot read {path}: it is no table of settings")
+        raise UsageError(f"cannot read {path}: it is not a table of settings")
     return config
 
 
@@ -140,7 +113,7 @@ def load_folder(folder: Path) -> dict[str, Tensor]:
 def load_safetensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a file, memory-mapped: they are copied when used.
 
-    Whatever does not follow the format is refused in a line, as the format's own library does:
+    A file that does not follow the format is refused in a line, as the format's own library does:
     every byte of the data belongs to exactly one tensor.
     """
     try:
@@ -148,91 +121,77 @@ def load_safetensors(path: Path) -> dict[str, Tensor]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(size - 8, LONGEST_TABLE):
-                raise UsageError(f"{path} is not a safetensors file, or is cut off")
-            text = file.read(length)
+                raise ValueError(f"it is cut off: {size:,} bytes, with a table of {length:,}")
+            table = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_once)
+        start = 8 + length
+        entries, of_complex = _checked(table, size - start)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
-    try:
-        table = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
-        entries, of_complex = _checked(table, size - 8 - length)
-    except RecursionError:
-        raise UsageError(f"{path} is not a safetensors file: its table has no end") from None
-    except _Malformed as error:
-        raise UsageError(f"{path} is damaged: {error}") from None
-    except ValueError:
-        raise UsageError(f"{path} is not a safetensors file: its table is not JSON") from None
-    start = 8 + length
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not a safetensors file, or is damaged: {error}") from None
     data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)[start:]
     tensors = {}
-    for name, (dtype, shape, begin, end) in entries.items():
+    for name, entry in entries.items():
+        begin, end = entry.data_offsets
+        dtype = _DTYPES[entry.dtype]
         # A copy where the place is odd: elements of 4 bytes must begin at a multiple of 4.
         size = dtype.itemsize * (2 if name in of_complex else 1)
         part = data[begin:end] if (start + begin) % size == 0 else data[begin:end].clone()
-        tensor = part.view(dtype).view(shape)
+        tensor = part.view(dtype).view(entry.shape)
         tensors[name] = torch.view_as_complex(tensor) if name in of_complex else tensor
     return tensors
 
 
-class _Malformed(ValueError):
-    """What is wrong with a file's table."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class _Entry(msgspec.Struct):
+    """What a file's table says about a tensor."""
+
+    dtype: str
+    shape: list[Count]
+    data_offsets: tuple[Count, Count]  # begin and end in the data
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise _Malformed(f"'{twice}' is in it twice")
-    return found
+    twice = [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]
+    if twice:
+        raise ValueError(f"'{twice[0]}' is in its table twice")
+    return dict(pairs)
 
 
-Entry = tuple[torch.dtype, list[int], int, int]  # dtype, shape, begin and end in the data
-
-
-def _checked(table: Any, size: int) -> tuple[dict[str, Entry], set[str]]:
+def _checked(table: Any, size: int) -> tuple[dict[str, _Entry], list[str]]:
     """The entries of a table over ``size`` bytes of data, and which of them are complex128."""
-    if not isinstance(table, dict):
-        raise _Malformed("its table is no table")
-    metadata = table.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise _Malformed("its __metadata__ is not names and texts")
-    entries = {name: _entry(name, entry) for name, entry in table.items()}
+    table = msgspec.convert(table, dict[str, Any])
+    metadata = msgspec.convert(table.pop("__metadata__", {}), dict[str, str])
+    entries = {name: _entry(name, value) for name, value in table.items()}
     position = 0
-    for name, (_, _, begin, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        begin, end = entry.data_offsets
         if begin != position:
             how = "overlaps another" if begin < position else "leaves a gap before it"
-            raise _Malformed(f"'{name}' {how}")
+            raise ValueError(f"'{name}' {how}")
         position = end
     if position != size:
-        raise _Malformed(f"its tensors have {position:,} bytes, and it has {size:,} of data")
-    of_complex = json.loads(metadata.get(COMPLEX128, "[]"))
-    if not isinstance(of_complex, list) or not all(
-        isinstance(name, str) and name in entries and _is_pairs(entries[name])
-        for name in of_complex
-    ):
-        raise _Malformed(f"what its {COMPLEX128} names are no pairs of float64")
-    return entries, set(of_complex)
+        raise ValueError(f"its tensors have {position:,} bytes, and it has {size:,} of data")
+    of_complex = msgspec.json.decode(metadata.get(COMPLEX128, "[]"), type=list[str])
+    for name in of_complex:
+        if name not in entries or entries[name].dtype != "F64" or entries[name].shape[-1:] != [2]:
+            raise ValueError(f"'{name}', which {COMPLEX128} names, does not hold pairs of float64")
+    return entries, of_complex
 
 
-def _entry(name: str, entry: Any) -> Entry:
-    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise _Malformed(f"'{name}' has no dtype, shape and data_offsets")
-    word, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(word, str) or word not in _DTYPES:
-        raise _Malformed(f"'{name}' is of the dtype {word!r}, which is unknown")
-    for what, numbers in (("shape", shape), ("data_offsets", offsets)):
-        if not isinstance(numbers, list) or not all(
-            type(n) is int and 0 <= n < 2**63 for n in numbers
-        ):
-            raise _Malformed(f"the {what} of '{name}' is no list of counts")
-    if len(offsets) != 2 or offsets[1] - offsets[0] != _bytes(_DTYPES[word], shape):
-        raise _Malformed(f"'{name}' of shape {shape} has not the bytes that its place has")
-    return _DTYPES[word], shape, offsets[0], offsets[1]
-
-
-def _is_pairs(entry: Entry) -> bool:
-    dtype, shape, _, _ = entry
-    return dtype == torch.float64 and shape[-1:] == [2]
+def _entry(name: str, value: Any) -> _Entry:
+    try:
+        entry = msgspec.convert(value, _Entry)
+    except ValueError as error:
+        raise ValueError(f"'{name}': {error}") from None
+    if entry.dtype not in _DTYPES:
+        raise ValueError(f"'{name}' is of the dtype {entry.dtype!r}, which is unknown")
+    begin, end = entry.data_offsets
+    if end - begin != _bytes(_DTYPES[entry.dtype], entry.shape):
+        raise ValueError(f"'{name}' of shape {entry.shape} has not the bytes that its place has")
+    return entry
 
 
 def save_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -256,7 +215,7 @@ def table_of(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], **metada
             of_complex.append(name)
             dtype, shape = torch.float64, (*shape, 2)
         if dtype not in _WORDS:
-            raise UsageError(f"'{name}' is of the dtype {dtype}, which safetensors files have not")
+            raise UsageError(f"'{name}' is of the dtype {dtype}, which safetensors does not have")
         table[name] = {
             "dtype": _WORDS[dtype], "shape": list(shape), "data_offsets": [position, end]
         }  # fmt: skip

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from shardlab.batch import Batch
 from shardlab.config import SYNTHETIC, DataConfig
 from shardlab.data import images, sources
-from shardlab.data.images import ImageDataset, ImageSet
+from shardlab.data.images import ImageSet
 from shardlab.errors import UsageError, unknown
 from shardlab.workloads import synthetic
 from shardlab.workloads.base import classification_loss, count_flops
@@ -22,22 +22,19 @@ from shardlab.workloads.base import classification_loss, count_flops
 Shape = tuple[int, int, int]  # channels, height, width
 
 
-def datasets(
-    name: str, data: DataConfig, shape: Shape, augment: bool
-) -> tuple[ImageDataset, ImageDataset]:
+def datasets(name: str, data: DataConfig, shape: Shape, augment: bool) -> tuple[ImageSet, ImageSet]:
     """The images to train on, and those held out."""
     if data.seq_len is not None:
         raise UsageError("data.seq_len is for tokens; images have none")
     if name not in images.KINDS:
         raise unknown("option dataset", name, images.KINDS)
 
-    def read(split: str, augment: bool) -> ImageDataset:
+    def read(split: str) -> ImageSet:
         is_made = data.source == SYNTHETIC
         found = synthetic.images(name, split) if is_made else images.load(name, data.source, split)
-        fitted = fit(found, shape)
-        return ImageDataset(fitted.images, fitted.labels, fitted.mean, fitted.std, augment=augment)
+        return fit(found, shape)
 
-    return read("train", augment), read("test", augment=False)
+    return replace(read("train"), augment=augment), read("test")
 
 
 def default_dataset(name: str, source: str) -> str:
@@ -48,10 +45,13 @@ def default_dataset(name: str, source: str) -> str:
 
 
 @lru_cache  # a comparison builds its workload many times
-def flops(make_model: Callable[[], nn.Module], shape: Shape) -> float:
-    """The FLOPs of a classifier for one image, forward and backward."""
+def flops(model: type[nn.Module], shape: Shape, *arguments: Any) -> float:
+    """The FLOPs of a classifier for one image, forward and backward.
+
+    They are counted in eval mode, where one image is enough for BatchNorm.
+    """
     one = Batch(torch.zeros(1, *shape), torch.zeros(1, dtype=torch.int64), count=1, samples=1)
-    return count_flops(make_model, classification_loss, one)
+    return count_flops(lambda: model(*arguments).eval(), classification_loss, one)
 
 
 def fit(images: ImageSet, shape: Shape) -> ImageSet:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from shardlab.workloads import images
 from shardlab.workloads.base import Workload, classification_loss, classify
 from shardlab.workloads.batchnorm import SyncBatchNorm2d
 
-SHAPE = (3, 32, 32)
+SHAPE, CLASSES = (3, 32, 32), 10
 DEPTHS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}  # blocks in each of four stages
 STEMS = ("cifar", "imagenet")
 SIZES = {"tiny": 8, "standard": 64}  # the first stage's channels: for a CPU, and as published
@@ -77,7 +76,7 @@ class ResNet(nn.Module):
         self,
         depth: int = 18,
         width: int = 64,
-        classes: int = 10,
+        classes: int = CLASSES,
         stem: str = "cifar",
         norm: Norm = nn.BatchNorm2d,
     ) -> None:
@@ -146,12 +145,6 @@ def resnet_cifar10(
         blocks=tuple(f"layer{stage}.{i}" for stage, blocks in stages for i in range(blocks)),
         held_out=test,
         evaluate=classify,
-        flops_per_sample=images.flops(_counted(depth, width, stem), SHAPE),
+        flops_per_sample=images.flops(ResNet, SHAPE, depth, width, CLASSES, stem),
         couples_ranks="sync_batchnorm" if sync_batchnorm else None,
     )
-
-
-@lru_cache  # one function for each model, by which its FLOPs are found again
-def _counted(depth: int, width: int, stem: str) -> Callable[[], nn.Module]:
-    """Makes the model whose FLOPs are counted: in eval mode one image is statistics enough."""
-    return lambda: ResNet(depth, width, stem=stem).eval()

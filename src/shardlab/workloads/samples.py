@@ -16,6 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    StackDataset,
+    TensorDataset,
+    default_collate,
+)
 
 from shardlab.config import CONTINUOUS, DataConfig
 from shardlab.errors import UsageError
@@ -50,21 +61,29 @@ def divide(batch: Any, keep_targets: bool) -> tuple[Any, Any]:
 
     ``keep_targets``: the model computes its loss, so the targets are among its inputs, too.
     """
-    if is_dataclass(batch):
-        batch = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    batch = _as_dict(batch)
     if isinstance(batch, Mapping):
         batch = dict(batch)
         name = next((name for name in TARGETS if name in batch), None)
-        if name is None or keep_targets:
-            return batch, batch if name is None else batch[name]
-        return {k: v for k, v in batch.items() if k != name}, batch[name]
+        targets = batch if name is None else batch[name]
+        if keep_targets or name is None:
+            return batch, targets
+        return {k: v for k, v in batch.items() if k != name}, targets
     if not isinstance(batch, list | tuple) or not batch:
         return batch, batch
     if len(batch) == 1:
         return batch[0], batch[0]
+    *inputs, targets = batch
     if keep_targets:
-        return tuple(batch), batch[-1]
-    return (batch[0] if len(batch) == 2 else tuple(batch[:-1])), batch[-1]
+        return tuple(batch), targets
+    return (inputs[0] if len(inputs) == 1 else tuple(inputs)), targets
+
+
+def _as_dict(value: Any) -> Any:
+    """A dataclass as the dict of its fields; anything else as it is."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return value
 
 
 # What a mean may be over; the likelier come first.
@@ -148,20 +167,15 @@ class Stream(Samples):
     """An iterable: sample i is the i-th that it yields, and it begins again when it ends."""
 
     def __post_init__(self) -> None:
-        self._kept: dict[int, Any] = {}  # the last that were read, by number
         self._keep = KEPT
-        self._next = 0
-        self._iterator: Iterator[Any] | None = None
         with blame(self.name, "iterating over the data"):
-            first = self._digest()
-            self._iterator = None
-            if first != self._digest():
+            self.digest = self._digest()
+            if self.digest != self._digest():
                 raise UsageError(
                     f"the data of {self.name} yield other samples each time they are iterated, so "
                     "ranks would read different ones and a resumed run could not go on where it "
                     "stopped: shuffle with a fixed seed"
                 )
-        self.digest = first
 
     def __len__(self) -> int:
         return ENDLESS
@@ -175,9 +189,19 @@ class Stream(Samples):
         return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
     def _begin(self) -> None:
-        self._iterator = None
+        self._passes = self._read()
         self._next = 0
-        self._kept.clear()
+        self._kept: dict[int, Any] = {}  # the last that were read, by number
+
+    def _read(self) -> Iterator[Any]:
+        """Every sample, in one pass after the other."""
+        while True:
+            is_empty = True
+            for row in self.data:
+                is_empty = False
+                yield row
+            if is_empty:
+                raise UsageError(f"the data of {self.name} yield no samples")
 
     def batch(self, ids: Sequence[int]) -> Batch:
         if len(ids):  # a step's micro-batches are asked for one after the other, and interleave
@@ -188,19 +212,10 @@ class Stream(Samples):
         if number < self._next and number not in self._kept:
             self._begin()
         while number >= self._next:
-            self._kept[self._next] = self._read()
+            self._kept[self._next] = next(self._passes)
             self._kept.pop(self._next - self._keep, None)
             self._next += 1
         return self._kept[number]
-
-    def _read(self) -> Any:
-        for _ in range(2):
-            if self._iterator is None:
-                self._iterator = iter(self.data)
-            for row in self._iterator:
-                return row
-            self._iterator = None  # it has ended: the next pass
-        raise UsageError(f"the data of {self.name} yield no samples")
 
 
 def _as_trained(tensor: Tensor) -> Tensor:
@@ -211,11 +226,11 @@ def _as_trained(tensor: Tensor) -> Tensor:
 def _cut(one: Any, two: Any) -> Any:
     """``one``, a batch of one row, without it; ``two`` is of the same row twice, and so shows which
     dimension the rows are along."""
+    one, two = _as_dict(one), _as_dict(two)
     if isinstance(one, Tensor):
-        for dim, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)):
-            if a != b:
-                return one.narrow(dim, 0, 0)
-        return one
+        sizes = zip(one.shape, two.shape, strict=True)
+        along = next((dim for dim, (a, b) in enumerate(sizes) if a != b), None)
+        return one if along is None else one.narrow(along, 0, 0)
     if isinstance(one, Mapping):
         return {k: _cut(v, two[k]) for k, v in one.items()}
     if isinstance(one, list | tuple):
@@ -223,8 +238,6 @@ def _cut(one: Any, two: Any) -> Any:
             return type(one)()
         parts = [_cut(a, b) for a, b in zip(one, two, strict=True)]
         return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
-    if is_dataclass(one):
-        return {f.name: _cut(getattr(one, f.name), getattr(two, f.name)) for f in fields(one)}
     return one
 
 
@@ -232,9 +245,7 @@ def _cut(one: Any, two: Any) -> Any:
 
 
 def collate(rows: list[Any]) -> Any:
-    """As ``default_collate``, and also dataclasses, lists of numbers, and nothing for ``None``."""
-    from torch.utils.data import default_collate
-
+    """``default_collate`` that also takes dataclasses and lists of numbers, and drops None."""
     plain_rows = [plain(row) for row in rows]
     try:
         return default_collate(plain_rows)
@@ -251,11 +262,10 @@ def collate(rows: list[Any]) -> Any:
 
 def plain(value: Any, inside: bool = False) -> Any:
     """A sample as tensors, tuples and dicts. A list of numbers in it is a tensor."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    value = _as_dict(value)
     if isinstance(value, Mapping):
         return {k: plain(v, inside=True) for k, v in value.items() if v is not None}
-    if inside and isinstance(value, list) and value and isinstance(_innermost(value), int | float):
+    if inside and isinstance(value, list) and isinstance(_innermost(value), int | float):
         return torch.tensor(value)
     if isinstance(value, list | tuple):
         return tuple(plain(v, inside=True) for v in value if v is not None)
@@ -273,22 +283,22 @@ def _innermost(value: Any) -> Any:
 
 def samples_of(name: str, data: Any, config: DataConfig, keep_targets: bool) -> Samples:
     """What the short form was given for its data, or a ``TypeError`` that says why not."""
-    from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
-
     made_by: Collate = collate
     note = ""
     if isinstance(data, DataLoader):
         note = _check_loader(data)
         made_by = collate if data.collate_fn is default_collate else data.collate_fn
         data = data.dataset
-    if isinstance(data, Mapping):
-        data = Columns(dict(data))
-    elif isinstance(data, tuple) and data and all(hasattr(c, "shape") for c in data):
-        columns = [torch.as_tensor(c) for c in data]
-        if len({len(c) for c in columns}) > 1:
-            lengths = " and ".join(str(len(c)) for c in columns)
-            raise TypeError(f"the data is a tuple of columns of different lengths: {lengths}")
-        data = TensorDataset(*columns)
+    is_dict = isinstance(data, Mapping)
+    if is_dict or (isinstance(data, tuple) and data and all(hasattr(c, "shape") for c in data)):
+        columns: dict[Any, Any] = dict(data if is_dict else enumerate(map(torch.as_tensor, data)))
+        lengths = {name: len(column) for name, column in columns.items()}
+        if len({*lengths.values()}) != 1:
+            raise TypeError(
+                f"the data is a {type(data).__name__} of columns of different lengths: "
+                + (", ".join(f"{name} {length}" for name, length in lengths.items()) or "none")
+            )
+        data = StackDataset(**columns) if is_dict else TensorDataset(*columns.values())
     kind = Samples
     has_numbers = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     if isinstance(data, IterableDataset) or not has_numbers:
@@ -297,33 +307,8 @@ def samples_of(name: str, data: Any, config: DataConfig, keep_targets: bool) -> 
     return kind(name, data, made_by, keep_targets, note=note)
 
 
-class Columns:
-    """A dict of columns of one length: sample i is the i-th entry of each."""
-
-    def __init__(self, columns: dict[str, Any]) -> None:
-        lengths = {name: len(column) for name, column in columns.items()}
-        if len(set(lengths.values())) != 1:
-            shown = ", ".join(f"{name} {length}" for name, length in lengths.items()) or "none"
-            raise TypeError(f"the data is a dict of columns of different lengths: {shown}")
-        self.columns = columns
-
-    def __len__(self) -> int:
-        return len(next(iter(self.columns.values())))
-
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        return {name: column[number] for name, column in self.columns.items()}
-
-
 def _check_loader(loader: Any) -> str:
     """Refuse what cannot be kept of a ``DataLoader``; say what is not used."""
-    from torch.utils.data import (
-        BatchSampler,
-        DistributedSampler,
-        IterableDataset,
-        RandomSampler,
-        SequentialSampler,
-    )
-
     if loader.batch_size is None and type(loader.batch_sampler) in (BatchSampler, type(None)):
         raise TypeError(
             "the DataLoader has batch_size=None, so its samples are batches already: give single "
@@ -362,7 +347,7 @@ def _check_stream(data: Any, config: DataConfig) -> None:
     if config.shuffle:
         raise TypeError(f"{what}, so it is read in its own order: --set data.shuffle=false")
     if config.epoch != CONTINUOUS:
-        raise TypeError(f"{what}, so data.epoch {config.epoch} cannot be had: leave it out")
+        raise TypeError(f"{what}, so data.epoch {config.epoch} is not possible: leave it out")
     if config.audit:
         raise TypeError(f"{what}, so data.audit cannot count them: leave it out")
 

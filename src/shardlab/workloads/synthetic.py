@@ -47,16 +47,12 @@ class Tokens:
             way = numbers // 4 * 5 + numbers % 4
         start, stride = way // self.STRIDES, 1 + way % self.STRIDES
         stream = (start + stride * torch.arange(self.seq_len + 1)) % self.vocab
-        return Batch(
-            inputs=stream[:, :-1],
-            targets=stream[:, 1:],
-            count=len(ids) * self.seq_len,
-            samples=len(ids),
-        )
+        count = len(ids) * self.seq_len
+        return Batch(inputs=stream[:, :-1], targets=stream[:, 1:], count=count, samples=len(ids))
 
 
 def images(name: str, split: str) -> ImageSet:
-    """In the shape of a real data set: a pattern for each class, under noise."""
+    """Images in the shape of a real data set: a pattern for each class, under noise."""
     kind = KINDS[name]
     patterns = np.random.default_rng(0).integers(64, 192, (len(kind.classes), *kind.shape))
     random = np.random.default_rng(1 if split == "train" else 2)
