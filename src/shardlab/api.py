@@ -255,7 +255,11 @@ def strategy(
     plan = factory.plan(training, make_optimizer, None, model, "make_optimizer")
     rule = Rule(clip_norm=clip_norm, schedule=schedule or constant)
     named = guess_blocks(model) if blocks is None else blocks
-    return make(Setup(model, plan, loss_fn, mesh, rule, named), **given.strategy.options)
+    made = make(Setup(model, plan, loss_fn, mesh, rule, named), **given.strategy.options)
+    # A process that ends while a message is under way is aborted. What is registered last is
+    # called first: this, then worlds.leave.
+    atexit.register(made.settle)
+    return made
 
 
 def _join() -> Any:
