@@ -29,10 +29,10 @@ from shardlab import (
 )
 from shardlab import config as configs
 from shardlab import world as worlds
+from shardlab.checkpoint import course
 from shardlab.checkpoint import start as starts
 from shardlab.checkpoint.course import Saving, kept_rows
-from shardlab.checkpoint.fit import refuse_unfit
-from shardlab.checkpoint.start import Start
+from shardlab.checkpoint.start import Start, refuse_unfit
 from shardlab.config import LOSS_SCALE, Config, TrainingConfig
 from shardlab.data import audit as audits
 from shardlab.data import loader, sampler
@@ -476,14 +476,13 @@ def restore(
     audit: Audit | None,
 ) -> None:
     """The strategy as it was when the checkpoint was taken."""
-    from shardlab.checkpoint import during  # imports DCP, which others need not wait for
 
     def first_batches() -> Sequence[Batch]:
         order = data_order(workload, config)
         with closing(prepared(workload, config, world, order, start.step, depth=0)) as steps:
             return next(steps).microbatches
 
-    during.restore(start, strategy, world, config, audit, first_batches)
+    course.restore(start, strategy, world, config, audit, first_batches)
 
 
 def make_evaluation_act(
