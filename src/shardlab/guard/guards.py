@@ -31,7 +31,7 @@ class Guards:
             comm.LEDGER.check = self.sequence.check
 
     def after_step(self, step: int, strategy: Strategy) -> None:
-        """What is due after a step, before anything is evaluated or saved of it."""
+        """Check what is due after a step, before it is evaluated or saved."""
         self.done += 1
         config = self.config
         if self.sequence is not None:
@@ -44,7 +44,7 @@ class Guards:
             drift.check(strategy, self.world, step)
 
     def after_loop(self) -> None:
-        """No rank leaves the loop alone: its next calls would be paired with the others' step."""
+        """Wait for all ranks: the next calls of a rank alone would pair with the others' step."""
         if self.sequence is not None:
             self.sequence.exchange("left the loop", self.done)
 
@@ -64,13 +64,13 @@ class Guards:
 
 
 def refuse_unequal_data(workload: Workload, world: World) -> None:
-    """Ranks that count their samples differently would leave the loop at different times, and read
-    different samples under one number."""
+    """Refuse ranks that count their samples differently: they would leave the loop at different
+    times, and read different samples under one number."""
     lengths = world.gather(
         {
             "data": len(workload.dataset),
             "held-out data": None if workload.held_out is None else len(workload.held_out),
-            "identity": getattr(workload.dataset, "identity", None),  # of a short form's
+            "identity": getattr(workload.dataset, "identity", None),  # of iterable data
         }
     )
     if len({row["identity"] for row in lengths}) > 1:
