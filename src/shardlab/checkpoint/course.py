@@ -134,7 +134,7 @@ class Saving:
         self.recorder.checkpointed(outcome.row())
         if inject.ACTIVE is not None and outcome.error is None:
             assert self.recorder.folder is not None
-            written = self.recorder.folder / files.FOLDER / files.name_of(outcome.step)
+            written = files.path_of(self.recorder.folder, outcome.step)
             inject.ACTIVE.checkpoint_written(written, outcome.step)
 
     def last(self) -> dict[str, Any] | None:

@@ -29,6 +29,10 @@ def name_of(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def path_of(run: Path, step: int) -> Path:
+    return run / FOLDER / name_of(step)
+
+
 def steps_in(run: Path) -> dict[int, Path]:
     """The checkpoints of a run folder, by step, the newest first."""
     found = {}
@@ -56,12 +60,16 @@ def sweep(run: Path) -> None:
 def put_in_place(part: Path, final: Path) -> None:
     """Give a checkpoint its name. It replaces one of the same step from before a resume."""
     sync_folder(part)
-    old = final.with_name(f".{final.name}.old")
-    if final.exists():
-        final.rename(old)
+    old = set_aside(final) if final.exists() else None
     part.rename(final)
     sync_folder(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Rename what is to be removed: half removed, it must not be taken for a checkpoint."""
+    return checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.old"))
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Writing checkpoints while a run goes on: all ranks together, whole or not at all."""
+"""Writing checkpoints during a run: all ranks together, whole or not at all."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Checkpoints:
     def save_last(self, step: int, own: Mapping[str, Tensor]) -> None:
         """Save what a finished run leaves: it is read back, and written again if damaged.
 
-        Nobody would notice before the day when it is needed, and until now it can be made again.
+        Damage would show only on the day when it is needed; now it can still be repaired.
         """
         for attempt in range(1, TRIES + 1):
             self.save(step, own)
@@ -147,7 +147,7 @@ class Checkpoints:
             assert self.last is not None
             if self.last.error is not None:
                 return
-            damage = self.damage_of(files.name_of(step), trust=False)
+            damage = self.damage_of(step, trust=False)
             if damage is None:
                 return
             if attempt == TRIES:
@@ -180,8 +180,7 @@ class Checkpoints:
         start: float,
         held_up_s: float | None,  # None: the run waits for all of it
     ) -> Outcome:
-        rank, final = self.world.rank, self.run / files.FOLDER / files.name_of(step)
-        part = files.part_of(self.run, step)
+        rank, part = self.world.rank, files.part_of(self.run, step)
         written: dict[str, File] = {}
 
         def write() -> File | None:
@@ -191,12 +190,11 @@ class Checkpoints:
         def commit() -> None:
             if rank == 0:
                 write_manifest(part, make(files=written))
-                if inject.ACTIVE is not None:
-                    inject.ACTIVE.at("checkpoint", step - 1)
-                files.put_in_place(part, final)
+                inject.at("checkpoint", step - 1)
+                files.put_in_place(part, files.path_of(self.run, step))
 
-        if inject.ACTIVE is not None and rank:  # rank 0's turn is when it gives the name
-            inject.ACTIVE.at("checkpoint", step - 1)
+        if rank:  # rank 0's turn is when it gives the name
+            inject.at("checkpoint", step - 1)
         error = None
         try:
             found = enumerate(together(self._gather, write))
@@ -226,28 +224,25 @@ class Checkpoints:
         if self.world.rank:
             return
         for step in going:
-            # Under another name first: half removed, it must not be taken for a checkpoint.
-            path = self.run / files.FOLDER / files.name_of(step)
-            old = path.with_name(f".{path.name}.old")
+            path = files.path_of(self.run, step)
             try:
-                path.rename(old)
+                shutil.rmtree(files.set_aside(path), ignore_errors=True)
             except OSError as error:
                 self.notes.append(f"cannot remove {path}: {error.strerror}")
-            shutil.rmtree(old, ignore_errors=True)
 
     def _is_whole(self, step: int) -> bool:
-        damage = self.damage_of(files.name_of(step))
+        damage = self.damage_of(step)
         if damage is not None and self.world.rank == 0:
             self.notes.append(f"{damage}; it does not count among checkpoint.keep_last")
         return damage is None
 
-    def damage_of(self, name: str, trust: bool = True) -> str | None:
+    def damage_of(self, step: int, trust: bool = True) -> str | None:
         """What is wrong with a checkpoint of this run. Each rank reads its share. A collective.
 
         With ``trust`` a file that was read back before, and has not been changed since, is not read
         again: so each is read once.
         """
-        folder, world = self.run / files.FOLDER / name, self.world
+        folder, world = files.path_of(self.run, step), self.world
         found: dict[str, File] = {}
 
         def read() -> dict[str, File]:

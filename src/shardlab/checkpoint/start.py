@@ -135,9 +135,7 @@ def choose(config: Config, world: World, lock: RunLock) -> Start:
         return Start(None) if run is None else newest_good(run, world)
     path = agree(world, lambda: taken(files.find(wanted), lock))
     if files.is_checkpoint(path):
-        manifest = agree(world, lambda: manifests.read(path))
-        _verify(path, manifest, world)
-        return Start(None, path, manifest)
+        return Start(None, path, _read_whole(path, world))
     start = newest_good(path, world)
     if start.manifest is None:
         raise UsageError(f"no checkpoint of {path} is whole: {'; '.join(start.notes)}")
@@ -174,12 +172,9 @@ def newest_good(run: Path, world: World) -> Start:
     notes: list[str] = []
     for path in agree(world, lambda: list(files.steps_in(run).values())):
         try:
-            manifest = agree(world, lambda path=path: manifests.read(path))
-            _verify(path, manifest, world)
+            return Start(run, path, _read_whole(path, world), tuple(notes))
         except UsageError as error:
             notes.append(str(error))
-            continue
-        return Start(run, path, manifest, tuple(notes))
     return Start(run, notes=tuple(notes))
 
 
@@ -211,10 +206,12 @@ def together(gather: Callable[[Any], list[Any]], act: Callable[[], T]) -> list[T
     return [value for value, _ in found]
 
 
-def _verify(folder: Path, manifest: Manifest, world: World) -> None:
-    """Every file is read once, by one of the ranks."""
+def _read_whole(folder: Path, world: World) -> Manifest:
+    """A checkpoint's manifest, if all its files are whole. Each is read by one of the ranks."""
+    manifest: Manifest = agree(world, lambda: manifests.read(folder))
     mine = dict(list(manifest.files.items())[world.rank :: world.size])
     together(world.gather, lambda: manifests.verify(folder, mine))
+    return manifest
 
 
 # ------------------------------------------------------------------ does it fit?

@@ -85,9 +85,9 @@ def refuse_unequal_data(workload: Workload, world: World) -> None:
             by_length = {
                 n: [r for r, m in enumerate(found) if m == n] for n in dict.fromkeys(found)
             }
-            told = ", ".join(f"{names(ranks)}: {n or 0}" for n, ranks in by_length.items())
+            counts = ", ".join(f"{names(ranks)}: {n or 0}" for n, ranks in by_length.items())
             raise UsageError(
-                f"the ranks' {kind} sets have different lengths ({told} samples), so the ranks "
+                f"the ranks' {kind} sets have different lengths ({counts} samples), so the ranks "
                 "would not make the same steps; give every rank the whole data set: which samples "
                 "are a rank's own is shardlab's to decide"
             )

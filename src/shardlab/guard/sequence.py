@@ -78,10 +78,10 @@ class Sequence:
         difference = verdict.first_difference(recent)
         if difference is None:
             counts = {rank: calls for rank, (calls, _) in prints.items()}
-            told = ", ".join(f"rank {rank}: {calls}" for rank, calls in counts.items())
+            text = ", ".join(f"rank {rank}: {calls}" for rank, calls in counts.items())
             raise Halt(
                 STATE,
-                f"the ranks are out of step: they called different collectives ({told}), "
+                f"the ranks are out of step: they called different collectives ({text}), "
                 f"further back than the last {comm.REMEMBERED}; use guard.check_every 1",
                 details={"collectives": counts},
             )

@@ -230,6 +230,7 @@ class StoreReporter(Reporter):
         if limit_s is None or world.size > 64:
             self.tick_s = max(self.tick_s, world.size / 64)  # the store answers size² questions
         self.monitor = Monitor(limit_s, timeout_s)
+        self.others = [rank for rank in range(world.size) if rank != world.rank]
         self.present: set[int] = set()
         self.encode = msgspec.json.Encoder().encode
         self.decode = msgspec.json.Decoder(Seen | None).decode
@@ -239,7 +240,7 @@ class StoreReporter(Reporter):
         if seen is None:
             return
         self.monitor.see(seen)
-        for rank in range(self.world.size):
+        for rank in self.others:
             key = f"rank {rank}"
             if rank not in self.present and not self.store.check([key]):
                 continue
