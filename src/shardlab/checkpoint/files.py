@@ -137,13 +137,8 @@ def unfinished(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     for _, run in sorted(marked, reverse=True):
         if state_of(run).get("state") in (None, "finished") or is_running(run):
             continue
-        values = config_of(run)
-        if values is not None:
+        if (values := settings_in(run / "config.yaml")) is not None:
             yield run, values
-
-
-def config_of(run: Path) -> dict[str, Any] | None:
-    return settings_in(run / "config.yaml")
 
 
 def settings_in(path: Path) -> dict[str, Any] | None:

@@ -78,8 +78,8 @@ def settings_of(
         manifest = manifests.read(path)
         values, world = manifest.config, manifest.world
     else:
-        values = files.config_of(path) or {}
-        world = values.get("launch", {}).get("world")
+        values = files.settings_in(path / "config.yaml") or {}
+        world = setting(values, "launch", "world", None)
     base = {key: dict(value) for key, value in values.items() if isinstance(value, Mapping)}
     base.setdefault("launch", {})["world"] = world if keep_world else None
     for key in ("root", "dir"):
@@ -87,7 +87,7 @@ def settings_of(
     for section, key in (("model", "workload"), ("strategy", "name")):
         given, saved = (named or {}).get(section), base.get(section, {}).get(key)
         if given is None and ":" in str(saved):
-            flag = {"model": "--workload", "strategy": "--strategy"}[section]
+            flag = "--workload" if section == "model" else "--strategy"
             raise UsageError(
                 f"{path} was made with code of its own, {saved}, which is run only if you name it: "
                 f"{flag} {saved}"
