@@ -17,9 +17,11 @@ SHARDLAB = [sys.executable, "-m", "shardlab"]
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This environment, with the interpreter's own folder first on the path."""
+    """This environment, with the interpreter's own folder first on the path. What the tests share
+    can be imported: a test may name a strategy in its own file."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "COLUMNS": "120", **changes}
+    modules = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "tests")]))
+    return {**os.environ, "PATH": path, "PYTHONPATH": modules, "COLUMNS": "120", **changes}
 
 
 def run(

@@ -43,13 +43,13 @@ class Result:
     data: Mapping[str, Any]  # all of it: the content of the JSON file
     folder: Path  # where its files are
     rows: list[dict[str, Any]]  # the table's rows
-    text: tuple[RenderableType, ...]  # what is shown
+    shown: tuple[Any, ...]  # tables and lines, as rich draws them
     passed: bool = True  # everything ran and, where something was proved, it was right
 
     def __rich__(self) -> RenderableType:
         from rich.console import Group
 
-        return Group(*self.text)
+        return Group(*self.shown)
 
     def __str__(self) -> str:
         return self._drawn()[0]
@@ -270,7 +270,7 @@ def _join() -> Any:
 
     joined = launch.torchrun_environment()
     alone = {"rank": 0, "size": 1, "local_rank": 0, "local_size": 1}
-    place = alone if joined is None else joined
+    place: dict[str, Any] = alone if joined is None else joined
     atexit.register(worlds.leave)
     return worlds.join(LaunchConfig(), **place, store=None if joined else HashStore())
 

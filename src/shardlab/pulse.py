@@ -1,7 +1,7 @@
 """Where a rank is: a few attributes that the loop writes and the watchdog's thread reads.
 
-Each is written by one thread and read by another without a lock: a reader that is a moment late
-is no harm. To write one costs a tenth of a microsecond. No torch here.
+There is no lock: a reader that is a moment late does no harm. To write one costs a tenth of a
+microsecond. No torch here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Pulse:
 
     def reset(self) -> None:
         self.phase = BUILDING
-        self.step: int | None = None  # of the loop; none before the first
+        self.step: int | None = None  # of the loop; None before the first
         self.steps_done = 0
         self.beats = 0
         self.on_loop: Callable[[], None] | None = None  # called when the loop begins
@@ -48,7 +48,7 @@ class Pulse:
         self.enter(DATA)
 
     def at(self, phase: str) -> At:
-        """``with PULSE.at(EVALUATION):`` says what is done inside."""
+        """The phase of what is done inside: ``with PULSE.at(EVALUATION):``."""
         return At(phase)
 
     def enter(self, phase: str) -> None:
@@ -60,7 +60,7 @@ PULSE = Pulse()  # a rank is a process: one pulse
 
 
 class At:
-    """A phase, and afterwards the one before it. After an error it stays: that is where it was."""
+    """A phase, and afterwards the one before it. After an error it stays, to show where it was."""
 
     __slots__ = ("before", "phase")
 
@@ -100,3 +100,9 @@ class Call(NamedTuple):
         inside = [self.label] if self.label else []
         inside += [] if self.step is None else [f"step {self.step}"]
         return f"{self.name} ({', '.join(inside)})" if inside else self.name
+
+    @property
+    def kind(self) -> str:
+        """Equal for calls of two ranks that belong together. The label distinguishes calls of one
+        shape, which may come from two lines; where there is no label, the line does."""
+        return self.what if self.label else f"{self.what} {self.site}"

@@ -26,13 +26,13 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class RunLock:
-    """At most one folder's. ``take`` refuses where another process has it."""
+    """The lock of at most one folder. ``take`` refuses where another process has it."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None
-        self.token = secrets.token_hex(8)  # in the file, so that ranks can tell that it is this one
+        self.token = secrets.token_hex(8)  # in the file: ranks recognise the folder by it
         self._handle: int | None = None
-        # A process that this one forks (a data loader's worker) would keep the lock alive after us.
+        # A forked process (a data loader's worker) would keep the lock after this one has ended.
         os.register_at_fork(after_in_child=self._close)
 
     def __enter__(self) -> RunLock:
@@ -55,7 +55,7 @@ class RunLock:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in NO_LOCKS:
-                by = _read(folder)
+                by = table_in(folder / NAME)
                 os.close(handle)
                 if error.errno not in HELD:
                     raise
@@ -94,14 +94,15 @@ def is_held(folder: Path) -> bool | None:
 
 def token_in(folder: Path) -> str | None:
     """Which run has taken the folder, as this host sees it."""
-    with suppress(OSError):  # over NFS, to list a folder is to ask anew what is in it
+    with suppress(OSError):  # over NFS, listing the parent refreshes what this host knows of it
         list(folder.parent.iterdir())
-    token = _read(folder).get("token")
+    token = table_in(folder / NAME).get("token")
     return token if isinstance(token, str) else None
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def table_in(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if it cannot be read."""
     with suppress(OSError, ValueError):
-        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
         return content if isinstance(content, dict) else {}
     return {}

@@ -160,19 +160,19 @@ def fail_on(world: World, rank: int, folder: str, asynchronous: bool) -> list[An
     run(instance, world, range(1), 2)
     saver.save(1, {})
     saver.wait()
-    whole = storage.Writer._write
+    whole = storage.write
 
-    def full(self: Any, *_: Any) -> Any:
-        (self.folder / "rank9.safetensors").write_bytes(b"half")
+    def full(path: Path, *_: Any) -> Any:
+        (path.parent / "rank9.safetensors").write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device", "the file")
 
     try:
         if world.rank == rank:
-            storage.Writer._write = full  # type: ignore[method-assign]
+            storage.write = full
         saver.save(2, {})
         saver.wait()
     finally:
-        storage.Writer._write = whole  # type: ignore[method-assign]
+        storage.write = whole
     run(instance, world, range(1, 2), 2)  # the run goes on
     saver.save(3, {})
     saver.wait()

@@ -23,7 +23,7 @@ from shardlab.checkpoint import load as loading
 from shardlab.checkpoint import manifest as manifests
 from shardlab.checkpoint import show as showing
 from shardlab.checkpoint import start as starts
-from shardlab.checkpoint.during import own_state
+from shardlab.checkpoint.course import own_state
 from shardlab.checkpoint.save import About, Checkpoints
 from shardlab.checkpoint.start import Start
 from shardlab.config import CheckpointConfig, Config

@@ -113,25 +113,26 @@ def test_sizes_that_differ_unchecked_kill_a_rank(tmp_path: Path) -> None:
 def differ(world: World, how: str) -> str:
     """Two collectives, of which rank 1's second is another."""
     comm.LEDGER.reset()
-    checker = sequence.Sequence(world)
+    comm.LEDGER.check = sequence.Sequence(world).check
     odd = world.rank == 1
-    with checker.every_call():
-        comm.all_reduce(torch.ones(4), world.group, label="first")
-        try:
-            if how == "shape" and odd:
-                comm.all_reduce(torch.ones(5), world.group, label="second")
-            elif how == "dtype" and odd:
-                comm.all_reduce(torch.ones(4, dtype=torch.float64), world.group, label="second")
-            elif how == "reduction" and odd:
-                comm.all_reduce(torch.ones(4), world.group, op="max", label="second")
-            elif how == "op" and odd:
-                comm.broadcast(torch.ones(4), world.group, label="second")
-            elif how == "label" and odd:
-                comm.all_reduce(torch.ones(4), world.group, label="third")
-            else:
-                comm.all_reduce(torch.ones(4), world.group, label="second")
-        except Halt as halt:
-            return str(halt)
+    comm.all_reduce(torch.ones(4), world.group, label="first")
+    try:
+        if how == "shape" and odd:
+            comm.all_reduce(torch.ones(5), world.group, label="second")
+        elif how == "dtype" and odd:
+            comm.all_reduce(torch.ones(4, dtype=torch.float64), world.group, label="second")
+        elif how == "reduction" and odd:
+            comm.all_reduce(torch.ones(4), world.group, op="max", label="second")
+        elif how == "op" and odd:
+            comm.broadcast(torch.ones(4), world.group, label="second")
+        elif how == "label" and odd:
+            comm.all_reduce(torch.ones(4), world.group, label="third")
+        else:
+            comm.all_reduce(torch.ones(4), world.group, label="second")
+    except Halt as halt:
+        return str(halt)
+    finally:
+        comm.LEDGER.check = None
     return "nothing"
 
 

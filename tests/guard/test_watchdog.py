@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -108,11 +109,8 @@ def test_a_majority_is_right() -> None:
 
 
 def message(rank: int, tick: int, beats: int, steps_done: int = 5) -> dict[str, Any]:
-    return {
-        "rank": rank, "pid": 1, "host": "elsewhere", "fd": None, "tick": tick, "tick_s": 1.0,
-        "phase": "forward", "step": 5, "steps_done": steps_done, "beats": beats, "calls": 9,
-        "waits_for": None, "cpu": 0.0,
-    }  # fmt: skip
+    where = {"phase": "forward", "step": 5, "steps_done": steps_done, "calls": 9}
+    return {"seen": Seen(rank, tick=tick, beats=beats, pid=1, host="elsewhere", **where)}
 
 
 def test_a_slow_run_is_not_a_hung_one() -> None:
@@ -150,6 +148,22 @@ def test_ranks_that_are_done_cannot_hang() -> None:
     monitor.hear({"rank": 0, "end": True})
     now += 100
     assert monitor.hang() is None
+    # But another rank can, though the store still says that the first one is done.
+    monitor.hear(message(1, 1, 0))
+    for _ in range(3):
+        now += 2
+        monitor.hear({"rank": 0, "end": True})
+    halt = monitor.hang()
+    assert halt is not None
+    assert "rank 0: has left the loop" in str(halt.traceback)
+
+
+def test_a_report_survives_the_store() -> None:
+    frames = [Frame("mine.py", 12, "batch")]
+    told = seen(1, waits_for=call(17), threads={"MainThread": frames}, own={"entered": 3})
+    decoder = msgspec.json.Decoder(Seen | None)
+    assert decoder.decode(msgspec.json.encode(told)) == told
+    assert decoder.decode(msgspec.json.encode(None)) is None
 
 
 def test_a_limit_beyond_the_timeout_is_refused() -> None:

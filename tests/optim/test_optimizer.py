@@ -22,7 +22,7 @@ from shardlab import config as configs
 from shardlab import naming
 from shardlab.checkpoint import load as loading
 from shardlab.checkpoint import manifest as manifests
-from shardlab.checkpoint.during import own_state
+from shardlab.checkpoint.course import own_state
 from shardlab.checkpoint.save import About, Checkpoints
 from shardlab.checkpoint.start import Start
 from shardlab.config import OPTIMIZERS, CheckpointConfig, Config, TrainingConfig

@@ -5,16 +5,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from shardlab.checkpoint import files, storage
+from shardlab.checkpoint import files, parts, storage
 from shardlab.checkpoint import manifest as manifests
 from shardlab.checkpoint.manifest import MODEL, Manifest
-from shardlab.checkpoint.parts import Part
 from shardlab.checkpoint.save import write_manifest
 from shardlab.errors import UsageError, unknown
 from shardlab.workloads import gpt2, huggingface
@@ -25,18 +23,17 @@ IMPORTED = "imported"  # in the place of a strategy
 
 
 def export(checkpoint: Path, target: Path, form: str) -> int:
-    """The model of a checkpoint, whole, as a file (safetensors) or a folder; how many tensors."""
-    _check_format(form)
-    _refuse_existing(target)
+    """Write a checkpoint's whole model as a file (safetensors) or a folder; count its tensors."""
+    _check(form, target)
     manifest = manifests.read(checkpoint)
     manifests.verify(checkpoint, manifest.files)
     if form == HF_GPT2:
         shape = _gpt2_shape(checkpoint, manifest)
     state = storage.whole_tensors(checkpoint, manifest, MODEL)
     # As the model's state_dict(): with every name of a tied tensor, without what it leaves out.
-    state |= {name: state[first] for name, first in manifest.tied.items()}
-    for name in _left_out(manifest):
+    for name in manifest.unsaved:
         del state[name]
+    state |= {n: state[first] for n, first in manifest.tied.items() if first in state}
 
     def write(part: Path) -> None:
         if form == SAFETENSORS:
@@ -49,9 +46,8 @@ def export(checkpoint: Path, target: Path, form: str) -> int:
 
 
 def import_(source: Path, target: Path, form: str) -> int:
-    """A checkpoint of step 0 with these weights and no optimizer state; how many tensors."""
-    _check_format(form)
-    _refuse_existing(target)
+    """Write a checkpoint of step 0 with these weights and no optimizer; count its tensors."""
+    _check(form, target)
     config: dict[str, Any] = {}
     if form == HF_GPT2:
         if not source.is_dir():
@@ -74,33 +70,24 @@ def import_(source: Path, target: Path, form: str) -> int:
         raise UsageError(f"{source} holds no tensors")
 
     def write(part: Path) -> None:
-        def commit(tensors: Any, numbers: Any, written: Any) -> None:
-            manifest = Manifest(
-                step=0, strategy=IMPORTED, world=0, config=config, samples=None, update={},
-                numbers=numbers, tensors=tensors, files=written,
-                created=datetime.now(UTC).isoformat(timespec="seconds"),
-            )  # fmt: skip
-            write_manifest(part, manifest)
-
-        parts = {MODEL + name: Part(t.shape, 0, t.reshape(-1)) for name, t in state.items()}
-        storage.save_alone(parts, storage.Writer(part, commit))
+        held = {MODEL + name: parts.Part(t.shape, 0, t.reshape(-1)) for name, t in state.items()}
+        tensors, _ = parts.plan([parts.offers_of(held)])
+        pieces = [(name, 0, p.values) for name, p in held.items() if len(p.values)]
+        part.mkdir(exist_ok=True)
+        name = parts.file_of(0)
+        manifest = Manifest(
+            step=0, strategy=IMPORTED, world=0, config=config, samples=None, update={}, numbers={},
+            tensors=tensors, files={name: storage.write(part / name, pieces)} if pieces else {},
+        )  # fmt: skip
+        write_manifest(part, manifest)
 
     _whole_or_not_at_all(target, write)
     return len(state)
 
 
-def _left_out(manifest: Manifest) -> list[str]:
-    """What is no part of the model's state_dict, under all of its names."""
-    others = [name for name, first in manifest.tied.items() if first in manifest.unsaved]
-    return [*manifest.unsaved, *others]
-
-
-def _check_format(form: str) -> None:
+def _check(form: str, target: Path) -> None:
     if form not in FORMATS:
         raise unknown("format", form, FORMATS)
-
-
-def _refuse_existing(target: Path) -> None:
     if target.exists():
         raise UsageError(f"{target} exists; choose another name")
 

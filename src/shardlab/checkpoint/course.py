@@ -1,26 +1,33 @@
-"""A run's checkpoints, as the loop meets them.
-
-Apart from ``during``, which imports DCP: a run without checkpoints need not wait for that.
-"""
+"""A run's checkpoints, as the loop meets them: to begin where another run stopped, and to save."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from shardlab import pulse
+from shardlab import world as worlds
+from shardlab.checkpoint import files, rng
+from shardlab.checkpoint.load import load
+from shardlab.checkpoint.manifest import inside
+from shardlab.checkpoint.save import About, Checkpoints, Outcome
+from shardlab.checkpoint.start import Start
 from shardlab.config import Config
 from shardlab.data.audit import Audit
+from shardlab.faults import inject
 from shardlab.files import read_jsonl
 from shardlab.guard.guards import Guards
+from shardlab.strategies import steps
 from shardlab.strategies.base import Strategy
-from shardlab.workloads.base import Workload
+from shardlab.workloads.base import Batch, Workload
 from shardlab.world import World
 
 if TYPE_CHECKING:
-    from shardlab.checkpoint.save import Checkpoints
     from shardlab.run.recorder import Recorder
 
 
@@ -30,9 +37,49 @@ def kept_rows(folder: Path, world: World) -> list[dict[str, Any]]:
     return rows if len(set(world.gather(len(rows)))) == 1 else []
 
 
+def restore(
+    start: Start,
+    strategy: Strategy,
+    world: World,
+    config: Config,
+    audit: Audit | None,
+    rehearse: Callable[[], Sequence[Batch]],
+) -> None:
+    """Model, optimizer, schedule, scaler, random states and notes as they were. A collective."""
+    assert start.manifest is not None
+    is_over = start.step >= config.training.steps
+    if strategy.LEARNS_LAYOUT and world.size > 2 and not is_over:
+        # DDP lays its buckets out anew after its first step, and the order in which more than two
+        # ranks' gradients are added depends on that: so it makes its first step before the load.
+        strategy.gradients(rehearse())
+        steps.drop_gradients(strategy.params)
+    own = load(start, strategy, world, config)
+    if own:
+        rng.put(inside(own[min(own)], "rng/"), world.device)
+    else:  # this rank is new: it must not draw again what it drew before the first checkpoint
+        worlds.seed_rank(config.training.seed, world.rank, start.step)
+    is_same = (start.manifest.strategy, start.manifest.world) == (config.strategy.name, world.size)
+    if is_same:
+        strategy.load_own_state(inside(own[world.rank], "strategy/"))
+    if audit is not None:
+        audit.steps = start.manifest.step
+        for of_rank in own.values():
+            if notes := inside(of_rank, "audit/"):
+                audit.add({name: tensor.numpy() for name, tensor in notes.items()})
+
+
+def own_state(strategy: Strategy, device: torch.device, audit: Audit | None) -> dict[str, Tensor]:
+    """What is this rank's alone."""
+    own = {f"rng/{name}": tensor for name, tensor in rng.get(device).items()}
+    own |= {f"strategy/{name}": tensor for name, tensor in strategy.own_state().items()}
+    if audit is not None:
+        arrays: dict[str, Any] = audit.state()
+        own |= {f"audit/{n}": torch.from_numpy(np.ascontiguousarray(a)) for n, a in arrays.items()}
+    return own
+
+
 class Saving:
-    """The run's checkpoints: what the loop calls after each step. ``config.checkpoint.every`` None:
-    there are none."""
+    """What the loop calls after each step. Without ``config.checkpoint.every`` it saves nothing."""
 
     def __init__(
         self,
@@ -50,15 +97,15 @@ class Saving:
         self.finished = self.saved = recorder.first  # steps
         self.checkpoints: Checkpoints | None = None
         if self.every is not None:
-            from shardlab.checkpoint import during
-
             assert recorder.folder is not None
-            self.checkpoints = during.checkpoints_of(
-                recorder.folder, config, workload, world, strategy, recorder, guards
+            again = config.with_overrides({"output.dir": None, "checkpoint.resume": None})
+            about = About(again.to_dict(), config.strategy.name, len(workload.dataset))
+            self.checkpoints = Checkpoints(
+                recorder.folder, config.checkpoint, world, strategy, about, self._done, guards
             )
 
     def after_step(self, step: int, _loss: Tensor) -> None:
-        """A checkpoint, if one is due."""
+        """Save if a checkpoint is due."""
         self.finished = step + 1
         is_last = self.finished == self.total
         if self.every is not None and (is_last or self.finished % self.every == 0):
@@ -75,11 +122,23 @@ class Saving:
             self.checkpoints.wait()
 
     def _save(self, is_last: bool) -> None:
-        from shardlab.checkpoint import during
-
-        assert self.checkpoints is not None
-        during.save(self.checkpoints, self.recorder, self.audit, self.finished, is_last)
+        """The rows of its steps are in their files before the checkpoint. The last checkpoint is
+        waited for and read back."""
+        checkpoints = self.checkpoints
+        assert checkpoints is not None
+        self.recorder.flush()
+        write = checkpoints.save_last if is_last else checkpoints.save
+        with pulse.PULSE.at(pulse.CHECKPOINT):
+            own = own_state(checkpoints.strategy, checkpoints.world.device, self.audit)
+            write(self.finished, own)
         self.saved = self.finished
+
+    def _done(self, outcome: Outcome) -> None:
+        self.recorder.checkpointed(outcome.row())
+        if inject.ACTIVE is not None and outcome.error is None:
+            assert self.recorder.folder is not None
+            written = files.path_of(self.recorder.folder, outcome.step)
+            inject.ACTIVE.checkpoint_written(written, outcome.step)
 
     def last(self) -> dict[str, Any] | None:
         """How the last checkpoint went."""

@@ -1,12 +1,11 @@
-"""Where checkpoints lie, which are kept, and which run goes on. No torch.
+"""Where checkpoints lie, which are kept, and which run can be continued. No torch.
 
 ``<run folder>/checkpoints/step-000042/``. While it is written its name is ``.step-000042.part``; it
-gets its own when every file is on the disk, by a rename. So whatever has the name is whole.
+is renamed when every file is on the disk. So a folder with the final name is whole.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -28,6 +27,10 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 def name_of(step: int) -> str:
     return f"step-{step:06d}"
+
+
+def path_of(run: Path, step: int) -> Path:
+    return run / FOLDER / name_of(step)
 
 
 def steps_in(run: Path) -> dict[int, Path]:
@@ -55,18 +58,22 @@ def sweep(run: Path) -> None:
 
 
 def put_in_place(part: Path, final: Path) -> None:
-    """Give a checkpoint its name. One of the same step, from before a resume, gives way."""
+    """Give a checkpoint its name. It replaces one of the same step from before a resume."""
     sync_folder(part)
-    old = final.with_name(f".{final.name}.old")
-    if final.exists():
-        final.rename(old)
+    old = set_aside(final) if final.exists() else None
     part.rename(final)
     sync_folder(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Rename what is to be removed: half removed, it must not be taken for a checkpoint."""
+    return checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.old"))
 
 
 def sync_folder(folder: Path) -> None:
-    """A new name is on the disk only when its folder is."""
+    """Bring a folder to the disk: a new name is there only when its folder is."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -91,31 +98,25 @@ def to_remove(
     return [step for step in reversed(newest_first) if not keep_every or step % keep_every]
 
 
-# ------------------------------------------------------------------ which run goes on
+# ------------------------------------------------------------------ which run can be continued
 
 
 def state_of(run: Path) -> dict[str, Any]:
-    """What ``status.json`` says; nothing, if there is none or it is no such file."""
-    try:
-        content = json.loads((run / "status.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    """What ``status.json`` says; empty if it cannot be read."""
+    return runlock.table_in(run / "status.json")
 
 
 def is_running(run: Path) -> bool:
-    """Whether the run goes on, as far as can be seen from this host."""
+    """Whether the run is still alive, as far as can be seen from this host."""
     status = state_of(run)
     if status.get("state") != "running":
         return False
     if (is_held := runlock.is_held(run)) is not None:
         return is_held
-    if status.get("host") != socket.gethostname():
-        return False
     pids = status.get("pids")
-    return isinstance(pids, list) and any(
-        isinstance(pid, int) and pid != os.getpid() and _is_alive(pid) for pid in pids
-    )
+    if status.get("host") != socket.gethostname() or not isinstance(pids, list):
+        return False
+    return any(isinstance(pid, int) and pid != os.getpid() and _is_alive(pid) for pid in pids)
 
 
 def _is_alive(pid: int) -> bool:
@@ -125,7 +126,7 @@ def _is_alive(pid: int) -> bool:
         return False
     except PermissionError:
         return True
-    with suppress(OSError):  # ended, and waiting to be noticed
+    with suppress(OSError):  # it may have ended, with a parent that has not noticed
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return True
 
@@ -136,17 +137,12 @@ def unfinished(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     for _, run in sorted(marked, reverse=True):
         if state_of(run).get("state") in (None, "finished") or is_running(run):
             continue
-        values = config_of(run)
-        if values is not None:
+        if (values := settings_in(run / "config.yaml")) is not None:
             yield run, values
 
 
-def config_of(run: Path) -> dict[str, Any] | None:
-    return settings_in(run / "config.yaml")
-
-
 def settings_in(path: Path) -> dict[str, Any] | None:
-    """What a YAML file says; none, if it is no such file."""
+    """What a YAML file says; None if it cannot be read."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from shardlab import config as configs
-from shardlab.checkpoint import parts, planning, storage
-from shardlab.checkpoint.fit import refuse_other_model
-from shardlab.checkpoint.manifest import MODEL, OWN, Manifest
-from shardlab.checkpoint.save import cause
-from shardlab.checkpoint.start import Start
+from shardlab.checkpoint import parts, storage
+from shardlab.checkpoint.manifest import MODEL, OWN, Manifest, inside
+from shardlab.checkpoint.start import Start, together
 from shardlab.config import Config
 from shardlab.errors import UsageError
 from shardlab.strategies.base import Strategy
@@ -34,55 +29,81 @@ def load(start: Start, strategy: Strategy, world: World, config: Config) -> Own:
     manifest, folder = start.manifest, start.checkpoint
     assert manifest is not None
     assert folder is not None
-    tied = parts.tied_names(strategy)
-    saved = {
-        n: (t.shape, parts.kind_of(getattr(torch, t.dtype))) for n, t in manifest.model().items()
-    }
-    expected = parts.expected_model(strategy)
-    for name in parts.unsaved_names(strategy):
-        if name not in saved:  # an exported state_dict has not got it: it stays as it was made
-            del expected[name]
-    refuse_other_model(start, saved, expected, tied)
-    _refuse_untied(folder, manifest, tied)
+    refuse_other_model(start, strategy)
     places = parts.Places(strategy, manifest)
-    own: Own = {}
     wanted = dict(places.parts)
+    own: Own = {}
     for rank in range(world.rank, manifest.world, world.size):
-        own[rank] = {}
-        for name, entry in manifest.own(rank).items():
-            tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-            own[rank][name.removeprefix(f"{OWN}{rank}/")] = tensor
-            wanted[name] = parts.Part(tensor.shape, 0, tensor.view(-1))
-    try:
-        dcp.load(
-            wanted,
-            storage_reader=storage.Reader(folder, manifest),
-            planner=planning.Loading(),
-            process_group=world.group,
-        )
-    except dcp.CheckpointException as failed:
-        reason = cause(failed)
-        if isinstance(reason, UsageError):
-            raise reason from None
-        raise RuntimeError(f"cannot load {folder}: {reason!r}") from failed
+        prefix = f"{OWN}{rank}/"
+        own[rank] = {
+            name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            for name, entry in inside(manifest.tensors, prefix).items()
+        }
+        wanted |= {prefix + n: parts.Part(t.shape, 0, t.view(-1)) for n, t in own[rank].items()}
+    together(world.gather, lambda: storage.fill(folder, manifest, wanted))
     places.settle(_update_of(manifest, config))
     return own
 
 
-def _refuse_untied(folder: Path, manifest: Manifest, tied: Mapping[str, str]) -> None:
-    """Weights from elsewhere may have a tied tensor under each of its names: all must be equal."""
-    names = {n: first for n, first in tied.items() if MODEL + n in manifest.tensors}
-    for name, first in names.items():
-        ours, other = (storage.whole_tensor(folder, manifest, MODEL + n) for n in (first, name))
-        if huggingface.raw(ours) != huggingface.raw(other):
-            raise UsageError(
-                f"{folder} is of another model: '{name}' and '{first}' are one tensor here, and "
-                "differ there"
-            )
+def refuse_other_model(start: Start, strategy: Strategy) -> None:
+    """Refuse a checkpoint whose tensors are not the model's, with what is different."""
+    manifest, folder = start.manifest, start.checkpoint
+    assert manifest is not None
+    assert folder is not None
+    tied, saved = parts.tied_names(strategy), manifest.model()
+    model = strategy.model
+    here = dict((*model.named_parameters(), *model.named_buffers()))  # shards have whole shapes
+    for name in parts.unsaved_names(strategy):
+        if name not in saved:  # an exported state_dict does not have it: it stays as it was made
+            del here[name]
+    missing = sorted(here.keys() - saved.keys())
+    extra = sorted(saved.keys() - here.keys() - tied.keys())
+    both = [(name, saved[name], here[name]) for name in sorted(here.keys() & saved.keys())]
+    shapes = [(name, _shape(was.shape), _shape(now.shape)) for name, was, now in both]
+    kinds = [
+        (name, parts.kind_of(getattr(torch, was.dtype)), parts.kind_of(now.dtype))
+        for name, was, now in both
+    ]
+    other = [
+        f"'{name}' is {was} there and {now} here"
+        for name, was, now in (*shapes, *kinds)
+        if was != now
+    ]
+    found = [
+        *([f"it lacks {_names(missing)}"] if missing else []),
+        *([f"it has {_names(extra)} besides"] if extra else []),
+        *other[:3],
+        *([f"and {len(other) - 3} more differ"] if len(other) > 3 else []),
+    ]
+    if not found:
+        found = [
+            f"'{name}' and '{first}' are one tensor here, and differ there"
+            for name, first in tied.items()
+            if name in saved and not _are_equal(start, name, first)
+        ]
+    if found:
+        raise UsageError(f"{folder} is of another model: {'; '.join(found)}")
+
+
+def _are_equal(start: Start, *names: str) -> bool:
+    """Weights from elsewhere may have a tied tensor under each of its names."""
+    assert start.manifest is not None
+    assert start.checkpoint is not None
+    state = storage.whole(start.checkpoint, start.manifest, [MODEL + name for name in names])
+    return len({bytes(huggingface.raw(tensor)) for tensor in state.values()}) == 1
+
+
+def _names(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:3])
+    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "a number"
 
 
 def _update_of(manifest: Manifest, config: Config) -> dict[str, Any]:
-    """The update's own state. A loss scale is fp16's: from and to another precision it is new."""
+    """The update's own state. The loss scale belongs to fp16: with another precision it is new."""
     was = manifest.config.get("precision", {}).get("compute")
     state = {"steps": manifest.step, "good_steps": 0, "scale": 1.0, **manifest.update}
     if was != config.precision.compute:

@@ -1,4 +1,4 @@
-"""``checkpoint.json``: what a checkpoint holds and where. Read and checked without torch.
+"""``checkpoint.json``: what a checkpoint holds and where. It is read and checked without torch.
 
 The file is ``{"sha256": …, "checkpoint": {…}}``: the sum covers the rest, which has the sum of
 every other file. So a flipped bit anywhere is found, and named by its file.
@@ -8,95 +8,104 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from shardlab.errors import UsageError
 
 SCHEMA = 1
 NAME = "checkpoint.json"
-# What the names of tensors begin with. Own are a rank's alone: own/<rank>/rng/torch.
+# The prefixes of tensor names. Own tensors belong to one rank: own/<rank>/rng/torch.
 MODEL, OPTIMIZER, OWN = "model/", "optimizer/", "own/"
-_FILE = re.compile(r"rank\d+\.safetensors")
-_DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
-           "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool",
-           "complex64", "complex128")  # fmt: skip
+Count = Annotated[int, Meta(ge=0)]
+FileName = Annotated[str, Meta(pattern=r"^rank\d+\.safetensors\Z")]
+Dtype = Literal[
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
+    "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool",
+    "complex64", "complex128",
+]  # fmt: skip
+T = TypeVar("T")
 
 
 class Damaged(UsageError):
     """A checkpoint that cannot be trusted; the message names the file."""
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """A run of a tensor's elements, in the order of the flattened whole, and where it is."""
+class Chunk(NamedTuple):
+    """Consecutive elements of a flattened tensor, and the file that has them."""
 
-    start: int
-    length: int
+    start: Count
+    length: Count
     file: str
 
 
 @dataclass(frozen=True)
 class Tensor:
-    shape: tuple[int, ...]
-    dtype: str  # as torch calls it: float32
+    shape: tuple[Count, ...]
+    dtype: Dtype  # as torch calls it
     chunks: tuple[Chunk, ...]
 
     @property
     def size(self) -> int:
-        size = 1
-        for length in self.shape:
-            size *= length
-        return size
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class File:
-    size: int
+    size: Count
     sha256: str
 
 
 @dataclass(frozen=True)
 class Manifest:
-    step: int  # finished: the run goes on with this number
+    """What ``checkpoint.json`` says; to make one checks that its parts fit together."""
+
+    step: Count  # steps that are finished: the run continues with this number
     strategy: str
-    world: int
+    world: Count
     config: dict[str, Any]
-    samples: int | None  # of the data set; none: not known (imported)
+    samples: Count | None  # of the data set; None: not known (imported)
     update: dict[str, Any]  # steps taken, loss scale
     numbers: dict[str, float]  # of the optimizer: optimizer/<parameter>/<key>
     tensors: dict[str, Tensor]
-    files: dict[str, File]
+    files: dict[FileName, File]
     created: str = ""
-    # Other names of a tied tensor, each with the name that it is under here; and buffers that are
-    # no part of the model's state_dict (persistent=False). An export needs both.
+    # Other names of a tied tensor, each with the name that it has here; and buffers that are no
+    # part of the model's state_dict (persistent=False). An export needs both. Older checkpoints
+    # have neither.
     tied: dict[str, str] = field(default_factory=dict)
     unsaved: tuple[str, ...] = ()
 
-    def model(self) -> dict[str, Tensor]:
-        return {
-            name.removeprefix(MODEL): tensor
-            for name, tensor in self.tensors.items()
-            if name.startswith(MODEL)
-        }
+    def __post_init__(self) -> None:
+        for name in (*self.tied.values(), *self.unsaved):
+            if MODEL + name not in self.tensors:
+                raise ValueError(f"there is no '{name}' in it")
+        for name, tensor in self.tensors.items():
+            position = 0
+            for chunk in sorted(tensor.chunks):
+                if chunk.file not in self.files:
+                    raise ValueError(f"'{name}' is in '{chunk.file}', which it does not list")
+                if chunk.start != position:
+                    raise ValueError(f"'{name}' from {position} on is missing, or is there twice")
+                position += chunk.length
+            if position != tensor.size:
+                raise ValueError(f"'{name}' has {position} elements, not {tensor.size}")
 
-    def own(self, rank: int) -> dict[str, Tensor]:
-        """What was a rank's alone: its random states, its notes of the data, its strategy's."""
-        prefix = f"{OWN}{rank}/"
-        return {n: t for n, t in self.tensors.items() if n.startswith(prefix)}
+    def model(self) -> dict[str, Tensor]:
+        return inside(self.tensors, MODEL)
 
     def optimizer_keys(self) -> dict[str, dict[str, float | None]]:
         """The optimizer's state of each parameter by key: a number, or None for a tensor."""
         found: dict[str, dict[str, float | None]] = {}
-        for name in self.tensors:
-            if name.startswith(OPTIMIZER):
-                parameter, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
-                found.setdefault(parameter, {})[key] = None
-        for name, value in self.numbers.items():
-            parameter, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
+        state = {**dict.fromkeys(self.tensors), **self.numbers}
+        for name, value in inside(state, OPTIMIZER).items():
+            parameter, _, key = name.rpartition("/")
             found.setdefault(parameter, {})[key] = value
         return found
 
@@ -105,29 +114,13 @@ class Manifest:
         return sum(file.size for file in self.files.values())
 
     def to_json(self) -> str:
-        body = {
-            "schema": SCHEMA,
-            "step": self.step,
-            "created": self.created,
-            "strategy": self.strategy,
-            "world": self.world,
-            "config": self.config,
-            "samples": self.samples,
-            "update": self.update,
-            "numbers": self.numbers,
-            "tensors": {
-                name: {
-                    "shape": list(t.shape),
-                    "dtype": t.dtype,
-                    "chunks": [[c.start, c.length, c.file] for c in t.chunks],
-                }
-                for name, t in self.tensors.items()
-            },
-            "tied": self.tied,
-            "unsaved": list(self.unsaved),
-            "files": {name: {"size": f.size, "sha256": f.sha256} for name, f in self.files.items()},
-        }
+        body = {"schema": SCHEMA, **msgspec.to_builtins(self)}
         return json.dumps({"sha256": _sum_of(body), "checkpoint": body}, indent=1) + "\n"
+
+
+def inside(named: Mapping[str, T], prefix: str) -> dict[str, T]:
+    """What has a name that begins with the prefix, by the rest of its name."""
+    return {n.removeprefix(prefix): value for n, value in named.items() if n.startswith(prefix)}
 
 
 def _sum_of(body: Mapping[str, Any]) -> str:
@@ -136,96 +129,28 @@ def _sum_of(body: Mapping[str, Any]) -> str:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder. Its own sum is checked, the files' are not yet."""
+    """The manifest of a checkpoint folder. Its own sum is checked, those of files are not."""
     path = folder / NAME
     try:
-        text = path.read_text(encoding="utf-8")
+        content = json.loads(path.read_text(encoding="utf-8"))
+        body = content["checkpoint"]
+        if body["schema"] != SCHEMA:
+            raise UsageError(f"{path} has the schema {body['schema']!r}; this is for {SCHEMA}")
+        if _sum_of(body) != content["sha256"]:
+            raise Damaged(f"{path} is damaged: its checksum does not match")
+        return msgspec.convert(body, Manifest)
     except FileNotFoundError:
         raise UsageError(f"{folder} is no checkpoint: it has no {NAME}") from None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise Damaged(f"{path} is damaged: it is not text") from None
-    try:
-        content = json.loads(text)
-        body = content["checkpoint"]
-        if body["schema"] != SCHEMA:
-            raise UsageError(f"{path} has the schema {body['schema']!r}; this is for {SCHEMA}")
-        if _sum_of(body) != content["sha256"]:
-            raise Damaged(f"{path} is damaged: its checksum does not match")
-        return _parse(body)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{path} is damaged: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return "it is not whole JSON"
-    if isinstance(error, KeyError):
-        return f"{error} is missing"
-    return str(error)
-
-
-def _parse(body: Mapping[str, Any]) -> Manifest:
-    files = {
-        _typed(name, str): File(_count(f["size"]), _typed(f["sha256"], str))
-        for name, f in body["files"].items()
-    }
-    for name in files:
-        if not _FILE.fullmatch(name):
-            raise ValueError(f"'{name}' is no name of a file in a checkpoint")
-    samples = body["samples"]
-    tensors = {name: _tensor(name, t, files) for name, t in body["tensors"].items()}
-    tied = _typed(body.get("tied", {}), dict)  # older checkpoints do not say
-    unsaved = _typed(body.get("unsaved", []), list)
-    for name in (*tied.values(), *unsaved):
-        if MODEL + _typed(name, str) not in tensors:
-            raise ValueError(f"there is no '{name}' in it")
-    return Manifest(
-        step=_count(body["step"]),
-        strategy=_typed(body["strategy"], str),
-        world=_count(body["world"]),
-        config=_typed(body["config"], dict),
-        samples=None if samples is None else _count(samples),
-        update=_typed(body["update"], dict),
-        numbers={name: float(value) for name, value in body["numbers"].items()},
-        tensors=tensors,
-        files=files,
-        created=_typed(body["created"], str),
-        tied=tied,
-        unsaved=tuple(unsaved),
-    )
-
-
-def _tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, File]) -> Tensor:
-    chunks = []
-    for start, length, file in entry["chunks"]:
-        if file not in files:
-            raise ValueError(f"'{name}' is in '{file}', which is not of this checkpoint")
-        chunks.append(Chunk(_count(start), _count(length), file))
-    tensor = Tensor(tuple(_count(n) for n in entry["shape"]), entry["dtype"], tuple(chunks))
-    if tensor.dtype not in _DTYPES:
-        raise ValueError(f"'{name}' is of the dtype {tensor.dtype!r}, which is unknown")
-    position = 0
-    for chunk in sorted(chunks, key=lambda c: c.start):
-        if chunk.start != position:
-            raise ValueError(f"of '{name}' the elements from {position} on are not there, or twice")
-        position += chunk.length
-    if position != tensor.size:
-        raise ValueError(f"of '{name}' there are {position} elements, not {tensor.size}")
-    return tensor
-
-
-def _typed(value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        raise TypeError(f"{value!r} is no {kind.__name__}")
-    return value
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise TypeError(f"{value!r} is no count")
-    return value
+    except json.JSONDecodeError:
+        raise Damaged(f"{path} is damaged: it is not whole JSON") from None
+    except KeyError as error:
+        raise Damaged(f"{path} is damaged: {error} is missing") from None
+    except (TypeError, ValueError, RecursionError, msgspec.ValidationError) as error:
+        raise Damaged(f"{path} is damaged: {error}") from None
 
 
 def verify(folder: Path, files: Mapping[str, File]) -> None:

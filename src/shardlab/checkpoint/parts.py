@@ -8,7 +8,7 @@ by any other: each rank reads the runs that it will hold.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardlab.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
+from shardlab.checkpoint.manifest import MODEL, OPTIMIZER, Chunk, Manifest
+from shardlab.checkpoint.manifest import Tensor as Entry
 from shardlab.errors import UsageError
 from shardlab.strategies import steps
 from shardlab.strategies.base import Strategy
@@ -32,6 +33,14 @@ class Part:
     start: int  # in the flattened whole
     values: Tensor  # (length,)
 
+    @property
+    def end(self) -> int:
+        return self.start + len(self.values)
+
+    def between(self, start: int, end: int) -> Tensor:
+        """Some of its elements, by their places in the flattened whole: (end - start,)."""
+        return self.values[start - self.start : end - self.start]
+
 
 class Span(NamedTuple):
     """Some elements of a tensor."""
@@ -41,14 +50,53 @@ class Span(NamedTuple):
     end: int
 
 
+class Offer(NamedTuple):
+    """What a rank could write of a tensor."""
+
+    start: int
+    end: int
+    shape: tuple[int, ...]  # of the whole
+    dtype: Any  # its name, as in a manifest
+
+
 Parts = dict[str, Part]
 Numbers = dict[str, float]
 
 
-def share_out(held: Sequence[Mapping[str, tuple[int, int]]]) -> list[list[Span]]:
-    """Who writes what: each element goes to exactly one of the ranks that hold it.
+# ------------------------------------------------------------------ who writes what
 
-    ``held`` is, of each rank, the start and end of its part of each tensor. What several ranks hold
+
+def offers_of(held: Parts) -> dict[str, Offer]:
+    return {
+        name: Offer(p.start, p.end, tuple(p.shape), str(p.values.dtype).removeprefix("torch."))
+        for name, p in held.items()
+    }
+
+
+def plan(offers: Sequence[Mapping[str, Offer]]) -> tuple[dict[str, Entry], list[list[Span]]]:
+    """From what each rank offers: the checkpoint's tensors, and what each rank writes."""
+    shares = share_out([{name: offer[:2] for name, offer in rank.items()} for rank in offers])
+    tensors: dict[str, Entry] = {}
+    for rank, (held, share) in enumerate(zip(offers, shares, strict=True)):
+        for name, offer in held.items():
+            tensors.setdefault(name, Entry(offer.shape, offer.dtype, ()))
+        for name, start, end in share:
+            chunks = (*tensors[name].chunks, Chunk(start, end - start, file_of(rank)))
+            tensors[name] = replace(tensors[name], chunks=chunks)
+    for name, tensor in tensors.items():
+        if sum(chunk.length for chunk in tensor.chunks) != tensor.size:
+            raise RuntimeError(f"no rank holds all of '{name}': the strategy's slots() are wrong")
+    return tensors, shares
+
+
+def file_of(rank: int) -> str:
+    return f"rank{rank}.safetensors"
+
+
+def share_out(held: Sequence[Mapping[str, tuple[int, int]]]) -> list[list[Span]]:
+    """Each element goes to exactly one of the ranks that hold it.
+
+    ``held`` has, for each rank, start and end of its part of each tensor. What several ranks hold
     alike is laid end to end and cut evenly: n replicas write one n-th each, not n copies.
     """
     alike: dict[tuple[int, ...], list[Span]] = {}
@@ -81,7 +129,7 @@ def held_by(strategy: Strategy) -> tuple[Parts, Numbers, dict[str, Any]]:
     """This rank's parts of tensors, the optimizer's numbers and the update's. A collective."""
     slots = strategy.slots()
     steps.broadcast_buffers(strategy.model, strategy.group)  # rank 0's are right
-    parts = {MODEL + slot.name: _part(slot, slot.tensor) for slot in slots.model}
+    parts = {MODEL + s.name: Part(s.shape, s.start, _flat(s.tensor)) for s in slots.model}
     numbers: Numbers = {}
     for parameter, slot in slots.trained.items():
         for key, value in slots.optimizer.state.get(parameter, {}).items():
@@ -91,25 +139,24 @@ def held_by(strategy: Strategy) -> tuple[Parts, Numbers, dict[str, Any]]:
             if _is_number(key, value, len(slot.shape)):
                 numbers[name] = _number(name, value)
             elif value.shape == parameter.shape:
-                parts[name] = _part(slot, value)
-            else:  # a factor of it, say: each rank that has the parameter whole has that whole
+                parts[name] = Part(slot.shape, slot.start, _flat(value))
+            else:  # a factor of it, for example, which is whole where the parameter is
                 _refuse_cut(slot, parameter, name)
                 parts[name] = Part(value.shape, 0, _flat(value))
     return parts, numbers, strategy.update.state_dict()
 
 
-def _part(slot: Slot, tensor: Tensor) -> Part:
-    return Part(slot.shape, slot.start, _flat(tensor))
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().reshape(-1)
+    return _local(tensor).reshape(-1)
 
 
 def _is_number(key: str, value: Any, dimensions: int) -> bool:
-    """Adam's count of steps is one, ASGD's eta; the state of a parameter without dimensions is
-    not, though it has none either."""
+    """Adam's count of steps is a number, and ASGD's eta. The state of a parameter without
+    dimensions is not, though it has no dimensions either."""
     return not isinstance(value, Tensor) or key == "step" or (value.dim() == 0 and dimensions > 0)
 
 
@@ -135,12 +182,12 @@ def _refuse_cut(slot: Slot, parameter: Tensor, name: str) -> None:
 
 
 class Places:
-    """Where a checkpoint goes in a strategy: ``parts`` are to be filled, then ``settle`` it."""
+    """Where a checkpoint goes in a strategy: fill ``parts``, then ``settle``."""
 
     def __init__(self, strategy: Strategy, manifest: Manifest) -> None:
         self.strategy = strategy
         self.parts: Parts = {}
-        # Name, to, from: where the elements do not lie one after the other.
+        # Name, target and filled copy of tensors whose elements do not lie one after the other.
         self._copies: list[tuple[str, Tensor, Tensor]] = []
         slots = strategy.slots()
         known = manifest.optimizer_keys()
@@ -164,8 +211,7 @@ class Places:
                     self._add(name, Slot(slot.name, shape, 0, state[key]), state[key])
 
     def _add(self, name: str, slot: Slot, tensor: Tensor) -> None:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        local = local.detach()
+        local = _local(tensor)
         flat = local.reshape(-1)
         if flat.numel() and not local.is_contiguous():
             flat = torch.empty_like(flat, memory_format=torch.contiguous_format)
@@ -173,7 +219,7 @@ class Places:
         self.parts[name] = Part(slot.shape, slot.start, flat)
 
     def settle(self, update: dict[str, Any]) -> None:
-        """The parts have been filled."""
+        """Finish when the parts have been filled."""
         with torch.no_grad():
             for name, place, flat in self._copies:
                 _spread(name, place, flat.view(place.shape))
@@ -181,7 +227,7 @@ class Places:
 
 
 def _spread(name: str, place: Tensor, values: Tensor) -> None:
-    """Copy into a tensor of any layout. Of an expanded one, each element that is there once."""
+    """Copy into a tensor of any layout. An expanded one takes each element that it stores once."""
     thin_place, thin = place, values
     for dim, (size, stride) in enumerate(zip(place.shape, place.stride(), strict=True)):
         if size > 1 and stride == 0:
@@ -192,12 +238,6 @@ def _spread(name: str, place: Tensor, values: Tensor) -> None:
             "checkpoint has different values for them"
         )
     thin_place.copy_(thin)
-
-
-def expected_model(strategy: Strategy) -> dict[str, tuple[tuple[int, ...], str]]:
-    """The model's tensors: shapes of the wholes, which a shard's parameter has too, and kinds."""
-    tensors = (*strategy.model.named_parameters(), *strategy.model.named_buffers())
-    return {name: (tuple(t.shape), kind_of(t.dtype)) for name, t in tensors}
 
 
 def kind_of(dtype: torch.dtype) -> str:
@@ -212,14 +252,13 @@ def kind_of(dtype: torch.dtype) -> str:
 def tied_names(strategy: Strategy) -> dict[str, str]:
     """The other names of the model's tensors, each with the first: ``head.weight: wte.weight``."""
     model = strategy.model
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
     first: dict[int, str] = {}
-    for name, tensor in named:
-        first.setdefault(id(tensor), name)
-    return {name: first[id(t)] for name, t in named if first[id(t)] != name}
+    tied = {}
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            if first.setdefault(id(tensor), name) != name:
+                tied[name] = first[id(tensor)]
+    return tied
 
 
 def unsaved_names(strategy: Strategy) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardlab.checkpoint import files
 from shardlab.checkpoint import manifest as manifests
-from shardlab.checkpoint.manifest import MODEL, OPTIMIZER
+from shardlab.checkpoint.manifest import OPTIMIZER
 from shardlab.errors import UsageError
 
 
@@ -18,20 +18,18 @@ def overview(path: Path) -> list[dict[str, Any]]:
 
 
 def _row(folder: Path) -> dict[str, Any]:
-    """Damage is told in the row: the others are still worth seeing."""
-    row: dict[str, Any] = {"path": str(folder), "damage": None}
+    """Damage stands in the row: the other checkpoints are still worth seeing."""
+    manifest, damage = None, None
     try:
         manifest = manifests.read(folder)
-    except UsageError as error:
-        return {**row, "damage": str(error)}
-    try:
         manifests.verify(folder, manifest.files)
     except UsageError as error:
-        row["damage"] = str(error)
-    of_model = [t for n, t in manifest.tensors.items() if n.startswith(MODEL)]
-    of_optimizer = [n for n in manifest.tensors if n.startswith(OPTIMIZER)]
-    return {
-        **row,
+        damage = str(error)
+    row: dict[str, Any] = {"path": str(folder), "damage": damage}
+    if manifest is None:
+        return row
+    of_model = manifest.model().values()
+    return row | {
         "step": manifest.step,
         "created": manifest.created,
         "strategy": manifest.strategy,
@@ -40,12 +38,12 @@ def _row(folder: Path) -> dict[str, Any]:
         "bytes": manifest.bytes,
         "model_tensors": len(of_model),
         "parameters": sum(t.size for t in of_model),
-        "optimizer_tensors": len(of_optimizer),
+        "optimizer_tensors": len(manifests.inside(manifest.tensors, OPTIMIZER)),
     }
 
 
 def tensors(folder: Path) -> list[dict[str, Any]]:
-    """A row for each tensor of a checkpoint's model, with what the optimizer keeps of it."""
+    """A row for each tensor of a checkpoint's model, with what the optimizer keeps for it."""
     manifest = manifests.read(folder)
     keys = manifest.optimizer_keys()
     return [

@@ -1,18 +1,17 @@
-"""Where a run begins: anew, or from which checkpoint of which run."""
+"""Where a run begins: anew, or from which checkpoint, and whether that fits the run. No torch."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardlab import runfolder
 from shardlab.checkpoint import files
 from shardlab.checkpoint import manifest as manifests
-from shardlab.checkpoint.fit import MUST_MATCH, changes, differences, setting
 from shardlab.checkpoint.manifest import Manifest
 from shardlab.config import Config
 from shardlab.errors import UsageError
@@ -23,16 +22,31 @@ if TYPE_CHECKING:
     from shardlab.world import World
 
 AUTO = "auto"
+# What makes a run another run: with these changed its numbers would mean nothing together.
+MUST_MATCH = (
+    "model.workload", "model.size", "model.options",
+    "data.source", "data.seq_len", "data.shuffle", "data.epoch",
+    "training.global_batch", "training.optimizer", "training.seed",
+)  # fmt: skip
+# What may change, and is reported, because the losses will differ from the uninterrupted run's.
+TOLD = (
+    "strategy.name", "strategy.options", "launch.world", "training.steps", "training.accumulate",
+    "training.learning_rate", "training.weight_decay", "training.momentum", "training.schedule",
+    "training.warmup_steps", "training.min_rate", "training.clip_norm", "training.compile",
+    "training.activation_checkpointing", "precision.compute", "training.betas", "training.eps",
+    "training.optimizer_options", "training.no_decay", "training.clip_value", "training.ema_decay",
+)  # fmt: skip
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run goes on: its folder (none: a new one), and from which checkpoint, if any."""
+    """The run folder to continue in (None: a new one), and the checkpoint to begin from, if any."""
 
     run: Path | None
     checkpoint: Path | None = None
     manifest: Manifest | None = None
-    notes: tuple[str, ...] = ()  # to be told
+    notes: tuple[str, ...] = ()  # why newer checkpoints were passed over
 
     @property
     def step(self) -> int:
@@ -43,7 +57,7 @@ class Start:
         return self.run is not None or self.manifest is not None
 
     def keeps_rows(self, world: int) -> bool:
-        """Whether this run's rows go on from those in the folder: same ranks, same folder."""
+        """Whether this run's rows follow those in the folder: same ranks, same folder."""
         return self.run is not None and self.manifest is not None and self.manifest.world == world
 
 
@@ -51,14 +65,12 @@ class Start:
 
 
 def settings_of(
-    resume: str | None,
-    named: Mapping[str, str | None] | None = None,
-    keep_world: bool = True,
+    resume: str | None, named: Mapping[str, str | None] | None = None, keep_world: bool = True
 ) -> dict[str, Any]:
-    """The settings of the run that a user named, which the flags then change. No torch.
+    """The settings of the run that a user named, which the flags then change.
 
-    ``named`` are the workload and the strategy as the user named them, if so. Where to write is not
-    for a checkpoint to say, nor which code to run: code of one's own must be named again.
+    ``named`` has the workload and the strategy if the user named them. A checkpoint does not decide
+    where to write, nor which code to run: the user's own code must be named again.
     """
     if resume in (None, AUTO):
         return {}
@@ -67,8 +79,8 @@ def settings_of(
         manifest = manifests.read(path)
         values, world = manifest.config, manifest.world
     else:
-        values = files.config_of(path) or {}
-        world = values.get("launch", {}).get("world")
+        values = files.settings_in(path / "config.yaml") or {}
+        world = setting(values, "launch", "world", None)
     base = {key: dict(value) for key, value in values.items() if isinstance(value, Mapping)}
     base.setdefault("launch", {})["world"] = world if keep_world else None
     for key in ("root", "dir"):
@@ -76,13 +88,13 @@ def settings_of(
     for section, key in (("model", "workload"), ("strategy", "name")):
         given, saved = (named or {}).get(section), base.get(section, {}).get(key)
         if given is None and ":" in str(saved):
-            flag = {"model": "--workload", "strategy": "--strategy"}[section]
+            flag = "--workload" if section == "model" else "--strategy"
             raise UsageError(
                 f"{path} was made with code of its own, {saved}, which is run only if you name it: "
                 f"{flag} {saved}"
             )
         if given is not None and given != saved:
-            base[section] = {}  # another's options would be refused
+            base[section] = {}  # the saved options belong to another workload or strategy
     return base
 
 
@@ -99,7 +111,7 @@ def named_by(
 
 
 def is_restarted(environment: Mapping[str, int] | None) -> bool:
-    """Whether torchrun's agent has started these ranks again: then they go on, asked or not."""
+    """Whether torchrun's agent has started these ranks again: then they resume, asked or not."""
     return environment is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
@@ -109,12 +121,12 @@ def is_restarted(environment: Mapping[str, int] | None) -> bool:
 def choose(config: Config, world: World, lock: RunLock) -> Start:
     """What ``checkpoint.resume`` asks for; the same answer on every rank. A collective.
 
-    A run that goes on in its folder has the folder from here on: rank 0 takes its lock before it
-    looks which checkpoint is the newest.
+    A run that continues in its folder owns it from here on: rank 0 takes the lock before it looks
+    which checkpoint is the newest.
 
-    "auto": the newest run of this config under ``output.root`` that did not finish, or the run in
-    ``output.dir``; nothing to go on with: a new run. A run folder: on in it. A checkpoint: from it
-    in a new folder. Damaged checkpoints of a run are passed over, and that is said.
+    "auto" continues the newest run of this config under ``output.root`` that did not finish, or the
+    run in ``output.dir``; if there is none, it begins a new run. A run folder is continued in
+    place; from a checkpoint a new folder begins. Damaged checkpoints are passed over with a note.
     """
     wanted = config.checkpoint.resume
     if wanted is None:
@@ -124,9 +136,7 @@ def choose(config: Config, world: World, lock: RunLock) -> Start:
         return Start(None) if run is None else newest_good(run, world)
     path = agree(world, lambda: taken(files.find(wanted), lock))
     if files.is_checkpoint(path):
-        manifest = agree(world, lambda: manifests.read(path))
-        _verify(path, manifest, world)
-        return Start(None, path, manifest)
+        return Start(None, path, _read_whole(path, world))
     start = newest_good(path, world)
     if start.manifest is None:
         raise UsageError(f"no checkpoint of {path} is whole: {'; '.join(start.notes)}")
@@ -134,14 +144,14 @@ def choose(config: Config, world: World, lock: RunLock) -> Start:
 
 
 def taken(run: Path | None, lock: RunLock) -> Path | None:
-    """Two runs in one folder would write over each other: the first has it for itself."""
+    """Take the folder's lock: two runs in one folder would overwrite each other's files."""
     if run is None or files.is_checkpoint(run):
         return run
     is_running = files.is_running(run)  # asked before the lock is ours
     try:
         lock.take(run)
     except OSError as error:
-        raise UsageError(f"cannot go on in {run}: {error.strerror}") from None
+        raise UsageError(f"cannot continue in {run}: {error.strerror}") from None
     if is_running:  # by its processes, where the file system has no locks
         raise UsageError(f"{run} is running; wait for it, or choose another folder with --out")
     return run
@@ -163,17 +173,14 @@ def newest_good(run: Path, world: World) -> Start:
     notes: list[str] = []
     for path in agree(world, lambda: list(files.steps_in(run).values())):
         try:
-            manifest = agree(world, lambda path=path: manifests.read(path))
-            _verify(path, manifest, world)
+            return Start(run, path, _read_whole(path, world), tuple(notes))
         except UsageError as error:
             notes.append(str(error))
-            continue
-        return Start(run, path, manifest, tuple(notes))
     return Start(run, notes=tuple(notes))
 
 
 def agree(world: World, look: Any) -> Any:
-    """Rank 0 looks, and all get what it found, or its refusal."""
+    """What rank 0 finds, on all ranks; its refusal is raised on all of them."""
     found: Any = None
     if world.rank == 0:
         try:
@@ -186,38 +193,96 @@ def agree(world: World, look: Any) -> Any:
     return found
 
 
-def _verify(folder: Path, manifest: Manifest, world: World) -> None:
-    """Every file is read once, by one of the ranks."""
-    mine = dict(list(manifest.files.items())[world.rank :: world.size])
-    error = None
+def together(gather: Callable[[Any], list[Any]], act: Callable[[], T]) -> list[T]:
+    """What ``act`` returns on each rank. If it is refused or cannot write on one, all ranks raise
+    the error of the first."""
     try:
-        manifests.verify(folder, mine)
-    except UsageError as damaged:
-        error = str(damaged)
-    for message in world.gather(error):
-        if message is not None:
-            raise manifests.Damaged(message)
+        mine: tuple[Any, UsageError | OSError | None] = act(), None
+    except (UsageError, OSError) as error:
+        mine = None, error
+    found = gather(mine)
+    for _, failure in found:
+        if failure is not None:
+            raise failure
+    return [value for value, _ in found]
+
+
+def _read_whole(folder: Path, world: World) -> Manifest:
+    """A checkpoint's manifest, if all its files are whole. Each is read by one of the ranks."""
+    manifest: Manifest = agree(world, lambda: manifests.read(folder))
+    mine = dict(list(manifest.files.items())[world.rank :: world.size])
+    together(world.gather, lambda: manifests.verify(folder, mine))
+    return manifest
+
+
+# ------------------------------------------------------------------ does it fit?
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
+    """The settings in which two configs differ, in words; a missing one has its default."""
+    standard = Config().to_dict()
+    found = []
+    for key in keys:
+        section, _, name = key.partition(".")
+        default = standard[section][name]
+        was, is_now = (setting(values, section, name, default) for values in (saved, now))
+        if was != is_now:
+            found.append(f"{key} was {was!r}, is {is_now!r}")
+    return found
+
+
+def setting(values: Mapping[str, Any], section: str, name: str, default: Any) -> Any:
+    inside = values.get(section)
+    return inside.get(name, default) if isinstance(inside, Mapping) else default
+
+
+def refuse_unfit(start: Start, config: Config, samples: int) -> None:
+    """Refuse a checkpoint of another run, with what is different, and one that is too late."""
+    manifest = start.manifest
+    if manifest is None:
+        return
+    claimed = [key for key in MUST_MATCH if key.partition(".")[0] in manifest.config]
+    found = differences(manifest.config, config.to_dict(), claimed)
+    if manifest.samples not in (None, samples):
+        found.append(f"the data had {manifest.samples:,} samples, and has {samples:,}")
+    if found:
+        raise UsageError(f"{start.checkpoint} is of another run: {', '.join(found)}")
+    steps, world = config.training.steps, config.launch.world or 0
+    if start.step > steps or (start.step == steps and not start.keeps_rows(world)):
+        raise UsageError(
+            f"{start.checkpoint} is of step {start.step} and training.steps is {steps}: nothing is "
+            "left to do; ask for more with --steps"
+        )
+
+
+def changes(start: Start, config: Config) -> list[str]:
+    """What is not as it was, in words."""
+    if start.manifest is None or not start.manifest.config:
+        return []
+    saved = dict(start.manifest.config)
+    saved["launch"] = {**saved.get("launch", {}), "world": start.manifest.world}
+    return differences(saved, config.to_dict(), TOLD)
 
 
 # ------------------------------------------------------------------ the folder of a resumed run
 
 
 def clear(start: Start) -> None:
-    """Take out of a run's folder what will be done again, and what was left half-written."""
+    """Remove from a run's folder what will be done again, and what was left half-written."""
     assert start.run is not None
     files.sweep(start.run)
     runfolder.cut_back(start.run, start.step)
 
 
 def note(folder: Path, start: Start, config: Config, command: str) -> dict[str, Any]:
-    """A line in ``resumes.jsonl``; returned to be told."""
+    """Write a line into ``resumes.jsonl``, and return it for the terminal."""
     row = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "step": start.step,
         "checkpoint": None if start.checkpoint is None else str(start.checkpoint),
         "strategy": config.strategy.label,
         "world": config.launch.world,
-        "changed": [] if start.manifest is None else changes(start, config),
+        "changed": changes(start, config),
         "passed_over": list(start.notes),
         "command": command,
     }

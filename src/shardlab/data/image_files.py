@@ -170,7 +170,7 @@ def _sheet_labels(folder: Path, split: str) -> Ids:
 def read_png(path: Path) -> Bytes:
     """The pixels of a PNG: (height, width, 3)."""
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ImportError:
         raise UsageError(
             f"{path} is a PNG, which needs Pillow: pip install 'shardlab[images]'"
@@ -178,7 +178,7 @@ def read_png(path: Path) -> Bytes:
     try:
         with Image.open(path, formats=["PNG"]) as picture:
             return np.array(picture.convert("RGB"))
-    except Image.UnidentifiedImageError:
+    except UnidentifiedImageError:
         raise UsageError(f"{path} is not a PNG") from None
     except Exception as error:  # a damaged picture fails in as many ways as a pickle
         raise UsageError(f"{path} is damaged: {error}") from None

@@ -1,8 +1,8 @@
 """Faults strike here, inside a rank. Without faults nothing of this is called.
 
-A run that has any says so in its output, in its config and in ``faults.rank<r>.jsonl`` of its
-folder. That file also makes a fault strike once: a killed run that is restarted, or resumed in its
-folder, goes on.
+A run with faults says so in its output, in its config and in ``faults.rank<r>.jsonl`` of its
+folder. Because of that file a fault strikes once: a killed run that is restarted, or resumed in its
+folder, continues.
 """
 
 from __future__ import annotations
@@ -38,28 +38,24 @@ class Injector:
     def __init__(self, faults: Sequence[Fault], rank: int, folder: Path | None) -> None:
         self.rank = rank
         self.folder = folder
-        struck = fired(folder) if folder is not None else set()
-        self.waiting = [f for f in faults if f.rank == rank and f.text not in struck]
+        self.waiting = [fault for fault in faults if fault.rank == rank]
         self._spoilt: tuple[Fault, int] | None = None
-        self._told: set[Fault] = set()
-        self._late: dict[str, int | None] = {}  # by fault: the step in which it was late last
+        self._late: dict[Fault, int | None] = {}  # the step in which it was late last
 
     def _due(self, kinds: Sequence[str], step: int | None, where: str | None = None) -> list[Fault]:
         if step is None:
             return []
+        is_later = where == "checkpoint"  # a checkpoint's fault waits for the first after its step
         return [
             fault
             for fault in self.waiting
             if fault.kind in kinds
-            and fault.step in (None, step)
-            and (where is None or fault.where == where)
+            and where in (None, fault.where)
+            and (fault.step in (None, step) or (is_later and (fault.step or 0) <= step))
         ]
 
     def _strike(self, fault: Fault, step: int | None) -> None:
-        """Say so, and see that it does not happen again, before it happens."""
-        if not fault.is_once and fault in self._told:
-            return
-        self._told.add(fault)
+        """Say that it happens, and see that it does not happen again, before it happens."""
         print(f"injected fault: {fault.told()}", file=sys.stderr, flush=True)
         if not fault.is_once:
             return
@@ -73,24 +69,20 @@ class Injector:
                 os.fsync(file.fileno())
 
     def at(self, where: str, step: int | None) -> None:
-        """A rank is at a place of its step: kill, hang or delay it there if it is due."""
-        due = self._due(("slow", "hang", "kill"), step, where)
-        if where == "checkpoint":  # the first one after the step
-            due = [f for f in self.waiting if f.where == where and (f.step or 0) <= (step or 0)]
-        for fault in due:
-            if self._late.get(fault.text) == step:  # once a step, not in each micro-batch
-                continue
-            self._strike(fault, step)
-            if fault.kind == "slow":
-                self._late[fault.text] = step
-                time.sleep(fault.ms / 1000)
-            elif fault.kind == "kill":
+        """A rank is at a place of its step: kill, hang or delay it there if that is due."""
+        for fault in self._due(("slow", "hang", "kill"), step, where):
+            if fault not in self._late:
+                self._strike(fault, step)
+            if fault.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             while fault.kind == "hang":
                 time.sleep(3600)
+            if self._late.get(fault) != step:  # once a step, not in each micro-batch
+                self._late[fault] = step
+                time.sleep(fault.ms / 1000)
 
     def begin_step(self, step: int) -> None:
-        """The batches of a step have come, and nothing of it was computed."""
+        """The batches of a step are there, and nothing has been computed yet."""
         self.at("data", step)
         for fault in self._due(("disk-full",), step):
             self._strike(fault, step)
@@ -99,15 +91,15 @@ class Injector:
             )
 
     def drops(self, step: int | None) -> bool:
-        """Whether this rank leaves out the collective that it is about to call."""
+        """Whether this rank skips the collective that it is about to call."""
         self.at("collective", step)
-        for fault in self._due(("drop-collective",), step):
+        due = self._due(("drop-collective",), step)
+        for fault in due[:1]:
             self._strike(fault, step)
-            return True
-        return False
+        return bool(due)
 
     def spoils(self, step: int | None) -> Fault | None:
-        """The fault whose NaN belongs into this forward; also when the forward is run again."""
+        """The fault whose NaN belongs into this forward, also when the forward is repeated."""
         for fault in self._due(("nan",), step):
             assert step is not None
             self._strike(fault, step)
@@ -123,9 +115,9 @@ class Injector:
                 weight[(0,) * weight.dim()] += 0.01
 
     def checkpoint_written(self, folder: Path, steps: int) -> None:
-        """A checkpoint after so many steps is complete: damage it if that is due."""
-        for fault in [f for f in self.waiting if f.kind == "corrupt-checkpoint"]:
-            if fault.step is None or steps > fault.step:
+        """A checkpoint after ``steps`` steps is complete: damage it if that is due."""
+        for fault in list(self.waiting):
+            if fault.kind == "corrupt-checkpoint" and (fault.step is None or steps > fault.step):
                 self._strike(fault, steps)
                 damage(folder, fault.how)
 
@@ -133,38 +125,40 @@ class Injector:
 ACTIVE: Injector | None = None  # a rank is a process
 
 
+def at(where: str, step: int) -> None:
+    """A place where faults may strike, if there are any."""
+    if ACTIVE is not None:
+        ACTIVE.at(where, step)
+
+
 def fired(folder: Path) -> set[str]:
     """The faults that have struck in a run folder, by any rank."""
-    found = set()
-    for path in folder.glob("faults.rank*.jsonl"):
-        if path.is_file():
-            found |= {str(row.get("fault")) for row in read_jsonl(path)}
-    return found
+    paths = [path for path in folder.glob("faults.rank*.jsonl") if path.is_file()]
+    return {str(row.get("fault")) for path in paths for row in read_jsonl(path)}
 
 
 def arm(texts: Sequence[str], world: World, strategy: str, folder: Path | None = None) -> None:
-    """Make this rank's faults ready to strike; with none, make sure that none is."""
+    """Make this rank's faults ready to strike, and disarm those of an earlier run."""
     global ACTIVE
     ACTIVE, comm.intercept = None, None
     if not texts:
         return
-    faults = [parse(text) for text in texts]
     struck = fired(folder) if folder is not None else set()
-    waiting = [fault for fault in faults if fault.text not in struck]
-    # Of those that have struck, the rank may be gone: the world may be smaller after a restart.
+    waiting = [parse(text) for text in texts if text not in struck]
+    # Only these: the rank of one that has struck may be gone, in a smaller world after a restart.
     check_world(waiting, world.size, strategy)
-    if folder is not None and world.rank == 0 and waiting:
+    if folder is not None and world.rank == 0:
         for fault in waiting:
             print(f"FAULT INJECTION IS ON: {fault.told()}", file=sys.stderr, flush=True)
-    ACTIVE = Injector(faults, world.rank, folder)
+    ACTIVE = Injector(waiting, world.rank, folder)
     comm.intercept = lambda: ACTIVE is not None and ACTIVE.drops(comm.LEDGER.step)
 
 
 def in_forward(loss: LossFn, strategy: str) -> LossFn:
     """The loss function of a run that has faults: they strike in it.
 
-    PyTorch's own strategies call their collectives where we cannot see them; their first one of
-    the gradients comes after backward has begun, so that is where a fault "in a collective" is.
+    PyTorch's own strategies call their collectives where we cannot see them; the first one comes
+    after backward has begun, so that is where a fault "in a collective" strikes.
     """
 
     def with_faults(model: nn.Module, batch: Batch) -> Tensor:
@@ -209,6 +203,6 @@ def damage(folder: Path, how: str) -> None:
     else:
         with path.open("r+b") as file:
             file.seek(size // 2)
-            byte = file.read(1)
-            file.seek(size // 2)
-            file.write(bytes([(byte[0] if byte else 0) ^ 1]))
+            (byte,) = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))

@@ -1,7 +1,7 @@
 """Faults on purpose: a rank killed, hung, slow or wrong, a checkpoint damaged, a disk full.
 
 ``--inject kill:rank=1,step=5`` (or ``faults: [...]`` in a config) makes a run fail where one wants
-to see what happens; ``inject`` lets them strike. Pure: no torch, nothing is done here.
+to see what happens. This file reads and checks them; ``inject.py`` lets them strike.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ KINDS = {
     "disk-full": Kind("can write no more to files", ("step",), ("rank", "bytes")),
 }
 WORDS = {"where": PLACES, "how": DAMAGES}
+# Numbers: what their text must match, their type, and what they must be, in words.
+WHOLE = (r"\d{1,15}", int, "a whole number from 0 on")
+TIME = (r"(?=.*[1-9])\d{1,7}(\.\d*)?", float, "a time in milliseconds above 0")
 
 
 @dataclass(frozen=True)
@@ -46,19 +49,20 @@ class Fault:
     text: str  # as it was named
     kind: str
     rank: int = 0
-    step: int | None = None  # none: slow in every step; of checkpoints the first (after the step)
+    step: int | None = None  # None: slow in every step; damage of the first checkpoint
     where: str = "forward"
     ms: float = 0.0
-    layer: str | None = None  # nan: the module whose output is spoilt; none: the loss
+    layer: str | None = None  # nan: the module whose output is spoilt; None: the loss
     how: str = "flip"
     bytes: int = 0  # disk-full: what a file may still hold
 
     @property
     def is_once(self) -> bool:
-        """All but a slow rank: that one is slow for good."""
+        """False for a rank that is slow in every step."""
         return not (self.kind == "slow" and self.step is None)
 
     def told(self) -> str:
+        """What it does, as a sentence."""
         when = "" if self.step is None else f" at step {self.step}"
         more = {
             "slow": f" by {self.ms:g} ms in {self.where}" + ("" if when else ", in every step"),
@@ -72,7 +76,7 @@ class Fault:
 
 
 def parse(text: str) -> Fault:
-    """``kind:key=value,key=value`` as a fault, or why it is none."""
+    """Read a fault from ``kind:key=value,key=value``, or refuse it with the reason."""
     kind, _, rest = text.partition(":")
     if kind not in KINDS:
         raise unknown("fault", kind, KINDS)
@@ -96,44 +100,36 @@ def parse(text: str) -> Fault:
 
 
 def _value(text: str, key: str, value: str) -> Any:
+    if key == "layer":
+        return value
     if key in WORDS:
         if value not in WORDS[key]:
             raise unknown(f"{key} of a fault", value, WORDS[key])
         return value
-    if key == "layer":
-        return value
-    if key == "ms":
-        if re.fullmatch(r"\d{1,7}(\.\d*)?", value) and float(value) > 0:
-            return float(value)
-        raise UsageError(
-            f"--inject {text[:60]}: ms={value[:20]} is not a time in milliseconds above 0"
-        )
-    if re.fullmatch(r"\d{1,15}", value):
-        return int(value)
-    raise UsageError(f"--inject {text[:60]}: {key}={value[:20]} is not a whole number from 0 on")
+    pattern, kind, meaning = TIME if key == "ms" else WHOLE
+    if not re.fullmatch(pattern, value):
+        raise UsageError(f"--inject {text[:60]}: {key}={value[:20]} is not {meaning}")
+    return kind(value)
 
 
 def check_steps(texts: Iterable[str], steps: int, has_checkpoints: bool = True) -> None:
-    """Refuse what is no fault, and a fault that would never strike."""
+    """Refuse what is no fault, a fault that would never strike, and one that is named twice."""
     seen = set()
     for text in texts:
-        fault = parse(text)
+        fault, never = parse(text), None
         if fault.step is not None and fault.step >= steps:
-            raise UsageError(
-                f"the fault {text} would never strike: the run has {steps} steps, 0 to {steps - 1}"
-            )
-        if not has_checkpoints and "checkpoint" in (fault.kind.partition("-")[2], fault.where):
-            raise UsageError(
-                f"the fault {text} would never strike: the run writes no checkpoints; add "
-                "--checkpoint-every"
-            )
+            never = f"the run has {steps} steps, 0 to {steps - 1}"
+        elif not has_checkpoints and "checkpoint" in (fault.kind.partition("-")[2], fault.where):
+            never = "the run writes no checkpoints; add --checkpoint-every"
+        if never is not None:
+            raise UsageError(f"the fault {text} would never strike: {never}")
         if text in seen:
             raise UsageError(f"the fault {text} is named twice")
         seen.add(text)
 
 
 def check_world(faults: Iterable[Fault], ranks: int, strategy: str) -> None:
-    """Refuse a rank that is not there, and what a strategy gives no occasion for."""
+    """Refuse a rank that is not there, and a fault that cannot happen under the strategy."""
     for fault in faults:
         if fault.rank >= ranks:
             raise UsageError(

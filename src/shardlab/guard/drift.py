@@ -8,7 +8,7 @@ hold the same shard are compared.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardlab.errors import Halt
-from shardlab.guard.verdict import names
+from shardlab.guard.verdict import names, odd_ones
 from shardlab.strategies.base import Strategy
 from shardlab.world import World
 
@@ -28,39 +28,41 @@ if TYPE_CHECKING:
 STATE = "drifted"
 _WORDS = {1: torch.int8, 2: torch.int16}  # by size; all others are read as int32
 BLOCK = 1 << 18  # words that are weighted at a time: 2 MB beside the tensor
-Sums = tuple[int, ...]  # one for each 32 bits of an element
+Held = tuple[str, str, Any]  # a tensor's name, which part of it, its checksum or number
 
 
 def check(strategy: Strategy, world: World, step: int) -> None:
     """Stop if a parameter differs between ranks that should hold the same. A collective."""
-    if world.size == 1:
-        return
-    strategy.settle()
-    found = world.gather(checksums(strategy.model))
-    difference = first_difference(found)
-    if difference is None:
-        return
-    raise halt(difference, step)
+    if world.size > 1:
+        strategy.settle()
+        _compare(checksums(strategy.model), world, step)
 
 
 def check_saved(parts: Parts, numbers: Numbers, world: World, step: int) -> None:
-    """Stop if ranks hold the same run of a tensor, of the model or the optimizer, and it differs.
+    """Stop if ranks hold the same elements of a tensor, of the model or the optimizer, and differ.
 
     A checkpoint is put together from all ranks' parts, so it would mix them. A collective.
     """
-    tensors = ((n, f"{p.start}+{len(p.values)}", p.values) for n, p in parts.items())
-    found: list[tuple[str, str, Any]] = [*sums_of(tensors)]
-    found += [(name, "number", value) for name, value in numbers.items()]
+    tensors = [
+        (_short(name), f"{name} from {part.start} to {part.end}", part.values)
+        for name, part in parts.items()
+    ]
+    found = [*sums_of(tensors), *((_short(name), name, value) for name, value in numbers.items())]
+    _compare(found, world, step)
+
+
+def _short(name: str) -> str:
+    """A name without the prefix that it has in a checkpoint."""
+    return name.partition("/")[2]
+
+
+def _compare(found: Sequence[Held], world: World, step: int) -> None:
     difference = first_difference(world.gather(found))
-    if difference is not None:
-        name, ranks, others = difference
-        raise halt((name.partition("/")[2], ranks, others), step)
-
-
-def halt(difference: tuple[str, list[int], list[int]], step: int) -> Halt:
+    if difference is None:
+        return
     name, ranks, others = difference
     differ = "differs" if len(ranks) == 1 else "differ"
-    return Halt(
+    raise Halt(
         STATE,
         f"replicas have drifted apart: '{name}' of {names(ranks)} {differ} from that of "
         f"{names(others)} after step {step}",
@@ -69,14 +71,14 @@ def halt(difference: tuple[str, list[int], list[int]], step: int) -> Halt:
     )
 
 
-def checksums(model: nn.Module) -> list[tuple[str, str, Sums]]:
-    """(name, which part, checksum) of each parameter that another rank may hold too."""
+def checksums(model: nn.Module) -> list[Held]:
+    """The checksum of each parameter that another rank may hold too."""
     parts = [(name, *_held(p)) for name, p in model.named_parameters()]
     return sums_of((name, part, tensor) for name, part, tensor in parts if tensor is not None)
 
 
-def sums_of(tensors: Iterable[tuple[str, str, Tensor]]) -> list[tuple[str, str, Sums]]:
-    """(name, which part, checksum) of tensors that are given as (name, which part, tensor)."""
+def sums_of(tensors: Iterable[tuple[str, str, Tensor]]) -> list[Held]:
+    """The checksums of tensors that are given as (name, which part, tensor)."""
     kept = [(name, part, checksum(tensor)) for name, part, tensor in tensors]
     if not kept:
         return []
@@ -85,7 +87,7 @@ def sums_of(tensors: Iterable[tuple[str, str, Tensor]]) -> list[tuple[str, str, 
 
 
 def _held(parameter: Tensor) -> tuple[str, Tensor | None]:
-    """This rank's part of a parameter, and which part that is; nothing if it has no twin."""
+    """Which part of a parameter this rank has, and the part; None if no other rank has it too."""
     tensor = parameter.detach()
     if not isinstance(tensor, DTensor):
         is_freed = tensor.untyped_storage().size() == 0 and tensor.numel() > 0  # by ZeRO-3
@@ -119,8 +121,8 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def _weighted(words: Tensor, weights: Tensor) -> Tensor:
-    """Σ words · places, where the places of each block are the weights after those before: ()."""
-    at_once = BLOCK if words.device.type == "cpu" else 16 * BLOCK  # a GPU is slow to be asked
+    """Σ words · places: (). The places of a block are the weights plus the words before it."""
+    at_once = BLOCK if words.device.type == "cpu" else 16 * BLOCK  # each launch on a GPU costs
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for first in range(0, len(words), at_once):
         part = words[first : first + at_once].to(torch.int64)
@@ -148,20 +150,15 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def first_difference(
-    found: Sequence[Sequence[tuple[str, str, Any]]],
+    found: Sequence[Sequence[Held]],
 ) -> tuple[str, list[int], list[int]] | None:
-    """The first tensor in the model's order that differs, the ranks that do and the others. Pure.
-
-    Those in the minority are said to differ; of two equally many, those without the lowest rank.
-    """
+    """The first tensor in the model's order that differs, the ranks that do, and the others."""
     holders: dict[tuple[str, str], dict[int, Any]] = defaultdict(dict)
     for rank, sums in enumerate(found):
         for name, part, value in sums:
             holders[name, part][rank] = value
     for (name, _), values in holders.items():
-        if len(set(values.values())) > 1:
-            count = Counter(values.values())
-            right = max(count, key=lambda v: (count[v], v == values[min(values)]))
-            wrong = [rank for rank, value in values.items() if value != right]
-            return name, wrong, [rank for rank in values if rank not in wrong]
+        odd, others = odd_ones(values)
+        if odd:
+            return name, odd, others
     return None

@@ -31,7 +31,7 @@ class Guards:
             comm.LEDGER.check = self.sequence.check
 
     def after_step(self, step: int, strategy: Strategy) -> None:
-        """What is due after a step, before anything is evaluated or saved of it."""
+        """Check what is due after a step, before it is evaluated or saved."""
         self.done += 1
         config = self.config
         if self.sequence is not None:
@@ -44,7 +44,7 @@ class Guards:
             drift.check(strategy, self.world, step)
 
     def after_loop(self) -> None:
-        """No rank leaves the loop alone: its next calls would be paired with the others' step."""
+        """Wait for all ranks: the next calls of a rank alone would pair with the others' step."""
         if self.sequence is not None:
             self.sequence.exchange("left the loop", self.done)
 
@@ -64,13 +64,13 @@ class Guards:
 
 
 def refuse_unequal_data(workload: Workload, world: World) -> None:
-    """Ranks that count their samples differently would leave the loop at different times, and read
-    different samples under one number."""
+    """Refuse ranks that count their samples differently: they would leave the loop at different
+    times, and read different samples under one number."""
     lengths = world.gather(
         {
             "data": len(workload.dataset),
             "held-out data": None if workload.held_out is None else len(workload.held_out),
-            "identity": getattr(workload.dataset, "identity", None),  # of a short form's
+            "identity": getattr(workload.dataset, "identity", None),  # of iterable data
         }
     )
     if len({row["identity"] for row in lengths}) > 1:
@@ -85,9 +85,9 @@ def refuse_unequal_data(workload: Workload, world: World) -> None:
             by_length = {
                 n: [r for r, m in enumerate(found) if m == n] for n in dict.fromkeys(found)
             }
-            told = ", ".join(f"{names(ranks)}: {n or 0}" for n, ranks in by_length.items())
+            counts = ", ".join(f"{names(ranks)}: {n or 0}" for n, ranks in by_length.items())
             raise UsageError(
-                f"the ranks' {kind} sets have different lengths ({told} samples), so the ranks "
+                f"the ranks' {kind} sets have different lengths ({counts} samples), so the ranks "
                 "would not make the same steps; give every rank the whole data set: which samples "
                 "are a rank's own is shardlab's to decide"
             )

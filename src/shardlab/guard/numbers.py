@@ -2,8 +2,8 @@
 
 The loss is the mean over all ranks, so all of them see the same and decide alike. To find the
 cause, the step's forward is run again, on each rank with its own batch, with a look at the output
-of every module. That costs a forward once; to look costs a step next to nothing: on a CPU the
-number is there, on a GPU it is sent to the host and read when it has come, some steps later.
+of every module. That costs one forward. The check itself costs a step next to nothing: on a GPU the
+number is sent to the host and read when it has arrived, some steps later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardlab.workloads.base import Batch
 from shardlab.world import World, sent_to_host
 
 STATE = "not finite"
-SKIPS = 10  # in a row: a run that only skips does not train
+SKIPS = 10  # in a row, after which the run stops: one that only skips does not train
 
 
 class NumbersGuard:
@@ -47,61 +47,65 @@ class NumbersGuard:
         self.number, self.microbatches = step, microbatches
         if self.action != "stop":
             return
-        if loss.is_cuda:
-            self._read_later(loss)
-        elif not math.isfinite(float(loss)):
-            raise self._halt(float(loss), step, self.explain(), was_updated=False)
+        if not loss.is_cuda:
+            if not math.isfinite(float(loss)):
+                raise self._halt_for_loss(float(loss), step, self.explain())
+            return
+        self.on_their_way.append((step, *sent_to_host(loss)))
+        while self.on_their_way and self.on_their_way[0][2].query():
+            earlier, copy, _ = self.on_their_way.popleft()
+            if not math.isfinite(float(copy)):
+                raise self._halt_for_loss(float(copy), earlier, None)
 
     def after_step(self, _step: int, _loss: Tensor) -> None:
-        """Say so if the update was skipped; refuse a strategy that does not use the update."""
+        """Warn if the update was skipped; refuse a strategy that does not use the update."""
         if not self.strategy.update.calls:
             raise UsageError(
                 f"{type(self.strategy).__name__}.step() does not call self.update(gradients): "
                 "clipping, the schedule and training.on_nonfinite would be ignored"
             )
-        if self.action != "skip":
-            return
         skipped = self.strategy.update.skipped
-        if skipped > self.seen_skipped:
-            self.seen_skipped = skipped
-            self._skipped()
-        else:
+        if self.action != "skip" or skipped == self.seen_skipped:
             self.in_a_row = 0
+            return
+        self.seen_skipped = skipped
+        self.in_a_row += 1
+        found = self.explain()
+        why = sentence(found)
+        if self.world.rank == 0:
+            skip = f"update of step {self.number} skipped: its gradient is not finite; {why}"
+            self.world.tell({"warning": skip})
+        if self.in_a_row >= SKIPS:
+            raise Halt(
+                STATE,
+                f"{SKIPS} updates in a row were skipped, the last in step {self.number}: {why}",
+                details={"step": self.number, "number": "gradient", "found": found},
+            )
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Around the loop: a gradient that the update found not to be finite, explained."""
+        """Around the loop: explain a gradient that the update found not to be finite."""
         try:
             yield
         except NotFinite as found:
             raise self._halt_for_gradient(found) from None
 
-    # ------------------------------------------------------------ the loss
-
-    def _read_later(self, loss: Tensor) -> None:
-        self.on_their_way.append((self.number, *sent_to_host(loss)))
-        while self.on_their_way and self.on_their_way[0][2].query():
-            step, copy, _ = self.on_their_way.popleft()
-            if not math.isfinite(float(copy)):
-                raise self._halt(float(copy), step, None, was_updated=True)
-
     def explain(self) -> list[dict[str, Any]]:
         """What a second forward of this step meets first, on each rank. A collective."""
         return self.world.gather(look(self.strategy, self.microbatches))
 
-    def _halt(
-        self, value: float, step: int, found: list[dict[str, Any]] | None, was_updated: bool
-    ) -> Halt:
-        told = (
+    def _halt_for_loss(self, value: float, step: int, found: list[dict[str, Any]] | None) -> Halt:
+        """``found`` None: the loss arrived after the update, too late to look for the cause."""
+        why = (
             "the layer is not known, since a GPU's number is read after the update; "
             "training.on_nonfinite: skip reads it before"
             if found is None
             else sentence(found)
         )
-        bad = [] if found is None else [r for r, f in enumerate(found) if f["what"] is not None]
+        bad = [rank for rank, f in enumerate(found or ()) if f["what"] is not None]
         return Halt(
             STATE,
-            f"the loss of step {step} is {value}: {told}",
+            f"the loss of step {step} is {value}: {why}",
             rank=bad[0] if bad else 0,
             details={
                 "step": step,
@@ -109,44 +113,24 @@ class NumbersGuard:
                 "value": str(value),
                 "ranks": bad,
                 "found": found,
-                "was_updated": was_updated,
+                "was_updated": found is None,
             },
         )
-
-    # ------------------------------------------------------------ gradients
-
-    def _skipped(self) -> None:
-        found = self.explain()
-        self.in_a_row += 1
-        told = (
-            f"update of step {self.number} skipped: its gradient is not finite; {sentence(found)}"
-        )
-        if self.world.rank == 0:
-            self.world.tell({"warning": told})
-        if self.in_a_row >= SKIPS:
-            raise Halt(
-                STATE,
-                f"{SKIPS} updates in a row were skipped, the last in step {self.number}: "
-                f"{sentence(found)}",
-                details={"step": self.number, "number": "gradient", "found": found},
-            )
 
     def _halt_for_gradient(self, found: NotFinite) -> Halt:
         """Under sharding only this rank has seen it, so it reports without asking the others."""
         known = self.strategy.updated_names()
-        known = known if len(known) == found.given else []
-        order = list(self.strategy.params)
-        bad = sorted({known[i] for i in found.positions} if known else (), key=order.index)
-        is_replica = not self.strategy.KEEPS_PARTS
+        bad = {known[i] for i in found.positions} if len(known) == found.given else set()
+        parameters = sorted(bad, key=list(self.strategy.params).index)
         where, ranks = "", []
-        if is_replica and not found.was_updated:
+        if self.strategy.KEEPS_PARTS:
+            where = f"in the shard of rank {self.world.rank} "
+        elif not found.was_updated:
             alone = self.world.gather(self._is_bad_alone())
             ranks = [rank for rank, is_bad in enumerate(alone) if is_bad]
             where = f"it arose on {names(ranks)}, and " if ranks else ""
-        elif not is_replica:
-            where = f"in the shard of rank {self.world.rank} "
         # Backward goes from the last layer to the first: it met the last of them first.
-        first = f"backward met it first at '{bad[-1]}' " if bad else ""
+        first = f"backward met it first at '{parameters[-1]}' " if parameters else ""
         count = f"({len(found.positions)} of {found.given} tensors)"
         return Halt(
             STATE,
@@ -157,7 +141,7 @@ class NumbersGuard:
                 "step": self.number,
                 "number": "gradient",
                 "ranks": ranks,
-                "parameters": bad,
+                "parameters": parameters,
                 "was_updated": found.was_updated,
             },
         )
@@ -168,9 +152,8 @@ class NumbersGuard:
         params = list(strategy.params.values())
         for batch in self.microbatches:
             loss = strategy.loss_fn(strategy.model, batch)
-            for grad in torch.autograd.grad(loss, params, allow_unused=True):
-                if grad is not None and not grad.isfinite().all():
-                    return True
+            if not is_finite(torch.autograd.grad(loss, params, allow_unused=True)):
+                return True
         return False
 
 
@@ -189,7 +172,7 @@ def look(strategy: Strategy, microbatches: Sequence[Batch]) -> dict[str, Any]:
             found.clear()
             loss = strategy.infer(strategy.loss_fn, batch)
             if worst["what"] is not None:
-                continue  # the other ranks still need our part
+                continue  # the other ranks still need this rank's forward
             if not is_finite(batch.inputs):
                 worst = {"what": "input", "name": "", "microbatch": i}
             elif found:
@@ -202,9 +185,9 @@ def look(strategy: Strategy, microbatches: Sequence[Batch]) -> dict[str, Any]:
 
 @contextmanager
 def _noting(model: nn.Module, found: list[tuple[str, str]]) -> Iterator[None]:
-    """The first module whose output is not finite, innermost first, goes into ``found``.
+    """Put the first module whose output is not finite, the innermost of several, into ``found``.
 
-    Around the call itself, not as a hook: what other hooks make of the output is seen too.
+    This wraps the call itself: a hook would not see what other hooks make of the output.
     """
     known = {module: name or type(model).__name__ for name, module in model.named_modules()}
     call = nn.Module.__call__
@@ -223,12 +206,8 @@ def _noting(model: nn.Module, found: list[tuple[str, str]]) -> Iterator[None]:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether every floating-point tensor in it is finite."""
-    return all(
-        bool(t.isfinite().all())
-        for t in tree_leaves(value)
-        if isinstance(t, Tensor) and t.is_floating_point()
-    )
+    """Whether every tensor in it is finite."""
+    return all(bool(t.isfinite().all()) for t in tree_leaves(value) if isinstance(t, Tensor))
 
 
 def sentence(found: Sequence[dict[str, Any]]) -> str:

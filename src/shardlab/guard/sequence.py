@@ -1,10 +1,10 @@
 """Are all ranks at the same collective? Asked before it is launched, or after a while.
 
-Ranks pair collectives by order alone. A rank that leaves one out is paired with the wrong one from
-then on: over Gloo, where the sizes agree, without any error. So in the first steps each collective
-is compared with the other ranks' *before* it is launched, and no wrong result is ever computed. One
-question and answer through the store costs a fraction of a millisecond each; later, only a
-fingerprint of everything called so far is compared, every few steps.
+Ranks pair collectives by order alone. A rank that skips one is paired with the wrong one from then
+on: over Gloo, where the sizes agree, without any error. So in the first steps each collective is
+compared with the other ranks' *before* it is launched, and no wrong result is ever computed. That
+costs a fraction of a millisecond each; later, only a fingerprint of everything called so far is
+compared, every few steps.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import uuid
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch.distributed as dist
@@ -40,7 +40,7 @@ class Sequence:
         self.asked: dict[str, int] = defaultdict(int)
 
     def exchange(self, what: str, value: Any, ranks: list[int] | None = None) -> dict[int, Any]:
-        """Every rank's value, by rank. Waits until the last has given its own."""
+        """Every rank's value, by rank. Waits until the last rank has given its own."""
         ranks = list(range(self.world.size)) if ranks is None else ranks
         self.asked[what] += 1
         key = f"{what}/{self.asked[what]}"
@@ -54,24 +54,22 @@ class Sequence:
         if len(ranks) == 1:
             return
         found = self.exchange(f"group {ranks}", call, ranks)
-        # Under this rank's number: one that called fewer of another group's counts differently.
+        # Under this rank's number: a rank that is not in another group counts fewer calls.
         calls = {rank: [Call(*c)._replace(seq=call.seq)] for rank, c in found.items()}
         difference = verdict.first_difference(calls)
         if difference is not None:
             raise halt(self._known_before(difference), "no result was computed from it")
 
     def _known_before(self, difference: Difference) -> Difference:
-        """What came next the last time tells whether the rank left one out."""
-        theirs, its = difference.theirs, difference.its
+        """What came next the last time shows whether the rank skipped a call."""
         history = list(self.ledger.recent)[:-1]
-        for call, after in zip(reversed(history[:-1]), reversed(history[1:]), strict=True):
-            if call.what == theirs.what:
-                is_skip = after.what == its.what
-                return Difference(difference.rank, theirs, its, skipped=is_skip)
+        for call, after in reversed(list(pairwise(history))):
+            if call.what == difference.theirs.what:
+                return replace(difference, skipped=after.what == difference.its.what)
         return difference
 
     def compare(self) -> None:
-        """Everything called so far, by its fingerprint."""
+        """Compare everything called so far, by its fingerprint."""
         ledger = self.ledger
         prints = self.exchange("fingerprint", [ledger.calls, ledger.fingerprint])
         if len({tuple(p) for p in prints.values()}) == 1:
@@ -80,23 +78,15 @@ class Sequence:
         recent = {rank: [Call(*c) for c in calls] for rank, calls in found.items()}
         difference = verdict.first_difference(recent)
         if difference is None:
-            counts = ", ".join(f"rank {r}: {calls}" for r, (calls, _) in prints.items())
+            counts = {rank: calls for rank, (calls, _) in prints.items()}
+            text = ", ".join(f"rank {rank}: {calls}" for rank, calls in counts.items())
             raise Halt(
                 STATE,
-                f"the ranks are out of step: they called different collectives ({counts}), "
+                f"the ranks are out of step: they called different collectives ({text}), "
                 f"further back than the last {comm.REMEMBERED}; use guard.check_every 1",
-                details={"collectives": {r: calls for r, (calls, _) in prints.items()}},
+                details={"collectives": counts},
             )
         raise halt(difference, "results since then are wrong")
-
-    @contextmanager
-    def every_call(self) -> Iterator[None]:
-        """Checks each collective that is launched inside."""
-        self.ledger.check = self.check
-        try:
-            yield
-        finally:
-            self.ledger.check = None
 
 
 def halt(difference: Difference, consequence: str) -> Halt:

@@ -1,4 +1,4 @@
-"""A second connection to the store, for what ranks tell each other beside their collectives."""
+"""A second connection to the store, for what ranks exchange beside their collectives."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 
 def side_store(purpose: str) -> dist.Store:
-    """Own connection, own keys. A store serves one question at a time: a rank that waits in the
-    shared one would keep its watchdog waiting too."""
+    """It has its own connection and keys. A store answers one question at a time: a rank that waits
+    in the shared one would keep its watchdog waiting too."""
     store = dist.distributed_c10d._get_default_store()
     return dist.PrefixStore(f"guard/{purpose}", store.clone())  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""The Python stacks of this process, and the line that tells where it is.
+"""The Python stacks of this process, and the line that shows where it is.
 
-A thread that runs Python asks for the stacks of the others. A process whose interpreter cannot run
+A thread that runs Python can read the stacks of the others. A process whose interpreter cannot run
 (an extension that holds Python's lock) is asked from outside by a signal: ``faulthandler`` writes
-from the signal's handler, in C. A process that is stopped answers to nothing, and Linux says so.
+from the signal's handler, in C. A stopped process does not answer at all, and Linux says so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-SIGNAL = getattr(signal, "SIGUSR1", None)
+SIGNAL = signal.SIGUSR1
 _STATES = {
     "T": "it is stopped (SIGSTOP)",
     "t": "a debugger holds it",
@@ -34,7 +34,7 @@ _LIBRARIES = tuple(
     for path in {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")}
 )
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-# Ours, but never the answer to "where is it": they call what is.
+# Our code that only calls what a rank is really doing.
 _PLUMBING = tuple(
     f"{_PACKAGE}/{name}" for name in ("comm.py", "guard", "pulse.py", "phases.py", "run/launch.py")
 )
@@ -67,16 +67,16 @@ class Frame:
 Stack = list[Frame]  # innermost first
 
 
-def of_threads(leave_out: set[int] = frozenset()) -> dict[str, Stack]:  # type: ignore[assignment]
+def of_threads(leave_out: int | None = None) -> dict[str, Stack]:
     """Every thread's stack by the thread's name, the main one first."""
     names = {t.ident: t.name for t in threading.enumerate()}
     main = threading.main_thread().ident
-    found = {}
     frames = sys._current_frames()
-    for ident in sorted(frames, key=lambda ident: ident != main):
-        if ident not in leave_out:
-            found[names.get(ident, f"thread {ident}")] = _walk(frames[ident])
-    return found
+    return {
+        names.get(ident, f"thread {ident}"): _walk(frames[ident])
+        for ident in sorted(frames, key=lambda ident: ident != main)
+        if ident != leave_out
+    }
 
 
 def _walk(frame: FrameType | None) -> Stack:
@@ -88,19 +88,13 @@ def _walk(frame: FrameType | None) -> Stack:
 
 
 def place_of(stack: Stack) -> str | None:
-    """The innermost line that is somebody's own code: a user's, a strategy's; else the innermost.
-
-    Inside ``time.sleep`` or a matrix product there is no Python frame, so a user's own line is
-    found also when it is a library that waits.
-    """
-    for frame in stack:
-        if not frame.is_library and not frame.is_plumbing:
-            return frame.place
-    return stack[0].place if stack else None
+    """The innermost line of a user's or a strategy's code; if there is none, the innermost line."""
+    own = [frame for frame in stack if not frame.is_library and not frame.is_plumbing]
+    return next((frame.place for frame in own or stack), None)
 
 
 def text_of(stack: Stack) -> str:
-    """Outermost first, as in a traceback; without how the process came to run it."""
+    """Outermost first, as in a traceback, without the launcher's frames."""
     ours = [i for i, frame in enumerate(stack) if frame.is_launcher]
     kept = stack[: ours[0]] if ours else stack
     return "\n".join(f"    {f.file}:{f.line} in {f.function}" for f in reversed(kept))
@@ -112,34 +106,26 @@ def text_of(stack: Stack) -> str:
 class Answering:
     """Makes this process write its stacks to a file when it gets a signal. For the main thread."""
 
-    def __init__(self) -> None:
-        self._file: Any = None
-        self._before: Any = None
-
-    @property
-    def fd(self) -> int | None:
-        return None if self._file is None else self._file.fileno()
+    fd: int | None = None  # None: the signal has another handler, or this is not the main thread
 
     def __enter__(self) -> Answering:
-        taken = SIGNAL is None or signal.getsignal(SIGNAL) is not signal.SIG_DFL  # somebody's own
-        if not taken and threading.current_thread() is threading.main_thread():
-            # Without a name: read by others through /proc, and gone with the process.
-            self._file = tempfile.TemporaryFile()
-            assert SIGNAL is not None
+        is_free = signal.getsignal(SIGNAL) is signal.SIG_DFL
+        if is_free and threading.current_thread() is threading.main_thread():
+            # It has no name: others read it through /proc, and it is gone with the process.
+            self._file: Any = tempfile.TemporaryFile()
+            self.fd = self._file.fileno()
             faulthandler.register(SIGNAL, self._file, all_threads=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            assert SIGNAL is not None
+        if self.fd is not None:
             faulthandler.unregister(SIGNAL)
             self._file.close()
-            self._file = None
 
 
 def ask(pid: int, fd: int | None, patience_s: float = 1.0) -> Stack:
     """The main thread's stack of another process of this host; empty if it does not answer."""
-    if fd is None or SIGNAL is None:
+    if fd is None:
         return []
     path = Path(f"/proc/{pid}/fd/{fd}")
     try:
@@ -153,20 +139,20 @@ def ask(pid: int, fd: int | None, patience_s: float = 1.0) -> Stack:
         with contextlib.suppress(OSError):
             text = path.read_text(encoding="utf-8", errors="replace")
             if text and text == before:  # it has stopped growing
-                return parse(text)
+                break
             before = text
     return parse(before)
 
 
 def parse(text: str) -> Stack:
-    """What faulthandler wrote, of the thread it writes last, which is the main one."""
+    """The stack of the main thread, which faulthandler writes last."""
     last = text.strip().split("\n\n")[-1]
     found = re.findall(r'File "(.*?)", line (\d+) in (\S+)', last)
     return [Frame(file, int(line), function) for file, line, function in found]
 
 
 def state_of(pid: int) -> str | None:
-    """What Linux says of a process that does not answer; none if nothing is remarkable."""
+    """What Linux says about a process that does not answer; None if nothing is remarkable."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -1,10 +1,10 @@
 """A run that is asked to stop (Ctrl-C, SIGTERM) ends after a step that all its ranks agree on.
 
-A rank cannot simply leave the loop when it hears of it: the others would wait for it in their next
-collective. So each rank says how many steps it has begun, and begins no other until it knows what
-all have said; then it goes on to the largest of these numbers, and stops there. Nobody has begun
-more, and whoever has begun fewer is not waited for in vain. Each step takes a lock, for less than a
-microsecond; and a thread asks the store twice a second whether another rank was signalled.
+A rank cannot simply leave the loop: the others would wait for it in their next collective. So each
+rank tells how many steps it has begun, and begins no other until it knows the numbers of all; then
+it continues to the largest of them, and stops there. No rank has begun more, and a rank that has
+begun fewer catches up. Each step takes a lock, for less than a microsecond; and a thread asks the
+store twice a second whether another rank was signalled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from shardlab.errors import Halt
@@ -53,7 +53,7 @@ class Stop:
         self._store = store
 
     def ask(self, number: int) -> None:
-        """Stop, because this signal came."""
+        """Ask the run to stop, because this signal came."""
         if self.signal is None:
             self.signal = number
         self._wake.set()
@@ -63,7 +63,7 @@ class Stop:
         return "" if self.signal is None else signal.Signals(self.signal).name
 
     def may_begin(self) -> bool:
-        """Before each step: whether to begin it. False on every rank before the same step."""
+        """Whether to begin another step. It is False on every rank before the same step."""
         with self._changed:
             if self._asked:
                 self._changed.wait_for(lambda: self._target is not None, AGREE_S)
@@ -79,14 +79,12 @@ class Stop:
     # -------------------------------------------------------------- in a thread
 
     def _listen(self) -> None:
-        try:
+        with suppress(Exception):  # the store is gone, and with it the other ranks
             while not self._wake.wait(POLL_S):
                 if self._store.check(["asked"]):
                     self.ask(int(self._store.get("asked")))
             if not self._closed:
                 self._agree()
-        except Exception:
-            return  # the store is gone, and with it the other ranks
 
     def _agree(self) -> None:
         with self._changed:
@@ -108,12 +106,12 @@ class Stop:
 
 
 _runs = 0
-CURRENT: Stop | None = None  # of the run in this process, if there is one
+CURRENT: Stop | None = None  # the run in this process, if there is one
 
 
 @contextmanager
 def watching(world: World) -> Iterator[Stop]:
-    """A run that can be asked to stop. All ranks enter it together."""
+    """Around a run that can be asked to stop. All ranks enter it together."""
     from shardlab.guard.side import side_store
 
     global CURRENT, _runs
@@ -135,8 +133,8 @@ def watching(world: World) -> Iterator[Stop]:
 def heard(handle: Callable[[int], None]) -> Iterator[None]:
     """Calls ``handle`` with the number of each signal that comes, in a thread.
 
-    The main thread may be waiting in C, where no handler of Python's runs; but the number of the
-    signal still comes, through a pipe.
+    The main thread may be waiting in C, where Python runs no handler; but the number of the signal
+    still comes, through a pipe.
     """
     numbers, sender = os.pipe()
     os.set_blocking(sender, False)
@@ -148,7 +146,7 @@ def heard(handle: Callable[[int], None]) -> Iterator[None]:
         os.close(numbers)
 
     def in_child() -> None:
-        """What this process forks (a data loader's worker) has its own signals."""
+        """A forked process (a data loader's worker) handles its own signals."""
         if is_on:
             signal.set_wakeup_fd(-1)
             for number in before:

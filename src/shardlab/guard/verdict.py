@@ -1,14 +1,14 @@
 """Who hangs, and on what: from where each rank was last seen to a sentence. Pure, no torch.
 
 A collective ends when every rank has entered it. So of ranks that stand still, those that wait in
-a collective are victims, and who has not entered it is the cause; unless ranks are in different
-collectives under the same number, in which case they are out of step.
+a collective are victims, and the rank that has not entered it is the cause; unless ranks are in
+different collectives under the same number, in which case they are out of step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ BUSY = 0.5  # of a core: a rank that computes, and does not wait
 
 @dataclass(frozen=True)
 class Seen:
-    """One rank, as it was last seen."""
+    """One rank, as it was last seen: what it reports about itself every tick."""
 
     rank: int
     phase: str
@@ -30,12 +30,20 @@ class Seen:
     beats: int = 0
     calls: int = 0  # collectives entered
     waits_for: Call | None = None
-    recent: tuple[Call, ...] = ()  # the last ones that it entered
-    threads: Mapping[str, stacks.Stack] = field(default_factory=dict)  # the main one first
-    answers: bool = True
-    state: str | None = None  # what the system says of one that does not answer
     cpu: float = 0.0  # cores that it used lately
-    own: Mapping[str, Any] | None = None  # PyTorch's own record of its process group
+    tick: int = 0  # number of the report
+    tick_s: float = 1.0  # between reports
+    pid: int = 0
+    host: str = ""
+    fd: int | None = None  # the file that has its stacks when it is asked for them by a signal
+    # Only a rank that stands still reports these: the last collectives that it entered, its stacks
+    # (the main thread first), and PyTorch's own record of its process group.
+    recent: tuple[Call, ...] = ()
+    threads: dict[str, stacks.Stack] = field(default_factory=dict)
+    own: dict[str, int] | None = None
+    # What the observer adds about a rank that does not report.
+    answers: bool = True
+    state: str | None = None  # what the system says about it
 
     @property
     def stack(self) -> stacks.Stack:
@@ -58,18 +66,22 @@ class Seen:
         where = f", at {self.place}" if self.place else ""
         return f"it is in {self.phase}{where}"
 
+    @property
+    def entered(self) -> int | None:
+        """PyTorch's own count of the collectives that the rank has entered."""
+        return None if self.own is None else self.own["entered"]
+
 
 def judge(ranks: Sequence[Seen], stood_s: float) -> Halt:
-    """The verdict on ranks none of which has moved for so long."""
+    """The verdict on ranks of which none has moved for ``stood_s`` seconds."""
     silent = [r for r in ranks if not r.answers]
     lone = first_difference({r.rank: r.recent for r in ranks})
     if silent:
-        causes, sentence = silent, _of_silent(ranks, silent)
+        causes, sentence = silent, _about_silent(silent) + _waiters(ranks, silent)
     elif lone is not None:
-        causes = [r for r in ranks if r.rank == lone.rank]
-        sentence = lone.sentence
+        causes, sentence = [r for r in ranks if r.rank == lone.rank], lone.sentence
     else:
-        causes, sentence = _of_missing(ranks)
+        causes, sentence = _about_missing(ranks)
     rank = causes[0].rank if causes else ranks[0].rank
     return Halt(
         "hung",
@@ -85,76 +97,73 @@ def judge(ranks: Sequence[Seen], stood_s: float) -> Halt:
     )
 
 
-def _of_silent(ranks: Sequence[Seen], silent: Sequence[Seen]) -> str:
+def _about_silent(silent: Sequence[Seen]) -> str:
     parts = []
     for r in silent:
         where = f"; {r.doing}" if r.threads else f"; it was last seen in {r.phase}"
         why = r.state or ("Python cannot run there" if r.threads else None)
         parts.append(f"rank {r.rank} does not answer{f': {why}' if why else ''}{where}")
-    return "; ".join(parts) + _waiters(ranks, silent)
+    return "; ".join(parts)
 
 
-def _of_missing(ranks: Sequence[Seen]) -> tuple[list[Seen], str]:
-    waiting = [r for r in ranks if r.waits_for is not None]
+def _about_missing(ranks: Sequence[Seen]) -> tuple[list[Seen], str]:
+    """The causes, and a sentence about them, where every rank answers."""
+    waiting = [r.waits_for for r in ranks if r.waits_for is not None]
+    what, ending = "is stuck", ""
     if waiting:
-        first = min((r.waits_for for r in waiting if r.waits_for), key=lambda call: call.seq)
-        missing = [r for r in ranks if r.calls <= first.seq]
-        if missing:
-            who = "; ".join(f"rank {r.rank} never entered {first.full}: {r.doing}" for r in missing)
-            return missing, who + _waiters(ranks, missing)
-        outside = [r for r in ranks if r.waits_for is None]
-        if outside:  # it has launched the collective, and is stuck where it does not wait for it
-            who = "; ".join(f"rank {r.rank} is stuck: {r.doing}" for r in outside)
-            return outside, who + _waiters(ranks, outside)
-        return [], (
-            f"every rank has entered {first.full} and waits, and it does not end: the network "
-            "between them, or a rank that is out of step with PyTorch's own collectives"
-        )
-    behind = _behind(ranks)
-    others = [r for r in ranks if r not in behind]
-    counts = [_entered(r) for r in ranks]
-    if None not in counts and len(set(counts)) > 1:
-        most = max(n for n in counts if n is not None)
-        who = "; ".join(
-            f"rank {r.rank} never entered the {nth(_entered(r) or 0)} of PyTorch's own collectives "
-            f"(of {most}): {r.doing}"
-            for r in behind
-        )
-        return behind, who + _waiters(ranks, behind)
-    who = "; ".join(f"rank {r.rank} is stuck: {r.doing}" for r in behind)
-    if not others:
-        return behind, who
-    rest = "; ".join(f"rank {r.rank}: {r.doing.removeprefix('it ')}" for r in others)
-    return behind, f"{who}; {rest}; no collective of the ledger is under way"
+        first = min(waiting, key=lambda call: call.seq)
+        causes = [r for r in ranks if r.calls <= first.seq]
+        if causes:
+            what = f"never entered {first.full}"
+        else:  # a rank that has launched the collective is stuck before it waits for it
+            causes = [r for r in ranks if r.waits_for is None]
+        if not causes:
+            return [], (
+                f"every rank has entered {first.full} and waits, and it does not end: the network "
+                "between them, or a rank that is out of step with PyTorch's own collectives"
+            )
+        ending = _waiters(ranks, causes)
+    else:
+        causes = _behind(ranks)
+        counts = [r.entered for r in ranks if r.entered is not None]
+        others = [r for r in ranks if r not in causes]
+        if len(counts) == len(ranks) and len(set(counts)) > 1:
+            what = (
+                f"never entered the {nth(min(counts) + 1)} of PyTorch's own collectives "
+                f"(of {max(counts)})"
+            )
+            ending = _waiters(ranks, causes)
+        elif others:
+            rest = "; ".join(f"rank {r.rank}: {r.doing.removeprefix('it ')}" for r in others)
+            ending = f"; {rest}; no collective of the ledger is under way"
+    return causes, "; ".join(f"rank {r.rank} {what}: {r.doing}" for r in causes) + ending
 
 
-def _entered(r: Seen) -> int | None:
-    """PyTorch's own count of the collectives that a rank has entered."""
-    return None if r.own is None else int(r.own["entered"])
-
-
-def nth(count: int) -> str:
-    """After so many, the next: ``4th``."""
-    number = count + 1
+def nth(number: int) -> str:
+    """``4th``."""
     last = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10)
     return f"{number}{last or 'th'}"
 
 
 def _behind(ranks: Sequence[Seen]) -> list[Seen]:
-    """Without a collective of ours to tell: who has done least, or computes while others wait, or
-    is in code of its own while others are in PyTorch's."""
-    for sign in (
-        lambda r: -(_entered(r) or 0),
-        lambda r: -r.steps_done,
-        lambda r: r.phase == DATA,
-        lambda r: -r.beats,
-        lambda r: r.cpu > BUSY,
-        lambda r: bool(r.stack) and not r.stack[0].is_library,
-    ):
-        signs = [sign(r) for r in ranks]
+    """Without a collective of ours to go by: the ranks that have done least, or compute while
+    others wait, or are in code of their own while others are in PyTorch's."""
+    for signs in zip(*map(_signs, ranks), strict=True):
         if len(set(signs)) > 1:
             return [r for r, value in zip(ranks, signs, strict=True) if value == max(signs)]
     return list(ranks)
+
+
+def _signs(r: Seen) -> tuple[float, ...]:
+    """What makes a rank a likely cause, the best sign first."""
+    return (
+        -(r.entered or 0),
+        -r.steps_done,
+        r.phase == DATA,
+        -r.beats,
+        r.cpu > BUSY,
+        bool(r.stack) and not r.stack[0].is_library,
+    )
 
 
 def _waiters(ranks: Sequence[Seen], causes: Sequence[Seen]) -> str:
@@ -180,8 +189,7 @@ class Difference:
     rank: int
     theirs: Call  # what most ranks entered under that number
     its: Call
-
-    skipped: bool  # its next are the others' next but one: it left one out
+    skipped: bool  # the rank skipped one call
 
     @property
     def sentence(self) -> str:
@@ -197,48 +205,31 @@ class Difference:
         )
 
 
-def same(a: Call, b: Call) -> bool:
-    """Whether two ranks' collectives of one number belong together.
-
-    The label tells those of one shape apart; only where there is none, the line does (one
-    collective may be called from two lines, by rank).
-    """
-    return a.what == b.what and (bool(a.label) or a.site == b.site)
+def odd_ones(values: Mapping[int, Hashable]) -> tuple[list[int], list[int]]:
+    """The ranks whose value is not the most common one, and the others. In a tie the value that
+    comes first, which is that of the lowest rank, counts as right."""
+    right = Counter(values.values()).most_common(1)[0][0]
+    odd = [rank for rank, value in values.items() if value != right]
+    return odd, [rank for rank in values if rank not in odd]
 
 
 def first_difference(recent: Mapping[int, Iterable[Call]]) -> Difference | None:
-    """Over the numbers that several ranks still remember."""
+    """The first number under which ranks that still remember it entered different collectives."""
     by_rank = {rank: {call.seq: call for call in calls} for rank, calls in recent.items()}
-    numbers = sorted({seq for calls in by_rank.values() for seq in calls})
-    for seq in numbers:
-        here = {rank: calls[seq] for rank, calls in by_rank.items() if seq in calls}
-        kinds = Counter(c.what if c.label else f"{c.what} {c.site}" for c in here.values())
-        if len(kinds) < 2:
+    for seq in sorted({seq for calls in by_rank.values() for seq in calls}):
+        odd, others = odd_ones({r: c[seq].kind for r, c in by_rank.items() if seq in c})
+        if not odd:
             continue
-        # Of two equally many, rank 0's is taken for right.
-        kind = max(kinds, key=lambda k: (kinds[k], k == _kind(here[min(here)])))
-        theirs = next(c for c in here.values() if _kind(c) == kind)
-        rank = next(r for r, c in here.items() if _kind(c) != kind)
-        right = next(r for r, c in here.items() if _kind(c) == kind)
-        return _lone(rank, right, seq, by_rank, theirs)
+        rank, right = odd[0], others[0]
+        its, theirs = by_rank[rank][seq], by_rank[right][seq]
+        # What came next shows which of the two skipped a call, if either did.
+        its_next, their_next = by_rank[rank].get(seq + 1), by_rank[right].get(seq + 1)
+        is_skip = their_next is not None and their_next.kind == its.kind
+        is_other = its_next is not None and its_next.kind == theirs.kind and len(by_rank) == 2
+        if is_other and not is_skip:
+            return Difference(right, its, theirs, skipped=True)
+        return Difference(rank, theirs, its, is_skip)
     return None
-
-
-def _kind(call: Call) -> str:
-    return call.what if call.label else f"{call.what} {call.site}"
-
-
-def _lone(
-    rank: int, right: int, seq: int, by_rank: Mapping[int, Mapping[int, Call]], theirs: Call
-) -> Difference:
-    """Which of the two left one out, if either did, is told by what came next."""
-    its = by_rank[rank][seq]
-    after, its_after = by_rank[right].get(seq + 1), by_rank[rank].get(seq + 1)
-    if after is not None and same(after, its):
-        return Difference(rank, theirs, its, skipped=True)
-    if its_after is not None and same(its_after, theirs) and len(by_rank) == 2:
-        return Difference(right, its, theirs, skipped=True)
-    return Difference(rank, theirs, its, skipped=False)
 
 
 # ------------------------------------------------------------------ for people and for programs

@@ -1,11 +1,11 @@
-"""A training run's numbers for TensorBoard or Weights & Biases, while it goes on, from rank 0."""
+"""A training run's numbers for TensorBoard or Weights & Biases, during the run, from rank 0."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shardlab.config import Config, OutputConfig
 from shardlab.errors import UsageError
@@ -19,19 +19,12 @@ TAGS = {
     "rss_bytes": "memory/resident_bytes",
     "cuda_peak_bytes": "memory/cuda_peak_bytes",
 }
-BESIDE = ("steps", "samples", "targets", "seconds")  # of an evaluation: no result of it
+BESIDE = ("steps", "samples", "targets", "seconds")  # in an evaluation's row, but no results
 PACKAGES = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}
 
 
-class Board(Protocol):
-    """Where numbers are shown."""
-
-    def show(self, step: int, numbers: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
-
-
 def check(output: OutputConfig) -> None:
-    """Refuse before anything is built what cannot be written at the end."""
+    """Refuse a board whose package is missing, before anything is built."""
     for package, name in PACKAGES.items():
         if getattr(output, package) and importlib.util.find_spec(package) is None:
             raise UsageError(
@@ -42,12 +35,11 @@ def check(output: OutputConfig) -> None:
 
 def of_run(config: Config, folder: Path, first: int = 0) -> list[Board]:
     """The boards that the config asks for. ``first``: the step that a resumed run begins with."""
-    boards: list[Board] = []
-    if config.output.tensorboard:
-        boards.append(TensorBoard(folder, first))
-    if config.output.wandb:
-        boards.append(WeightsAndBiases(folder, config))
-    return boards
+    output = config.output
+    return [
+        *([TensorBoard(folder, first)] if output.tensorboard else []),
+        *([WeightsAndBiases(folder, config)] if output.wandb else []),
+    ]
 
 
 def of_step(row: Mapping[str, Any]) -> dict[str, float]:
@@ -64,7 +56,7 @@ class TensorBoard:
     def __init__(self, folder: Path, first: int = 0) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        # What was shown before of the steps that a resumed run takes again goes.
+        # Remove what was shown of the steps that a resumed run repeats.
         self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=first or None)
 
     def show(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -83,13 +75,13 @@ class WeightsAndBiases:
         self._run: Any = wandb.init(
             project="shardlab",
             name=folder.name,
-            id=folder.name,  # a resumed run goes on as the same
+            id=folder.name,  # a resumed run keeps its place
             resume="allow",
             dir=str(folder),
             config=config.to_dict(),
         )
         # An axis of our own: numbers of a step may come after an evaluation of a later one, and
-        # wandb's own counter takes none that goes back.
+        # wandb's own counter cannot go back.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -98,3 +90,6 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+
+
+Board = TensorBoard | WeightsAndBiases

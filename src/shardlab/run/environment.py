@@ -28,7 +28,7 @@ def describe(device: torch.device, command: str) -> dict[str, Any]:
         "cores": usable_cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "device": device.type,
-        "gpus": gpu_names(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,
         "threads_per_rank": torch.get_num_threads(),
     }
@@ -47,22 +47,14 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def gpu_names() -> list[str]:
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-
-
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit of the code that ran, and whether it was changed since; none outside a repository."""
+    """Commit of the code that ran, and whether it was changed since; None outside a repository."""
 
     def git(*args: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *args],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        )
-        return done.stdout.strip()
+        command = ["git", "-C", str(folder), *args]
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, timeout=10
+        ).strip()
 
     try:
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}

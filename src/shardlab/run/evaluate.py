@@ -1,7 +1,7 @@
 """The model on held-out samples: each exactly once, whatever the number of ranks.
 
 Sums and counts are added up over the ranks, so the result is that of one process. A rank with no
-samples left goes on with batches of zero rows: under a sharded strategy the others need its part
+samples left continues with batches of zero rows: under a sharded strategy the others need its part
 of the parameters.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,24 +37,24 @@ class Evaluation:
     world: World
     function: Evaluate  # in the precision of the run
     chunk: int  # samples at a time, over all ranks: as many as in a micro-batch
-    samples: int | None = None  # so many of the held-out ones, evenly spread; none: all
+    samples: int | None = None  # this many of the held-out ones, evenly spread; None: all
     dtype: torch.dtype = torch.float32
-    of_average: bool = False  # of the parameters' moving average, not of the parameters
+    of_average: bool = False  # evaluate the parameters' moving average, not the parameters
 
     def __call__(self) -> dict[str, Any]:
         """Loss, accuracy, perplexity: what the workload's sums amount to. A collective."""
         held_out = held_out_of(self.workload)
         count = min(len(held_out), self.samples or len(held_out))
         start = time.perf_counter()
-        with self._inference() as infer:
-            total: Sums = {}
+        total: Sums = {}
+        with self._evaluating():
             for batch in self._batches(held_out, count):
-                PULSE.beats += 1  # it may take long, and sends nothing that shows it moves
-                sums = infer(self.function, batch)
+                PULSE.beats += 1  # it may take long, and nothing else shows that it moves
+                sums = self.strategy.infer(self.function, batch)
+                counts = {"targets": batch.count, "samples": batch.samples}
+                sums = sums | {name: torch.tensor(float(n)) for name, n in counts.items()}
                 for name, value in sums.items():
                     total[name] = total.get(name, 0) + value.detach().double()
-                for name, number in (("targets", batch.count), ("samples", batch.samples)):
-                    total[name] = total.get(name, 0) + torch.tensor(float(number))
         result = self._means(total)
         if result["samples"] != count:
             raise RuntimeError(f"evaluated {result['samples']} samples of {count}")
@@ -69,7 +69,7 @@ class Evaluation:
             yield loader.cast(held_out.batch(mine.tolist()), self.dtype).to(world.device)
 
     def _means(self, total: Sums) -> dict[str, Any]:
-        """The sums of all ranks, each divided by what it is told per."""
+        """The sums of all ranks, each divided by its number of targets or samples."""
         names = sorted(total)
         message = torch.stack([total[name].to(self.world.device).double() for name in names])
         comm.all_reduce(message, self.world.group, label="evaluation")
@@ -85,8 +85,8 @@ class Evaluation:
         return result | {name: value / max(1.0, samples) for name, value in sums.items()}
 
     @contextmanager
-    def _inference(self) -> Iterator[Callable[[Evaluate, Batch], Sums]]:
-        """A way to call the model in eval mode; afterwards it is as it was before."""
+    def _evaluating(self) -> Iterator[None]:
+        """The model is in eval mode inside; afterwards it is as it was before."""
         strategy, model = self.strategy, self.strategy.model
         if self.of_average:
             strategy.exchange_averages()
@@ -94,7 +94,7 @@ class Evaluation:
         steps.broadcast_buffers(model, self.world.group)  # as before every step: rank 0's
         model.eval()
         try:
-            yield strategy.infer
+            yield
         finally:
             for module, was_training in modes.items():
                 module.training = was_training

@@ -1,4 +1,4 @@
-"""What the ranks look at before anything is measured or proved: what runs where, and can it run?"""
+"""Before anything is measured or proved, the ranks look: what runs where, and can it run?"""
 
 from __future__ import annotations
 
@@ -25,13 +25,11 @@ def describe(world: World, values: dict[str, Any], command: str) -> dict[str, An
         "workload": workload.name,
         "parameters": sum(p.numel() for p in model.parameters()),
         "notes": [*workload.notes, *no_blocks],
-        "normalizes_batches": _normalizes_batches(model),
+        # A sample's loss then depends on the others in its micro-batch.
+        "normalizes_batches": any(
+            isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()
+        ),
     }
-
-
-def _normalizes_batches(model: nn.Module) -> bool:
-    """Whether a sample's loss depends on the others in its micro-batch."""
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
 
 
 def check(world: World, values: dict[str, Any]) -> None:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from shardlab import comm, numbers, pulse
 from shardlab import config as configs
+from shardlab.checkpoint import course
 from shardlab.checkpoint import start as starts
 from shardlab.checkpoint.course import Saving, kept_rows
-from shardlab.checkpoint.fit import refuse_unfit
-from shardlab.checkpoint.start import Start
+from shardlab.checkpoint.start import Start, refuse_unfit
 from shardlab.config import Config
 from shardlab.data import audit as audits
 from shardlab.data import sampler
@@ -148,14 +148,13 @@ def restore(
     audit: Audit | None,
 ) -> None:
     """The strategy as it was when the checkpoint was taken."""
-    from shardlab.checkpoint import during  # imports DCP, which others need not wait for
 
     def first_batches() -> Sequence[Batch]:
         order = data_order(workload, config)
         with closing(prepared(workload, config, world, order, start.step, depth=0)) as steps:
             return next(steps).microbatches
 
-    during.restore(start, strategy, world, config, audit, first_batches)
+    course.restore(start, strategy, world, config, audit, first_batches)
 
 
 def make_evaluation_act(

@@ -18,39 +18,33 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class RankSet:
+class RankSet(ExitStack):
     """One set of ranks for all jobs; replaced when a failing job has taken it down."""
 
     def __init__(self, launch: LaunchConfig, size: int, deadline_s: float | None = None) -> None:
+        super().__init__()
         self.launch = launch
         self.size = size
         self.deadline_s = deadline_s  # for each job; None: no limit
-        self.stack = ExitStack()
         self.ranks: Ranks | None = None
-
-    def __enter__(self) -> RankSet:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.stack.__exit__(*error)
 
     def run(self, target: Target, *args: Any) -> list[Any]:
         """Every rank's result of ``target(world, *args)``, in rank order."""
         if self.ranks is None or not self.ranks.alive:
-            self.ranks = self.stack.enter_context(Ranks(self.launch, self.size))
+            self.ranks = self.enter_context(Ranks(self.launch, self.size))
         return self.ranks.run(target, *args, deadline_s=self.deadline_s)
 
     def renew(self) -> None:
-        """The next job has new processes."""
-        self.stack.close()
+        """The next job gets new processes."""
+        self.close()
         self.ranks = None
 
 
 def on_its_ranks(
     job: Callable[Concatenate[World, Config, P], T],
 ) -> Callable[Concatenate[World, dict[str, Any], P], T | None]:
-    """A job that takes a config, as one that takes its plain values. It runs on as many ranks as
-    the config asks for; the ranks beyond them return None."""
+    """Turn a job that takes a config into one that takes its plain values. It runs on as many ranks
+    as the config asks for; the ranks beyond them return None."""
 
     @functools.wraps(job)
     def run(world: World, values: dict[str, Any], /, *args: P.args, **kwargs: P.kwargs) -> T | None:

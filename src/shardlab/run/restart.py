@@ -1,4 +1,4 @@
-"""A run that goes on when a rank dies: the world is started again, from the last checkpoint."""
+"""A run that survives the death of a rank: the world starts again from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from shardlab.checkpoint import files
 from shardlab.config import Config, check_batch
-from shardlab.errors import Halt, Interrupted, RankFailure, UsageError
+from shardlab.errors import Interrupted, RankFailure, UsageError
 from shardlab.run import launch
 from shardlab.run.launch import Event
 
@@ -16,12 +16,12 @@ TARGET = "shardlab.run.rank:train_rank"
 
 
 def train(config: Config, command: str, on_event: Callable[[Event], None]) -> Any:
-    """The run, started again at most ``launch.max_restarts`` times; rank 0's result.
+    """Rank 0's result of a run that is started again at most ``launch.max_restarts`` times.
 
     At most ``checkpoint.every`` steps are repeated each time. Replicas that have drifted apart, or
-    ranks out of step, go on from the newest checkpoint too: before each is written all ranks have
-    compared what they hold and what they have called. Input that is refused, Ctrl-C and a
-    loss that is not finite are not tried again: it would end the same way.
+    ranks out of step, restart from the newest checkpoint too: before it was written all ranks
+    compared what they hold and what they have called. Input that is refused, Ctrl-C and a loss that
+    is not finite are not tried again: the run would end the same way.
     """
     folder: Path | None = None
 
@@ -41,7 +41,9 @@ def train(config: Config, command: str, on_event: Callable[[Event], None]) -> An
             _say_where(stopped, folder)
             raise
         except RankFailure as failure:
-            if restarts >= config.launch.max_restarts or folder is None or _is_final(failure):
+            # A loss that is not finite would be so again.
+            is_final = failure.is_final or getattr(failure, "state", None) == "not finite"
+            if is_final or folder is None or restarts >= config.launch.max_restarts:
                 _say_where(failure, folder)
                 raise
             restarts += 1
@@ -63,14 +65,9 @@ def train(config: Config, command: str, on_event: Callable[[Event], None]) -> An
 
 
 def _say_where(error: Exception, folder: Path | None) -> None:
-    """Whoever hears of the failure can say how to go on."""
+    """Let the command line print how to resume."""
     if folder is not None and files.steps_in(folder):
         error.folder = folder  # type: ignore[attr-defined]
-
-
-def _is_final(failure: RankFailure) -> bool:
-    is_not_finite = isinstance(failure, Halt) and failure.state == "not finite"
-    return is_not_finite or failure.is_final
 
 
 def next_world(config: Config) -> int:
