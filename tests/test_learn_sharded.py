@@ -94,8 +94,8 @@ def test_the_weigher_sees_storages_grow_and_go() -> None:
         torch.zeros(500, dtype=torch.float64).add_(1)
         kept.untyped_storage().resize_(8)
 
-    _, peak, after = weigher.measure(work)
-    assert (peak, after) == (16_000 + 4000 - 8000, 8 - 8000)
+    _, phase = weigher.phase(work)
+    assert (phase.peak, phase.held) == (16_000 + 4000 - 8000, 8)
 
 
 def test_memory_limits_lie_between_right_and_wrong() -> None:

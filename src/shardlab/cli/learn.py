@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,7 @@ DEFAULT_DIR = Path("learn")
 
 app = typer.Typer(
     help="Exercises for the rungs of the ladder: write a strategy's heart yourself, have it "
-    "checked on real ranks, and be told what is wrong.",
+    "checked on real ranks, and read what is wrong.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -97,7 +98,7 @@ def check(
         raise UsageError(f"--deadline {deadline:g}: a check needs time")
     verdicts = []
     for exercise, path in _asked(name, exercise_name, folder):
-        with report.checking(exercise, enabled=not as_json):
+        with nullcontext() if as_json else report.checking(exercise):
             verdict = grading.grade(exercise, path, deadline)
         verdicts.append(verdict)
         try:

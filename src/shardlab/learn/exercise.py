@@ -76,11 +76,7 @@ class Finding:
 
 
 class Rejected(Exception):
-    """``run`` raises it where what the learner's code returned cannot be used at all."""
-
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(finding.message)
-        self.finding = finding
+    """``run`` raises it, with a Finding, where what the learner's code returned is of no use."""
 
 
 @functools.cache
@@ -102,7 +98,7 @@ Look = Callable[[Rows], Finding | None]  # at one case
 def judging(*looks: Look, only_first: bool = False) -> Callable[[Evidence], list[Finding]]:
     """A ``judge`` that reports, for each case, what the first of the looks finds.
 
-    ``only_first`` is for cases that become harder: the learner is told one thing at a time.
+    ``only_first`` is for cases that become harder: the learner gets one thing at a time.
     """
 
     def judge(evidence: Evidence) -> list[Finding]:

@@ -120,7 +120,7 @@ def load(path: str, source: str) -> ModuleType:
 def describe(error: BaseException, path: str) -> dict[str, Any]:
     """An exception in plain words: its type, its text, and the learner's line if it came there."""
     if isinstance(error, Rejected):
-        return {"kind": "rejected", "cause": error.finding.cause, "message": str(error)}
+        return {"kind": "rejected", **vars(error.args[0])}
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
     line, function = (frames[-1].lineno, frames[-1].name) if frames else (None, "")
     if isinstance(error, SyntaxError) and error.filename == path:

@@ -12,7 +12,7 @@ import functools
 import gc
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from shardlab.proof.watch import Memory
 
 Batch = tuple[Tensor, Tensor]  # (rows, width), (rows, out)
 Tensors = dict[str, Tensor | None]
-T = TypeVar("T")
 SEED = 0  # of all batches and models; any other must do as well
 LOOKING = "looking"  # the spy's mark for calls that are made only because we look
 RATE = 0.5  # of SGD: what an update used is (before - after) / RATE
@@ -151,11 +150,6 @@ def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
         return make().double()
 
 
-def size(model: nn.Module) -> int:
-    """Bytes of the parameters that train."""
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-
-
 def batch(rank: int, step: int, micro: int, rows: int = 4, width: int = 6, out: int = 3) -> Batch:
     """Only rank 0's make ``Skipping`` use its extra layer."""
     generator = torch.Generator().manual_seed(SEED + 10_000 * step + 1000 * micro + rank)
@@ -164,9 +158,9 @@ def batch(rank: int, step: int, micro: int, rows: int = 4, width: int = 6, out: 
     return x, torch.randn(rows, out, generator=generator, dtype=torch.float64)
 
 
-def loss(output: Tensor, batch: Batch) -> Tensor:
+def loss(forward: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
     """The mean over the rows."""
-    return F.mse_loss(output, batch[1])
+    return F.mse_loss(forward(batch[0]), batch[1])
 
 
 def gradients(model: nn.Module) -> Tensors:
@@ -237,7 +231,7 @@ class OneProcess:
         """The mean over the micro-batches of one rank."""
         self.model.zero_grad()
         for one in batches:
-            (loss(self.model(one[0]), one) / len(batches)).backward()
+            (loss(self.model, one) / len(batches)).backward()
         return gradients(self.model)
 
 
@@ -314,7 +308,7 @@ def train_sharded(
         left = set()
         for i, batch in enumerate(batches):
             at.spy.mark(f"micro {i}")
-            backward(loss(forward(batch[0]), batch) / len(batches))
+            backward(loss(forward, batch) / len(batches))
             left |= _with_gradient(model) if drops else set()
         at.spy.mark("step")
         zero.step()
@@ -371,14 +365,6 @@ class Weigher(Memory):
             self.peak = max(self.peak, self.count())
         return result
 
-    def measure(self, work: Callable[[], T]) -> tuple[T, int, int]:
-        """Its result; the most bytes alive in it and those alive after it, beyond those before."""
-        before = self.peak = self.count()
-        with self:
-            result = work()
-        gc.collect()
-        return result, self.peak - before, self.count() - before
-
 
 def weigh(at: Stage, depth: int, make: Callable[[nn.Module, Factory], Any]) -> dict[str, int]:
     """Bytes that a ZeRO holds of a deep model: after __init__, and in each phase of a micro-batch
@@ -386,7 +372,7 @@ def weigh(at: Stage, depth: int, make: Callable[[nn.Module, Factory], Any]) -> d
     weigher = Weigher()
     with weigher:
         model = build(lambda: wide(depth))
-        psi = size(model)
+        psi = sum(p.numel() * p.element_size() for p in model.parameters())
         zero = make(model, Factory("adamw"))
     forward: Callable[[Tensor], Tensor] = getattr(zero, "forward", model)
     held = weigher.count()
@@ -394,18 +380,22 @@ def weigh(at: Stage, depth: int, make: Callable[[nn.Module, Factory], Any]) -> d
     def weigh_micro(step: int, micro: int, start: int) -> dict[str, int]:
         one = batch(at.rank, step, micro, rows=1, width=48, out=48)
         at.spy.mark(f"micro {micro}")
-        value, most, between = weigher.measure(lambda: loss(forward(one[0]), one) / 2)
-        before = weigher.count() - start
-        _, peak, _ = weigher.measure(functools.partial(backward, value))
+        before = weigher.count()
+        value, first = weigher.phase(lambda: loss(forward, one) / 2)
+        _, second = weigher.phase(functools.partial(backward, value))
         del value
-        after = weigher.count() - start
-        return {"forward": most, "between": between, "backward": before + peak, "after": after}
+        return {
+            "forward": first.peak,
+            "between": first.held - before,
+            "backward": first.held - start + second.peak,
+            "after": weigher.count() - start,
+        }
 
     def weigh_step(step: int) -> dict[str, int]:
         start = weigher.count()
         micros = [weigh_micro(step, micro, start) for micro in range(2)]
         at.spy.mark("step")
-        weigher.measure(zero.step)
+        weigher.phase(zero.step)
         most = {phase: max(row[phase] for row in micros) for phase in micros[0]}
         return most | {"idle": weigher.count(), "params": _in_storages(model)}
 

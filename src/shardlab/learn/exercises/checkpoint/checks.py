@@ -5,7 +5,6 @@ A small replicated run with dropout, a buffer and AdamW: stopped, resumed, and n
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import resource
@@ -181,11 +180,15 @@ def full_disk(at: Stage) -> dict[str, Any]:
     run.step()
     second = run.state()
     found: dict[str, Any] = {"raised": False, "error": None}
-    with _file_limit(FULL_DISK):
-        try:
-            run.save(folder, 2)
-        except Exception:
-            found["raised"] = True
+    # Writing beyond the limit fails, as on a full disk. (Python ignores the signal that comes.)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_DISK, limits[1]))
+    try:
+        run.save(folder, 2)
+    except Exception:
+        found["raised"] = True
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     fresh = Run(at, fresh=True)
     try:
         found["returned"] = fresh.load(folder)
@@ -202,7 +205,7 @@ def _watched_save(run: Run, folder: Path, step: int) -> dict[str, Any]:
     """A save in which renames are slow: what it wrote and changed, and was it done on return?"""
     spy = run.at.spy
     before, written, calls = run.state(), _written(), len(spy.calls)
-    with _slow_renames():
+    with mock.patch.multiple(os, replace=_slow(os.replace), rename=_slow(os.rename)):
         run.save(folder, step)
     returned_ns = time.time_ns()
     # Gloo writes to its sockets, which are counted, too: what the calls may have sent is not ours.
@@ -242,28 +245,12 @@ def _written() -> int:
     return int(next(line for line in lines if line.startswith("wchar")).split()[1])
 
 
-@contextlib.contextmanager
-def _slow_renames() -> Iterator[None]:
-    def slow(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(RENAME_S)
-            return original(*args, **kwargs)
+def _slow(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(RENAME_S)
+        return original(*args, **kwargs)
 
-        return wrapper
-
-    with mock.patch.multiple(os, replace=slow(os.replace), rename=slow(os.rename)):
-        yield
-
-
-@contextlib.contextmanager
-def _file_limit(size: int) -> Iterator[None]:
-    """Writing beyond ``size`` fails, as on a full disk. (Python ignores the signal that comes.)"""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return wrapper
 
 
 # ------------------------------------------------------------------ what is wrong

@@ -23,7 +23,7 @@ def run(at: Stage) -> dict[str, Any]:
 
     def work(batches: list[toys.Batch]) -> None:
         at.spy.mark("backward")
-        toys.loss(model(batches[0][0]), batches[0]).backward()
+        toys.loss(model, batches[0]).backward()
 
     return toys.train(at, model, one, [1] * STEPS, work)
 

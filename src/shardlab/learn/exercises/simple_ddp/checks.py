@@ -23,7 +23,7 @@ def run(at: Stage) -> dict[str, Any]:
     model, one = toys.prepare(at)
 
     def work(batches: list[toys.Batch]) -> None:
-        toys.loss(model(batches[0][0]), batches[0]).backward()
+        toys.loss(model, batches[0]).backward()
         at.submission.average_gradients(model)
 
     return toys.train(at, model, one, [1], work)
