@@ -70,8 +70,8 @@ class Skipping(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.never, self.middle = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-        self.last, self.extra = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.first, self.extra, self.never = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.middle, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:  # (rows, 6)
         hidden = torch.tanh(self.first(x))
