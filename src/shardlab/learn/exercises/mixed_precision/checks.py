@@ -267,7 +267,8 @@ def _update(rows: Rows) -> Finding | None:
 def _wrong_update(rows: Rows, wrong: Rows) -> Finding:
     row = wrong[0]
     if row["params"] == row["start"] and row["returned"] is False:
-        return say("gradients-kept/skipped" if row["after_skip"] else "skipped-needlessly")
+        key = "gradients-kept/skipped" if row["after_skip"] else "skipped-needlessly"
+        return say(key)
     for cause in row["mistakes"]:
         if all(_near(each, each["mistakes"][cause]) for each in wrong):
             return say(cause, n=len(rows), scale=row["scale_before"])
