@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from shardlab.learn import ORDER, grade
 from shardlab.learn import exercise as exercises
-from shardlab.learn import grade
 
 HERE = Path(__file__).parent
 
@@ -32,7 +32,7 @@ class Submission(NamedTuple):
 
 def submissions(names: list[str] | None = None) -> Iterator[Submission]:
     planted = list(mutants())
-    for name in names or exercises.names():
+    for name in names or ORDER:
         exercise = exercises.find(name)
         yield Submission(name, "template", "template", exercise.template)
         yield Submission(name, "solution", "solution", exercise.solution)
@@ -89,7 +89,7 @@ def checked(every: Iterable[Submission]) -> Iterator[tuple[Submission, grade.Ver
 def main(names: list[str]) -> None:
     total = {"mutants": 0, "caught": 0, "named": 0, "correct": 0, "alarms": 0}
     rows = []
-    for name in names or exercises.names():
+    for name in names or ORDER:
         row = dict.fromkeys(total, 0)
         for one, verdict in checked(submissions([name])):
             causes = [finding.cause for finding in verdict.findings]

@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from shardlab.learn import ORDER, grade
 from shardlab.learn import exercise as exercises
-from shardlab.learn import grade
 
 OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,
@@ -95,7 +95,7 @@ def _apply(what: str, node: ast.AST, tree: ast.Module) -> None:
 def main(names: list[str]) -> None:
     total, caught = 0, 0
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(3) as pool:
-        for name in names or exercises.names():
+        for name in names or ORDER:
             exercise = exercises.find(name)
             found = list(changes(exercise.solution))
 

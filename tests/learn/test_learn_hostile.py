@@ -228,6 +228,6 @@ def test_tampering_is_not_undone_by_what_follows() -> None:
     os.write(theirs, b'["case", {}]\n\ntoken ["case", {"got": {}}]\n')
     rank.read_report()
     assert rank.phase == "tampered"
-    assert rank.evidence is None
+    assert not rank.evidence
     os.close(theirs)
     os.close(report)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from shardlab.learn import mistakes_sharded, overlapped, toys
+from shardlab.learn import mistakes_sharded, overlapped, spy, toys
 from shardlab.learn.exercises.buckets import checks as buckets
 from shardlab.learn.exercises.ring_allreduce import checks as ring
 from shardlab.learn.exercises.zero2 import checks as zero2
@@ -77,9 +77,8 @@ def test_counts_of_the_ring() -> None:
 
 
 def test_a_wait_in_finish_is_not_a_wait_in_backward() -> None:
-    events = [("mark", "micro 0"), ("call", 0), ("wait", 0), ("call", 1), ("future", 1)]
-    after = [("mark", "finish"), ("wait", 1)]
-    assert overlapped.waited_in_backward([*events, *after]) == [0]
+    calls = [{"waited": mark} for mark in ("micro 0", spy.CHAINED, "finish", "", None)]
+    assert overlapped.waited_in_backward(calls) == calls[:1]
 
 
 def test_the_weigher_sees_storages_grow_and_go() -> None:
@@ -95,8 +94,8 @@ def test_the_weigher_sees_storages_grow_and_go() -> None:
         torch.zeros(500, dtype=torch.float64).add_(1)
         kept.untyped_storage().resize_(8)
 
-    _, peak, after = weigher.measure(work)
-    assert (peak, after) == (16_000 + 4000 - 8000, 8 - 8000)
+    _, phase = weigher.phase(work)
+    assert (phase.peak, phase.held) == (16_000 + 4000 - 8000, 8)
 
 
 def test_memory_limits_lie_between_right_and_wrong() -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from shardlab.cli.flags import JSON
 from shardlab.errors import UsageError
-
-if TYPE_CHECKING:
-    from shardlab.learn.exercise import Exercise
+from shardlab.learn import ORDER
+from shardlab.learn import exercise as exercises
+from shardlab.learn.exercise import Exercise
 
 DIR = typer.Option("--dir", help="Folder of your files.", metavar="PATH")
 NAME = typer.Argument(help="An exercise; `shardlab learn` lists them.")
@@ -22,7 +23,7 @@ DEFAULT_DIR = Path("learn")
 
 app = typer.Typer(
     help="Exercises for the rungs of the ladder: write a strategy's heart yourself, have it "
-    "checked on real ranks, and be told what is wrong.",
+    "checked on real ranks, and read what is wrong.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -38,14 +39,10 @@ def overview(
         if folder != DEFAULT_DIR or as_json:
             raise UsageError(f"put the options after the command: learn {ctx.invoked_subcommand} …")
         return
-    from shardlab.learn import exercise as exercises
     from shardlab.report import learn as report
 
-    progress = exercises.Progress.read(folder)
-    rows = [
-        {"name": name, "title": exercises.find(name).title, **progress.of(name)}
-        for name in exercises.names()
-    ]
+    done = exercises.progress(folder)
+    rows = [{"name": name, "title": Exercise(name).title, **done[name]} for name in ORDER]
     if as_json:
         print(json.dumps({"schema": 1, "exercises": rows}))
     else:
@@ -58,7 +55,6 @@ def start(
     folder: Annotated[Path, DIR] = DEFAULT_DIR,
 ) -> None:
     """Write an exercise's template into your folder; what is there is never overwritten."""
-    from shardlab.learn import exercise as exercises
     from shardlab.report import learn as report
 
     exercise = exercises.find(name)
@@ -69,7 +65,6 @@ def start(
 @app.command()
 def show(name: Annotated[str, NAME]) -> None:
     """Show an exercise: why it matters, the task, how it is checked, pitfalls, what it costs."""
-    from shardlab.learn import exercise as exercises
     from shardlab.report import learn as report
 
     report.print_readme(exercises.find(name))
@@ -96,7 +91,6 @@ def check(
 
     Exit code 0: passed; 1: not passed; 2: there is nothing to check.
     """
-    from shardlab.learn import exercise as exercises
     from shardlab.learn import grade as grading
     from shardlab.report import learn as report
 
@@ -104,7 +98,7 @@ def check(
         raise UsageError(f"--deadline {deadline:g}: a check needs time")
     verdicts = []
     for exercise, path in _asked(name, exercise_name, folder):
-        with report.checking(exercise, enabled=not as_json):
+        with nullcontext() if as_json else report.checking(exercise):
             verdict = grading.grade(exercise, path, deadline)
         verdicts.append(verdict)
         try:
@@ -127,20 +121,17 @@ def hint(
     folder: Annotated[Path, DIR] = DEFAULT_DIR,
 ) -> None:
     """Give a hint; each time one more."""
-    from shardlab.learn import exercise as exercises
     from shardlab.report import learn as report
 
     exercise = exercises.find(name)
-    progress = exercises.Progress.read(folder)
-    seen = min(progress.of(name)["hints"] + 1, len(exercise.hints))
-    progress.write(name, hints=seen)
+    seen = min(exercises.progress(folder)[name]["hints"] + 1, len(exercise.hints))
+    exercises.keep(folder, name, hints=seen)
     report.print_hints(exercise, seen)
 
 
 @app.command()
 def solution(name: Annotated[str, NAME]) -> None:
     """Show our solution, and which file of the package it corresponds to."""
-    from shardlab.learn import exercise as exercises
     from shardlab.report import learn as report
 
     report.print_solution(exercises.find(name))
@@ -150,20 +141,14 @@ def _asked(
     name: str | None, exercise_name: str | None, folder: Path
 ) -> list[tuple[Exercise, Path]]:
     """What to check: a file, an exercise's file in the folder, or all that were started."""
-    from shardlab.learn import exercise as exercises
-
     if name is None:
         if exercise_name is not None:
             raise UsageError("--exercise says what a file solves; name the file, too")
-        found = [
-            (exercises.find(n), path)
-            for n in exercises.names()
-            if (path := folder / f"{n}.py").exists()
-        ]
+        paths = {each: folder / f"{each}.py" for each in ORDER}
+        found = [(Exercise(each), path) for each, path in paths.items() if path.exists()]
         if not found:
             raise UsageError(
-                f"no exercise was started in {folder}; begin with `shardlab learn start "
-                f"{exercises.names()[0]}`"
+                f"no exercise was started in {folder}; begin with `shardlab learn start {ORDER[0]}`"
             )
         return found
     if name.endswith(".py") or "/" in name:
@@ -173,8 +158,7 @@ def _asked(
         return [(exercises.find(exercise_name or path.stem), path)]
     if exercise_name is not None:
         raise UsageError(f"--exercise is for a file, and {name} is an exercise's name")
-    exercise = exercises.find(name)
-    path = folder / f"{name}.py"
+    exercise, path = exercises.find(name), folder / f"{name}.py"
     if not path.is_file():
         raise UsageError(
             f"there is no {path} to check; begin with `shardlab learn start {name}"

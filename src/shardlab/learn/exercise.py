@@ -2,25 +2,23 @@
 
 An exercise is a folder of ``exercises/``. Its ``checks.py`` has three names:
 
-    CASES: tuple[Case, ...]                                 plain data
-    def run(case, rank, submission, spy) -> dict            on every rank, in the learner's process
-    def judge(evidence) -> list[Finding]                    pure: evidence[case.name][rank] is what
-                                                            run returned; empty: passed
+    CASES: tuple[Case, ...]                      plain data
+    def run(at: Stage) -> dict                   on every rank, in the learner's process
+    def judge(evidence) -> list[Finding]         pure: evidence[case.name][rank] is what run
+                                                 returned, and the case's options; empty: passed
 
 ``judge`` sees the cases that ran to their end on every rank. What goes wrong before that (an
-exception, a deadlock, a process that left …) is found and explained by the grader. What either
-says is in ``messages.yaml``.
+exception, a deadlock, a process that left …) is found and explained by the grader. All messages
+are in ``messages.yaml``.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
 import importlib
-import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -35,9 +33,10 @@ if TYPE_CHECKING:
     from shardlab.learn.spy import Spy
 
 FOLDER = Path(__file__).parent / "exercises"
-PROGRESS = "progress.json"
 
-Evidence = Mapping[str, list[dict[str, Any]]]  # by case, then by rank
+Row = Mapping[str, Any]
+Rows = Sequence[Row]  # by rank
+Evidence = Mapping[str, Rows]  # by case
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,24 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """One rank of a case: what ``run`` is given."""
+
+    case: Case
+    rank: int
+    submission: ModuleType  # the learner's file
+    spy: Spy
+
+    @property
+    def world(self) -> int:
+        return self.case.world
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return self.case.options
+
+
+@dataclass(frozen=True)
 class Finding:
     """Something that is wrong, in the words of a teacher who shows the evidence."""
 
@@ -59,11 +76,7 @@ class Finding:
 
 
 class Rejected(Exception):
-    """``run`` raises it where what the learner's code returned cannot be used at all."""
-
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(finding.message)
-        self.finding = finding
+    """``run`` raises it, with a Finding, where what the learner's code returned is of no use."""
 
 
 @functools.cache
@@ -79,81 +92,64 @@ def say(key: str, /, **values: Any) -> Finding:
     return Finding(key.partition("/")[0], messages()[key].format(**values))
 
 
-Look = Callable[[str, list[dict[str, Any]]], Finding | None]  # of a case's name and ranks
+Look = Callable[[Rows], Finding | None]  # at one case
 
 
-def judging(look: Look, *, only_first: bool = False) -> Callable[[Evidence], list[Finding]]:
-    """A ``judge`` that looks at each case, or up to the first finding: where the cases become
-    harder, one thing at a time."""
+def judging(*looks: Look, only_first: bool = False) -> Callable[[Evidence], list[Finding]]:
+    """A ``judge`` that reports, for each case, what the first of the looks finds.
+
+    ``only_first`` is for cases that become harder: the learner gets one thing at a time.
+    """
 
     def judge(evidence: Evidence) -> list[Finding]:
-        found = (
-            replace(finding, case=case)
-            for case, ranks in evidence.items()
-            if (finding := look(case, ranks)) is not None
-        )
-        return list(itertools.islice(found, 1 if only_first else None))
+        found = []
+        for case, ranks in evidence.items():
+            finding = next(filter(None, (look(ranks) for look in looks)), None)
+            if finding is not None:
+                found.append(replace(finding, case=case))
+        return found[:1] if only_first else found
 
     return judge
+
+
+def each_step(look: Callable[[Rows, int], Finding | None]) -> Look:
+    """Looks at the ranks' rows of one step after the other, up to the first finding."""
+
+    @functools.wraps(look)
+    def steps(ranks: Rows) -> Finding | None:
+        every = enumerate(zip(*(rank["steps"] for rank in ranks), strict=True))
+        return next(filter(None, (look(rows, step) for step, rows in every)), None)
+
+    return steps
 
 
 class Checks(Protocol):
     """The module ``checks.py`` of an exercise."""
 
     CASES: tuple[Case, ...]
-    run: Callable[[Case, int, ModuleType, Spy], dict[str, Any]]
+    run: Callable[[Stage], dict[str, Any]]
     judge: Callable[[Evidence], list[Finding]]
 
 
-@dataclass(frozen=True)
+def checks_of(name: str) -> Checks:
+    return cast(Checks, importlib.import_module(f"shardlab.learn.exercises.{name}.checks"))
+
+
 class Exercise:
-    """One folder of ``exercises/``; its files are read when asked for."""
+    """The texts of one folder of ``exercises/``."""
 
-    name: str
-
-    @property
-    def folder(self) -> Path:
-        return FOLDER / self.name
-
-    def read(self, file: str) -> str:
-        return (self.folder / file).read_text(encoding="utf-8")
-
-    @property
-    def readme(self) -> str:
-        return self.read("README.md")
-
-    @property
-    def title(self) -> str:
-        """The README's heading."""
-        return self.readme.partition("\n")[0].removeprefix("#").strip()
-
-    @property
-    def template(self) -> str:
-        return self.read("template.py")
-
-    @property
-    def solution(self) -> str:
-        return self.read("solution.py")
-
-    @property
-    def corresponds_to(self) -> str:
-        """The file of the package that does the same, from the solution's docstring."""
-        text = ast.get_docstring(ast.parse(self.solution)) or ""
-        found = re.search(r"[\w/]+\.py", text)
-        return found.group() if found else ""
-
-    @property
-    def hints(self) -> list[str]:
-        return [hint.strip() for hint in re.split(r"^---+$", self.read("hints.md"), flags=re.M)]
-
-    def checks(self) -> Checks:
-        module = importlib.import_module(f"shardlab.learn.exercises.{self.name}.checks")
-        return cast(Checks, module)
-
-
-def names() -> list[str]:
-    """The exercises, in the order of the ladder."""
-    return list(ORDER)
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.folder = FOLDER / name
+        files = ("README.md", "template.py", "solution.py", "hints.md")
+        self.readme, self.template, self.solution, hints = (
+            (self.folder / file).read_text(encoding="utf-8") for file in files
+        )
+        self.title = self.readme.partition("\n")[0].removeprefix("#").strip()
+        self.hints = [hint.strip() for hint in re.split(r"^---+$", hints, flags=re.M)]
+        # The solution's docstring begins with the file of the package that does the same.
+        found = re.search(r"[\w/]+\.py", self.solution)
+        self.corresponds_to = found.group() if found else ""
 
 
 def find(name: str) -> Exercise:
@@ -164,47 +160,41 @@ def find(name: str) -> Exercise:
 
 # ------------------------------------------------------------------ what the learner has done
 
+PROGRESS = "progress.json"  # beside the learner's files, so that it can be seen and carried along
+UNTOUCHED: dict[str, Any] = {"started": None, "passed": None, "checks": 0, "hints": 0}
 
-@dataclass(frozen=True)
-class Progress:
-    """``progress.json``, beside the learner's files so that it can be seen and carried along."""
 
-    folder: Path
-    rows: dict[str, dict[str, Any]]  # by exercise: started, passed (when), checks, hints
+def progress(folder: Path) -> dict[str, dict[str, Any]]:
+    """For each exercise when it was started and passed, and how many checks and hints it took."""
+    path = folder / PROGRESS
+    rows = dict.fromkeys(ORDER, UNTOUCHED)
+    try:
+        if path.exists():
+            kept = json.loads(path.read_text(encoding="utf-8"))["exercises"]
+            rows |= {name: UNTOUCHED | row for name, row in kept.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UsageError(
+            f"{path} is not a progress file; move it away to begin a new one"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    return rows
 
-    @classmethod
-    def read(cls, folder: Path) -> Progress:
-        path = folder / PROGRESS
-        try:
-            if not path.exists():
-                return cls(folder, {})
-            rows = json.loads(path.read_text(encoding="utf-8"))["exercises"]
-            if not all(isinstance(row, dict) for row in rows.values()):
-                raise ValueError
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UsageError(
-                f"{path} is not a progress file; move it away to begin a new one"
-            ) from None
-        except OSError as error:
-            raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-        return cls(folder, rows)
 
-    def of(self, name: str) -> dict[str, Any]:
-        return {"started": None, "passed": None, "checks": 0, "hints": 0} | self.rows.get(name, {})
-
-    def write(self, name: str, **changes: Any) -> None:
-        """Set what changed of one exercise. Written aside first, so that no half file is left."""
-        self.rows[name] = self.of(name) | changes
-        partial = self.folder / f"{PROGRESS}.partial"
-        with writable(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps({"schema": 1, "exercises": self.rows}, indent=2) + "\n")
-            partial.replace(self.folder / PROGRESS)
+def keep(folder: Path, name: str, **changes: Any) -> None:
+    """Write what changed for one exercise, to a partial file first: a half one is never left."""
+    rows = progress(folder)
+    rows[name] = rows[name] | changes
+    partial = folder / f"{PROGRESS}.partial"
+    with writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps({"schema": 1, "exercises": rows}, indent=2) + "\n")
+        partial.replace(folder / PROGRESS)
 
 
 @contextmanager
 def writable(folder: Path) -> Iterator[None]:
-    """A folder that cannot be written is told in a line."""
+    """Reports in one line that a folder cannot be written."""
     try:
         yield
     except OSError as error:
@@ -218,13 +208,12 @@ def now() -> str:
 
 
 def note(name: str, path: Path, passed: bool, folder: Path) -> None:
-    """Keep that a file of the learner's folder was checked; of other files nothing is kept."""
+    """Keep that a file of the learner's folder was checked; checks of other files are not kept."""
     if path.resolve().parent != folder.resolve():
         return
-    progress = Progress.read(folder)
-    row = progress.of(name)
-    when = row["passed"] or now() if passed else row["passed"]
-    progress.write(name, checks=row["checks"] + 1, passed=when)
+    row = progress(folder)[name]
+    when = row["passed"] or (now() if passed else None)
+    keep(folder, name, checks=row["checks"] + 1, passed=when)
 
 
 def start(exercise: Exercise, folder: Path) -> Path:
@@ -235,8 +224,7 @@ def start(exercise: Exercise, folder: Path) -> Path:
             f"{path} exists, and is yours: check it with `shardlab learn check {path}`, or move it "
             "away to begin again"
         )
-    progress = Progress.read(folder)
-    progress.write(exercise.name, started=now())
+    keep(folder, exercise.name, started=now())
     with writable(folder):
         path.write_text(exercise.template, encoding="utf-8")
     return path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +25,17 @@ LONGEST_FILE = 1_000_000
 class Verdict:
     exercise: str
     file: str
-    passed: bool
     findings: tuple[Finding, ...]
-    cases: tuple[str, ...]  # that ran to their end
-    seconds: float  # from the ranks' start; importing torch before that is not counted
-    printed: tuple[str, ...]  # by each rank; shown, never believed
+    cases: tuple[str, ...] = ()  # that ran to their end
+    seconds: float = 0.0  # from the ranks' start; importing torch before that is not counted
+    printed: tuple[str, ...] = ()  # by each rank; shown, never believed
+
+    @property
+    def passed(self) -> bool:
+        return not self.findings
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "exercise": self.exercise,
-            "file": self.file,
-            "pass": self.passed,
-            "findings": [vars(finding) for finding in self.findings],
-            "cases": list(self.cases),
-            "seconds": round(self.seconds, 3),
-            "printed": list(self.printed),
-        }
+        return {**asdict(self), "pass": self.passed, "seconds": round(self.seconds, 3)}
 
 
 def grade(exercise: Exercise, path: Path, deadline_s: float | None = None) -> Verdict:
@@ -53,18 +48,12 @@ def grade(exercise: Exercise, path: Path, deadline_s: float | None = None) -> Ve
         prefix="shardlab-learn-", ignore_cleanup_errors=True
     ) as scratch:
         job = Job(exercise.name, str(path.resolve()), source, deadline_s, scratch)
-        outcome = _guarded(job) or {"findings": [say("tampered/guard")]}
+        outcome = _guarded(job)
+    if outcome is None:
+        outcome = {"findings": (say("tampered/guard"),), "seconds": time.monotonic() - begin}
     if "broken" in outcome:
         raise RuntimeError(f"the grader itself failed: {outcome['broken']}")
-    return Verdict(
-        exercise=exercise.name,
-        file=str(path),
-        passed=not outcome["findings"],
-        findings=tuple(outcome["findings"]),
-        cases=tuple(outcome.get("cases", ())),
-        seconds=outcome.get("seconds", time.monotonic() - begin),
-        printed=tuple(outcome.get("printed", ())),
-    )
+    return Verdict(exercise.name, str(path), **outcome)
 
 
 def _guarded(job: Job) -> Any:
@@ -82,9 +71,8 @@ def _guarded(job: Job) -> Any:
     finally:
         ours.close()  # a guard that still runs sees it, and ends everything
         process.join(MARGIN_S)
-        if process.is_alive():
-            process.kill()
-            process.join()
+        process.kill()
+        process.join()
         process.close()
 
 

@@ -23,19 +23,19 @@ import select
 import shutil
 import time
 import traceback
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from shardlab.learn import outcomes, processes
-from shardlab.learn.exercise import Exercise
-from shardlab.learn.outcomes import End
-from shardlab.learn.reports import Job, Rank
+from shardlab.learn.exercise import Finding, checks_of, say
+from shardlab.learn.reports import FAILED, Job, Rank
 
 MEMORY_IN_ALL = 4 * processes.GIB  # resident, of all processes
 PROCESSES_PER_RANK = 16  # a data loader with workers is fine
 TICK_S = 0.02
-STANDSTILL_S = 3.0  # all wait for one another, and nothing has happened for so long
+STANDSTILL_S = 3.0  # a deadlock, if every rank waits and nothing has happened for this long
 GRACE_S = 0.3  # after a first failure, how long to listen for the one that caused it
 LOOK_S = 0.05  # between looks at the processes: a fork bomb makes some tens in that time
 
@@ -50,17 +50,18 @@ def guard(pipe: Connection, job: Job) -> None:
         try:
             pipe.send("started")
             begin = time.monotonic()
-            end = watch.watch()
-            if end.kind in ("timed-out", "deadlock"):
-                watch.ask_where()
+            stopped = watch.watch()
         finally:
-            processes.kill_all([rank.pid for rank in watch.ranks])
+            watch.kill_all()
+        found = outcomes.judged(watch.checks, watch.evidence)
+        if stopped is not None:
+            found.append(replace(stopped, case=watch.case_name))
         outcome = {
-            "findings": outcomes.findings(job, end, watch.evidence, watch.ranks),
-            "cases": list(watch.evidence),
+            "findings": tuple(found),
+            "cases": tuple(watch.evidence),
             "seconds": time.monotonic() - begin,
             # Some versions of torch announce each connection on stdout.
-            "printed": [re.sub(r"(?m)^\[Gloo\].*\n", "", r.printed) for r in watch.ranks],
+            "printed": tuple(re.sub(r"(?m)^\[Gloo\].*\n", "", r.printed) for r in watch.ranks),
         }
     except BaseException as error:  # a mistake of ours: the grader must hear of it
         outcome = {"broken": f"{error!r}\n{traceback.format_exc()}"}
@@ -75,7 +76,7 @@ class Watch:
     def __init__(self, pipe: Connection, job: Job) -> None:
         self.pipe, self.job = pipe, job
         self.limit = time.monotonic() + job.deadline_s
-        self.checks = Exercise(job.exercise).checks()
+        self.checks = checks_of(job.exercise)
         self.evidence: dict[str, list[dict[str, Any]]] = {}
         self.case = -1  # index; -1: the file is being imported
         self.ranks: list[Rank] = []
@@ -86,7 +87,11 @@ class Watch:
     def case_name(self) -> str:
         return self.checks.CASES[self.case].name if self.case >= 0 else ""
 
-    def watch(self) -> End:
+    def kill_all(self) -> None:
+        processes.kill_all([rank.pid for rank in self.ranks])
+
+    def watch(self) -> Finding | None:
+        """Run every case; what stopped that, if something did."""
         from shardlab.run.launch import loopback_store, stay_on_loopback
 
         stay_on_loopback()
@@ -98,67 +103,79 @@ class Watch:
             self._tell(rank, store.port)
         while True:
             self._listen()
-            if (end := self._end()) is not None:
-                return end
-            if self._all("idle", "done") and not self._next_case():
-                return End("ok")
+            if stopped := self._stopped():
+                return stopped
+            is_over = all(rank.phase in ("idle", "done") for rank in self.ranks)
+            if is_over and not self._next_case():
+                return None
 
     def _next_case(self) -> bool:
         """Let every rank begin the next case; false if there is none."""
+        cases = self.checks.CASES
         if self.case >= 0:
-            world = self.checks.CASES[self.case].world
-            self.evidence[self.case_name] = [r.evidence or {} for r in self.ranks[:world]]
+            done = cases[self.case]
+            ranks = self.ranks[: done.world]
+            self.evidence[done.name] = [{**done.options, **rank.evidence} for rank in ranks]
         self.case += 1
-        if self.case == len(self.checks.CASES):
+        if self.case == len(cases):
             return False
         for rank in self.ranks:
-            rank.phase, rank.calls, rank.inside, rank.evidence = "idle", [], None, None
-            if rank.number < self.checks.CASES[self.case].world:
-                rank.phase, rank.changed = "running", time.monotonic()
+            rank.phase = "idle"
+            if rank.number < cases[self.case].world:
+                rank.begin()
                 self._tell(rank, self.case)
         return True
 
-    def _all(self, *phases: str) -> bool:
-        return all(rank.phase in phases for rank in self.ranks)
+    # -------------------------------------------------------------- reasons to stop
 
-    def _end(self) -> End | None:
-        """Whether it is over, and why."""
+    def _stopped(self) -> Finding | None:
         now = time.monotonic()
-        if any(rank.phase == "tampered" for rank in self.ranks):
-            names = [r.error["names"] for r in self.ranks if r.phase == "tampered"]
-            return End("tampered", self.case_name, names[0])
-        if any(rank.phase in ("raised", "dead") for rank in self.ranks):
+        for rank in self.ranks:
+            if rank.phase == "tampered":
+                return outcomes.tampered(rank)
+        if any(rank.phase in FAILED for rank in self.ranks):
             # A rank that lost its peer may speak before the one that caused it.
             self.first_failure = self.first_failure or now
             if now - self.first_failure > GRACE_S:
-                return End("failed", self.case_name)
+                return outcomes.failed(self.job, self.case >= 0, self.ranks)
             return None
-        if now >= self.next_look and (end := self._too_much()) is not None:
-            return end
+        if now >= self.next_look:
+            self.next_look = now + LOOK_S
+            if too_much := self._too_much():
+                return too_much
         if now > self.limit:
-            return End("timed-out", self.case_name)
-        return self._standstill(now)
+            self._ask_where()
+            positions = outcomes.positions(self.ranks, self.job)
+            return say("timed-out", seconds=self.job.deadline_s, positions=positions)
+        # Every rank has either finished the case or is inside a call, and none has moved.
+        waiting = [rank for rank in self.ranks if rank.phase == "running"]
+        stuck = waiting and all(rank.inside is not None for rank in waiting)
+        if stuck and now - max(rank.changed for rank in self.ranks) > STANDSTILL_S:
+            return outcomes.deadlock(self.ranks, self.job)
+        return None
 
-    def _too_much(self) -> End | None:
+    def _too_much(self) -> Finding | None:
         """More processes or memory than a check can need."""
-        self.next_look = time.monotonic() + LOOK_S
         running = processes.descendants(os.getpid())
         if len(running) > PROCESSES_PER_RANK * len(self.ranks):
-            return End("processes", self.case_name, len(running))
+            return say("processes", count=len(running))
         # They are copies of this process and share its pages: only what they added counts.
         shared = processes.resident_bytes(os.getpid())
         resident = sum(max(0, processes.resident_bytes(pid) - shared) for pid in running)
         if resident > MEMORY_IN_ALL:
-            return End("memory", self.case_name, resident)
+            return say("memory", gib=resident / processes.GIB)
         return None
 
-    def _standstill(self, now: float) -> End | None:
-        """Every rank has either finished the case or is inside a call, and none has moved."""
-        waiting = [rank for rank in self.ranks if rank.phase == "running"]
-        stuck = waiting and all(rank.inside is not None for rank in waiting)
-        if stuck and now - max(rank.changed for rank in self.ranks) > STANDSTILL_S:
-            return End("deadlock", self.case_name)
-        return None
+    def _ask_where(self) -> None:
+        """Each rank's Python stack, written by a signal handler in C: a busy rank answers, too."""
+        running = [rank for rank in self.ranks if rank.phase in ("loading", "running")]
+        for rank in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.pid, processes.WHERE_SIGNAL)
+        time.sleep(GRACE_S)
+        for rank in running:
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                rank.stack = (Path(self.job.scratch) / f"where.{rank.number}").read_text()
 
     # -------------------------------------------------------------- talking to the ranks
 
@@ -175,12 +192,12 @@ class Watch:
                 say, hear = processes.confine(
                     number, theirs_say, theirs_hear, theirs_print, self.job.scratch
                 )
-                runner.run_rank(number, self.job, self.checks, runner.Speaker(say, token), hear)
+                runner.run_rank(number, self.job, self.checks, runner.speaker(say, token), hear)
             finally:
                 os._exit(1)
         for fd in (theirs_hear, theirs_say, theirs_print):
             os.close(fd)
-        for fd in (report, output, control):
+        for fd in (report, control):
             os.set_blocking(fd, False)
         return Rank(number, pid, report, output, control, token.encode())
 
@@ -189,30 +206,17 @@ class Watch:
             os.write(rank.control, f"{value}\n".encode())
 
     def _listen(self) -> None:
-        reports = {rank.report: rank for rank in self.ranks if rank.open}
-        outputs = {rank.output: rank for rank in self.ranks if rank.output >= 0}
-        ready, _, _ = select.select([*reports, *outputs, self.pipe.fileno()], [], [], TICK_S)
+        read = {rank.report: rank.read_report for rank in self.ranks}
+        read |= {rank.output: rank.read_output for rank in self.ranks}
+        read.pop(-1, None)
+        ready, _, _ = select.select([*read, self.pipe.fileno()], [], [], TICK_S)
         for fd in ready:
-            if fd in reports:
-                reports[fd].read_report()
-            elif fd in outputs:
-                outputs[fd].read_output()
-            else:  # the grader never writes: it is gone
-                processes.kill_all([rank.pid for rank in self.ranks])
+            if fd == self.pipe.fileno():  # the grader never writes: it is gone
+                self.kill_all()
                 shutil.rmtree(self.job.scratch, ignore_errors=True)
                 os._exit(1)
+            read[fd]()
         self._reap()
-
-    def ask_where(self) -> None:
-        """Each rank's Python stack, written by a signal handler in C: a busy rank answers, too."""
-        running = [rank for rank in self.ranks if rank.phase in ("loading", "running")]
-        for rank in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank.pid, processes.WHERE_SIGNAL)
-        time.sleep(GRACE_S)
-        for rank in running:
-            with contextlib.suppress(OSError, UnicodeDecodeError):
-                rank.stack = (Path(self.job.scratch) / f"where.{rank.number}").read_text()
 
     def _reap(self) -> None:
         """Collect the dead, also those that were left to us."""

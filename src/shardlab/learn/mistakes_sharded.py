@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 
 from shardlab.learn import mistakes
-from shardlab.learn.exercise import Evidence, Finding, judging, say
-from shardlab.learn.mistakes import Row, Rows, flat
+from shardlab.learn.exercise import Evidence, Finding, Look, Row, Rows, each_step, judging, say
+from shardlab.learn.mistakes import Array, flat
 from shardlab.learn.toys import RATE
 
-Array = np.ndarray[Any, Any]
 ITEM = 8  # bytes of an element: everything is float64
 REDUCES = (
     "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "reduce",
@@ -23,29 +21,23 @@ CLOSE = 1e-7  # of the largest: an update loses some digits of its gradient
 
 
 def judge(
-    evidence: Evidence,
-    psis: Callable[[int], int],
-    formula: str,
-    memory: Callable[[Rows], Finding | None] | None = None,
+    evidence: Evidence, psis: Callable[[int], int], formula: str, memory: Look | None = None
 ) -> list[Finding]:
     """Result first, then where it is held, then what was sent: at most ``psis(k)`` times Ψ(n-1)/n
     with k micro-batches. One thing at a time: the first that says what is wrong, not only that
     something is. Without ``memory`` gradients may be sent in step(), too."""
 
-    def look(case: str, ranks: Rows) -> Finding | None:
-        if memory and case == "memory":
-            return memory(ranks)
-        return (
-            mistakes.not_waited(mistakes.all_calls(ranks))
-            or (after_backward(ranks) if memory else None)
-            or own_optimizer(ranks)
-            or left(ranks)
-            or update(ranks)
-            or held(ranks)
-            or sent(ranks, psis, formula)
-        )
+    @each_step
+    def sent(rows: Rows, step: int) -> Finding | None:
+        return _sent(rows, step, psis(rows[0]["micros"]), formula)
 
-    findings = judging(look)(evidence)
+    in_backward = [after_backward] if memory else []
+    trained = {case: ranks for case, ranks in evidence.items() if "steps" in ranks[0]}
+    weighed = {case: ranks for case, ranks in evidence.items() if case not in trained}
+    looks = (mistakes.not_waited, *in_backward, own_optimizer, left, update, held, sent)
+    findings = judging(*looks)(trained)
+    if memory:
+        findings += judging(memory)(weighed)
     telling = [f for f in findings if f.cause != "wrong-update"]
     return (telling or findings)[:1]
 
@@ -54,10 +46,11 @@ def judge(
 
 
 def update(ranks: Rows) -> Finding | None:
-    """Parameters after each step against one process; of SGD's, which gradient was used instead."""
-    max_norm, made = ranks[0]["max_norm"], max(rank["made"] for rank in ranks)
+    """Parameters after each step against one process; for SGD, which gradient was used instead."""
+    max_norm, made = ranks[0].get("max_norm"), max(rank["made"] for rank in ranks)
     tolerance = 1e-9 if max_norm is None else 1e-5
 
+    @each_step
     def look(rows: Rows, step: int) -> Finding | None:
         for r, row in enumerate(rows):
             if missing := [name for name in row["want"] if name not in row["got"]]:
@@ -78,7 +71,7 @@ def update(ranks: Rows) -> Finding | None:
             return say("state-lost", step=step, made=made)
         return _off("AdamW's", rows, step)
 
-    return mistakes.first(ranks, look)
+    return look(ranks)
 
 
 def _off(whose: str, rows: Rows, step: int) -> Finding:
@@ -92,67 +85,55 @@ def _off(whose: str, rows: Rows, step: int) -> Finding:
 
 def explained(rows: Rows, step: int, max_norm: float | None) -> Finding:
     """Which gradient a wrong step of SGD used, and so which mistake it is."""
-    n, right = len(rows), "mean" if max_norm is None else "clipped"
-    maybe = candidates(rows[0], max_norm)
-    tolerance = CLOSE * abs(maybe["mean"]).max()
+    n, mean = len(rows), _whole(rows[0]["mean"])
+    right = mean if max_norm is None else _clipped(mean, max_norm)
+    tolerance = CLOSE * abs(mean).max()
     # What SGD subtracted: (ranks, elements)
     used = np.array([_whole(r["before"]) - _whole(r["got"], r["want"]) for r in rows]) / RATE
+    unchanged = abs(used) <= tolerance
 
-    def where(*names: str) -> Array:
-        """The elements that were updated by one of these gradients."""
-        known = [abs(used - maybe[n]) <= tolerance for n in names if n in maybe]
-        return np.logical_or.reduce(known) if known else np.zeros_like(used, dtype=bool)
+    def is_one_of(gradients: Iterable[Array]) -> bool:
+        """Each element was updated by one of these, or not at all."""
+        found = [abs(used - gradient) <= tolerance for gradient in gradients]
+        return bool(np.logical_or.reduce([unchanged, *found]).all())
 
-    def each_is(*names: str) -> bool:
-        return bool(where(*names).all())
-
-    if each_is("unchanged"):
+    if unchanged.all():
         return say("not-updated")
-    if each_is(right, "unchanged"):
-        return _partly(where(right))
+    if is_one_of([right]):
+        return _partly(abs(used - right) <= tolerance)
     if step > 0:
         return say("not-reset/zero", step=step)
-    if each_is("sum", "unchanged"):
-        return say("not-averaged/zero", n=n)
-    if each_is("mean/n", "unchanged"):
-        return say("averaged-twice/zero", n=n)
-    if each_is("last micro-batch", "unchanged"):
-        return say("microbatches-lost")
-    if max_norm is not None and each_is("mean"):
-        return say("not-clipped")
-    if max_norm is not None and each_is("clipped first"):
-        return say("clipped-before-averaging")
-    if max_norm is not None and (local := _local_norm(used, maybe["mean"], maybe["clipped"])):
+    for key, gradients in wrong_gradients(rows[0], mean, max_norm).items():
+        if is_one_of(gradients):
+            return say(key, n=n)
+    if max_norm is not None and (local := _local_norm(used, mean, right)):
         return local
-    if each_is(*(f"own {r}" for r in range(n)), "unchanged"):
-        return say("not-communicated/zero")
-    factor = mistakes.ratio(used.tolist(), [maybe[right].tolist()] * n)
+    factor = mistakes.ratio(used, np.tile(right, n))
     if factor is not None:
         return say("scaled/zero", factor=factor)
     # Most values are right ones in wrong places.
-    known = abs(used[:, :, None] - maybe[right]).min(axis=2) <= tolerance
+    known = abs(used[:, :, None] - right).min(axis=2) <= tolerance
     if (known.mean(axis=1) > 0.8).all():
         return say("wrong-shard")
     return _off("the", rows, step)
 
 
-def candidates(row: Row, max_norm: float | None) -> dict[str, Array]:
-    """What an update may have used in place of the mean gradient, by the mistake's name."""
+def wrong_gradients(row: Row, mean: Array, max_norm: float | None) -> dict[str, list[Array]]:
+    """What an update may have used in place of the right gradient, by the mistake."""
     own = [_whole(gradients) for gradients in row["own"]]
-    mean, n = _whole(row["mean"]), len(own)
-    found = {"mean": mean, "sum": mean * n, "mean/n": mean / n, "unchanged": 0 * mean}
-    found |= {f"own {r}": gradient for r, gradient in enumerate(own)}
+    found = {"not-averaged/zero": [mean * len(own)], "averaged-twice/zero": [mean / len(own)]}
     if row["micros"] > 1:
-        found["last micro-batch"] = _whole(row["last"]) / row["micros"]
+        found["microbatches-lost"] = [_whole(row["last"]) / row["micros"]]
     if max_norm is not None:
-        found["clipped first"] = np.mean([_clipped(each, max_norm) for each in own], axis=0)
-        found["clipped"] = _clipped(mean, max_norm)
-    return found
+        found["not-clipped"] = [mean]
+        clipped = [_clipped(each, max_norm) for each in own]
+        found["clipped-before-averaging"] = [np.mean(clipped, axis=0)]
+    return found | {"not-communicated/zero": own}
 
 
 def _whole(tensors: Row, names: Iterable[str] | None = None) -> Array:
     """All elements, (elements,), or those of the named ones."""
-    return np.array(flat([tensors[name] for name in sorted(names or tensors)]))
+    return flat([tensors[name] for name in sorted(names or tensors)])
 
 
 def _clipped(gradient: Array, max_norm: float) -> Array:
@@ -184,13 +165,13 @@ def own_optimizer(ranks: Rows) -> Finding | None:
     return None if all(rank["made"] for rank in ranks) else say("own-optimizer")
 
 
-def left(ranks: Rows) -> Finding | None:
-    for r, rank in enumerate(ranks):
-        for step, row in enumerate(rank["steps"]):
-            if row["left"] and step > 0:
-                return say("not-reset/zero", step=step)
-            if row["left"]:
-                return say("grad-kept", rank=r, names=mistakes.listed(row["left"]))
+@each_step
+def left(rows: Rows, step: int) -> Finding | None:
+    for rank, row in enumerate(rows):
+        if row["left"] and step > 0:
+            return say("not-reset/zero", step=step)
+        if row["left"]:
+            return say("grad-kept", rank=rank, names=mistakes.listed(row["left"]))
     return None
 
 
@@ -211,33 +192,32 @@ def held(ranks: Rows) -> Finding | None:
 # ------------------------------------------------------------------ what was sent
 
 
-def sent(ranks: Rows, psis: Callable[[int], int], formula: str) -> Finding | None:
+def _sent(rows: Rows, step: int, psis: int, formula: str) -> Finding | None:
     """By each rank in a step; padding and a norm are allowed."""
-    n, psi = len(ranks), sum(ranks[0]["sizes"].values()) * ITEM
-    for r, rank in enumerate(ranks):
-        for step, row in enumerate(rank["steps"]):
-            times = psis(row["micros"])
-            should = times * psi * (n - 1) / n
-            total = sum(mistakes.wire_bytes(call, n) for call in row["calls"])
-            if total <= should + ITEM * n * (len(ranks[0]["sizes"]) * times + 8):
-                continue
-            ops = sorted({c["op"] for c in row["calls"]})
-            advice = ". An all_reduce gives every rank what only one needs: twice the bytes"
-            return say(
-                "too-many-bytes/zero", step=step, rank=r, sent=total, ops=", ".join(ops),
-                formula=formula.format(k=row["micros"]), should=should, psi=psi,
-                advice=advice if "all_reduce" in ops else "",
-            )  # fmt: skip
+    n, sizes = len(rows), [len(flat(want)) for want in rows[0]["want"].values()]
+    psi = sum(sizes) * ITEM
+    should = psis * psi * (n - 1) / n
+    for rank, row in enumerate(rows):
+        total = mistakes.wire_bytes(row["calls"], n)
+        if total <= should + ITEM * n * (len(sizes) * psis + 8):
+            continue
+        ops = sorted({c["op"] for c in row["calls"]})
+        advice = ". An all_reduce gives every rank what only one needs: twice the bytes"
+        return say(
+            "too-many-bytes/zero", step=step, rank=rank, sent=total, ops=", ".join(ops),
+            formula=formula.format(k=row["micros"]), should=should, psi=psi,
+            advice=advice if "all_reduce" in ops else "",
+        )  # fmt: skip
     return None
 
 
-def after_backward(ranks: Rows) -> Finding | None:
+@each_step
+def after_backward(rows: Rows, _step: int) -> Finding | None:
     """Gradients that are reduced in step(), where none was during backward."""
-    for r, rank in enumerate(ranks):
-        for row in rank["steps"]:
-            calls = [c for c in row["calls"] if c["op"] in REDUCES]
-            late = [c for c in calls if c["mark"] == "step"]
-            if late and not any(c["in_backward"] for c in calls):
-                call = mistakes.described(late[0])
-                return say("after-backward/zero", rank=r, late=len(late), call=call)
+    for rank, row in enumerate(rows):
+        calls = [c for c in row["calls"] if c["op"] in REDUCES]
+        late = [c for c in calls if c["mark"] == "step"]
+        if late and not any(c["in_backward"] for c in calls):
+            call = mistakes.described(late[0])
+            return say("after-backward/zero", rank=rank, late=len(late), call=call)
     return None

@@ -6,74 +6,47 @@ import re
 import signal
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
 
 from shardlab.errors import LOST_PEER
 from shardlab.learn import mistakes
-from shardlab.learn.exercise import Evidence, Exercise, Finding, say
-from shardlab.learn.reports import Job, Rank
+from shardlab.learn.exercise import Checks, Evidence, Finding, say
+from shardlab.learn.reports import FAILED, Job, Rank
 
 NO_MEMORY = ("can't allocate memory", "not enough memory", "memoryerror", "cannot allocate memory")
 POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 GLOO = ("gloo", "enforce fail", "preamble", "mismatch")
+Ranks = Sequence[Rank]
 
 
-@dataclass(frozen=True)
-class End:
-    """How a check ended: ``kind`` is "ok", or what stopped it in which case."""
-
-    kind: str
-    case: str = ""
-    detail: Any = None
-
-
-def findings(job: Job, end: End, evidence: Evidence, ranks: Sequence[Rank]) -> list[Finding]:
-    """Those of the cases that ran to their end, then what stopped the one that did not."""
-    found: list[Finding] = []
-    if evidence:
-        try:
-            found = Exercise(job.exercise).checks().judge(evidence)
-        except Exception as error:
-            # What the learner's code left was of a kind that the check did not foresee.
-            where = traceback.extract_tb(error.__traceback__)[-1].name
-            found = [say("unusable", error=f"{type(error).__name__}: {error}", where=where)]
-    if end.kind == "ok":
-        return found
-    return [*found, replace(_ended(job, end, ranks), case=end.case)]
+def judged(checks: Checks, evidence: Evidence) -> list[Finding]:
+    """The findings in the cases that ran to their end."""
+    try:
+        return checks.judge(evidence) if evidence else []
+    except Exception as error:
+        # What the learner's code left was of a kind that the check did not foresee.
+        where = traceback.extract_tb(error.__traceback__)[-1].name
+        return [say("unusable", error=f"{type(error).__name__}: {error}", where=where)]
 
 
-def _ended(job: Job, end: End, ranks: Sequence[Rank]) -> Finding:
-    if end.kind == "tampered" and end.detail:
-        names = mistakes.listed(f"torch.distributed.{name}" for name in end.detail)
-        return say("tampered", names=names)
-    if end.kind == "tampered":
-        return say("tampered/pipe")
-    if end.kind == "processes":
-        return say("processes", count=end.detail)
-    if end.kind == "memory":
-        return say("memory", gib=end.detail / 2**30)
-    if end.kind == "timed-out":
-        return say("timed-out", seconds=job.deadline_s, positions=_positions(ranks, job))
-    if end.kind == "deadlock":
-        why = _one_way(ranks) or _parting(ranks)
-        return say("deadlock", why=why and f"{why}. ", positions=_positions(ranks, job))
-    return _failed(job, bool(end.case), ranks)
+def tampered(rank: Rank) -> Finding:
+    if names := rank.error["names"]:
+        return say("tampered", names=mistakes.listed(f"torch.distributed.{name}" for name in names))
+    return say("tampered/pipe")
 
 
 # ------------------------------------------------------------------ a rank that failed
 
 
-def _failed(job: Job, in_a_case: bool, ranks: Sequence[Rank]) -> Finding:
-    failed = [rank for rank in ranks if rank.phase in ("raised", "dead")]
-    rank = min(failed, key=_suspicion)
+def failed(job: Job, in_a_case: bool, ranks: Ranks) -> Finding:
+    culprits = [rank for rank in ranks if rank.phase in FAILED]
+    rank = min(culprits, key=_suspicion)
     error = rank.error
     if error["kind"] == "rejected":
         return Finding(error["cause"], error["message"])
     if error["kind"] == "died":
         return _died(rank, error["code"], ranks)
-    same = [r.number for r in failed if r.error.get("text") == error["text"]]
     line, text, name = error["line"], error["text"], error["type"]
+    same = [r.number for r in culprits if r.error.get("text") == text]
     facts = {
         "on": mistakes.ranks_text(same, len(ranks)),
         "name": name,
@@ -87,8 +60,8 @@ def _failed(job: Job, in_a_case: bool, ranks: Sequence[Rank]) -> Finding:
     if error["missing"]:
         return say("missing", missing=error["missing"])
     if name == "NotImplementedError" and line:
-        what = error["function"]
-        what = f"`{what}`" if what not in ("", "<module>") else "something"
+        function = error["function"]
+        what = "something" if function in ("", "<module>") else f"`{function}`"
         return say("not-done", what=what, line=line, text=text or name)
     if name in ("SyntaxError", "IndentationError"):
         return say("raised/syntax", **facts)
@@ -96,9 +69,9 @@ def _failed(job: Job, in_a_case: bool, ranks: Sequence[Rank]) -> Finding:
         return say("memory/asked", **facts)
     if any(words in text.lower() for words in GLOO) and (why := _parting(ranks)):
         return say("calls-differ/failed", why=why, rank=rank.number, how=f"failed{facts['at']}")
-    if not line:
-        return say("unusable/left" if in_a_case else "raised/loading", **facts)
-    return say("raised", **facts)
+    if line:
+        return say("raised", **facts)
+    return say("unusable/left" if in_a_case else "raised/loading", **facts)
 
 
 def _suspicion(rank: Rank) -> tuple[int, int]:
@@ -108,7 +81,7 @@ def _suspicion(rank: Rank) -> tuple[int, int]:
     return int(rank.error["kind"] == "died"), rank.number
 
 
-def _died(rank: Rank, code: int, ranks: Sequence[Rank]) -> Finding:
+def _died(rank: Rank, code: int, ranks: Ranks) -> Finding:
     if code >= 0:
         return say("exited/code", rank=rank.number, code=code)
     how = f"was killed by {signal.Signals(-code).name}"
@@ -121,15 +94,24 @@ def _died(rank: Rank, code: int, ranks: Sequence[Rank]) -> Finding:
 # ------------------------------------------------------------------ ranks that stand still
 
 
-def _one_way(ranks: Sequence[Rank]) -> str:
+def deadlock(ranks: Ranks, job: Job) -> Finding:
+    why = _one_way(ranks) or _parting(ranks)
+    return say("deadlock", why=why and f"{why}. ", positions=positions(ranks, job))
+
+
+def _in_the_case(ranks: Ranks) -> list[Rank]:
+    return [rank for rank in ranks if rank.phase != "idle"]
+
+
+def _one_way(ranks: Ranks) -> str:
     """All ranks send, or all receive."""
-    ops = {rank.inside["op"] if rank.inside else "" for rank in ranks if rank.phase != "idle"}
+    ops = {rank.inside["op"] if rank.inside else "" for rank in _in_the_case(ranks)}
     if ops == {"send"}:
         return (
             "every rank sends and nobody receives. Start the message (isend), receive, then wait "
             "for it; or let one rank receive first"
         )
-    started = any(c["op"] == "isend" for rank in ranks for c in rank.calls)
+    started = any(c["op"] == "isend" for rank in _in_the_case(ranks) for c in rank.calls)
     if ops <= {"recv", "irecv"} and started:
         return (
             "every rank waits to receive. A message that was started with isend leaves for certain "
@@ -138,26 +120,23 @@ def _one_way(ranks: Sequence[Rank]) -> str:
     return ""
 
 
-def _parting(ranks: Sequence[Rank]) -> str:
+def _parting(ranks: Ranks) -> str:
     """Where the ranks' calls part, if they do. Messages between two ranks may differ."""
-    first, *others = [rank for rank in ranks if rank.phase != "idle"]
+    first, *others = _in_the_case(ranks)
     if any(c["op"] in POINT_TO_POINT for c in first.calls):
         return ""
     texts = (mistakes.difference(first.calls, o.calls, first.number, o.number) for o in others)
     return next(filter(None, texts), "")
 
 
-def _positions(ranks: Sequence[Rank], job: Job) -> str:
+def positions(ranks: Ranks, job: Job) -> str:
     """Where each rank is, one after another."""
-    running = [rank for rank in ranks if rank.phase != "idle"]
-    return "; ".join(f"rank {rank.number} {_position(rank, job)}" for rank in running)
+    return "; ".join(f"rank {r.number} {_position(r, job)}" for r in _in_the_case(ranks))
 
 
 def _position(rank: Rank, job: Job) -> str:
     if rank.phase == "done":
         return "has finished"
-    if rank.phase in ("raised", "dead"):
-        return "has failed"
     if rank.inside:
         verb = "waits for" if rank.inside.get("waits") else "waits in"
         return f"{verb} {mistakes.described(rank.inside)}"
@@ -166,6 +145,4 @@ def _position(rank: Rank, job: Job) -> str:
     if not found:
         return "was busy, not in your file"
     line = int(found.group(1))
-    lines = job.source.splitlines()
-    code = lines[line - 1].strip() if line <= len(lines) else ""
-    return f"was busy in line {line}: `{code}`"
+    return f"was busy in line {line}: `{job.source.splitlines()[line - 1].strip()}`"

@@ -13,6 +13,7 @@ PRINTED = 16_000  # characters kept of what a rank prints
 LONGEST_LINE = 32 * 2**20
 MOST_CALLS = 5_000  # rows kept of a case
 CHUNK = 1 << 16
+FAILED = ("raised", "dead")  # phases
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Rank:
 
     number: int
     pid: int
-    report: int  # file descriptors, ours
+    report: int  # file descriptors, ours; -1 when the rank has closed its end
     output: int
     control: int
     token: bytes
@@ -41,11 +42,15 @@ class Rank:
     inside: dict[str, Any] | None = None  # the call it has entered or waits for, and not left
     error: dict[str, Any] = field(default_factory=dict)  # see runner.describe
     stack: str = ""  # where it was when the time was up
-    evidence: dict[str, Any] | None = None
+    evidence: dict[str, Any] = field(default_factory=dict)
     printed: str = ""
     changed: float = field(default_factory=time.monotonic)
     buffer: bytes = b""
-    open: bool = True
+
+    def begin(self) -> None:
+        """A case."""
+        self.phase, self.changed = "running", time.monotonic()
+        self.calls, self.inside, self.evidence = [], None, {}
 
     def read_report(self) -> None:
         """All that is there by now."""
@@ -56,13 +61,13 @@ class Rank:
                 if len(data) < CHUNK:
                     break
             else:
-                self.open = False
-        except BlockingIOError:
+                self.report = -1
+        except OSError:  # nothing more for now; or it was closed before
             pass
         *lines, self.buffer = b"".join(parts).split(b"\n")
         if len(self.buffer) > LONGEST_LINE:
             self._tampered([])
-            self.open = False
+            self.report = -1
         for line in filter(None, lines):
             self._hear(line)
 
@@ -76,8 +81,8 @@ class Rank:
             if self.phase != "dead":
                 self._tampered([])
             return
-        if self.phase in ("raised", "tampered", "dead"):
-            return  # nothing that it says later undoes it
+        if self.phase in (*FAILED, "tampered"):
+            return  # nothing that it reports later undoes it
         self.changed = time.monotonic()
         if kind == "loaded":
             self.phase = "idle"
@@ -101,12 +106,7 @@ class Rank:
 
     def read_output(self) -> None:
         """What it prints: kept for the learner to see, up to a limit, and believed by nobody."""
-        try:
-            data = os.read(self.output, CHUNK)
-        except BlockingIOError:
-            return
+        data = os.read(self.output, CHUNK)
         if not data:
-            os.close(self.output)
             self.output = -1
-        elif len(self.printed) < PRINTED:
-            self.printed = (self.printed + data.decode(errors="replace"))[:PRINTED]
+        self.printed = (self.printed + data.decode(errors="replace"))[:PRINTED]

@@ -1,8 +1,8 @@
 """One rank of a check: the process in which the learner's file runs.
 
-Everything that happens here may be the learner's doing, so nothing said here is believed by
+Everything that happens here may be the learner's doing, so nothing reported here is believed by
 itself: the guard reads plain JSON lines from a pipe of its own, each with a token that the
-learner's file is not told, and anything else on that pipe is tampering.
+learner's file does not know, and anything else on that pipe is tampering.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -26,69 +26,59 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.learn.exercise import Case, Checks, Rejected
+from shardlab.learn.exercise import Case, Checks, Rejected, Stage
 from shardlab.learn.reports import Job
 from shardlab.learn.spy import Spy
 
 MODULE = "submission"
+Report = Callable[[str, Any], None]  # a kind of report, and its value
 
 
-class Speaker:
+def speaker(fd: int, token: str) -> Report:
     """Writes lines to the guard. Threads of the learner's file may call collectives, too."""
+    pid, lock = os.getpid(), threading.Lock()
 
-    def __init__(self, fd: int, token: str) -> None:
-        self._fd, self._token, self._pid = fd, token, os.getpid()
-        self._lock = threading.Lock()
-
-    def __call__(self, kind: str, value: Any) -> None:
-        if os.getpid() != self._pid:
+    def report(kind: str, value: Any) -> None:
+        if os.getpid() != pid:
             os._exit(1)  # a copy that the learner's file has forked, and that came back to us
         # A line of its own even if somebody has written garbage before it.
-        data = f"\n{self._token} {json.dumps([kind, plain(value)])}\n".encode()
-        with self._lock:
+        data = f"\n{token} {json.dumps([kind, value], default=plain)}\n".encode()
+        with lock:
             while data:
-                data = data[os.write(self._fd, data) :]
+                data = data[os.write(fd, data) :]
+
+    return report
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it. A tensor is its list; what has no plain form, its text."""
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
-    if isinstance(value, Tensor):
-        return value.detach().tolist()
-    if isinstance(value, np.ndarray | np.generic):
+    """What JSON does not know: a tensor is its list, anything else its text."""
+    if isinstance(value, Tensor | np.ndarray | np.generic):
         return value.tolist()
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(v) for v in value]
     return repr(value)[:200]
 
 
-def run_rank(rank: int, job: Job, checks: Checks, report: Speaker, hear_fd: int) -> NoReturn:
+def run_rank(rank: int, job: Job, checks: Checks, report: Report, hear_fd: int) -> NoReturn:
     """Load the learner's file, run the cases that the guard names, report; never return."""
     try:
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")  # torch's deprecations are not the learner's mistakes
-        port = int(_hear(hear_fd))
+        hear = os.fdopen(hear_fd)
+        port = int(hear.readline())
         spy = Spy(report, job.path)
         spy.install()
         submission = load(job.path, job.source)
         _report_tampered(spy, report)
         report("loaded", None)
         store: dist.Store | None = None
-        while True:
-            case = checks.CASES[int(_hear(hear_fd))]
+        while line := hear.readline():
+            case = checks.CASES[int(line)]
             store = store or dist.TCPStore("127.0.0.1", port, is_master=False)
             join(rank, case, job.deadline_s + 60, store)
             spy.clear()
-            evidence = checks.run(case, rank, submission, spy)
+            evidence = checks.run(Stage(case, rank, submission, spy))
             _report_tampered(spy, report)
             report("case", evidence)
+        os._exit(1)  # the guard is gone
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # it may hold all the memory there is
         report("raised", describe(error, job.path))
@@ -98,8 +88,8 @@ def run_rank(rank: int, job: Job, checks: Checks, report: Speaker, hear_fd: int)
 def join(rank: int, case: Case, timeout_s: float, store: dist.Store) -> None:
     """A process group for each case: what one leaves under way cannot reach the next.
 
-    The one before is left only now, when every rank is done with it: who leaves early closes
-    connections that a slower rank still needs.
+    The one before is left only now, when every rank is done with it: a rank that leaves early
+    closes connections that a slower rank still needs.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -130,7 +120,7 @@ def load(path: str, source: str) -> ModuleType:
 def describe(error: BaseException, path: str) -> dict[str, Any]:
     """An exception in plain words: its type, its text, and the learner's line if it came there."""
     if isinstance(error, Rejected):
-        return {"kind": "rejected", "cause": error.finding.cause, "message": str(error)}
+        return {"kind": "rejected", **vars(error.args[0])}
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
     line, function = (frames[-1].lineno, frames[-1].name) if frames else (None, "")
     if isinstance(error, SyntaxError) and error.filename == path:
@@ -147,21 +137,10 @@ def describe(error: BaseException, path: str) -> dict[str, Any]:
     }
 
 
-def _report_tampered(spy: Spy, report: Speaker) -> None:
+def _report_tampered(spy: Spy, report: Report) -> None:
     if names := spy.tampered():
         report("tampered", names)
         _stay()
-
-
-def _hear(fd: int) -> str:
-    """One line of the guard's; it ends us when there is nothing more to do."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(fd, 1)
-        if not byte:
-            os._exit(1)
-        line += byte
-    return line.decode()
 
 
 def _stay() -> NoReturn:

@@ -50,6 +50,7 @@ _SAME = {
 }
 _MODULES = (dist, dist.distributed_c10d)
 _ALWAYS_ASYNC = ("isend", "irecv")
+CHAINED = "chained"
 
 
 class Spy:
@@ -63,10 +64,12 @@ class Spy:
     reduce       "sum", "avg", "max" …; "" if nothing is reduced
     peer         the root or the other rank; None if there is none
     is_async     whether it returned a handle
-    waited       whether it was waited for (a blocking call is)
+    waited       the mark under which it was first waited for (for a blocking call, its own);
+                 "chained" if its future was taken instead; None if it was never waited for
     touched      whether its tensor was written to, in place, between launch and wait
     in_backward  whether it was launched by a hook, inside backward
-    ready        how many gradients of the watched model had come since the last ``mark``
+    ready, come  how many gradients of the watched model had come since the last ``mark``, and
+                 their bytes
     mark         the last ``mark``'s name
     line         of the learner's file; 0 if it was not called from there
     """
@@ -75,33 +78,30 @@ class Spy:
         self._tell = tell
         self._path = path
         self._depth = 0
-        self._wrappers: dict[tuple[Any, str], Any] = {}
+        self._wrappers: dict[str, Any] = {}
         self.clear()
 
     # -------------------------------------------------------------- for the checks
 
     def watch(self, model: nn.Module) -> None:
-        """Name this model's tensors in the rows, and note when its gradients come.
+        """Name this model's tensors in the rows, and count its gradients as they come.
 
         Call it before the learner's code sees the model, so that our hooks run before theirs.
         """
         self._models.append(model)
-        for name, p in model.named_parameters():
+        for p in model.parameters():
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(functools.partial(self._arrived, name))
+                p.register_post_accumulate_grad_hook(self._arrived)
 
     def mark(self, name: str) -> None:
         """Name what comes now, and begin to count gradients anew."""
-        self._mark, self._ready = name, 0
-        self.events.append(("mark", name))
+        self._mark, self._ready, self._come = name, 0, 0
 
     def clear(self) -> None:
         """Forget the calls so far."""
         self.calls: list[Row] = []
-        # ("ready", name), ("call", i), ("wait", i), ("future", i), ("mark", name), in order
-        self.events: list[tuple[str, Any]] = []
         self._models: list[nn.Module] = []
-        self._mark, self._ready = "", 0
+        self.mark("")
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -114,21 +114,20 @@ class Spy:
 
     def tampered(self) -> list[str]:
         """The functions that somebody else has replaced."""
-        wrappers = self._wrappers.items()
-        return sorted({n for (module, n), w in wrappers if getattr(module, n) is not w})
+        return [
+            name
+            for name, wrapper in sorted(self._wrappers.items())
+            if any(getattr(module, name) is not wrapper for module in _MODULES)
+        ]
 
     # -------------------------------------------------------------- how it is done
 
     def install(self) -> None:
         for name in _SIZE_ARGUMENT:
-            wrapper = None
-            for module in _MODULES:
-                original = getattr(module, name, None)
-                if original is None:
-                    continue
-                wrapper = wrapper or self._wrapped(name, original)
-                self._wrappers[module, name] = wrapper
-                setattr(module, name, wrapper)
+            if original := getattr(dist, name, None):  # not every version has all of them
+                self._wrappers[name] = self._wrapped(name, original)
+                for module in _MODULES:
+                    setattr(module, name, self._wrappers[name])
 
     def _wrapped(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         names = list(inspect.signature(original).parameters)
@@ -137,31 +136,28 @@ class Spy:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if self._depth:  # torch's own: send calls isend
                 return original(*args, **kwargs)
-            given = dict(zip(names, args, strict=False)) | kwargs
-            i, tensor = self._open(name, given)
-            self._depth += 1
-            try:
+            row, tensor = self._row(name, dict(zip(names, args, strict=False)) | kwargs)
+            self.calls.append(row)
+            self._tell("enter", row)
+            with self.paused():
                 handle = original(*args, **kwargs)
-            finally:
-                self._depth -= 1
-            row = self.calls[i]
             if row["is_async"] and handle is not None:
-                self._tell("leave", i)
-                return _Handle(handle, self, row, i, tensor)
-            row["waited"] = True
-            self._tell("leave", i)
+                handle = _Handle(handle, self, row, tensor)
+            else:
+                row["waited"] = self._mark
+            self._tell("leave", None)
             return handle
 
         return wrapper
 
-    def _open(self, name: str, given: dict[str, Any]) -> tuple[int, Tensor | None]:
+    def _row(self, name: str, given: dict[str, Any]) -> tuple[Row, Tensor | None]:
         value = given.get(_SIZE_ARGUMENT[name])
         tensors = [value] if isinstance(value, Tensor) else list(value or [])
         tensors = [t for t in tensors if isinstance(t, Tensor)]
         small = given.get("tensor", given.get("input_tensor", given.get("input")))
-        first = tensors[0] if tensors else small if isinstance(small, Tensor) else None
-        named = small if isinstance(small, Tensor) else first
-        op = given.get("op", dist.ReduceOp.SUM)
+        small = small if isinstance(small, Tensor) else None
+        first = tensors[0] if tensors else small
+        named = first if small is None else small
         peer = next(
             (given[k] for k in ("src", "dst", "group_src", "group_dst") if k in given), None
         )
@@ -171,20 +167,18 @@ class Spy:
             "dtype": "" if first is None else str(first.dtype).removeprefix("torch."),
             "shape": [] if first is None else list(first.shape),
             "what": "" if named is None else self._name_of(named),
-            "reduce": _op_name(op) if "reduce" in name else "",
+            "reduce": _op_name(given.get("op", dist.ReduceOp.SUM)) if "reduce" in name else "",
             "peer": peer if isinstance(peer, int) else None,
             "is_async": bool(given.get("async_op")) or name in _ALWAYS_ASYNC,
-            "waited": False,
+            "waited": None,
             "touched": False,
             "in_backward": torch._C._current_graph_task_id() != -1,
             "ready": self._ready,
+            "come": self._come,
             "mark": self._mark,
             "line": self._line(),
         }
-        self.calls.append(row)
-        self.events.append(("call", len(self.calls) - 1))
-        self._tell("enter", row)
-        return len(self.calls) - 1, first
+        return row, first
 
     def _name_of(self, tensor: Tensor) -> str:
         for model in self._models:
@@ -198,9 +192,9 @@ class Spy:
                     return f"buffer:{name}"
         return ""
 
-    def _arrived(self, name: str, _parameter: Tensor) -> None:
+    def _arrived(self, p: Tensor) -> None:
         self._ready += 1
-        self.events.append(("ready", name))
+        self._come += p.numel() * p.element_size()
 
     def _line(self) -> int:
         """The innermost line of the learner's file that led here."""
@@ -215,8 +209,8 @@ class Spy:
 class _Handle:
     """The handle of an asynchronous call: torch's, and it notes that it was waited for."""
 
-    def __init__(self, handle: Any, spy: Spy, row: Row, i: int, tensor: Tensor | None) -> None:
-        self._handle, self._spy, self._row, self._i = handle, spy, row, i
+    def __init__(self, handle: Any, spy: Spy, row: Row, tensor: Tensor | None) -> None:
+        self._handle, self._spy, self._row = handle, spy, row
         self._tensor = tensor  # held no longer than torch's own handle holds it
         self._version = 0 if tensor is None else tensor._version  # torch's count of writes in place
 
@@ -227,26 +221,25 @@ class _Handle:
         self._tensor = None
         self._spy._tell("wait", {**self._row, "line": self._spy._line()})
         result = self._handle.wait(*args, **kwargs)
-        self._done()
-        self._spy._tell("leave", self._i)
+        self._done(self._spy._mark)
+        self._spy._tell("leave", None)
         return result
 
     def is_completed(self) -> bool:
         completed = bool(self._handle.is_completed())
         if completed:
-            self._done()
+            self._done(self._spy._mark)
         return completed
 
     def get_future(self) -> Any:
-        """Whoever chains on the future may wait for that instead: it counts as waiting."""
-        self._done("future")
+        """A learner who chains on the future may wait for that instead: it counts as waiting."""
+        self._done(CHAINED)
         self._tensor = None
         return self._handle.get_future()
 
-    def _done(self, event: str = "wait") -> None:
-        if not self._row["waited"]:
-            self._row["waited"] = True
-            self._spy.events.append((event, self._i))
+    def _done(self, how: str) -> None:
+        if self._row["waited"] is None:
+            self._row["waited"] = how
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handle, name)

@@ -8,23 +8,22 @@ sees every rank's batch is the mean of the ranks' gradients.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
-from shardlab.learn.exercise import Case, Rejected, say
-from shardlab.learn.spy import Spy
+from shardlab.learn.exercise import Rejected, Stage, say
 from shardlab.proof.watch import Memory
 
 Batch = tuple[Tensor, Tensor]  # (rows, width), (rows, out)
 Tensors = dict[str, Tensor | None]
-T = TypeVar("T")
 SEED = 0  # of all batches and models; any other must do as well
 LOOKING = "looking"  # the spy's mark for calls that are made only because we look
 RATE = 0.5  # of SGD: what an update used is (before - after) / RATE
@@ -62,27 +61,12 @@ def deep(depth: int = 4) -> nn.Module:
     return chain(layers=nn.Sequential(*layers, nn.Linear(6, 3)))
 
 
-class Unused(nn.Module):
-    """``extra`` is used only by rank 0's batches, ``never`` by nobody's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(6, 5)
-        self.never = nn.Linear(6, 5)
-        self.head = nn.Linear(5, 3)
-        self.extra = nn.Linear(6, 5)
-
-    def forward(self, x: Tensor) -> Tensor:  # (rows, 6)
-        hidden = self.body(x)
-        if x[0, 0] > 0:
-            hidden = hidden + self.extra(x)
-        out: Tensor = self.head(torch.tanh(hidden))
-        return out
-
-
 class Skipping(nn.Module):
-    """The same with layers of one size, so that ranks that send in different orders mix the layers
-    up without a word, as they do in real models, which have many layers of one size."""
+    """``extra`` is used only by rank 0's batches, ``never`` by nobody's.
+
+    The layers have one size, so that ranks that send in different orders mix them up without any
+    error, as they do in real models, which have many layers of one size.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +134,6 @@ TOYS: dict[str, Callable[[], nn.Module]] = {
     "plain": plain,
     "frozen": frozen,
     "tied": tied,
-    "unused": Unused,
     "deep": deep,
     "many": lambda: deep(24),  # enough to tell a full bucket from one per parameter
     "skipping": Skipping,
@@ -167,22 +150,17 @@ def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
         return make().double()
 
 
-def size(model: nn.Module) -> int:
-    """Bytes of the parameters that train."""
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-
-
 def batch(rank: int, step: int, micro: int, rows: int = 4, width: int = 6, out: int = 3) -> Batch:
-    """Only rank 0's make ``Unused`` use its extra layer."""
+    """Only rank 0's make ``Skipping`` use its extra layer."""
     generator = torch.Generator().manual_seed(SEED + 10_000 * step + 1000 * micro + rank)
     x = torch.randn(rows, width, generator=generator, dtype=torch.float64)
     x[0, 0] = x[0, 0].abs() + 0.1 if rank == 0 else -x[0, 0].abs() - 0.1
     return x, torch.randn(rows, out, generator=generator, dtype=torch.float64)
 
 
-def loss(output: Tensor, batch: Batch) -> Tensor:
+def loss(forward: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
     """The mean over the rows."""
-    return F.mse_loss(output, batch[1])
+    return F.mse_loss(forward(batch[0]), batch[1])
 
 
 def gradients(model: nn.Module) -> Tensors:
@@ -209,31 +187,21 @@ class Factory:
         self.made: list[Optimizer] = []
 
     def __call__(self, tensors: Iterable[Tensor]) -> Optimizer:
-        made = (
-            SGD(list(tensors), lr=RATE)
-            if self.kind == "sgd"
-            else AdamW(list(tensors), lr=0.05, weight_decay=0.1)
-        )
+        if self.kind == "sgd":
+            made: Optimizer = SGD(list(tensors), lr=RATE)
+        else:
+            made = AdamW(list(tensors), lr=0.05, weight_decay=0.1)
         self.made.append(made)
         return made
 
-    def evidence(self) -> dict[str, Any]:
+    def evidence(self) -> dict[str, int]:
         """How often it was called; elements of the last optimizer's parameters and state."""
-        last = self.made[-1:]
-        params = [p for o in last for group in o.param_groups for p in group["params"]]
-        state = [
-            value
-            for o in last
-            for entry in o.state.values()
-            for key, value in entry.items()
-            if isinstance(value, Tensor) and key != "step"
-        ]
-        return {
-            "kind": self.kind,
-            "made": len(self.made),
-            "held": sum(p.numel() for p in params),
-            "state": sum(value.numel() for value in state),
-        }
+        held = state = 0
+        for last in self.made[-1:]:
+            held = sum(p.numel() for group in last.param_groups for p in group["params"])
+            entries = (item for entry in last.state.values() for item in entry.items())
+            state = sum(v.numel() for k, v in entries if isinstance(v, Tensor) and k != "step")
+        return {"made": len(self.made), "held": held, "state": state}
 
 
 class OneProcess:
@@ -263,7 +231,7 @@ class OneProcess:
         """The mean over the micro-batches of one rank."""
         self.model.zero_grad()
         for one in batches:
-            (loss(self.model(one[0]), one) / len(batches)).backward()
+            (loss(self.model, one) / len(batches)).backward()
         return gradients(self.model)
 
 
@@ -280,7 +248,7 @@ def _mean(parts: Sequence[Tensors]) -> Tensors:
 
 
 def rows_of(
-    spy: Spy, rank: int, world: int, micros: Sequence[int], one: OneProcess,
+    at: Stage, one: OneProcess, micros: Sequence[int],
     work: Callable[[list[Batch]], dict[str, Any]],
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row of evidence for each step, of ``micros[i]`` micro-batches.
@@ -289,26 +257,24 @@ def rows_of(
     """
     rows = []
     for step, count in enumerate(micros):
-        batches = [[batch(r, step, m) for m in range(count)] for r in range(world)]
-        row = one.step(batches)
-        call, event = len(spy.calls), len(spy.events)
-        row |= work(batches[rank])
-        calls = [c for c in spy.calls[call:] if c["mark"] != LOOKING]
-        events = [(k, x - call if isinstance(x, int) else x) for k, x in spy.events[event:]]
-        rows.append(row | {"micros": count, "calls": calls, "events": events})
+        batches = [[batch(r, step, m) for m in range(count)] for r in range(at.world)]
+        row, first = one.step(batches), len(at.spy.calls)
+        row |= work(batches[at.rank])
+        calls = [c for c in at.spy.calls[first:] if c["mark"] != LOOKING]
+        rows.append(row | {"micros": count, "calls": calls})
     return rows
 
 
-def prepare(toy: str, spy: Spy) -> tuple[nn.Module, OneProcess]:
-    """A model that is watched, and one process's copy of it: made before the learner's code, which
+def prepare(at: Stage) -> tuple[nn.Module, OneProcess]:
+    """The case's toy, watched, and one process's copy of it: made before the learner's code, which
     may hang hooks on the model."""
-    model = build(TOYS[toy])
-    spy.watch(model)
+    model = build(TOYS[at.options["toy"]])
+    at.spy.watch(model)
     return model, OneProcess(model)
 
 
 def train(
-    model: nn.Module, one: OneProcess, spy: Spy, rank: int, world: int, micros: Sequence[int],
+    at: Stage, model: nn.Module, one: OneProcess, micros: Sequence[int],
     work: Callable[[list[Batch]], None],
 ) -> dict[str, Any]:  # fmt: skip
     """Steps after which the gradients are looked at. The model is then updated by one process's, so
@@ -324,37 +290,35 @@ def train(
         return found
 
     sizes = {name: t.numel() * t.element_size() for name, t in trained(model).items()}
-    return {"steps": rows_of(spy, rank, world, micros, one, look), "sizes": sizes}
+    return {"steps": rows_of(at, one, micros, look), "sizes": sizes}
 
 
 def train_sharded(
-    case: Case, rank: int, spy: Spy, steps: int, toy: Callable[[], nn.Module],
-    make: Callable[[nn.Module, Factory], Any], *, drops: bool,
-) -> dict[str, Any]:  # fmt: skip
+    at: Stage, toy: str, steps: int, make: Callable[[nn.Module, Factory], Any], *, drops: bool
+) -> dict[str, Any]:
     """Steps after which the parameters are looked at. ``make`` builds the learner's ZeRO, ``drops``
     says whether p.grad must be None already after backward."""
-    kind = case.options["kind"]
-    model = build(toy)
-    one, factory = OneProcess(model, kind, case.options.get("max_norm")), Factory(kind)
+    kind = at.options["kind"]
+    model = build(TOYS[toy])
+    one, factory = OneProcess(model, kind, at.options.get("max_norm")), Factory(kind)
     zero = make(model, factory)
     forward: Callable[[Tensor], Tensor] = getattr(zero, "forward", model)
 
     def work(batches: list[Batch]) -> dict[str, Any]:
         left = set()
         for i, batch in enumerate(batches):
-            spy.mark(f"micro {i}")
-            backward(loss(forward(batch[0]), batch) / len(batches))
+            at.spy.mark(f"micro {i}")
+            backward(loss(forward, batch) / len(batches))
             left |= _with_gradient(model) if drops else set()
-        spy.mark("step")
+        at.spy.mark("step")
         zero.step()
-        spy.mark(LOOKING)
+        at.spy.mark(LOOKING)
         got = gathered(zero) if hasattr(zero, "full_params") else trained(model)
         return {"left": sorted(left | _with_gradient(model)), "got": got}
 
     sizes = {name: t.numel() for name, t in trained(one.model).items()}
-    micros = [case.options.get("micros", 1)] * steps
-    rows = rows_of(spy, rank, case.world, micros, one, work)
-    return {"steps": rows, "sizes": sizes, "max_norm": one.max_norm, **factory.evidence()}
+    rows = rows_of(at, one, [at.options.get("micros", 1)] * steps, work)
+    return {"steps": rows, "sizes": sizes, **factory.evidence()}
 
 
 def gathered(zero: Any) -> dict[str, Tensor]:
@@ -401,49 +365,42 @@ class Weigher(Memory):
             self.peak = max(self.peak, self.count())
         return result
 
-    def measure(self, work: Callable[[], T]) -> tuple[T, int, int]:
-        """Its result; the most bytes alive in it and those alive after it, beyond those before."""
-        before = self.peak = self.count()
-        with self:
-            result = work()
-        gc.collect()
-        return result, self.peak - before, self.count() - before
 
-
-def weigh(
-    make: Callable[[nn.Module, Factory], Any], depth: int, rank: int, spy: Spy
-) -> dict[str, int]:
+def weigh(at: Stage, depth: int, make: Callable[[nn.Module, Factory], Any]) -> dict[str, int]:
     """Bytes that a ZeRO holds of a deep model: after __init__, and in each phase of a micro-batch
     beyond those at its beginning (``backward`` and ``after``: at the beginning of the step)."""
     weigher = Weigher()
     with weigher:
         model = build(lambda: wide(depth))
-        psi = size(model)
+        psi = sum(p.numel() * p.element_size() for p in model.parameters())
         zero = make(model, Factory("adamw"))
     forward: Callable[[Tensor], Tensor] = getattr(zero, "forward", model)
     held = weigher.count()
-    rows = []
-    for step in range(2):
-        start, row = weigher.count(), dict.fromkeys(("forward", "between", "backward", "after"), 0)
 
-        def most(phase: str, value: int, row: dict[str, int] = row) -> None:
-            row[phase] = max(row[phase], value)
+    def weigh_micro(step: int, micro: int, start: int) -> dict[str, int]:
+        one = batch(at.rank, step, micro, rows=1, width=48, out=48)
+        at.spy.mark(f"micro {micro}")
+        before = weigher.count()
+        value, first = weigher.phase(lambda: loss(forward, one) / 2)
+        _, second = weigher.phase(functools.partial(backward, value))
+        del value
+        return {
+            "forward": first.peak,
+            "between": first.held - before,
+            "backward": first.held - start + second.peak,
+            "after": weigher.count() - start,
+        }
 
-        for micro in range(2):
-            one = batch(rank, step, micro, rows=1, width=48, out=48)
-            spy.mark(f"micro {micro}")
-            value, peak, more = weigher.measure(lambda one=one: loss(forward(one[0]), one) / 2)  # type: ignore[misc]
-            most("forward", peak)
-            most("between", more)
-            between = weigher.count() - start
-            _, peak, _ = weigher.measure(lambda value=value: backward(value))  # type: ignore[misc]
-            del value
-            most("backward", between + peak)
-            most("after", weigher.count() - start)
-        spy.mark("step")
-        weigher.measure(zero.step)
-        rows.append(row | {"idle": weigher.count(), "params": _in_storages(model)})
+    def weigh_step(step: int) -> dict[str, int]:
+        start = weigher.count()
+        micros = [weigh_micro(step, micro, start) for micro in range(2)]
+        at.spy.mark("step")
+        weigher.phase(zero.step)
+        most = {phase: max(row[phase] for row in micros) for phase in micros[0]}
+        return most | {"idle": weigher.count(), "params": _in_storages(model)}
+
     # Gloo's threads let go of a tensor a little after its message is done: the least is the truth.
+    rows = [weigh_step(step) for step in range(2)]
     least = {key: min(row[key] for row in rows) for key in rows[0]}
     return least | {"psi": psi, "held": held, "block": psi // depth}
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,12 +53,12 @@ def _state(row: Mapping[str, Any]) -> str:
 
 def print_started(exercise: Exercise, path: Path, flag: str) -> None:
     console = _out()
-    name = exercise.name
-    console.print(f"wrote [bold]{escape(str(path))}[/bold]: {escape(exercise.title)}")
+    name, file, flag = exercise.name, escape(str(path)), escape(flag)
+    console.print(f"wrote [bold]{file}[/bold]: {escape(exercise.title)}")
     console.print(f"  read   shardlab learn show {name}")
-    console.print(f"  edit   {escape(str(path))}: its docstring is the contract, TODO is yours")
-    console.print(f"  check  shardlab learn check {name}{escape(flag)}")
-    console.print(f"  stuck  shardlab learn hint {name}{escape(flag)}")
+    console.print(f"  edit   {file}: its docstring is the contract, TODO is yours")
+    console.print(f"  check  shardlab learn check {name}{flag}")
+    console.print(f"  stuck  shardlab learn hint {name}{flag}")
 
 
 def print_readme(exercise: Exercise) -> None:
@@ -66,15 +67,9 @@ def print_readme(exercise: Exercise) -> None:
     console.print(f"\n[dim]{escape(str(exercise.folder / 'picture.svg'))}[/dim]")
 
 
-@contextmanager
-def checking(exercise: Exercise, enabled: bool) -> Iterator[None]:
-    """A sign of life; nothing in a log."""
-    errors = terminal.errors()
-    if not enabled or not errors.is_terminal:
-        yield
-        return
-    with errors.status(f"checking {exercise.name} on real ranks"):
-        yield
+def checking(exercise: Exercise) -> AbstractContextManager[Any]:
+    """A sign of life on a terminal; nothing in a log."""
+    return terminal.errors().status(f"checking {exercise.name} on real ranks")
 
 
 def print_verdict(verdict: Verdict, flag: str) -> None:
@@ -86,8 +81,10 @@ def print_verdict(verdict: Verdict, flag: str) -> None:
         console.print(f"  [dim]compare with ours: shardlab learn solution {name}[/dim]")
     else:
         console.print(f"[bold red]not yet[/bold red]  {name}")
-    for cause, findings in _by_cause(verdict.findings).items():
-        first, *others = findings
+    by_cause: dict[str, list[Finding]] = defaultdict(list)
+    for finding in verdict.findings:
+        by_cause[finding.cause].append(finding)
+    for cause, (first, *others) in by_cause.items():
         where = f" [dim]({escape(first.case)})[/dim]" if first.case else ""
         also = f" [dim]Also: {escape(', '.join(f.case for f in others))}[/dim]" if others else ""
         said = f"[red]{cause}[/red]{where}: {escape(first.message)}{also}"
@@ -97,14 +94,6 @@ def print_verdict(verdict: Verdict, flag: str) -> None:
             console.print(f"  [dim]rank {rank} printed:\n{escape(text[-SHOWN:].rstrip())}[/dim]")
     if not verdict.passed:
         console.print(f"  [dim]stuck? shardlab learn hint {name}{escape(flag)}[/dim]")
-
-
-def _by_cause(findings: Sequence[Finding]) -> dict[str, list[Finding]]:
-    """The same mistake shows in many cases: said once, in the first of them."""
-    grouped: dict[str, list[Finding]] = {}
-    for finding in findings:
-        grouped.setdefault(finding.cause, []).append(finding)
-    return grouped
 
 
 def print_hints(exercise: Exercise, seen: int) -> None:

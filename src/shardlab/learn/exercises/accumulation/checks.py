@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardlab.learn import mistakes, toys
-from shardlab.learn.exercise import Case, Finding, judging, say
-from shardlab.learn.mistakes import Rows
-from shardlab.learn.spy import Spy
+from shardlab.learn.exercise import Case, Finding, Rows, Stage, each_step, judging, say
 
 # micros: micro-batches of each step, one after the other.
 CASES = (
@@ -29,10 +26,10 @@ class Planned(Exception):
     """Raised inside no_sync, to see that it is left as it was entered."""
 
 
-def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
-    model, one = toys.prepare(case.options["toy"], spy)
-    ddp = submission.DDP(model)
-    if case.options.get("error"):
+def run(at: Stage) -> dict[str, Any]:
+    model, one = toys.prepare(at)
+    ddp = at.submission.DDP(model)
+    if at.options.get("error"):
         with contextlib.suppress(Planned), ddp.no_sync():
             raise Planned
 
@@ -43,33 +40,19 @@ def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, An
             """The loss function that the learner calls; it counts the micro-batches."""
             nonlocal seen
             seen += 1
-            spy.mark(f"micro {seen}")
-            return toys.loss(model(batch[0]), batch)
+            at.spy.mark(f"micro {seen}")
+            return toys.loss(model, batch)
 
-        submission.accumulate(ddp, batches, loss)
+        at.submission.accumulate(ddp, batches, loss)
 
-    return toys.train(model, one, spy, rank, case.world, case.options["micros"], work)
-
-
-def look(case: str, ranks: Rows) -> Finding | None:
-    found = (
-        mistakes.not_waited(mistakes.all_calls(ranks))
-        or mistakes.first(ranks, mistakes.weights_averaged)
-        or mistakes.first(ranks, _step)
-        or mistakes.sent_by_hand(ranks)
-    )
-    if found and found.cause == "not-communicated" and case.startswith("an error"):
-        return say("no-sync-left-on")
-    return found
+    return toys.train(at, model, one, at.options["micros"], work)
 
 
-judge = judging(look)
-
-
-def _step(rows: Rows, step: int) -> Finding | None:
+@each_step
+def _steps(rows: Rows, step: int) -> Finding | None:
     micros, calls = rows[0]["micros"], rows[0]["calls"]
     early = sum(call["mark"] != f"micro {micros}" for call in calls)
-    found = mistakes.gradients(rows)
+    found = mistakes.wrong_gradient(rows)
     if micros > 1 and early and all(row["calls"] for row in rows):
         once = "communicates-each-micro-batch"
         key = "communicates-each-micro-batch/and-wrong" if found else once
@@ -93,3 +76,13 @@ def _step(rows: Rows, step: int) -> Finding | None:
     if step > 0:
         return say("nominal-count", number=step + 1, micros=micros, ratio=factor)
     return found
+
+
+def steps(ranks: Rows) -> Finding | None:
+    found = _steps(ranks)
+    if found and found.cause == "not-communicated" and ranks[0].get("error"):
+        return say("no-sync-left-on")
+    return found
+
+
+judge = judging(mistakes.not_waited, mistakes.weights_averaged, steps, mistakes.sent_by_hand)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from types import ModuleType
+from collections import defaultdict
 from typing import Any
 
 from shardlab.learn import mistakes, overlapped
-from shardlab.learn.exercise import Case, Finding, judging, say
-from shardlab.learn.mistakes import Row, Rows, flat, listed, same
-from shardlab.learn.spy import Spy
+from shardlab.learn.exercise import Case, Finding, Look, Row, Rows, Stage, each_step, judging, say
+from shardlab.learn.mistakes import Array, close, flat, listed
 
 LAYER = (36 + 6) * 8  # bytes of a layer of ``toys.Skipping``
 CASES = (
@@ -23,81 +22,64 @@ CASES = (
 )
 
 
-def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
-    limit = case.options["bucket_bytes"]
-    evidence = overlapped.run(case, rank, spy, lambda model: submission.BucketDDP(model, limit))
-    return evidence | {"bucket_bytes": limit, "all_used": case.options["toy"] != "skipping"}
+def run(at: Stage) -> dict[str, Any]:
+    limit = at.options["bucket_bytes"]
+    return overlapped.run(at, lambda model: at.submission.BucketDDP(model, limit))
 
 
-def look(_case: str, ranks: Rows) -> Finding | None:
-    all_used = ranks[0]["all_used"]  # else buckets may leave in finish(), and in any order
-    return (
-        mistakes.first(ranks, overlapped.weights)
-        or mistakes.first(ranks, overlapped.every_microbatch)
-        or mistakes.first(ranks, overlapped.waits)
-        or (_early(ranks) if all_used else None)
-        or mistakes.first(ranks, _mixed_up)
-        or mistakes.first(ranks, _forgotten)
-        or mistakes.first(ranks, overlapped.gradients)
-        or _messages(ranks)
-        or (mistakes.first(ranks, overlapped.overlap) if all_used else None)
-        or (_order(ranks) if all_used else None)
-    )
+def where_all_are_used(look: Look) -> Look:
+    """Elsewhere buckets may leave in finish(), and in any order."""
+    return lambda ranks: None if ranks[0]["toy"] == "skipping" else look(ranks)
 
 
-judge = judging(look, only_first=True)
-
-
-def _early(ranks: Rows) -> Finding | None:
+@each_step
+def early(rows: Rows, _step: int) -> Finding | None:
     """More bytes on their way than there were gradients yet."""
-    for rank, steps in enumerate(each["steps"] for each in ranks):
-        for row in steps:
-            come = sent = 0
-            for kind, value in row["events"]:
-                call = row["calls"][value] if kind == "call" else None
-                if kind == "mark":
-                    come = sent = 0
-                elif kind == "ready":
-                    come += ranks[0]["sizes"][value]
-                elif call and call["in_backward"]:
-                    sent += call["bytes"]
-                    if sent > come:
-                        name = mistakes.described(call)
-                        return say("launched-early", rank=rank, sent=sent, come=come, call=name)
+    for rank, row in enumerate(rows):
+        sent: dict[str, int] = defaultdict(int)  # by micro-batch
+        for call in row["calls"]:
+            sent[call["mark"]] += call["bytes"]
+            if call["in_backward"] and sent[call["mark"]] > call["come"]:
+                return say(
+                    "launched-early", rank=rank, sent=sent[call["mark"]], come=call["come"],
+                    call=mistakes.described(call),
+                )  # fmt: skip
     return None
 
 
-def _mixed_up(rows: Rows, _step: int) -> Finding | None:
+@each_step
+def mixed_up(rows: Rows, _step: int) -> Finding | None:
     """One layer's gradient added to another's; or the right numbers in the wrong places."""
     n, own, mean = len(rows), rows[0]["own"], rows[0]["mean"]
     known = [name for name, value in mean.items() if value is not None]
     wrong = [(r, name) for name in known for r in range(n)
-             if not same(rows[r]["got"][name], mean[name])]  # fmt: skip
+             if not close(rows[r]["got"][name], mean[name])]  # fmt: skip
     for r, name in wrong:
         mine = _numbers(own[r], name, mean)
         for s, other in itertools.product(range(n), mean):
             theirs = _numbers(own[s], other, mean)
             if s == r or other == name or len(theirs) != len(mine) or not any(theirs):
                 continue
-            if same(rows[r]["got"][name], [(a + b) / n for a, b in zip(mine, theirs, strict=True)]):
+            if close(rows[r]["got"][name], (mine + theirs) / n):
                 return say("order-differs", rank=r, name=name, other=s, theirs=other)
     means = sorted(flat([mean[name] for name in known]))
     if wrong and all(
-        same(sorted(flat([row["got"][name] or [] for name in known])), means) for row in rows
+        close(sorted(flat([row["got"][name] or [] for name in known])), means) for row in rows
     ):
         return say("wrong-place", names=listed(dict.fromkeys(name for _, name in wrong)))
     return None
 
 
-def _numbers(own: Row, name: str, mean: Row) -> list[float]:
+def _numbers(own: Row, name: str, mean: Row) -> Array:
     """A rank's own gradient; zeros where it has none."""
-    return flat(own[name]) if own[name] is not None else [0.0] * len(flat(mean[name] or []))
+    return flat(own[name]) if own[name] is not None else 0 * flat(mean[name] or [])
 
 
-def _forgotten(rows: Rows, _step: int) -> Finding | None:
+@each_step
+def forgotten(rows: Rows, _step: int) -> Finding | None:
     own = rows[0]["own"]
     names = [name for name, value in own[0].items() if value is not None]
-    kept = [n for n in names if all(same(row["got"][n], own[r][n]) for r, row in enumerate(rows))]
+    kept = [n for n in names if all(close(row["got"][n], own[r][n]) for r, row in enumerate(rows))]
     sent = sum(c["bytes"] for c in rows[0]["calls"])
     if not kept or not sent:
         return None
@@ -109,7 +91,7 @@ def _forgotten(rows: Rows, _step: int) -> Finding | None:
     return say("bucket-forgotten", names=listed(kept))
 
 
-def _messages(ranks: Rows) -> Finding | None:
+def messages(ranks: Rows) -> Finding | None:
     """Neither too large nor too many: two buckets in a row hold more than one may."""
     sizes, limit = ranks[0]["sizes"], ranks[0]["bucket_bytes"]
     psi = sum(sizes.values())
@@ -124,9 +106,22 @@ def _messages(ranks: Rows) -> Finding | None:
     return None
 
 
-def _order(ranks: Rows) -> Finding | None:
+def forward_order(ranks: Rows) -> Finding | None:
     total = len(ranks[0]["sizes"])
     for row in ranks[0]["steps"]:
         if len(row["calls"]) > 1 and row["calls"][0]["ready"] == total:
             return say("forward-order", messages=len(row["calls"]), total=total)
     return None
+
+
+judge = judging(
+    *overlapped.BEFORE_GRADIENTS,
+    where_all_are_used(early),
+    mixed_up,
+    forgotten,
+    overlapped.gradients,
+    messages,
+    where_all_are_used(overlapped.overlap),
+    where_all_are_used(forward_order),
+    only_first=True,
+)

@@ -5,14 +5,13 @@ A small replicated run with dropout, a buffer and AdamW: stopped, resumed, and n
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import os
 import resource
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -20,13 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardlab.learn.exercise import Case, Evidence, Finding, say
-from shardlab.learn.mistakes import Row, Rows
-from shardlab.learn.spy import Spy
+from shardlab.learn.exercise import Case, Evidence, Finding, Row, Rows, Stage, say
 
 SAMPLES, INPUTS, WIDTH, BATCH = 20, 8, 160, 2
 SAVES, LAST = (2, 6), 9  # steps after which is saved (the second in epoch 1), and the last one
-RENAME_S = 0.25  # how long a rename takes here: whoever does not wait for it is found out
+RENAME_S = 0.25  # how long a rename takes here, so that a rank that does not wait for it shows
 FULL_DISK = 48 << 10  # bytes that still fit into a file
 TWICE = 1.6  # of the state's bytes, over all ranks: somebody has written what another has
 
@@ -35,9 +32,8 @@ SAVED_BY = 2  # ranks
 CASES = (Case(RESUME, SAVED_BY), Case(FEWER, 1), Case(MORE, 3), Case(FULL, 1))
 
 
-def run(case: Case, _rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
-    scenario = {RESUME: resume, FULL: full_disk}.get(case.name, other_world)
-    return scenario(submission, spy)
+def run(at: Stage) -> dict[str, Any]:
+    return {RESUME: resume, FULL: full_disk}.get(at.case.name, other_world)(at)
 
 
 class Toy(nn.Module):
@@ -67,12 +63,11 @@ class Loader:
         self.position = 0  # samples of this epoch that all ranks together have taken
 
     def next(self) -> Tensor:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        taken = BATCH * world
+        taken = BATCH * dist.get_world_size()
         if self.position + taken > SAMPLES:
             self.epoch, self.position = self.epoch + 1, 0
         order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch))
-        first = self.position + BATCH * rank
+        first = self.position + BATCH * dist.get_rank()
         self.position += taken
         return self.samples[order[first : first + BATCH]]  # (BATCH, INPUTS)
 
@@ -86,8 +81,8 @@ class Loader:
 class Run:
     """What a training script holds. ``fresh``: as a new process has it before loading."""
 
-    def __init__(self, spy: Spy, *, fresh: bool = False) -> None:
-        self.spy = spy
+    def __init__(self, at: Stage, *, fresh: bool = False) -> None:
+        self.at = at
         self.model = Toy(seed=77 if fresh else 1)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.loader = Loader()
@@ -97,21 +92,22 @@ class Run:
         self.optimizer.zero_grad()
         loss = self.model(self.loader.next()).square().mean()
         loss.backward()
-        with self.spy.paused():
+        with self.at.spy.paused():
             for p in self.model.parameters():
                 assert p.grad is not None
                 dist.all_reduce(p.grad)
                 p.grad /= dist.get_world_size()
         self.optimizer.step()
 
-    def save(self, submission: ModuleType, folder: Path, step: int) -> None:
-        submission.save(folder, step, self.model, self.optimizer, self.loader)
+    def save(self, folder: Path, step: int) -> None:
+        self.at.submission.save(folder, step, self.model, self.optimizer, self.loader)
 
-    def load(self, submission: ModuleType, folder: Path) -> Any:
-        return submission.load(folder, self.model, self.optimizer, self.loader)
+    def load(self, folder: Path) -> Any:
+        returned = self.at.submission.load(folder, self.model, self.optimizer, self.loader)
+        return returned if isinstance(returned, int) else repr(returned)
 
     def state(self) -> dict[str, Any]:
-        """All that the next step depends on, copied; tensors as numbers that tell them apart."""
+        """All that the next step depends on; tensors as fingerprints."""
         held = self.optimizer.state_dict()["state"]
         return {
             "parameters": [_print(p) for p in self.model.parameters()],
@@ -124,107 +120,93 @@ class Run:
             "rng": _print(torch.get_rng_state()),
         }
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the parameters and of Adam's two moments."""
-        return 3 * sum(p.numel() * p.element_size() for p in self.model.parameters())
 
-
-def _print(tensor: Tensor) -> list[int]:
-    """A fingerprint: equal for equal bits, and hardly otherwise."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
-    places = torch.arange(1, len(data) + 1)
-    return [len(data), int(data.sum()), int((data * places % 1000003).sum())]
+def _print(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
 
 
 # ------------------------------------------------------------------ on a rank
 
 
-def resume(submission: ModuleType, spy: Spy) -> dict[str, Any]:
+def resume(at: Stage) -> dict[str, Any]:
     """Without a stop; with saves; from the last save."""
-    whole = Run(spy)
+    whole = Run(at)
     states = {}
     for step in range(1, LAST + 1):
         whole.step()
         states[step] = whole.state()
-    folder = _shared("run", spy)
-    saving = Run(spy)
+    folder = _shared("run", at)
+    saving = Run(at)
     saves = []
     for step in range(1, LAST + 1):
         saving.step()
         if step in SAVES:
-            before = saving.state()
-            saves.append(_timed_save(saving, submission, folder, step, spy))
-            after = saving.state()
-            saves[-1]["disturbs"] = [name for name in after if after[name] != before[name]]
-    resumed = Run(spy, fresh=True)
-    returned = resumed.load(submission, folder)
+            saves.append(_watched_save(saving, folder, step))
+    resumed = Run(at, fresh=True)
+    returned = resumed.load(folder)
     loaded = resumed.state()
     for _ in range(SAVES[-1], LAST):
         resumed.step()
-    rngs = _everyones(states[SAVES[-1]]["rng"], spy)
     return {
         "saves": saves,
-        "bytes": whole.bytes,
-        "returned": returned if isinstance(returned, int) else repr(returned),
-        "wanted_step": SAVES[-1],
+        # Of the parameters and of Adam's two moments.
+        "bytes": 3 * sum(p.numel() * p.element_size() for p in whole.model.parameters()),
+        "returned": returned,
         "loaded": loaded,
         "wanted": states[SAVES[-1]],
-        "rng_of": [r for r, state in enumerate(rngs) if state == loaded["rng"]],
-        "final": resumed.state(),
-        "wanted_final": states[LAST],
+        "is_exact": resumed.state() == states[LAST],
     }
 
 
-def other_world(submission: ModuleType, spy: Spy) -> dict[str, Any]:
+def other_world(at: Stage) -> dict[str, Any]:
     """The files that the first case has written, loaded by another number of ranks."""
-    run = Run(spy, fresh=True)
+    run = Run(at, fresh=True)
     try:
-        returned = run.load(submission, Path("run").absolute())
+        run.load(Path("run").absolute())
     except Exception as error:
         return {"error": _in_a_line(error)}
     loaded = run.state()
     run.step()
-    return {"error": None, "returned": returned, "loaded": loaded}
+    return {"error": None, "loaded": loaded}
 
 
-def full_disk(submission: ModuleType, spy: Spy) -> dict[str, Any]:
+def full_disk(at: Stage) -> dict[str, Any]:
     """A good save, then one for which the disk has no room, then load."""
-    folder = _shared("full", spy)
-    run = Run(spy)
+    folder = _shared("full", at)
+    run = Run(at)
     run.step()
-    run.save(submission, folder, 1)
+    run.save(folder, 1)
     first = run.state()
     run.step()
     second = run.state()
-    raised = None
-    with _file_limit(FULL_DISK):
-        try:
-            run.save(submission, folder, 2)
-        except Exception as error:
-            raised = type(error).__name__
-    fresh = Run(spy, fresh=True)
+    found: dict[str, Any] = {"raised": False, "error": None}
+    # Writing beyond the limit fails, as on a full disk. (Python ignores the signal that comes.)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_DISK, limits[1]))
     try:
-        returned = fresh.load(submission, folder)
+        run.save(folder, 2)
+    except Exception:
+        found["raised"] = True
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    fresh = Run(at, fresh=True)
+    try:
+        found["returned"] = fresh.load(folder)
     except Exception as error:
-        return {"raised": raised, "load_error": _in_a_line(error)}
-    loaded = fresh.state()
-    return {
-        "raised": raised,
-        "load_error": None,
-        "returned": returned,
-        "is_first": loaded["parameters"] == first["parameters"],
-        "is_second": loaded["parameters"] == second["parameters"],
+        return found | {"error": _in_a_line(error)}
+    loaded = fresh.state()["parameters"]
+    return found | {
+        "is_first": loaded == first["parameters"],
+        "is_second": loaded == second["parameters"],
     }
 
 
-def _timed_save(
-    run: Run, submission: ModuleType, folder: Path, step: int, spy: Spy
-) -> dict[str, Any]:
-    """A save in which renames are slow; who wrote how much, and who returned before it was done."""
-    written, calls = _written(), len(spy.calls)
-    with _slow_renames():
-        run.save(submission, folder, step)
+def _watched_save(run: Run, folder: Path, step: int) -> dict[str, Any]:
+    """A save in which renames are slow: what it wrote and changed, and was it done on return?"""
+    spy = run.at.spy
+    before, written, calls = run.state(), _written(), len(spy.calls)
+    with mock.patch.multiple(os, replace=_slow(os.replace), rename=_slow(os.rename)):
+        run.save(folder, step)
     returned_ns = time.time_ns()
     # Gloo writes to its sockets, which are counted, too: what the calls may have sent is not ours.
     sent = sum(call["bytes"] for call in spy.calls[calls:])
@@ -232,31 +214,30 @@ def _timed_save(
     with spy.paused():
         dist.barrier()
     done_ns = max((p.stat().st_ctime_ns for p in folder.rglob("*") if p.is_file()), default=0)
-    return {"step": step, "written": written, "early_ms": (done_ns - returned_ns) / 1e6}
+    after = run.state()
+    return {
+        "step": step,
+        "written": written,
+        "early_ms": (done_ns - returned_ns) / 1e6,
+        "disturbs": [name for name in after if after[name] != before[name]],
+    }
 
 
 def _in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 
 
-def _everyones(value: Any, spy: Spy) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    with spy.paused():
-        dist.all_gather_object(values, value)
-    return values
-
-
-def _shared(name: str, spy: Spy) -> Path:
+def _shared(name: str, at: Stage) -> Path:
     """A folder in the place where all ranks of this check work."""
     folder = Path(name).absolute()
     folder.mkdir(exist_ok=True)
-    with spy.paused():
+    with at.spy.paused():
         dist.barrier()
     return folder
 
 
 def _written() -> int:
-    """Bytes that this process has given to write(), where the system says so; else -1."""
+    """Bytes that this process has given to write(); -1 where the system does not count them."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
@@ -264,28 +245,12 @@ def _written() -> int:
     return int(next(line for line in lines if line.startswith("wchar")).split()[1])
 
 
-@contextlib.contextmanager
-def _slow_renames() -> Iterator[None]:
-    def slow(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(RENAME_S)
-            return original(*args, **kwargs)
+def _slow(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(RENAME_S)
+        return original(*args, **kwargs)
 
-        return wrapper
-
-    with mock.patch.multiple(os, replace=slow(os.replace), rename=slow(os.rename)):
-        yield
-
-
-@contextlib.contextmanager
-def _file_limit(size: int) -> Iterator[None]:
-    """Writing beyond ``size`` fails, as on a full disk. (Python ignores the signal that comes.)"""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return wrapper
 
 
 # ------------------------------------------------------------------ what is wrong
@@ -295,7 +260,7 @@ def judge(evidence: Evidence) -> list[Finding]:
     findings: list[Finding] = []
     if ranks := evidence.get(RESUME):
         found = list(_put_back(ranks))
-        if not found and any(row["final"] != row["wanted_final"] for row in ranks):
+        if not found and not all(row["is_exact"] for row in ranks):
             found = [say("not-exact")]
         findings += [replace(f, case=RESUME) for f in (*found, *_saving(ranks))]
     for name in (FEWER, MORE):
@@ -310,15 +275,15 @@ def judge(evidence: Evidence) -> list[Finding]:
 
 def _put_back(ranks: Rows) -> Iterator[Finding]:
     """Everything that the next step depends on, against the run that was not stopped."""
+    for rank, row in enumerate(ranks):
+        if row["returned"] != SAVES[-1]:
+            yield say("wrong-step", step=SAVES[-1], returned=row["returned"], rank=rank)
+            break
     wrong = {
         what: [r for r, row in enumerate(ranks) if row["loaded"][what] != row["wanted"][what]]
         for what in ranks[0]["wanted"]
     }
     numbers = {what: " and ".join(map(str, bad)) for what, bad in wrong.items()}
-    late = [r for r, row in enumerate(ranks) if row["returned"] != row["wanted_step"]]
-    if late:
-        row = ranks[late[0]]
-        yield say("wrong-step", step=row["wanted_step"], returned=row["returned"], rank=late[0])
     if wrong["parameters"]:
         yield say("forgot-model", ranks=numbers["parameters"])
     elif wrong["buffers"]:
@@ -331,7 +296,9 @@ def _put_back(ranks: Rows) -> Iterator[Finding]:
         at, wanted = (ranks[bad[0]][which]["loader"] for which in ("loaded", "wanted"))
         yield say("forgot-data", ranks=numbers["loader"], at=at, wanted=wanted)
     if bad := wrong["rng"]:
-        if owners := ranks[bad[0]]["rng_of"]:
+        loaded = ranks[bad[0]]["loaded"]["rng"]
+        owners = [r for r, row in enumerate(ranks) if row["wanted"]["rng"] == loaded]
+        if owners:
             yield say("rng-of-another-rank", rank=bad[0], owner=owners[0])
         else:
             yield say("forgot-rng", ranks=numbers["rng"])
@@ -366,11 +333,11 @@ def _other_world(ranks: Rows, wanted: Row) -> Iterator[Finding]:
 
 
 def _full(row: Row, forgot_model: bool) -> Iterator[Finding]:
-    if row["load_error"]:
-        yield say("not-atomic", error=row["load_error"])
+    if row["error"]:
+        yield say("not-atomic", error=row["error"])
     elif row["is_second"] or forgot_model:
-        return  # written in pieces that did fit; or what was loaded cannot be told
+        return  # written in pieces that did fit; or there is no way to tell what was loaded
     elif not row["is_first"]:
         yield say("not-atomic/neither", returned=row["returned"])
-    elif row["raised"] is None:
+    elif not row["raised"]:
         yield say("error-hidden")

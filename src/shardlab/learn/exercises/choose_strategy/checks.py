@@ -10,25 +10,24 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from shardlab import comm
 from shardlab.config import Config, from_dict
 from shardlab.errors import UsageError, unknown
-from shardlab.learn.exercise import Case, Evidence, Finding, Rejected, say
-from shardlab.learn.mistakes import Row, Rows
-from shardlab.learn.spy import Spy
+from shardlab.learn.exercise import Case, Evidence, Finding, Rejected, Row, Rows, Stage, say
 from shardlab.measure import memory
 from shardlab.naming import ALIASES, STRATEGIES
 from shardlab.proof import watch
-from shardlab.run import assemble, loop
+from shardlab.run import assemble
 from shardlab.workloads import gpt2
-from shardlab.workloads.base import Workload
 from shardlab.world import World, _mesh
 
 KEYS = ("strategy", "options", "accumulate", "activation_checkpointing")
@@ -53,7 +52,7 @@ NAMES = {
     "parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state",
     "activations": "activations", "buckets": "buckets and gathered blocks", "other": "other",
 }  # fmt: skip
-SHARDED_BY = {
+ADVICE = {
     "optimizer": "The optimizer's state is whole on every rank: zero1 shards it",
     "gradients": "The gradients are whole on every rank: zero2 shards them",
     "parameters": "The parameters are whole on every rank: zero3 shards them",
@@ -63,26 +62,27 @@ SHARDED_BY = {
 WHOLE = {"optimizer": 2.0, "gradients": 1.0, "parameters": 1.0}
 
 
-def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
-    config = config_of(choice_of(submission, case.name), case)
-    ours = config_of(case.options["ours"], case)
+def run(at: Stage) -> dict[str, Any]:
+    config = config_of(choice_of(at.submission, at.case.name), at.case)
+    ours = config_of(at.options["ours"], at.case)
     group = dist.group.WORLD
     assert group is not None
     cpu = torch.device("cpu")
-    world = World(rank, case.world, rank, cpu, "gloo", _mesh(group, cpu))
-    with spy.paused():  # the strategies' calls, not the learner's
+    world = World(at.rank, at.world, at.rank, cpu, "gloo", _mesh(group, cpu))
+    # The strategies' calls are not the learner's. Counted from here: a strategy may keep forward.
+    with at.spy.paused(), counted_blocks() as count:
         try:
-            found = {"label": config.strategy.label, **weighed(config, world)}
+            found = {"label": config.strategy.label, **weighed(config, world, count)}
         except UsageError as refusal:
             raise Rejected(Finding("refused", str(refusal))) from None
-        if found["peak"]["total"] > case.options["memory_mib"] * MIB:
+        if found["peak"]["total"] > at.options["memory_mib"] * MIB:
             return found
         choice = Built(config, world)
-        found["choice"] = choice.watched()
+        found["choice"] = choice.watched(count)
         if config == ours:
             return {**found, "ours": found["choice"], "times": None}
         reference = Built(ours, world)
-        found["ours"] = reference.watched()
+        found["ours"] = reference.watched(count)
         return {**found, "times": in_turn(choice, reference)}
 
 
@@ -120,46 +120,46 @@ def config_of(choice: Mapping[str, Any], case: Case) -> Config:
     return config
 
 
-def weighed(config: Config, world: World) -> dict[str, Any]:
+def weighed(config: Config, world: World, count: list[int]) -> dict[str, Any]:
     """What a rank holds at the peak, by what it is for; Ψ; how often a block computes in a step."""
     workload = assemble.build_workload(config)
     causes = memory.Causes()
-    with count_blocks() as blocks:
-        _, allocations = memory.trace(
-            world.device,
-            lambda: memory.run_steps(workload, config, world, causes, loop.Batches),
-        )
+    before = count[0]
+    _, allocations = memory.trace(
+        world.device, lambda: memory.run_steps(workload, config, world, causes, loop.Batches)
+    )
     peak = memory.by_cause(world.gather(causes.of(memory.at_peak(allocations))))
     psi = sum(p.numel() * p.element_size() for p in workload.make_model().parameters())
-    passes = _passes(blocks[0], config.training.steps, workload, config)
+    passes = (count[0] - before) / config.training.steps / _blocks(config)
     return {"peak": peak, "psi": psi, "passes": passes}
 
 
-def _passes(forwards: int, steps: int, workload: Workload, config: Config) -> float:
-    """How often a block computes its forward for a micro-batch."""
-    return forwards / (steps * len(workload.blocks or ()) * config.training.accumulate)
+def _blocks(config: Config) -> int:
+    """How often the blocks of the model run forward in a step that does not recompute them."""
+    blocks: int = config.model.options["layers"]
+    return blocks * config.training.accumulate
 
 
 class Built:
     """A strategy that takes its steps when asked to: watched, or timed."""
 
     def __init__(self, config: Config, world: World) -> None:
-        self.world = world
+        self.config, self.world = config, world
         workload = assemble.build_workload(config)
-        with count_blocks() as blocks:  # from the beginning: a strategy may keep the function
-            self.strategy = assemble.build_strategy(config, workload, world)
-            self.microbatches = next(loop.Batches(workload, config, world))
-            for _ in range(WARM_UP):
-                self.step()
-        self.passes = _passes(blocks[0], WARM_UP, workload, config)
+        self.strategy = assemble.build_strategy(config, workload, world)
+        self.microbatches = next(loop.Batches(workload, config, world))
+        for _ in range(WARM_UP):
+            self.step()
 
     def step(self) -> None:
         self.strategy.gradients(self.microbatches)
         self.strategy.step()
         self.strategy.settle()
 
-    def watched(self) -> dict[str, float]:
-        """What a step sends, and which part of the gradients before backward has ended."""
+    def watched(self, count: list[int]) -> dict[str, float]:
+        """What a step sends, which part of the gradients before backward has ended, and how often
+        a block computes its forward for a micro-batch."""
+        before = count[0]
 
         def settle() -> None:
             # A collective that ends after the profiler has crashes the process (torch 2.13).
@@ -180,12 +180,12 @@ class Built:
             "sent": sent,
             "messages": len(found.messages),
             "early": early / gradients if gradients else 0.0,
-            "passes": self.passes,
+            "passes": (count[0] - before) / _blocks(self.config),
         }
 
 
 @contextmanager
-def count_blocks() -> Iterator[list[int]]:
+def counted_blocks() -> Iterator[list[int]]:
     """How often a block of the model computes its forward: again in backward, if checkpointed."""
     count = [0]
     forward = gpt2.Block.forward
@@ -198,23 +198,17 @@ def count_blocks() -> Iterator[list[int]]:
         yield count
 
 
-def in_turn(choice: Built, ours: Built) -> dict[str, dict[str, list[float]]]:
+def in_turn(choice: Built, ours: Built) -> dict[str, list[tuple[float, float]]]:
     """Seconds of each one's steps, by the clock on the wall and in the processor, one of each after
-    the other. The first is warm-up. A busy machine lengthens the first, hardly the second."""
-    clocks = {"wall": time.perf_counter, "processor": time.process_time}
-    times: dict[str, dict[str, list[float]]] = {
-        "choice": {clock: [] for clock in clocks},
-        "ours": {clock: [] for clock in clocks},
-    }
-    for i in range(1 + TIMED):
+    the other. A busy machine lengthens the first, hardly the second."""
+    times: dict[str, list[tuple[float, float]]] = {"choice": [], "ours": []}
+    for _ in range(1 + TIMED):
         for name, built in (("choice", choice), ("ours", ours)):
             dist.barrier()
-            begin = {clock: now() for clock, now in clocks.items()}
+            wall, processor = time.perf_counter(), time.process_time()
             built.step()
-            for clock, now in clocks.items():
-                if i:
-                    times[name][clock].append(now() - begin[clock])
-    return times
+            times[name].append((time.perf_counter() - wall, time.process_time() - processor))
+    return {name: seconds[1:] for name, seconds in times.items()}  # the first is warm-up
 
 
 # ------------------------------------------------------------------ what is wrong
@@ -222,45 +216,42 @@ def in_turn(choice: Built, ours: Built) -> dict[str, dict[str, list[float]]]:
 
 def judge(evidence: Evidence) -> list[Finding]:
     return [
-        Finding(found.cause, found.message, case.name)
+        replace(found, case=case.name)
         for case in CASES
         if case.name in evidence
         for found in _looks(evidence[case.name], case)
     ]
 
 
-def _looks(ranks: Rows, case: Case) -> Iterator[Finding]:
+def _looks(ranks: Rows, case: Case) -> list[Finding]:
     row, budget = ranks[0], case.options["memory_mib"]
     total = row["peak"]["total"] / MIB
     if total > budget:
-        yield _over_memory(row, total, budget)
-        return
+        return [_over_memory(row, total, budget)]
     # It fits. Then it must not cost more time than what fits at the least cost.
     choice, ours = row["choice"], row["ours"]
     facts = {"fits": f"{row['label']} fits ({total:.1f} MiB of {budget})"}
-    wasteful = False
+    found = []
     if choice["sent"] > MORE_BYTES * ours["sent"]:
-        wasteful = True
         ratio = choice["sent"] / ours["sent"]
         sent, least = choice["sent"] / MIB, ours["sent"] / MIB
-        yield say("sends-more", sent=sent, ratio=ratio, least=least, **facts)
+        found.append(say("sends-more", sent=sent, ratio=ratio, least=least, **facts))
     if choice["passes"] > ours["passes"] + 0.01:
-        wasteful = True
-        yield say("computes-twice", passes=choice["passes"], **facts)
+        found.append(say("computes-twice", passes=choice["passes"], **facts))
     if choice["early"] < OVERLAPPED <= ours["early"]:
-        wasteful = True
-        yield say("not-overlapped", percent=100 * choice["early"], **facts)
-    if not wasteful and (slower := _slower(ranks)) > SLOWER:
+        found.append(say("not-overlapped", percent=100 * choice["early"], **facts))
+    if not found and (slower := _slower(ranks)) > SLOWER:
         strategy = case.options["ours"]["strategy"]
         messages = choice["messages"], ours["messages"]
-        yield say("slower", slower=slower, strategy=strategy, messages=messages, **facts)
+        found.append(say("slower", slower=slower, strategy=strategy, messages=messages, **facts))
+    return found
 
 
 def _over_memory(row: Row, total: float, budget: float) -> Finding:
     """Name the excess, and how to shrink the largest part that can still be made smaller."""
     shown = ((b, name) for name, b in row["peak"].items() if name in NAMES and b > 0.05 * MIB)
     parts = sorted(shown, reverse=True)
-    advice = next((f". {SHARDED_BY[name]}" for _, name in parts if _is_whole(name, row)), "")
+    advice = next((f". {ADVICE[name]}" for _, name in parts if _is_whole(name, row)), "")
     return say(
         "over-memory", label=row["label"], total=total, more=total - budget, budget=budget,
         parts=", ".join(f"{NAMES[name]} {b / MIB:.1f}" for b, name in parts), advice=advice,
@@ -281,9 +272,8 @@ def _slower(ranks: Rows) -> float:
     """
     if ranks[0]["times"] is None:
         return 1.0  # it is ours
-
-    def fastest(who: str, clock: str) -> float:
-        steps = zip(*(r["times"][who][clock] for r in ranks), strict=True)
-        return float(min(max(step) for step in steps))
-
-    return min(fastest("choice", c) / fastest("ours", c) for c in ("wall", "processor"))
+    choice, ours = (  # (clocks,), from (ranks, steps, clocks)
+        np.array([rank["times"][who] for rank in ranks]).max(axis=0).min(axis=0)
+        for who in ("choice", "ours")
+    )
+    return float((choice / ours).min())

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 from shardlab.learn import mistakes, toys
-from shardlab.learn.exercise import Case, Finding, judging, say
-from shardlab.learn.mistakes import Rows
-from shardlab.learn.spy import Spy
+from shardlab.learn.exercise import Case, Finding, Rows, Stage, each_step, judging, say
 
 CASES = (
     Case("two ranks", 2, {"toy": "plain"}),
@@ -20,37 +17,25 @@ CASES = (
 STEPS = 2  # the second finds hooks that were meant for the first
 
 
-def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
-    model, one = toys.prepare(case.options["toy"], spy)
-    submission.install_hooks(model)
+def run(at: Stage) -> dict[str, Any]:
+    model, one = toys.prepare(at)
+    at.submission.install_hooks(model)
 
     def work(batches: list[toys.Batch]) -> None:
-        spy.mark("backward")
-        toys.loss(model(batches[0][0]), batches[0]).backward()
+        at.spy.mark("backward")
+        toys.loss(model, batches[0]).backward()
 
-    return toys.train(model, one, spy, rank, case.world, [1] * STEPS, work)
-
-
-def look(_case: str, ranks: Rows) -> Finding | None:
-    return (
-        mistakes.not_waited(mistakes.all_calls(ranks))
-        or mistakes.first(ranks, mistakes.weights_averaged)
-        or mistakes.first(ranks, _gradients)
-        or mistakes.not_by_hand(ranks)
-        or mistakes.first(ranks, _when)
-        or mistakes.sent_by_hand(ranks)
-    )
+    return toys.train(at, model, one, [1] * STEPS, work)
 
 
-judge = judging(look)
-
-
-def _gradients(rows: Rows, step: int) -> Finding | None:
-    found = mistakes.gradients(rows)
+@each_step
+def gradients(rows: Rows, step: int) -> Finding | None:
+    found = mistakes.wrong_gradient(rows)
     return say("first-step-only", what=found.message) if found and step > 0 else found
 
 
-def _when(rows: Rows, _step: int) -> Finding | None:
+@each_step
+def when(rows: Rows, _step: int) -> Finding | None:
     """Each call when its gradient is ready: not before backward, and not when all have come."""
     total = len(rows[0]["mean"])
     for rank, row in enumerate(rows):
@@ -63,3 +48,9 @@ def _when(rows: Rows, _step: int) -> Finding | None:
         if total > 2 and all(c["ready"] == total for c in calls):
             return say("too-late", calls=len(calls), total=total)
     return None
+
+
+judge = judging(
+    mistakes.not_waited, mistakes.weights_averaged, gradients, mistakes.not_by_hand, when,
+    mistakes.sent_by_hand,
+)  # fmt: skip

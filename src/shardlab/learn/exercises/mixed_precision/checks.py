@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from types import ModuleType
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import vector_to_parameters
 
-from shardlab.learn.exercise import Case, Finding, judging, say
-from shardlab.learn.mistakes import Row, Rows
-from shardlab.learn.spy import Spy
+from shardlab.learn.exercise import Case, Finding, Row, Rows, Stage, each_step, judging, say
 
 SAMPLES, INPUTS, HIDDEN, OUTPUTS = 4, 6, 8, 4
 MOMENTUM = 0.9
@@ -78,18 +76,13 @@ def loss_of(model: nn.Module, x: Tensor, weights: Tensor) -> Tensor:
     return loss
 
 
-def used(model: nn.Module) -> list[Tensor]:
-    return [p for name, p in model.named_parameters() if name.startswith(("inner", "out"))]
+def used(model: Toy) -> list[nn.Parameter]:
+    return [*model.inner.parameters(), *model.out.parameters()]
 
 
-def flat(tensors: Sequence[Tensor]) -> Tensor:
+def vector(tensors: Iterable[Tensor]) -> Tensor:
+    """All their values: (elements,)."""
     return torch.cat([t.detach().float().reshape(-1) for t in tensors])
-
-
-def others(model: nn.Module) -> list[float]:
-    """The values of the parameters that no gradient reaches."""
-    names = ("gain", "unused")
-    return flat([p for n, p in model.named_parameters() if n.startswith(names)]).tolist()
 
 
 # ------------------------------------------------------------------ one process
@@ -102,47 +95,47 @@ def clipped(g: Tensor, norm: float) -> Tensor:
 class OneProcess:
     """With every rank's samples: SGD with momentum on flat vectors."""
 
-    def __init__(self, case: Case, model: nn.Module) -> None:
-        self.options = case.options
+    def __init__(self, options: Mapping[str, Any], model: Toy) -> None:
+        self.options = options
         self.model = copy.deepcopy(model)
-        self.scale = float(case.options["scale"])
+        self.scale = float(options["scale"])
         self.good = 0
+        self.skipped = False  # the step before
         self.momentum = torch.zeros(())
         self.last: Tensor | None = None  # the gradient of the step before, if it updated
 
     def step(self, data: Sequence[tuple[Tensor, Tensor]], own: int) -> dict[str, Any]:
         """What is right after the step, and what each known mistake would lead rank ``own`` to."""
-        scale, clip = self.scale, self.options["clip_norm"]
+        scale = self.scale
         scaled = torch.stack([self._gradient(d, scale) for d in data])  # (ranks, elements)
-        overflows = [r for r, g in enumerate(scaled) if not bool(g.isfinite().all())]
         wrong = self._mistakes(scaled, data, own)
         row = {
-            "before": flat(used(self.model)).tolist(),
-            "overflows": overflows,
-            "mistakes": {name: self._after(g).tolist() for name, g in wrong.items()},
-            "moved_by_zeros": self._after(torch.zeros(())).tolist(),
+            "scale_before": scale,
+            "after_skip": self.skipped,
+            "before": vector(used(self.model)),
+            "overflows": [r for r, g in enumerate(scaled) if not g.isfinite().all()],
+            "mistakes": {name: self._after(g) for name, g in wrong.items()},
+            "moved_by_zeros": self._after(torch.zeros(())),
         }
-        if overflows:
+        self.skipped = bool(row["overflows"])
+        if self.skipped:
             self.scale, self.good, self.last = scale / 2, 0, None
         else:
-            g = clipped(scaled.mean(0) / scale, clip)
-            params = used(self.model)
-            parts = self._after(g).split([p.numel() for p in params])
-            for p, part in zip(params, parts, strict=True):
-                p.data.copy_(part.view_as(p))
+            g = clipped(scaled.mean(0) / scale, self.options["clip_norm"])
+            vector_to_parameters(self._after(g), used(self.model))
             self.momentum, self.last, self.good = MOMENTUM * self.momentum + g, g, self.good + 1
             if self.good == self.options["growth_interval"]:
                 self.scale, self.good = scale * 2, 0
-        return row | {"params": flat(used(self.model)).tolist(), "scale": self.scale}
+        return row | {"right": vector(used(self.model)), "right_scale": self.scale}
 
     def _gradient(self, data: tuple[Tensor, Tensor], scale: float) -> Tensor:
         """The gradient of one rank's loss times ``scale``, in fp16 where autocast uses it."""
-        return flat(torch.autograd.grad(loss_of(self.model, *data) * scale, used(self.model)))
+        return vector(torch.autograd.grad(loss_of(self.model, *data) * scale, used(self.model)))
 
     def _after(self, g: Tensor) -> Tensor:
         """The parameters if ``g`` is what the optimizer is given."""
         rate: float = self.options["lr"]
-        return flat(used(self.model)) - rate * (MOMENTUM * self.momentum + g)
+        return vector(used(self.model)) - rate * (MOMENTUM * self.momentum + g)
 
     def _mistakes(
         self, scaled: Tensor, data: Sequence[tuple[Tensor, Tensor]], own: int
@@ -169,31 +162,31 @@ class OneProcess:
 # ------------------------------------------------------------------ on a rank
 
 
-def run(case: Case, rank: int, submission: ModuleType, _spy: Spy) -> dict[str, Any]:
-    options = dict(case.options)
+def run(at: Stage) -> dict[str, Any]:
+    options = dict(at.options)
     lr, steps = options.pop("lr"), options.pop("steps")
     torch.manual_seed(7)  # the same on every rank: this exercise is not about the broadcast
     model = Toy()
-    one = OneProcess(case, model)
+    one = OneProcess(at.options, model)
     optimizer = torch.optim.SGD(used(model), lr=lr, momentum=MOMENTUM)
-    update = submission.ScaledUpdate(model, optimizer, **options)
-    rows, untouched = [], others(model)
+    update = at.submission.ScaledUpdate(model, optimizer, **options)
+    others = [model.gain, *model.unused.parameters()]  # no gradient reaches them
+    rows, untouched = [], vector(others)
     for i, sizes in enumerate(steps):
         data = [batch(size, one.scale, r, i) for r, size in enumerate(sizes)]
-        before, expected = one.scale, one.step(data, rank)
-        start = flat(used(model)).tolist()
-        returned = update.step(loss_of(model, *data[rank]))
-        row = {
-            "scale_before": before,
-            "expected": expected,
-            "start": start,
-            "returned": returned if isinstance(returned, bool) else repr(returned),
-            "scale": _number(update),
-            "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}),
-            "params": flat(used(model)).tolist(),
-            "others_moved": others(model) != untouched,
-        }
-        rows.append(row)
+        row, start = one.step(data, at.rank), vector(used(model))
+        returned = update.step(loss_of(model, *data[at.rank]))
+        rows.append(
+            row
+            | {
+                "start": start,
+                "returned": returned if isinstance(returned, bool) else repr(returned),
+                "scale": _number(update),
+                "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}),
+                "params": vector(used(model)),
+                "others_moved": not torch.equal(vector(others), untouched),
+            }
+        )
     return {"steps": rows}
 
 
@@ -207,24 +200,15 @@ def _number(update: Any) -> float | str:
 # ------------------------------------------------------------------ what went wrong
 
 
-def look(_case: str, ranks: Rows) -> Finding | None:
+@each_step
+def look(rows: Rows, step: int) -> Finding | None:
     """Up to the first wrong step: what comes after follows from it."""
-    after_skip = False
-    for i, rows in enumerate(zip(*(rank["steps"] for rank in ranks), strict=True), start=1):
-        over = rows[0]["expected"]["overflows"]
-        found = _others(rows) or (_skip(rows, over[0]) if over else _update(rows, after_skip))
-        if found is not None:
-            return Finding(found.cause, f"step {i}: {found.message}")
-        after_skip = bool(over)
-    return None
+    over = rows[0]["overflows"]
+    found = _others(rows) or (_skip(rows, over[0]) if over else _update(rows))
+    return found and Finding(found.cause, f"step {step + 1}: {found.message}")
 
 
-def judge(evidence: Any) -> list[Finding]:
-    """A mistake shows in many cases: it is said once, of the first of them."""
-    first: dict[str, Finding] = {}
-    for finding in judging(look)(evidence):
-        first.setdefault(finding.cause, finding)
-    return list(first.values())
+judge = judging(look)
 
 
 def _others(rows: Rows) -> Finding | None:
@@ -242,7 +226,7 @@ def _skip(rows: Rows, over: int) -> Finding | None:
     if broken := [r for r, row in enumerate(rows) if not _finite(row["params"])]:
         return say("not-skipped/broken", over=over, ranks=_ranks(broken))
     moved = [r for r, row in enumerate(rows) if row["params"] != row["start"]]
-    if moved and all(_near(rows[r], rows[r]["expected"]["moved_by_zeros"]) for r in moved):
+    if moved and all(_near(rows[r], rows[r]["moved_by_zeros"]) for r in moved):
         return say("moved-on-skip", over=over)
     if moved and len(moved) < len(rows):
         stayed = _ranks(r for r in range(len(rows)) if r not in moved)
@@ -261,17 +245,16 @@ def _skip(rows: Rows, over: int) -> Finding | None:
     return say(key, over=over, scale=scale, half=scale / 2, is_now=scales[0])
 
 
-def _update(rows: Rows, after_skip: bool) -> Finding | None:
+def _update(rows: Rows) -> Finding | None:
     if any(not _finite(row["params"]) for row in rows):
         return say("not-finite/scaled")
-    wrong = [row for row in rows if not _near(row, row["expected"]["params"])]
-    if wrong:
-        return _wrong_update(rows, wrong, after_skip)
+    if wrong := [row for row in rows if not _near(row, row["right"])]:
+        return _wrong_update(rows, wrong)
     for row in rows:
         if row["returned"] is not True:
             return say("wrong-return", returned=row["returned"])
     before, scales = rows[0]["scale_before"], [row["scale"] for row in rows]
-    right = rows[0]["expected"]["scale"]
+    right = rows[0]["right_scale"]
     if set(scales) == {right}:
         return None
     if right > before and scales[0] == before:
@@ -281,17 +264,17 @@ def _update(rows: Rows, after_skip: bool) -> Finding | None:
     return say("scale-wrong", right=right, scales=_by_rank(scales))
 
 
-def _wrong_update(rows: Rows, wrong: Rows, after_skip: bool) -> Finding:
+def _wrong_update(rows: Rows, wrong: Rows) -> Finding:
     row = wrong[0]
     if row["params"] == row["start"] and row["returned"] is False:
-        return say("gradients-kept/skipped" if after_skip else "skipped-needlessly")
-    for cause in row["expected"]["mistakes"]:
-        if all(_near(each, each["expected"]["mistakes"][cause]) for each in wrong):
+        key = "gradients-kept/skipped" if row["after_skip"] else "skipped-needlessly"
+        return say(key)
+    for cause in row["mistakes"]:
+        if all(_near(each, each["mistakes"][cause]) for each in wrong):
             return say(cause, n=len(rows), scale=row["scale_before"])
     if len({tuple(each["params"]) for each in rows}) > 1:
         return say("ranks-disagree")
-    right, before = row["expected"]["params"], row["expected"]["before"]
-    off = math.dist(row["params"], right) / math.dist(right, before)
+    off = math.dist(row["params"], row["right"]) / math.dist(row["right"], row["before"])
     return say("wrong-update/scaled", off=off)
 
 
@@ -301,12 +284,12 @@ def _finite(values: Sequence[float]) -> bool:
 
 def _near(row: Row, wanted: Sequence[float]) -> bool:
     """Within the tolerance of the step's length, and of what float32 can tell."""
-    length = math.dist(wanted, row["expected"]["before"])
+    length = math.dist(wanted, row["before"])
     rounding = 1e-7 * math.hypot(*wanted)
     return _finite(wanted) and math.dist(row["params"], wanted) <= TOLERANCE * length + rounding
 
 
-def _ranks(numbers: Any) -> str:
+def _ranks(numbers: Iterable[int]) -> str:
     return " and ".join(map(str, numbers))
 
 

@@ -5,17 +5,15 @@ Nothing is written down here: all comes from the trace, at every check.
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from shardlab.learn.exercise import Case, Evidence, Finding, say
-from shardlab.learn.spy import Spy
+from shardlab.learn.exercise import Case, Evidence, Finding, Rows, Stage, say
 from shardlab.trace.intervals import Intervals, union
 from shardlab.trace.model import Collective
 
@@ -35,24 +33,23 @@ QUESTIONS = {
 FAST, LATE = 0, 1  # seen in the table of stragglers, and checked in the tests
 
 
-def run(_case: Case, _rank: int, submission: ModuleType, _spy: Spy) -> dict[str, Any]:
-    values = {name: getattr(submission, name, None) for name in QUESTIONS}
+def run(at: Stage) -> dict[str, Any]:
+    values = {name: getattr(at.submission, name, None) for name in QUESTIONS}
     return {"answers": {n: v() if callable(v) else v for n, v in values.items()}}
 
 
 def judge(evidence: Evidence) -> list[Finding]:
-    case = CASES[0].name
-    if case not in evidence:
-        return []
-    given = evidence[case][0]["answers"]
+    return [replace(f, case=case) for case, ranks in evidence.items() for f in _wrong(ranks)]
+
+
+def _wrong(ranks: Rows) -> list[Finding]:
+    given = ranks[0]["answers"]
     if all(value is None for value in given.values()):
-        found = [say("not-done/trace")]
-    else:
-        found = [f for name in QUESTIONS if (f := _wrong(name, given[name]))]
-    return [Finding(f.cause, f.message, case) for f in found]
+        return [say("not-done/trace")]
+    return [f for name in QUESTIONS if (f := _wrong_answer(name, given[name]))]
 
 
-def _wrong(name: str, given: Any) -> Finding | None:
+def _wrong_answer(name: str, given: Any) -> Finding | None:
     if given is None:
         return say("not-done/question", name=name)
     if matches(name, given, right(name)):
@@ -83,13 +80,8 @@ def right(name: str) -> Any:
     return getattr(_solution(), name)
 
 
-@functools.cache
-def mistakes() -> list[tuple[str, str, Any]]:
+def mistakes() -> Iterator[tuple[str, str, Any]]:
     """What each known mistake would answer: question, cause, value."""
-    return list(_mistakes())
-
-
-def _mistakes() -> Iterator[tuple[str, str, Any]]:
     solution = _solution()
     traces, calls, mean = solution.traces, solution.collectives, solution.mean_ms
     steps = len({call.step for call in calls})

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardlab.learn import mistakes
-from shardlab.learn.exercise import Case, Finding, judging, say
-from shardlab.learn.mistakes import Row, Rows
-from shardlab.learn.spy import Spy
+from shardlab.learn.exercise import Case, Finding, Row, Rows, Stage, each_step, judging, say
 
 ODD = {"shapes": [[7], [2, 4]], "dtypes": ["float64", "int64"]}
 CASES = (
@@ -25,28 +23,28 @@ BASE = 1000  # rank r holds BASE**r everywhere: the sum's digits say how often e
 ALLOWED = ("send", "recv", "isend", "irecv")
 
 
-def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
-    """Evidence of each tensor is a step's."""
+def run(at: Stage) -> dict[str, Any]:
+    """The evidence of each tensor is a step's."""
     rows = []
-    for dtype in case.options["dtypes"]:
-        for shape in case.options["shapes"]:
-            first = len(spy.calls)
-            counted = torch.full(shape, BASE**rank, dtype=getattr(torch, dtype))
-            submission.ring_all_reduce(counted)
-            calls = spy.calls[first:]
-            everybody = [values(shape, dtype, r) for r in range(case.world)]
-            got = everybody[rank].clone()
-            submission.ring_all_reduce(got)
-            rows.append(
-                {
-                    "counted": counted.flatten(),
-                    "got": got.flatten(),
-                    "want": torch.stack(everybody).sum(0).flatten(),
-                    "calls": calls,
-                    "itemsize": counted.element_size(),
-                    "label": f"{'x'.join(map(str, shape))} {dtype}",
-                }
-            )
+    for dtype, shape in itertools.product(at.options["dtypes"], at.options["shapes"]):
+        first = len(at.spy.calls)
+        counted = torch.full(shape, BASE**at.rank, dtype=getattr(torch, dtype))
+        at.submission.ring_all_reduce(counted)
+        calls = at.spy.calls[first:]
+        everybody = [values(shape, dtype, r) for r in range(at.world)]
+        got = everybody[at.rank].clone()
+        at.submission.ring_all_reduce(got)
+        rows.append(
+            {
+                "counted": counted.flatten(),
+                "got": got.flatten(),
+                "want": torch.stack(everybody).sum(0).flatten(),
+                "calls": calls,
+                "sends": [call for call in calls if call["op"] in ("send", "isend")],
+                "itemsize": counted.element_size(),
+                "label": f"{'x'.join(map(str, shape))} {dtype}",
+            }
+        )
     return {"steps": rows}
 
 
@@ -56,24 +54,10 @@ def values(shape: list[int], dtype: str, rank: int) -> Tensor:
     return numbers.to(getattr(torch, dtype))
 
 
-def look(_case: str, ranks: Rows) -> Finding | None:
-    return mistakes.first(ranks, _look)
-
-
-judge = judging(look, only_first=True)
-
-
-def _look(rows: Rows, _step: int) -> Finding | None:
-    used = sorted({c["op"] for row in rows for c in row["calls"]} - set(ALLOWED))
-    if used:
-        return say("collective-used", names=mistakes.listed(used))
-    return (
-        mistakes.not_waited([row["calls"] for row in rows])
-        or _counts(rows)
-        or _neighbours(rows)
-        or _bytes(rows)
-        or _sums(rows)
-    )
+def collective_used(ranks: Rows) -> Finding | None:
+    ops = {c["op"] for calls in mistakes.all_calls(ranks) for c in calls}
+    used = sorted(ops - set(ALLOWED))
+    return say("collective-used", names=mistakes.listed(used)) if used else None
 
 
 def counts(value: float, world: int) -> list[int] | None:
@@ -83,7 +67,8 @@ def counts(value: float, world: int) -> list[int] | None:
     return [int(value) // BASE**r % BASE for r in range(world)]
 
 
-def _counts(rows: Rows) -> Finding | None:
+@each_step
+def counted(rows: Rows, _step: int) -> Finding | None:
     n = len(rows)
     for rank, row in enumerate(rows):
         found = [counts(x, n) for x in row["counted"]]
@@ -103,21 +88,17 @@ def _counts(rows: Rows) -> Finding | None:
 
 
 def _times(count: int) -> str:
-    return "once" if count == 1 else "not at all" if count == 0 else f"{count} times"
-
-
-def _sends(row: Row) -> list[Row]:
-    return [call for call in row["calls"] if call["op"] in ("send", "isend")]
+    return {0: "not at all", 1: "once"}.get(count, f"{count} times")
 
 
 def _miscounted(seen: str, rank: int, found: list[list[int] | None], row: Row, n: int) -> Finding:
     mine = [int(r == rank) for r in range(n)]
-    sends, chunks = len(_sends(row)), 2 * (n - 1)
+    sends, chunks = len(row["sends"]), 2 * (n - 1)
     mean = sum(BASE**r for r in range(n)) / n
-    if sends and all(count == mine for count in found):
-        return say("not-in-place/ring", seen=seen)
     if not sends:
         return say("not-communicated/ring", seen=seen)
+    if all(count == mine for count in found):
+        return say("not-in-place/ring", seen=seen)
     if all(abs(x - mean) < 1 for x in row["counted"]):
         return say("averaged/ring", seen=seen)
     if any(count is not None and max(count) > 1 for count in found):
@@ -131,7 +112,33 @@ def _miscounted(seen: str, rank: int, found: list[list[int] | None], row: Row, n
     return say("wrong-chunk", seen=seen)
 
 
-def _sums(rows: Rows) -> Finding | None:
+@each_step
+def neighbours(rows: Rows, _step: int) -> Finding | None:
+    n = len(rows)
+    to = [{call["peer"] for call in row["sends"]} for row in rows]
+    if any(all(peers <= {(r + way) % n} for r, peers in enumerate(to)) for way in (1, -1)):
+        return None
+    rank = max(range(n), key=lambda r: len(to[r]))
+    peers = mistakes.listed(f"rank {p}" for p in sorted(to[rank]))
+    return say("not-a-ring", rank=rank, peers=peers)
+
+
+@each_step
+def sent(rows: Rows, _step: int) -> Finding | None:
+    chunks = 2 * (len(rows) - 1)
+    limit = chunks * math.ceil(len(rows[0]["want"]) / len(rows)) * rows[0]["itemsize"]
+    for rank, row in enumerate(rows):
+        messages = [call["bytes"] for call in row["sends"]]
+        facts = {"label": row["label"], "rank": rank, "sent": sum(messages)}
+        if sum(messages) > limit and len(messages) > chunks:
+            return say("too-many-hops", messages=len(messages), chunks=chunks, **facts)
+        if sum(messages) > limit:
+            return say("too-many-bytes/ring", limit=limit, **facts)
+    return None
+
+
+@each_step
+def sums(rows: Rows, _step: int) -> Finding | None:
     label = rows[0]["label"]
     tolerance = 1e-5 if "float32" in label else 1e-12
     for rank, row in enumerate(rows):
@@ -143,28 +150,6 @@ def _sums(rows: Rows) -> Finding | None:
     return None
 
 
-def _neighbours(rows: Rows) -> Finding | None:
-    n = len(rows)
-    to = [{call["peer"] for call in _sends(row)} for row in rows]
-    if any(all(peers <= {(r + way) % n} for r, peers in enumerate(to)) for way in (1, -1)):
-        return None
-    rank = max(range(n), key=lambda r: len(to[r]))
-    peers = mistakes.listed(f"rank {p}" for p in sorted(to[rank]))
-    return say("not-a-ring", rank=rank, peers=peers)
-
-
-def _bytes(rows: Rows) -> Finding | None:
-    n, label = len(rows), rows[0]["label"]
-    chunks = 2 * (n - 1)
-    limit = chunks * math.ceil(len(rows[0]["want"]) / n) * rows[0]["itemsize"]
-    for rank, row in enumerate(rows):
-        messages = [call["bytes"] for call in _sends(row)]
-        if sum(messages) > limit and len(messages) > chunks:
-            return say(
-                "too-many-hops", label=label, rank=rank, messages=len(messages), chunks=chunks
-            )
-        if sum(messages) > limit:
-            return say(
-                "too-many-bytes/ring", label=label, rank=rank, sent=sum(messages), limit=limit
-            )
-    return None
+judge = judging(
+    collective_used, mistakes.not_waited, counted, neighbours, sent, sums, only_first=True
+)

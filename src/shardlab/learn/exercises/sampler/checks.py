@@ -7,22 +7,19 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from shardlab.learn.exercise import Case, Evidence, Finding, Rejected, judging, say
-from shardlab.learn.mistakes import Rows
-from shardlab.learn.spy import Spy
+from shardlab.learn.exercise import Case, Evidence, Finding, Rejected, Rows, Stage, judging, say
 
 Order = list[list[int]]  # by rank
 Orders = dict[tuple[int, int], Order]  # by seed and epoch
 Say = Callable[..., Finding]  # exercise.say, with the samples and ranks that it is about
 EPOCHS = (0, 1, 2)
 SEEDS = (0, 7)
-# shards: how many ranks the function is told of; the two real ones ask for all of them in turn.
+# shards: the number of ranks that the function is given; the two real ones ask for all in turn.
 CASES = (
     Case("in order", 2, {"length": 12, "shards": 2, "shuffle": False}),
     Case("in order, with padding", 2, {"length": 10, "shards": 4, "shuffle": False}),
@@ -32,31 +29,27 @@ CASES = (
 )
 
 
-def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:  # noqa: ARG001
-    length, shards, shuffle = (case.options[k] for k in ("length", "shards", "shuffle"))
-    torch.manual_seed(rank)  # as in real life: the ranks' random numbers are not in step
-    random.seed(rank)
-    np.random.seed(rank)
+def run(at: Stage) -> dict[str, Any]:
+    length, shards, shuffle = (at.options[k] for k in ("length", "shards", "shuffle"))
+    torch.manual_seed(at.rank)  # as in real life: the ranks' random numbers are not in step
+    random.seed(at.rank)
+    np.random.seed(at.rank)
 
-    def ask(shard: int, epoch: int, seed: int) -> list[int]:
-        got = submission.indices(length, shards, shard, epoch=epoch, seed=seed, shuffle=shuffle)
+    def ask(seed: int, epoch: int, shard: int) -> list[int]:
+        got = at.submission.indices(length, shards, shard, epoch=epoch, seed=seed, shuffle=shuffle)
         try:
             return [int(i) for i in got]
         except TypeError:
             raise Rejected(say("wrong-type/sampler", type=type(got).__name__)) from None
 
     before = _random_states()
-    mine = range(rank, shards, case.world)
-    orders = {
-        str(seed): {str(epoch): {str(s): ask(s, epoch, seed) for s in mine} for epoch in EPOCHS}
-        for seed in SEEDS
-    }
+    mine = range(at.rank, shards, at.world)
+    asked = [(*of, ask(*of)) for of in itertools.product(SEEDS, EPOCHS, mine)]
     after = _random_states()
     return {
-        "orders": orders,
-        "again": {str(s): ask(s, EPOCHS[0], SEEDS[0]) for s in mine},
+        "asked": asked,
+        "again": [(*of, ask(*of)) for of in itertools.product(SEEDS[:1], EPOCHS[:1], mine)],
         "disturbed": [name for name in before if before[name] != after[name]],
-        **case.options,
     }
 
 
@@ -74,20 +67,17 @@ def judge(evidence: Evidence) -> list[Finding]:
     return judging(functools.partial(look, is_right))(evidence)
 
 
-def look(in_order_is_right: bool, _case: str, ranks: Rows) -> Finding | None:
+def look(in_order_is_right: bool, ranks: Rows) -> Finding | None:
     length, shards, shuffle = (ranks[0][k] for k in ("length", "shards", "shuffle"))
-    orders = {
-        (seed, epoch): [
-            ranks[s % len(ranks)]["orders"][str(seed)][str(epoch)][str(s)] for s in range(shards)
-        ]
-        for seed in SEEDS
-        for epoch in EPOCHS
-    }
     say_here = functools.partial(say, samples=f"{length} samples on {shards} ranks")
-    first = orders[SEEDS[0], EPOCHS[0]]
-    if [ranks[s % len(ranks)]["again"][str(s)] for s in range(shards)] != first:
+    if any(again not in rank["asked"] for rank in ranks for again in rank["again"]):
         return say_here("not-reproducible")
-    found = _sizes(first, length, say_here)
+    answers = {tuple(of): indices for rank in ranks for *of, indices in rank["asked"]}
+    orders = {
+        (seed, epoch): [answers[seed, epoch, s] for s in range(shards)]
+        for seed, epoch in itertools.product(SEEDS, EPOCHS)
+    }
+    found = _sizes(orders[SEEDS[0], EPOCHS[0]], length, say_here)
     for order in orders.values():
         found = found or _partition(order, length, shuffle and in_order_is_right, say_here)
     found = found or (_shuffling if shuffle else _in_order)(orders, length, say_here)
@@ -100,19 +90,20 @@ def look(in_order_is_right: bool, _case: str, ranks: Rows) -> Finding | None:
 def _sizes(order: Order, length: int, say: Say) -> Finding | None:
     sizes = [len(part) for part in order]
     each = -(-length // len(order))  # rounded up
-    if strange := [i for part in order for i in part if not 0 <= i < length]:
+    read = list(itertools.chain(*order))
+    if strange := [i for i in read if not 0 <= i < length]:
         return say("out-of-range", index=strange[0], last=length - 1)
     if len(set(sizes)) > 1:
         few = sizes.index(min(sizes))
         return say("unequal", sizes=", ".join(map(str, sizes)), few=few, each=each)
     if sizes[0] < each:
-        lost = sorted(set(range(length)) - {i for part in order for i in part})
+        lost = sorted(set(range(length)) - set(read))
         return say("dropped", size=sizes[0], lost=_some(lost), each=each)
     return say("too-many", size=sizes[0], each=each) if sizes[0] > each else None
 
 
 def _partition(order: Order, length: int, blame_shuffling: bool, say: Say) -> Finding | None:
-    counts = Counter(i for part in order for i in part)
+    counts = Counter(itertools.chain(*order))
     most = -(-counts.total() // length)  # of any sample, when padding is spread
     repeated = [i for i, count in counts.items() if count > most]
     missing = [i for i in range(length) if not counts[i]]
@@ -129,8 +120,8 @@ def _partition(order: Order, length: int, blame_shuffling: bool, say: Say) -> Fi
 def _shuffling(orders: Orders, length: int, say: Say) -> Finding | None:
     first = orders[SEEDS[0], EPOCHS[0]]
     epochs = [orders[SEEDS[0], epoch] for epoch in EPOCHS]
-    plain = [i for parts in zip(*first, strict=True) for i in parts][:length]
-    blocks = [i for part in first for i in part][:length]
+    plain = list(itertools.chain(*zip(*first, strict=True)))[:length]
+    blocks = list(itertools.chain(*first))[:length]
     if list(range(length)) in (plain, blocks):
         return say("not-shuffled")
     if all(epoch == first for epoch in epochs):
@@ -152,5 +143,4 @@ def _in_order(orders: Orders, _length: int, say: Say) -> Finding | None:
 
 
 def _some(values: list[int], most: int = 4) -> str:
-    text = ", ".join(map(str, values[:most]))
-    return text + (" …" if len(values) > most else "")
+    return ", ".join(map(str, values[:most])) + " …" * (len(values) > most)

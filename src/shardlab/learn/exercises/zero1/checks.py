@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 from torch import nn
 
 from shardlab.learn import mistakes_sharded, toys
-from shardlab.learn.exercise import Case, Evidence, Finding
-from shardlab.learn.spy import Spy
+from shardlab.learn.exercise import Case, Evidence, Finding, Stage
 
 CASES = (
     Case("SGD", 2, {"kind": "sgd"}),
@@ -20,12 +18,12 @@ CASES = (
 STEPS = 3
 
 
-def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
+def run(at: Stage) -> dict[str, Any]:
     def make(model: nn.Module, factory: toys.Factory) -> Any:
         trained = (p for p in model.parameters() if p.requires_grad)
-        return submission.Zero1(trained, factory, case.options.get("max_norm"))
+        return at.submission.Zero1(trained, factory, at.options.get("max_norm"))
 
-    return toys.train_sharded(case, rank, spy, STEPS, toys.Odd, make, drops=False)
+    return toys.train_sharded(at, "odd", STEPS, make, drops=False)
 
 
 def judge(evidence: Evidence) -> list[Finding]:

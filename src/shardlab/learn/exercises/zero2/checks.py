@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 from shardlab.learn import mistakes_sharded, toys
-from shardlab.learn.exercise import Case, Evidence, Finding, say
-from shardlab.learn.mistakes import Rows
-from shardlab.learn.spy import Spy
+from shardlab.learn.exercise import Case, Evidence, Finding, Rows, Stage, say
 
 CASES = (
     Case("SGD", 2, {"kind": "sgd", "micros": 1}),
@@ -20,11 +17,11 @@ STEPS = 2
 DEPTH = 14  # layers of the model that is weighed
 
 
-def run(case: Case, rank: int, submission: ModuleType, spy: Spy) -> dict[str, Any]:
-    make = submission.Zero2
-    if case.name == "memory":
-        return toys.weigh(make, DEPTH, rank, spy)
-    return toys.train_sharded(case, rank, spy, STEPS, toys.Odd, make, drops=True)
+def run(at: Stage) -> dict[str, Any]:
+    make = at.submission.Zero2
+    if at.case.name == "memory":
+        return toys.weigh(at, DEPTH, make)
+    return toys.train_sharded(at, "odd", STEPS, make, drops=True)
 
 
 def judge(evidence: Evidence) -> list[Finding]:
