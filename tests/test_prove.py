@@ -615,7 +615,7 @@ def test_your_own_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--world", "two"], "--world two: not numbers of ranks, as in 2 or 2,4"),
+        (["--world", "two"], "--world two: not whole numbers, as in 2 or 1,2,4"),
         (["--strategies", "zero9"], "unknown strategy 'zero9'; "),
         (["--strategies", "zero1:buckets=1"], "unknown option of strategy zero1 'buckets'"),
         (["--set", "precision.compute=bf16"], "a proof is made in float64"),
