@@ -31,10 +31,10 @@ from shardlab.cli import compare as cli_compare
 from shardlab.errors import Late, UsageError
 from shardlab.measure import cells as measured_cells
 from shardlab.measure import compare as comparison
-from shardlab.measure import forward, gate
+from shardlab.measure import gate
 from shardlab.measure.cells import Cell, Plan
 from shardlab.measure.memory import peak_bytes
-from shardlab.proof import judge
+from shardlab.proof import chance, judge
 from shardlab.rankset import RankSet
 from shardlab.report import compare_charts, compare_terminal
 from shardlab.specs import parse_spec
@@ -499,7 +499,7 @@ def test_losses_of_a_random_forward_are_not_compared(proved: bool) -> None:
     for cell, loss in zip(found, (5.0, 6.0), strict=True):
         cell.times_ms, cell.skews_ms, cell.losses = [[1.0], [1.0]], [0.0], [loss]
         cell.proof = {"pass": True, "message": "", "checks": {}} if proved else None
-    env = ENV | {"loss_not_compared": forward.RANDOM}
+    env = ENV | {"loss_not_compared": chance.RANDOM}
     result = comparison.summarize(found, Plan(), "shardlab compare", env)
     assert [row["loss_difference"] for row in result["cells"]] == [0.0, None]
     assert result["answer"]["choice"] == "single"

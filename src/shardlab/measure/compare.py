@@ -64,7 +64,8 @@ def compare(
             if not cell.times_ms and cell.status == "ok":
                 _look(ranks, "shardlab.preflight:check", cell)
         env = _look(ranks, "shardlab.preflight:describe", cells[0], command)
-        env["loss_not_compared"] = _look(ranks, "look_at_forward", cells[0])
+        losses = "shardlab.proof.chance:why_losses_differ"
+        env["loss_not_compared"] = _look(ranks, losses, cells[0])
         if env["device"] == "cuda":
             env |= _calibrate(ranks, cells, command)
         store = None if folder is None else Store(folder())
@@ -154,25 +155,19 @@ def _schedule(cells: int, repeats: int) -> Iterator[list[int]]:
         yield order[::-1] if mirrored else order
 
 
-def _run_on_ranks(ranks: RankSet, function: str, cell: Cell, *args: Any) -> Any:
-    """Rank 0's result of one of this module's functions, or of another's by its import path."""
-    path = function if ":" in function else f"{__name__}:{function}"
-    return ranks.run(path, cell.config.to_dict(), *args)[0]
-
-
 def _look(ranks: RankSet, function: str, cell: Cell, *args: Any) -> Any:
-    """The same, before anything is measured: a failure here ends the comparison."""
+    """Rank 0's result of a function, before anything is measured: a failure ends the comparison."""
     try:
-        return _run_on_ranks(ranks, function, cell, *args)
+        return ranks.run(function, cell.config.to_dict(), *args)[0]
     except Late as late:
         what = "building and trying the model took too long (--time-limit)"
         raise Late(late.rank, f"{what}: {late.message}") from None
 
 
 def _try_on_ranks(ranks: RankSet, function: str, cell: Cell) -> Any:
-    """The same, but a failure is noted in the cell, which is then left alone."""
+    """Rank 0's result of a function of this module; a failure is noted in the cell."""
     try:
-        return _run_on_ranks(ranks, function, cell)
+        return ranks.run(f"{__name__}:{function}", cell.config.to_dict())[0]
     except (RankFailure, UsageError) as error:
         cell.status = "failed" if isinstance(error, RankFailure) else "skipped"
         cell.reason = _reason(error, "a visit" if function == "time_cell" else "weighing it")
@@ -363,15 +358,6 @@ def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------ in the ranks
-
-
-def look_at_forward(world: World, values: dict[str, Any]) -> str | None:
-    """Why the losses of two worlds cannot agree; None if they should."""
-    from shardlab import train
-    from shardlab.measure import forward
-
-    config = configs.from_dict(values)
-    return forward.why_losses_differ(config, train.build_workload(config), world.device)
 
 
 def weigh_cell(world: World, values: dict[str, Any]) -> dict[str, int] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -212,7 +212,7 @@ class Causes:
             yield
 
     def of(self, allocations: Sequence[Allocation]) -> dict[str, int]:
-        """Bytes by cause, of allocations that were there at one time."""
+        """Bytes by cause, and in total, of allocations that were there at one time."""
         by_address: dict[int, list[tuple[int, str]]] = {}
         for now, cause, addresses in self.looks:
             for address in addresses:
@@ -229,7 +229,7 @@ class Causes:
             made_in_forward = i >= 0 and a.begin < self.forwards[i][1]
             named = next((c for c in CAUSES if c in seen), None)
             result[named or ("activations" if made_in_forward else "other")] += a.size
-        return result
+        return {"total": sum(result.values()), **result}
 
 
 class _Collectives(TorchDispatchMode):
@@ -243,12 +243,6 @@ class _Collectives(TorchDispatchMode):
         if func.namespace == "c10d":
             self.causes.note_collective(t for t in tree_leaves(args) if isinstance(t, Tensor))
         return func(*args, **(kwargs or {}))
-
-
-def by_cause(peaks: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Bytes by cause on the fullest rank, with the total."""
-    totals = [{"total": sum(peak.values()), **peak} for peak in peaks]
-    return max(totals, key=lambda peak: peak["total"])
 
 
 # ------------------------------------------------------------------ a rank, built and run
@@ -284,6 +278,6 @@ def weights(
 ) -> dict[str, dict[str, int]]:
     """Bytes by cause at two peaks: while model and strategy are built, and in the steps after."""
     return {
-        "building": by_cause([causes.of(at_peak(allocations, until=built))]),
-        "step": by_cause([causes.of(at_peak(allocations, since=built))]),
+        "building": causes.of(at_peak(allocations, until=built)),
+        "step": causes.of(at_peak(allocations, since=built)),
     }

@@ -33,7 +33,7 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import distributed as ddp
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from shardlab import comm, train
 from shardlab.config import Config, LaunchConfig, TrainingConfig
@@ -200,8 +200,8 @@ def _nothing(*_: Any, **__: Any) -> None: ...
 def _moved(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """``cast_model``, which cannot replace a fake tensor in its place."""
     of_complex = torch.complex128 if dtype == torch.float64 else torch.complex64
-    new: dict[int, Any] = {}  # a tied parameter stays one
-    old = []  # and what has a number is kept until all are done, lest its number be used again
+    new: dict[int, Any] = {}  # by id: a tied parameter stays one
+    old = []  # keeps each old tensor, so that its id is not used again
 
     def move(tensor: Tensor) -> Tensor:
         if id(tensor) not in new:
@@ -436,7 +436,4 @@ def _faked(batch: Batch, fake: FakeTensorMode, device: torch.device, tracker: Tr
         tracker.note(result)
         return result
 
-    inputs, targets = (
-        tree_map_only(Tensor, convert, part) for part in (batch.inputs, batch.targets)
-    )
-    return replace(batch, inputs=inputs, targets=targets)
+    return batch.map(convert)

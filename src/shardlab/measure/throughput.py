@@ -115,14 +115,27 @@ def measure(
         def attempt(batch: int) -> bool:
             total = len(rows) + 1 if plan.sweep else len(plan.batches)  # a sweep's is unknown
             on_progress(f"batch {batch:,}", len(rows), total)
-            row, failure = _attempt(ranks, with_batch(config, batch), batch, plan, limit)
-            rows.append(row)
-            # BatchNorm takes no batch of one sample: one size that fails does not end a list.
-            is_last = plan.sweep or batch == plan.batches[-1]
-            none_fits = not any(r["status"] == "ok" for r in rows)
-            if is_last and none_fits and row["status"] == "failed" and failure is not None:
-                raise failure
-            return bool(row["status"] == "ok")
+            rows.append({"batch": batch, "status": "ok", "reason": None, "measured": None})
+            row = rows[-1]
+            if limit["bytes"] is not None:
+                ranks.renew()  # a CPU process never returns the memory it was once given
+            values = with_batch(config, batch).to_dict()
+            limits = limit["bytes"], limit["refused_beyond"]
+            try:
+                measured = ranks.run(f"{__name__}:time_batch", values, plan.warmup, *limits)[0]
+            except RankFailure as failure:
+                status = "oom" if is_out_of_memory(str(failure)) else "failed"
+                row |= {"status": status, "reason": str(failure)}
+                # BatchNorm takes no batch of one sample: one size that fails does not end a list.
+                is_last = plan.sweep or batch == plan.batches[-1]
+                if status == "failed" and is_last and all(r["status"] != "ok" for r in rows):
+                    raise
+                return False
+            if measured["oom"] is not None:
+                row |= {"status": "oom", "reason": measured["oom"]}
+                return False
+            row["measured"] = measured
+            return True
 
         stopped = None
         if plan.sweep:
@@ -168,7 +181,7 @@ def limit_of(given: int | None, device: str, ranks: int) -> dict[str, Any]:
         refused = room if share is None else min(room, share)
         return {"bytes": given, "source": "given", "refused_beyond": refused}
     if share is None:
-        raise UsageError("how much memory is free here cannot be told; give --memory-limit")
+        raise UsageError("how much memory is free here is not known; give --memory-limit")
     source = f"{1 - KEEP_FREE:.0%} of free memory, per rank"
     return {"bytes": share, "source": source, "refused_beyond": share}
 
@@ -188,26 +201,6 @@ def free_bytes() -> int | None:
     except (OSError, ValueError):  # there is none, or it says "max"
         pass
     return max(0, free)
-
-
-def _attempt(
-    ranks: RankSet, config: Config, batch: int, plan: Plan, limit: Mapping[str, Any]
-) -> tuple[dict[str, Any], RankFailure | None]:
-    """One size as a row, and what failed. Wrong input is wrong at every size, and raised."""
-    row = {"batch": batch, "status": "ok", "reason": None, "measured": None}
-    if limit["bytes"] is not None:
-        ranks.renew()  # a CPU process never returns the memory it was once given
-    try:
-        measured = ranks.run(
-            f"{__name__}:time_batch",
-            config.to_dict(), plan.warmup, limit["bytes"], limit["refused_beyond"],
-        )[0]  # fmt: skip
-    except RankFailure as failure:
-        status = "oom" if is_out_of_memory(str(failure)) else "failed"
-        return row | {"status": status, "reason": str(failure)}, failure
-    if measured["oom"] is not None:
-        return row | {"status": "oom", "reason": measured["oom"]}, None
-    return row | {"measured": measured}, None
 
 
 def is_out_of_memory(message: str) -> bool:

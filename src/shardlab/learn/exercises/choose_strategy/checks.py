@@ -23,7 +23,7 @@ from shardlab.errors import UsageError, unknown
 from shardlab.learn.exercise import Case, Evidence, Finding, Rejected, say
 from shardlab.learn.mistakes import Row, Rows
 from shardlab.learn.spy import Spy
-from shardlab.measure import memory
+from shardlab.measure import estimate, memory
 from shardlab.proof import watch
 from shardlab.strategies import ALIASES, STRATEGIES
 from shardlab.workloads import gpt2
@@ -128,7 +128,7 @@ def weighed(config: Config, world: World) -> dict[str, Any]:
             world.device,
             lambda: memory.run_steps(workload, config, world, causes, train.Batches),
         )
-    peak = memory.by_cause(world.gather(causes.of(memory.at_peak(allocations))))
+    peak = estimate.fullest(world.gather(causes.of(memory.at_peak(allocations))))
     psi = sum(p.numel() * p.element_size() for p in workload.make_model().parameters())
     passes = _passes(blocks[0], config.training.steps, workload, config)
     return {"peak": peak, "psi": psi, "passes": passes}
