@@ -46,7 +46,7 @@ def checks_of(
     changes = {key.replace("__", "."): value for key, value in settings.items()}
     config = configs.load(None, {"model.workload": workload, **changes})
     (case,) = cases_of(small(config), [strategy], [world])
-    found = ranks(world).run("judging:examine_users", case.config.to_dict(), deadline_s=100)
+    found = ranks(world).run("judging:examine_users", case.to_dict(), deadline_s=100)
     evidence = [e for e in found if e is not None]
     return {name: check(evidence) for name, check in CHECKS.items()}
 

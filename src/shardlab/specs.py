@@ -1,4 +1,4 @@
-"""How a strategy is written in a command: its name, with options after colons."""
+"""How strategies and lists are written in a command: options after colons, values after commas."""
 
 from __future__ import annotations
 
@@ -22,3 +22,19 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
             raise UsageError(f"'{part}' in '{spec}' is not option=value")
         options[key] = parse_value(value)
     return name, options
+
+
+def parse_list(text: str | None) -> list[str]:
+    """``1, 2,1`` as its different parts; empty without a text."""
+    return list(dict.fromkeys(part.strip() for part in text.split(","))) if text else []
+
+
+def whole_numbers(flag: str, text: str | None) -> tuple[int, ...]:
+    """``1,2,4`` as numbers of at least 1; empty without a text."""
+    values = tuple(parse_value(part) for part in parse_list(text))
+    for value in values:
+        if type(value) is not int:
+            raise UsageError(f"{flag} {text}: not whole numbers, as in 2 or 1,2,4")
+        if value < 1:
+            raise UsageError(f"{flag} must be at least 1, got {value}")
+    return values

@@ -31,11 +31,11 @@ from shardlab.cli import compare as cli_compare
 from shardlab.errors import Late, UsageError
 from shardlab.measure import cells as measured_cells
 from shardlab.measure import compare as comparison
-from shardlab.measure import forward, gate
+from shardlab.measure import gate
 from shardlab.measure.cells import Cell, Plan
 from shardlab.measure.memory import peak_bytes
 from shardlab.naming import STRATEGIES
-from shardlab.proof import judge
+from shardlab.proof import chance, judge
 from shardlab.report import compare_charts, compare_terminal
 from shardlab.run.rankset import RankSet
 from shardlab.specs import parse_spec
@@ -131,7 +131,7 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path: Path) -> N
     everything = [f"{name} · repeat {r} of 2" for r, order in
                   ((1, ("single", "simple_ddp")), (2, ("simple_ddp", "single")))
                   for name in order]  # fmt: skip
-    everything += [f"{name} · {what}" for what in ("memory", "traces")
+    everything += [f"{name} · {what}" for what in ("memory", "estimate", "traces")
                    for name in ("single", "simple_ddp")]  # fmt: skip
     done: list[str] = []
     measured: list[list[float]] = []
@@ -433,7 +433,8 @@ def process(_world: World) -> int:
 
 
 def test_each_repeat_on_a_cpu_has_new_ranks() -> None:
-    jobs = list(comparison._jobs(cells(configs.Config(), "single,simple_ddp"), Plan(), None, print))
+    found = cells(configs.Config(), "single,simple_ddp")
+    jobs = comparison._jobs(RankSet(configs.LaunchConfig(), 2), found, Plan(), None, print)
     assert [j.what for j in jobs if j.begins_repeat] == [f"repeat {n} of 4" for n in (2, 3, 4)]
     with RankSet(configs.LaunchConfig(), 2) as ranks:
         first = ranks.run(process)
@@ -498,7 +499,7 @@ def test_losses_of_a_random_forward_are_not_compared(proved: bool) -> None:
     for cell, loss in zip(found, (5.0, 6.0), strict=True):
         cell.times_ms, cell.skews_ms, cell.losses = [[1.0], [1.0]], [0.0], [loss]
         cell.proof = {"pass": True, "message": "", "checks": {}} if proved else None
-    env = ENV | {"loss_not_compared": forward.RANDOM}
+    env = ENV | {"loss_not_compared": chance.RANDOM}
     result = comparison.summarize(found, Plan(), "shardlab compare", env)
     assert [row["loss_difference"] for row in result["cells"]] == [0.0, None]
     assert result["answer"]["choice"] == "single"
@@ -540,7 +541,7 @@ def test_what_takes_too_long_is_a_row(function: str, said: str) -> None:
 
 def test_a_proof_that_takes_too_long_calls_nothing_wrong() -> None:
     (cell,) = cells(configs.Config(), "simple_ddp")
-    comparison._prove(NeverDone(":examine"), cell, [cell])  # type: ignore[arg-type]
+    comparison._prove(NeverDone(":examine"), [cell], cell)  # type: ignore[arg-type]
     assert cell.proof is not None
     assert cell.proof["pass"] is None
     assert cell.proof["message"].startswith("the proof took too long (--time-limit): rank 0: no")
@@ -600,9 +601,8 @@ def test_single_has_every_ranks_microbatches() -> None:
 
 @given(cells=st.integers(1, 20), repeats=st.integers(1, 50))
 def test_the_schedule_varies_what_follows_what(cells: int, repeats: int) -> None:
-    visits = list(comparison._schedule(cells, repeats))
-    orders = [[cell for r, cell in visits if r == repeat] for repeat in range(repeats)]
-    assert [r for r, _ in visits] == sorted(r for r, _ in visits)
+    orders = list(comparison._schedule(cells, repeats))
+    assert len(orders) == repeats
     assert all(sorted(order) == list(range(cells)) for order in orders)  # each once in a repeat
     follows = [set(itertools.pairwise(order)) for order in orders]
     if cells > 1:
@@ -622,8 +622,7 @@ def test_the_schedule_varies_what_follows_what(cells: int, repeats: int) -> None
 
 def test_four_repeats_have_four_predecessors() -> None:
     """With as many repeats as usual, and all strategies: nobody follows the same one twice."""
-    visits = list(comparison._schedule(len(STRATEGIES), Plan.repeats))
-    orders = [[cell for r, cell in visits if r == repeat] for repeat in range(Plan.repeats)]
+    orders = comparison._schedule(len(STRATEGIES), Plan.repeats)
     pairs = [pair for order in orders for pair in itertools.pairwise(order)]
     assert len(pairs) == len(set(pairs))
 

@@ -6,7 +6,8 @@ import pytest
 
 from conftest import GetRanks
 from shardlab import config as configs
-from shardlab.measure.memory import Allocation, Causes, at_peak, by_cause, lives
+from shardlab.measure.estimate import fullest
+from shardlab.measure.memory import Allocation, Causes, at_peak, lives
 
 WEIGH = "shardlab.measure.compare:weigh_cell"
 
@@ -54,11 +55,11 @@ def test_causes_follow_time_not_addresses_alone() -> None:
         Allocation(9, 1, 16, None),
     ]
     assert causes.of(allocations) == {
-        "parameters": 100, "optimizer": 0, "gradients": 50, "buckets": 30, "activations": 7,
-        "other": 1,
+        "total": 188, "parameters": 100, "optimizer": 0, "gradients": 50, "buckets": 30,
+        "activations": 7, "other": 1,
     }  # fmt: skip
-    fullest = by_cause([{"parameters": 1}, {"parameters": 1, "other": 2}])
-    assert fullest == {"total": 3, "parameters": 1, "other": 2}
+    one, two = {"total": 1, "parameters": 1}, {"total": 3, "parameters": 1, "other": 2}
+    assert fullest([one, two]) == two
 
 
 @pytest.mark.timeout(200)

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import people
+from conftest import GetRanks
 from shardlab import config as configs
 from shardlab.measure import compare as comparison
-from shardlab.measure import forward
 from shardlab.measure.cells import Plan, axes_of, cells_of
+from shardlab.proof import chance
 from shardlab.report import compare as report
 from shardlab.report import compare_terminal
 
@@ -52,8 +53,8 @@ def test_right_strategies_are_called_right(name: str, tmp_path: Path) -> None:
         assert cell["proof"]["pass"] is True, (cell["label"], cell["proof"]["message"])
         assert cell["estimated_bytes"]["total"], cell["estimated_bytes"]
     assert "wrong" not in " ".join(compare_terminal.verdict_lines(result))
-    expected = forward.RANDOM if name in people.RANDOM else None
-    expected = forward.STATE if name in STATEFUL else expected
+    expected = chance.RANDOM if name in people.RANDOM else None
+    expected = chance.STATE if name in STATEFUL else expected
     assert result["loss_not_compared"] == expected
     if expected:
         assert [c["loss_difference"] for c in result["cells"]] == [0.0, None, None]
@@ -61,8 +62,7 @@ def test_right_strategies_are_called_right(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", people.EVERYONE)
-def test_what_is_random_is_seen(name: str) -> None:
-    workload = getattr(people, name)()
-    found = forward.why_losses_differ(config_of(name), workload, torch.device("cpu"))
-    expected = forward.RANDOM if name in people.RANDOM else None
-    assert found == (forward.STATE if name in STATEFUL else expected)
+def test_what_is_random_is_seen(name: str, ranks: GetRanks) -> None:
+    found = ranks(1).run(chance.why_losses_differ, config_of(name).to_dict())[0]
+    expected = chance.RANDOM if name in people.RANDOM else None
+    assert found == (chance.STATE if name in STATEFUL else expected)

@@ -343,14 +343,14 @@ def test_the_same_micro_batch_has_the_same_seed() -> None:
 
 def referred(workload: Workload, dtype: torch.dtype = torch.float64) -> reference.Reference:
     config = small(configs.load(None, {"training.learning_rate": 0.01}))
-    cpu, data = torch.device("cpu"), workload.dataset
+    data = workload.dataset
     steps = [
         [[data.batch(range(4 * (s + r + m), 4 * (s + r + m) + 4)) for m in (0, 1)] for r in (0, 1)]
         for s in range(3)
     ]
     cast = [[[subjects._cast(b, dtype) for b in m] for m in r] for r in steps]
     subject = subjects.Subject(workload, 0, cast, dtype)
-    return reference.refer(subject, config, cpu)
+    return reference.refer(subject, config)
 
 
 def test_a_gradient_of_zero_is_measured_by_its_rounding() -> None:
@@ -523,8 +523,8 @@ def test_every_experiment_passes_its_own_proof(path: Path, ranks: GetRanks) -> N
         asked = configs.load(path, {"data.source": "synthetic"})
     worlds = worlds_of(None, asked)
     (case,) = cases_of(small(asked), [asked.strategy.name], worlds)
-    evidence = ranks(case.world).run(
-        "shardlab.proof.evidence:examine", case.config.to_dict(), deadline_s=100
+    evidence = ranks(case.launch.world or 1).run(
+        "shardlab.proof.evidence:examine", case.to_dict(), deadline_s=100
     )
     assert failures(judge.judge(evidence)) == {}
 

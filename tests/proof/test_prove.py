@@ -23,7 +23,7 @@ from shardlab import config as configs
 from shardlab.errors import UsageError
 from shardlab.naming import STRATEGIES
 from shardlab.plan import claims
-from shardlab.proof import difference, explain, judge, watch
+from shardlab.proof import difference, explain, judge, reference, watch
 from shardlab.proof.prove import cases_in, cases_of, small, worlds_of
 from shardlab.report import proof as report
 from shardlab.strategies.base import Setup
@@ -43,7 +43,7 @@ def checks_of(ranks: GetRanks, strategy: str, world: int = 2) -> Checks:
     """What ``shardlab prove`` finds out about one strategy, on the tests' own ranks."""
     config = configs.load(None, {"data.seq_len": 16, "training.steps": 3})
     (case,) = cases_of(small(config), [strategy], [world])
-    evidence = ranks(world).run("shardlab.proof.evidence:examine", case.config.to_dict())
+    evidence = ranks(world).run("shardlab.proof.evidence:examine", case.to_dict())
     return judge.judge([e for e in evidence if e is not None])
 
 
@@ -59,7 +59,7 @@ def test_ours_do_what_they_claim(strategy: str, ranks: GetRanks) -> None:
     assert strategy in claims.CLAIMS
     checks = checks_of(ranks, strategy)
     assert failures(checks) == {}
-    assert tuple(checks) == judge.CHECKS
+    assert list(checks) == list(judge.CHECKS)
     json.dumps(checks, allow_nan=False)
 
 
@@ -309,22 +309,34 @@ def test_a_mixture_is_found_again() -> None:
     assert difference.mixture_of({"b": got["b"]}, samples, "b") is None
 
 
+def unit_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The unit of last place of its largest value."""
+    size = reference.SCALES[torch.float64].unit(reference.largest(tensor))
+    return torch.tensor(size, dtype=torch.float64)
+
+
 def test_units_of_last_place() -> None:
     want = torch.tensor([1.0, -2.0], dtype=torch.float64)
-    assert difference.ulps(want, want) == 0
-    assert difference.ulps(want + torch.tensor([3 * math.ulp(2.0), 0]), want) == 3
+    unit = unit_of(want)
+    assert difference.ulps(want, want, unit) == 0
+    assert difference.ulps(want + torch.tensor([3 * math.ulp(2.0), 0]), want, unit) == 3
     # In units that are given, for all elements or for each: what is zero in theory is not measured
     # by its own size.
     assert difference.ulps(want * 2, want, torch.tensor(4.0, dtype=torch.float64)) == 0.5
     assert difference.ulps(want * 2, want, torch.tensor([4.0, 1.0], dtype=torch.float64)) == 2
-    assert difference.ulps(want * 2e-16, want * 1e-16) > 1e15
-    assert difference.ulps(None, None) == 0
+    assert difference.ulps(want * 2e-16, want * 1e-16, unit_of(want * 1e-16)) > 1e15
+    assert difference.ulps(None, None, unit) == 0
     for other in (None, want[:1], want * math.nan, want * math.inf):
-        assert difference.ulps(other, want) == math.inf
-    assert difference.ulps(torch.empty(0), torch.empty(0)) == 0
+        assert difference.ulps(other, want, unit) == math.inf
+    assert difference.ulps(torch.empty(0), torch.empty(0), unit) == 0
     imaginary = torch.complex(want, want)
-    assert difference.ulps(imaginary, imaginary) == 0
-    assert difference.ulps(imaginary.conj(), imaginary) > 1e15
+    assert difference.ulps(imaginary, imaginary, unit_of(imaginary)) == 0
+    assert difference.ulps(imaginary.conj(), imaginary, unit_of(imaginary)) > 1e15
+
+
+def compared(got: torch.Tensor, want: torch.Tensor, before: torch.Tensor) -> dict[str, Any]:
+    allowed = reference.SCALES[torch.float64].tolerance * unit_of(want)
+    return difference.compare(got, want, allowed, before)
 
 
 def first_of(**looks: Any) -> dict[str, Any]:
@@ -364,7 +376,7 @@ def test_differences_in_words(first: dict[str, Any], message: str) -> None:
 )
 def test_elements_in_words(change: Any, message: str) -> None:
     want = torch.randn(100, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    looks = difference.compare(change(want), want, before=want - 1)
+    looks = compared(change(want), want, want - 1)
     assert message in explain.explain(first_of(**looks))
 
 
@@ -377,7 +389,7 @@ def test_an_update_in_words() -> None:
         (half, "50 of 100 elements were not updated in this step"),
         (0 * update, "it was not updated in this step"),
     ):
-        looks = difference.compare(before + change, before + update, before=before)
+        looks = compared(before + change, before + update, before)
         assert message in explain.explain(first_of(**looks))
 
 
@@ -498,10 +510,10 @@ def test_cases() -> None:
     assert (kept.model.size, kept.data.seq_len) == ("small", 1024)
     assert kept.training.global_batch == 512
     cases = cases_of(config, ["single", "zero1:bucket_mb=1"], [2, 4])
-    assert [(c.label, c.world) for c in cases] == [
+    assert [(c.strategy.label, c.launch.world) for c in cases] == [
         ("single", 1), ("zero1 (bucket_mb=1)", 2), ("zero1 (bucket_mb=1)", 4),
     ]  # fmt: skip
-    assert {c.config.precision.compute for c in cases} == {"fp64"}
+    assert {c.precision.compute for c in cases} == {"fp64"}
     for worlds in ([2, 4], [2, 1], [1, 2], [4]):
         cases = cases_of(config, ["single", "zero1"], worlds)
         run = [case for size in worlds for case in cases_in(size, cases, worlds)]
@@ -576,7 +588,7 @@ def test_a_proof_in_its_file(proved: tuple[Path, Any]) -> None:
     assert result["env"]["workload"] == "gpt2-tiny"
     assert [s["strategy"] for s in result["skipped"]] == ["bad.py:Refuses"]
     for v in result["verdicts"]:
-        assert tuple(v["checks"]) == judge.CHECKS
+        assert list(v["checks"]) == list(judge.CHECKS)
         assert v["pass"] is all(c["pass"] for c in v["checks"].values())
         for check in v["checks"].values():
             assert {"pass", "claimed", "measured", "message"} == check.keys()
@@ -615,7 +627,7 @@ def test_your_own_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--world", "two"], "--world two: not numbers of ranks, as in 2 or 2,4"),
+        (["--world", "two"], "--world two: not whole numbers, as in 2 or 1,2,4"),
         (["--strategies", "zero9"], "unknown strategy 'zero9'; "),
         (["--strategies", "zero1:buckets=1"], "unknown option of strategy zero1 'buckets'"),
         (["--set", "precision.compute=bf16"], "a proof is made in float64"),

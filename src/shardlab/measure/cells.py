@@ -1,7 +1,7 @@
 """What is compared: a cell for each strategy and each point of the axes. No torch is needed.
 
-Every cell takes the same samples in the same global batch. An axis that a strategy knows nothing
-of is not multiplied: ``single`` is one process in every world, and only those with buckets take
+Every cell takes the same samples in the same global batch. An axis that does not concern a strategy
+is not multiplied: ``single`` is one process in every world, and only strategies with buckets take
 ``--bucket-mb``.
 """
 
@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Annotated, Any, get_type_hints
+
+from msgspec import Meta
 
 from shardlab.config import PRECISIONS, Config, ProfileConfig, check_batch, parse_value
 from shardlab.errors import UsageError, unknown
-from shardlab.specs import BASELINE, parse_spec
+from shardlab.specs import BASELINE, parse_list, parse_spec, whole_numbers
+
+Positive = Annotated[float, Meta(gt=0)]
+Visits = list[Annotated[list[Positive], Meta(min_length=1)]]  # milliseconds: (repeats, steps)
 
 
 @dataclass(frozen=True)
@@ -24,15 +29,13 @@ class Plan:
 
     repeats: int = 4
     warmup: int = 2
-    steps: int = 2  # timed, per repeat: what differs is one visit from the next, not its steps
+    steps: int = 2  # timed, per repeat: visits differ from each other more than their steps do
     prove: bool = True
     time_limit_s: float = 600.0  # for each visit, weighing, estimate, proof and profile
     profile: ProfileConfig | None = None  # traces, after all is timed; None disables them
 
     def __post_init__(self) -> None:
         for name, least in (("repeats", 1), ("warmup", 0), ("steps", 1)):
-            if type(getattr(self, name)) is not int:
-                raise UsageError(f"--{name} is no whole number: {getattr(self, name)!r}")
             if getattr(self, name) < least:
                 raise UsageError(f"--{name} must be at least {least}, got {getattr(self, name)}")
         if not 0 < self.time_limit_s < float("inf"):
@@ -48,17 +51,6 @@ class Axes:
     accumulates: tuple[int, ...]
     bucket_mbs: tuple[float, ...] = ()  # empty: each strategy's default
 
-    def suffix(self, world: int, precision: str, accumulate: int) -> list[str]:
-        """What sets a point of the axes apart from the others, for a label."""
-        parts = []
-        if len(self.worlds) > 1 and world:
-            parts.append(f"world={world}")
-        if len(self.precisions) > 1:
-            parts.append(precision)
-        if len(self.accumulates) > 1 and accumulate:
-            parts.append(f"accumulate={accumulate}")
-        return parts
-
 
 def axes_of(
     config: Config,
@@ -69,41 +61,22 @@ def axes_of(
     default_world: int,
 ) -> Axes:
     """The axes from the flags' texts (``1,2,4``); what no flag names is the config's."""
+    precisions = parse_list(precision)
+    for word in precisions:
+        if word not in PRECISIONS:
+            raise unknown("value of --precision", word, PRECISIONS)
+    sizes = [parse_value(part) for part in parse_list(bucket_mb)]
+    for size in sizes:
+        if type(size) not in (int, float) or not 0 < size < float("inf"):
+            raise UsageError(
+                f"--bucket-mb {bucket_mb}: not sizes in MB above 0, as in 25 or 1,4,25"
+            )
     return Axes(
-        worlds=_numbers("--world", world) or (config.launch.world or default_world,),
-        precisions=_words("--precision", precision, PRECISIONS) or (config.precision.compute,),
-        accumulates=_numbers("--accumulate", accumulate) or (config.training.accumulate,),
-        bucket_mbs=_sizes("--bucket-mb", bucket_mb),
+        worlds=whole_numbers("--world", world) or (config.launch.world or default_world,),
+        precisions=tuple(precisions) or (config.precision.compute,),
+        accumulates=whole_numbers("--accumulate", accumulate) or (config.training.accumulate,),
+        bucket_mbs=tuple(sizes),
     )
-
-
-def _parts(text: str | None) -> list[str]:
-    return list(dict.fromkeys(part.strip() for part in text.split(","))) if text else []
-
-
-def _words(flag: str, text: str | None, known: Sequence[str]) -> tuple[str, ...]:
-    for word in _parts(text):
-        if word not in known:
-            raise unknown(f"value of {flag}", word, known)
-    return tuple(_parts(text))
-
-
-def _numbers(flag: str, text: str | None) -> tuple[int, ...]:
-    values = tuple(parse_value(part) for part in _parts(text))
-    for value in values:
-        if type(value) is not int:
-            raise UsageError(f"{flag} {text}: not whole numbers, as in 2 or 1,2,4")
-        if value < 1:
-            raise UsageError(f"{flag} must be at least 1, got {value}")
-    return values
-
-
-def _sizes(flag: str, text: str | None) -> tuple[float, ...]:
-    values = tuple(parse_value(part) for part in _parts(text))
-    for value in values:
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
-            raise UsageError(f"{flag} {text}: not sizes in MB above 0, as in 25 or 1,4,25")
-    return values
 
 
 @dataclass(eq=False)
@@ -112,7 +85,7 @@ class Cell:
 
     config: Config
     label: str
-    times_ms: list[list[float]] = field(default_factory=list)  # (repeats, steps): slowest rank
+    times_ms: Visits = field(default_factory=list)  # of the slowest rank
     skews_ms: list[float] = field(default_factory=list)  # slowest minus fastest rank, per step
     losses: list[float] = field(default_factory=list)
     samples: int = 0
@@ -132,16 +105,32 @@ class Cell:
 
     @property
     def parts(self) -> int:
-        """Micro-batches of a step over all ranks: what BatchNorm sees apart."""
+        """Micro-batches of a step over all ranks, which BatchNorm sees one at a time."""
         return self.world * self.config.training.accumulate
 
     @property
     def is_reference(self) -> bool:
         return self.config.strategy.name == BASELINE
 
+    @property
+    def point(self) -> dict[str, Any]:
+        """What makes two cells of two comparisons the same."""
+        return {
+            "strategy": self.config.strategy.name,
+            "options": dict(self.config.strategy.options),
+            "world": self.world,
+            "accumulate": self.config.training.accumulate,
+            "precision": self.config.precision.compute,
+        }
+
     def measured(self) -> dict[str, Any]:
-        """All but what is run, as plain values."""
-        return {k: v for k, v in asdict(self).items() if k not in ("config", "label")}
+        """The fields of MEASURED, as plain values."""
+        return {name: getattr(self, name) for name in MEASURED}
+
+
+# The types of all fields but what is run.
+MEASURED = get_type_hints(Cell, include_extras=True)
+del MEASURED["config"], MEASURED["label"]
 
 
 def cells_of(
@@ -167,7 +156,10 @@ def cells_of(
         name, options = parse_spec(spec)
         if name == BASELINE and (world, accumulate) != first:
             continue  # one for all worlds
-        for more in _bucket_options(name, options, axes, takes):
+        sizes: list[dict[str, Any]] = [{}]
+        if axes.bucket_mbs and "bucket_mb" not in options and takes(name):
+            sizes = [{"bucket_mb": size} for size in axes.bucket_mbs]
+        for more in sizes:
             point = world, precision, accumulate
             cells.append(_cell(config, name, options | more, axes, point, plan))
     labels = [cell.label for cell in cells]
@@ -175,14 +167,6 @@ def cells_of(
         if labels.count(label) > 1:
             raise UsageError(f"strategy {label} is named twice")
     return cells
-
-
-def _bucket_options(
-    name: str, options: dict[str, Any], axes: Axes, takes: Callable[[str], bool]
-) -> list[dict[str, Any]]:
-    if not axes.bucket_mbs or "bucket_mb" in options or not takes(name):
-        return [{}]
-    return [{"bucket_mb": size} for size in axes.bucket_mbs]
 
 
 def _takes_buckets(name: str) -> bool:
@@ -203,9 +187,15 @@ def _cell(
     plan: Plan,
 ) -> Cell:
     world, precision, accumulate = point
-    alone = name == BASELINE
-    if alone:
+    parts = [f"{key}={value}" for key, value in options.items()]
+    if name == BASELINE:
         world, accumulate = 1, min(axes.worlds) * min(axes.accumulates)
+    elif len(axes.worlds) > 1:
+        parts.append(f"world={world}")
+    if len(axes.precisions) > 1:
+        parts.append(precision)
+    if name != BASELINE and len(axes.accumulates) > 1:
+        parts.append(f"accumulate={accumulate}")
     values = replace(config, profile=ProfileConfig()).with_overrides(  # never while timing
         {
             "strategy.name": name,
@@ -214,7 +204,7 @@ def _cell(
             "precision.compute": precision,
             "training.accumulate": accumulate,
             "training.steps": plan.warmup + plan.steps,
-            # They would be of a run, and there is none.
+            # These settings are for a run with a folder, which a cell has not.
             "training.evaluate_every": None,
             "training.evaluate_samples": None,
             "checkpoint.every": None,
@@ -226,7 +216,5 @@ def _cell(
             "output.dir": None,
         }
     )
-    parts = [f"{key}={value}" for key, value in options.items()]
-    parts += axes.suffix(0 if alone else world, precision, 0 if alone else accumulate)
-    name = values.strategy.name  # FSDP's words are other names of ours
+    name = values.strategy.name  # FSDP's names for strategies become ours
     return Cell(values, f"{name} ({', '.join(parts)})" if parts else name)

@@ -35,15 +35,19 @@ def answer(result: Mapping[str, Any]) -> dict[str, Any]:
             "differ (--repeats 2 or more)."
         )
         return {"choice": None, "why": why, "otherwise": _left_out(excluded)}
-    fastest = min(right, key=lambda cell: cell["step_ms"]["median"])
+    fastest = min(right, key=_ms)
     unsure = [cell for cell in right if cell is fastest or _tied(cell, fastest)]
-    limit = (1 + CLOSE) * fastest["step_ms"]["median"]
-    equal = [cell for cell in unsure if cell["step_ms"]["median"] <= limit]
+    equal = [cell for cell in unsure if _ms(cell) <= (1 + CLOSE) * _ms(fastest)]
     choice = min(_lean(equal), key=_difficulty)
     why = _why(choice, fastest, equal, right)
-    otherwise = [*_otherwise(choice, unsure, right, result)]
-    otherwise += _left_out(excluded)
+    otherwise = [*_otherwise(choice, unsure, right, result), *_left_out(excluded)]
     return {"choice": choice["label"], "why": why, "otherwise": otherwise}
+
+
+def _ms(cell: Row) -> float:
+    """Its median step."""
+    median: float = cell["step_ms"]["median"]
+    return median
 
 
 def _left_out(wrong: Sequence[str]) -> list[str]:
@@ -60,8 +64,7 @@ def _wrong(cell: Row, result: Mapping[str, Any]) -> str:
 def _tied(cell: Row, fastest: Row) -> bool:
     """Whether the times of two cells cannot be told apart."""
     times = cell["step_ms_repeats"], fastest["step_ms_repeats"]
-    low, _ = numbers.ratio_interval(*times, paired=True)
-    return low <= 1.0
+    return numbers.ratio_interval(*times, paired=True)[0] <= 1.0
 
 
 def _lean(cells: Sequence[Row]) -> Sequence[Row]:
@@ -75,7 +78,7 @@ def _difficulty(cell: Row) -> tuple[int, float]:
     """The rung of the ladder, then the time. The user's own comes first."""
     ladder = list(STRATEGIES)
     place = ladder.index(cell["strategy"]) if cell["strategy"] in ladder else -1
-    return place, cell["step_ms"]["median"]
+    return place, _ms(cell)
 
 
 def _why(choice: Row, fastest: Row, equal: Sequence[Row], right: Sequence[Row]) -> str:
@@ -86,15 +89,12 @@ def _why(choice: Row, fastest: Row, equal: Sequence[Row], right: Sequence[Row]) 
     if choice is fastest and len(equal) == 1:
         return f"{label}: it is the fastest{proved}."
     rivals = numbers.names([cell["label"] for cell in equal if cell is not choice])
-    lean = _lean(equal)
+    lean, memory = _lean(equal), numbers.size(readings.peak(choice))
     reason = "it is the simplest of them"
     if len(lean) == 1:
-        reason = f"it needs least memory of them, {numbers.size(readings.peak(choice))}"
+        reason = f"it needs least memory of them, {memory}"
     elif len(lean) < len(equal):
-        reason = (
-            f"it is the simplest of the {len(lean)} that need least memory, "
-            f"{numbers.size(readings.peak(choice))}"
-        )
+        reason = f"it is the simplest of the {len(lean)} that need least memory, {memory}"
     return f"{label}: as fast as {rivals} within the noise{proved}, and {reason}."
 
 
@@ -116,13 +116,8 @@ def _otherwise(
         )
     worlds = sorted({cell["world"] for cell in right if cell["strategy"] != "single"})
     if len(worlds) > 1:
-        best = {
-            world: min(
-                (c for c in right if c["world"] == world), key=lambda c: c["step_ms"]["median"]
-            )
-            for world in worlds
-        }
-        parts = [f"{best[world]['strategy']} at {numbers.count(world, 'rank')}" for world in worlds]
+        best = [min((c for c in right if c["world"] == world), key=_ms) for world in worlds]
+        parts = [f"{c['strategy']} at {numbers.count(c['world'], 'rank')}" for c in best]
         yield f"By the number of ranks, fastest: {numbers.names(parts, at_most=8)}."
     failed = [cell["label"] for cell in result["cells"] if cell["status"] == "failed"]
     if failed:
@@ -134,10 +129,10 @@ def _if_memory_is_short(choice: Row, right: Sequence[Row]) -> Iterator[str]:
     own = readings.peak(choice)
     if not peaks or own is None:
         return
-    least, lean = min(peaks, key=lambda item: (item[0], item[1]["step_ms"]["median"]))
+    least, lean = min(peaks, key=lambda item: (item[0], _ms(item[1])))
     if lean is choice or least > (1 - NOTABLE) * own:
         return
-    ratio = lean["step_ms"]["median"] / choice["step_ms"]["median"]
+    ratio = _ms(lean) / _ms(choice)
     cost = f"for {100 * (ratio - 1):.0f}% more time a step"
     if ratio >= 2:
         cost = f"for {ratio:.1f} times the time of a step"

@@ -1,11 +1,10 @@
 """Strategies side by side: the same model, data, seed and global batch, in one set of ranks.
 
-Timing is unprofiled, after a warm-up, in interleaved repeats: each repeat visits every
-strategy once, in another order, so that a machine that slows down slows all of them and none
-follows the same one each time. A step counts as long as its slowest rank took. Memory is weighed,
-each strategy is proved and a few steps are profiled in passes of their own, afterwards. This
-module's upper half runs in the parent and imports no torch; the lower half (the functions that take
-a ``World``) runs in the ranks.
+Timing is unprofiled, after a warm-up, in interleaved repeats: each repeat visits every strategy
+once, in another order, so that a machine that slows down slows all of them and none follows the
+same one each time. A step counts as long as its slowest rank took. Memory, proofs and profiles come
+afterwards. The upper half of this module runs in the parent and imports no torch; the functions
+that take a ``World`` run in the ranks.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from shardlab import config as configs
 from shardlab import numbers, trace
-from shardlab.config import Config, OutputConfig, ProfileConfig
+from shardlab.config import Config, ProfileConfig
 from shardlab.errors import Late, RankFailure, UsageError
 from shardlab.measure import choice, estimate
 from shardlab.measure.cells import Cell, Plan
@@ -65,17 +64,16 @@ def compare(
             if not cell.times_ms and cell.status == "ok":
                 _look(ranks, "shardlab.run.preflight:check", cell)
         env = _look(ranks, "shardlab.run.preflight:describe", cells[0], command)
-        env["loss_not_compared"] = _look(ranks, "look_at_forward", cells[0])
+        losses = "shardlab.proof.chance:why_losses_differ"
+        env["loss_not_compared"] = _look(ranks, losses, cells[0])
         if env["device"] == "cuda":
             env |= _calibrate(ranks, cells, command)
         store = None if folder is None else Store(folder())
         if store is not None:
             store.begin(cells, plan, command)
-        estimating = functools.partial(
-            _estimate, simulator, env["device"], env["backend"], limit_s=limit
-        )
-        planned = list(_jobs(cells, plan, folder, estimating))
-        jobs = [job for job in planned if not job.is_done(job.cell)]
+        estimating = functools.partial(_estimate, simulator, env, limit)
+        planned = list(_jobs(ranks, cells, plan, folder, estimating))
+        jobs = [job for job in planned if not job.is_done]
         total = len(planned)
         for done, job in enumerate(jobs, start=total - len(jobs)):
             on_progress(f"{job.cell.label} · {job.what}", done, total)
@@ -84,7 +82,7 @@ def compare(
             if job.begins_repeat and env["device"] == "cpu":
                 ranks.renew()
             if job.cell.status == "ok":
-                job.run(ranks, job.cell)
+                job.run(job.cell)
                 if store is not None:
                     store.keep(cells.index(job.cell), job.cell)
     on_progress("done", total, total)
@@ -105,48 +103,46 @@ def _calibrate(ranks: RankSet, cells: Sequence[Cell], command: str) -> dict[str,
 
 @dataclass(frozen=True)
 class Job:
-    """One thing that is done with one cell, unless it was done before an interruption."""
+    """One thing that is done with one cell."""
 
     cell: Cell
     what: str
-    run: Callable[[RankSet, Cell], None]
-    is_done: Callable[[Cell], bool]
+    run: Callable[[Cell], None]
+    is_done: bool  # before an interruption
     begins_repeat: bool = False
 
 
 def _jobs(
+    ranks: RankSet,
     cells: Sequence[Cell],
     plan: Plan,
     folder: Callable[[], Path] | None,
     estimating: Callable[[Cell], None],
 ) -> Iterator[Job]:
     """All there is to do, in order: nothing that slows a step comes before the last is timed."""
-    time = functools.partial(_time, warmup=plan.warmup)
-    before = 0
-    for repeat, index in _schedule(len(cells), plan.repeats):
-        yield Job(
-            cells[index],
-            f"repeat {repeat + 1} of {plan.repeats}",
-            time,
-            lambda cell, n=repeat: len(cell.times_ms) > n,  # type: ignore[misc]
-            begins_repeat=repeat > before,
-        )
-        before = repeat
-    weigh = functools.partial(_weigh, estimating=None if plan.prove else estimating)
-    for cell in cells:
-        yield Job(cell, "memory", weigh, lambda cell: cell.peak_bytes is not None)
+    time = functools.partial(_time, ranks, plan.warmup)
+    for repeat, order in enumerate(_schedule(len(cells), plan.repeats)):
+        for place, index in enumerate(order):
+            cell, what = cells[index], f"repeat {repeat + 1} of {plan.repeats}"
+            yield Job(cell, what, time, len(cell.times_ms) > repeat, repeat > 0 and place == 0)
+    passes: list[tuple[str, Callable[[Cell], None], str]] = [
+        ("memory", functools.partial(_weigh, ranks), "peak_bytes")
+    ]
     if plan.prove:
-        proving = functools.partial(_prove_and_estimate, cells=cells, estimating=estimating)
-        for cell in cells:
-            yield Job(cell, "proof", proving, lambda cell: cell.proof is not None)
+        proving = functools.partial(_prove_and_estimate, ranks, cells, estimating)
+        passes.append(("proof", proving, "proof"))
+    else:
+        passes.append(("estimate", estimating, "estimated_bytes"))
     if plan.profile is not None and folder is not None:
-        profile = functools.partial(_profile, profile=plan.profile, folder=folder())
+        profile = functools.partial(_profile, ranks, plan.profile, folder())
+        passes.append(("traces", profile, "traces"))
+    for what, run, result in passes:
         for cell in cells:
-            yield Job(cell, "traces", profile, lambda cell: cell.traces is not None)
+            yield Job(cell, what, run, getattr(cell, result) is not None)
 
 
-def _schedule(cells: int, repeats: int) -> Iterator[tuple[int, int]]:
-    """(repeat, cell): each repeat visits all, and what follows what changes from one to the next.
+def _schedule(cells: int, repeats: int) -> Iterator[list[int]]:
+    """The cells in the order of each repeat: what follows what changes from one to the next.
 
     A strategy may suffer from what the one before it has left behind (caches, memory, heat). In a
     Williams design, of as many repeats as there are cells (of twice as many, if they are odd in
@@ -156,28 +152,22 @@ def _schedule(cells: int, repeats: int) -> Iterator[tuple[int, int]]:
     for repeat in range(repeats):
         turn, mirrored = divmod(repeat, 2) if cells % 2 else (repeat, 0)
         order = [(turn + z) % cells for z in zigzag]
-        yield from ((repeat, cell) for cell in (reversed(order) if mirrored else order))
-
-
-def _run_on_ranks(ranks: RankSet, function: str, cell: Cell, *args: Any) -> Any:
-    """Rank 0's result of one of this module's functions, or of another's by its import path."""
-    path = function if ":" in function else f"{__name__}:{function}"
-    return ranks.run(path, cell.config.to_dict(), *args)[0]
+        yield order[::-1] if mirrored else order
 
 
 def _look(ranks: RankSet, function: str, cell: Cell, *args: Any) -> Any:
-    """The same, before anything is measured: a failure here ends the comparison."""
+    """Rank 0's result of a function, before anything is measured: a failure ends the comparison."""
     try:
-        return _run_on_ranks(ranks, function, cell, *args)
+        return ranks.run(function, cell.config.to_dict(), *args)[0]
     except Late as late:
         what = "building and trying the model took too long (--time-limit)"
         raise Late(late.rank, f"{what}: {late.message}") from None
 
 
 def _try_on_ranks(ranks: RankSet, function: str, cell: Cell) -> Any:
-    """The same, but a failure is noted in the cell, which is then left alone."""
+    """Rank 0's result of a function of this module; a failure is noted in the cell."""
     try:
-        return _run_on_ranks(ranks, function, cell)
+        return ranks.run(f"{__name__}:{function}", cell.config.to_dict())[0]
     except (RankFailure, UsageError) as error:
         cell.status = "failed" if isinstance(error, RankFailure) else "skipped"
         cell.reason = _reason(error, "a visit" if function == "time_cell" else "weighing it")
@@ -189,7 +179,7 @@ def _reason(error: Exception, what: str) -> str:
     return f"{what} took too long (--time-limit): {error}" if type(error) is Late else str(error)
 
 
-def _time(ranks: RankSet, cell: Cell, warmup: int) -> None:
+def _time(ranks: RankSet, warmup: int, cell: Cell) -> None:
     result = _try_on_ranks(ranks, "time_cell", cell)
     if result is None:
         return
@@ -199,36 +189,34 @@ def _time(ranks: RankSet, cell: Cell, warmup: int) -> None:
     cell.samples, cell.tokens_per_sample = result["samples"], result["tokens_per_sample"]
 
 
-def _weigh(ranks: RankSet, cell: Cell, estimating: Callable[[Cell], None] | None) -> None:
+def _weigh(ranks: RankSet, cell: Cell) -> None:
     cell.peak_bytes = _try_on_ranks(ranks, "weigh_cell", cell)
-    if cell.peak_bytes is not None and estimating is not None:
-        estimating(cell)
 
 
-def _estimate(simulator: Simulator, device: str, backend: str, cell: Cell, limit_s: float) -> None:
+def _estimate(simulator: Simulator, env: Mapping[str, Any], limit_s: float, cell: Cell) -> None:
     """The estimate of ``shardlab memory`` beside what was weighed, or why there is none."""
-    config = cell.config.with_overrides({**WEIGHED, "launch.backend": backend})
+    config = cell.config.with_overrides({**WEIGHED, "launch.backend": env["backend"]})
     try:
-        weights = simulator.run(config, device, limit_s=limit_s)["weights"]
+        weights = simulator.run(config, env["device"], limit_s=limit_s)["weights"]
         cell.estimated_bytes = estimate.fullest(weights.values())
     except (RankFailure, UsageError) as error:
         cell.estimated_bytes = {"total": None, "reason": str(error)}
 
 
 def _prove_and_estimate(
-    ranks: RankSet, cell: Cell, cells: Sequence[Cell], estimating: Callable[[Cell], None]
+    ranks: RankSet, cells: Sequence[Cell], estimating: Callable[[Cell], None], cell: Cell
 ) -> None:
     """Side by side: the ranks of a proof often wait for each other, and nothing is timed."""
     beside = ThreadPoolExecutor(1)
     try:
         estimated = beside.submit(estimating, cell)
-        _prove(ranks, cell, cells)
+        _prove(ranks, cells, cell)
         estimated.result()
     finally:
         beside.shutdown(wait=False)  # Ctrl-C does not wait for an estimate
 
 
-def _prove(ranks: RankSet, cell: Cell, cells: Sequence[Cell]) -> None:
+def _prove(ranks: RankSet, cells: Sequence[Cell], cell: Cell) -> None:
     """The five checks on a small model. Precision and accumulation are the proof's own: one
     proof serves all cells that differ in nothing else.
     """
@@ -239,13 +227,11 @@ def _prove(ranks: RankSet, cell: Cell, cells: Sequence[Cell]) -> None:
             return
     try:
         prove.refuse_rounding(config.strategy.options)
-        values = config.to_dict()
-        ranks.run("shardlab.proof.subjects:check", values)
-        evidence = ranks.run("shardlab.proof.evidence:examine", values)
+        ranks.run("shardlab.proof.subjects:check", config.to_dict())
+        evidence = ranks.run("shardlab.proof.evidence:examine", config.to_dict())
         checks = judge.judge([e for e in evidence if e is not None])
     except (UsageError, Late) as refusal:  # neither says that anything is wrong
-        message = _reason(refusal, "the proof")
-        cell.proof = {"pass": None, "message": message, "checks": {}}
+        cell.proof = {"pass": None, "message": _reason(refusal, "the proof"), "checks": {}}
         return
     except RankFailure as failure:
         checks = judge.failed(f"it did not get through: {failure}")
@@ -259,47 +245,32 @@ def _prove(ranks: RankSet, cell: Cell, cells: Sequence[Cell]) -> None:
 def _what_is_wrong(checks: Mapping[str, dict[str, Any]]) -> str:
     """The checks that failed and why; a crash is named once."""
     wrong = judge.reasons(checks)
-    whole = wrong.get("every check")
-    return whole or "; ".join(f"{name}: {message}" for name, message in wrong.items())
+    return wrong.get("every check") or "; ".join(f"{name}: {why}" for name, why in wrong.items())
 
 
 def proof_config(config: Config) -> Config:
     """A small float64 run of the same workload and strategy: two micro-batches, two steps."""
-    world, workload = config.launch.world or 1, config.model.workload
     overrides: dict[str, Any] = {
         "precision.compute": "fp64",
         "precision.loss_scale": None,
-        "training.steps": PROOF_STEPS,
-        "training.warmup_steps": 0,
         "training.accumulate": 2,
-        "training.global_batch": min(config.training.global_batch, 4 * world),
-        "training.batch_split": "uneven",
+        "training.warmup_steps": 0,
         "training.compile": "none",
+        "training.batch_split": "uneven",
     }
-    if workload in prove.SMALLEST:
-        overrides |= {
-            "model.size": prove.SMALLEST[workload],
-            "model.options": {},
-            "data.seq_len": None,
-        }
-    return config.with_overrides(overrides)
+    if config.model.workload in prove.SMALLEST:
+        overrides |= {"model.options": {}, "data.seq_len": None}
+    return prove.small(config.with_overrides(overrides), PROOF_STEPS)
 
 
-def _profile(ranks: RankSet, cell: Cell, profile: ProfileConfig, folder: Path) -> None:
+def _profile(ranks: RankSet, profile: ProfileConfig, folder: Path, cell: Cell) -> None:
     """The cell's traces, and where their steps went. What was measured stays if this fails."""
-    config = replace(
-        cell.config,
-        profile=profile,
-        training=replace(
-            cell.config.training, steps=profile.repeat * profile.window, warmup_steps=0
-        ),
-        output=OutputConfig(),  # the folder is no longer empty, and that is right here
-    )
+    steps = profile.repeat * profile.window
+    training = replace(cell.config.training, steps=steps, warmup_steps=0)
+    config = replace(cell.config, profile=profile, training=training)
     try:
-        found = cast(
-            "dict[str, Any]",
-            ranks.run(f"{__name__}:profile_cell", config.to_dict(), str(folder), cell.label)[0],
-        )
+        values = config.to_dict()
+        found = ranks.run(f"{__name__}:profile_cell", values, str(folder), cell.label)[0]
         cell.sent = found.pop("sent")
         cell.traces = found
         cell.profile = trace.load_once(Path(found["folder"])).mean_step()
@@ -340,14 +311,9 @@ def _baseline(cell: Cell, cells: Sequence[Cell]) -> Cell:
 
 
 def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
-    config = cell.config
     row: dict[str, Any] = {
-        "strategy": config.strategy.name,
         "label": cell.label,
-        "world": config.launch.world,
-        "options": dict(config.strategy.options),
-        "accumulate": config.training.accumulate,
-        "precision": config.precision.compute,
+        **cell.point,
         "baseline": baseline.label,
         "status": cell.status,
         "reason": cell.reason,
@@ -367,15 +333,15 @@ def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
     row["skew_ms"] = statistics.median(cell.skews_ms)
     row |= numbers.throughput(times, cell.samples, cell.tokens_per_sample)
     if env.get("matmul") and env.get("flops_per_sample"):
-        peak = env["matmul"][config.precision.compute]
+        peak = env["matmul"][row["precision"]]
         devices = min(cell.world, peak["devices"])
         rate = env["flops_per_sample"] * row["samples_per_s"]
         row["mfu"] = rate / (peak["flops_per_s"] * devices)
     row["peak_bytes"] = cell.peak_bytes or {"total": None}
     row["loss"] = cell.losses[-1]
     if baseline.status == "ok" and baseline.times_ms:
-        row["speed_to_baseline"] = numbers.ratio(baseline.times_ms, cell.times_ms)
         repeats = baseline.times_ms, cell.times_ms
+        row["speed_to_baseline"] = numbers.ratio(*repeats)
         if cell is baseline:
             row["speed_interval"] = [1.0, 1.0]
         elif numbers.can_tell(*repeats):
@@ -385,23 +351,13 @@ def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
         same_batches = cell.parts == baseline.parts or not env.get("normalizes_batches")
         comparable = cell is baseline or not env.get("loss_not_compared")
         if baseline.is_reference and same_batches and comparable:
-            pairs = zip(cell.losses, baseline.losses, strict=True)
-            differences = [abs(a - b) for a, b in pairs]
+            differences = [abs(a - b) for a, b in zip(cell.losses, baseline.losses, strict=True)]
             row["loss_difference"] = differences[-1]
             row["loss_difference_max"] = max(differences)
     return row
 
 
 # ------------------------------------------------------------------ in the ranks
-
-
-def look_at_forward(world: World, values: dict[str, Any]) -> str | None:
-    """Why the losses of two worlds cannot agree; None if they should."""
-    from shardlab.measure import forward
-    from shardlab.run import assemble
-
-    config = configs.from_dict(values)
-    return forward.why_losses_differ(config, assemble.build_workload(config), world.device)
 
 
 def weigh_cell(world: World, values: dict[str, Any]) -> dict[str, int] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,18 +62,12 @@ class Simulator:
         After ``limit_s`` seconds without an answer the process is ended, and the error names the
         line it stood at.
         """
-        if self._process is None:
-            context = fork_server()
-            self._pipe, theirs = context.Pipe()
-            self._process = context.Process(target=_answer, args=(theirs,), daemon=True)
-            self._process.start()
-            theirs.close()
         try:
+            if self._process is None:
+                self._start()
+                self._stacks = self._receive(limit_s)
             self._pipe.send((config.to_dict(), device, here))
             kind, value = self._receive(limit_s)
-            if kind == "stacks":  # the first that a new process says
-                self._stacks = value
-                kind, value = self._receive(limit_s)
         except (EOFError, ConnectionResetError, BrokenPipeError):
             self.__exit__()
             raise RankFailure(0, "the estimate's process died") from None
@@ -86,10 +80,16 @@ class Simulator:
         simulation: dict[str, Any] = value
         return simulation
 
-    def _receive(self, limit_s: float) -> tuple[str, Any]:
+    def _start(self) -> None:
+        context = fork_server()
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_answer, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def _receive(self, limit_s: float) -> Any:
         if self._pipe.poll(limit_s):
-            message: tuple[str, Any] = self._pipe.recv()
-            return message
+            return self._pipe.recv()
         from shardlab.guard import stacks
 
         place = stacks.place_of(stacks.ask(self._process.pid, self._stacks))
@@ -103,8 +103,8 @@ class Row:
     """A strategy at a world: its estimate, and what was measured, or why there is neither."""
 
     config: Config
-    device: str = "auto"  # that the estimate is for
-    kernels: str | None = None  # whose operators were asked
+    device: str = "auto"  # what the estimate is for
+    kernels: str | None = None  # the device whose operators were asked
     estimate: dict[str, dict[str, int]] | None = None
     measured: dict[str, dict[str, int]] | None = None
     assumed: Sequence[str] = ()  # lines of the model that asked a tensor for its value
@@ -115,20 +115,15 @@ class Row:
 
     @property
     def batch(self) -> int:
-        return batch_of(self.config)
+        """Samples of a rank's micro-batch, the largest if they differ."""
+        parts = (self.config.launch.world or 1) * self.config.training.accumulate
+        return -(-self.config.training.global_batch // parts)
 
 
-def batch_of(config: Config) -> int:
-    """Samples of a rank's micro-batch, the largest if they differ."""
+def with_batch(config: Config, batch: int) -> Config:
+    """``batch`` samples in each micro-batch of each rank."""
     parts = (config.launch.world or 1) * config.training.accumulate
-    return -(-config.training.global_batch // parts)
-
-
-def with_batch(config: Config, batch: int, world: int | None = None) -> Config:
-    """``batch`` samples in each micro-batch of each rank. ``world`` changes their number."""
-    world = world or config.launch.world or 1
-    whole = batch * world * config.training.accumulate
-    return config.with_overrides({"training.global_batch": whole, "launch.world": world})
+    return config.with_overrides({"training.global_batch": batch * parts})
 
 
 def rows_of(config: Config, specs: Sequence[str], world: int, batch: int | None) -> list[Row]:
@@ -137,19 +132,10 @@ def rows_of(config: Config, specs: Sequence[str], world: int, batch: int | None)
     for spec in specs:
         name, options = parse_spec(spec)
         ranks = 1 if name == BASELINE else world
-        whole = config.training.global_batch
-        made = config.with_overrides(
-            {
-                "strategy.name": name,
-                "strategy.options": options,
-                "launch.world": ranks,
-                "training.global_batch": whole
-                if batch is None
-                else batch * ranks * config.training.accumulate,
-                **WEIGHED,
-            }
-        )
-        rows.append(Row(made))
+        overrides = {"strategy.name": name, "strategy.options": options, "launch.world": ranks}
+        if batch is not None:
+            overrides["training.global_batch"] = batch * ranks * config.training.accumulate
+        rows.append(Row(config.with_overrides({**overrides, **WEIGHED})))
     return rows
 
 
@@ -176,37 +162,32 @@ def estimate(
                 row.estimate, row.assumed = found["weights"], found["assumed"]
                 if limit is not None:
                     row.largest_batch = _largest(simulator, row, limit, measure is not None)
-            except UsageError as error:
+            except (RankFailure, UsageError) as error:
                 if len(rows) == 1:
                     raise
-                row.status, row.reason = "skipped", str(error)
-            except RankFailure as failure:
-                if len(rows) == 1:
-                    raise
-                row.status, row.reason = "failed", str(failure)
+                row.status = "failed" if isinstance(error, RankFailure) else "skipped"
+                row.reason = str(error)
     reasons = {row.reason for row in rows}
     if len(reasons) == 1 and rows[0].status == "skipped":  # the model or the data, not a strategy
         raise UsageError(str(rows[0].reason))
-    for done, row in enumerate(rows if measure else [], start=len(rows)):
-        on_progress(f"{row.config.strategy.label} · measured", done, total)
-        assert measure is not None
-        try:
-            row.measured = measure(row.config)
-        except (RankFailure, UsageError) as error:
-            row.unmeasured = str(error)
+    if measure is not None:
+        for done, row in enumerate(rows, start=len(rows)):
+            on_progress(f"{row.config.strategy.label} · measured", done, total)
+            try:
+                row.measured = measure(row.config)
+            except (RankFailure, UsageError) as error:
+                row.unmeasured = str(error)
     on_progress("done", total, total)
     return summarize(rows, limit, command)
 
 
 def _largest(simulator: Simulator, row: Row, limit: int, here: bool) -> int:
-    assert row.estimate is not None
-    known = {row.batch: row.estimate["step"]["total"]}
-
     def peak(batch: int) -> int:
-        if batch not in known:
-            found = simulator.run(with_batch(row.config, batch), row.device, here)
-            known[batch] = found["weights"]["step"]["total"]
-        return known[batch]
+        found = row.estimate
+        if found is None or batch != row.batch:
+            config = with_batch(row.config, batch)
+            found = simulator.run(config, row.device, here)["weights"]
+        return int(found["step"]["total"])
 
     return largest_batch(peak, limit, row.batch)
 
@@ -241,7 +222,6 @@ def largest_batch(peak: Callable[[int], int], limit: int, start: int = 1, most: 
 
 def summarize(rows: Sequence[Row], limit: int | None, command: str) -> dict[str, Any]:
     """The numbers of ``memory.json``. Pure."""
-    config = rows[0].config
     known = next((row for row in rows if row.kernels is not None), rows[0])
     device = known.device if known.device != "auto" else "cpu"
     return {
@@ -251,7 +231,7 @@ def summarize(rows: Sequence[Row], limit: int | None, command: str) -> dict[str,
         "kernels": known.kernels,
         "limit_bytes": limit,
         "not_counted": NOT_COUNTED[device],
-        "config": config.to_dict(),
+        "config": rows[0].config.to_dict(),
         "rows": [_row(row, limit) for row in rows],
     }
 
@@ -312,12 +292,12 @@ def _answer(pipe: Any) -> None:
     from shardlab.measure import simulate
 
     with contextlib.suppress(EOFError, BrokenPipeError), stacks.Answering() as answering:
-        pipe.send(("stacks", answering.fd))
+        pipe.send(answering.fd)  # the file that the stack is written to, if asked for
         while True:
             values, device, here = pipe.recv()
+            answer: tuple[str, Any]
             try:
-                found = simulate.simulate(configs.from_dict(values), device, here)
-                answer: tuple[str, Any] = "result", asdict(found)
+                answer = "result", simulate.simulate(configs.from_dict(values), device, here)
             except UsageError as error:
                 answer = "usage", str(error)
             except Exception as error:
@@ -340,7 +320,7 @@ def weigh(world: World, config: Config) -> dict[str, Any]:
     built, allocations = memory.trace(
         world.device, lambda: memory.run_steps(workload, config, world, causes, loop.Batches)
     )
-    own = asdict(memory.weights(allocations, causes, built))
+    own = memory.weights(allocations, causes, built)
     ranks = world.gather(own)
     return {part: fullest(rank[part] for rank in ranks) for part in own}
 

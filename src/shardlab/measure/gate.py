@@ -12,10 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec import Struct
+
 from shardlab import numbers
 from shardlab.errors import UsageError, unknown
 from shardlab.measure import readings
-from shardlab.measure.cells import Cell
+from shardlab.measure.cells import Cell, Positive, Visits
 
 Limits = Mapping[str, float]  # by what is watched: the share by which it may grow
 WATCHED = ("slower", "memory")
@@ -39,11 +42,51 @@ def limits_of(texts: Sequence[str]) -> dict[str, float]:
     return limits
 
 
+class _Median(Struct):
+    median: Positive
+
+
+class _Cell(Struct):
+    label: str
+    strategy: str
+    options: dict[str, Any]
+    world: int
+    accumulate: int
+    status: str
+    step_ms: _Median | None
+    step_ms_repeats: Visits
+    precision: str | None = None  # None in old records, whose config has it
+    peak_bytes: dict[str, float | None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.step_ms is not None and not self.step_ms_repeats:
+            raise ValueError("step_ms_repeats is empty")
+
+
+class _Config(Struct):
+    model: dict[str, Any]
+    data: dict[str, Any]
+    training: dict[str, Any]
+    precision: dict[str, Any]
+
+
+class _Record(Struct):
+    """What is read here from an earlier record. Every record that we wrote has it."""
+
+    workload: str
+    parameters: int
+    global_batch: int
+    command: str
+    env: dict[str, Any]
+    config: _Config
+    cells: list[_Cell]
+
+
 def read(path: Path) -> dict[str, Any]:
     """An earlier ``compare.json``, or the one in a folder."""
     path = path / "compare.json" if path.is_dir() else path
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = msgspec.json.decode(path.read_bytes())
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError):
@@ -51,54 +94,10 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or found.get("schema") != 1 or "cells" not in found:
         raise UsageError(f"{path} is not a compare.json of schema 1")
     try:
-        _check(found)
-    except (KeyError, TypeError, ValueError) as error:
-        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise UsageError(f"{path} is damaged: {what}") from None
+        msgspec.convert(found, _Record)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"{path} is damaged: {error}") from None
     return found
-
-
-def _check(found: Mapping[str, Any]) -> None:
-    """Check that a record has what is read from it here. Every record that we wrote does."""
-    for key, kind in (
-        ("workload", str), ("parameters", int), ("global_batch", int), ("command", str),
-        ("env", dict), ("config", dict), ("cells", list),
-    ):  # fmt: skip
-        _of_type(found, key, kind)
-    _of_type(found["env"], "device", str)
-    for section in ("model", "data", "training", "precision"):
-        _of_type(found["config"], section, dict)
-    for cell in found["cells"]:
-        for key, kind in (
-            ("label", str), ("strategy", str), ("options", dict), ("world", int),
-            ("accumulate", int), ("status", str),
-        ):  # fmt: skip
-            _of_type(cell, key, kind)
-        precision = cell.get("precision") or found["config"]["precision"]["compute"]
-        _of_type({"precision": precision}, "precision", str)
-        if cell.get("peak_bytes") is not None:
-            _of_type(cell, "peak_bytes", dict)
-            _times([[cell["peak_bytes"].get("total", 1)]])
-        if cell["step_ms"] is not None:
-            _of_type(cell, "step_ms", dict)
-            _times([[cell["step_ms"]["median"]]])
-            _times(cell["step_ms_repeats"])
-
-
-def _of_type(values: Any, key: str, kind: type) -> None:
-    if type(values) is not dict:
-        raise TypeError(f"{values!r} is no mapping")
-    if type(values[key]) is not kind:
-        raise TypeError(f"'{key}' is no {kind.__name__}")
-
-
-def _times(rows: Any) -> None:
-    """A list of lists of numbers above 0."""
-    if not isinstance(rows, list) or not rows or not all(isinstance(r, list) and r for r in rows):
-        raise TypeError("'step_ms_repeats' are not lists of times")
-    for value in (value for row in rows for value in row):
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
-            raise ValueError(f"{value!r} is no time or size")
 
 
 def refuse_others(old: Mapping[str, Any], cells: Sequence[Cell]) -> None:
@@ -119,18 +118,17 @@ def refuse_others(old: Mapping[str, Any], cells: Sequence[Cell]) -> None:
                     "cannot be compared with these"
                 )
     known = {_key(cell, old) for cell in old["cells"]}
-    if not any(_key_of(cell) in known for cell in cells):
+    if not any(_key(cell.point, old) in known for cell in cells):
         raise _nothing_in_common(old)
 
 
 def refuse_unsure(old: Mapping[str, Any], repeats: int, limits: Limits) -> None:
     """Refuse a single visit: it does not show the noise, so nothing could be called slower."""
-    measured = [cell["step_ms_repeats"] for cell in old["cells"] if cell["step_ms"] is not None]
     if "slower" not in limits:
         return
     if repeats < 2:
         raise UsageError(f"--fail-if slower needs --repeats 2 or more, got {repeats}")
-    if not numbers.can_tell(*measured):
+    if not numbers.can_tell(*(cell["step_ms_repeats"] for cell in readings.measured(old))):
         raise UsageError("--fail-if slower: --against has one visit to each; measure it again with "
                          "--repeats 2 or more")  # fmt: skip
 
@@ -145,15 +143,14 @@ def check(new: Mapping[str, Any], old: Mapping[str, Any], limits: Limits) -> dic
     for key in ("workload", "parameters", "global_batch"):
         if new[key] != old[key]:
             raise UsageError(f"--against has {key} {old[key]}, this has {new[key]}")
-    if new["env"]["device"] != old["env"]["device"]:
-        raise UsageError(
-            f"--against was measured on {old['env']['device']}, this on {new['env']['device']}"
-        )
+    then, now = old["env"].get("device"), new["env"]["device"]
+    if then != now:
+        raise UsageError(f"--against was measured on {then}, this on {now}")
     before = {_key(cell, old): cell for cell in old["cells"]}
     found = [(cell, before.pop(_key(cell, new), None)) for cell in new["cells"]]
-    if all(then is None for _, then in found):
+    if all(earlier is None for _, earlier in found):
         raise _nothing_in_common(old)
-    rows = [_judge(cell, then, limits) for cell, then in found]
+    rows = [_judge(cell, earlier, limits) for cell, earlier in found]
     warnings = list(_other_machine(new["env"], old["env"]))
     warnings += [f"{cell['label']} was in the earlier record, and is not in this one"
                  for cell in before.values()]  # fmt: skip
@@ -169,21 +166,8 @@ def check(new: Mapping[str, Any], old: Mapping[str, Any], limits: Limits) -> dic
 
 def _key(cell: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     """What makes two cells the same: all but the label, which depends on what else was asked."""
-    precision = cell.get("precision") or result["config"]["precision"]["compute"]
+    precision = cell.get("precision") or result["config"]["precision"].get("compute")
     point = cell["strategy"], cell["options"], cell["world"], cell["accumulate"], precision
-    return json.dumps(point, sort_keys=True)
-
-
-def _key_of(cell: Cell) -> str:
-    """The same for a cell that is still to be measured."""
-    config = cell.config
-    point = (
-        config.strategy.name,
-        config.strategy.options,
-        cell.world,
-        config.training.accumulate,
-        config.precision.compute,
-    )
     return json.dumps(point, sort_keys=True)
 
 
@@ -215,15 +199,13 @@ def _judge(
     reasons = []
     if "memory" in limits and (row["memory_ratio"] or 0) > 1 + limits["memory"]:
         row["verdict"] = "memory"
-        reasons.append(
-            f"{100 * (row['memory_ratio'] - 1):.1f}% more memory, above {100 * limits['memory']:g}%"
-        )
+        more, limit = 100 * (row["memory_ratio"] - 1), 100 * limits["memory"]
+        reasons.append(f"{more:.1f}% more memory, above {limit:g}%")
     low = (row["time_interval"] or [0.0])[0]
     if "slower" in limits and low > 1 + limits["slower"]:
         row["verdict"] = "slower"
-        reasons.append(
-            f"at least {100 * (low - 1):.1f}% slower (95%), above {100 * limits['slower']:g}%"
-        )
+        more, limit = 100 * (low - 1), 100 * limits["slower"]
+        reasons.append(f"at least {more:.1f}% slower (95%), above {limit:g}%")
     return row | {"reason": "; ".join(reasons)}
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
 
@@ -36,7 +36,7 @@ class Allocation:
     address: int
     size: int
     begin: int
-    end: int | None  # None: still there
+    end: int | None = None  # None: still there
 
 
 def peak_bytes(device: torch.device, work: Callable[[], T]) -> tuple[T, int]:
@@ -62,10 +62,11 @@ def trace(device: torch.device, work: Callable[[], T]) -> tuple[T, list[Allocati
             events = torch.cuda.memory._snapshot(device)["device_traces"][device.index or 0]
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
+        signs = {"alloc": 1, "free_completed": -1}
         return result, lives(
-            (e["time_us"] * 1000, e["addr"], e["size"] * (1 if e["action"] == "alloc" else -1))
+            (e["time_us"] * 1000, e["addr"], e["size"] * signs[e["action"]])
             for e in events
-            if e["action"] in ("alloc", "free_completed")
+            if e["action"] in signs
         )
     with (
         _lingering_waits(),
@@ -106,7 +107,7 @@ def _lingering_waits() -> Iterator[None]:
 def _broadcast_coalesced(
     group: dist.ProcessGroup, tensors: Sequence[Tensor], size: int, source: int = 0
 ) -> None:
-    """As DDP's, which waits in C++, where we cannot linger: as many bytes in as large a copy."""
+    """Like DDP's, which waits in C++, where we cannot linger: as many bytes in as large a copy."""
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         waiting = [t for t in tensors if t.dtype == dtype]
         while waiting:
@@ -122,24 +123,21 @@ def _broadcast_coalesced(
                 tensor.detach().copy_(piece.view(tensor.shape))
 
 
-def lives(events: Any) -> list[Allocation]:
-    """Allocations from (time, address, bytes), in order, negative bytes for a release.
+def lives(events: Iterable[tuple[int, int, int]]) -> list[Allocation]:
+    """Allocations from (time, address, bytes), in order; bytes below 1 are a release.
 
     The profiler's own running total is no use: it forgets releases between two profiles.
     """
-    held: dict[int, tuple[int, int]] = {}
+    held: dict[int, Allocation] = {}
     done: list[Allocation] = []
-
-    def release(address: int, now: int) -> None:
-        if address in held:  # else it was there before us
-            size, begin = held.pop(address)
-            done.append(Allocation(address, size, begin, now))
-
     for now, address, size in events:
-        release(address, now)  # also if it is given out again: then it was released unseen
+        # An address that is given out again was released unseen. What is released and not in
+        # ``held`` was there before us.
+        if address in held:
+            done.append(replace(held.pop(address), end=now))
         if size > 0:
-            held[address] = size, now
-    return done + [Allocation(a, size, begin, None) for a, (size, begin) in held.items()]
+            held[address] = Allocation(address, size, now)
+    return [*done, *held.values()]
 
 
 def at_peak(
@@ -214,7 +212,7 @@ class Causes:
             yield
 
     def of(self, allocations: Sequence[Allocation]) -> dict[str, int]:
-        """Bytes by cause, of allocations that were there at one time."""
+        """Bytes by cause, and in total, of allocations that were there at one time."""
         by_address: dict[int, list[tuple[int, str]]] = {}
         for now, cause, addresses in self.looks:
             for address in addresses:
@@ -231,7 +229,7 @@ class Causes:
             made_in_forward = i >= 0 and a.begin < self.forwards[i][1]
             named = next((c for c in CAUSES if c in seen), None)
             result[named or ("activations" if made_in_forward else "other")] += a.size
-        return result
+        return {"total": sum(result.values()), **result}
 
 
 class _Collectives(TorchDispatchMode):
@@ -247,23 +245,9 @@ class _Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def by_cause(peaks: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """Bytes by cause on the fullest rank, with the total."""
-    totals = [{"total": sum(peak.values()), **peak} for peak in peaks]
-    return max(totals, key=lambda peak: peak["total"])
-
-
 # ------------------------------------------------------------------ a rank, built and run
 
 Batches = Callable[["Workload", "Config", "World"], Iterable[list["Batch"]]]
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Bytes by cause at two peaks: while model and strategy are built, and in the steps after."""
-
-    building: dict[str, int]
-    step: dict[str, int]
 
 
 def run_steps(
@@ -289,8 +273,11 @@ def run_steps(
     return built
 
 
-def weights(allocations: Sequence[Allocation], causes: Causes, built: int) -> Weights:
-    return Weights(
-        building=by_cause([causes.of(at_peak(allocations, until=built))]),
-        step=by_cause([causes.of(at_peak(allocations, since=built))]),
-    )
+def weights(
+    allocations: Sequence[Allocation], causes: Causes, built: int
+) -> dict[str, dict[str, int]]:
+    """Bytes by cause at two peaks: while model and strategy are built, and in the steps after."""
+    return {
+        "building": causes.of(at_peak(allocations, until=built)),
+        "step": causes.of(at_peak(allocations, since=built)),
+    }

@@ -7,17 +7,17 @@ every single visit: a cell's file is written anew, whole, after each thing that 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from shardlab import config as configs
-from shardlab.config import ProfileConfig
 from shardlab.errors import UsageError
 from shardlab.files import write_json
-from shardlab.measure.cells import Cell, Plan
+from shardlab.measure.cells import MEASURED, Cell, Plan
 
 SCHEMA = 1
 
@@ -48,56 +48,30 @@ class Store:
 
     def _planned(self, found: dict[str, Any]) -> tuple[list[Cell], Plan, str]:
         cells = [Cell(configs.from_dict(c["config"]), c["label"]) for c in found["cells"]]
-        values = dict(found["plan"])
-        if values["profile"] is not None:
-            values["profile"] = ProfileConfig(**values["profile"])
         for number, cell in enumerate(cells):
             if (self.folder / f"{number}.json").exists():
                 kept = self._read(f"{number}.json")
                 if kept.pop("label") != cell.label:
                     raise ValueError(f"{number}.json is of another strategy")
+                # JSON has no NaN: a loss that was NaN is null there.
+                kept["losses"] = [math.nan if loss is None else loss for loss in kept["losses"]]
                 for name, value in kept.items():
-                    setattr(cell, name, _kept(cell, name, value))
-                # JSON has no NaN: a loss that was none is null there.
-                cell.losses = [math.nan if loss is None else loss for loss in cell.losses]
+                    setattr(cell, name, msgspec.convert(value, MEASURED[name]))
         if not cells or not isinstance(found["command"], str):
             raise ValueError("plan.json has no cells, or no command")
-        return cells, Plan(**values), found["command"]
+        return cells, msgspec.convert(found["plan"], Plan), found["command"]
 
     def _read(self, name: str) -> dict[str, Any]:
-        try:
-            if not (self.folder / name).is_file():
-                raise FileNotFoundError
-            found: dict[str, Any] = json.loads((self.folder / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        path = self.folder / name
+        if not path.is_file():
             raise UsageError(
                 f"nothing to resume: {self.folder.parent} has no cells/{name}; --resume takes the "
                 "folder of an interrupted `shardlab compare`"
-            ) from None
+            )
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         except (OSError, ValueError, RecursionError) as error:
-            raise UsageError(f"cannot read {self.folder / name}: {error}") from None
-        if not isinstance(found, dict):
-            raise UsageError(f"{self.folder / name} is damaged: no JSON object")
-        return found
-
-
-def _kept(cell: Cell, name: str, value: Any) -> Any:
-    """A measured value from a cell's file; raises if it cannot be one."""
-    if name not in cell.measured():
-        raise ValueError(f"nothing called {name!r} is measured")
-    default = getattr(cell, name)
-    kinds: tuple[type, ...] = (dict, type(None)) if default is None else (type(default),)
-    if name in ("tokens_per_sample", "reason"):
-        kinds = (int, str, type(None))
-    if type(value) not in kinds:
-        raise TypeError(f"{name!r} is a {type(value).__name__}")
-    if name == "times_ms":
-        value = [[float(ms) for ms in row] for row in value]
-        if not all(row and all(0 < ms < math.inf for ms in row) for row in value):
-            raise ValueError("a step took no time, or for ever")
-    if name in ("skews_ms", "losses"):
-        value = [None if number is None else float(number) for number in value]
-    return value
+            raise UsageError(f"cannot read {path}: {error}") from None
 
 
 def settings(cells: Sequence[Cell], plan: Plan) -> dict[str, Any]:
@@ -113,7 +87,7 @@ def refuse_others(
     asked: tuple[Sequence[Cell], Plan], begun: tuple[Sequence[Cell], Plan], folder: Path
 ) -> None:
     """Refuse to continue with other settings than a comparison was begun with; name them."""
-    differences = list(_differences(settings(*begun), settings(*asked)))
+    differences = _differences(settings(*begun), settings(*asked))
     if differences:
         first = "; ".join(differences[:3])
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
@@ -130,17 +104,13 @@ def _differences(begun: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str
         changes = [f"{', '.join(names)} {word}" for names, word in
                    ((added, "added"), (gone, "missing")) if names]  # fmt: skip
         return [f"the strategies are others ({'; '.join(changes) or 'in another order'})"]
-    found = [
-        f"{key} was {value}, now {asked['plan'][key]}"
-        for key, value in begun["plan"].items()
-        if value != asked["plan"][key]
-    ]
+    found = _changed(begun["plan"], asked["plan"])
     for one, other in zip(begun["cells"], asked["cells"], strict=True):
-        found += list(_changed(one["config"], other["config"], ""))
+        found += _changed(one["config"], other["config"])
     return list(dict.fromkeys(found))
 
 
-def _changed(old: Any, new: Any, where: str) -> list[str]:
+def _changed(old: Any, new: Any, where: str = "") -> list[str]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         return [
             text

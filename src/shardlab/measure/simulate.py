@@ -20,7 +20,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -33,7 +33,7 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import distributed as ddp
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from shardlab import comm
 from shardlab.config import Config, LaunchConfig, TrainingConfig
@@ -59,8 +59,8 @@ class Solo(dist.ProcessGroup):
     """A process group whose other ranks are not there. Every collective is done at once."""
 
     kind = "gloo"  # whose ways it imitates: strategies and FSDP ask
-    copies = True  # in the memory that is looked at; of a GPU's tensors Gloo makes its on the host
-    on_tensors: Callable[[Any], None] = staticmethod(lambda _tensors: None)
+    copies = True  # in the memory that is looked at; Gloo copies a GPU's tensors to the host
+    on_tensors: Callable[[list[Tensor]], None] = staticmethod(lambda _tensors: None)
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -86,46 +86,42 @@ class Solo(dist.ProcessGroup):
     def group_name(self) -> Any:
         return self.pg_name
 
-    def _in_place(self, tensors: Any, *_: Any, **__: Any) -> Any:
-        return self._done(tensors)
-
-    def _gather(self, output: Any, part: Any, *_: Any, **__: Any) -> Any:
+    def _gather(self, output: Any, *rest: Any, **_: Any) -> Any:
         """Gloo receives into a flat buffer of the output's size, and copies."""
         self._copy(output)
-        return self._done([output, part])
+        return self._done(output, *rest)
 
     def _scatter(self, part: Any, whole: Any, *_: Any, **__: Any) -> Any:
         """Gloo all-reduces a copy of the whole, and copies a part of that."""
         self._copy(whole)
-        return self._done([part, whole])
+        return self._done(part, whole)
 
     def _copy(self, tensors: Any) -> None:
         """Make copies of all tensors at once, and free them."""
         if self.copies:
-            [torch.empty_like(t) for t in tree_leaves(tensors) if isinstance(t, Tensor)]
+            [torch.empty_like(t) for t in _tensors(tensors)]
 
-    def _exchange(self, output: Any, given: Any, *_: Any, **__: Any) -> Any:
-        return self._done([output, given])
-
-    def _done(self, tensors: Any) -> Any:
+    def _done(self, *args: Any, **_: Any) -> Any:
+        tensors = _tensors(args)
         self.on_tensors(tensors)
         future: Any = torch.futures.Future()
-        future.set_result([t for t in tree_leaves(tensors) if isinstance(t, Tensor)])
+        future.set_result(tensors)
         return _c10d._create_work_from_future(future)
 
-    def barrier(self, *_: Any, **__: Any) -> Any:
-        return self._done([])
-
-    broadcast = allreduce = allreduce_coalesced = _in_place  # type: ignore[assignment]
+    broadcast = allreduce = allreduce_coalesced = _done
+    all_to_all_single = alltoall = barrier = _done
     allgather = allgather_coalesced = _gather  # type: ignore[assignment]
     all_gather_single = all_gather_single_coalesced = _gather  # type: ignore[assignment]
     reduce_scatter = reduce_scatter_single = _scatter  # type: ignore[assignment]
     reduce_scatter_single_coalesced = _scatter  # type: ignore[assignment]
-    all_to_all_single = alltoall = _exchange  # type: ignore[assignment]
     # The same, by the names of torch 2.11.
     _allgather_base = allgather_into_tensor_coalesced = _gather  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_tensor_coalesced = _scatter  # type: ignore[assignment]
-    alltoall_base = _exchange  # type: ignore[assignment]
+    alltoall_base = _done
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
 
 
 def _make_solo(_store: Any, rank: int, size: int, _timeout: Any) -> Solo:
@@ -205,8 +201,8 @@ def _nothing(*_: Any, **__: Any) -> None: ...
 def _moved(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """``cast_model``, which cannot replace a fake tensor in its place."""
     of_complex = torch.complex128 if dtype == torch.float64 else torch.complex64
-    new: dict[int, Any] = {}  # a tied parameter stays one
-    old = []  # and what has a number is kept until all are done, lest its number be used again
+    new: dict[int, Any] = {}  # by id: a tied parameter stays one
+    old = []  # keeps each old tensor, so that its id is not used again
 
     def move(tensor: Tensor) -> Tensor:
         if id(tensor) not in new:
@@ -286,8 +282,7 @@ class Tracker(TorchDispatchMode):
         self.values = values or Values()
         self.device = device
         self.block = block  # bytes: the allocator gives out multiples of it
-        self.held: dict[int, tuple[int, int]] = {}  # by storage: bytes, and since when
-        self.ended: list[Allocation] = []
+        self.events: list[tuple[int, int, int]] = []  # time, storage, its bytes from then on
         self._references: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -295,9 +290,8 @@ class Tracker(TorchDispatchMode):
             value = self.values.answer()
             return float(value) if args[0].is_floating_point() else value
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.note(getattr(leaf, "_local_tensor", leaf))
+        for tensor in _tensors(result):
+            self.note(getattr(tensor, "_local_tensor", tensor))
         return result
 
     def note(self, tensor: Tensor) -> None:
@@ -308,30 +302,20 @@ class Tracker(TorchDispatchMode):
         key = storage._cdata
         if key not in self._references:
             self._references[key] = weakref.ref(storage, partial(self._forget, key))
-            self._begin(key, storage.nbytes())
+            self.resized(storage)
 
     def resized(self, storage: Any) -> None:
         """FSDP and our ZeRO-3 free parameters by shrinking their storage to nothing."""
         if storage._cdata in self._references:
-            self._end(storage._cdata)
-            self._begin(storage._cdata, storage.nbytes())
-
-    def _begin(self, key: int, size: int) -> None:
-        if size:
-            self.held[key] = -(-size // self.block) * self.block, time.time_ns()
-
-    def _end(self, key: int) -> None:
-        if key in self.held:
-            size, begin = self.held.pop(key)
-            self.ended.append(Allocation(key, size, begin, time.time_ns()))
+            size = -(-storage.nbytes() // self.block) * self.block
+            self.events.append((time.time_ns(), storage._cdata, size))
 
     def _forget(self, key: int, _gone: Any) -> None:
-        self._end(key)
+        self.events.append((time.time_ns(), key, 0))
         del self._references[key]
 
     def allocations(self) -> list[Allocation]:
-        alive = [Allocation(key, size, begin, None) for key, (size, begin) in self.held.items()]
-        return self.ended + alive
+        return memory.lives(self.events)
 
     @contextmanager
     def tracking(self) -> Iterator[None]:
@@ -354,14 +338,6 @@ def storage_number(tensor: Tensor) -> int:
 # ------------------------------------------------------------------ a run
 
 
-@dataclass(frozen=True)
-class Simulation:
-    device: str  # what the estimate is for
-    kernels: str  # whose operators were asked what they make: the CPU's, where there is no GPU
-    weights: memory.Weights
-    assumed: tuple[str, ...] = ()  # lines of the model that asked for values: both were tried
-
-
 def backend_of(launch: LaunchConfig, device: str, here: bool) -> str:
     """What the ranks would talk over: ``here`` several share a GPU, elsewhere each has its own."""
     if here and device == "cuda" and torch.cuda.device_count():
@@ -371,12 +347,14 @@ def backend_of(launch: LaunchConfig, device: str, here: bool) -> str:
     return "gloo" if device == "cpu" else "nccl"
 
 
-def simulate(config: Config, device: str, here: bool = False) -> Simulation:
-    """What rank 0 of the config's world would hold on such a device: while building, in a step.
+def simulate(config: Config, device: str, here: bool = False) -> dict[str, Any]:
+    """What rank 0 of the config's world would hold on such a device.
 
-    Of a model that asks its tensors for values, it is the larger of what two answers lead to.
+    ``device`` is what the estimate is for, ``kernels`` the device whose operators were asked what
+    they make, ``weights`` the bytes at the two peaks. If the model asks its tensors for values
+    (``assumed`` has the lines), it is the larger of what two answers lead to.
     """
-    found: list[Simulation] = []
+    found: list[dict[str, Any]] = []
     refusal: UsageError | None = None
     asked: dict[str, None] = {}
     for guess in GUESSES:
@@ -388,17 +366,16 @@ def simulate(config: Config, device: str, here: bool = False) -> Simulation:
         asked |= values.questions
         if not asked:
             break
-    if not found:
-        assert refusal is not None
-        if not asked or NO_VALUES in str(refusal):
-            raise refusal
-        raise UsageError(
-            f"{refusal}. {next(iter(asked))} asks a tensor for its value, and {NO_VALUES}"
-        )
-    return replace(max(found, key=lambda s: s.weights.step["total"]), assumed=tuple(asked))
+    if found:
+        largest = max(found, key=lambda s: s["weights"]["step"]["total"])
+        return {**largest, "assumed": list(asked)}
+    assert refusal is not None
+    if not asked or NO_VALUES in str(refusal):
+        raise refusal
+    raise UsageError(f"{refusal}. {next(iter(asked))} asks a tensor for its value, and {NO_VALUES}")
 
 
-def _simulate(config: Config, device: str, here: bool, values: Values) -> Simulation:
+def _simulate(config: Config, device: str, here: bool, values: Values) -> dict[str, Any]:
     """With one answer to all questions for values.
 
     PyTorch without CUDA refuses fake tensors on a GPU. There, the CPU's operators stand in, with
@@ -431,9 +408,6 @@ def _simulate(config: Config, device: str, here: bool, values: Values) -> Simula
                 return
             yield [_faked(batch, fake, where, tracker) for batch in real]
 
-    def note(tensors: Any) -> None:
-        causes.note_collective(t for t in tree_leaves(tensors) if isinstance(t, Tensor))
-
     def optimizer_there(
         training: TrainingConfig, workload: Workload, model: nn.Module
     ) -> MakeOptimizer:
@@ -445,13 +419,14 @@ def _simulate(config: Config, device: str, here: bool, values: Values) -> Simula
         backend = backend_of(config.launch, device, here)
         size = config.launch.world or 1
         world = stack.enter_context(solo_world(size, where, backend, on_gpu=device == "cuda"))
-        stack.enter_context(mock.patch.object(Solo, "on_tensors", staticmethod(note)))
+        note = staticmethod(causes.note_collective)
+        stack.enter_context(mock.patch.object(Solo, "on_tensors", note))
         stack.enter_context(mock.patch.object(assemble, "make_optimizer", optimizer_there))
         stack.enter_context(fake)
         stack.enter_context(tracker.tracking())
         built = memory.run_steps(workload, config, world, causes, batches)
         weights = memory.weights(tracker.allocations(), causes, built)
-        return Simulation(device, where.type, weights)
+        return {"device": device, "kernels": where.type, "weights": weights}
 
 
 def _faked(batch: Batch, fake: FakeTensorMode, device: torch.device, tracker: Tracker) -> Batch:
@@ -462,7 +437,4 @@ def _faked(batch: Batch, fake: FakeTensorMode, device: torch.device, tracker: Tr
         tracker.note(result)
         return result
 
-    inputs, targets = (
-        tree_map_only(Tensor, convert, part) for part in (batch.inputs, batch.targets)
-    )
-    return replace(batch, inputs=inputs, targets=targets)
+    return batch.map(convert)

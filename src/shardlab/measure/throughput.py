@@ -1,8 +1,8 @@
 """How throughput grows with the batch, until memory runs out: a row for each size.
 
-A size that does not fit is a row, too. On a GPU the allocator refuses. On a CPU nothing would,
+A size that does not fit is a row, too. On a GPU the allocator refuses it. On a CPU nothing would,
 until the kernel ends some process: there, a limit is set. What tensors hold is measured against
-it, and far beyond it the rank's process is refused memory, before the machine has none.
+it, and far beyond it the rank's process is refused memory, before the machine runs out of it.
 
 The upper half runs in the parent and imports no torch; the functions that take a ``World`` run in
 the ranks.
@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +27,6 @@ from shardlab.measure.estimate import with_batch
 from shardlab.run.rankset import RankSet
 
 if TYPE_CHECKING:
-    import torch
-
     from shardlab.world import World
 
 SCHEMA = 1
@@ -36,6 +34,10 @@ KEEP_FREE = 0.1  # share of the machine's free memory that is left alone, if no 
 SLACK = 256 << 20  # bytes beside tensors that a rank may take: kernels, the profiler, Gloo, gaps
 ATTEMPT_S = 600.0  # for one size, or for looking at the machine: what takes longer has failed
 OF_WORKLOAD = ("peak", "flops_per_sample", "notes", "normalizes_batches")  # not the environment
+# What a row has only if its size fits.
+NUMBERS = (
+    "step_ms", "steps_per_s", "samples_per_s", "tokens_per_s", "flops_per_s", "mfu", "peak_bytes",
+)  # fmt: skip
 DAY_S = 86400.0
 YEAR_DAYS = 365.25
 # How a lack of memory is worded: by PyTorch's allocators, by C++, and by a rank that was killed.
@@ -65,15 +67,12 @@ class Plan:
 
     def __post_init__(self) -> None:
         # The optimizer's state exists from the second step on: before it there is no peak.
-        for name, least in (("warmup", 2), ("steps", 1), ("most", 1)):
-            if getattr(self, name) < least:
-                why = ": its state makes the peak" if name == "warmup" else ""
-                raise UsageError(
-                    f"--{name} must be at least {least}{why}, got {getattr(self, name)}"
-                )
-        for batch in self.batches:
-            if batch < 1:
-                raise UsageError(f"--batch {batch}: a batch has at least one sample")
+        limits = {"warmup": (2, ": its state makes the peak"), "steps": (1, ""), "most": (1, "")}
+        for name, (least, why) in limits.items():
+            if (value := getattr(self, name)) < least:
+                raise UsageError(f"--{name} must be at least {least}{why}, got {value}")
+        if min(self.batches) < 1:
+            raise UsageError(f"--batch {min(self.batches)}: a batch has at least one sample")
         if self.sweep and len(self.batches) != 1:
             raise UsageError("--sweep begins with one size: give --batch one number")
         if self.memory_limit is not None and self.memory_limit < 1:
@@ -89,10 +88,10 @@ class Goal:
     days: float = 90.0
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        flags = {"model-params": self.params, "tokens": self.tokens, "target-days": self.days}
+        for flag, value in flags.items():
             if not 0 < value < math.inf:
-                flag = {"params": "--model-params", "tokens": "--tokens", "days": "--target-days"}
-                raise UsageError(f"{flag[name]} must be above 0, got {value:g}")
+                raise UsageError(f"--{flag} must be above 0, got {value:g}")
 
 
 def measure(
@@ -116,28 +115,37 @@ def measure(
         def attempt(batch: int) -> bool:
             total = len(rows) + 1 if plan.sweep else len(plan.batches)  # a sweep's is unknown
             on_progress(f"batch {batch:,}", len(rows), total)
-            row, failure = _attempt(ranks, with_batch(config, batch), batch, plan, limit)
-            rows.append(row)
-            # BatchNorm takes no batch of one sample: one size that fails does not end a list.
-            is_last = plan.sweep or batch == plan.batches[-1]
-            none_fits = not any(r["status"] == "ok" for r in rows)
-            if is_last and none_fits and row["status"] == "failed" and failure is not None:
-                raise failure
-            return bool(row["status"] == "ok")
+            rows.append({"batch": batch, "status": "ok", "reason": None, "measured": None})
+            row = rows[-1]
+            if limit["bytes"] is not None:
+                ranks.renew()  # a CPU process never returns the memory it was once given
+            values = with_batch(config, batch).to_dict()
+            limits = limit["bytes"], limit["refused_beyond"]
+            try:
+                measured = ranks.run(f"{__name__}:time_batch", values, plan.warmup, *limits)[0]
+            except RankFailure as failure:
+                status = "oom" if is_out_of_memory(str(failure)) else "failed"
+                row |= {"status": status, "reason": str(failure)}
+                # BatchNorm takes no batch of one sample: one size that fails does not end a list.
+                is_last = plan.sweep or batch == plan.batches[-1]
+                if status == "failed" and is_last and all(r["status"] != "ok" for r in rows):
+                    raise
+                return False
+            if measured["oom"] is not None:
+                row |= {"status": "oom", "reason": measured["oom"]}
+                return False
+            row["measured"] = measured
+            return True
 
         stopped = None
         if plan.sweep:
-            stopped = sweep(attempt, plan.batches[0], plan.most, _clock(plan.time_limit_s))
+            end = time.monotonic() + plan.time_limit_s
+            stopped = sweep(attempt, plan.batches[0], plan.most, lambda: time.monotonic() > end)
         else:
             for batch in plan.batches:
                 attempt(batch)
     on_progress("done", len(rows), len(rows))
     return summarize(config, plan, goal, env, limit, rows, stopped, command)
-
-
-def _clock(limit_s: float) -> Callable[[], bool]:
-    end = time.monotonic() + limit_s
-    return lambda: time.monotonic() > end
 
 
 def sweep(
@@ -173,7 +181,7 @@ def limit_of(given: int | None, device: str, ranks: int) -> dict[str, Any]:
         refused = room if share is None else min(room, share)
         return {"bytes": given, "source": "given", "refused_beyond": refused}
     if share is None:
-        raise UsageError("how much memory is free here cannot be told; give --memory-limit")
+        raise UsageError("how much memory is free here is not known; give --memory-limit")
     source = f"{1 - KEEP_FREE:.0%} of free memory, per rank"
     return {"bytes": share, "source": source, "refused_beyond": share}
 
@@ -193,26 +201,6 @@ def free_bytes() -> int | None:
     except (OSError, ValueError):  # there is none, or it says "max"
         pass
     return max(0, free)
-
-
-def _attempt(
-    ranks: RankSet, config: Config, batch: int, plan: Plan, limit: Mapping[str, Any]
-) -> tuple[dict[str, Any], RankFailure | None]:
-    """One size as a row, and what failed. Wrong input is wrong at every size, and raised."""
-    row = {"batch": batch, "status": "ok", "reason": None, "measured": None}
-    if limit["bytes"] is not None:
-        ranks.renew()  # a CPU process never returns the memory it was once given
-    try:
-        measured = ranks.run(
-            f"{__name__}:time_batch",
-            config.to_dict(), plan.warmup, limit["bytes"], limit["refused_beyond"],
-        )[0]  # fmt: skip
-    except RankFailure as failure:
-        status = "oom" if is_out_of_memory(str(failure)) else "failed"
-        return row | {"status": status, "reason": str(failure)}, failure
-    if measured["oom"] is not None:
-        return row | {"status": "oom", "reason": measured["oom"]}, None
-    return row | {"measured": measured}, None
 
 
 def is_out_of_memory(message: str) -> bool:
@@ -273,13 +261,7 @@ def _row(
         "global_batch": row["batch"] * world * config.training.accumulate,
         "status": row["status"],
         "reason": row["reason"],
-        "step_ms": None,
-        "steps_per_s": None,
-        "samples_per_s": None,
-        "tokens_per_s": None,
-        "flops_per_s": None,
-        "mfu": None,
-        "peak_bytes": None,
+        **dict.fromkeys(NUMBERS),
     }
     measured = row["measured"]
     if measured is None:
@@ -346,8 +328,8 @@ def describe(world: World, values: dict[str, Any], command: str) -> dict[str, An
 def matmul_rate(world: World, compute: str, seconds: float = 0.4) -> dict[str, Any]:
     """FLOP/s of this rank's device on square matrices in the dtype of the computation.
 
-    The best of some tries, all ranks at once, with a rank's own number of threads: measured, and
-    so what MFU is a share of is what this device does, not what is printed about it.
+    The best of some tries, all ranks at once, with a rank's own number of threads: MFU is a share
+    of what this device does, not of what is printed about it.
     """
     import torch
 
@@ -356,33 +338,29 @@ def matmul_rate(world: World, compute: str, seconds: float = 0.4) -> dict[str, A
     device = world.device
     on_gpu = device.type == "cuda"
     size = (8192 if dtype.itemsize == 2 else 4096) if on_gpu else 768
+    times = 10 if on_gpu else 1
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
+
+    def now() -> float:
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
     world.gather(None)  # all at once: ranks may share the cores, as they will in the steps
-    best, end = math.inf, time.perf_counter() + seconds
-    tries = 0
-    while tries < 4 or time.perf_counter() < end:
-        best = min(best, _seconds_of(lambda: torch.mm(a, b, out=out), device, 10 if on_gpu else 1))
-        tries += 1
+    tries: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(tries) < 4 or time.perf_counter() < end:
+        start = now()
+        for _ in range(times):
+            torch.mm(a, b, out=out)
+        tries.append((now() - start) / times)
     return {
-        "flops_per_s": 2 * size**3 / best,
+        "flops_per_s": 2 * size**3 / min(tries),
         "dtype": str(dtype).removeprefix("torch."),
         "size": size,
         "threads": None if on_gpu else torch.get_num_threads(),
     }
-
-
-def _seconds_of(work: Callable[[], Any], device: torch.device, times: int) -> float:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    for _ in range(times):
-        work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) / times
 
 
 def time_batch(
@@ -393,22 +371,17 @@ def time_batch(
 
     from shardlab import config as configs
 
-    config = configs.from_dict(values)
-    result: dict[str, Any] | None = None
-    reason = ""
     try:
         with refused_beyond(refused):
-            result = _time(world, config, warmup, limit)
+            return _time(world, configs.from_dict(values), warmup, limit)
     except (RuntimeError, MemoryError) as error:  # PyTorch's own is a RuntimeError
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         if world.size > 1 or not is_out_of_memory(reason):
             raise  # the others wait for us in a collective: all ranks are replaced
-    if result is None:  # here, where no traceback holds the tensors any more
-        gc.collect()
-        if world.device.type == "cuda":
-            torch.cuda.empty_cache()
-        result = {"oom": reason}
-    return result
+    gc.collect()  # here, where no traceback holds the tensors any more
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return {"oom": reason}
 
 
 @contextmanager

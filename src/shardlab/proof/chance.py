@@ -1,8 +1,10 @@
-"""Random numbers in a forward pass: the same in the strategy's ranks and in one process.
+"""What a forward pass depends on besides parameters and data: random numbers, what it has seen.
 
 Dropout, noise that is drawn in the loss, layers that are skipped by chance: none of it has to be
-switched off. Before each micro-batch's loss the generators are seeded from the number of that
-micro-batch, wherever it is computed. Only a proof does so; in training every rank draws its own.
+switched off in a proof. Before each micro-batch's loss the generators are seeded from the number of
+that micro-batch, wherever it is computed. In training every rank draws its own numbers and sees its
+own micro-batches. Where the loss depends on either, two strategies that are both right have
+different losses, and only a proof can tell.
 """
 
 from __future__ import annotations
@@ -11,14 +13,26 @@ import pickle
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardlab import config as configs
 from shardlab import world as worlds
+from shardlab.run import assemble
 from shardlab.workloads.base import Batch, LossFn
+from shardlab.world import World
+
+RANDOM = (
+    "forward draws random numbers (dropout, noise), and ranks draw others than one process does"
+)
+STATE = (
+    "forward changes what its next loss depends on (a buffer, a cache), and a rank sees other "
+    "micro-batches than one process does"
+)
+SAME = 1e-5  # share of the loss that a GPU's order of summation may change between two calls
 
 
 class Place(NamedTuple):
@@ -37,14 +51,14 @@ class Seeded:
 
     def __init__(self, loss: LossFn, seed: int, steps: Sequence[Sequence[Sequence[Batch]]]) -> None:
         self.loss = loss
-        self.batches = [batch for shares in steps for share in shares for batch in share]
-        places = [
-            Place(s, r, m)
+        places = {
+            Place(s, r, m): batch
             for s, shares in enumerate(steps)
             for r, share in enumerate(shares)
-            for m, _ in enumerate(share)
-        ]
-        self.places = dict(zip(map(id, self.batches), places, strict=True))
+            for m, batch in enumerate(share)
+        }
+        self.batches = list(places.values())
+        self.places = {id(batch): place for place, batch in places.items()}
         self.seeds = {id(b): 1_000_003 * (seed + 1) + i for i, b in enumerate(self.batches)}
         self.current: Place | None = None  # the micro-batch whose loss was computed last
 
@@ -68,7 +82,7 @@ def nature(make_model: Callable[[], nn.Module], loss: Seeded) -> Nature:
     """Find out by running the first micro-batch that has samples, twice and with the same seed."""
     batch = next((b for b in loss.batches if b.samples), loss.batches[0])
     model = make_model()
-    outside = {n: t.detach().clone() for n, t in untrained(model)}
+    outside = {n: t.detach().clone() for n, t in untrained(model).items()}
 
     def run(model: nn.Module) -> tuple[Tensor, bool]:
         worlds.seed(loss.seeds[id(batch)])
@@ -91,16 +105,16 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=rounding, atol=0, equal_nan=True)
 
 
-def untrained(model: nn.Module) -> list[tuple[str, Tensor]]:
+def untrained(model: nn.Module) -> dict[str, Tensor]:
     """What only forward can change: buffers, and parameters that are frozen."""
-    frozen = ((n, p) for n, p in model.named_parameters() if not p.requires_grad)
-    return [*frozen, *model.named_buffers()]
+    frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+    return {**frozen, **dict(model.named_buffers())}
 
 
 @torch.no_grad()
 def put_back(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Restore those that have changed. (Most have not; an expanded buffer cannot be written to.)"""
-    for name, tensor in untrained(model):
+    for name, tensor in untrained(model).items():
         if not torch.equal(tensor, values[name]):
             tensor.copy_(values[name])
 
@@ -111,3 +125,32 @@ def generators() -> bytes:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state().numpy().tobytes())
     return pickle.dumps(states)
+
+
+def why_losses_differ(world: World, values: dict[str, Any]) -> str | None:
+    """Why the losses of two worlds cannot agree, whatever the strategy; None if they should.
+
+    The loss of one micro-batch is run twice from the same random state: does it move that state,
+    and is it the same again? A model that cannot run like this will fail when it is timed.
+    """
+    config = configs.from_dict(values)
+    training, precision = config.training, config.precision.compute
+    workload = assemble.build_workload(config)
+    parts = (config.launch.world or 1) * training.accumulate
+    rows = min(len(workload.dataset), max(2, -(-training.global_batch // parts)))
+    try:
+        model = workload.make_model()
+        model.to(world.device, torch.float64 if precision == "fp64" else torch.float32)
+        batch = workload.dataset.batch(list(range(rows))).to(world.device)
+        loss = assemble.in_precision(workload.loss, precision)
+        losses = []
+        for _ in range(2):
+            worlds.seed(training.seed)
+            before = generators()
+            losses.append(float(loss(model, batch).detach()))
+            moved = generators() != before
+    except Exception:
+        return None
+    if moved:
+        return RANDOM
+    return STATE if abs(losses[1] - losses[0]) > SAME * abs(losses[0]) else None

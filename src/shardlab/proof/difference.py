@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab.proof.reference import SCALES, Reference, largest, wide
+from shardlab.proof.reference import Reference, wide
 from shardlab.proof.subjects import sample
 
 Tensors = Mapping[str, Tensor | None]
@@ -97,30 +97,20 @@ def _place(step: int | None, kind: str, name: str) -> str:
     return f"{when}: {kind} {name}".rstrip()
 
 
-def ulps(got: Tensor | None, want: Tensor | None, unit: Tensor | None = None) -> float:
-    """The largest error in units: of last place of the reference's largest value, or as given."""
+def ulps(got: Tensor | None, want: Tensor | None, unit: Tensor) -> float:
+    """The largest error in units, of which there is one for all elements or one for each."""
     if got is None or want is None:
         return 0.0 if got is want else math.inf
     if got.shape != want.shape:
         return math.inf
     if not want.numel():
         return 0.0
-    if unit is None:
-        unit = _own_unit(want)
     error = ((wide(got) - wide(want)).abs() / unit.to(want.device)).max().item()
     return error if math.isfinite(error) else math.inf
 
 
-def _own_unit(tensor: Tensor) -> Tensor:
-    """The unit of last place of its largest value: ()."""
-    return torch.tensor(SCALES[torch.float64].unit(largest(tensor)), dtype=torch.float64)
-
-
 def compare(
-    got: Tensor | None,
-    want: Tensor | None,
-    allowed: Tensor | None = None,
-    before: Tensor | None = None,
+    got: Tensor | None, want: Tensor | None, allowed: Tensor, before: Tensor | None = None
 ) -> dict[str, Any]:
     """Two tensors that differ, side by side; ``before``: what they were a step ago."""
     if got is None or want is None:
@@ -129,8 +119,7 @@ def compare(
         return {"shapes": [list(got.shape), list(want.shape)]}
     a, b = wide(got).reshape(-1), wide(want).reshape(-1)
     old = torch.zeros_like(b) if before is None else wide(before).reshape(-1)
-    limit = SCALES[torch.float64].tolerance * _own_unit(want) if allowed is None else allowed
-    limit = limit.to(b.device).expand(want.shape).reshape(-1)
+    limit = allowed.to(b.device).expand(want.shape).reshape(-1)
     differs = ~((a - b).abs() <= limit)
     where = differs.nonzero().reshape(-1)
 

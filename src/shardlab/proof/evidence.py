@@ -13,12 +13,13 @@ import itertools
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -33,10 +34,11 @@ from shardlab.proof import reference as plain
 from shardlab.proof.difference import Trail
 from shardlab.proof.reference import Reference
 from shardlab.proof.subjects import Subject
-from shardlab.proof.watch import Message, Running
+from shardlab.proof.watch import Message
 from shardlab.run import assemble
 from shardlab.run.rankset import on_its_ranks
 from shardlab.strategies.base import Strategy
+from shardlab.trace.intervals import union
 from shardlab.workloads.base import Batch
 from shardlab.world import World
 
@@ -74,12 +76,8 @@ def examine(world: World, config: Config) -> dict[str, Any]:
         pulse.PULSE.enter(pulse.PROOF)
         on_users = _examine_users(users, _in_dtype(config, users), world, claim, alive)
         on_stack = _examine_stack(stack, config, world, claim)
-    return {
-        "ranks": world.size,
-        **{key: value for key, value in on_users.items() if key != "model"},
-        **{key: value for key, value in on_stack.items() if key != "model"},
-        "models": [on_stack["model"], on_users["model"]],
-    }
+    models = [on_stack.pop("model"), on_users.pop("model")]
+    return {"ranks": world.size, **on_users, **on_stack, "models": models}
 
 
 def _examine_users(
@@ -167,11 +165,9 @@ def claim_of(config: Config) -> claims.Claim | None:
     name: str | None = config.strategy.name
     if name not in claims.CLAIMS:
         name = assemble.resolve_strategy(config).claim
-        if name is None:
-            return None
-    if name not in claims.CLAIMS:
+    if name is not None and name not in claims.CLAIMS:
         raise unknown("claim", name, claims.CLAIMS)
-    return claims.CLAIMS[name]
+    return None if name is None else claims.CLAIMS[name]
 
 
 def _prepare(which: str, world: World, config: Config) -> Prepared:
@@ -190,26 +186,22 @@ def _prepare(which: str, world: World, config: Config) -> Prepared:
 
 def _prepare_users(config: Config, world: World) -> Prepared:
     """In float64, or in float32 if the plain model cannot be run in float64 here."""
-    try:
-        return _run_plain(subjects.users(config, world.size, world.device), config, world)
-    except UsageError:
-        raise
-    except Exception as error:
-        why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    single = subjects.users(config, world.size, world.device, torch.float32)
-    single.why_dtype = f"it does not run in float64 ({why})"
-    try:
-        return _run_plain(single, config, world)
-    except UsageError:
-        raise
-    except Exception:
-        name = single.workload.name
-        raise UsageError(f"one process by itself fails on {name}: {why}") from None
+    why = None
+    for dtype in (torch.float64, torch.float32):
+        subject = subjects.users(config, world.size, world.device, dtype)
+        subject.why_dtype = why and f"it does not run in float64 ({why})"
+        try:
+            return _run_plain(subject, config, world)
+        except UsageError:
+            raise
+        except Exception as error:
+            why = why or f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    raise UsageError(f"one process by itself fails on {subject.workload.name}: {why}")
 
 
 def _run_plain(subject: Subject, config: Config, world: World) -> Prepared:
     """What a plain process does, and what its model keeps."""
-    build = partial(plain.build, subject, world.device)
+    build = partial(plain.build, subject)
     assert isinstance(subject.workload.loss, chance.Seeded)
     nature = chance.nature(build, subject.workload.loss)
     if not nature.repeats:
@@ -228,7 +220,7 @@ def _run_plain(subject: Subject, config: Config, world: World) -> Prepared:
         held = alive.weigh(model)
         held.params -= sum(p.numel() * p.element_size() for p in model.parameters())
         del model
-    return Prepared(subject, plain.refer(subject, config, world.device), held)
+    return Prepared(subject, plain.refer(subject, config), held)
 
 
 def _in_dtype(config: Config, prepared: Prepared) -> Config:
@@ -237,16 +229,14 @@ def _in_dtype(config: Config, prepared: Prepared) -> Config:
     return config.with_overrides({"precision.compute": compute})
 
 
-@contextmanager
-def _eager_chance(config: Config) -> Iterator[None]:
+def _eager_chance(config: Config) -> AbstractContextManager[Any]:
     """A compiled model draws the random numbers that an uncompiled one does."""
     if config.training.compile == "none":
-        yield
-        return
+        return nullcontext()
     from torch._inductor import config as inductor
 
-    with inductor.patch(fallback_random=True):
-        yield
+    patch: AbstractContextManager[Any] = inductor.patch(fallback_random=True)
+    return patch
 
 
 def _with_small_buckets(config: Config, size: int) -> Config:
@@ -254,7 +244,7 @@ def _with_small_buckets(config: Config, size: int) -> Config:
     it would fit into one, and nothing could be seen of when they are sent and freed."""
     known = inspect.signature(assemble.resolve_strategy(config)).parameters
     wanted = 0.5 * size / subjects.Stack.BLOCKS / 2**20
-    options = {name: wanted for name in ("bucket_mb", "first_bucket_mb") if name in known}
+    options = dict.fromkeys({"bucket_mb", "first_bucket_mb"} & known.keys(), wanted)
     return config.with_overrides({"strategy.options": {**options, **config.strategy.options}})
 
 
@@ -283,12 +273,9 @@ def _build(
 
 def _take_values(model: nn.Module, other: nn.Module) -> None:
     """Parameters and buffers of another model; what it keeps outside of them stays."""
-    for mine, others in (
-        (model.named_parameters(), dict(other.named_parameters())),
-        (model.named_buffers(), dict(other.named_buffers())),
-    ):
-        for name, tensor in mine:
-            tensor.data = others[name].data
+    theirs = plain.named_tensors(other)
+    for name, tensor in plain.named_tensors(model).items():
+        tensor.data = theirs[name].data
 
 
 def _run(
@@ -338,9 +325,7 @@ def _model(
     prepared: Prepared, trail: Trail, again: Trail, config: Config, world: World
 ) -> dict[str, Any]:
     subject, reference = prepared.subject, prepared.reference
-    first = trail.first
-    if first is None and again.first is not None:
-        first = {**again.first, "unwatched": True}
+    first = trail.first or (again.first and {**again.first, "unwatched": True})
     # Every rank takes part in the run that looks for the module, also one where all is well.
     found = world.gather(None if first is None else (first["step"], "unwatched" in first))
     where = [f for f in found if f is not None and f[0] is not None]
@@ -382,7 +367,7 @@ def _locate(
     if config.training.compile != "none":  # a compiled module's parts cannot be looked into
         return None
     mine, theirs = locate.Probe(loss, world.rank), locate.Probe(loss, world.rank)
-    plain.run(subject, config, world.device, steps=step + 1, attach=theirs.attach)
+    plain.run(subject, config, steps=step + 1, attach=theirs.attach)
     strategy, _ = _build(subject, config, world, mine)
     _run(strategy, subject, world.rank, Trail(None), steps=step + 1, looks=not unwatched)
     return locate.first_difference(mine, theirs, subject.dtype)
@@ -494,21 +479,15 @@ def _overlap(
         return {"source": source, "messages": len(gradients), "share": None, "exposed_ms": None}
     begin, end = sent.backward_ns
     early = [m for m in gradients if m.launched_ns < end]
-    late = [r for r in sent.running if r.op in GRADIENT_OPS and r.bytes >= small and r.end_ns > end]
+    running = [r for r in sent.running if r.op in GRADIENT_OPS and r.bytes >= small]
+    exposed = union(
+        np.array([max(r.begin_ns, end) for r in running]), np.array([r.end_ns for r in running])
+    )
     return {
         "source": source,
         "messages": len(gradients),
         "share": sum(m.bytes for m in early) / total if total else None,
         "first_launch": (early[0].launched_ns - begin) / (end - begin) if early else None,
-        "exposed_ms": _union_ns(late, end) / 1e6 if sent.running else None,
+        "exposed_ms": exposed.length / 1e6 if sent.running else None,
         "backward_ms": (end - begin) / 1e6,
     }
-
-
-def _union_ns(running: Sequence[Running], after_ns: int) -> int:
-    """How long at least one of them was running, from a moment on."""
-    total, until = 0, after_ns
-    for collective in sorted(running, key=lambda r: r.begin_ns):
-        total += max(0, collective.end_ns - max(until, collective.begin_ns))
-        until = max(until, collective.end_ns)
-    return total

@@ -7,6 +7,7 @@ Right is once each. Every classic mistake has a pattern of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from shardlab import numbers
@@ -16,11 +17,8 @@ Mixture = Sequence[Sequence[float | None]]  # [rank][micro-batch]; None: it had 
 
 def first_difference(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The earliest difference on any rank, with the ranks that have one."""
-    for number in range(len(ranks[0]["models"])):
-        found = _difference(ranks, number)
-        if found is not None:
-            return found
-    return None
+    found = (_difference(ranks, number) for number in range(len(ranks[0]["models"])))
+    return next((first for first in found if first is not None), None)
 
 
 def _difference(ranks: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any] | None:
@@ -29,7 +27,8 @@ def _difference(ranks: Sequence[Mapping[str, Any]], number: int) -> dict[str, An
     found = [(m["first"], rank) for rank, m in enumerate(models) if m["first"] is not None]
     if not found:
         return None
-    first, rank = min(found, key=lambda f: (_number(f[0]["step"]), f[1]))
+    # A step of None is before the first.
+    first, rank = min(found, key=lambda f: (-1 if f[0]["step"] is None else f[0]["step"], f[1]))
     step = first["step"]
     located = [{**at, "rank": r} for other, r in found if (at := other.get("located")) is not None]
     earliest = min(
@@ -37,10 +36,12 @@ def _difference(ranks: Sequence[Mapping[str, Any]], number: int) -> dict[str, An
         key=lambda at: (at["step"], at["micro"], at["direction"] != "forward", at["rank"]),
         default=None,
     )
+    # A loss belongs to no module.
+    owner = first["tensor"].rpartition(".")[0] if first["tensor"] else None
     return {
         **first,
         "located": earliest,
-        "module": module_of(first) if earliest is None else earliest["module"],
+        "module": owner if earliest is None else earliest["module"],
         "model": models[0]["label"],
         "rank": rank,
         "ranks": [r for other, r in found if other["step"] == step],
@@ -49,26 +50,16 @@ def _difference(ranks: Sequence[Mapping[str, Any]], number: int) -> dict[str, An
     }
 
 
-def module_of(first: Mapping[str, Any]) -> str | None:
-    """The module that a parameter, a gradient or a buffer belongs to; None for a loss."""
-    return first["tensor"].rpartition(".")[0] if first["tensor"] else None
-
-
-def _number(step: int | None) -> int:
-    return -1 if step is None else step  # None: before the first
-
-
 def also_in(ranks: Sequence[Mapping[str, Any]], first: Mapping[str, Any]) -> str:
-    """Where the other model differs, if it does: the user wants to hear of her own."""
-    last = len(ranks[0]["models"]) - 1
-    other = _difference(ranks, last)
+    """Where the user's own model differs, if the first difference is in the other."""
+    other = _difference(ranks, -1)
     if other is None or other["model"] == first["model"] or other["step"] is None:
         return ""
     return f"in {other['model']} first {other['kind']} '{other['tensor']}'{_located(other)}"
 
 
 def explain(first: Mapping[str, Any]) -> str:
-    """In a line: what differs first, where, and the cause if the numbers show it."""
+    """One line: what differs first, where, and the cause if the numbers show it."""
     name, kind, step = first["tensor"], first["kind"], first["step"]
     if step is None:
         if 0 not in first["ranks"]:
@@ -77,11 +68,7 @@ def explain(first: Mapping[str, Any]) -> str:
                 "nothing was broadcast"
             )
         return f"before the first step '{name}' is not what rank 0 was given, {_cause(first)}"
-    where = (
-        f"step {step} of {first['model']}, {kind} '{name}'"
-        if name
-        else f"step {step} of {first['model']}, {kind}"
-    )
+    where = f"step {step} of {first['model']}, {kind}" + (f" '{name}'" if name else "")
     unseen = "if nobody looks in between, " if first.get("unwatched") else ""
     return f"{unseen}{where}: {_cause(first)}{_located(first)}"
 
@@ -122,10 +109,8 @@ def _cause(first: Mapping[str, Any]) -> str:
     if not first["finite"]:
         return "it is not finite"
     if first["kind"] == "gradient" and first.get("mixture"):
-        counts = first["counts"]
-        micro = len(counts[0])
-        flat = first["mixture"]
-        mixture = [flat[r * micro : (r + 1) * micro] for r in range(len(counts))]
+        counts, flat = first["counts"], iter(first["mixture"])
+        mixture = [list(islice(flat, len(row))) for row in counts]
         return mixed(mixture, counts, first["rank"])
     return _by_elements(first)
 

@@ -11,32 +11,11 @@ from shardlab.proof import explain
 Evidence = Mapping[str, Any]  # of one rank, as proof.evidence returns it
 Check = dict[str, Any]  # {"pass", "claimed", "measured", "message"}
 
-CHECKS = ("equal", "state", "bytes", "overlap", "reproducible")
 # What padding may add to a claim in bytes. Half or twice as much would be another strategy.
 STATE_TOLERANCE = 0.01
 SENT_TOLERANCE = 0.02
 UNMEASURED = "not measured: it did not get through"
 MIXED = 2.0**-28  # more rounding than this, as a part of a gradient, is not float64's
-
-
-def judge(ranks: Sequence[Evidence]) -> dict[str, Check]:
-    """The five checks of one strategy in one world."""
-    return {
-        "equal": equal(ranks),
-        "state": state(ranks),
-        "bytes": sent(ranks),
-        "overlap": overlap(ranks),
-        "reproducible": reproducible(ranks),
-    }
-
-
-def failed(reason: str) -> dict[str, Check]:
-    """The checks of a strategy that did not get through: the reason stands in the first."""
-    first, *others = CHECKS
-    return {
-        first: _check(False, None, None, reason),
-        **{name: _check(False, None, None, UNMEASURED) for name in others},
-    }
 
 
 def reasons(checks: Mapping[str, Check]) -> dict[str, str]:
@@ -107,11 +86,10 @@ def state(ranks: Sequence[Evidence]) -> Check:
     fullest = {kind: max(held[kind] for held in own) for kind in kinds}
     outside = max(e["outside"]["params"] + e["outside"]["rest"] for e in ranks)
     stack = {kind: max(e["stack"][kind] for e in ranks) for kind in ("resident", "peak")}
-    is_replica = ranks[0]["replica"] is not None
     measured = {
         **fullest,
         "stack": stack,
-        "replicated": is_replica,
+        "replicated": ranks[0]["replica"] is not None,
         "outside": outside,
         "ranks": own,
     }
@@ -148,12 +126,10 @@ def _resident(evidence: Evidence) -> float:
 def _ranks_disagree(ranks: Sequence[Evidence]) -> str | None:
     for models in zip(*(e["models"] for e in ranks), strict=True):
         for place, digest in models[0]["digests"].items():
-            other = next(
-                (r for r, m in enumerate(models) if m["digests"].get(place) != digest), None
-            )
-            if other is not None:
-                where = f"{models[0]['label']}, {place}"
-                return f"ranks 0 and {other} do not have the same: {where}"
+            for rank, model in enumerate(models):
+                if model["digests"].get(place) != digest:
+                    where = f"{model['label']}, {place}"
+                    return f"ranks 0 and {rank} do not have the same: {where}"
     if len({e["replica"] for e in ranks}) > 1:
         return "the replicas that the ranks compute with are not bitwise equal"
     return None
@@ -164,31 +140,27 @@ def _misheld(
 ) -> Iterator[str]:
     claimed, full = ranks[0]["claimed"], ranks[0]["full"]
     slack = _slack(full)
-    if not _at_most(fullest["kept"], claimed["kept"], STATE_TOLERANCE, slack):
+    if not _at_most(fullest["kept"], claimed["kept"], slack):
         yield (
             f"between steps {numbers.size(fullest['kept'])} are held beside parameters and "
             f"optimizer state, not {numbers.size(claimed['kept'])}: gradients that are not freed?"
         )
-    names = {
-        "params": "the parameters",
-        "optimizer": "the optimizer state",
-        "gradients": "the gradients",
-    }
-    for kind, name in names.items():
+    # Gradients may be gone already, and what got no gradient has no optimizer state yet.
+    for kind, name, least in (
+        ("params", "the parameters", claimed["params"]),
+        ("optimizer", "the optimizer state", ranks[0]["claimed_of_used"]["least_optimizer"]),
+        ("gradients", "the gradients", 0.0),
+    ):
         held, wanted = fullest[kind], claimed[kind]
-        # Nobody minds that gradients are gone; nor that what got none has no optimizer state yet.
-        least = {"gradients": 0.0, "optimizer": ranks[0]["claimed_of_used"]["least_optimizer"]}
-        low = least.get(kind, wanted)
-        if low - STATE_TOLERANCE * low - slack <= held and _at_most(
-            held, wanted, STATE_TOLERANCE, slack
-        ):
+        enough = held >= (1 - STATE_TOLERANCE) * least - slack
+        if enough and _at_most(held, wanted, slack):
             continue
         if wanted < full[kind] and _near(held, full[kind], STATE_TOLERANCE, slack):
             verb = "are" if name.endswith("s") else "is"
             yield f"{name} on each rank {verb} full size, {numbers.size(held)}: nothing is sharded"
         yield f"{name} on the fullest rank: {numbers.size(held)}, not {numbers.size(wanted)}"
     resident = _resident(ranks[0])
-    if not _at_most(stack["resident"], resident, STATE_TOLERANCE, _slack(ranks[0]["stack"])):
+    if not _at_most(stack["resident"], resident, _slack(ranks[0]["stack"])):
         yield (
             f"on the stack {numbers.size(stack['resident'])} are held between steps, not "
             f"{numbers.size(resident)}"
@@ -215,11 +187,11 @@ def _slack(full: Mapping[str, float]) -> float:
     return 512 + 64 * full["tensors"]
 
 
-def _at_most(value: float, wanted: float, share: float, slack: float) -> bool:
-    return value <= (1 + share) * wanted + slack
+def _at_most(value: float, wanted: float, slack: float) -> bool:
+    return value <= (1 + STATE_TOLERANCE) * wanted + slack
 
 
-def _near(value: float, wanted: float, share: float, slack: float) -> bool:
+def _near(value: float, wanted: float, share: float, slack: float = 0.0) -> bool:
     return abs(value - wanted) <= share * wanted + slack
 
 
@@ -230,19 +202,19 @@ def sent(ranks: Sequence[Evidence]) -> Check:
     first = ranks[0]
     claimed = None if first["claimed"] is None else first["claimed"]["moved"]
     measured = {"source": first["source"], **first["sent"]}
-    for rank, evidence in enumerate(ranks[1:], start=1):
+    for rank, evidence in enumerate(ranks):
         if evidence["sent"] != first["sent"]:
             message = f"ranks 0 and {rank} do not send the same collectives"
             return _check(False, claimed, measured, message)
-    if claimed is not None:
-        problem = next(_missent(first), None)
-        if problem is not None:
-            return _check(False, claimed, measured, problem)
-    large = {op: s for op, s in first["sent"].items() if s["messages"]}
-    parts = []
-    for op, s in large.items():
-        size = numbers.size(s["bytes"] + s["small_bytes"])
-        parts.append(f"{op} {size} in {numbers.count(s['messages'], 'message')}")
+    problem = None if claimed is None else next(_missent(first), None)
+    if problem is not None:
+        return _check(False, claimed, measured, problem)
+    parts = [
+        f"{op} {numbers.size(s['bytes'] + s['small_bytes'])} in "
+        f"{numbers.count(s['messages'], 'message')}"
+        for op, s in first["sent"].items()
+        if s["messages"]
+    ]
     per_step = f"{', '.join(parts) or 'nothing'} sent by each rank in a step"
     return _check(True, claimed, measured, per_step)
 
@@ -277,9 +249,9 @@ def _how_missent(op: str, found: float, wanted: float, evidence: Evidence) -> st
     if not wanted:
         return f"{numbers.size(found)} of {op} were sent, of which nothing is claimed"
     text = f"{op} sent {numbers.size(found)} per rank and step, {found / wanted:.2f}x the claim"
-    if micro > 1 and _near(found / wanted, micro, SENT_TOLERANCE, 0):
+    if micro > 1 and _near(found / wanted, micro, SENT_TOLERANCE):
         return f"{text}: it communicates in each of the {micro} micro-batches, not once"
-    if micro > 1 and _near(found / wanted, 1 / micro, SENT_TOLERANCE, 0):
+    if micro > 1 and _near(found / wanted, 1 / micro, SENT_TOLERANCE):
         return f"{text}: it communicates once, not in each of the {micro} micro-batches"
     return text
 
@@ -289,9 +261,8 @@ def _how_missent(op: str, found: float, wanted: float, evidence: Evidence) -> st
 
 def overlap(ranks: Sequence[Evidence]) -> Check:
     claimed = None if ranks[0]["claimed"] is None else ranks[0]["claimed"]["overlap"]
-    least = min(ranks, key=lambda e: e["overlap"]["share"] or 0.0)["overlap"]
-    most = max(ranks, key=lambda e: e["overlap"]["share"] or 0.0)["overlap"]
-    measured = most if claimed == "none" else least
+    worst = max if claimed == "none" else min
+    measured = worst((e["overlap"] for e in ranks), key=lambda found: found["share"] or 0.0)
     share = measured["share"]
     if share is None:
         text = "backward was not seen" if measured["messages"] else "no gradients were sent"
@@ -326,6 +297,31 @@ def reproducible(ranks: Sequence[Evidence]) -> Check:
         )
         return _check(False, True, {**measured, "first": f"{label}, {place}"}, message)
     return _check(True, True, measured, f"two runs agree in every bit of {count} tensors")
+
+
+# ------------------------------------------------------------------ all five
+
+CHECKS = {
+    "equal": equal,
+    "state": state,
+    "bytes": sent,
+    "overlap": overlap,
+    "reproducible": reproducible,
+}
+
+
+def judge(ranks: Sequence[Evidence]) -> dict[str, Check]:
+    """The five checks of one strategy in one world."""
+    return {name: check(ranks) for name, check in CHECKS.items()}
+
+
+def failed(reason: str) -> dict[str, Check]:
+    """The checks of a strategy that did not get through: the reason stands in the first."""
+    messages = [reason] + [UNMEASURED] * (len(CHECKS) - 1)
+    return {
+        name: _check(False, None, None, message)
+        for name, message in zip(CHECKS, messages, strict=True)
+    }
 
 
 def passes(checks: Mapping[str, Check]) -> bool:

@@ -102,11 +102,8 @@ class Probe:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(value) if isinstance(t, Tensor) and _has_values(t)]
-
-
-def _has_values(tensor: Tensor) -> bool:
-    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() > 0
+    tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.numel()]
+    return [t for t in tensors if t.is_floating_point() or t.is_complex()]
 
 
 def first_difference(mine: Probe, theirs: Probe, dtype: torch.dtype) -> dict[str, Any] | None:
@@ -123,15 +120,15 @@ def first_difference(mine: Probe, theirs: Probe, dtype: torch.dtype) -> dict[str
     for event, want in theirs.events.items():
         if event not in mine.events:
             continue
-        got = mine.events[event]
-        if got.shape == want.shape and event.direction == "backward":
-            if event.place not in factors:
-                factors[event.place] = ratio_of(got, want, rounding) or 1.0
-            want = factors[event.place] * want
-        floor = 1e-9 * tops[event.direction]
-        if got.shape == want.shape and _close(got, want, rounding, floor):
-            continue
-        ratio = ratio_of(got, want, rounding) if got.shape == want.shape else None
+        got, is_backward, ratio = mine.events[event], event.direction == "backward", None
+        if got.shape == want.shape:
+            if is_backward:
+                if event.place not in factors:
+                    factors[event.place] = ratio_of(got, want, rounding) or 1.0
+                want = factors[event.place] * want
+            if _close(got, want, rounding, floor=1e-9 * tops[event.direction]):
+                continue
+            ratio = ratio_of(got, want, rounding)
         return {
             "direction": event.direction,
             "of": event.of,
@@ -140,16 +137,15 @@ def first_difference(mine: Probe, theirs: Probe, dtype: torch.dtype) -> dict[str
             "micro": event.place.micro,
             "call": event.call,
             "ratio": ratio,
-            **(_of_users(theirs.users.get(event, [])) if event.direction == "backward" else {}),
+            **(_of_users(theirs.users.get(event, [])) if is_backward else {}),
         }
     return None
 
 
 def _of_users(users: list[str]) -> dict[str, Any]:
-    """A gradient comes from whoever used the tensor: the innermost modules among them, if any."""
-    names = list(dict.fromkeys(users))
-    inner = [n for n in names if not any(o != n and o.startswith(f"{n}.") for o in names)]
-    inner = [n for n in inner if n]
+    """A gradient comes from the modules that used the tensor: the innermost of them, if any."""
+    names = [name for name in dict.fromkeys(users) if name]
+    inner = [n for n in names if not any(o.startswith(f"{n}.") for o in names)]
     return {"of": "input", "module": inner[0], "modules": inner} if inner else {}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from shardlab.config import Config
@@ -17,24 +17,12 @@ from shardlab.errors import RankFailure, UsageError
 from shardlab.proof import TIMEOUT_S, judge
 from shardlab.run.launch import DEFAULT_WORLD
 from shardlab.run.rankset import RankSet
-from shardlab.specs import BASELINE, parse_spec
+from shardlab.specs import BASELINE, parse_spec, whole_numbers
 
 SCHEMA = 1
 # The size that is proved on, unless another is asked for.
 SMALLEST = {"gpt2": "tiny", "resnet_cifar10": "tiny", "causal_lm": "tiny"}
 LIMIT_S = 600.0  # for each strategy, unless another limit is given
-
-
-@dataclass(frozen=True)
-class Case:
-    """One verdict: a strategy in a world."""
-
-    config: Config
-    world: int
-
-    @property
-    def label(self) -> str:
-        return self.config.strategy.label
 
 
 def small(
@@ -71,45 +59,32 @@ def small(
 
 
 def worlds_of(text: str | None, config: Config) -> list[int]:
-    """``2,4`` as numbers."""
-    if text is None:
-        return [config.launch.world or DEFAULT_WORLD]
-    try:
-        worlds = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--world {text}: not numbers of ranks, as in 2 or 2,4") from None
-    if min(worlds) < 1:
-        raise UsageError(f"--world must be at least 1, got {min(worlds)}")
-    return list(dict.fromkeys(worlds))
+    """``2,4`` as numbers; without a text, the config's."""
+    return list(whole_numbers("--world", text)) or [config.launch.world or DEFAULT_WORLD]
 
 
-def cases_of(config: Config, specs: Sequence[str], worlds: Sequence[int]) -> list[Case]:
-    """A case for each strategy and world; ``single`` is one process in any."""
+def cases_of(config: Config, specs: Sequence[str], worlds: Sequence[int]) -> list[Config]:
+    """A config for each strategy and world; ``single`` is one process in any."""
     if config.precision.compute == "bf16":
         raise UsageError("a proof is made in float64: leave precision.compute out")
-    cases = []
-    for world in worlds:
-        for spec in specs:
-            name, options = parse_spec(spec)
-            refuse_rounding(options)
-            size = 1 if name == BASELINE else world
-            case = Case(
-                config.with_overrides(
-                    {
-                        "strategy.name": name,
-                        "strategy.options": options,
-                        "launch.world": size,
-                        "precision.compute": "fp64",
-                        "output.dir": None,
-                    }
-                ),
-                size,
-            )
-            if name != BASELINE or world == worlds[0]:
-                cases.append(case)
-    for case in cases:
-        if cases.count(case) > 1:
-            raise UsageError(f"strategy {case.label} is named twice")
+    cases: list[Config] = []
+    for world, spec in product(worlds, specs):
+        name, options = parse_spec(spec)
+        refuse_rounding(options)
+        if name == BASELINE and world != worlds[0]:
+            continue
+        case = config.with_overrides(
+            {
+                "strategy.name": name,
+                "strategy.options": options,
+                "launch.world": 1 if name == BASELINE else world,
+                "precision.compute": "fp64",
+                "output.dir": None,
+            }
+        )
+        if case in cases:
+            raise UsageError(f"strategy {case.strategy.label} is named twice")
+        cases.append(case)
     return cases
 
 
@@ -123,23 +98,24 @@ def refuse_rounding(options: Mapping[str, Any]) -> None:
             )
 
 
-def cases_in(size: int, cases: Sequence[Case], worlds: Sequence[int]) -> list[Case]:
+def cases_in(size: int, cases: Sequence[Config], worlds: Sequence[int]) -> list[Config]:
     """The cases of one world size. ``single`` takes one of the first ranks that are started."""
-    return [c for c in cases if c.world == size or (c.world not in worlds and size == worlds[0])]
+    sizes = [size, 1] if size == worlds[0] and 1 not in worlds else [size]
+    return [case for case in cases if case.launch.world in sizes]
 
 
 def prove(
-    cases: Sequence[Case],
+    cases: Sequence[Config],
     worlds: Sequence[int],
     command: str,
     on_progress: Callable[[str, int, int], None] = lambda _what, _done, _total: None,
     limit_s: float = LIMIT_S,
 ) -> dict[str, Any]:
-    """The content of ``prove.json``. A strategy that crashes fails; the others go on."""
+    """The content of ``prove.json``. A strategy that crashes has failed; the others are proved."""
     verdicts: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
     env: dict[str, Any] | None = None
-    launch = cases[0].config.launch
+    launch = cases[0].launch
     launch = dataclasses.replace(launch, timeout_s=min(launch.timeout_s, TIMEOUT_S))
     done = 0
     for size in worlds:
@@ -149,40 +125,37 @@ def prove(
             # What is wrong with any case is wrong input, and refused before anything is measured.
             # So is what is wrong with the model, for which no strategy is to blame.
             for case in mine:
-                run("shardlab.proof.subjects:check", case.config.to_dict())
-                run("shardlab.run.preflight:check", case.config.to_dict())
+                run("shardlab.proof.subjects:check", case.to_dict())
+                run("shardlab.run.preflight:check", case.to_dict())
             if env is None:
-                env = run("shardlab.run.preflight:describe", mine[0].config.to_dict(), command)[0]
+                env = run("shardlab.run.preflight:describe", mine[0].to_dict(), command)[0]
             on_progress(f"one process · world {size}", done, len(cases))
-            largest = max(mine, key=lambda case: case.world)
-            run("shardlab.proof.evidence:prepare", largest.config.to_dict())
+            largest = max(mine, key=lambda case: case.launch.world or 1)
+            run("shardlab.proof.evidence:prepare", largest.to_dict())
             for case in mine:
-                on_progress(f"{case.label} · world {case.world}", done, len(cases))
+                about = {
+                    "strategy": case.strategy.name,
+                    "options": dict(case.strategy.options),
+                    "label": case.strategy.label,
+                    "world": case.launch.world,
+                }
+                on_progress(f"{about['label']} · world {about['world']}", done, len(cases))
                 done += 1
                 try:
-                    evidence = run("shardlab.proof.evidence:examine", case.config.to_dict())
+                    evidence = run("shardlab.proof.evidence:examine", case.to_dict())
                     checks = judge.judge([e for e in evidence if e is not None])
                 except RankFailure as failure:
                     checks = judge.failed(f"it did not get through: {failure}")
                 except UsageError as refusal:
-                    skipped.append({**_of(case), "reason": str(refusal)})
+                    skipped.append({**about, "reason": str(refusal)})
                     continue
-                verdicts.append({**_of(case), "pass": judge.passes(checks), "checks": checks})
+                verdicts.append({**about, "pass": judge.passes(checks), "checks": checks})
     on_progress("done", done, len(cases))
     return {
         "schema": SCHEMA,
         "command": command,
         "env": env,
-        "config": cases[0].config.to_dict(),
+        "config": cases[0].to_dict(),
         "verdicts": verdicts,
         "skipped": skipped,
-    }
-
-
-def _of(case: Case) -> dict[str, Any]:
-    return {
-        "strategy": case.config.strategy.name,
-        "options": dict(case.config.strategy.options),
-        "label": case.label,
-        "world": case.world,
     }

@@ -94,7 +94,7 @@ class Reference:
         return {n for part in self.parts[0] for n in names if n not in part}
 
 
-def refer(subject: Subject, config: Config, device: torch.device) -> Reference:
+def refer(subject: Subject, config: Config) -> Reference:
     """One process, with the units that a strategy's errors are to be measured in."""
     calls: Counter[str] = Counter()  # of each block
 
@@ -103,18 +103,18 @@ def refer(subject: Subject, config: Config, device: torch.device) -> Reference:
             block = model.get_submodule(name)
             block.register_forward_pre_hook(lambda _m, _i, name=name: calls.update([name]))
 
-    reference = run(subject, config, device, attach=count)
+    reference = run(subject, config, attach=count)
     micro_batches = sum(len(share) for shares in subject.steps for share in shares)
     reference.runs_again = max(calls.values(), default=0) > micro_batches
-    twin = run(subject, config, device, scale=TWIN, backwards=True)
-    measure(reference, twin, subject, config, device)
+    twin = run(subject, config, scale=TWIN, backwards=True)
+    measure(reference, twin, subject, config)
     return reference
 
 
-def build(subject: Subject, device: torch.device) -> nn.Module:
+def build(subject: Subject) -> nn.Module:
     """The subject's model as every run of it begins."""
     worlds.seed(subject.seed)
-    return cast_model(subject.workload.make_model(), device, subject.dtype)
+    return cast_model(subject.workload.make_model(), subject.device, subject.dtype)
 
 
 class Update:
@@ -129,7 +129,10 @@ class Update:
         self.factor = assemble.make_schedule(self.training, subject.workload)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
 
-    def __call__(self, step: int) -> None:
+    def __call__(self, step: int, gradients: Gradients) -> None:
+        for name, p in self.trained.items():
+            gradient = gradients[name]
+            p.grad = None if gradient is None else gradient.clone()  # clipping is in place
         training = self.training
         if training.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.trained.values(), training.clip_norm)
@@ -144,7 +147,6 @@ class Update:
 def run(
     subject: Subject,
     config: Config,
-    device: torch.device,
     scale: float = 1.0,
     backwards: bool = False,
     steps: int | None = None,
@@ -157,24 +159,26 @@ def run(
     """
     # A model that remembers what it has seen has seen, on a rank, that rank's samples alone.
     ranks = len(subject.steps[0])
-    model = build(subject, device)
-    models = [build(subject, device) if subject.remembers and r else model for r in range(ranks)]
+    model = build(subject)
+    models = [build(subject) if subject.remembers and r else model for r in range(ranks)]
     for each in dict.fromkeys(models):
         attach(each)
     update = Update(model, subject, config)
     trained = update.trained
-    result = Reference(tensors_of(model), SCALES[subject.dtype])
+    result = Reference(copies_of(named_tensors(model)), SCALES[subject.dtype])
     order: list[str] = []  # in which backward makes the gradients
     for name, p in trained.items():
         p.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
     for step, shares in enumerate(subject.steps[:steps]):
         count = max(1, sum(batch.count for share in shares for batch in share))
-        start = after = {n: t.detach().clone() for n, t in untrained(model)}
+        start = after = copies_of(untrained(model))
         losses, parts = [], []
         for rank, share in enumerate(shares):
             own = models[rank]
             if own is not model:
-                _copy_parameters(model, own)
+                with torch.no_grad():
+                    for theirs, p in zip(own.parameters(), model.parameters(), strict=True):
+                        theirs.copy_(p)
             put_back(own, start)
             for batch in share:
                 loss = subject.workload.loss(own, batch)
@@ -182,7 +186,7 @@ def run(
                 losses.append(loss.detach().double())
                 parts.append(_take_gradients(own, scale))
             if rank == 0:
-                after = {n: t.detach().clone() for n, t in untrained(own)}
+                after = copies_of(untrained(own))
         put_back(model, after)
         if backwards:
             losses.reverse()
@@ -192,18 +196,9 @@ def run(
         _refuse_nonfinite(subject.workload.name, step, result.losses[-1], gradients)
         result.gradients.append(gradients)
         result.parts.append([{n: sample(g) for n, g in part.items()} for part in parts])
-        for name, p in trained.items():
-            gradient = gradients[name]
-            p.grad = None if gradient is None else gradient.clone()  # clipping is in place
-        update(step)
-        result.tensors.append(tensors_of(model))
+        update(step, gradients)
+        result.tensors.append(copies_of(named_tensors(model)))
     return result
-
-
-@torch.no_grad()
-def _copy_parameters(model: nn.Module, to: nn.Module) -> None:
-    for p, q in zip(model.parameters(), to.parameters(), strict=True):
-        q.copy_(p)
 
 
 def _take_gradients(model: nn.Module, scale: float) -> dict[str, Tensor]:
@@ -234,16 +229,19 @@ def _refuse_nonfinite(model: str, step: int, loss: Tensor, gradients: Gradients)
         )
 
 
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    return {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Its parameters and buffers."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def copies_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 # ------------------------------------------------------------------ what is rounding
 
 
-def measure(
-    reference: Reference, twin: Reference, subject: Subject, config: Config, device: torch.device
-) -> None:
+def measure(reference: Reference, twin: Reference, subject: Subject, config: Config) -> None:
     """The units of every tensor, from what the twin found.
 
     A parameter's error comes from a gradient's, through the update: Adam divides by the gradient's
@@ -275,7 +273,7 @@ def measure(
             )
         reference.units.append(units)
         rounding.append(moved)
-    lower, upper = (_moved(reference, rounding, sign, subject, config, device) for sign in (-1, 1))
+    lower, upper = (_moved(reference, rounding, sign, subject, config) for sign in (-1, 1))
     for step, tensors in enumerate(reference.tensors):
         top = max((largest(t) for t in tensors.values() if t.is_floating_point()), default=0.0)
         for name, tensor in tensors.items():
@@ -299,19 +297,15 @@ def _moved(
     sign: int,
     subject: Subject,
     config: Config,
-    device: torch.device,
 ) -> list[Mapping[str, Tensor]]:
     """The trained parameters of each step, had every gradient been moved by its rounding."""
-    model = build(subject, device)
-    update = Update(model, subject, config)
-    trained = update.trained
+    update = Update(build(subject), subject, config)
     reached: list[Mapping[str, Tensor]] = []
     for step, gradients in enumerate(reference.gradients):
-        for name, p in trained.items():
-            gradient = gradients[name]
-            p.grad = None if gradient is None else gradient + sign * rounding[step][name]
-        update(step)
-        reached.append({n: p.detach().clone() for n, p in trained.items()})
+        known = {n: g for n, g in gradients.items() if g is not None}
+        moved = {n: g + sign * rounding[step][n] for n, g in known.items()}
+        update(step, {**gradients, **moved})
+        reached.append(copies_of(update.trained))
     return reached
 
 

@@ -25,6 +25,7 @@ from shardlab.run import assemble
 from shardlab.workloads.base import Batch, Workload, cast_model
 from shardlab.world import World
 
+CPU = torch.device("cpu")
 SAMPLES = 64  # elements of each gradient that a diagnosis looks at
 
 
@@ -36,13 +37,14 @@ class Subject:
     seed: int
     steps: list[list[list[Batch]]]
     dtype: torch.dtype = torch.float64
-    why_dtype: str | None = None  # why it is not float64, where it is not
+    device: torch.device = CPU
+    why_dtype: str | None = None  # why it is not float64
     draws: bool = False  # forward uses random numbers; they are seeded alike
     remembers: bool = False  # forward depends on what it has seen, beyond its buffers
 
     def job(self, config: Config, without: Collection[str] = ()) -> claims.Job:
         """What the formulas need to know; ``without`` leaves out parameters by name."""
-        model = cast_model(self.workload.make_model(), torch.device("cpu"), self.dtype)
+        model = cast_model(self.workload.make_model(), CPU, self.dtype)
         blocks = self.workload.blocks_of(model)
         inside: dict[nn.Parameter, set[str]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
@@ -55,11 +57,9 @@ class Subject:
             params.append(claims.Parameter(name, tuple(p.shape), p.element_size(), trains, block))
         buffers = sum(b.numel() * b.element_size() for b in model.buffers())
         ranks, micro = len(self.steps[0]), len(self.steps[0][0])
-        training, options = config.training, config.strategy.options
-        sizes = {p.name: p.bytes for p in params if p.trains}
-        plan = assemble.make_optimizer(training, self.workload, model)
-        state = plan.state_per_parameter(sizes)
-        return claims.Job(tuple(params), buffers, ranks, micro, state, options)
+        plan = assemble.make_optimizer(config.training, self.workload, model)
+        state = plan.state_per_parameter({p.name: p.bytes for p in params if p.trains})
+        return claims.Job(tuple(params), buffers, ranks, micro, state, config.strategy.options)
 
 
 # ------------------------------------------------------------------ the stack
@@ -124,7 +124,7 @@ def stack(ranks: int, seed: int, device: torch.device) -> Subject:
     batches = [[[share(s, r, m) for m in range(micro)] for r in range(ranks)] for s in range(3)]
     blocks = tuple(f"blocks.{i}" for i in range(Stack.BLOCKS))
     workload = Workload("stack", Stack, _squares, data, blocks=blocks)
-    return Subject(_seeded(workload, seed, batches), seed, batches)
+    return Subject(_seeded(workload, seed, batches), seed, batches, device=device)
 
 
 # ------------------------------------------------------------------ the user's
@@ -149,18 +149,14 @@ def users(
     steps = []
     for step in range(training.steps):
         ids = sampler.global_batch_ids(
-            step,
-            training.global_batch,
-            len(dataset),
-            training.seed,
-            config.data.shuffle,
+            step, training.global_batch, len(dataset), training.seed, config.data.shuffle,
             config.data.epoch,
-        )
+        )  # fmt: skip
         worlds.seed(training.seed + step)  # a data set that draws, draws the same on every rank
         shares = [sampler.rank_share(ids, ranks, r, training.accumulate) for r in range(ranks)]
         batches = [[dataset.batch(i.tolist()) for i in share] for share in shares]
         steps.append([[_cast(b, dtype).to(device) for b in share] for share in batches])
-    return Subject(_seeded(workload, training.seed, steps), training.seed, steps, dtype)
+    return Subject(_seeded(workload, training.seed, steps), training.seed, steps, dtype, device)
 
 
 def _seeded(workload: Workload, seed: int, steps: list[list[list[Batch]]]) -> Workload:
@@ -168,16 +164,7 @@ def _seeded(workload: Workload, seed: int, steps: list[list[list[Batch]]]) -> Wo
 
 
 def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
-    def cast(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(dtype) if value.is_floating_point() else value
-        if isinstance(value, dict):
-            return {k: cast(v) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(cast(v) for v in value)
-        return value
-
-    return replace(batch, inputs=cast(batch.inputs), targets=cast(batch.targets))
+    return batch.map(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def sample(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +24,13 @@ BACKWARD, SETTLE = "shardlab::backward", "shardlab::settle"
 LOOKS = 10  # at what is held, at most, until it is the same twice
 # PyTorch's own names for what is launched, ours, and which argument is the whole tensor. They
 # are in the profiler's trace for every backend, whoever launched them, in Python or in C++.
-_LAUNCHES = {
+_LAUNCHES: dict[str, tuple[str, Any]] = {
     "c10d::allreduce_": ("all_reduce", 0),
     "c10d::broadcast_": ("broadcast", 0),
     "c10d::_allgather_base_": ("all_gather", 0),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
     "c10d::alltoall_base_": ("all_to_all", 1),
-    "c10d::barrier": ("barrier", -1),
+    "c10d::barrier": ("barrier", None),
 }
 
 
@@ -47,7 +48,7 @@ class Message:
 
 
 class Running(NamedTuple):
-    """A collective at work on a thread of Gloo's. (NCCL's are kernels, and not looked for.)"""
+    """A collective at work on a thread of Gloo. (NCCL's are kernels, and not looked for.)"""
 
     op: str
     bytes: int
@@ -92,24 +93,17 @@ def sent_by(work: Callable[[], None], settle: Callable[[], None]) -> Sent:
 def _message(event: Any) -> Message:
     op, position = _LAUNCHES[event.name]
     inputs = event.typed[1].inputs
-    if position < 0:
-        return Message(op, 0, event.start_time_ns)
-    size = _size([inputs[position]])
+    size = 0 if position is None else _size(inputs[position])
     ranks = None
-    if op in ("all_gather", "reduce_scatter"):
-        part = _size([inputs[1 - position]])
-        ranks = round(size / part) if part else None
+    if op in ("all_gather", "reduce_scatter") and (part := _size(inputs[1 - position])):
+        ranks = round(size / part)
     return Message(op, size, event.start_time_ns, ranks)
 
 
-def _size(inputs: list[Any]) -> int:
+def _size(inputs: Any) -> int:
     """Bytes of the tensors among an operator's arguments."""
-    total = 0
-    for value in inputs:
-        for tensor in value if isinstance(value, list) else [value]:
-            if hasattr(tensor, "sizes"):
-                total += math.prod(tensor.sizes) * tensor.dtype.itemsize
-    return total
+    tensors = [t for t in tree_leaves(inputs) if hasattr(t, "sizes")]
+    return sum(math.prod(t.sizes) * t.dtype.itemsize for t in tensors)
 
 
 def walk(profiler: Any) -> Iterator[Any]:
@@ -130,11 +124,8 @@ def around_backward(span: Callable[[], AbstractContextManager[Any]]) -> Iterator
         with span():
             original(*args, **options)
 
-    torch.autograd.backward = spanned
-    try:
+    with mock.patch.object(torch.autograd, "backward", spanned):
         yield
-    finally:
-        torch.autograd.backward = original
 
 
 # ------------------------------------------------------------------ what is held

@@ -23,10 +23,10 @@ from shardlab import comm
 from shardlab.config import Config, from_dict
 from shardlab.errors import UsageError, unknown
 from shardlab.learn.exercise import Case, Evidence, Finding, Rejected, Row, Rows, Stage, say
-from shardlab.measure import memory
+from shardlab.measure import estimate, memory
 from shardlab.naming import ALIASES, STRATEGIES
 from shardlab.proof import watch
-from shardlab.run import assemble
+from shardlab.run import assemble, loop
 from shardlab.workloads import gpt2
 from shardlab.world import World, _mesh
 
@@ -128,7 +128,7 @@ def weighed(config: Config, world: World, count: list[int]) -> dict[str, Any]:
     _, allocations = memory.trace(
         world.device, lambda: memory.run_steps(workload, config, world, causes, loop.Batches)
     )
-    peak = memory.by_cause(world.gather(causes.of(memory.at_peak(allocations))))
+    peak = estimate.fullest(world.gather(causes.of(memory.at_peak(allocations))))
     psi = sum(p.numel() * p.element_size() for p in workload.make_model().parameters())
     passes = (count[0] - before) / config.training.steps / _blocks(config)
     return {"peak": peak, "psi": psi, "passes": passes}
