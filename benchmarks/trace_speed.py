@@ -60,9 +60,8 @@ from pathlib import Path
 from shardlab.trace import hta, parse
 begin, start = time.process_time(), time.perf_counter()
 trace = parse.parse(Path(sys.argv[1]))
-hta.quick(trace)
+row = hta.temporal([trace], compat=True)
 used = {"cpu_s": time.process_time() - begin, "wall_s": time.perf_counter() - start}
-row = hta.quick(trace, compat=True)
 whole = row.kernel_time_us
 print(json.dumps({
     **used, "peak_mb": peak_mb(),

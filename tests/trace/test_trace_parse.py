@@ -235,6 +235,24 @@ def test_a_broken_event_costs_only_itself(tmp_path: Path) -> None:
     assert "1 events are not valid JSON" in trace.warnings[0]
 
 
+def test_a_broken_event_near_the_end_costs_only_itself(tmp_path: Path) -> None:
+    content = gpu_trace(50)
+    before, _, after = json.dumps(content).encode().rpartition(b'"name": "gemm"')
+    trace = parse(write(tmp_path / "t.json", before + b'"name": "ge\\mm"' + after))
+    assert len(trace.events) == len(expected(content, operators=False)) - 1
+    assert not trace.truncated
+
+
+@pytest.mark.parametrize("args", [5, "text", [1]])
+def test_an_annotation_with_odd_arguments_is_kept(args: Any, tmp_path: Path) -> None:
+    content = gpu_trace(5)
+    content["traceEvents"].append(span("gloo:all_reduce", 10, 5) | {"args": args})
+    trace = parse(write(tmp_path / "t.json", content))
+    before = expected({"traceEvents": content["traceEvents"][:-1]}, operators=False)
+    assert len(trace.events) == len(before) + 1
+    assert "gloo:all_reduce" in trace.names
+
+
 def test_a_name_that_is_not_utf8_is_kept(tmp_path: Path) -> None:
     content = gpu_trace(50)
     text = json.dumps(content).encode().replace(b'"name": "gemm"', b'"name": "ge\xffmm"', 1)

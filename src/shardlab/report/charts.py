@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
@@ -46,8 +45,7 @@ class Segment(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True)
-class StackRow:
+class StackRow(NamedTuple):
     of: Any  # what the bar shows: a cell of a comparison, or a row of a breakdown
     segments: list[Segment]
     hidden: tuple[float, float]  # communication behind compute: x and width, at compute's end
@@ -56,8 +54,7 @@ class StackRow:
     note: str = ""  # below the total
 
 
-@dataclass(frozen=True)
-class StackChart:
+class StackChart(NamedTuple):
     rows: list[StackRow]
     kinds: list[tuple[str, str]]  # those that appear, for the legend
     ticks: list[Tick]
@@ -90,13 +87,13 @@ def stacked(
             if width > 0:
                 segments.append(Segment(kind, name, x, width, show(bar.parts[kind])))
             x += width
-        said = ", ".join(f"{segment.name} {segment.text}" for segment in segments)
+        words = ", ".join(f"{segment.name} {segment.text}" for segment in segments)
         if bar.hidden:
-            said += f"; {show(bar.hidden)} of communication behind compute"
+            words += f"; {show(bar.hidden)} of communication behind compute"
         width = 100 * bar.hidden / most
         end = segments[0].width if segments and bar.hidden else width  # compute is the first part
         total = show(sum(bar.parts.values()))
-        rows.append(StackRow(bar.of, segments, (end - width, width), total, said, bar.note))
+        rows.append(StackRow(bar.of, segments, (end - width, width), total, words, bar.note))
     seen = {segment.kind for row in rows for segment in row.segments}
     return StackChart(
         rows,

@@ -5,13 +5,10 @@ The page is put together here, laid out by ``compare_charts`` and drawn by the t
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardlab import numbers as fmt
 from shardlab import trace
@@ -21,8 +18,8 @@ from shardlab.measure import readings
 from shardlab.measure.readings import Cell, Result
 from shardlab.proof.judge import CHECKS
 from shardlab.report import compare_charts as charts
+from shardlab.report import page
 from shardlab.report.compare_terminal import verdict, verdict_lines
-from shardlab.report.page import asset, templates
 from shardlab.report.timeline import timeline
 
 CSV_COLUMNS = (
@@ -55,20 +52,17 @@ def write(folder: Path, result: dict[str, Any]) -> dict[str, Path]:
 
 def csv_text(result: Result) -> str:
     """One line per cell; what is the same for all is repeated, so that files can be joined."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    for cell in result["cells"]:
-        row = {**result, **cell, "options": json.dumps(cell["options"])}
-        for name in ("step_ms", "peak_bytes", "estimated_bytes"):
-            row |= {f"{name}_{key}": value for key, value in (cell.get(name) or {}).items()}
-        row["speed_low"], row["speed_high"] = cell.get("speed_interval") or (None, None)
-        row["proof"] = readings.proved(cell)
-        row["sent_bytes"] = readings.sent(cell)
-        for name in ("exposed_comm_ms", "wait_ms", "overlap_pct"):
-            row[name] = (cell.get("profile") or {}).get(name)
-        writer.writerow(row)
-    return text.getvalue()
+    return page.csv_text(CSV_COLUMNS, (_csv_row(result, cell) for cell in result["cells"]))
+
+
+def _csv_row(result: Result, cell: Cell) -> dict[str, Any]:
+    row = {**result, **cell, "options": json.dumps(cell["options"])}
+    for name in ("step_ms", "peak_bytes", "estimated_bytes"):
+        row |= {f"{name}_{key}": value for key, value in (cell.get(name) or {}).items()}
+    row["speed_low"], row["speed_high"] = cell.get("speed_interval") or (None, None)
+    row |= {"proof": readings.proved(cell), "sent_bytes": readings.sent(cell)}
+    profile = cell.get("profile") or {}
+    return row | {n: profile.get(n) for n in ("exposed_comm_ms", "wait_ms", "overlap_pct")}
 
 
 def markdown(result: Result) -> str:
@@ -100,8 +94,8 @@ def markdown(result: Result) -> str:
         f"**{result['workload']}**, {fmt.compact(result['parameters'])} parameters, global batch "
         f"{result['global_batch']}, speed against {readings.baselines(result)}"
     )
-    said = [_pipeless(line.strip()) for line in verdict_lines(result)]
-    paragraphs = [title, "\n".join(lines), *said, f"`{_pipeless(result['command'])}`"]
+    answer = [_pipeless(line.strip()) for line in verdict_lines(result)]
+    paragraphs = [title, "\n".join(lines), *answer, f"`{_pipeless(result['command'])}`"]
     return "\n\n".join(paragraphs) + "\n"
 
 
@@ -112,14 +106,11 @@ def _pipeless(text: str) -> str:
 
 def html(result: Result) -> str:
     """The page: no scripts, styles, fonts or images from elsewhere; timelines as there is room."""
-    found = list(_timelines(result, TIMELINE_SPANS))
-    page = _page(result, found)
-    for spans in (TIMELINE_SPANS // 4, TIMELINE_SPANS // 16):
-        if len(page.encode()) <= PAGE_BYTES:
+    for spans in (TIMELINE_SPANS, TIMELINE_SPANS // 4, TIMELINE_SPANS // 16):
+        text = _page(result, list(_timelines(result, spans)))
+        if len(text.encode()) <= PAGE_BYTES:
             break
-        found = list(_timelines(result, spans))
-        page = _page(result, found)
-    return page
+    return text
 
 
 def _page(result: Result, timelines: Sequence[Timeline]) -> str:
@@ -129,14 +120,14 @@ def _page(result: Result, timelines: Sequence[Timeline]) -> str:
     side = fmt.count(strategies, "strategy", "strategies").replace(" ", "\u00a0")
     has_numbers = bool(readings.measured(result))
     return (
-        templates()
+        page.templates()
         .get_template("compare.html.j2")
         .render(
             result=result,
             fmt=fmt,
             read=readings,
-            css=asset("timeline.css"),
-            js=asset("tables.js") + (asset("timeline.js") if timelines else ""),
+            css=page.asset("timeline.css"),
+            js=page.asset("tables.js") + (page.asset("timeline.js") if timelines else ""),
             title=f"{result['workload']} on {ranks} {noun}: {side} side by side",
             verdict=verdict(result),
             answer=result.get("answer"),
@@ -157,13 +148,12 @@ def _page(result: Result, timelines: Sequence[Timeline]) -> str:
 
 
 def _spread_out(result: Result) -> Sequence[Cell]:
-    """Those that run on several ranks; all, if there are none."""
+    """Those that run on several ranks; all of them if none does."""
     found = [cell for cell in result["cells"] if cell["strategy"] != "single"]
     return found or list(result["cells"])
 
 
-@dataclass(frozen=True)
-class Timeline:
+class Timeline(NamedTuple):
     cell: Cell
     data: Mapping[str, Any]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from shardlab import numbers as fmt
 from shardlab.measure import readings
@@ -14,15 +14,13 @@ from shardlab.report.charts import Amounts, StackChart, Tick, line, stacked, tic
 from shardlab.trace.model import PARTS
 
 
-@dataclass(frozen=True)
-class Dot:
+class Dot(NamedTuple):
     x: float  # percent
     lane: float  # which repeat, from 0 (the first) to 1 (the last)
     beyond: bool  # drawn at the axis' end, for it lies past it
 
 
-@dataclass(frozen=True)
-class StepRow:
+class StepRow(NamedTuple):
     cell: Cell
     beyond: bool = False  # all of it past the axis
     median: float = 0  # percent, as are the next two
@@ -31,8 +29,7 @@ class StepRow:
     dots: Sequence[Dot] = ()
 
 
-@dataclass(frozen=True)
-class StepChart:
+class StepChart(NamedTuple):
     ticks: list[Tick]
     baseline: float | None  # percent
     rows: list[StepRow]
@@ -92,8 +89,7 @@ def step_chart(result: Result) -> StepChart:
     )
 
 
-@dataclass(frozen=True)
-class BarRow:
+class BarRow(NamedTuple):
     cell: Cell
     rate: float  # percent of the longest bar
     memory: float
@@ -148,8 +144,7 @@ def _estimated(cell: Cell) -> str:
     return f"estimate {error:+.1f}%"
 
 
-@dataclass(frozen=True)
-class Scaling:
+class Scaling(NamedTuple):
     """How one strategy's throughput grows with the ranks."""
 
     name: str
@@ -159,8 +154,7 @@ class Scaling:
     text: str
 
 
-@dataclass(frozen=True)
-class ScalingChart:
+class ScalingChart(NamedTuple):
     curves: list[Scaling]
     worlds: list[Tick]
     y_ticks: list[Tick]
@@ -211,16 +205,14 @@ def scaling(result: Result) -> ScalingChart | None:
     return ScalingChart(curves, across, ticks(0, most, about=4))
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     cell: Cell
     path: str  # of an SVG, in a square of 100 by 100
     kind: str  # "band": the reference, broad and pale; "same": lies on it; "apart": does not
     dashes: str
 
 
-@dataclass(frozen=True)
-class LossChart:
+class LossChart(NamedTuple):
     x_ticks: list[Tick]
     y_ticks: list[Tick]  # from the bottom
     timed_from: float  # percent: before it is the warm-up, if there is any

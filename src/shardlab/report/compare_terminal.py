@@ -85,7 +85,7 @@ def gate_table(gate: Mapping[str, Any]) -> Table:
         least=12,
     )  # fmt: skip
     for row in gate["cells"]:
-        said = f"{row['verdict']}: {row['reason']}" if row["reason"] else row["verdict"]
+        verdict = f"{row['verdict']}: {row['reason']}" if row["reason"] else row["verdict"]
         table.add_row(
             Text(row["label"]),
             fmt.number(row["step_ms_before"]),
@@ -93,7 +93,7 @@ def gate_table(gate: Mapping[str, Any]) -> Table:
             fmt.speed(row["time_ratio"]),
             fmt.interval(row["time_interval"]) or fmt.NOTHING,
             fmt.speed(row["memory_ratio"]),
-            Text(said, "red" if row["verdict"] in BAD else ""),
+            Text(verdict, "red" if row["verdict"] in BAD else ""),
         )
     return table
 
@@ -158,11 +158,11 @@ def _reasons(result: Result) -> Text | None:
 
 def verdict(result: Result) -> str:
     """The answer in a few plain sentences: speed, memory, agreement, and what has no numbers."""
-    cells = readings.measured(result)
     missing = _missing(result)
-    if not cells:
+    if not readings.measured(result):
         return f"No strategy finished: {missing}."
-    sentences = [_speed(result), _memory_and_loss(result), missing]
+    memory_and_loss = "; ".join(filter(None, (_memory(result), _agreement(result))))
+    sentences = (_speed(result), memory_and_loss, missing)
     return " ".join(f"{sentence}." for sentence in sentences if sentence)
 
 
@@ -196,10 +196,6 @@ def _speed(result: Result) -> str:
     if rivals:
         text += f", though its spread overlaps that of {fmt.names(rivals)}"
     return text
-
-
-def _memory_and_loss(result: Result) -> str:
-    return "; ".join(part for part in (_memory(result), _agreement(result)) if part)
 
 
 def _memory(result: Result) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from shardlab.proof.judge import reasons as reasons_of
 from shardlab.report import terminal
 
 Result = Mapping[str, Any]  # the content of prove.json
-Verdict = Mapping[str, Any]
 
 
 def show(result: Result, path: Path) -> None:
@@ -40,19 +40,15 @@ def table(result: Result) -> Table:
         least=16,
     )  # fmt: skip
     for verdict in result["verdicts"]:
-        style = "" if verdict["pass"] else "bold"
         label = Text(verdict["label"])  # not str: rich would read brackets in it as markup
-        proof.add_row(label, str(verdict["world"]), *_cells(verdict), style=style)
+        cells = itertools.starmap(_cell, verdict["checks"].items())
+        style = "" if verdict["pass"] else "bold"
+        proof.add_row(label, str(verdict["world"]), *cells, style=style)
     return proof
 
 
-def _cells(verdict: Verdict) -> list[Text]:
-    checks = verdict["checks"]
-    return [_cell(check, _number(name, check["measured"])) for name, check in checks.items()]
-
-
-def _cell(check: Mapping[str, Any], text: str) -> Text:
-    style = "green" if check["pass"] else "red"
+def _cell(name: str, check: Mapping[str, Any]) -> Text:
+    text, style = _number(name, check["measured"]), "green" if check["pass"] else "red"
     return Text.assemble(
         (fmt.mark(check["pass"]), style), " ", (text, "" if check["pass"] else style)
     )
@@ -70,9 +66,8 @@ def _number(name: str, measured: Any) -> str:
     if name == "state":
         return fmt.size(measured["params"] + measured["gradients"] + measured["optimizer"])
     if name == "bytes":
-        sent = [op for op in measured.values() if isinstance(op, Mapping)]
-        total = sum(op["bytes"] + op["small_bytes"] for op in sent)
-        return fmt.size(total)
+        sent = (op for op in measured.values() if isinstance(op, Mapping))
+        return fmt.size(sum(op["bytes"] + op["small_bytes"] for op in sent))
     if name == "overlap":
         return fmt.NOTHING if measured["share"] is None else f"{measured['share']:.0%}"
     return ""

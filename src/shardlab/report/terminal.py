@@ -29,7 +29,7 @@ def table(
 ) -> Table:
     """An empty table. A column holds numbers, to the right and never broken, unless its heading
     begins with ``<`` (words, to the left, folded if need be), ``|`` (to the left, never broken) or
-    ``>`` (to the right, folded). ``least``: characters of the first column, however narrow it gets.
+    ``>`` (to the right, folded). ``least``: the least width of the first column, in characters.
 
     With a title, columns lie closer than rich would have them, so that more fit into 80 characters.
     """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from rich.text import Text
 from shardlab import numbers as fmt
 from shardlab.files import write_json, write_text
 from shardlab.measure import readings
-from shardlab.report import terminal
+from shardlab.report import page, terminal
 
 Result = Mapping[str, Any]  # the content of throughput.json
 Row = Mapping[str, Any]
@@ -33,14 +31,12 @@ def write(folder: Path, result: Result) -> dict[str, Path]:
 
 
 def csv_text(result: Result) -> str:
-    out = io.StringIO()
-    writer = csv.DictWriter(out, COLUMNS, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    for row in result["rows"]:
-        times = row["step_ms"] or {}
-        told = {"step_ms": times.get("median"), "p10": times.get("p10"), "p90": times.get("p90")}
-        writer.writerow({**row, **told})
-    return out.getvalue()
+    return page.csv_text(COLUMNS, ({**row, **_times(row)} for row in result["rows"]))
+
+
+def _times(row: Row) -> dict[str, float | None]:
+    times = row["step_ms"] or {}
+    return {"step_ms": times.get("median"), "p10": times.get("p10"), "p90": times.get("p90")}
 
 
 def show(result: Result, files: Mapping[str, Path]) -> None:
@@ -114,14 +110,14 @@ def _sweep(result: Result) -> Iterator[str]:
         yield f"batch {largest:,} per rank fits; whether more does is open: {reason}"
 
 
-def _extrapolation(told: Mapping[str, Any]) -> Iterator[str]:
+def _extrapolation(row: Mapping[str, Any]) -> Iterator[str]:
     yield (
-        f"a model of {scale(told['params'])} parameters on {scale(told['tokens'])} tokens: "
-        f"{fmt.number(told['days'])} days ({fmt.number(told['years'])} years) on one such device "
-        f"at {flops(told['flops_per_s'])} (MFU {told['mfu']:.1%}); for {told['target_days']:g} "
-        f"days {told['devices']:,} of them"
+        f"a model of {scale(row['params'])} parameters on {scale(row['tokens'])} tokens: "
+        f"{fmt.number(row['days'])} days ({fmt.number(row['years'])} years) on one such device "
+        f"at {flops(row['flops_per_s'])} (MFU {row['mfu']:.1%}); for {row['target_days']:g} "
+        f"days {row['devices']:,} of them"
     )
-    yield f"  assumed: {told['assumption']}"
+    yield f"  assumed: {row['assumption']}"
 
 
 def flops(rate: float) -> str:

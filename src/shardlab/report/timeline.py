@@ -6,14 +6,15 @@ Spans travel as binary columns in base64: 13 bytes each.
 from __future__ import annotations
 
 import base64
+import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardlab.trace import activity, model
+from shardlab.trace.model import Lane
 
 if TYPE_CHECKING:
     from shardlab.trace import TraceSet
@@ -24,41 +25,30 @@ MAX_RANKS = 64
 MAX_NAME = 160  # characters: names of templated kernels are longer than a screen
 
 
-@dataclass(frozen=True)
-class _Lane:
-    rank: int
-    name: str
-    start: model.Ints
-    end: model.Ints
-    names: Any  # array of str, one for each span; or empty
-
-
 def timeline(traces: TraceSet, max_spans: int = MAX_SPANS) -> dict[str, Any]:
     """Spans as columns: for each lane start and length (32 bits) and the number of its name."""
     lanes = list(_lanes(traces))
-    spans = sum(len(lane.start) for lane in lanes)
+    spans = sum(len(lane.start_ns) for lane in lanes)
     keeps, longest_left_out = _longest(lanes, max_spans)
-    low = min((int(lane.start.min()) for lane in lanes if len(lane.start)), default=0)
-    high = max((int(lane.end.max()) for lane in lanes if len(lane.end)), default=1)
+    low = min((int(lane.start_ns.min()) for lane in lanes), default=0)
+    high = max((int(lane.end_ns.max()) for lane in lanes), default=1)
     unit = max(1, math.ceil((high - low) / (2**32 - 1)))
     names: dict[str, int] = {}
     out: list[dict[str, Any]] = []
-    drawn = 0
     for lane, keep in zip(lanes, keeps, strict=True):
-        start = ((lane.start[keep] - low) // unit).astype("<u4")
-        length = ((lane.end - lane.start)[keep] // unit).astype("<u4")
-        chosen = lane.names[keep] if len(lane.names) else []
-        numbers = np.array([_number(name, names) for name in chosen], dtype="<u2")
-        drawn += len(start)
+        start = ((lane.start_ns[keep] - low) // unit).astype("<u4")
+        length = ((lane.end_ns - lane.start_ns)[keep] // unit).astype("<u4")
+        numbers = [_number(name, names) for name in itertools.compress(lane.names, keep)]
         out.append(
             {
                 "rank": lane.rank,
-                "lane": lane.name,
+                "lane": lane.lane,
                 "start": _base64(start),
                 "length": _base64(length),
-                "name": _base64(numbers) if len(numbers) else None,
+                "name": _base64(np.array(numbers, "<u2")) if numbers else None,
             }
         )
+    drawn = int(sum(keep.sum() for keep in keeps))
     return {
         "unit_ns": unit,
         "duration": (high - low) // unit,
@@ -71,16 +61,16 @@ def timeline(traces: TraceSet, max_spans: int = MAX_SPANS) -> dict[str, Any]:
     }
 
 
-def _longest(lanes: Sequence[_Lane], max_spans: int) -> tuple[list[Any], int]:
+def _longest(lanes: Sequence[Lane], max_spans: int) -> tuple[list[Any], int]:
     """Which spans of each lane are drawn (all, or the longest), and the longest that is not."""
-    keeps = [np.ones(len(lane.start), dtype=bool) for lane in lanes]
+    keeps = [np.ones(len(lane.start_ns), dtype=bool) for lane in lanes]
     if sum(map(len, keeps)) <= max_spans:
         return keeps, 0
-    lengths = np.concatenate([lane.end - lane.start for lane in lanes])
+    lengths = np.concatenate([lane.end_ns - lane.start_ns for lane in lanes])
     shortest = np.argpartition(lengths, -max_spans)[:-max_spans]
     keep = np.concatenate(keeps)
     keep[shortest] = False
-    ends = np.cumsum([len(lane.start) for lane in lanes])
+    ends = np.cumsum([len(lane.start_ns) for lane in lanes])
     return np.split(keep, ends[:-1]), int(lengths[shortest].max())
 
 
@@ -99,40 +89,31 @@ def _base64(array: Any) -> str:
 ORDER = ("steps", "phases", "compute", "operators", "stream", "comm", "wait", "memory")
 
 
-def _lanes(traces: TraceSet) -> Iterable[_Lane]:
+def _lanes(traces: TraceSet) -> Iterable[Lane]:
     """The analysis' lanes, in our order, with phases, operators or kernels, and collectives by
-    name.
+    name; none is empty.
     """
-    lanes: dict[tuple[int, str], list[_Lane]] = {}
     shown, shifts = _shown(traces), traces.shifts()
-    for lane in traces.lanes():
-        if lane.rank not in shown:
-            continue
-        key = (lane.rank, lane.lane)
-        lanes.setdefault(key, []).append(
-            _Lane(lane.rank, lane.lane, lane.start_ns, lane.end_ns, np.array(lane.names, object))
-        )
-    for trace in traces.traces:
-        for extra in _extra(trace, shifts[trace.path]) if trace.rank in shown else ():
-            lanes.setdefault((trace.rank, extra.name), []).append(extra)
-    for found in _collective_lanes(traces):
-        if found.rank in shown:
-            lanes[found.rank, found.name] = [found]
+    extra = (_extra(trace, shifts[trace.path]) for trace in traces.traces if trace.rank in shown)
+    lanes: dict[tuple[int, str], list[Lane]] = {}
+    for lane in itertools.chain(traces.lanes(), *extra):
+        lanes.setdefault((lane.rank, lane.lane), []).append(lane)
+    lanes |= {(lane.rank, lane.lane): [lane] for lane in _collective_lanes(traces)}
 
     def order(key: tuple[int, str]) -> tuple[int, int, str]:
         kind = key[1].partition(" ")[0]
         return key[0], ORDER.index(kind) if kind in ORDER else len(ORDER), key[1]
 
     for key in sorted(lanes, key=order):
-        several = [lane for lane in lanes[key] if len(lane.start)]
-        if not several:
+        several = [lane for lane in lanes[key] if len(lane.start_ns)]
+        if not several or key[0] not in shown:
             continue
-        start = np.concatenate([lane.start for lane in several])
-        end = np.concatenate([lane.end for lane in several])
-        names = np.concatenate([lane.names for lane in several])
+        start = np.concatenate([lane.start_ns for lane in several])
+        end = np.concatenate([lane.end_ns for lane in several])
+        names = np.concatenate([np.array(lane.names, object) for lane in several])
         by_start = np.argsort(start, kind="stable")
         names = names[by_start] if len(names) == len(start) else names[:0]
-        yield _Lane(key[0], key[1], start[by_start], end[by_start], names)
+        yield Lane(*key, start[by_start], end[by_start], tuple(names))
 
 
 def _shown(traces: TraceSet) -> set[int]:
@@ -140,7 +121,7 @@ def _shown(traces: TraceSet) -> set[int]:
     return set(sorted({trace.rank for trace in traces.traces})[:MAX_RANKS])
 
 
-def _collective_lanes(traces: TraceSet) -> Iterable[_Lane]:
+def _collective_lanes(traces: TraceSet) -> Iterable[Lane]:
     """Collectives with their names; those at work at the same time on lanes of their own."""
     parts: dict[int, list[tuple[int, int, str]]] = {}
     for c in traces.collectives():
@@ -159,25 +140,26 @@ def _collective_lanes(traces: TraceSet) -> Iterable[_Lane]:
         for number, lane in enumerate(lanes):
             start, end, names = zip(*lane, strict=True)
             title = "comm" if number == 0 else f"comm {number + 1}"
-            yield _Lane(rank, title, np.array(start), np.array(end), np.array(names, object))
+            yield Lane(rank, title, np.array(start), np.array(end), names)
 
 
-def _extra(trace: model.Trace, shift: int) -> Iterable[_Lane]:
+def _extra(trace: model.Trace, shift: int) -> Iterable[Lane]:
     events = trace.events
-    if not len(events):
-        return
-    names = np.array(trace.names, dtype=object)
+
+    def lane(name: str, rows: Any) -> Lane:
+        start = events.start_ns[rows] + shift
+        names = tuple(trace.names[i] for i in events.name[rows])
+        return Lane(trace.rank, name, start, start + events.dur_ns[rows], names)
+
     phases = [i for i, name in enumerate(trace.names) if name in model.PHASES]
     rows = np.flatnonzero((events.kind == model.ANNOTATION) & np.isin(events.name, phases))
-    if len(rows):
-        yield _lane_of(trace, "phases", rows, shift, names)
+    yield lane("phases", rows)
     if trace.device == "gpu":
         kernels = np.flatnonzero(events.kind == model.KERNEL)
         # Communication has lanes of its own.
         kernels = kernels[~activity.communication_rows(trace)[kernels]]
         for stream in np.unique(events.stream[kernels]):
-            rows = kernels[events.stream[kernels] == stream]
-            yield _lane_of(trace, f"stream {stream}", rows, shift, names)
+            yield lane(f"stream {stream}", kernels[events.stream[kernels] == stream])
         return
     operators = np.flatnonzero(events.kind == model.CPU_OP)
     if len(operators):
@@ -186,10 +168,4 @@ def _extra(trace: model.Trace, shift: int) -> Iterable[_Lane]:
         rows = rows[np.lexsort((-events.dur_ns[rows], events.start_ns[rows]))]
         leaf = np.ones(len(rows), dtype=bool)  # it is one if the next does not begin inside it
         leaf[:-1] = events.start_ns[rows[1:]] >= events.end_ns[rows[:-1]]
-        yield _lane_of(trace, "operators", rows[leaf], shift, names)
-
-
-def _lane_of(trace: model.Trace, lane: str, rows: Any, shift: int, names: Any) -> _Lane:
-    events = trace.events
-    start = events.start_ns[rows] + shift
-    return _Lane(trace.rank, lane, start, start + events.dur_ns[rows], names[events.name[rows]])
+        yield lane("operators", rows[leaf])

@@ -33,7 +33,6 @@ def write_html(path: Path, traces: TraceSet) -> None:
 
 
 def html(traces: TraceSet) -> str:
-    environment = templates()
     ranks = traces.breakdown(per="rank")
     steps = traces.breakdown(per="step")
     spans = timeline.timeline(traces)
@@ -42,31 +41,35 @@ def html(traces: TraceSet) -> str:
     if {row.name for row in by_label} <= {row.name for row in by_kind}:
         by_label = []  # nothing was labelled
     memory = traces.memory()
-    return environment.get_template("trace.html.j2").render(
-        fmt=fmt,
-        ms=fmt.ms,
-        css=asset("timeline.css") + asset("trace.css"),
-        js=asset("tables.js") + asset("timeline.js"),
-        version=__version__,
-        title=title(traces, ranks),
-        verdict=verdict(traces),
-        facts=_facts(traces, ranks, spans),
-        ranks=ranks,
-        columns=("wall_us", *model.PARTS, "hidden_comm_us"),
-        stacks=charts.stacks(ranks, steps),
-        timeline=spans,
-        by_kind=by_kind[:MAX_ROWS],
-        by_label=by_label[:MAX_ROWS],
-        buckets=charts.buckets(traces.collectives(), traces, steps),
-        stragglers=traces.stragglers(),
-        several_ranks=len(ranks) > 1,
-        n_steps=_steps(ranks),
-        memory=memory,
-        curves=charts.curves(memory, traces),
-        what_if=traces.what_if(),
-        kernels=kernels.together(traces.kernels(top=40), ranks)[:MAX_KERNELS],
-        warnings=list(traces.warnings)[:MAX_ROWS],
-        files=[str(trace.path) for trace in traces.traces],
+    return (
+        templates()
+        .get_template("trace.html.j2")
+        .render(
+            fmt=fmt,
+            ms=fmt.ms,
+            css=asset("timeline.css") + asset("trace.css"),
+            js=asset("tables.js") + asset("timeline.js"),
+            version=__version__,
+            title=title(traces, ranks),
+            verdict=verdict(traces),
+            facts=_facts(traces, ranks, spans),
+            ranks=ranks,
+            columns=("wall_us", *model.PARTS, "hidden_comm_us"),
+            stacks=charts.stacks(ranks, steps),
+            timeline=spans,
+            by_kind=by_kind[:MAX_ROWS],
+            by_label=by_label[:MAX_ROWS],
+            buckets=charts.buckets(traces.collectives(), traces, steps),
+            stragglers=traces.stragglers(),
+            several_ranks=len(ranks) > 1,
+            n_steps=_steps(ranks),
+            memory=memory,
+            curves=charts.curves(memory, traces),
+            what_if=traces.what_if(),
+            kernels=kernels.together(traces.kernels(top=40), ranks)[:MAX_KERNELS],
+            warnings=list(traces.warnings)[:MAX_ROWS],
+            files=[str(trace.path) for trace in traces.traces],
+        )
     )
 
 
@@ -84,9 +87,7 @@ def title(traces: TraceSet, ranks: Sequence[model.Breakdown]) -> str:
 def verdict(traces: TraceSet) -> str:
     """Where a step's time went, who was slow, and what was hidden: the answer, in words."""
     ranks = traces.breakdown(per="rank")
-    return " ".join(
-        part for part in (_went(ranks), _slow(traces, ranks), _hidden(traces, ranks)) if part
-    )
+    return " ".join(filter(None, (_went(ranks), _slow(traces, ranks), _hidden(ranks))))
 
 
 def _steps(ranks: Sequence[model.Breakdown]) -> int:
@@ -98,9 +99,8 @@ def _went(ranks: Sequence[model.Breakdown]) -> str:
     if not wall:
         return "The traces hold no time at all."
     shares = {part: sum(getattr(row, part) for row in ranks) / wall for part in model.PARTS}
-    said = [(share, model.PARTS[part]) for part, share in shares.items() if share >= 0.005]
-    said.sort(reverse=True)
-    texts = [f"{100 * share:.0f}% {name}" for share, name in said]
+    largest = sorted(((share, model.PARTS[part]) for part, share in shares.items()), reverse=True)
+    texts = [f"{100 * share:.0f}% {name}" for share, name in largest if share >= 0.005]
     listed = fmt.names(texts, at_most=len(texts))
     took = f"{fmt.ms(statistics.mean(map(model.Breakdown.per_step, ranks)))} ms"
     if len(ranks) == 1 and _steps(ranks) == 1:
@@ -129,15 +129,14 @@ def _slow(traces: TraceSet, ranks: Sequence[model.Breakdown]) -> str:
     if total < 0.6 * everyone:
         each = fmt.ms(everyone / others / _steps(ranks))
         return f"The ranks waited for each other in turn, {each} ms a step: none is the slow one."
-    phase = worst[rank].phase
-    where = f", mostly in {phase}" if phase in ("forward", "backward") else ""
-    if phase == "optimizer":
-        where = ", mostly in the optimizer"
+    names = {"forward": "forward", "backward": "backward", "optimizer": "the optimizer"}
+    phase = names.get(worst[rank].phase)
+    where = f", mostly in {phase}" if phase else ""
     waits = f"each other rank waited {fmt.ms(per_step)} ms a step for it{where}"
     return f"Rank {rank} is the slow one: {waits}."
 
 
-def _hidden(_traces: TraceSet, ranks: Sequence[model.Breakdown]) -> str:
+def _hidden(ranks: Sequence[model.Breakdown]) -> str:
     comm = sum(row.comm_us for row in ranks)
     if not comm:
         return "There was no communication."
@@ -151,12 +150,13 @@ def _facts(
     traces: TraceSet, ranks: Sequence[model.Breakdown], timeline: dict[str, Any]
 ) -> list[tuple[str, str]]:
     first = traces.traces[0]
+    world = max(trace.world or 0 for trace in traces.traces)
     slowest = max(ranks, key=model.Breakdown.per_step)
     comm, hidden = (sum(getattr(row, n) for row in ranks) for n in ("comm_us", "hidden_comm_us"))
     facts = [
         ("step, slowest rank", f"{fmt.ms(slowest.per_step())} ms"),
         ("steps", str(_steps(ranks))),
-        ("ranks", _ranks_text(traces, ranks)),
+        ("ranks", f"{len(ranks)} of {world}" if world > len(ranks) else str(len(ranks))),
         ("overlap", f"{100 * hidden / comm:.0f}%" if comm else fmt.NOTHING),
         ("device", first.device.upper()),
         ("spans drawn", f"{timeline['spans']:,}"),
@@ -164,8 +164,3 @@ def _facts(
     if run := first.shardlab.get("run"):
         facts.insert(0, ("run", str(run)))
     return facts
-
-
-def _ranks_text(traces: TraceSet, ranks: Sequence[model.Breakdown]) -> str:
-    world = max((t.world or 0 for t in traces.traces), default=0)
-    return f"{len(ranks)} of {world}" if world > len(ranks) else str(len(ranks))

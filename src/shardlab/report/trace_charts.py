@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,8 +20,7 @@ MAX_COLLECTIVES, MAX_TRACKS = 48, 600  # rows of the bucket timeline, and lines 
 CURVE_POINTS = 500
 
 
-@dataclass(frozen=True)
-class Stacks:
+class Stacks(NamedTuple):
     chart: StackChart
     per_step: bool
     left_out: int  # ranks, the fastest
@@ -42,8 +40,7 @@ def stacks(ranks: Sequence[model.Breakdown], steps: Sequence[model.Breakdown]) -
     return Stacks(chart, per_step, 0 if per_step else len(ranks) - len(bars))
 
 
-@dataclass(frozen=True)
-class Track:
+class Track(NamedTuple):
     """One rank's part in one collective, in percent of the step."""
 
     rank: int
@@ -53,8 +50,7 @@ class Track:
     end: float
 
 
-@dataclass(frozen=True)
-class BucketRow:
+class BucketRow(NamedTuple):
     kind: str
     label: str
     id: str
@@ -63,8 +59,7 @@ class BucketRow:
     text: str
 
 
-@dataclass(frozen=True)
-class Buckets:
+class Buckets(NamedTuple):
     step: int
     rows: list[BucketRow]
     left_out: int
@@ -117,19 +112,16 @@ def _step_span(
     traces: TraceSet, step: int, collectives: Sequence[model.Collective]
 ) -> tuple[int, int]:
     """From the first rank's begin of a step to the last's end, on the common clock."""
-    low = min(p.start_ns for c in collectives for p in c.participants)
-    high = max(p.end_ns for c in collectives for p in c.participants)
+    spans = [(p.start_ns, p.end_ns) for c in collectives for p in c.participants]
     shifts = traces.shifts()
     for trace in traces.traces:
         shift = shifts[trace.path]
-        for s in trace.steps:
-            if s.number == step:
-                low, high = min(low, s.start_ns + shift), max(high, s.end_ns + shift)
-    return low, max(high, low + 1)
+        spans += [(s.start_ns + shift, s.end_ns + shift) for s in trace.steps if s.number == step]
+    starts, ends = zip(*spans, strict=True)
+    return min(starts), max(*ends, min(starts) + 1)
 
 
-@dataclass(frozen=True)
-class MemoryCurve:
+class MemoryCurve(NamedTuple):
     memory: model.Memory
     path: str  # in a square of 100 by 100
     peak_x: float
@@ -137,8 +129,7 @@ class MemoryCurve:
     steps: list[tuple[int, float]]  # number and place
 
 
-@dataclass(frozen=True)
-class Curves:
+class Curves(NamedTuple):
     rows: list[MemoryCurve]
     ticks: list[Tick]  # from the top
 
@@ -153,15 +144,14 @@ def curves(memory: Sequence[model.Memory], traces: TraceSet) -> Curves | None:
     rows = []
     for m in shown:
         low, high = int(m.at_ns[0]), max(int(m.at_ns[-1]), int(m.at_ns[0]) + 1)
-        at = (m.at_ns - low) / (high - low)
-        path = _steps_path(at, m.bytes / most)
-        marks = []
-        for trace in traces.traces:
-            if trace.rank == m.rank:
-                for s in trace.steps:
-                    x = (s.start_ns - low) / (high - low)
-                    if 0 <= x <= 1:
-                        marks.append((s.number, 100 * x))
+        path = _steps_path((m.at_ns - low) / (high - low), m.bytes / most)
+        marks = [
+            (step.number, 100 * (step.start_ns - low) / (high - low))
+            for trace in traces.traces
+            if trace.rank == m.rank
+            for step in trace.steps
+            if low <= step.start_ns <= high
+        ]
         peak_x = min(max(100 * (m.peak_at_ns - low) / (high - low), 0.0), 100.0)
         rows.append(MemoryCurve(m, path, peak_x, 100 * (1 - m.peak_bytes / most), marks[:24]))
     return Curves(rows, axis)

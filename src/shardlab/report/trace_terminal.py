@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from shardlab import numbers as fmt
-from shardlab.files import write_json
+from shardlab.files import write_json, write_text
 from shardlab.report import terminal
+from shardlab.report.page import csv_text
 from shardlab.trace.model import PARTS, Breakdown, row
 
 if TYPE_CHECKING:
@@ -32,19 +32,16 @@ def write(folder: Path, traces: TraceSet, summary: Mapping[str, Any]) -> list[Pa
 
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "summary.json", summary)
-    _write_csv(folder / "summary.csv", traces)
+    write_text(folder / "summary.csv", _csv(traces))
     page.write_html(folder / "summary.html", traces)
     return [folder / f"summary.{kind}" for kind in ("json", "csv", "html")]
 
 
-def _write_csv(path: Path, traces: TraceSet) -> None:
+def _csv(traces: TraceSet) -> str:
     """A line per rank and step, and one (step ``all``) for each rank's sum."""
     rows = [row(item) for item in (*traces.breakdown(), *traces.breakdown(per="rank"))]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        for item in rows:
-            writer.writerow({**item, "step": "all" if item["step"] is None else item["step"]})
+    rows = [item | {"step": "all" if item["step"] is None else item["step"]} for item in rows]
+    return csv_text(list(rows[0]), rows)
 
 
 # ------------------------------------------------------------------ the terminal
@@ -76,12 +73,11 @@ def show_files(files: Sequence[Path]) -> None:
 
 
 def _breakdown(traces: TraceSet) -> Table:
-    strategy = traces.traces[0].shardlab.get("strategy")
     rows = traces.breakdown(per="rank")
     where = "GPU" if traces.device == "gpu" else "CPU"
     title = (
-        strategy, fmt.count(len(rows), "rank"), fmt.count(rows[0].steps, "step"),
-        f"milliseconds per step of the {where} and its share",
+        traces.traces[0].shardlab.get("strategy"), fmt.count(len(rows), "rank"),
+        fmt.count(rows[0].steps, "step"), f"milliseconds per step of the {where} and its share",
     )  # fmt: skip
     heads = (_SHORT.get(part, name) for part, name in PARTS.items())
     table = terminal.table(

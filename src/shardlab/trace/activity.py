@@ -6,17 +6,24 @@ computation, ``gloo:*`` spans on Gloo's own threads are communication.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardlab.trace.hta import is_communication
 from shardlab.trace.intervals import NOTHING, Intervals, union
-from shardlab.trace.model import ANNOTATION, CPU_OP, KERNEL, RUNTIME, Bools, Ints, Trace
+from shardlab.trace.model import ANNOTATION, CPU_OP, KERNEL, RUNTIME, Bools, Ints, Step, Trace
 
-# Hooks run inside these spans of the autograd engine: waiting there is no computation.
-_CARRIES_HOOKS = ("AccumulateGrad", "RegisterPostBackward")
-WAIT = "shardlab::wait:"
+# Hooks run inside the last two, spans of the autograd engine: waiting there is no computation.
+_NO_COMPUTATION = "c10d::|record_param_comms$|.*(AccumulateGrad|RegisterPostBackward)"
+# How annotations mark the phases.
+_PHASES = {
+    "optimizer": r"optimizer$|Optimizer\.step",
+    "backward": "backward$",
+    "forward": "forward$",
+}
 
 
 @dataclass(frozen=True)
@@ -30,15 +37,13 @@ class Device:
     late: Intervals  # idle time in which the next kernel had not even been launched
 
 
-def named(trace: Trace, *, prefix: str = "", exact: str = "", has: str = "") -> Bools:
-    """Rows of events by name. (Names are few: each is looked at once.)"""
-    wanted = np.array(
-        [
-            bool((prefix and n.startswith(prefix)) or (exact and n == exact) or (has and has in n))
-            for n in trace.names
-        ]
-        or [False]
-    )
+def named(trace: Trace, pattern: str) -> Bools:
+    """Rows of events whose name begins like the pattern. (Names are few: each is tried once.)"""
+    return _of_names(trace, re.compile(pattern, re.DOTALL).match)
+
+
+def _of_names(trace: Trace, test: Callable[[str], object]) -> Bools:
+    wanted = np.array([bool(test(name)) for name in trace.names] or [False])
     result: Bools = wanted[trace.events.name]
     return result
 
@@ -49,10 +54,9 @@ def spans(trace: Trace, rows: Bools) -> Intervals:
 
 def communication_rows(trace: Trace) -> Bools:
     """Events that are a collective at work: its kernel, or Gloo's span."""
-    names = np.array([is_communication(name) for name in trace.names] or [False])
-    events = trace.events
-    kernels = (events.kind == KERNEL) & names[events.name]
-    result: Bools = kernels | ((events.kind == ANNOTATION) & named(trace, prefix="gloo:"))
+    kind = trace.events.kind
+    kernels = (kind == KERNEL) & _of_names(trace, is_communication)
+    result: Bools = kernels | ((kind == ANNOTATION) & named(trace, "gloo:"))
     return result
 
 
@@ -80,21 +84,16 @@ def _gpus(trace: Trace) -> list[Device]:
 def _late(trace: Trace, mine: Bools) -> Intervals:
     """Gaps of one GPU whose next event was launched after the gap had begun: the host was late.
 
-    So it is for the gap after the last event, when nothing more was launched.
+    The gap after the last event counts too: nothing more was launched.
     """
     events = trace.events
-    rows = np.flatnonzero(mine)
-    rows = rows[np.argsort(events.start_ns[rows], kind="stable")]
+    rows = events.in_order(mine)
     start, end = events.start_ns[rows], np.maximum.accumulate(events.end_ns[rows])
     launch = launch_times(trace)[rows]
-    first, last = trace.steps[0].start_ns if trace.steps else start[0], end[-1]
-    if trace.steps:
-        last = max(int(last), trace.steps[-1].end_ns)
-    gap_start = np.concatenate([[min(first, start[0])], end])
-    gap_end = np.concatenate([start, [last]])
-    launched = np.concatenate([launch, [np.iinfo(np.int64).max]])
-    known = np.concatenate([launch >= 0, [True]])
-    host = known & (launched > gap_start) & (gap_end > gap_start)
+    gap_start = np.append(min(trace.steps[0].start_ns, start[0]), end)
+    gap_end = np.append(start, max(trace.steps[-1].end_ns, end[-1]))
+    launched = np.append(launch, np.iinfo(np.int64).max)
+    host = (launched >= 0) & (launched > gap_start) & (gap_end > gap_start)
     return union(gap_start[host], gap_end[host])
 
 
@@ -125,21 +124,17 @@ def launch_rows(trace: Trace) -> Ints:
 def _cpu(trace: Trace) -> Device:
     events = trace.events
     communicates = communication_rows(trace)
-    operators = (events.kind == CPU_OP) & ~named(trace, prefix="c10d::")
-    operators &= ~named(trace, exact="record_param_comms")
-    for carrier in _CARRIES_HOOKS:
-        operators &= ~named(trace, has=carrier)
-    waits = (events.kind == ANNOTATION) & named(trace, prefix=WAIT)
+    operators = (events.kind == CPU_OP) & ~named(trace, _NO_COMPUTATION)
+    waits = (events.kind == ANNOTATION) & named(trace, "shardlab::wait:")
     compute = NOTHING
     for thread in np.unique(events.tid[operators]).tolist():
         here = events.tid == thread
         # Gloo's own thread also runs operators: copies inside the collective.
         busy = spans(trace, operators & here) - spans(trace, here & (communicates | waits))
         compute |= busy
-    comm = spans(trace, communicates) | spans(trace, named(trace, prefix="c10d::"))
+    comm = spans(trace, communicates) | spans(trace, named(trace, "c10d::"))
     # Blocked in a wait with nothing under way is no fault of Python's.
-    everything = trace.steps[0].start_ns, trace.steps[-1].end_ns
-    whole = union(np.array([everything[0]]), np.array([everything[1]]))
+    whole = union(np.array([trace.steps[0].start_ns]), np.array([trace.steps[-1].end_ns]))
     late = whole - compute - comm - spans(trace, waits)
     return Device("cpu", compute, comm, NOTHING, late)
 
@@ -158,18 +153,15 @@ class Phases:
     def __init__(self, trace: Trace) -> None:
         events = trace.events
         annotations = events.kind == ANNOTATION
-        updates = named(trace, exact="optimizer") | named(trace, prefix="Optimizer.step")
         self._parts = {
-            "optimizer": spans(trace, annotations & updates),
-            "backward": spans(trace, annotations & named(trace, exact="backward")),
-            "forward": spans(trace, annotations & named(trace, exact="forward")),
+            name: spans(trace, annotations & named(trace, mark)) for name, mark in _PHASES.items()
         }
         self.marked = bool(len(self._parts["backward"]))
         if not self.marked:
             if trace.device == "gpu":
                 engine = (events.kind == RUNTIME) & (events.tid != trace.main_thread)
             else:
-                engine = named(trace, prefix="autograd::engine::evaluate_function")
+                engine = named(trace, "autograd::engine::evaluate_function")
             self._parts["backward"] = self._hulls(trace, engine)
         self._steps = trace.steps
         self._starts = np.array([step.start_ns for step in trace.steps], np.int64)
@@ -190,10 +182,9 @@ class Phases:
         for name, part in self._parts.items():
             if _holds(part, moment):
                 return name
-        index = self.step_at(moment)
-        if index is None:
+        step = self.step_at(moment)
+        if step is None:
             return "other"
-        step = self._steps[index]
         if not self.marked:
             starts = self._parts["backward"].start
             later = starts[starts >= moment]
@@ -207,10 +198,10 @@ class Phases:
         last = max(ended)[1] if ended else "other"
         return "other" if last == "optimizer" else last
 
-    def step_at(self, moment: int) -> int | None:
-        """The index of the step that a moment lies in."""
+    def step_at(self, moment: int) -> Step | None:
+        """The step that a moment lies in."""
         i = int(np.searchsorted(self._starts, moment, side="right")) - 1
-        return i if i >= 0 and moment < self._steps[i].end_ns else None
+        return self._steps[i] if i >= 0 and moment < self._steps[i].end_ns else None
 
 
 def _holds(part: Intervals, moment: int) -> bool:

@@ -6,30 +6,21 @@ within its group, else by its place in the order of its group's collectives in a
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from shardlab.numbers import wire_bytes
-from shardlab.trace import activity
-from shardlab.trace.decode import bytes_of
+from shardlab.trace import activity, model
 from shardlab.trace.intervals import NOTHING, Intervals, union
-from shardlab.trace.model import (
-    ANNOTATION,
-    CPU_OP,
-    KERNEL,
-    Collective,
-    CollectiveSummary,
-    CommArgs,
-    Participant,
-    Straggler,
-    Trace,
-)  # fmt: skip
+from shardlab.trace.model import Ints, Trace
 
 _LEDGER = re.compile(r"shardlab::(?!wait:)(\w+) #(\d+) ?(.*)")
 _FLAT = {
@@ -42,6 +33,13 @@ _POINT_TO_POINT = ("send", "recv", "send_recv")
 # They end at about the same time on every rank, so they can set the clocks.
 _ENDS_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 
+# Bytes of one element, by the names that profilers give to types.
+_BYTES = {
+    "float": 4, "double": 8, "half": 2, "bfloat16": 2, "c10::half": 2, "c10::bfloat16": 2,
+    "long": 8, "int": 4, "short": 2, "char": 1, "byte": 1, "bool": 1, "long int": 8,
+    "signed char": 1, "unsigned char": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "complexfloat": 8, "complexdouble": 16,
+}  # fmt: skip
 SLACK_NS = 1_000_000  # of clocks that were aligned
 
 
@@ -84,34 +82,31 @@ def kind_of(name: str) -> str:
 def parts_of(trace: Trace) -> list[Part]:
     """This rank's collectives, in the order in which they began."""
     events = trace.events
-    rows = np.flatnonzero(activity.communication_rows(trace))
-    rows = rows[np.argsort(events.start_ns[rows], kind="stable")]
+    rows = events.in_order(activity.communication_rows(trace))
     if not len(rows):
         return []
     launches = _launches(trace, rows)
-    args = {a.event: a for a in trace.comm_args}
     phases = activity.Phases(trace)
-    nccl = _Spans(trace, "nccl:")
-    ours = _Spans(trace, "shardlab::", without=activity.WAIT)
+    nccl, ours = _Spans(trace, "nccl:"), _Spans(trace, "shardlab::(?!wait:)")
     ledger = _read_ledger(trace)
     parts = []
     for row in rows.tolist():
         launch = launches.get(row)
-        about, kind, span = args.get(row), kind_of(trace.names[events.name[row]]), None
+        about, kind, span = trace.comm_args.get(row), kind_of(trace.names[events.name[row]]), None
         if launch is not None:
             span = ours.around(*launch)
-            if (call := nccl.around(*launch)) is not None and events.kind[row] == KERNEL:
-                about = about or args.get(call)
+            if (call := nccl.around(*launch)) is not None and events.kind[row] == model.KERNEL:
+                about = about or trace.comm_args.get(call)
                 kind = kind_of(trace.names[events.name[call]])
         moment = int(events.start_ns[row]) if launch is None else launch[0]
-        index = phases.step_at(moment)
+        step = phases.step_at(moment)
         part = Part(
             rank=trace.rank,
             start_ns=int(events.start_ns[row]),
             end_ns=int(events.end_ns[row]),
             launch_ns=None if launch is None else launch[0],
             kind=kind,
-            step=None if index is None else trace.steps[index].number,
+            step=None if step is None else step.number,
             phase=phases.at(moment),
         )
         part = _described(part, about, trace)
@@ -125,14 +120,12 @@ def parts_of(trace: Trace) -> list[Part]:
 class _Spans:
     """Named spans on threads: which one is around a moment?"""
 
-    def __init__(self, trace: Trace, prefix: str, without: str = "-") -> None:
+    def __init__(self, trace: Trace, pattern: str) -> None:
         events = trace.events
-        rows = (events.kind == ANNOTATION) & activity.named(trace, prefix=prefix)
-        rows &= ~activity.named(trace, prefix=without)
+        rows = (events.kind == model.ANNOTATION) & activity.named(trace, pattern)
         self._by_thread: dict[int, tuple[Any, Any, Any]] = {}
         for thread in np.unique(events.tid[rows]).tolist():
-            here = np.flatnonzero(rows & (events.tid == thread))
-            here = here[np.argsort(events.start_ns[here], kind="stable")]
+            here = events.in_order(rows & (events.tid == thread))
             self._by_thread[thread] = (here, events.start_ns[here], events.end_ns[here])
 
     def around(self, moment: int, thread: int) -> int | None:
@@ -145,31 +138,24 @@ class _Spans:
         return None
 
 
-def _launches(trace: Trace, rows: Any) -> dict[int, tuple[int, int]]:
+def _launches(trace: Trace, rows: Ints) -> dict[int, tuple[int, int]]:
     """For each collective, when and on which thread the host launched it."""
     events = trace.events
-    result: dict[int, tuple[int, int]] = {}
     calls = activity.launch_rows(trace)
-    gloo = []
-    for row in rows.tolist():
-        if calls[row] >= 0:
-            call = calls[row]
-            result[row] = (int(events.start_ns[call]), int(events.tid[call]))
-        elif events.kind[row] == ANNOTATION:
-            gloo.append(row)
+    gloo = rows[(calls[rows] < 0) & (events.kind[rows] == model.ANNOTATION)]
     # Gloo takes what was enqueued in that order; a call enqueues one piece of work.
-    enqueued = np.flatnonzero((events.kind == CPU_OP) & activity.named(trace, prefix="c10d::"))
-    enqueued = enqueued[np.argsort(events.start_ns[enqueued], kind="stable")]
+    enqueued = events.in_order((events.kind == model.CPU_OP) & activity.named(trace, "c10d::"))
     if len(enqueued) == len(gloo):
-        for row, call in zip(gloo, enqueued.tolist(), strict=True):
-            result[row] = (int(events.start_ns[call]), int(events.tid[call]))
-    return result
+        calls[gloo] = enqueued
+    rows = rows[calls[rows] >= 0]
+    when, thread = events.start_ns[calls[rows]].tolist(), events.tid[calls[rows]].tolist()
+    return dict(zip(rows.tolist(), zip(when, thread, strict=True), strict=True))
 
 
-def _described(part: Part, about: CommArgs | None, trace: Trace) -> Part:
+def _described(part: Part, about: model.CommArgs | None, trace: Trace) -> Part:
     if about is None:
         return replace(part, group_size=trace.world)
-    size = bytes_of(about.dtype)
+    size = _BYTES.get(about.dtype.lower())
     elements = about.in_elements
     ranks = about.group_size if about.group_size > 0 else trace.world
     if part.kind == "all_gather" and about.in_elements >= 0:
@@ -216,118 +202,122 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
     result: dict[Any, Part] = {}
     for i, part in enumerate(parts):
         key = ("alone", i) if part.ledger is None else ("ledger", part.ledger)
-        if key not in result:
-            result[key] = part
-            continue
-        first = result[key]
-        result[key] = replace(
-            first,
-            end_ns=max(first.end_ns, part.end_ns),
-            bytes=first.bytes if first.bytes is not None else part.bytes,
-        )
+        first = result.setdefault(key, part)
+        if first is not part:
+            size = part.bytes if first.bytes is None else first.bytes
+            result[key] = replace(first, end_ns=max(first.end_ns, part.end_ns), bytes=size)
     return list(result.values())
 
 
 # ------------------------------------------------------------------ all ranks
 
 
+Key = tuple[str, str, Any]  # how a collective is known, its group, its number in the group
+Spans = Mapping[tuple[int, str], Intervals]
+
+
 @dataclass(frozen=True)
 class Matched:
     """The collectives of all ranks on one clock."""
 
-    collectives: tuple[Collective, ...]
+    collectives: tuple[model.Collective, ...]
     offsets: Mapping[int, int]  # to be subtracted from a rank's times
-    waits: Mapping[int, Intervals]  # per rank, on its own clock: in a collective, others not
+    # Per rank, on its own clock: when it was in a collective and others were not, by the rank
+    # that came last and the phase that this one was in.
+    waits: Mapping[int, Spans]
     warnings: tuple[str, ...] = ()
-    culprits: Mapping[tuple[int, str, int], Intervals] = field(default_factory=dict)
+
+    def waited(self, rank: int) -> Intervals:
+        return functools.reduce(operator.or_, self.waits.get(rank, {}).values(), NOTHING)
 
 
 def match(traces: Sequence[Trace]) -> Matched:
     """Match the collectives of these ranks (one trace each)."""
-    parts = {trace.rank: parts_of(trace) for trace in traces}
-    keyed, warnings = _keyed(parts)
-    offsets = {t.rank: t.base_ns for t in traces}
-    low = min(offsets.values(), default=0)
-    offsets = {rank: low - base for rank, base in offsets.items()}  # subtracted: adds the base
-    bases, offsets = offsets, _aligned(traces, keyed, offsets)
-    if impossible := _impossible(keyed, offsets):
-        offsets = _aligned(traces, keyed, bases)  # by what is left
-        warnings.append(
-            f"{impossible} collectives would have ended on one rank before another began: the "
-            "order of collectives in these traces cannot be trusted, and they are not matched"
-        )
-    collectives, waits, culprits = [], defaultdict(list), defaultdict(list)
-    for (how, _, number), members in keyed.items():
-        row, late = _collective(how, str(number), members, offsets)
-        collectives.append(row)
-        for rank, (start, end) in late.items():
-            own = (start + offsets[rank], end + offsets[rank])
-            waits[rank].append(own)
-            assert row.last_rank is not None
-            culprits[(row.last_rank, row.phase, rank)].append(own)
-    missing = {c.group_size for c in collectives if c.group_size} - {len(traces)}
-    if len(traces) > 1 and missing and max(missing) > len(traces):
-        warnings.append(
-            f"the traces of {len(traces)} ranks are here, collectives have up to {max(missing)}: "
-            "who came last may be another, and waits are at least what is said"
-        )
-    collectives.sort(key=lambda c: min(p.start_ns for p in c.participants))
-    return Matched(
-        tuple(collectives),
-        offsets,
-        {rank: _as_intervals(spans) for rank, spans in waits.items()},
-        tuple(warnings),
-        {key: _as_intervals(spans) for key, spans in culprits.items()},
-    )
-
-
-def _as_intervals(spans: Iterable[tuple[int, int]]) -> Intervals:
-    table = np.array(list(spans), np.int64).reshape(-1, 2)
-    return union(table[:, 0], table[:, 1]) if len(table) else NOTHING
-
-
-def _keyed(
-    parts: Mapping[int, Sequence[Part]],
-) -> tuple[dict[tuple[str, str, Any], list[Part]], list[str]]:
-    """Parts that are of one collective, under one key: how it is known, group, number."""
-    keyed: dict[tuple[str, str, Any], list[Part]] = defaultdict(list)
-    ordered: dict[tuple[Any, ...], dict[int, list[Part]]] = defaultdict(lambda: defaultdict(list))
-    for rank, mine in parts.items():
-        for i, part in enumerate(mine):
-            if part.kind in _POINT_TO_POINT or part.step is None:
-                keyed[("alone", str(rank), i)].append(part)
-            elif part.ledger is not None:
-                keyed[("ledger", f"{part.group_size}", part.ledger)].append(part)
-            elif part.seq is not None:
-                keyed[("seq", part.group + part.members, part.seq)].append(part)
-            else:
-                ordered[(part.step, part.group + part.members, part.kind)][rank].append(part)
-    uneven = 0
-    for (step, group, kind), by_rank in ordered.items():
-        counts = {len(mine) for mine in by_rank.values()}
-        if len(counts) > 1:
-            uneven += 1
-            for rank, mine in by_rank.items():
-                for i, part in enumerate(mine):
-                    keyed[("alone", str(rank), f"{step}:{group}:{kind}:{i}")].append(part)
-            continue
-        for mine in by_rank.values():
-            for i, part in enumerate(mine):
-                keyed[("order", group, f"{step}:{kind}:{i}")].append(part)
-    for key in [k for k, members in keyed.items() if len(members) > (members[0].group_size or 1e9)]:
-        for part in keyed.pop(key):  # several groups under one number: which is whose is not known
-            keyed[("alone", str(part.rank), key[2])].append(part)
+    keyed, uneven = _keyed({trace.rank: parts_of(trace) for trace in traces})
     warnings = []
     if uneven:
         warnings.append(
             f"in {uneven} cases the ranks have different numbers of collectives of a kind in a "
             "step: those are not matched"
         )
-    return keyed, warnings
+    low = min((t.base_ns for t in traces), default=0)
+    bases = {t.rank: low - t.base_ns for t in traces}  # subtracted: adds the base
+    offsets = _aligned(traces, keyed, bases)
+    if impossible := _impossible(keyed, offsets):
+        offsets = _aligned(traces, keyed, bases)  # by what is left
+        warnings.append(
+            f"{impossible} collectives would have ended on one rank before another began: the "
+            "order of collectives in these traces cannot be trusted, and they are not matched"
+        )
+    collectives = []
+    waits: dict[int, dict[tuple[int, str], list[tuple[int, int]]]] = {}
+    for (how, _, number), members in keyed.items():
+        row, late = _collective(how, str(number), members, offsets)
+        collectives.append(row)
+        for rank, (start, end) in late.items():
+            assert row.last_rank is not None
+            mine = waits.setdefault(rank, {}).setdefault((row.last_rank, row.phase), [])
+            mine.append((start + offsets[rank], end + offsets[rank]))
+    missing = {c.group_size for c in collectives if c.group_size} - {len(traces)}
+    if len(traces) > 1 and missing and max(missing) > len(traces):
+        warnings.append(
+            f"the traces of {len(traces)} ranks are here, collectives have up to {max(missing)}: "
+            "another may have come last, and waits may be longer than shown"
+        )
+    collectives.sort(key=lambda c: min(p.start_ns for p in c.participants))
+    return Matched(
+        tuple(collectives),
+        offsets,
+        {
+            rank: {key: union(*np.array(spans, np.int64).T) for key, spans in mine.items()}
+            for rank, mine in waits.items()
+        },
+        tuple(warnings),
+    )
 
 
-def _impossible(keyed: dict[tuple[str, str, Any], list[Part]], offsets: Mapping[int, int]) -> int:
-    """Undo matches by order that cannot be: parts of events missing shift everything after.
+def _keyed(parts: Mapping[int, Sequence[Part]]) -> tuple[dict[Key, list[Part]], int]:
+    """Parts that are of one collective, under one key; and in how many series the ranks differ.
+
+    A series is what is matched by order: the collectives of a kind and group in one step.
+    """
+    keyed: dict[Key, list[Part]] = defaultdict(list)
+    lengths: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)  # of series, by rank
+    for rank, mine in parts.items():
+        for i, part in enumerate(mine):
+            group = part.group + part.members
+            if part.kind in _POINT_TO_POINT or part.step is None:
+                keyed["alone", str(rank), i].append(part)
+            elif part.ledger is not None:
+                keyed["ledger", f"{part.group_size}", part.ledger].append(part)
+            elif part.seq is not None:
+                keyed["seq", group, part.seq].append(part)
+            else:
+                series = f"{part.step}:{part.kind}"
+                keyed["order", group, f"{series}:{lengths[group, series][rank]}"].append(part)
+                lengths[group, series][rank] += 1
+    uneven = {series for series, counts in lengths.items() if len(set(counts.values())) > 1}
+    _part(keyed, [key for key in keyed if _series(key) in uneven])
+    # Several groups under one number: which is whose is not known.
+    _part(
+        keyed, [k for k, members in keyed.items() if len(members) > (members[0].group_size or 1e9)]
+    )
+    return keyed, len(uneven)
+
+
+def _series(key: Key) -> tuple[str, str] | None:
+    return (key[1], key[2].rpartition(":")[0]) if key[0] == "order" else None
+
+
+def _part(keyed: dict[Key, list[Part]], keys: Sequence[Key]) -> None:
+    """Undo matches: each rank's part is a collective of its own."""
+    for key in keys:
+        for part in keyed.pop(key):
+            keyed["alone", str(part.rank), f"{key[1]}:{key[2]}"].append(part)
+
+
+def _impossible(keyed: dict[Key, list[Part]], offsets: Mapping[int, int]) -> int:
+    """Undo matches by order that cannot be: a missing event shifts all that follow it.
 
     Where one of a step's collectives of a kind is impossible, the others are not to be trusted.
     """
@@ -336,17 +326,15 @@ def _impossible(keyed: dict[tuple[str, str, Any], list[Part]], offsets: Mapping[
         if key[0] == "order" and members[0].kind in _ENDS_TOGETHER:
             begin = max(p.start_ns - offsets[p.rank] for p in members)
             if begin > min(p.end_ns - offsets[p.rank] for p in members) + SLACK_NS:
-                wrong.add((key[1], key[2].rpartition(":")[0]))
-    suspects = [k for k in keyed if k[0] == "order" and (k[1], k[2].rpartition(":")[0]) in wrong]
-    for key in suspects:
-        for part in keyed.pop(key):
-            keyed[("alone", str(part.rank), f"{key[1]}:{key[2]}")].append(part)
+                wrong.add(_series(key))
+    suspects = [key for key in keyed if _series(key) in wrong]
+    _part(keyed, suspects)
     return len(suspects)
 
 
 def _aligned(
     traces: Sequence[Trace],
-    keyed: Mapping[tuple[str, str, Any], Sequence[Part]],
+    keyed: Mapping[Key, Sequence[Part]],
     offsets: Mapping[int, int],
 ) -> dict[int, int]:
     """Clocks of different hosts, set by the ends of collectives; one host has one clock."""
@@ -370,24 +358,23 @@ def _aligned(
 
 def _collective(
     how: str, number: str, members: Sequence[Part], offsets: Mapping[int, int]
-) -> tuple[Collective, dict[int, tuple[int, int]]]:
+) -> tuple[model.Collective, dict[int, tuple[int, int]]]:
     """One row, and for each rank that waited from when to when, on the common clock."""
     starts = {p.rank: p.start_ns - offsets[p.rank] for p in members}
     ends = {p.rank: p.end_ns - offsets[p.rank] for p in members}
     last = max(starts, key=lambda rank: (starts[rank], rank))
     arrived = starts[last]
     together = len(members) > 1
-    late: dict[int, tuple[int, int]] = {}
-    if together:
-        for rank, start in starts.items():
-            until = min(arrived, ends[rank])
-            if until > start:
-                late[rank] = (start, until)
-    transfer = max(0, max(ends.values()) - arrived)
+    late = {
+        rank: (start, until)
+        for rank, start in starts.items()
+        if together and (until := min(arrived, ends[rank])) > start
+    }
+    transfer = max(ends.values()) - arrived
     first = next((p for p in members if p.bytes is not None), members[0])
     culprit = next(p for p in members if p.rank == last)
     algorithm, bus = _bandwidth(first, transfer)
-    return Collective(
+    return model.Collective(
         id=f"{first.group or '0'}:{number}" if together else f"r{last}:{number}",
         matched_by=how if together else "alone",
         kind=first.kind,
@@ -399,7 +386,7 @@ def _collective(
         dtype=first.dtype,
         group_size=first.group_size,
         participants=tuple(
-            Participant(
+            model.Participant(
                 p.rank,
                 None if p.launch_ns is None else p.launch_ns - offsets[p.rank],
                 starts[p.rank],
@@ -431,9 +418,11 @@ def _bandwidth(part: Part, transfer_ns: int) -> tuple[float | None, float | None
 # ------------------------------------------------------------------ summaries
 
 
-def summarize(collectives: Sequence[Collective], by: str) -> tuple[CollectiveSummary, ...]:
+def summarize(
+    collectives: Sequence[model.Collective], by: str
+) -> tuple[model.CollectiveSummary, ...]:
     """Totals by kind, or by kind and label; the longest first."""
-    groups: dict[str, list[Collective]] = defaultdict(list)
+    groups: dict[str, list[model.Collective]] = defaultdict(list)
     for row in collectives:
         groups[row.kind if by == "kind" else f"{row.kind} {row.label}".strip()].append(row)
     result = []
@@ -443,11 +432,11 @@ def summarize(collectives: Sequence[Collective], by: str) -> tuple[CollectiveSum
         moved = sum(row.bytes or 0 for row in known if row.bus_gbps is not None)
         carried = sum((row.bus_gbps or 0) * row.transfer_us for row in known)
         result.append(
-            CollectiveSummary(
+            model.CollectiveSummary(
                 name,
                 len(rows),
                 sum(row.bytes or 0 for row in known) if known else None,
-                sum(_duration_us(row) for row in rows),
+                sum(row.skew_us + row.transfer_us for row in rows),
                 sum(row.transfer_us for row in rows),
                 sum(row.wait_us for row in rows),
                 moved / transfer / 1000 if transfer and moved else None,
@@ -457,37 +446,32 @@ def summarize(collectives: Sequence[Collective], by: str) -> tuple[CollectiveSum
     return tuple(sorted(result, key=lambda row: -row.time_us))
 
 
-def _duration_us(row: Collective) -> float:
-    ends = max(p.end_ns for p in row.participants)
-    return (ends - min(p.start_ns for p in row.participants)) / 1000
-
-
-def stragglers(matched: Matched, lost: Mapping[int, Intervals]) -> tuple[Straggler, ...]:
-    """Who made others wait, the worst first. ``lost``: per rank, the time it waited idle."""
-    table: dict[tuple[int, str], list[Collective]] = defaultdict(list)
-    for row in matched.collectives:
-        if row.last_rank is not None and row.wait_us > 0:
-            table[(row.last_rank, row.phase)].append(row)
+def stragglers(
+    windows: Iterable[tuple[Matched, Mapping[int, Intervals]]],
+) -> tuple[model.Straggler, ...]:
+    """Who made others wait, the worst first. With each window, per rank: when it communicated and
+    did not compute."""
+    table: dict[tuple[int, str], list[model.Collective]] = defaultdict(list)
+    waited: Counter[tuple[int, str]] = Counter()
+    lost: Counter[tuple[int, str]] = Counter()
+    for matched, exposed in windows:
+        for row in matched.collectives:
+            if row.last_rank is not None and row.wait_us > 0:
+                table[row.last_rank, row.phase].append(row)
+        for victim, waits in matched.waits.items():
+            for culprit, spans in waits.items():
+                waited[culprit] += spans.length
+                lost[culprit] += (spans & exposed[victim]).length
     result = []
     for (rank, phase), rows in table.items():
-        victims = {
-            victim: spans
-            for (culprit, in_phase, victim), spans in matched.culprits.items()
-            if (culprit, in_phase) == (rank, phase)
-        }
         worst = max(rows, key=lambda row: max(p.wait_us for p in row.participants))
         result.append(
-            Straggler(
+            model.Straggler(
                 rank,
                 phase,
                 len(rows),
-                others_waited_us=sum(spans.length for spans in victims.values()) / 1000,
-                lost_us=sum(
-                    (spans & lost[victim]).length
-                    for victim, spans in victims.items()
-                    if victim in lost
-                )
-                / 1000,
+                others_waited_us=waited[rank, phase] / 1000,
+                lost_us=lost[rank, phase] / 1000,
                 worst_us=max(p.wait_us for p in worst.participants),
                 worst_collective=worst.id,
                 worst_label=f"{worst.kind} {worst.label}".strip(),

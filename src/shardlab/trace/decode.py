@@ -1,23 +1,26 @@
-"""From the text of events to columns: only what is needed, and as little Python as can be.
+"""From the text of events to columns: only what is needed, with as little Python as possible.
 
-Most events are of one of a few categories, and msgspec picks the class by the category: arrows
-and call stacks become empty objects, a kernel's arguments three numbers and the description of a
-collective. Text that does not fit (no category, an unknown one, a number written as a string, a
-begin without its end) is decoded again, event by event, by a slower decoder that takes anything.
+Most events belong to one of a few categories, and msgspec picks the class by the category: arrows
+and call stacks become empty objects, a kernel's arguments become three numbers and the description
+of a collective. Text that does not fit (no category, an unknown one, a number written as a string,
+a begin without its end) is first put into that form, event by event, which is slower.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from decimal import Decimal
+from operator import attrgetter
 from typing import Any, Union
 
 import msgspec
 import numpy as np
-from msgspec import Raw, Struct, field
+from msgspec import DecodeError, Raw, Struct
 
 from shardlab.trace.model import (
     ANNOTATION,
@@ -26,7 +29,6 @@ from shardlab.trace.model import (
     KERNEL,
     MEMCPY,
     MEMSET,
-    OTHER,
     RUNTIME,
     SYNC,
     CommArgs,
@@ -52,8 +54,11 @@ IGNORED = (
     "ac2g", "async_cpu_to_gpu", "async_gpu", "fwdbwd", "forward_backward", "python_function",
     "Trace", "overhead", "cuda_profiler_range", "gpu_pm_counter",
 )  # fmt: skip
-INSTANT = "cpu_instant_event"
-NO_CATEGORY = "M"  # put in where it is missing: names of processes and threads, and marks
+INSTANT = "cpu_instant_event"  # an allocation or a release
+MEMORY = -1  # its kind: it is no row of Events
+_KINDS = GPU | HOST | NAMED | OPERATORS | {INSTANT: MEMORY}
+# Categories of our own: events without one, and operators on the host that name a stream.
+NO_CATEGORY, WITH_STREAM = "M", "operator with a stream"
 
 # Below it, a float holds a nanosecond in a number of microseconds; above it the digits are read.
 EXACT_US = float(2**43)
@@ -61,51 +66,57 @@ LONGEST_US = float(2**52)  # as nanoseconds it must fit 64 bits, twice
 _TIME = re.compile(rb'"ts"\s*:\s*(\d+)(\.)?')
 BATCH = 4096  # events
 
-
-# What a description of a collective, and an allocation, are called in a file, by our names.
+# The arguments that are numbers and become columns.
+_NUMBERS = {"stream": np.int32, "device": np.int16, "correlation": np.int64}
+# What the file calls the others, by our names.
 _COMM = {
     "collective": "Collective name", "in_elements": "In msg nelems",
     "out_elements": "Out msg nelems", "group_size": "Group size", "group": "Process Group Name",
-    "group_ranks": "Process Group Ranks", "seq": "Seq", "number": "seq",
+    "group_ranks": "Process Group Ranks", "seq": "Seq", "number": "seq", "dims": "Input Dims",
+    "types": "Input type",
 }  # fmt: skip
-_MEMORY = {
-    "bytes": "Bytes", "total_allocated": "Total Allocated", "total_reserved": "Total Reserved",
-    "device_type": "Device Type", "device_id": "Device Id",
+_ALLOCATION = {
+    "bytes": "Bytes", "total_allocated": "Total Allocated", "device_type": "Device Type",
+    "device_id": "Device Id",
 }  # fmt: skip
-_GPU_NUMBERS = ("stream", "correlation", "device")
+_MUST_BE_NUMBERS = {*_NUMBERS, *_ALLOCATION.values()}
 
 
-def _struct(name: str, fields: list[tuple[str, Any, Any]]) -> Any:
-    """A class for events' arguments; fields are called what the file calls them."""
-    called = _COMM | _MEMORY | {"dims": "Input Dims", "types": "Input type"}
-    made = [(f, kind, field(name=called.get(f, f), default=default)) for f, kind, default in fields]
-    return msgspec.defstruct(name, made, gc=False, frozen=True)
+class _CommArgs(Struct, gc=False, frozen=True, rename=_COMM):
+    """The description of a collective, as the file has it."""
+
+    collective: Any = None
+    in_elements: Any = -1
+    out_elements: Any = -1
+    group_size: Any = -1
+    dtype: Any = ""
+    group: Any = ""
+    group_ranks: Any = ""
+    seq: Any = None
+    number: Any = None
+    dims: Any = None
+    types: Any = None
 
 
-# Numbers as floats: see ``_column``.
-_Args = _struct(
-    "_Args",
-    [
-        *((name, float, -1.0) for name in _GPU_NUMBERS),
-        ("collective", str | None, None),
-        *((name, int | str, -1) for name in ("in_elements", "out_elements", "group_size")),
-        *((name, str, "") for name in ("dtype", "group", "group_ranks")),
-        *((name, int | str | None, None) for name in ("seq", "number")),
-    ],
-)
-_Launch = _struct("_Launch", [("correlation", float, -1.0)])
-_MemoryArgs = _struct(
-    "_MemoryArgs", [(name, float, 0.0 if name == "bytes" else -1.0) for name in _MEMORY]
-)
-# What any event may say, whatever the type.
-_AnyArgs = _struct(
-    "_AnyArgs",
-    [(name, Any, None) for name in (*_GPU_NUMBERS, "dtype", *_COMM, "dims", "types", *_MEMORY)],
-)
+class _GpuArgs(_CommArgs, gc=False, frozen=True):
+    stream: float = -1.0  # floats: see ``_column``
+    device: float = -1.0
+    correlation: float = -1.0
 
 
-class _Event(Struct, gc=False):
-    """Anything at all."""
+class _HostArgs(Struct, gc=False, frozen=True):
+    correlation: float = -1.0
+
+
+class _Allocation(Struct, gc=False, frozen=True, rename=_ALLOCATION):
+    bytes: float = 0.0
+    total_allocated: float = -1.0
+    device_type: float = -1.0
+    device_id: float = -1.0
+
+
+class _Anything(Struct, gc=False):
+    """An event that may be damaged."""
 
     ph: Any = None
     cat: Any = None
@@ -117,36 +128,42 @@ class _Event(Struct, gc=False):
     args: Raw = Raw(b"null")
 
 
-class _Classes:
-    """The decoder of a file's events, by whether operators are kept and how times are read."""
+@functools.cache
+def _classes(operators: bool, digits: bool) -> tuple[Callable[[Any], list[Any]], dict[type, int]]:
+    """The decoder of a file's events, and the kind of those classes that are kept.
 
-    def __init__(self, operators: bool, digits: bool) -> None:
-        number: Any = Raw if digits else float
-        time = [("ts", number, Raw(b"-1") if digits else -1.0), ("dur", float, -1.0)]
-        thread = [("name", str, ""), ("tid", int | str, -1)]
-        self.kinds: dict[type, tuple[str, int]] = {}
-        ignored = {**dict.fromkeys(IGNORED, OTHER), NO_CATEGORY: OTHER}
-        ignored |= {} if operators else OPERATORS
-        self._add(ignored, "ignored", [])
-        self._add(GPU, "gpu", [("name", str, ""), *time, ("args", _Args, _Args())])
-        self._add(HOST, "host", [*thread, *time, ("args", _Launch, _Launch())])
-        self._add(
-            NAMED, "named", [*thread, *time, ("pid", int | str, -1), ("args", Raw, Raw(b"null"))]
-        )
-        if operators:
-            self._add(OPERATORS, "operator", [*thread, *time])
-        self._add({INSTANT: OTHER}, "instant", [time[0], ("args", _MemoryArgs, _MemoryArgs())])
-        self.ignored = frozenset(c for c, (group, _) in self.kinds.items() if group == "ignored")
-        self.decode = msgspec.json.Decoder(list[Union[tuple(self.kinds)]]).decode  # type: ignore[misc]  # noqa: UP007
+    ``operators``: those on the host are kept. ``digits``: times are kept as text.
+    """
+    when = ("ts", Raw, Raw(b"-1")) if digits else ("ts", float, -1.0)
+    timed = [("name", str, ""), when, ("dur", float, -1.0)]
+    thread = [*timed, ("tid", int | str, -1)]
+    on_gpu = ("args", _GpuArgs, _GpuArgs())
+    groups: tuple[tuple[dict[str, int], list[Any]], ...] = (
+        (GPU, [*timed, on_gpu]),
+        (HOST, [*thread, ("args", _HostArgs, _HostArgs())]),
+        (NAMED, [*thread, ("pid", int | str, -1), ("args", Raw, Raw(b"null"))]),
+        (OPERATORS if operators else {}, thread),
+        ({WITH_STREAM: CPU_OP}, [*thread, on_gpu]),
+        ({INSTANT: MEMORY}, [when, ("args", _Allocation, _Allocation())]),
+    )
+    kinds = {
+        _tagged(category, fields): kind
+        for categories, fields in groups
+        for category, kind in categories.items()
+    }
+    unused = (*IGNORED, NO_CATEGORY, *(() if operators else OPERATORS))
+    every = (*kinds, *(_tagged(category, []) for category in unused))
+    return msgspec.json.Decoder(list[Union[every]]).decode, kinds  # type: ignore[valid-type]  # noqa: UP007
 
-    def _add(self, categories: dict[str, int], group: str, fields: list[Any]) -> None:
-        for category, kind in categories.items():
-            cls = msgspec.defstruct(f"_{category}", fields, tag_field="cat", tag=category, gc=False)
-            self.kinds[cls] = (group, kind)
+
+def _tagged(category: str, fields: list[Any]) -> type:
+    return msgspec.defstruct(f"_{category}", fields, tag_field="cat", tag=category, gc=False)
 
 
-_anything = msgspec.json.Decoder(list[_Event])
-_any_args = msgspec.json.Decoder(_AnyArgs | None)
+_anything = msgspec.json.Decoder(list[_Anything]).decode
+_comm_args = msgspec.json.Decoder(_CommArgs | None).decode
+_args_text = msgspec.json.Decoder(dict[str, Raw]).decode
+_to_text = msgspec.json.Encoder(decimal_format="number").encode
 _pack = msgspec.msgpack.Encoder().encode
 _PACKED = np.dtype([("type", "u1"), ("value", ">f8")])
 
@@ -207,17 +224,14 @@ class Columns:
         self.mode = mode
         self.names: dict[str, int] = {}
         self.threads: dict[int | str, int] = {}
-        self.comm_args: list[CommArgs] = []
-        self.pids: dict[int, int | str] = {}  # of annotations, by row
+        self.pids: dict[str, int | str] = {}  # of the processes, by the steps that they marked
         self.float_times = False
-        self.rows = 0
-        self._classes = _Classes(mode.operators, mode.digits)
+        self._decode, self._kinds = _classes(mode.operators, mode.digits)
         self._waiting: list[Any] = []
-        self._parts: list[tuple[Any, ...]] = []
-        self._memory: list[tuple[Any, ...]] = []
-        self._open: dict[tuple[Any, Any], list[_Event]] = defaultdict(list)  # begun, not ended
-
-    # ------------------------------------------------------------------ text in
+        # Events of one class each, and what some of them say of a collective, by row.
+        self._parts: list[tuple[Events, dict[int, CommArgs]]] = [(_NO_EVENTS, {})]
+        self._memory = [_NO_MEMORY]
+        self._open: dict[tuple[str, str], list[_Anything]] = defaultdict(list)  # begun, not ended
 
     def decode(self, text: bytes | bytearray) -> None:
         """Take an array of events. Raises DecodeError if it is not one."""
@@ -227,22 +241,19 @@ class Columns:
             if int(first[1]) >= EXACT_US and not self.mode.digits:
                 raise ReadAgain(replace(self.mode, digits=True))
         # A kernel by Triton is also an operator that has a stream: HTA counts both.
-        if self.mode.anything or b'"kernel_backend"' in text:
-            self._decode_anything(text)
-            return
+        slow = self.mode.anything or b'"kernel_backend"' in text
         try:
-            events = self._classes.decode(text)
+            events = self._decode(self._cleaned(text) if slow else text)
         except UnicodeDecodeError:  # a name that is not UTF-8: readable but for a letter or two
             self.decode(text.decode("utf-8", "replace").encode())
             return
         except msgspec.ValidationError:
             try:
-                events = self._classes.decode(_with_category(text))
-            except msgspec.DecodeError:
-                self._decode_anything(text)
-                return
-        ignored = self._classes.ignored
-        self._waiting += [event for event in events if type(event) not in ignored]
+                events = self._decode(_with_category(text))
+            except DecodeError:
+                events = self._decode(self._cleaned(text))
+        kinds = self._kinds
+        self._waiting += [event for event in events if type(event) in kinds]
         if len(self._waiting) > BATCH:
             self.flush()
 
@@ -252,16 +263,17 @@ class Columns:
         for event in self._waiting:
             grouped[type(event)].append(event)
         self._waiting = []
-        for cls, group in grouped.items():
-            name, kind = self._classes.kinds[cls]
-            start = self._starts(group)
-            if name == "instant":
-                self._add_memory(start, [e.args for e in group])
+        for cls, events in grouped.items():
+            start = self._starts(events)
+            if self._kinds[cls] == MEMORY:
+                columns = ([getattr(e.args, name) for e in events] for name in _ALLOCATION)
+                sizes = (_within(column, np.int64) for column in columns)
+                self._memory.append(MemoryEvents(start, *sizes))
                 continue
-            dur = _column([e.dur for e in group])
-            if dur.min() < 0 or dur.max() > LONGEST_US:  # none, one in two halves, or nonsense
+            dur = _column([e.dur for e in events])
+            if dur.min() < 0 or dur.max() > LONGEST_US:  # missing, in two halves, or nonsense
                 raise ReadAgain(replace(self.mode, anything=True))
-            self._add(name, kind, group, start, to_ns(dur))
+            self._add(self._kinds[cls], events, start, to_ns(dur))
 
     def _starts(self, events: list[Any]) -> Ints:
         if self.mode.digits:
@@ -279,144 +291,108 @@ class Columns:
             raise ReadAgain(replace(self.mode, digits=True))
         return to_ns(us)
 
-    def _add(self, group: str, kind: int, events: list[Any], start: Ints, dur: Ints) -> None:
-        count = len(events)
-        stream = device = correlation = np.full(count, -1.0)
+    def _add(self, kind: int, events: list[Any], start: Ints, dur: Ints) -> None:
+        count, first = len(events), events[0]
+        args = [e.args for e in events] if hasattr(first, "args") else []
+        given = getattr(args[0], "__struct_fields__", ()) if args else ()
+        described: dict[int, CommArgs] = {}
+        if "stream" in given:
+            described = {i: _describe(a) for i, a in enumerate(args) if a.collective is not None}
+        elif kind in (ANNOTATION, GPU_ANNOTATION):
+            for i, event in enumerate(events):
+                if event.name.startswith("ProfilerStep"):
+                    self.pids.setdefault(event.name, event.pid)
+                elif event.name.startswith(("gloo:", "nccl:")) and (about := _shapes(event.args)):
+                    described[i] = about
         thread = np.full(count, -1, np.int32)
-        if group == "gpu":
-            args = [e.args for e in events]
-            stream = _column([a.stream for a in args])
-            device = _column([a.device for a in args])
-            correlation = _column([a.correlation for a in args])
-            for i, a in enumerate(args):
-                if a.collective is not None:
-                    self.comm_args.append(_describe(self.rows + i, a))
-        else:
+        if hasattr(first, "tid"):
             thread = _ids(self.threads, [e.tid for e in events])
-        if group == "host":
-            correlation = _column([e.args.correlation for e in events])
-        if group == "named":
-            self._add_annotations(events)
-        self._append(
-            _ids(self.names, [e.name for e in events]), kind, start, dur, thread,
-            stream, device, correlation,
-        )  # fmt: skip
-
-    def _add_annotations(self, events: list[Any]) -> None:
-        for i, event in enumerate(events):
-            if event.name.startswith("ProfilerStep"):
-                self.pids[self.rows + i] = event.pid
-            elif event.name.startswith(("gloo:", "nccl:")):
-                args = _any_args.decode(event.args)
-                if args is not None and args.dims:
-                    self.comm_args.append(_describe(self.rows + i, args))
-
-    def _append(
-        self, name: Any, kind: Any, start: Ints, dur: Ints, thread: Any, stream: Any,
-        device: Any, correlation: Any,
-    ) -> None:  # fmt: skip
-        count = len(start)
-        kinds = np.full(count, kind, np.int8) if np.isscalar(kind) else kind
-        self._parts.append(
-            (
-                name, kinds, start, dur, thread, _within(stream, np.int32),
-                _within(device, np.int16), _within(correlation, np.int64),
-            )
-        )  # fmt: skip
-        self.rows += count
-
-    def _add_memory(self, at_ns: Ints, args: list[Any]) -> None:
-        """``args``: of ``_MemoryArgs``."""
-        columns = (_within([getattr(a, name) for a in args], np.int64) for name in _MEMORY)
-        self._memory.append((at_ns, *columns))
+        numbers = (
+            _within(_column(list(map(attrgetter(name), args))), size)
+            if name in given
+            else np.full(count, -1, size)
+            for name, size in _NUMBERS.items()
+        )
+        names = _ids(self.names, [e.name for e in events])
+        kinds = np.full(count, kind, np.int8)
+        self._parts.append((Events(names, kinds, start, dur, thread, *numbers), described))
 
     # ------------------------------------------------------------------ anything at all
 
-    def _decode_anything(self, text: bytes | bytearray) -> None:
-        """The slow way, for what does not fit the classes."""
-        rows: list[tuple[Any, ...]] = []
-        memory: list[tuple[int, Any]] = []
-        for event in _anything.decode(text):
-            if event.ph in ("B", "E"):
-                begun = self._open[(str(event.pid), str(event.tid))]
-                if event.ph == "B":
-                    begun.append(event)
-                    continue
-                if not begun:
-                    continue
-                end, event = event.ts, begun.pop()
-                start, stop = _ns(event.ts), _ns(end)
-            else:
-                start = _ns(event.ts)
-                dur = _ns(event.dur)
-                stop = None if start is None or dur is None else start + dur
-            if start is None:
-                continue
-            self.float_times = self.float_times or start % 1000 != 0
-            if event.cat == INSTANT:
-                if (args := _loose_args(event)) is not None and args.bytes is not None:
-                    memory.append((start, args))
-                continue
-            kind = _KINDS.get(event.cat) if isinstance(event.cat, str) else None
-            if kind is None or stop is None or stop < start or not isinstance(event.name, str):
-                continue
-            self._take_anything(rows, event, kind, start, stop)
-        if memory:
-            times = np.array([at for at, _ in memory], np.int64)
-            self._add_memory(
-                times, [_MemoryArgs(*(_number(getattr(a, n)) for n in _MEMORY)) for _, a in memory]
-            )
-        if rows:
-            name, kinds, start_ns, dur_ns, thread, stream, device, correlation = zip(
-                *rows, strict=True
-            )
-            self._append(
-                _ids(self.names, list(name)), np.array(kinds, np.int8),
-                np.array(start_ns, np.int64),
-                np.array(dur_ns, np.int64), np.array(thread, np.int32), np.array(stream),
-                np.array(device), np.array(correlation),
-            )  # fmt: skip
+    def _cleaned(self, text: bytes | bytearray) -> bytes:
+        """The events that can be used, in the form that the classes expect."""
+        return _to_text([clean for event in _anything(text) if (clean := self._clean(event))])
 
-    def _take_anything(
-        self, rows: list[tuple[Any, ...]], event: _Event, kind: int, start: int, stop: int
-    ) -> None:
-        args = _loose_args(event) or _AnyArgs()
-        stream = _number(args.stream)
-        if kind == CPU_OP and stream < 0 and not self.mode.operators:
-            return
-        at = self.rows + len(rows)
-        gpu = event.cat in GPU
-        communicates = gpu and args.collective is not None
-        if communicates or (event.name.startswith(("gloo:", "nccl:")) and args.dims):
-            self.comm_args.append(_describe(at, args))
-        if event.name.startswith("ProfilerStep"):
-            self.pids[at] = event.pid
-        known = isinstance(event.tid, int | str) and not gpu
-        thread = self.threads.setdefault(event.tid, len(self.threads)) if known else -1
-        rows.append(
-            (
-                event.name, kind, start, stop - start, thread, stream, _number(args.device),
-                _number(args.correlation),
-            )
-        )  # fmt: skip
+    def _clean(self, event: _Anything) -> dict[str, Any] | None:
+        end = None
+        if event.ph == "B":
+            self._open[str(event.pid), str(event.tid)].append(event)
+            return None
+        if event.ph == "E":
+            begun = self._open[str(event.pid), str(event.tid)]
+            if not begun:
+                return None
+            end, event = _ns(event.ts), begun.pop()
+        kind = _KINDS.get(event.cat) if isinstance(event.cat, str) else None
+        if kind is None or (start := _ns(event.ts)) is None:
+            return None
+        self.float_times = self.float_times or start % 1000 != 0
+        clean = {"cat": event.cat, "ts": _us(start), "args": event.args}
+        numbers: dict[str, int] = {}
+        if kind not in (ANNOTATION, GPU_ANNOTATION):  # theirs are text until they are needed
+            clean["args"], numbers = _clean_args(event.args)
+        if kind == MEMORY:
+            return clean if "Bytes" in numbers else None
+        dur = _ns(event.dur) if event.ph != "B" else None if end is None else end - start
+        if dur is None or not 0 <= dur <= 1000 * LONGEST_US or not isinstance(event.name, str):
+            return None
+        if kind == CPU_OP and numbers.get("stream", -1) >= 0:
+            clean["cat"] = WITH_STREAM
+        elif kind == CPU_OP:
+            if not self.mode.operators:
+                return None
+            del clean["args"]
+        clean |= {"name": event.name, "dur": _us(dur)}
+        return clean | {"tid": _id(event.tid), "pid": _id(event.pid)}
 
     # ------------------------------------------------------------------ columns out
 
-    def events(self) -> Events:
-        types = ("i4", "i1", "i8", "i8", "i4", "i4", "i2", "i8")
-        if not self._parts:
-            return Events(*(np.empty(0, kind) for kind in types))
-        columns = [np.concatenate(column) for column in zip(*self._parts, strict=True)]
+    @property
+    def on_gpu(self) -> bool:
+        """Whether anything ran on a GPU."""
+        return any(part.on_gpu.any() for part, _ in self._parts)
+
+    def events(self) -> tuple[Events, dict[int, CommArgs]]:
+        """The rows, and the descriptions of collectives, by row.
+
+        On a GPU run operators on the host are not kept, but for those that name a stream.
+        """
+        parts, on_gpu, rows = [], self.on_gpu, 0
+        described: dict[int, CommArgs] = {}
+        for part, about in self._parts:
+            if on_gpu and len(part) and part.kind[0] == CPU_OP and part.stream[0] < 0:
+                continue
+            parts.append(part)
+            described |= {rows + i: args for i, args in about.items()}
+            rows += len(part)
         self._parts.clear()
-        return Events(*columns)
+        return _joined(parts), described
 
     def memory(self) -> MemoryEvents:
-        if not self._memory:
-            return MemoryEvents(*(np.empty(0, np.int64) for _ in range(6)))
-        return MemoryEvents(*(np.concatenate(column) for column in zip(*self._memory, strict=True)))
+        found: MemoryEvents = _joined(self._memory)
+        return found
 
 
-_KINDS = GPU | HOST | NAMED | OPERATORS
+_NO_EVENTS = Events(
+    *(np.empty(0, size) for size in ("i4", "i1", "i8", "i8", "i4", "i4", "i2", "i8"))
+)
+_NO_MEMORY = MemoryEvents(*(np.empty(0, np.int64) for _ in range(5)))
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """The rows of all parts, one after the other."""
+    columns = ([getattr(part, field.name) for part in parts] for field in fields(parts[0]))
+    return type(parts[0])(*map(np.concatenate, columns))
 
 
 def _with_category(text: bytes | bytearray) -> bytes | bytearray:
@@ -435,21 +411,31 @@ def _ids(table: dict[Any, int], values: list[Any]) -> Any:
         return np.array([table.setdefault(value, len(table)) for value in values], np.int32)
 
 
-def _loose_args(event: _Event) -> Any:
-    """What the event says of itself, as ``_AnyArgs``; None if it cannot be read."""
-    try:
-        return _any_args.decode(event.args)
-    except msgspec.DecodeError:
-        return None
-
-
-def _number(value: Any, default: int = -1) -> int:
-    """A number, perhaps written as a string."""
+def _number(value: Any) -> int:
+    """A number, perhaps written as a string; -1 if it is not a number."""
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):
-        return default
-    return number if abs(number) < 1 << 53 else default
+        return -1
+    return number if abs(number) < 1 << 53 else -1
+
+
+def _clean_args(text: Raw) -> tuple[dict[str, Any], dict[str, int]]:
+    """An event's arguments, and those of them that must be numbers."""
+    try:
+        args = _args_text(text)
+    except DecodeError:
+        args = {}
+    numbers = {n: _number(msgspec.json.decode(args[n])) for n in args.keys() & _MUST_BE_NUMBERS}
+    return args | numbers, numbers
+
+
+def _us(ns: int) -> float | Decimal:
+    return ns / 1000 if abs(ns) < 1000 * EXACT_US else Decimal(ns) / 1000
+
+
+def _id(value: Any) -> int | str:
+    return value if isinstance(value, str) else _number(value)
 
 
 def _within(values: Any, kind: Any) -> Any:
@@ -478,29 +464,24 @@ def _ns(us: Raw) -> int | None:
     return ns if abs(ns) <= 1000 * LONGEST_US else None
 
 
-_BYTES = {
-    "float": 4, "double": 8, "half": 2, "bfloat16": 2, "c10::half": 2, "c10::bfloat16": 2,
-    "long": 8, "int": 4, "short": 2, "char": 1, "byte": 1, "bool": 1, "long int": 8,
-    "signed char": 1, "unsigned char": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "complexfloat": 8, "complexdouble": 16,
-}  # fmt: skip
+def _shapes(args: Raw) -> CommArgs | None:
+    """What an annotation says of its collective, if it has the shapes of the tensors."""
+    try:
+        found = _comm_args(args)
+    except DecodeError:
+        return None
+    return _describe(found) if found is not None and found.dims else None
 
 
-def bytes_of(dtype: str) -> int | None:
-    """Bytes of one element, by any of the names that profilers give to types."""
-    return _BYTES.get(dtype.lower())
-
-
-def _describe(row: int, args: Any) -> CommArgs:
+def _describe(args: _CommArgs) -> CommArgs:
     """A collective's arguments; from the shapes of its tensors where NCCL's are not there."""
-    dims, types = getattr(args, "dims", None), getattr(args, "types", None)
     elements, dtype = _number(args.in_elements), args.dtype if isinstance(args.dtype, str) else ""
-    if elements < 0 and isinstance(dims, list):
-        elements = _number(sum(math.prod(d) for d in dims if isinstance(d, list) and _flat(d)))
-    if not dtype and isinstance(types, list) and types and isinstance(types[0], str):
-        dtype = types[0]
+    if elements < 0 and isinstance(args.dims, list):
+        flat = (d for d in args.dims if isinstance(d, list) and d)
+        elements = _number(sum(math.prod(d) for d in flat if all(isinstance(n, int) for n in d)))
+    if not dtype and isinstance(args.types, list) and args.types and isinstance(args.types[0], str):
+        dtype = args.types[0]
     return CommArgs(
-        row,
         collective=args.collective if isinstance(args.collective, str) else "",
         dtype=dtype,
         in_elements=elements,
@@ -510,7 +491,3 @@ def _describe(row: int, args: Any) -> CommArgs:
         group_ranks=str(args.group_ranks or ""),
         seq=_number(args.seq if args.seq is not None else args.number),
     )
-
-
-def _flat(dims: list[Any]) -> bool:
-    return bool(dims) and all(isinstance(d, int) for d in dims)

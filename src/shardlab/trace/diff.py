@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardlab import numbers
-from shardlab.trace import model
+from shardlab.trace.model import ANNOTATION, PARTS, PHASES
 
 if TYPE_CHECKING:
     from shardlab.trace import TraceSet
 
 SCHEMA = 1
 NOISE = 0.02  # a difference of a smaller share of the step does not count
-GROUPS = ("part", "phase", "collective", "label", "operator")
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Value:
 class Row:
     """One thing in both runs; zero time where a run does not have it."""
 
-    group: str  # of GROUPS, or "step"
+    group: str  # part, phase, collective, label, operator or step
     name: str
     a: Value
     b: Value
@@ -84,28 +83,26 @@ def _plain(row: Row) -> dict[str, Any]:
 def diff(a: TraceSet, b: TraceSet, names: tuple[str, str] = ("A", "B")) -> Diff:
     """What changed from ``a`` to ``b``."""
     sides: dict[str, Callable[[TraceSet], Mapping[str, Value]]] = {
-        "part": _parts,
+        "part": lambda traces: {name: _mean(traces, part) for part, name in PARTS.items()},
         "phase": _phases,
-        "collective": lambda traces: _collectives(traces, lambda c: c.kind),
-        "label": lambda traces: _collectives(traces, lambda c: c.label),
+        "collective": lambda traces: _collectives(traces, "kind"),
+        "label": lambda traces: _collectives(traces, "label"),
         "operator": _operators,
     }
     rows: list[Row] = []
-    for group in GROUPS:
-        left, right = sides[group](a), sides[group](b)
+    for group, side in sides.items():
+        left, right = side(a), side(b)
         both = [
             Row(group, name, left.get(name, Value()), right.get(name, Value()))
             for name in {**left, **right}
         ]
         rows += sorted(both, key=lambda row: abs(row.change_us), reverse=True)
-    step = Row("step", "step", _step(a), _step(b))
+    step = Row("step", "step", _mean(a, "wall_us"), _mean(b, "wall_us"))
     faster, slower = sorted((_walls(a), _walls(b)), key=statistics.mean)
     overlap = max(faster) > min(slower)
-    notes = [
-        *_notes(a, b, rows),
-        *(f"{names[0]}: {warning}" for warning in a.warnings),
-        *(f"{names[1]}: {warning}" for warning in b.warnings),
-    ]
+    notes = _notes(a, b, rows)
+    for name, traces in zip(names, (a, b), strict=True):
+        notes += [f"{name}: {warning}" for warning in traces.warnings]
     return Diff(*names, step, tuple(rows), tuple(notes), overlap)
 
 
@@ -146,9 +143,9 @@ def sentence(diff: Diff) -> str:
 # ------------------------------------------------------------------ one side
 
 
-def _step(traces: TraceSet) -> Value:
+def _mean(traces: TraceSet, column: str) -> Value:
     rows = traces.breakdown(per="rank")
-    return Value(statistics.mean(row.per_step() for row in rows))
+    return Value(statistics.mean(row.per_step(column) for row in rows))
 
 
 def _walls(traces: TraceSet) -> list[float]:
@@ -159,37 +156,27 @@ def _walls(traces: TraceSet) -> list[float]:
     return [statistics.mean(times) for times in walls.values()]
 
 
-def _parts(traces: TraceSet) -> dict[str, Value]:
-    rows = traces.breakdown(per="rank")
-    return {
-        name: Value(statistics.mean(row.per_step(part) for row in rows))
-        for part, name in model.PARTS.items()
-    }
-
-
 def _phases(traces: TraceSet) -> dict[str, Value]:
     """On the host: on a GPU the time to launch a phase, not to run it."""
     found = []
     for trace in traces.traces:
-        if not trace.steps:
-            continue
         events = trace.events
         inside = events.start_ns >= trace.steps[0].start_ns
         inside &= events.start_ns < trace.steps[-1].end_ns
-        inside &= events.kind == model.ANNOTATION
+        inside &= events.kind == ANNOTATION
         for number, name in enumerate(trace.names):
-            if name in model.PHASES:
+            if name in PHASES:
                 times = events.dur_ns[inside & (events.name == number)]
                 found.append((name, float(times.sum()) / 1000, len(times), None))
     return _per_step(found, sum(len(trace.steps) for trace in traces.traces))
 
 
-def _collectives(traces: TraceSet, name_of: Callable[[model.Collective], str]) -> dict[str, Value]:
+def _collectives(traces: TraceSet, by: str) -> dict[str, Value]:
     """The time that a rank spent in them, waiting for others included."""
     found = (
         (name, (part.end_ns - part.start_ns) / 1000, 1, collective.bytes)
         for collective in traces.collectives()
-        if (name := name_of(collective))
+        if (name := getattr(collective, by))
         for part in collective.participants
     )
     return _per_step(found, _rank_steps(traces))
@@ -220,14 +207,12 @@ def _per_step(found: Iterable[tuple[str, float, int, int | None]], steps: int) -
 
 def _notes(a: TraceSet, b: TraceSet, rows: list[Row]) -> list[str]:
     """What a reader must know before believing the numbers."""
-    notes = []
-    for what, of in (
-        ("ranks", lambda t: len({trace.rank for trace in t.traces})),
-        ("device", lambda t: t.traces[0].device),
-    ):
-        left, right = of(a), of(b)
-        if left != right:
-            notes.append(f"the runs differ in {what}: {left} and {right}")
+    sides = [(len({t.rank for t in x.traces}), x.traces[0].device) for x in (a, b)]
+    notes = [
+        f"the runs differ in {what}: {left} and {right}"
+        for what, left, right in zip(("ranks", "device"), *sides, strict=True)
+        if left != right
+    ]
     if not set(_operators(a)) & set(_operators(b)) and any(r.group == "operator" for r in rows):
         notes.append("the runs have no operator in common: are they the same model?")
     few = min(row.steps for t in (a, b) for row in t.breakdown(per="rank"))

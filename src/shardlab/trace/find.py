@@ -83,16 +83,13 @@ def numbered(traces: Iterable[Trace]) -> tuple[list[Trace], list[str]]:
     """A rank for those that do not say theirs: the only one is 0, several go by file name."""
     traces = sorted(traces, key=lambda trace: str(trace.path))
     nameless = [trace for trace in traces if trace.rank < 0]
-    if not nameless:
-        return traces, []
     taken = {trace.rank for trace in traces}
     free = iter(n for n in range(len(traces) * 2) if n not in taken)
     result = [replace(t, rank=next(free)) if t.rank < 0 else t for t in traces]
-    if len(traces) == 1:
+    if not nameless or len(traces) == 1:
         return result, []
-    return result, [
-        f"{len(nameless)} traces do not say their rank: numbered in the order of their names"
-    ]
+    note = f"{len(nameless)} traces do not say their rank: numbered in the order of their names"
+    return result, [note]
 
 
 def one_run(traces: Sequence[Trace]) -> dict[int, list[Trace]]:
@@ -150,10 +147,8 @@ def _same_time(by_rank: dict[int, list[Trace]]) -> None:
 
 
 def _begin(trace: Trace) -> int:
-    start = trace.steps[0].start_ns if trace.steps else 0
-    return start + trace.base_ns
+    return trace.steps[0].start_ns + trace.base_ns
 
 
 def _end(trace: Trace) -> int:
-    end = max((step.end_ns for step in trace.steps), default=0)
-    return end + trace.base_ns
+    return trace.steps[-1].end_ns + trace.base_ns

@@ -13,21 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardlab.trace import model
 from shardlab.trace.decode import to_ns
 from shardlab.trace.intervals import Intervals, union
-from shardlab.trace.model import (
-    ANNOTATION,
-    CPU_OP,
-    GPU_ANNOTATION,
-    MEMCPY,
-    MEMSET,
-    RUNTIME,
-    SYNC,
-    Bools,
-    Hta,
-    Ints,
-    Trace,
-)  # fmt: skip
+from shardlab.trace.model import Bools, Floats, Ints, Trace
 
 ROUNDING = "ns-rounding"  # start rounded up and end down to whole microseconds
 FLOATS = "float64-timestamps"  # microseconds since 1970 in a float: a quarter of one is kept
@@ -99,9 +88,9 @@ def gpu_events(
     wanted = events.on_gpu
     # HTA knows a GPU event by its stream.
     if SYNCS in rules:
-        wanted |= (events.kind == SYNC) & (events.stream >= 0)
+        wanted |= (events.kind == model.SYNC) & (events.stream >= 0)
     if OPERATORS in rules:
-        wanted |= (events.kind == CPU_OP) & (events.stream >= 0)
+        wanted |= (events.kind == model.CPU_OP) & (events.stream >= 0)
     if (steps_in_set or len({step.number for step in trace.steps})) >= 2:
         wanted &= _launched_before_last_step(trace, GPU_MARKERS in rules)
     row = np.flatnonzero(wanted)
@@ -119,12 +108,14 @@ def _launched_before_last_step(trace: Trace, gpu_markers: bool) -> Bools:
     events = trace.events
     marks = np.zeros(len(trace.names), bool)
     marks[[i for i, name in enumerate(trace.names) if name.startswith("ProfilerStep#")]] = True
-    kinds = (ANNOTATION, GPU_ANNOTATION) if gpu_markers else (ANNOTATION,)
+    kinds = (model.ANNOTATION, model.GPU_ANNOTATION) if gpu_markers else (model.ANNOTATION,)
     markers = np.isin(events.kind, kinds) & marks[events.name]
     if not markers.any():
         return np.ones(len(events), bool)
     last = events.start_ns[markers].max()
-    on_host = np.isin(events.kind, (RUNTIME, ANNOTATION, GPU_ANNOTATION, CPU_OP))
+    on_host = np.isin(
+        events.kind, (model.RUNTIME, model.ANNOTATION, model.GPU_ANNOTATION, model.CPU_OP)
+    )
     early = on_host & (events.start_ns < last)
     launched = events.correlation[early & (events.correlation >= 0)]
     by_launch = (events.correlation >= 0) & np.isin(events.correlation, launched)
@@ -154,103 +145,78 @@ def _types(trace: Trace, row: Ints, by_name: bool) -> Ints:
     comm = np.array([is_communication(name) for name in trace.names] or [False])
     kind = events.kind[row]
     result = np.where(comm[events.name[row]], COMMUNICATION, COMPUTATION)
-    result[(kind == MEMCPY) | (kind == MEMSET)] = MEMORY
-    result[kind == SYNC] = OTHER
+    result[(kind == model.MEMCPY) | (kind == model.MEMSET)] = MEMORY
+    result[kind == model.SYNC] = OTHER
     return result
 
 
 # ------------------------------------------------------------------ the numbers
 
 
-def temporal(trace: Trace, *, compat: bool = False, steps_in_set: int | None = None) -> Hta:
-    """Temporal breakdown and overlap of one rank; names the rules that would change them."""
+def temporal(
+    windows: Sequence[Trace], *, compat: bool = False, steps_in_set: int | None = None
+) -> model.Hta:
+    """Temporal breakdown and overlap of one rank, summed over its windows; without ``compat``
+    with the names of the rules that would change them."""
+    times = [_times(trace, RULES if compat else (), steps_in_set) for trace in windows]
+    found = _hta(windows[0].rank, times)
     if compat:
-        return _numbers(trace, RULES, steps_in_set)
-    exact = _numbers(trace, (), steps_in_set)
-    changed = tuple(
+        return found
+    changed = {
         rule
+        for trace, exact in zip(windows, times, strict=True)
         for rule in _applicable(trace)
-        if _differs(exact, _numbers(trace, (rule,), steps_in_set))
-    )
-    return replace(exact, rules=changed)
+        if _differs(exact, _times(trace, (rule,), steps_in_set))
+    }
+    return replace(found, rules=tuple(rule for rule in RULES if rule in changed))
 
 
-def _numbers(trace: Trace, rules: Sequence[str], steps_in_set: int | None) -> Hta:
+def _hta(rank: int, windows: Sequence[Floats | None]) -> model.Hta:
+    """From the times of each window; None for one without GPU events."""
+    known = [times for times in windows if times is not None]
+    if not known:
+        return model.Hta(rank, None, None, None, None, None)
+    kernel, idle, compute, comm, overlap = np.sum(known, axis=0).tolist()
+    hidden = 100 * overlap / comm if comm else None
+    return model.Hta(rank, idle, compute, kernel - idle - compute, kernel, hidden, comm_us=comm)
+
+
+def _times(trace: Trace, rules: Sequence[str], steps_in_set: int | None) -> Floats | None:
+    """Kernel, idle, compute and communication time and overlap in µs; several GPUs: their mean."""
     gpu = gpu_events(trace, rules, steps_in_set)
     if not len(gpu.row):
-        return Hta(trace.rank, None, None, None, None, None)
+        return None
     if ROUNDING in rules:
-        return _hta(trace.rank, *_rounded(gpu))
-    devices = np.unique(gpu.device)
-    kernel = idle = compute = comm_time = overlap = 0
-    for device in devices.tolist():
+        return np.array(_rounded(gpu)) / 1000
+    devices = []
+    for device in np.unique(gpu.device).tolist():
         mine = gpu.device == device
         span = int(gpu.end[mine].max() - gpu.start[mine].min())
-        computing = gpu.busy(COMPUTATION, device)
-        communicating = gpu.busy(COMMUNICATION, device)
-        kernel += span
-        idle += span - gpu.busy(device=device).length
-        compute += computing.length
-        comm_time += communicating.length
-        overlap += (computing & communicating).length
-    return _hta(trace.rank, kernel, idle, compute, comm_time, overlap, len(devices))
-
-
-def _hta(
-    rank: int, kernel: int, idle: int, compute: int, comm: int, overlap: int, devices: int = 1
-) -> Hta:
-    """From nanoseconds, summed over the rank's GPUs, to their mean in microseconds."""
-    scale = 1000 * devices
-    return Hta(
-        rank,
-        idle_time_us=idle / scale,
-        compute_time_us=compute / scale,
-        non_compute_time_us=(kernel - idle - compute) / scale,
-        kernel_time_us=kernel / scale,
-        comm_comp_overlap_pctg=100 * overlap / comm if comm else None,
-        comm_us=comm / scale,
-    )
+        compute, comm = gpu.busy(COMPUTATION, device), gpu.busy(COMMUNICATION, device)
+        idle = span - gpu.busy(device=device).length
+        devices.append((span, idle, compute.length, comm.length, (compute & comm).length))
+    mean: Floats = np.mean(devices, axis=0) / 1000
+    return mean
 
 
 def _rounded(gpu: GpuEvents) -> tuple[int, int, int, int, int]:
-    """Kernel, idle, compute and communication time and overlap as HTA computes them: a kernel of
-    less than a microsecond may end before it begins, and then counts negative."""
-    merged = {
-        kind: _hta_merge(gpu.start[chosen], gpu.end[chosen])
-        for kind, chosen in (
-            (None, np.ones(len(gpu.row), bool)),
-            (COMPUTATION, gpu.type == COMPUTATION),
-            (COMMUNICATION, gpu.type == COMMUNICATION),
-        )
-    }
-    length = {kind: int((end - start).sum()) for kind, (start, end) in merged.items()}
-    span = int(merged[None][1][-1] - merged[None][0][0])
-    edges = (*merged[COMMUNICATION], *merged[COMPUTATION])
-    times = np.concatenate(edges)
-    change = np.repeat([1, -1, 2, -2], [len(edge) for edge in edges])
+    """The same as HTA computes it: a kernel of less than a microsecond may end before it begins,
+    and then counts negative. In ns."""
+    start, end = _hta_merge(gpu.start, gpu.end)
+    compute, comm = (
+        _hta_merge(gpu.start[chosen], gpu.end[chosen])
+        for chosen in (gpu.type == COMPUTATION, gpu.type == COMMUNICATION)
+    )
+    span = int(end[-1] - start[0])
+    times = np.concatenate((*comm, *compute))
+    change = np.repeat([1, -1, 2, -2], [len(edge) for edge in (*comm, *compute)])
     order = np.argsort(times, kind="stable")
     both = np.cumsum(change[order])[:-1] == 3
     overlap = int(np.diff(times[order])[both].sum())
-    return span, span - length[None], length[COMPUTATION], length[COMMUNICATION], overlap
-
-
-def added(a: Hta, b: Hta) -> Hta:
-    """Two windows of one rank."""
-    if a.kernel_time_us is None or b.kernel_time_us is None:
-        return a if b.kernel_time_us is None else b
-    comm = a.comm_us + b.comm_us
-    hidden = sum((x.comm_comp_overlap_pctg or 0.0) * x.comm_us for x in (a, b))
-    times = {
-        f"{part}_us": (getattr(a, f"{part}_us") or 0) + (getattr(b, f"{part}_us") or 0)
-        for part in ("idle_time", "compute_time", "non_compute_time", "kernel_time")
-    }
-    return replace(
-        a,
-        **times,
-        comm_comp_overlap_pctg=hidden / comm if comm else None,
-        rules=tuple(rule for rule in RULES if rule in a.rules + b.rules),
-        comm_us=comm,
+    busy, computing, communicating = (
+        int((end - start).sum()) for start, end in ((start, end), compute, comm)
     )
+    return span, span - busy, computing, communicating, overlap
 
 
 def _hta_merge(start: Ints, end: Ints) -> tuple[Ints, Ints]:
@@ -267,33 +233,28 @@ def _hta_merge(start: Ints, end: Ints) -> tuple[Ints, Ints]:
 def _applicable(trace: Trace) -> list[str]:
     """The rules that can matter to this trace: the others need not be tried."""
     events = trace.events
-    rules = [NAMES]
-    if trace.rounded:
-        rules.append(ROUNDING)
-        if len(events) and int(events.start_ns.max()) > 2**43 * 1000:
-            rules.append(FLOATS)
-    if ((events.kind == CPU_OP) & (events.stream >= 0)).any():
-        rules.append(OPERATORS)
-    if (events.kind == SYNC).any():
-        rules.append(SYNCS)
-    if (events.kind == GPU_ANNOTATION).any():
-        rules.append(GPU_MARKERS)
-    if len(np.unique(events.device[events.on_gpu])) > 1:
-        rules.append(MERGED)
-    return [rule for rule in RULES if rule in rules]
+    can_matter = {
+        ROUNDING: trace.rounded,
+        FLOATS: trace.rounded and (events.start_ns > 2**43 * 1000).any(),
+        OPERATORS: ((events.kind == model.CPU_OP) & (events.stream >= 0)).any(),
+        SYNCS: (events.kind == model.SYNC).any(),
+        GPU_MARKERS: (events.kind == model.GPU_ANNOTATION).any(),
+        MERGED: len(np.unique(events.device[events.on_gpu])) > 1,
+        NAMES: True,
+    }
+    return [rule for rule, can in can_matter.items() if can]
 
 
-def _differs(a: Hta, b: Hta) -> bool:
+def _differs(a: Floats | None, b: Floats | None) -> bool:
     """Whether any number differs by more than a hundredth of a percentage point."""
+    if a is None or b is None:
+        return a is not b
+    far = abs(a[0] - b[0]) > 1e-4 * (a[0] or 1)
+    return bool(far or (abs(_shares(a) - _shares(b)) > 0.01).any())
 
-    def parts(x: Hta) -> list[float]:
-        whole = x.kernel_time_us or 1
-        values = (x.idle_time_us, x.compute_time_us, x.non_compute_time_us)
-        return [100 * (v or 0) / whole for v in values] + [x.comm_comp_overlap_pctg or 0]
 
-    if (a.kernel_time_us is None) != (b.kernel_time_us is None):
-        return True
-    whole_a, whole_b = a.kernel_time_us or 1, b.kernel_time_us or 1
-    if abs(whole_a - whole_b) > 1e-4 * whole_a:
-        return True
-    return any(abs(x - y) > 0.01 for x, y in zip(parts(a), parts(b), strict=True))
+def _shares(times: Floats) -> Floats:
+    """Idle, compute and other time in percent of kernel time, overlap of communication."""
+    kernel, idle, compute, comm, overlap = times
+    parts = (idle, compute, kernel - idle - compute)
+    return 100 * np.array([*(part / (kernel or 1) for part in parts), overlap / (comm or 1)])

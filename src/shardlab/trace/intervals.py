@@ -37,16 +37,6 @@ class Intervals:
     def __sub__(self, other: Intervals) -> Intervals:
         return _where(self, other, both=False)
 
-    def within(self, start: int, end: int) -> Intervals:
-        """The part between two moments."""
-        first = int(np.searchsorted(self.end, start, side="right"))
-        last = int(np.searchsorted(self.start, end, side="left"))
-        if last <= first or end <= start:
-            return NOTHING
-        return Intervals(
-            np.maximum(self.start[first:last], start), np.minimum(self.end[first:last], end)
-        )
-
     def lengths(self, edges: Ints) -> Ints:
         """How much lies between each two neighbours of sorted ``edges``."""
         # Covered time up to a moment, at every boundary of an interval, is linear in between.

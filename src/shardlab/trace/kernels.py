@@ -7,24 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from shardlab.trace import activity, hta
+from shardlab.trace import activity, hta, model
 from shardlab.trace.intervals import Intervals
-from shardlab.trace.model import (
-    CPU_OP,
-    KERNEL,
-    Bools,
-    Breakdown,
-    Idle,
-    Ints,
-    Kernel,
-    KernelType,
-    Trace,
-)  # fmt: skip
+from shardlab.trace.model import Bools, Ints, Trace
 
 BETWEEN_KERNELS_NS = 30_000  # HTA: a shorter gap is what it takes to start the next kernel
 
 
-def longest(trace: Trace, top: int) -> list[Kernel]:
+def longest(trace: Trace, top: int) -> list[model.Kernel]:
     """The kernels that take the most time in the steps, with true statistics of each launch.
 
     (HTA's become sums of sums once there are more than it shows.)
@@ -34,7 +24,7 @@ def longest(trace: Trace, top: int) -> list[Kernel]:
         rows = np.flatnonzero(events.on_gpu & _in_steps(trace))
         times = events.dur_ns[rows]
     else:
-        rows = np.flatnonzero((events.kind == CPU_OP) & _in_steps(trace))
+        rows = np.flatnonzero((events.kind == model.CPU_OP) & _in_steps(trace))
         times = _own_time(trace, rows)
     if not len(rows):
         return []
@@ -52,10 +42,10 @@ def longest(trace: Trace, top: int) -> list[Kernel]:
         kind = "compute"
         if communicates[first] or text.startswith("c10d::"):
             kind = "communication"
-        elif trace.device == "gpu" and events.kind[first] != KERNEL:
+        elif trace.device == "gpu" and events.kind[first] != model.KERNEL:
             kind = "memory"
         result.append(
-            Kernel(
+            model.Kernel(
                 trace.rank, text, kind, int(count[name]), float(mine.sum()), float(mine.mean()),
                 float(mine.min()), float(mine.max()),
                 float(mine.std(ddof=1)) if len(mine) > 1 else 0.0,
@@ -65,9 +55,7 @@ def longest(trace: Trace, top: int) -> list[Kernel]:
 
 
 def _in_steps(trace: Trace) -> Bools:
-    start = trace.events.start_ns
-    edges = np.array([t for s in trace.steps for t in (s.start_ns, s.end_ns)], np.int64)
-    result: Bools = np.searchsorted(edges, start, side="right") % 2 == 1
+    result: Bools = np.searchsorted(trace.edges, trace.events.start_ns, side="right") % 2 == 1
     return result
 
 
@@ -88,7 +76,9 @@ def _own_time(trace: Trace, rows: Ints) -> Ints:
     return np.maximum(own, 0)
 
 
-def together(kernels: Sequence[Kernel], ranks: Sequence[Breakdown]) -> list[dict[str, Any]]:
+def together(
+    kernels: Sequence[model.Kernel], ranks: Sequence[model.Breakdown]
+) -> list[dict[str, Any]]:
     """Kernels of several ranks, summed by name and kind: per rank and step, the longest first."""
     steps, wall = sum(row.steps for row in ranks) or 1, sum(row.wall_us for row in ranks) or 1
     sums: dict[tuple[str, str], tuple[int, float, float]] = {}
@@ -114,7 +104,7 @@ def together(kernels: Sequence[Kernel], ranks: Sequence[Breakdown]) -> list[dict
 # ------------------------------------------------------------------ HTA's tables
 
 
-def types(traces: Sequence[Trace], steps_in_set: int | None = None) -> tuple[KernelType, ...]:
+def types(traces: Sequence[Trace], steps_in_set: int | None = None) -> tuple[model.KernelType, ...]:
     """Time on the GPU by what runs, alone or at once, summed over ranks (and GPUs)."""
     sums: dict[str, int] = {}
     kinds = (hta.COMPUTATION, hta.COMMUNICATION, hta.MEMORY)
@@ -133,13 +123,13 @@ def types(traces: Sequence[Trace], steps_in_set: int | None = None) -> tuple[Ker
                 sums[name] = sums.get(name, 0) + part.length
     total = sum(sums.values())
     return tuple(
-        KernelType(name, time / 1000, 100 * time / total)
+        model.KernelType(name, time / 1000, 100 * time / total)
         for name, time in sorted(sums.items(), key=lambda item: -item[1])
         if time
     )
 
 
-def idle(trace: Trace, steps_in_set: int | None = None) -> list[Idle]:
+def idle(trace: Trace, steps_in_set: int | None = None) -> list[model.Idle]:
     """Each stream's idle time: the host was late, the next kernel was starting, or other."""
     gpu = hta.gpu_events(trace, steps_in_set=steps_in_set)
     events = trace.events
@@ -154,7 +144,7 @@ def idle(trace: Trace, steps_in_set: int | None = None) -> list[Idle]:
         host = launches[row][1:] > gpu.end[mine][:-1]
         short = ~host & (gap < BETWEEN_KERNELS_NS)
         result.append(
-            Idle(
+            model.Idle(
                 trace.rank,
                 device=int(gpu.device[mine[0]]),
                 stream=int(events.stream[row[0]]),

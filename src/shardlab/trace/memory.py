@@ -14,7 +14,7 @@ def timelines(trace: Trace) -> list[Memory]:
     """One for each device that the trace has memory events of.
 
     On a GPU the events carry the allocator's own total. On a CPU they carry a total too, but
-    from when the profiler began: memory that was there before counts as none.
+    from when the profiler began: memory that was there before is not counted.
     """
     events = trace.memory
     phases = Phases(trace)
@@ -31,14 +31,14 @@ def timelines(trace: Trace) -> list[Memory]:
         kind, number = divmod(key, 1000)
         name = _TYPES.get(kind, f"device type {kind}")
         top = int(held.argmax())
-        index = phases.step_at(int(at[top]))
+        step = phases.step_at(int(at[top]))
         result.append(
             Memory(
                 rank=trace.rank,
                 device=name if kind == 0 else f"{name}:{number}",
                 peak_bytes=int(held[top]),
                 peak_at_ns=int(at[top]),
-                peak_step=None if index is None else trace.steps[index].number,
+                peak_step=None if step is None else step.number,
                 peak_phase=phases.at(int(at[top])),
                 p50_bytes=_percentile(at, held, 0.5),
                 p95_bytes=_percentile(at, held, 0.95),

@@ -41,9 +41,9 @@ class Events:
     start_ns: Ints
     dur_ns: Ints
     tid: NDArray[np.int32]  # index into Trace.threads
-    stream: NDArray[np.int32]  # -1: none
-    device: NDArray[np.int16]  # -1: none
-    correlation: Ints  # links a launch on the host to its kernel; -1: none
+    stream: NDArray[np.int32]  # -1 if there is none
+    device: NDArray[np.int16]  # -1 if there is none
+    correlation: Ints  # links a launch on the host to its kernel; -1 if it does not
 
     def __len__(self) -> int:
         return len(self.name)
@@ -56,6 +56,11 @@ class Events:
     def on_gpu(self) -> Bools:
         """Kernels, copies and fills: what a GPU was busy with."""
         return np.isin(self.kind, (KERNEL, MEMCPY, MEMSET))
+
+    def in_order(self, wanted: Bools) -> Ints:
+        """Some of the rows, in the order in which they began."""
+        rows = np.flatnonzero(wanted)
+        return rows[np.argsort(self.start_ns[rows], kind="stable")]
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,6 @@ class Step:
 class CommArgs:
     """What the profiler (NCCL, or Gloo with shapes) says of a collective beside its times."""
 
-    event: int  # row in Events
     collective: str = ""  # NCCL's name: allreduce, _allgather_base
     dtype: str = ""
     in_elements: int = -1
@@ -93,12 +97,8 @@ class MemoryEvents:
     at_ns: Ints
     bytes: Ints  # negative: released
     total_allocated: Ints  # after it; -1: unknown
-    total_reserved: Ints
     device_type: Ints  # as PyTorch numbers them: 0 CPU, 1 CUDA
     device_id: Ints
-
-    def __len__(self) -> int:
-        return len(self.at_ns)
 
 
 @dataclass(frozen=True)
@@ -112,16 +112,21 @@ class Trace:
     events: Events
     names: tuple[str, ...]
     threads: tuple[int | str, ...]  # as the trace calls them; a GPU's are its streams
-    main_thread: int  # index into threads: the one with the step markers; -1: none
+    main_thread: int  # index into threads: the one with the step markers; -1 if there are none
     pid: int | str | None  # of the process that marked the steps
     steps: tuple[Step, ...]
-    comm_args: tuple[CommArgs, ...]
+    comm_args: Mapping[int, CommArgs]  # by row of events
     memory: MemoryEvents
     metadata: Mapping[str, Any]  # the file's top-level keys, without the events
     base_ns: int  # baseTimeNanoseconds: added to a time, it gives Unix time
     rounded: bool  # timestamps are floats in the file: HTA rounds them to microseconds
     truncated: bool
     warnings: tuple[str, ...]
+
+    @property
+    def edges(self) -> Ints:
+        """Begin and end of each step in turn."""
+        return np.array([t for s in self.steps for t in (s.start_ns, s.end_ns)], np.int64)
 
     @property
     def shardlab(self) -> Mapping[str, Any]:
@@ -226,7 +231,7 @@ class Straggler:
 
     rank: int
     phase: str
-    collectives: int  # in which it came last, and somebody waited
+    collectives: int  # in which it came last, and others waited
     others_waited_us: float  # inside collectives, summed over the other ranks
     lost_us: float  # of that, what no computation covered
     worst_us: float  # the longest that one rank waited for it in one collective
@@ -303,7 +308,7 @@ class Idle:
 
 @dataclass(frozen=True)
 class Hta:
-    """HTA's temporal breakdown and overlap of one rank; None where it has none (CPU traces).
+    """HTA's temporal breakdown and overlap of one rank; None in CPU traces.
 
     ``rules`` names HTA's rules that would change these numbers (see docs/traces.md).
     """

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from shardlab.trace.decode import Columns, Mode, ReadAgain
-from shardlab.trace.model import ANNOTATION, CPU_OP, RUNTIME, Events, Step, Trace
+from shardlab.trace.model import ANNOTATION, RUNTIME, Events, Step, Trace
 from shardlab.trace.stream import EventText
 
 _STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,15})")
@@ -29,16 +29,10 @@ def parse(path: Path, *, whole: bool = False) -> Trace:
     GPU did nothing, the file is read again with them.
     """
     text, columns = _read(path)
-    events = columns.events()
-    on_gpu = bool(events.on_gpu.any())
+    on_gpu = columns.on_gpu
     if not on_gpu and not columns.mode.operators:
         text, columns = _read(path, replace(columns.mode, operators=True))
-        events = columns.events()
-    operators = columns.mode.operators
-    comm_args = columns.comm_args
-    if on_gpu and operators:
-        keep = (events.kind != CPU_OP) | (events.stream >= 0)
-        events, comm_args, columns.pids = _only(events, keep, comm_args, columns.pids)
+    events, comm_args = columns.events()
     names = tuple(columns.names)
     metadata, warnings = _metadata(text), []
     if text.cut:
@@ -58,9 +52,9 @@ def parse(path: Path, *, whole: bool = False) -> Trace:
         names=names,
         threads=tuple(columns.threads),
         main_thread=-1 if marker is None else int(events.tid[marker]),
-        pid=None if marker is None else columns.pids.get(marker),
+        pid=None if marker is None else columns.pids.get(names[events.name[marker]]),
         steps=steps,
-        comm_args=tuple(comm_args),
+        comm_args=comm_args,
         memory=columns.memory(),
         metadata=metadata,
         base_ns=_integer(metadata.get("baseTimeNanoseconds")) or 0,
@@ -84,17 +78,6 @@ def _read(path: Path, mode: Mode | None = None) -> tuple[EventText, Columns]:
 def _names_a_gpu(head: bytes) -> bool:
     found = re.search(rb'"deviceProperties"\s*:\s*\[\s*(.)', head)
     return found is not None and found[1] == b"{"
-
-
-def _only(events: Events, keep: Any, comm_args: list[Any], pids: dict[int, Any]) -> Any:
-    """The rows to keep, and what refers to rows by number."""
-    place = np.cumsum(keep) - 1
-    columns = (getattr(events, name)[keep] for name in Events.__dataclass_fields__)
-    return (
-        Events(*columns),
-        [replace(a, event=int(place[a.event])) for a in comm_args if keep[a.event]],
-        {int(place[row]): pid for row, pid in pids.items() if keep[row]},
-    )
 
 
 # ------------------------------------------------------------------ what is around the events
@@ -156,8 +139,7 @@ def _steps(
     numbers = {i: int(found[1]) for i, name in enumerate(names) if (found := _STEP.match(name))}
     if not numbers:
         return (), None
-    rows = np.flatnonzero((events.kind == ANNOTATION) & np.isin(events.name, list(numbers)))
-    rows = rows[np.argsort(events.start_ns[rows], kind="stable")]
+    rows = events.in_order((events.kind == ANNOTATION) & np.isin(events.name, list(numbers)))
     steps: list[Step] = []
     for i, row in enumerate(rows):
         start, end = int(events.start_ns[row]), int(events.end_ns[row])

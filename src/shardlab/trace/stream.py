@@ -1,4 +1,4 @@
-"""A trace file as pieces of JSON text, each some whole events, so that none is ever held whole.
+"""A trace file as pieces of JSON text, each some whole events, so that a file is never held whole.
 
 Where an event ends is found without parsing: a piece is cut where one looks to end, and if the
 decoder then refuses the piece the cut was wrong (it lay in a string, or in a nested list) and an
@@ -12,6 +12,7 @@ import importlib
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ with contextlib.suppress(ImportError):  # in the extra "trace": three times as f
 READ = 256 << 10
 READ_COMPRESSED = 16 << 10  # a trace's JSON compresses to about a fifteenth
 LONGEST_HEAD = 64 << 20
-UNREADABLE = 4 << 20  # so much without a place to cut: look at the events one by one
+UNREADABLE = 4 << 20  # when this much text has no place to cut, its events are read one by one
 
 _KEYS = rb'"(?:ph|cat|name|pid|tid|ts|dur|args|id|bp|s|tts|tdur)"'
 _BOUNDARY = re.compile(rb"\}\s*,\s*(?=\{\s*" + _KEYS + rb")")
@@ -52,7 +53,7 @@ class EventText:
         self.path = path
         self.head = b""  # the text before the events, and after them
         self.tail = b""
-        self.cut = ""  # why the file ended early; empty: it did not
+        self.cut = ""  # why the file ended early; empty if it did not
         self.unreadable = 0  # events that no decoder would take
         self._blocks = _blocks(path)
         self._rest = self._find_events()
@@ -83,38 +84,24 @@ class EventText:
         """Hand every event to ``decode``.
 
         ``text`` always begins with ``[`` and is turned into an array where it lies: text of this
-        size is not copied more often than must be.
+        size should be copied as rarely as possible.
         """
         text = bytearray(b"[") + self._rest
-        ended = _at_end(text)
-        while not ended and (block := self._next()):
+        ended, block = False, b"["
+        while block and not ended:
+            block = self._next()
             text += block
-            if len(text) < READ:
+            if block and len(text) < READ:
                 continue
-            text, ended, taken = _take(text, decode)
-            if not taken and len(text) > UNREADABLE:
-                text = self._one_by_one(text, decode)
-        if not ended:
-            text, ended = self._last(text, decode)
-        if ended:
-            while len(text) < LONGEST_HEAD and (block := self._next()):
-                text += block
-            self.tail = bytes(text[1:]).lstrip().removeprefix(b"]")
-
-    def _last(self, text: bytearray, decode: Decode) -> tuple[bytearray, bool]:
-        """The end of the file. Without the end of the list, the last event is not whole."""
-        if _at_end(text):
-            return text, True
-        if (after := _finish(text, decode)) is not None:
-            return after, True
-        text, ended, taken = _take(text, decode)
-        if not taken:
-            text = self._one_by_one(text, decode)
-            if (after := _finish(text, decode)) is not None:
-                return after, True
+            text, ended = _decoded(text, decode)
+            if not ended and (not block or len(text) > UNREADABLE):
+                text, ended = _decoded(self._one_by_one(text, decode), decode)
         if not ended:
             self.cut = self.cut or "the JSON ends in the middle"
-        return text, ended
+            return
+        while len(text) < LONGEST_HEAD and (block := self._next()):
+            text += block
+        self.tail = bytes(text[1:]).lstrip().removeprefix(b"]")
 
     def _one_by_one(self, text: bytearray, decode: Decode) -> bytearray:
         """Save what can be read of a text in which something is broken."""
@@ -128,47 +115,39 @@ class EventText:
         return bytearray(b"[") + text[start:]
 
 
-def _at_end(text: bytearray) -> bool:
-    return text[1:64].lstrip()[:1] == b"]"
+def _decoded(text: bytearray, decode: Decode) -> tuple[bytearray, bool]:
+    """Decode the events that are whole: the text that is left, and whether the list ended."""
+    if text[1:64].lstrip()[:1] == b"]":
+        return text, True
+    for end, begin, is_last in _cuts(text):
+        rest = text[end:]
+        text[end:] = b"]"
+        try:
+            decode(text)
+        except DecodeError:
+            text[end:] = rest
+            continue
+        left = bytearray(b"[") + rest[begin - end :]
+        return (left, True) if is_last else _decoded(left, decode)
+    return text, False
 
 
-def _take(text: bytearray, decode: Decode) -> tuple[bytearray, bool, bool]:
-    """Decode as much of the text as is whole: what is left, whether the list ended, success."""
+def _cuts(text: bytearray) -> Iterator[tuple[int, int, bool]]:
+    """Where the last event may end, where the text after it begins, and whether the list ends."""
+    boundaries = _boundaries(text)
+    yield from islice(boundaries, 1)
+    yield from [(found.start() + 1, found.end(), True) for found in _END.finditer(bytes(text))]
+    yield from islice(boundaries, 7)
+
+
+def _boundaries(text: bytearray) -> Iterator[tuple[int, int, bool]]:
+    """The places between two events, the last first."""
     at = len(text)
-    for attempt in range(8):
-        at = text.rfind(b"}", 0, at)
-        while at >= 0 and not (boundary := _BOUNDARY.match(text, at)):
-            at = text.rfind(b"}", 0, at)
-        if at < 0:
-            break
-        assert boundary is not None
-        end = boundary.end()
-        del boundary  # it holds the text, which could not be changed
-        if _decoded(text, at + 1, decode, rest := text[end:]):
-            return bytearray(b"[") + rest, False, True
-        if attempt == 0 and (after := _finish(text, decode)) is not None:
-            return after, True, True
-    return text, False, False
-
-
-def _decoded(text: bytearray, end: int, decode: Decode, rest: bytearray) -> bool:
-    """Decode the array that ends at ``end``. If that is no array, the text stays as it was."""
-    between = text[end : len(text) - len(rest)]
-    text[end:] = b"]"
-    try:
-        decode(text)
-    except DecodeError:
-        text[end:] = between + rest
-        return False
-    return True
-
-
-def _finish(text: bytearray, decode: Decode) -> bytearray | None:
-    """Decode up to the end of the list, if it is in this text; what follows it."""
-    for begin, end in [(found.start(), found.end()) for found in _END.finditer(bytes(text))]:
-        if _decoded(text, begin + 1, decode, rest := text[end:]):
-            return bytearray(b"[") + rest
-    return None
+    while (at := text.rfind(b"}", 0, at)) >= 0:
+        if found := _BOUNDARY.match(text, at):
+            begin = found.end()
+            del found  # it holds the text, which could not be changed
+            yield at + 1, begin, False
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

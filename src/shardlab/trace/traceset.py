@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
+import operator
 import os
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from shardlab.errors import UsageError, unknown
 from shardlab.trace import (
@@ -23,26 +21,12 @@ from shardlab.trace import (
     hta,
     kernels,
     memory,
+    model,
     parse,
     stream,
-    whatif,
 )  # fmt: skip
 from shardlab.trace.intervals import NOTHING, Intervals
-from shardlab.trace.model import (
-    Breakdown,
-    Collective,
-    CollectiveSummary,
-    Hta,
-    Idle,
-    Kernel,
-    KernelType,
-    Lane,
-    Memory,
-    Straggler,
-    Trace,
-    WhatIf,
-    row,
-)  # fmt: skip
+from shardlab.trace.model import Trace, row
 
 SCHEMA = 1
 SMALL = 24 << 20  # bytes of files: less is read sooner than a process is started
@@ -193,7 +177,7 @@ class TraceSet:
     def _in_windows(self) -> list[tuple[Trace, Intervals, int]]:
         """Every trace, when it waited for others, and what its clock is ahead by."""
         return [
-            (trace, matched.waits.get(trace.rank, NOTHING), matched.offsets[trace.rank])
+            (trace, matched.waited(trace.rank), matched.offsets[trace.rank])
             for window, matched in zip(self._windows, self._matched, strict=True)
             for trace in window
         ]
@@ -204,14 +188,14 @@ class TraceSet:
 
     # ------------------------------------------------------------------ the answers
 
-    def breakdown(self, per: str = "step") -> tuple[Breakdown, ...]:
+    def breakdown(self, per: str = "step") -> tuple[model.Breakdown, ...]:
         """Where the time went, for each rank and step, or (``per="rank"``) over all steps."""
         if per not in ("step", "rank"):
             raise unknown("breakdown per", per, ("step", "rank"))
         return self._breakdown if per == "step" else tuple(breakdown.per_rank(self._breakdown))
 
     @functools.cached_property
-    def _breakdown(self) -> tuple[Breakdown, ...]:
+    def _breakdown(self) -> tuple[model.Breakdown, ...]:
         rows = [
             found
             for trace, waits, _ in self._in_windows()
@@ -223,79 +207,75 @@ class TraceSet:
         """The mean step over ranks and steps, in ms."""
         return breakdown.mean_step(self.breakdown(per="rank"))
 
-    def collectives(self) -> tuple[Collective, ...]:
+    def collectives(self) -> tuple[model.Collective, ...]:
         """Every collective, matched across ranks, in order of time."""
         return tuple(found for matched in self._matched for found in matched.collectives)
 
-    def collective_summary(self, by: str = "kind") -> tuple[CollectiveSummary, ...]:
+    def collective_summary(self, by: str = "kind") -> tuple[model.CollectiveSummary, ...]:
         """Count, bytes, time and bandwidth, by ``kind`` or by ``label`` (bucket, block)."""
         return collectives.summarize([c for c in self.collectives() if c.step is not None], by)
 
-    def stragglers(self) -> tuple[Straggler, ...]:
+    def stragglers(self) -> tuple[model.Straggler, ...]:
         """Which rank made others wait, how long, in which phase; the worst first."""
-        totals: dict[tuple[int, str], Straggler] = {}
-        for window, matched in zip(self._windows, self._matched, strict=True):
-            lost = {}
-            for trace in window:
-                exposed = NOTHING
-                for device in self._activity[id(trace)]:
-                    exposed |= device.comm - device.compute
-                lost[trace.rank] = exposed
-            for found in collectives.stragglers(matched, lost):
-                key = found.rank, found.phase
-                totals[key] = _added(totals[key], found) if key in totals else found
-        return tuple(sorted(totals.values(), key=lambda s: -s.others_waited_us))
+        return collectives.stragglers(
+            (matched, {trace.rank: self._exposed(trace) for trace in window})
+            for window, matched in zip(self._windows, self._matched, strict=True)
+        )
 
-    def memory(self) -> tuple[Memory, ...]:
+    def _exposed(self, trace: Trace) -> Intervals:
+        """When a rank communicated on one of its devices and did not compute there."""
+        exposed = (device.comm - device.compute for device in self._activity[id(trace)])
+        return functools.reduce(operator.or_, exposed, NOTHING)
+
+    def memory(self) -> tuple[model.Memory, ...]:
         """Memory over time, where it was recorded."""
         return tuple(found for trace in self.traces for found in memory.timelines(trace))
 
-    def what_if(self) -> tuple[WhatIf, ...]:
-        return whatif.what_if(self.breakdown())
+    def what_if(self) -> tuple[model.WhatIf, ...]:
+        return breakdown.what_if(self.breakdown())
 
-    def kernels(self, top: int = 10) -> tuple[Kernel, ...]:
+    def kernels(self, top: int = 10) -> tuple[model.Kernel, ...]:
         """Each rank's longest kernels; on a CPU its operators, by the time in them alone."""
         return tuple(found for trace in self.traces for found in kernels.longest(trace, top))
 
-    def kernel_types(self) -> tuple[KernelType, ...]:
+    def kernel_types(self) -> tuple[model.KernelType, ...]:
         """HTA's: time in computation, communication, memory and their overlaps, over all ranks."""
         return kernels.types(self.traces, self._steps_in_set)
 
-    def idle(self) -> tuple[Idle, ...]:
+    def idle(self) -> tuple[model.Idle, ...]:
         """HTA's idle time of each stream: waiting for the host, between kernels, other."""
         return tuple(r for t in self.traces for r in kernels.idle(t, self._steps_in_set))
 
-    def hta(self, compat: bool = False) -> tuple[Hta, ...]:
+    def hta(self, compat: bool = False) -> tuple[model.Hta, ...]:
         """HTA's temporal breakdown and overlap: exact, or (``compat``) by HTA's own rules."""
-        by_rank: dict[int, Hta] = {}
-        for trace in self.traces:  # several windows of a rank: their sum
-            found = hta.temporal(trace, compat=compat, steps_in_set=self._steps_in_set)
-            known = by_rank.get(trace.rank)
-            by_rank[trace.rank] = found if known is None else hta.added(known, found)
-        return tuple(by_rank[rank] for rank in self.ranks)
+        by_rank = ([t for t in self.traces if t.rank == rank] for rank in self.ranks)
+        return tuple(
+            hta.temporal(windows, compat=compat, steps_in_set=self._steps_in_set)
+            for windows in by_rank
+        )
 
     @property
     def _steps_in_set(self) -> int:
         return len({step.number for trace in self.traces for step in trace.steps})
 
-    def lanes(self) -> tuple[Lane, ...]:
+    def lanes(self) -> tuple[model.Lane, ...]:
         """Spans for a timeline on one clock: each rank's steps, compute, comm, wait, memory."""
         result = []
         for trace, waits, offset in self._in_windows():
-            starts = [step.start_ns - offset for step in trace.steps]
-            result.append(_lane(trace.rank, "steps", starts,
-                                [step.end_ns - offset for step in trace.steps],
-                                [f"step {step.number}" for step in trace.steps]))  # fmt: skip
-            several = len(self._activity[id(trace)]) > 1
-            for device in self._activity[id(trace)]:
+            start, end = trace.edges[::2] - offset, trace.edges[1::2] - offset
+            names = tuple(f"step {step.number}" for step in trace.steps)
+            result.append(model.Lane(trace.rank, "steps", start, end, names))
+            devices = self._activity[id(trace)]
+            for device in devices:
                 for name, part in (
                     ("compute", device.compute),
                     ("comm", device.comm),
                     ("wait", (device.comm - device.compute) & waits),
                     ("memory", device.memory),
                 ):
-                    lane = f"{name} {device.name}" if several else name
-                    result.append(_lane(trace.rank, lane, part.start - offset, part.end - offset))
+                    lane = f"{name} {device.name}" if len(devices) > 1 else name
+                    start, end = part.start - offset, part.end - offset
+                    result.append(model.Lane(trace.rank, lane, start, end, ()))
         return tuple(result)
 
     def summary(self, hta_compat: bool = False) -> dict[str, Any]:
@@ -331,17 +311,3 @@ class TraceSet:
 def _without(item: Any, *names: str) -> dict[str, Any]:
     """A row as plain values, but for some."""
     return {name: value for name, value in row(item).items() if name not in names}
-
-
-def _lane(rank: int, lane: str, start: Any, end: Any, names: Sequence[str] = ()) -> Lane:
-    return Lane(rank, lane, np.asarray(start, np.int64), np.asarray(end, np.int64), tuple(names))
-
-
-def _added(a: Straggler, b: Straggler) -> Straggler:
-    worst = max((a, b), key=lambda s: s.worst_us)
-    return replace(
-        worst,
-        collectives=a.collectives + b.collectives,
-        others_waited_us=a.others_waited_us + b.others_waited_us,
-        lost_us=a.lost_us + b.lost_us,
-    )
