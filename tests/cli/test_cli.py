@@ -44,13 +44,13 @@ def test_importing_costs_and_does_nothing() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command: str, tmp_path: Path) -> None:
-    done = commands.shardlab(command, "--help", cwd=tmp_path)
+    done = commands.here(command, "--help", cwd=tmp_path)
     assert done.returncode == 0
     assert f"shardlab {command}" in done.stdout
 
 
 def test_no_command_is_the_help(tmp_path: Path) -> None:
-    done = commands.shardlab(cwd=tmp_path)
+    done = commands.here(cwd=tmp_path)
     assert all(command in done.stdout + done.stderr for command in COMMANDS)
 
 
@@ -79,7 +79,7 @@ def test_wrong_input_is_answered_in_a_line(args: list[str], message: str, tmp_pa
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "something").touch()
     before = sorted(tmp_path.rglob("*"))
-    done = commands.shardlab("train", *args, cwd=tmp_path)
+    done = commands.here("train", *args, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
     assert message in done.stderr
@@ -122,17 +122,17 @@ def test_a_port_of_ones_choice(tmp_path: Path) -> None:
 
 
 def test_an_unknown_flag(tmp_path: Path) -> None:
-    done = commands.shardlab("train", "--stratgy", "single", cwd=tmp_path)
+    done = commands.here("train", "--stratgy", "single", cwd=tmp_path)
     assert done.returncode == 2
     assert "--stratgy" in done.stderr
 
 
 def test_lists(tmp_path: Path) -> None:
     for command, known in (("strategies", STRATEGIES), ("workloads", WORKLOADS)):
-        rows = json.loads(commands.shardlab(command, "--json", cwd=tmp_path).stdout)
+        rows = json.loads(commands.here(command, "--json", cwd=tmp_path).stdout)
         assert list(rows) == list(known)
         assert all(rows.values())
-        text = commands.shardlab(command, cwd=tmp_path).stdout
+        text = commands.here(command, cwd=tmp_path).stdout
         assert all(name in text for name in known)
 
 

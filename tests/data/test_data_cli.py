@@ -455,10 +455,10 @@ def test_the_commands(server: Server, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "fashion_mnist: 5 train and 5 test images, 10 classes" in done.stdout
     assert "fetching t10k-images-idx3-ubyte.gz" in done.stderr
-    done = commands.shardlab("data", "show", "here", "--json", cwd=tmp_path)
+    done = commands.here("data", "show", "here", "--json", cwd=tmp_path)
     assert json.loads(done.stdout)["source"] == "hub"
 
-    done = commands.shardlab("data", "fineweb", cwd=tmp_path, SHARDLAB_MIRROR="http://127.0.0.1:9")
+    done = commands.here("data", "fineweb", cwd=tmp_path, SHARDLAB_MIRROR="http://127.0.0.1:9")
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: fineweb cannot be had now (hub: http://127.0.0.1:9/")
@@ -479,7 +479,7 @@ def test_the_commands(server: Server, tmp_path: Path) -> None:
     ],
 )
 def test_refusals(arguments: list[str], message: str, tmp_path: Path) -> None:
-    done = commands.shardlab("data", *arguments, cwd=tmp_path, SHARDLAB_CACHE=str(tmp_path / "c"))
+    done = commands.here("data", *arguments, cwd=tmp_path, SHARDLAB_CACHE=str(tmp_path / "c"))
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -661,7 +661,7 @@ def test_the_embedded_text_through_the_command(tmp_path: Path) -> None:
         "--tokenizer", "bytes", "--jobs", "2", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    done = commands.shardlab("data", "show", "shards", cwd=tmp_path)
+    done = commands.here("data", "show", "shards", cwd=tmp_path)
     assert "tokenizer bytes (vocabulary 256)" in done.stdout
     assert bytes(read_back(tmp_path / "shards")).startswith((docs / "log.md").read_bytes())
     done = commands.shardlab(

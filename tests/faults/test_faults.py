@@ -221,7 +221,7 @@ def test_a_full_disk_loses_nothing(ranks: GetRanks, tmp_path: Path) -> None:
 
 def test_the_command_says_what_is_injected_and_refuses_what_cannot_be(tmp_path: Path) -> None:
     run = ["train", "--size", "tiny", "--data", "synthetic", "--steps", "2", "--json"]
-    beyond = commands.shardlab(*run, "--inject", "kill:rank=2,step=1", cwd=tmp_path)
+    beyond = commands.here(*run, "--inject", "kill:rank=2,step=1", cwd=tmp_path)
     assert beyond.returncode == 2
     assert beyond.stderr.strip().splitlines()[-1].endswith("the world has 2: ranks 0 to 1")
     assert not (tmp_path / "runs").exists()

@@ -389,9 +389,7 @@ def test_only_this_machine_reaches_a_local_run(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    done = commands.shardlab(
-        "learn", "start", "ring_allreduce", "--dir", "file/learn", cwd=tmp_path
-    )
+    done = commands.here("learn", "start", "ring_allreduce", "--dir", "file/learn", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "error: cannot write into the folder file/learn: Not a directory; name another with --dir\n"

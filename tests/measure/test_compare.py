@@ -150,7 +150,7 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path: Path) -> N
         done = join(done, progress(stderr))
         assert not (tmp_path / "out" / "compare.json").exists()
         measured = json.loads((tmp_path / "out" / "cells" / "0.json").read_text())["times_ms"]
-    other = commands.shardlab("compare", *JOBS, "--steps", "3", "--resume", "out", cwd=tmp_path)
+    other = commands.here("compare", *JOBS, "--steps", "3", "--resume", "out", cwd=tmp_path)
     assert other.returncode == 2
     assert "out was begun with other settings: steps was 2, now 3" in other.stderr
     rest = commands.shardlab("compare", "--resume", "out", cwd=tmp_path)  # as it was begun
@@ -177,7 +177,7 @@ def wait_for(path: Path, process: subprocess.Popen[str], timeout: float = 80) ->
 
 
 def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
-    done = commands.shardlab("compare", "--resume", "none", cwd=tmp_path)
+    done = commands.here("compare", "--resume", "none", cwd=tmp_path)
     assert done.returncode == 2
     assert "nothing to resume: none has no cells/plan.json" in done.stderr
 
@@ -238,7 +238,7 @@ def test_json_alone_on_stdout(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_input(args: list[str], message: str, tmp_path: Path) -> None:
-    done = commands.shardlab("compare", *args, cwd=tmp_path)
+    done = commands.here("compare", *args, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert message in done.stderr

@@ -371,7 +371,7 @@ def test_the_command(tmp_path: Path) -> None:
     ],
 )
 def test_refusals(command: str, words: str, tmp_path: Path) -> None:
-    done = commands.shardlab(*command.split(), cwd=tmp_path)
+    done = commands.here(*command.split(), cwd=tmp_path)
     assert done.returncode == 2
     assert words in done.stderr
     assert len(done.stderr.strip().splitlines()[-1:]) == 1
@@ -413,7 +413,7 @@ def test_the_tables() -> None:
 
 
 def test_what_no_strategy_can_take_is_refused_once(tmp_path: Path) -> None:
-    done = commands.shardlab("memory", "--size", "tinny", "--quiet", cwd=tmp_path)
+    done = commands.here("memory", "--size", "tinny", "--quiet", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == "error: unknown gpt2 size 'tinny'; did you mean 'tiny'?\n"
     assert not list(tmp_path.iterdir())

@@ -160,7 +160,7 @@ def test_wrong_input_is_refused_before_anything_runs(
     (tmp_path / "text.json").write_text("hello")
     (tmp_path / "other.json").write_text("{}")
     before = set(tmp_path.iterdir())
-    done = commands.shardlab("compare", *args, cwd=tmp_path)
+    done = commands.here("compare", *args, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
     assert set(tmp_path.iterdir()) == before

@@ -247,7 +247,7 @@ def test_the_table(tmp_path: Path) -> None:
     ],
 )
 def test_refused_commands(command: str, words: str, tmp_path: Path) -> None:
-    done = commands.shardlab(*command.split(), cwd=tmp_path)
+    done = commands.here(*command.split(), cwd=tmp_path)
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr

@@ -503,7 +503,7 @@ def test_a_proof_that_does_not_end_is_ended(tmp_path: Path) -> None:
 
 
 def test_help_says_what_is_proved_and_how_long_it_takes(tmp_path: Path) -> None:
-    done = commands.shardlab("prove", "--help", cwd=tmp_path)
+    done = commands.here("prove", "--help", cwd=tmp_path)
     text = " ".join(done.stdout.split())
     assert "The proof is of your model" in text
     assert "It takes a few seconds for each strategy" in text

@@ -623,7 +623,7 @@ def test_your_own_model(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_input(args: list[str], message: str, tmp_path: Path) -> None:
-    done = commands.shardlab("prove", *args, cwd=tmp_path)
+    done = commands.here("prove", *args, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
     assert message in done.stderr
@@ -633,7 +633,7 @@ def test_wrong_input(args: list[str], message: str, tmp_path: Path) -> None:
 
 def test_not_under_torchrun(tmp_path: Path) -> None:
     rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    done = commands.shardlab("prove", cwd=tmp_path, **rank)
+    done = commands.here("prove", cwd=tmp_path, **rank)
     assert done.returncode == 2
     assert "prove starts its own ranks" in done.stderr
 

@@ -220,7 +220,7 @@ def test_a_hundred_thousand_spans_stay_smooth(chromium: browser.Browser, tmp_pat
 
 def test_the_page_of_a_real_run(chromium: browser.Browser, ranks: GetRanks, tmp_path: Path) -> None:
     captured(ranks, tmp_path / "run", strategy__name="bucket_ddp_async", profile__memory=True)
-    done = commands.shardlab("trace", "analyze", "run", "--out", "out", cwd=tmp_path)
+    done = commands.here("trace", "analyze", "run", "--out", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     path = tmp_path / "out" / "summary.html"
     assert path.stat().st_size < 2_000_000
