@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,19 @@ torch.set_num_threads(1)
 GetRanks = Callable[[int], Ranks]
 
 
+def long_unless(is_quick: Callable[..., bool], cases: Iterable[Any]) -> list[Any]:
+    """Cases of ``parametrize``, the long ones marked: `make check` runs the quick ones alone."""
+    every = [case if type(case) is tuple else (case,) for case in cases]
+    return [
+        pytest.param(*case, marks=() if is_quick(*case) else pytest.mark.long) for case in every
+    ]
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--whole", action="store_true", help="every cell of the zoo, not the part of 90 seconds"
+        "--whole",
+        action="store_true",
+        help="every case of the zoo and of the conformance suite, not a part",
     )
 
 

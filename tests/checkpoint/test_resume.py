@@ -85,6 +85,7 @@ def all_toys(world: World, what: str, strategy: str, folder: str, of_world: int)
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_same_again_bit_for_bit(strategy: str, ranks: GetRanks, tmp_path: Path) -> None:
     """On models with tied, frozen, unused, odd and scalar tensors, and buffers."""
@@ -98,6 +99,7 @@ def test_the_same_again_bit_for_bit(strategy: str, ranks: GetRanks, tmp_path: Pa
                 assert np.array_equal(again[rank][case][1][name], value), (case, name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["bucket_ddp_async", "pytorch_ddp", "zero3", "pytorch_zero3"])
 def test_bit_for_bit_on_three_ranks(strategy: str, ranks: GetRanks, tmp_path: Path) -> None:
     """Where the order of a sum matters, and with it how DDP has laid out its buckets."""
@@ -109,6 +111,7 @@ def test_bit_for_bit_on_three_ranks(strategy: str, ranks: GetRanks, tmp_path: Pa
         assert all(np.array_equal(params[name], params_again[name]) for name in params)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", DISTRIBUTED)
 def test_on_as_one_process(strategy: str, ranks: GetRanks, tmp_path: Path) -> None:
     """Every strategy's checkpoint is read by a plain process, and the other way round."""
@@ -179,6 +182,7 @@ def test_a_run_goes_on_exactly(
         assert held_out[0] == held_out[1]
 
 
+@pytest.mark.long
 def test_through_strategies_and_worlds(ranks: GetRanks, tmp_path: Path) -> None:
     """zero3 on 4 ranks, then DDP on 2, then one process: one run, each sample once."""
     common = {
@@ -241,6 +245,7 @@ def test_records_go_on_without_gap_or_repetition(ranks: GetRanks, tmp_path: Path
 # ------------------------------------------------------------------ the command
 
 
+@pytest.mark.long
 def test_resume_from_the_command_line(tmp_path: Path) -> None:
     """A run folder's own settings are used, changed by the flags."""
     first = commands.shardlab(
@@ -262,6 +267,7 @@ def test_resume_from_the_command_line(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["bucket_ddp_async", "pytorch_ddp", "pytorch_zero1"])
 def test_a_whole_run_on_three_ranks(strategy: str, ranks: GetRanks, tmp_path: Path) -> None:
     """Buckets are laid out as they were: the sums of three have the same last bits."""

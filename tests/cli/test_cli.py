@@ -17,6 +17,7 @@ from shardlab.naming import STRATEGIES, WORKLOADS
 COMMANDS = ["train", "compare", "prove", "strategies", "workloads", "doctor", "version"]
 
 
+@pytest.mark.alone
 def test_help_is_fast_and_needs_no_torch() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "shardlab", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -88,6 +89,7 @@ def test_wrong_input_is_answered_in_a_line(args: list[str], message: str, tmp_pa
     assert sorted(tmp_path.rglob("*")) == before  # no run folder, nothing half-written
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["train", "memory --strategy zero1"])
 def test_a_folder_for_temporary_files_that_is_too_deep(command: str, tmp_path: Path) -> None:
     """Python's own error is a traceback that ends with "AF_UNIX path too long"."""
@@ -111,6 +113,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_port_of_ones_choice(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("", 0))
@@ -136,6 +139,7 @@ def test_lists(tmp_path: Path) -> None:
         assert all(name in text for name in known)
 
 
+@pytest.mark.long
 def test_the_doctor(tmp_path: Path) -> None:
     done = commands.shardlab("doctor", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

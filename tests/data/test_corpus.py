@@ -148,6 +148,7 @@ COMMANDS = {  # of each subject: the command that reads its folder
 }
 
 
+@pytest.mark.long
 def test_commands_refuse_in_a_line(tmp_path: Path) -> None:
     """A sample of the corpus as a user meets it: those cases that the readers refuse."""
     for name, command in COMMANDS.items():

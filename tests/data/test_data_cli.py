@@ -449,6 +449,7 @@ def test_sheets_become_binary_batches(tmp_path: Path) -> None:
         assert np.array_equal(got.labels, want.labels)
 
 
+@pytest.mark.long
 def test_the_commands(server: Server, tmp_path: Path) -> None:
     serve_fashion(server)
     done = commands.shardlab("data", "fashion_mnist", "--to", "here", cwd=tmp_path)
@@ -653,6 +654,7 @@ def test_vocabularies(tmp_path: Path) -> None:
     assert bpe.read_vocabulary(tmp_path / "v.tiktoken") == vocabulary
 
 
+@pytest.mark.long
 def test_the_embedded_text_through_the_command(tmp_path: Path) -> None:
     """Real text: the documentation of this project, and a run on it."""
     docs = Path(__file__).parents[2] / "docs"

@@ -42,28 +42,32 @@ def test_the_readme_has_commands() -> None:
 
 # `make test` is what runs this; pip has a test of its own below.
 RUNNABLE = [line for line in README if line not in ("make test", INSTALL)]
-ONCE = ["--repeats", "1", "--warmup", "1", "--steps", "2", "--set", "profile.active=1"]
-# Every strategy is proved on the default model by `make compare`; on the example's, some of them
-# by tests/workloads/test_your_model.py and tests/proof/test_prove.py.
-SHORTER = {
-    "make compare": ONCE,
-    "examples/your_model.py": [*ONCE, "--no-prove", "--no-profile"],
-    # Other tests run beside it: what is too slow is told apart in tests/measure/test_gate.py.
-    "--fail-if slower=100%": ["--fail-if", "slower=900%"],
-}
+FEW = ["--repeats", "1", "--warmup", "1", "--steps", "2", "--set", "profile.active=1"]
 
 
+def fewer(line: str) -> list[str]:
+    """Flags that shorten a command, all else as it is: it must work, and what it measures and
+    proves is tested where it costs less (tests/measure, tests/proof/test_prove.py)."""
+    if line.startswith("shardlab compare"):
+        # Other tests run beside it, so nothing here is too slow.
+        tolerant = ["--fail-if", "slower=900%"] if "--fail-if" in line else []
+        return [*FEW, "--no-prove", *tolerant]
+    if line.startswith("shardlab prove"):
+        last = line.rpartition(",")[2] if "," in line else line.split()[-1]
+        return ["--strategies", last]
+    return []
+
+
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("line", [*RUNNABLE, *(c for c in TUTORIAL if c.startswith("shardlab"))])
 def test_runs_as_printed(line: str, clone: Path) -> None:
-    """Comparisons of all strategies with fewer steps than a user gets, all else as it is."""
     command = line
     if line.startswith("make "):  # what make would run, once it has made the environment
         told = commands.run("make", "-n", *line.split()[1:], cwd=clone).stdout.splitlines()
         command = told[-1].removeprefix(".venv/bin/")
-    fewer = next((flags for words, flags in SHORTER.items() if words in line), [])
     if command.startswith("shardlab "):
-        words = [*shlex.split(command)[1:], *fewer]
+        words = [*shlex.split(command)[1:], *fewer(command)]
         done = commands.here(*words, cwd=clone, OMP_NUM_THREADS="1")
     else:
         done = commands.run("bash", "-ec", command, cwd=clone, OMP_NUM_THREADS="1")
@@ -74,6 +78,7 @@ def test_runs_as_printed(line: str, clone: Path) -> None:
         assert "report.html" in done.stdout
 
 
+@pytest.mark.long
 def test_what_looks_at_a_run_has_something_to_see(clone: Path) -> None:
     (line,) = (c for c in TUTORIAL if not c.startswith("shardlab"))
     done = commands.run("bash", "-ec", line, cwd=clone)
@@ -85,6 +90,7 @@ def test_ci_runs_the_readmes_test_command() -> None:
     assert script[-1] == "make test"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_pip_install(clone: Path, tmp_path: Path) -> None:
     """The package as installed, not as checked out: it has all it needs to work."""

@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import commands
+from conftest import long_unless
 from shardlab import cli
 from shardlab.errors import UsageError
 from shardlab.learn import ORDER, grade, mistakes
@@ -50,7 +51,11 @@ def verdict(request: pytest.FixtureRequest) -> Iterator[GetVerdict]:
             future.cancel()
 
 
-@pytest.mark.parametrize("submission", ALL, ids=str)
+def is_quick(submission: Submission) -> bool:
+    return submission.kind == "solution" and submission.exercise != "choose_strategy"
+
+
+@pytest.mark.parametrize("submission", long_unless(is_quick, ALL), ids=str)
 def test_verdict(submission: Submission, verdict: GetVerdict) -> None:
     found = verdict(submission)
     if submission.kind in ("solution", "correct"):
@@ -110,6 +115,7 @@ def verdict_on(mutant: str) -> grade.Verdict:
     return kill_rate.graded(next(m for m in MUTANTS if f"{m.exercise}/{m.name}" == mutant))
 
 
+@pytest.mark.long
 def test_what_is_said_is_what_happened() -> None:
     summed = verdict_on("simple_ddp/sum")
     assert "exactly 2.0x the mean over the ranks on 2 ranks" in findings(summed)
@@ -183,6 +189,7 @@ def test_every_message_is_said_with_what_it_names() -> None:
 # ------------------------------------------------------------------ the commands
 
 
+@pytest.mark.long
 def test_the_path_of_a_learner(tmp_path: Path) -> None:
     listed = commands.here("learn", cwd=tmp_path)
     assert listed.returncode == 0, listed.stderr

@@ -54,6 +54,7 @@ def compare(tmp_path: Path, *args: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.long
 def test_losses_agree_with_single(tmp_path: Path) -> None:
     result = compare(tmp_path, "--strategies", "single,simple_ddp,pytorch_ddp", "--world", "2")
     assert result["schema"] == 1
@@ -80,6 +81,7 @@ def test_losses_agree_with_single(tmp_path: Path) -> None:
     assert "<html" in (tmp_path / "out" / "report.html").read_text()
 
 
+@pytest.mark.long
 def test_every_strategy_is_proved_and_explained_in_each_world(tmp_path: Path) -> None:
     wrong = f"{Path(__file__).parents[1] / 'saboteurs.py'}:NoAveraging"
     done = commands.shardlab(
@@ -127,6 +129,7 @@ def progress(stderr: str) -> list[str]:
     return [str(line) for line in found]
 
 
+@pytest.mark.long
 def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
     everything = [f"{name} · repeat {r} of 2" for r, order in
                   ((1, ("single", "simple_ddp")), (2, ("simple_ddp", "single")))
@@ -193,6 +196,7 @@ class Fails(SimpleDDPGradientAccumulation):
 """
 
 
+@pytest.mark.long
 def test_a_failure_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(FAILING)
     result = compare(tmp_path, "--strategies", "fails.py:Fails,simple_ddp,single")
@@ -204,6 +208,7 @@ def test_a_failure_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:
     assert result["baseline"] == "single"
 
 
+@pytest.mark.long
 def test_only_failures_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(FAILING)
     done = commands.shardlab(
@@ -213,6 +218,7 @@ def test_only_failures_is_a_failure(tmp_path: Path) -> None:
     assert (tmp_path / done.stdout.strip() / "compare.json").exists()
 
 
+@pytest.mark.long
 def test_json_alone_on_stdout(tmp_path: Path) -> None:
     done = commands.shardlab(
         "compare", *TINY, "--strategies", "pytorch_ddp:bucket_mb=1", "--json", cwd=tmp_path
@@ -550,6 +556,7 @@ def nap(_world: World, seconds: float) -> None:
     time.sleep(seconds)
 
 
+@pytest.mark.long
 def test_every_job_of_ranks_has_the_limit() -> None:
     with RankSet(configs.LaunchConfig(), 1, deadline_s=1) as ranks:
         with pytest.raises(Late, match=r"no answer within 1 s \(waiting for 0\)"):

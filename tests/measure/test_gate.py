@@ -166,6 +166,7 @@ def test_wrong_input_is_refused_before_anything_runs(
     assert set(tmp_path.iterdir()) == before
 
 
+@pytest.mark.long
 def test_the_command_fails_on_a_slowdown(tmp_path: Path) -> None:
     """Against a record that took no time at all, all that is measured is slower."""
     old = record(noisy("simple_ddp", 0.001, 1))

@@ -201,6 +201,7 @@ class Broken(SimpleDDP):
 # ------------------------------------------------------------------ as a user does
 
 
+@pytest.mark.long
 @pytest.mark.timeout(150)
 def test_a_sweep_ends_with_the_largest_batch_that_fits(tmp_path: Path) -> None:
     command = (
@@ -223,6 +224,7 @@ def test_a_sweep_ends_with_the_largest_batch_that_fits(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "throughput.csv").read_text().count("\n") == len(rows) + 1
 
 
+@pytest.mark.long
 @pytest.mark.timeout(100)
 def test_the_table(tmp_path: Path) -> None:
     command = (

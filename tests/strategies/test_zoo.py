@@ -62,6 +62,7 @@ def complaint(animal: Animal, strategy: str, verdict: Verdict) -> str | None:
     return f"{animal.name}, {strategy}: stated {stated}, got {verdict} (step {verdict.step})"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("strategy", "world"), WORLDS)
 def test_as_stated(
@@ -87,6 +88,7 @@ def test_the_page_is_up_to_date() -> None:
     assert page.read_text() == zoo_page.page(), "run: python tests/zoo_page.py"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [0, secrets.randbelow(10_000)], ids=["fixed", "fresh"])
 def test_random_models(seed: int, ranks: GetRanks, request: pytest.FixtureRequest) -> None:
@@ -107,6 +109,7 @@ def test_a_number_is_a_model() -> None:
     assert len(zoo_generator.TRAITS) >= 50
 
 
+@pytest.mark.long
 def test_every_trait_can_be_trained_somewhere() -> None:
     """No trait is one that one process always refuses: it would find nothing."""
     seen: set[str] = set()
@@ -174,6 +177,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.long
 def test_the_keeper_notices_and_goes_on(ranks: GetRanks) -> None:
     cells = []
     for name in PLANTED:

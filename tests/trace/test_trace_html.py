@@ -209,6 +209,7 @@ def test_a_table_sorts_by_a_click_on_its_head(chromium: browser.Browser, page_fi
         assert page.problems == []
 
 
+@pytest.mark.alone
 def test_a_hundred_thousand_spans_stay_smooth(chromium: browser.Browser, tmp_path: Path) -> None:
     path = tmp_path / "summary.html"
     report.write_html(path, HandMade(steps=50, operators=1000))  # type: ignore[arg-type]
