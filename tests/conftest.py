@@ -34,6 +34,20 @@ def long_unless(is_quick: Callable[..., bool], cases: Iterable[Any]) -> list[Any
     ]
 
 
+# A file is run by one worker: those that take longest come first, so that none waits for the last.
+LONGEST = (
+    "test_zoo", "test_learn", "test_people_prove", "test_docs", "test_prove", "test_judge",
+    "test_resume", "test_estimate", "test_people_compare", "test_conformance", "test_options",
+    "test_run_faults", "test_compare", "test_site", "test_workloads", "test_twins", "test_desync",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        order = {stem: place for place, stem in enumerate(LONGEST)}
+        items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--whole",
