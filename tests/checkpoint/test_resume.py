@@ -134,18 +134,30 @@ def assert_close(first: Any, second: Any, what: str) -> None:
 
 # ------------------------------------------------------------------ whole runs
 
+LONG = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     ("strategy", "changes"),
     [
-        *(pytest.param(name, {}, id=name) for name in STRATEGIES),
-        pytest.param("zero3", {"precision.compute": "fp16"}, id="fp16"),
-        pytest.param("pytorch_zero3", {"precision.compute": "bf16"}, id="bf16"),
-        pytest.param("simple_ddp", {"training.accumulate": 2, "data.prefetch": 0}, id="accumulate"),
-        pytest.param("simple_ddp", {"checkpoint.asynchronous": True}, id="asynchronous"),
-        pytest.param("zero3", {"checkpoint.asynchronous": True}, id="asynchronous shards"),
+        *(pytest.param(n, {}, id=n, marks=() if n == "zero3" else LONG) for n in STRATEGIES),
+        pytest.param("zero3", {"precision.compute": "fp16"}, id="fp16", marks=LONG),
+        pytest.param("pytorch_zero3", {"precision.compute": "bf16"}, id="bf16", marks=LONG),
         pytest.param(
-            "bucket_ddp_async", {"strategy.options": {"compress": "powersgd"}}, id="powersgd"
+            "simple_ddp",
+            {"training.accumulate": 2, "data.prefetch": 0},
+            id="accumulate",
+            marks=LONG,
+        ),
+        pytest.param("simple_ddp", {"checkpoint.asynchronous": True}, id="asynchronous"),
+        pytest.param(
+            "zero3", {"checkpoint.asynchronous": True}, id="asynchronous shards", marks=LONG
+        ),
+        pytest.param(
+            "bucket_ddp_async",
+            {"strategy.options": {"compress": "powersgd"}},
+            id="powersgd",
+            marks=LONG,
         ),
         pytest.param(
             "zero1",
@@ -156,6 +168,7 @@ def assert_close(first: Any, second: Any, what: str) -> None:
                 "training.evaluate_samples": None,
             },
             id="dropout",
+            marks=LONG,
         ),
     ],
 )

@@ -51,7 +51,8 @@ def fewer(line: str) -> list[str]:
     if line.startswith("shardlab compare"):
         # Other tests run beside it, so nothing here is too slow.
         tolerant = ["--fail-if", "slower=900%"] if "--fail-if" in line else []
-        return [*FEW, "--no-prove", *tolerant]
+        small = ["--size", "tiny"] if line == "shardlab compare" else []  # all strategies
+        return [*FEW, "--no-prove", *small, *tolerant]
     if line.startswith("shardlab prove"):
         last = line.rpartition(",")[2] if "," in line else line.split()[-1]
         return ["--strategies", last]

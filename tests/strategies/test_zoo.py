@@ -30,9 +30,9 @@ WORLDS = [
 def one_in(strategy: str, world: int, whole: bool) -> int:
     """Which part of the zoo is run: one animal in so many, other ones under each strategy.
 
-    The whole zoo takes minutes, and the part that runs without ``--whole`` a quarter of that. `zero3`
-    meets every animal in both, since most of them are there for its sake. Three ranks on two cores
-    take twice as long, and so do PyTorch's sharded tensors: there, a few of the animals are enough.
+    The whole zoo takes minutes, and the part that runs without ``--whole`` a quarter of that.
+    `zero3` meets every animal in both, since most of them are there for its sake. Three ranks on
+    two cores take twice as long, and so do PyTorch's sharded tensors: there, a few are enough.
     """
     is_fsdp = strategy in GROUPS["fsdp"]
     if whole:
