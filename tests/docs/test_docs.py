@@ -50,7 +50,7 @@ def fewer(line: str) -> list[str]:
     proves is tested where it costs less (tests/measure, tests/proof/test_prove.py)."""
     if line.startswith("shardlab compare"):
         # Other tests run beside it, so nothing here is too slow.
-        tolerant = ["--fail-if", "slower=900%"] if "--fail-if" in line else []
+        tolerant = ["--repeats", "2", "--fail-if", "slower=900%"] if "--fail-if" in line else []
         small = ["--size", "tiny"] if line == "shardlab compare" else []  # all strategies
         return [*FEW, "--no-prove", *small, *tolerant]
     if line.startswith("shardlab prove"):
