@@ -344,6 +344,7 @@ def test_parquet_is_not_fetched_where_it_cannot_be_read(
     assert server.asked == []
 
 
+@pytest.mark.long
 def test_two_processes_fetch_it_once(server: Server, tmp_path: Path) -> None:
     serve_fashion(server)
     server.slow_s = 0.2

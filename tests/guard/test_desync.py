@@ -208,6 +208,7 @@ def state_after(config: configs.Config) -> tuple[dict[str, torch.Tensor], list[s
     return storage.whole_tensors(newest, manifest, ""), reasons
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "more", "reason"),
     [

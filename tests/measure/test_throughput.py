@@ -164,6 +164,7 @@ def test_the_peak_is_measured(ranks: GetRanks) -> None:
         assert (rate["dtype"], rate["threads"]) == ("float32", 1)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(100)
 def test_ranks_that_are_refused_memory_are_a_row() -> None:
     """Two of them: one alone cannot go on, so all are replaced, and the next size is tried."""
