@@ -20,6 +20,11 @@ if multiprocessing.parent_process() is None:
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     for name in (*launched, "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
+    from hypothesis import HealthCheck, settings
+
+    # Other tests run at the same time: how long an example takes says nothing about the code.
+    settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("shared")
 
 torch.set_num_threads(1)
 
