@@ -49,10 +49,14 @@ def fewer(line: str) -> list[str]:
     """Flags that shorten a command, all else as it is: it must work, and what it measures and
     proves is tested where it costs less (tests/measure, tests/proof/test_prove.py)."""
     if line.startswith("shardlab compare"):
-        # Other tests run beside it, so nothing here is too slow.
-        tolerant = ["--repeats", "2", "--fail-if", "slower=900%"] if "--fail-if" in line else []
-        small = ["--size", "tiny"] if line == "shardlab compare" else []  # all strategies
-        return [*FEW, "--no-prove", *small, *tolerant]
+        flags = [*FEW, "--no-prove"]
+        if line == "shardlab compare":  # all strategies
+            flags += ["--size", "tiny"]
+        if "runs/buckets" in line:  # the two sides of a gate, whose limit needs two repeats
+            flags += ["--repeats", "2"]
+        if "--fail-if" in line:  # other tests run beside it: nothing here is too slow
+            flags += ["--fail-if", "slower=900%"]
+        return flags
     if line.startswith("shardlab prove"):
         last = line.rpartition(",")[2] if "," in line else line.split()[-1]
         return ["--strategies", last]
