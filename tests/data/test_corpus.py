@@ -114,7 +114,8 @@ def test_bad_input_is_refused_in_a_line(
     (tmp_path / "outside").mkdir()
     monkeypatch.chdir(here)
     monkeypatch.setenv("SHARDLAB_CACHE", str(tmp_path_factory.mktemp("cache")))
-    cases = CASES if request.config.getoption("whole") else CASES // 10
+    whole = request.config.getoption("whole")
+    cases = CASES if whole else CASES // 10
     share = cases * subject.weight // sum(s.weight for s in SUBJECTS)
     numbers = range(share)
     if ONLY is not None:
@@ -135,7 +136,7 @@ def test_bad_input_is_refused_in_a_line(
         assert tree(here) == set()
     said = "\n\n".join(f"{subject.name}:{n}\n{text}" for n, text in list(wrong.items())[:8])
     assert not wrong, f"{len(wrong)} of {share} cases ended badly ({dict(outcomes)}):\n{said}"
-    if ONLY is None and not subject.forgives:
+    if ONLY is None and whole and not subject.forgives:
         assert outcomes["refused"] > share // 20  # the damage is felt
 
 
