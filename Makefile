@@ -1,20 +1,26 @@
 # Two commands do everything on a machine that has Python 3.11+ and make:
 #   make compare   set up, then compare the strategies on this machine
 #   make test      set up, then run every check and test
+# While you work on the code, `make check` has the answer in two minutes.
 # The environment lives in .venv and is made again only when what it is made from changes.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+WORKERS ?= 2  # tests at a time: each may start several ranks
+PYTEST := $(BIN)/python -m pytest
+SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup compare test lint site soak clean
+.PHONY: help setup compare check test lint format site soak clean
 
 help:
 	@echo "make compare   measure the data-parallel strategies on this machine (about three minutes)"
-	@echo "make test      lint, type-check and run every test"
+	@echo "make check     lint, types and the tests without long runs: every few minutes"
+	@echo "make test      lint, types and every test, as CI runs them"
 	@echo "make setup     only create $(VENV) and install"
 	@echo "make lint      only ruff and mypy"
+	@echo "make format    let ruff put right what it can"
 	@echo "make soak      54 runs, disturbed at random, must end as the undisturbed (15 minutes at most)"
 	@echo "make site      build the book and all pages into site/"
 	@echo "make clean     remove $(VENV), caches and runs/"
@@ -38,8 +44,16 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+check: $(READY) lint
+	$(PYTEST) $(SPREAD) -m "not long and not alone"
+
 test: $(READY) lint
-	$(BIN)/python -m pytest --whole
+	$(PYTEST) $(SPREAD) -m "not alone" --whole
+	$(PYTEST) -m alone
 
 site: $(READY)
 	$(BIN)/python -m sphinx -W --keep-going -q -b html -d site/.doctrees docs site

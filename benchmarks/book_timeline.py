@@ -102,7 +102,7 @@ def merged(spans: Spans, closer_than: float) -> list[list[Any]]:
     """Spans of one kind with no visible gap between them, as one; in order of time."""
     result: list[list[Any]] = []
     last: dict[str, list[Any]] = {}
-    for start, end, kind in sorted(spans):
+    for start, end, kind in sorted(map(list, spans)):
         before = last.get(kind)
         if before is not None and start - before[1] < closer_than:
             before[1] = max(before[1], end)

@@ -50,7 +50,8 @@ class PlainBlock(nn.Module):
         q, k, v = (t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in parts)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.narrow(F.gelu(self.wide(self.norms[1](x))))
+        out: Tensor = x + self.narrow(F.gelu(self.wide(self.norms[1](x))))
+        return out
 
 
 class PlainGPT(nn.Module):
@@ -133,7 +134,7 @@ def peak_bytes(make: Callable[[], Callable[[int], None]]) -> int:
 
 
 def measure(world: Any, batch: int, compile_what: str) -> dict[str, Any]:
-    makers = {
+    makers: dict[str, Callable[[], Callable[[int], None]]] = {
         "ours": lambda: ours(world, batch, compile_what),
         "reference": lambda: reference(batch),
     }

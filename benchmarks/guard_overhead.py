@@ -82,7 +82,7 @@ def measure(world: Any, values: dict[str, Any], blocks: int) -> dict[str, Any]:
 
     def timed(guarded: bool, number: int) -> tuple[float, float]:
         """Milliseconds of a step, by the clock and by the processor, with what is due after it."""
-        comm.all_reduce = counted if guarded else bare  # type: ignore[assignment]
+        comm.all_reduce = counted if guarded else bare
         strategy.update.rule = rules[guarded]
         start, processor = time.perf_counter(), time.process_time()
         step(guarded, number)
@@ -167,7 +167,7 @@ def measure(world: Any, values: dict[str, Any], blocks: int) -> dict[str, Any]:
         "processor: the same with the ledger": with_row,
         "processor: the same with a stamp by callback": with_stamp,
     }
-    reporter.report({"rank": world.rank, "end": True})
+    reporter.report(None)
     return {
         "env": environment.describe(world.device, "python benchmarks/guard_overhead.py"),
         "strategy": config.strategy.name,
@@ -219,7 +219,7 @@ def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
             "off": numbers.spread([b[0] for b in cpu[1]]),
         },
         "processor_ratio": numbers.ratio(*cpu),
-        "processor_ratio_95": list(numbers.ratio_interval(*cpu, paired=True)),
+        "processor_ratio_95": list(numbers.ratio_interval(cpu[0], cpu[1], paired=True)),
         "load_average": os.getloadavg(),
         "parts_ms": parts,
         "parts_per_step_ms": per_step,

@@ -47,7 +47,7 @@ def measure(world: Any, values: dict[str, Any]) -> dict[str, Any]:
     times: dict[str, list[float]] = {"with": [], "without": []}
     for i, microbatches in enumerate(steps):
         kind = ("with", "without")[i % 2]
-        comm.all_reduce = counted if kind == "with" else bare  # type: ignore[assignment]
+        comm.all_reduce = counted if kind == "with" else bare
         start = time.perf_counter()
         strategy.gradients(microbatches)
         strategy.step()
@@ -57,7 +57,7 @@ def measure(world: Any, values: dict[str, Any]) -> dict[str, Any]:
             times[kind].append((time.perf_counter() - start) * 1e3)
 
     # The bookkeeping alone: enter and finish entries of a collective that does nothing.
-    calls = sum(1 for p in strategy.params.values()) + 3  # type: ignore[attr-defined]
+    calls = sum(1 for p in strategy.params.values()) + 3
     tensor = torch.zeros(1)
     start = time.perf_counter()
     for _ in range(1000):

@@ -28,7 +28,7 @@ from shardlab.measure import estimate
 from shardlab.naming import STRATEGIES
 from shardlab.run.launch import Ranks
 
-WORKLOADS = {
+WORKLOADS: dict[str, dict[str, Any]] = {
     "gpt2-mini": {"model.size": "mini", "training.global_batch": 8},
     "gpt2-midi": {"model.size": "midi", "training.global_batch": 8},
     "resnet18w16": {

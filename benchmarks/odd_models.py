@@ -22,7 +22,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:  # (rows, WIDTH)
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        out: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return out
 
 
 class FrozenFirst(nn.Module):
@@ -37,7 +38,8 @@ class FrozenFirst(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (rows, WIDTH)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        out: Tensor = self.head(x)
+        return out
 
 
 class OutOfOrder(FrozenFirst):
@@ -46,7 +48,8 @@ class OutOfOrder(FrozenFirst):
     def forward(self, x: Tensor) -> Tensor:
         for i in (2, 0, 3, 1, 3):
             x = self.blocks[i](x)
-        return self.head(x)
+        out: Tensor = self.head(x)
+        return out
 
 
 class PassThrough(FrozenFirst):
@@ -56,7 +59,8 @@ class PassThrough(FrozenFirst):
         bias = None
         for block in self.blocks:
             x, bias = self.run(block, x, bias)
-        return self.head(x)
+        out: Tensor = self.head(x)
+        return out
 
     def run(self, block: nn.Module, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         y = block(x)
@@ -75,7 +79,8 @@ class Data:
 
 
 def squares(model: nn.Module, batch: Batch) -> Tensor:
-    return (model(batch.inputs) - batch.targets).square().sum()
+    loss: Tensor = (model(batch.inputs) - batch.targets).square().sum()
+    return loss
 
 
 def workload_of(model: type[nn.Module]) -> Workload:

@@ -102,23 +102,13 @@ def repeat(
     with target.open("wb") as file:
         file.write(head)
         for i in range(copies):
-            copy = re.sub(
-                rb'("(?:ts)": ?)(\d+)', lambda m, i=i: b"%s%d" % (m[1], int(m[2]) + i * span), body
-            )
+            copy = _raised(rb'("(?:ts)": ?)(\d+)', i * span, body)
             shift = i * (max(numbers, default=0) + 1)
-            copy = re.sub(
-                rb'("(?:correlation|id)": ?)(\d+)',
-                lambda m, shift=shift: b"%s%d" % (m[1], int(m[2]) + shift),
-                copy,
-            )
+            copy = _raised(rb'("(?:correlation|id)": ?)(\d+)', shift, copy)
             if group:
                 copy = _with_marker(copy, i, group, span)
             else:
-                copy = re.sub(
-                    rb"ProfilerStep#(\d+)",
-                    lambda m, i=i: b"ProfilerStep#%d" % (int(m[1]) + i * apart),
-                    copy,
-                )
+                copy = _raised(rb"(ProfilerStep#)(\d+)", i * apart, copy)
             file.write(b"," * (i > 0) + copy)
         file.write(tail)
     return {
@@ -128,6 +118,11 @@ def repeat(
         "copies": copies,
         "steps": -(-copies // group) if group else len(set(own)) * copies,
     }
+
+
+def _raised(pattern: bytes, by: int, text: bytes) -> bytes:
+    """Every number that the pattern finds (its second group), raised."""
+    return re.sub(pattern, lambda m: b"%s%d" % (m[1], int(m[2]) + by), text)
 
 
 def _with_marker(copy: bytes, number: int, group: int, span: int) -> bytes:

@@ -1,7 +1,9 @@
-"""Running the commands as a user does: in processes of their own, with deadlines."""
+"""Running the commands as a user does: in processes of their own, or here where that is enough."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -11,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).parents[1]
 SHARDLAB = [sys.executable, "-m", "shardlab"]
@@ -34,6 +37,29 @@ def run(
 
 def shardlab(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     return run(*SHARDLAB, *args, cwd=cwd, **env)
+
+
+def here(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """The command in this process, with the same answer: it saves the seconds that torch takes to
+    import. It is for what ends without ranks (refusals, lists, help) and loads no file of a user,
+    since modules stay loaded. Its ranks, if it has any, share the tests' fork server.
+    """
+    from shardlab import cli
+
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["shardlab", *args]),
+        mock.patch.dict(os.environ, {"COLUMNS": "120", **env}),
+        contextlib.chdir(cwd),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
 
 
 def _hears_ctrl_c() -> None:

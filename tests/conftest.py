@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -19,15 +20,44 @@ if multiprocessing.parent_process() is None:
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     for name in (*launched, "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
+    from hypothesis import HealthCheck, settings
+
+    # Other tests run at the same time: how long an example takes says nothing about the code.
+    settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("shared")
 
 torch.set_num_threads(1)
 
 GetRanks = Callable[[int], Ranks]
 
 
+def long_unless(is_quick: Callable[..., bool], cases: Iterable[Any]) -> list[Any]:
+    """Cases of ``parametrize``, the long ones marked: `make check` runs the quick ones alone."""
+    every = [case if type(case) is tuple else (case,) for case in cases]
+    return [
+        pytest.param(*case, marks=() if is_quick(*case) else pytest.mark.long) for case in every
+    ]
+
+
+# A file is run by one worker: those that take longest come first, so that none waits for the last.
+LONGEST = (
+    "test_zoo", "test_learn", "test_people_prove", "test_docs", "test_prove", "test_judge",
+    "test_resume", "test_estimate", "test_people_compare", "test_conformance", "test_options",
+    "test_run_faults", "test_compare", "test_site", "test_workloads", "test_twins", "test_desync",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        order = {stem: place for place, stem in enumerate(LONGEST)}
+        items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--whole", action="store_true", help="every cell of the zoo, not the part of 90 seconds"
+        "--whole",
+        action="store_true",
+        help="every case of the zoo and of the conformance suite, not a part",
     )
 
 

@@ -9,6 +9,7 @@ from shardlab import config as configs
 from shardlab import pulse
 from shardlab.guard import watchdog
 from shardlab.proof import evidence, judge, watch
+from shardlab.proof.difference import Trail
 from shardlab.proof.prove import cases_of, small
 from shardlab.world import World
 
@@ -37,6 +38,19 @@ def examine_users(world: World, values: dict[str, Any]) -> dict[str, Any] | None
         claim, own = evidence.claim_of(config), evidence._in_dtype(config, users)
         found = evidence._examine_users(users, own, member, claim, alive)
     return {"ranks": member.size, **found, **NO_STACK, "models": [found["model"]]}
+
+
+def examine_equal(world: World, values: dict[str, Any]) -> dict[str, Any]:
+    """On a rank: of what ``evidence.examine`` finds out on the stack, only what is not equal."""
+    config = configs.from_dict(values)
+    stack = evidence._prepare("stack", world, config)
+    config = evidence._with_small_buckets(config, stack.subject.job(config).held)
+    with watchdog.watching(world, None, 60):
+        pulse.PULSE.enter(pulse.PROOF)
+        strategy, _ = evidence._build(stack.subject, config, world)
+        trail = evidence._run(strategy, stack.subject, world.rank, Trail(stack.reference))
+        del strategy
+        return {"models": [evidence._model(stack, trail, Trail(None), config, world)]}
 
 
 def checks_of(

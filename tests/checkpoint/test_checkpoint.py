@@ -485,6 +485,7 @@ def test_weights_go_out_and_in(saved: Path, tmp_path: Path, ranks: GetRanks) -> 
         torch.testing.assert_close(trained[name], state[name], rtol=0, atol=0)
 
 
+@pytest.mark.long
 def test_hugging_faces_gpt2(saved: Path, tmp_path: Path) -> None:
     """The same logits from transformers, and the same weights back."""
     transformers = pytest.importorskip("transformers")

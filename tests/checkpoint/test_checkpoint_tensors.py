@@ -224,6 +224,7 @@ def trained(ranks: GetRanks, folder: Path, **values: Any) -> Path:
     return files.steps_in(folder)[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["bucket_ddp_async", "zero3", "pytorch_zero3"])
 def test_a_tied_model_is_exported_with_all_its_names(
     strategy: str, ranks: GetRanks, tmp_path: Path

@@ -85,6 +85,7 @@ def all_toys(world: World, what: str, strategy: str, folder: str, of_world: int)
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_same_again_bit_for_bit(strategy: str, ranks: GetRanks, tmp_path: Path) -> None:
     """On models with tied, frozen, unused, odd and scalar tensors, and buffers."""
@@ -98,6 +99,7 @@ def test_the_same_again_bit_for_bit(strategy: str, ranks: GetRanks, tmp_path: Pa
                 assert np.array_equal(again[rank][case][1][name], value), (case, name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["bucket_ddp_async", "pytorch_ddp", "zero3", "pytorch_zero3"])
 def test_bit_for_bit_on_three_ranks(strategy: str, ranks: GetRanks, tmp_path: Path) -> None:
     """Where the order of a sum matters, and with it how DDP has laid out its buckets."""
@@ -109,6 +111,7 @@ def test_bit_for_bit_on_three_ranks(strategy: str, ranks: GetRanks, tmp_path: Pa
         assert all(np.array_equal(params[name], params_again[name]) for name in params)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", DISTRIBUTED)
 def test_on_as_one_process(strategy: str, ranks: GetRanks, tmp_path: Path) -> None:
     """Every strategy's checkpoint is read by a plain process, and the other way round."""
@@ -131,18 +134,30 @@ def assert_close(first: Any, second: Any, what: str) -> None:
 
 # ------------------------------------------------------------------ whole runs
 
+LONG = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     ("strategy", "changes"),
     [
-        *(pytest.param(name, {}, id=name) for name in STRATEGIES),
-        pytest.param("zero3", {"precision.compute": "fp16"}, id="fp16"),
-        pytest.param("pytorch_zero3", {"precision.compute": "bf16"}, id="bf16"),
-        pytest.param("simple_ddp", {"training.accumulate": 2, "data.prefetch": 0}, id="accumulate"),
-        pytest.param("simple_ddp", {"checkpoint.asynchronous": True}, id="asynchronous"),
-        pytest.param("zero3", {"checkpoint.asynchronous": True}, id="asynchronous shards"),
+        *(pytest.param(n, {}, id=n, marks=() if n == "zero3" else LONG) for n in STRATEGIES),
+        pytest.param("zero3", {"precision.compute": "fp16"}, id="fp16", marks=LONG),
+        pytest.param("pytorch_zero3", {"precision.compute": "bf16"}, id="bf16", marks=LONG),
         pytest.param(
-            "bucket_ddp_async", {"strategy.options": {"compress": "powersgd"}}, id="powersgd"
+            "simple_ddp",
+            {"training.accumulate": 2, "data.prefetch": 0},
+            id="accumulate",
+            marks=LONG,
+        ),
+        pytest.param("simple_ddp", {"checkpoint.asynchronous": True}, id="asynchronous"),
+        pytest.param(
+            "zero3", {"checkpoint.asynchronous": True}, id="asynchronous shards", marks=LONG
+        ),
+        pytest.param(
+            "bucket_ddp_async",
+            {"strategy.options": {"compress": "powersgd"}},
+            id="powersgd",
+            marks=LONG,
         ),
         pytest.param(
             "zero1",
@@ -153,6 +168,7 @@ def assert_close(first: Any, second: Any, what: str) -> None:
                 "training.evaluate_samples": None,
             },
             id="dropout",
+            marks=LONG,
         ),
     ],
 )
@@ -179,6 +195,7 @@ def test_a_run_goes_on_exactly(
         assert held_out[0] == held_out[1]
 
 
+@pytest.mark.long
 def test_through_strategies_and_worlds(ranks: GetRanks, tmp_path: Path) -> None:
     """zero3 on 4 ranks, then DDP on 2, then one process: one run, each sample once."""
     common = {
@@ -241,6 +258,7 @@ def test_records_go_on_without_gap_or_repetition(ranks: GetRanks, tmp_path: Path
 # ------------------------------------------------------------------ the command
 
 
+@pytest.mark.long
 def test_resume_from_the_command_line(tmp_path: Path) -> None:
     """A run folder's own settings are used, changed by the flags."""
     first = commands.shardlab(
@@ -262,6 +280,7 @@ def test_resume_from_the_command_line(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["bucket_ddp_async", "pytorch_ddp", "pytorch_zero1"])
 def test_a_whole_run_on_three_ranks(strategy: str, ranks: GetRanks, tmp_path: Path) -> None:
     """Buckets are laid out as they were: the sums of three have the same last bits."""

@@ -17,6 +17,7 @@ from shardlab.naming import STRATEGIES, WORKLOADS
 COMMANDS = ["train", "compare", "prove", "strategies", "workloads", "doctor", "version"]
 
 
+@pytest.mark.alone
 def test_help_is_fast_and_needs_no_torch() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "shardlab", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -44,13 +45,13 @@ def test_importing_costs_and_does_nothing() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command: str, tmp_path: Path) -> None:
-    done = commands.shardlab(command, "--help", cwd=tmp_path)
+    done = commands.here(command, "--help", cwd=tmp_path)
     assert done.returncode == 0
     assert f"shardlab {command}" in done.stdout
 
 
 def test_no_command_is_the_help(tmp_path: Path) -> None:
-    done = commands.shardlab(cwd=tmp_path)
+    done = commands.here(cwd=tmp_path)
     assert all(command in done.stdout + done.stderr for command in COMMANDS)
 
 
@@ -79,7 +80,7 @@ def test_wrong_input_is_answered_in_a_line(args: list[str], message: str, tmp_pa
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "something").touch()
     before = sorted(tmp_path.rglob("*"))
-    done = commands.shardlab("train", *args, cwd=tmp_path)
+    done = commands.here("train", *args, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
     assert message in done.stderr
@@ -88,6 +89,7 @@ def test_wrong_input_is_answered_in_a_line(args: list[str], message: str, tmp_pa
     assert sorted(tmp_path.rglob("*")) == before  # no run folder, nothing half-written
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["train", "memory --strategy zero1"])
 def test_a_folder_for_temporary_files_that_is_too_deep(command: str, tmp_path: Path) -> None:
     """Python's own error is a traceback that ends with "AF_UNIX path too long"."""
@@ -111,6 +113,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_port_of_ones_choice(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("", 0))
@@ -122,20 +125,21 @@ def test_a_port_of_ones_choice(tmp_path: Path) -> None:
 
 
 def test_an_unknown_flag(tmp_path: Path) -> None:
-    done = commands.shardlab("train", "--stratgy", "single", cwd=tmp_path)
+    done = commands.here("train", "--stratgy", "single", cwd=tmp_path)
     assert done.returncode == 2
     assert "--stratgy" in done.stderr
 
 
 def test_lists(tmp_path: Path) -> None:
     for command, known in (("strategies", STRATEGIES), ("workloads", WORKLOADS)):
-        rows = json.loads(commands.shardlab(command, "--json", cwd=tmp_path).stdout)
+        rows = json.loads(commands.here(command, "--json", cwd=tmp_path).stdout)
         assert list(rows) == list(known)
         assert all(rows.values())
-        text = commands.shardlab(command, cwd=tmp_path).stdout
+        text = commands.here(command, cwd=tmp_path).stdout
         assert all(name in text for name in known)
 
 
+@pytest.mark.long
 def test_the_doctor(tmp_path: Path) -> None:
     done = commands.shardlab("doctor", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -344,6 +344,7 @@ def test_parquet_is_not_fetched_where_it_cannot_be_read(
     assert server.asked == []
 
 
+@pytest.mark.long
 def test_two_processes_fetch_it_once(server: Server, tmp_path: Path) -> None:
     serve_fashion(server)
     server.slow_s = 0.2
@@ -449,16 +450,17 @@ def test_sheets_become_binary_batches(tmp_path: Path) -> None:
         assert np.array_equal(got.labels, want.labels)
 
 
+@pytest.mark.long
 def test_the_commands(server: Server, tmp_path: Path) -> None:
     serve_fashion(server)
     done = commands.shardlab("data", "fashion_mnist", "--to", "here", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "fashion_mnist: 5 train and 5 test images, 10 classes" in done.stdout
     assert "fetching t10k-images-idx3-ubyte.gz" in done.stderr
-    done = commands.shardlab("data", "show", "here", "--json", cwd=tmp_path)
+    done = commands.here("data", "show", "here", "--json", cwd=tmp_path)
     assert json.loads(done.stdout)["source"] == "hub"
 
-    done = commands.shardlab("data", "fineweb", cwd=tmp_path, SHARDLAB_MIRROR="http://127.0.0.1:9")
+    done = commands.here("data", "fineweb", cwd=tmp_path, SHARDLAB_MIRROR="http://127.0.0.1:9")
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: fineweb cannot be had now (hub: http://127.0.0.1:9/")
@@ -479,7 +481,7 @@ def test_the_commands(server: Server, tmp_path: Path) -> None:
     ],
 )
 def test_refusals(arguments: list[str], message: str, tmp_path: Path) -> None:
-    done = commands.shardlab("data", *arguments, cwd=tmp_path, SHARDLAB_CACHE=str(tmp_path / "c"))
+    done = commands.here("data", *arguments, cwd=tmp_path, SHARDLAB_CACHE=str(tmp_path / "c"))
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -660,6 +662,7 @@ def test_vocabularies(tmp_path: Path) -> None:
     assert bpe.read_vocabulary(tmp_path / "v.tiktoken") == vocabulary
 
 
+@pytest.mark.long
 def test_the_embedded_text_through_the_command(tmp_path: Path) -> None:
     """Real text: the documentation of this project, and a run on it."""
     docs = Path(__file__).parents[2] / "docs"
@@ -668,7 +671,7 @@ def test_the_embedded_text_through_the_command(tmp_path: Path) -> None:
         "--tokenizer", "bytes", "--jobs", "2", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    done = commands.shardlab("data", "show", "shards", cwd=tmp_path)
+    done = commands.here("data", "show", "shards", cwd=tmp_path)
     assert "tokenizer bytes (vocabulary 256)" in done.stdout
     assert bytes(read_back(tmp_path / "shards")).startswith((docs / "log.md").read_bytes())
     done = commands.shardlab(

@@ -102,6 +102,7 @@ def test_a_loop_that_stops_leaves_no_thread() -> None:
     assert loaders() == []
 
 
+@pytest.mark.alone
 def test_preparing_ahead_hides_the_time_it_takes() -> None:
     """While the loop is busy for 20 ms, the next batch, which takes 2 x 5 ms, is made."""
 
@@ -289,6 +290,7 @@ workload = Workload("line", lambda: nn.Linear(1, 1), loss, Rows())
 """
 
 
+@pytest.mark.long
 def test_audit_data_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     command = ("train", "--workload", "own.py:workload", "--steps", "3", "--lr", "0.001")

@@ -870,6 +870,7 @@ PROGRAM = "import sys; sys.path.remove(''); from shardlab.cli import main; main(
 TORCHRUN = ["torchrun", "--nproc-per-node=2", "--no-python", sys.executable, "-m", "shardlab"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("command", "workload", "where"), [
     ([sys.executable, "-c", PROGRAM], "inner/own.py:loader", "."),
     ([sys.executable, "-c", PROGRAM], "own:loader", "inner"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -14,7 +15,7 @@ import commands
 from commands import ROOT, bash_lines
 
 NEEDED = ["Makefile", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"]
-FOLDERS = ["src", "examples", ".venv"]
+FOLDERS = ["src", "examples"]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 INSTALL = "pip install -c constraints.txt ."
 
@@ -41,12 +42,40 @@ def test_the_readme_has_commands() -> None:
 
 # `make test` is what runs this; pip has a test of its own below.
 RUNNABLE = [line for line in README if line not in ("make test", INSTALL)]
+FEW = ["--repeats", "1", "--warmup", "1", "--steps", "2", "--set", "profile.active=1"]
 
 
+def fewer(line: str) -> list[str]:
+    """Flags that shorten a command, all else as it is: it must work, and what it measures and
+    proves is tested where it costs less (tests/measure, tests/proof/test_prove.py)."""
+    if line.startswith("shardlab compare"):
+        flags = [*FEW, "--no-prove"]
+        if line == "shardlab compare":  # all strategies
+            flags += ["--size", "tiny"]
+        if "runs/buckets" in line:  # the two sides of a gate, whose limit needs two repeats
+            flags += ["--repeats", "2"]
+        if "--fail-if" in line:  # other tests run beside it: nothing here is too slow
+            flags += ["--fail-if", "slower=900%"]
+        return flags
+    if line.startswith("shardlab prove"):
+        last = line.rpartition(",")[2] if "," in line else line.split()[-1]
+        return ["--strategies", last]
+    return []
+
+
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("line", [*RUNNABLE, *(c for c in TUTORIAL if c.startswith("shardlab"))])
 def test_runs_as_printed(line: str, clone: Path) -> None:
-    done = commands.run("bash", "-ec", line, cwd=clone, timeout=360, OMP_NUM_THREADS="1")
+    command = line
+    if line.startswith("make "):  # what make would run, once it has made the environment
+        told = commands.run("make", "-n", *line.split()[1:], cwd=clone).stdout.splitlines()
+        command = told[-1].removeprefix(".venv/bin/")
+    if command.startswith("shardlab "):
+        words = [*shlex.split(command)[1:], *fewer(command)]
+        done = commands.here(*words, cwd=clone, OMP_NUM_THREADS="1")
+    else:
+        done = commands.run("bash", "-ec", command, cwd=clone, OMP_NUM_THREADS="1")
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr
     if "compare" in line:
@@ -54,6 +83,7 @@ def test_runs_as_printed(line: str, clone: Path) -> None:
         assert "report.html" in done.stdout
 
 
+@pytest.mark.long
 def test_what_looks_at_a_run_has_something_to_see(clone: Path) -> None:
     (line,) = (c for c in TUTORIAL if not c.startswith("shardlab"))
     done = commands.run("bash", "-ec", line, cwd=clone)
@@ -65,6 +95,7 @@ def test_ci_runs_the_readmes_test_command() -> None:
     assert script[-1] == "make test"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_pip_install(clone: Path, tmp_path: Path) -> None:
     """The package as installed, not as checked out: it has all it needs to work."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 import commands
 from shardlab.learn.exercise import Exercise
 
@@ -13,6 +15,7 @@ PAGE = (ROOT / "docs" / "learn.md").read_text()
 WORDS_PER_MINUTE = 200
 
 
+@pytest.mark.long
 def test_the_page_leads_to_a_green_check(tmp_path: Path) -> None:
     blocks = re.findall(r"```(bash|python|text)\n(.*?)```", PAGE, flags=re.S)
     assert [kind for kind, _ in blocks].count("python") == 2

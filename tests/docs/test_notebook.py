@@ -50,12 +50,14 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return re.split(rf"{MARK} \d+\n", done.stdout)[1:]
 
 
+@pytest.mark.alone
 def test_every_cell_runs(outputs: list[str]) -> None:
     assert len(outputs) == len(code_cells())
     assert "rank0.steps2-4.pt.trace.json.gz" in outputs[0]
     assert "steps [2, 3, 4]" in outputs[1]
 
 
+@pytest.mark.alone
 def test_it_shows_what_its_text_says(outputs: list[str]) -> None:
     text = "".join(outputs)
     hidden = {name: int(n) for name, n in re.findall(r"(\w+): (\d+)% of the communication", text)}

@@ -194,11 +194,13 @@ def pages(site: Path) -> dict[Path, Page]:
     return {path: Page(path) for path in sorted(site.rglob("*.html"))}
 
 
+@pytest.mark.long
 def test_every_page_is_in_the_site(site: Path) -> None:
     for path in DOCS.rglob("*.md"):
         assert (site / path.relative_to(DOCS)).with_suffix(".html").exists(), path
 
 
+@pytest.mark.long
 def test_links_and_anchors_lead_somewhere(site: Path, pages: dict[Path, Page]) -> None:
     broken, external = [], set()
     for path, page in pages.items():
@@ -223,6 +225,7 @@ def test_links_and_anchors_lead_somewhere(site: Path, pages: dict[Path, Page]) -
     assert {link for link in external if "pradyunsg" not in link} <= listed
 
 
+@pytest.mark.long
 def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Page]) -> None:
     for path, page in pages.items():
         for source in page.loaded:
@@ -231,6 +234,7 @@ def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Page]) -
         assert not re.search(r"(url\(|@import)\s*['\"]?(https?:)?//", text_of(sheet)), sheet
 
 
+@pytest.mark.long
 def test_source_pages_show_the_source(site: Path) -> None:
     page = text_of(site / "source" / "src" / "shardlab" / "comm.py.html")
     assert "wire_bytes" in page
@@ -254,6 +258,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Brows
     opened.close()
 
 
+@pytest.mark.long
 def test_pages_in_a_browser(site: Path, chromium: browser.Browser) -> None:
     """On a phone nothing sticks out; pictures are there; nothing is asked of a network."""
     for chapter in CHAPTERS:
@@ -265,6 +270,7 @@ def test_pages_in_a_browser(site: Path, chromium: browser.Browser) -> None:
             assert broken == [], chapter
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_dark", [False, True])
 def test_light_and_dark(is_dark: bool, site: Path, chromium: browser.Browser) -> None:
     with chromium.page(site / "book" / "06-zero1.html", dark=is_dark) as page:
@@ -296,36 +302,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def shardlab_here(line: str) -> int:
-    """The command in this process: the ranks are real, and share the tests' fork server."""
-    from shardlab import cli
-
-    old = sys.argv
-    sys.argv = shlex.split(line)
-    try:
-        cli.main()
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-    finally:
-        sys.argv = old
-    return 0
-
-
+@pytest.mark.long
 @pytest.mark.parametrize(("chapter", "line"), LINES, ids=[line for _, line in LINES])
 def test_commands_run_as_printed(
     chapter: str, line: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert chapter
     if line in (*test_docs.README, *test_docs.TUTORIAL):
-        return  # run there, as a command of its own
+        return  # run there
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     if line.startswith("shardlab "):
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            code = shardlab_here(line)
-        assert code == 0, f"{line}\n{said.getvalue()}"
-        assert "Traceback" not in said.getvalue()
+        words = [*shlex.split(line)[1:], *test_docs.fewer(line)]
+        done = commands.here(*words, cwd=folder, OMP_NUM_THREADS="1")
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+        assert "Traceback" not in done.stderr
     elif line.startswith("python benchmarks/book.py measure "):  # minutes; its results are kept
         assert set(line.split()[3:]) <= book.PARTS.keys()
         assert set(line.split()[3:]) <= book.read().keys()
@@ -335,12 +325,13 @@ def test_commands_run_as_printed(
         assert done.stdout
 
 
+@pytest.mark.long
 def test_python_snippets_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the commands, whose results they read."""
     monkeypatch.chdir(folder)
     if not Path("runs/bucket-trace").exists():  # this test alone was asked for
-        shardlab_here("shardlab train --strategy bucket_ddp_async --size tiny --steps 8 --profile "
-                      "--out runs/bucket-trace")  # fmt: skip
+        train = "train --strategy bucket_ddp_async --size tiny --steps 8 --profile --out"
+        commands.here(*train.split(), "runs/bucket-trace", cwd=folder)
     snippets = [
         code
         for path in CHAPTERS

@@ -141,6 +141,7 @@ def test_a_slow_rank_is_slow_and_computes_the_same(ranks: GetRanks, tmp_path: Pa
     assert not list((tmp_path / "again").glob("faults*"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["zero3", "pytorch_ddp"])
 def test_a_killed_rank_goes_on_from_the_checkpoint_and_is_not_killed_again(
     ranks: GetRanks, tmp_path: Path, strategy: str
@@ -156,6 +157,7 @@ def test_a_killed_rank_goes_on_from_the_checkpoint_and_is_not_killed_again(
     ]
 
 
+@pytest.mark.long
 def test_what_guards_are_for_is_found(ranks: GetRanks, tmp_path: Path) -> None:
     with pytest.raises(Halt, match="all_reduce") as left_out:
         trained(ranks, run_of(tmp_path / "drop", "drop-collective:rank=1,step=1"))
@@ -181,6 +183,7 @@ def test_a_damaged_checkpoint_is_passed_over(ranks: GetRanks, tmp_path: Path) ->
     assert "step-000004" in resumed["passed_over"][0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", spec.DAMAGES)
 def test_a_run_does_not_finish_with_a_damaged_checkpoint(
     how: str, ranks: GetRanks, tmp_path: Path
@@ -219,9 +222,10 @@ def test_a_full_disk_loses_nothing(ranks: GetRanks, tmp_path: Path) -> None:
     assert not list((tmp_path / "none").rglob("*.part"))
 
 
+@pytest.mark.long
 def test_the_command_says_what_is_injected_and_refuses_what_cannot_be(tmp_path: Path) -> None:
     run = ["train", "--size", "tiny", "--data", "synthetic", "--steps", "2", "--json"]
-    beyond = commands.shardlab(*run, "--inject", "kill:rank=2,step=1", cwd=tmp_path)
+    beyond = commands.here(*run, "--inject", "kill:rank=2,step=1", cwd=tmp_path)
     assert beyond.returncode == 2
     assert beyond.stderr.strip().splitlines()[-1].endswith("the world has 2: ranks 0 to 1")
     assert not (tmp_path / "runs").exists()
@@ -248,6 +252,7 @@ def test_folders_that_cannot_be_used(ranks: GetRanks, tmp_path: Path) -> None:
     assert (tmp_path / "full" / "something").read_text() == "there already"
 
 
+@pytest.mark.long
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     """On a file system of 300 kB, where we may mount one."""
     place = tmp_path / "small"

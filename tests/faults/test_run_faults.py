@@ -66,6 +66,7 @@ def masks_of_a_run(world: World, values: dict[str, Any]) -> tuple[list[Any], flo
     return dropping.MASKS[before:], dropping.BEGINNINGS[-1], result["folder"]
 
 
+@pytest.mark.long
 def test_each_rank_drops_its_own(ranks: GetRanks, tmp_path: Path) -> None:
     """Masks differ by rank and follow the seed; the model that all begin with does not differ."""
     values = settings(tmp_path, **{"training.steps": 4})
@@ -94,6 +95,7 @@ def test_one_process_draws_as_if_there_were_no_ranks(ranks: GetRanks, tmp_path: 
     assert masks == expected
 
 
+@pytest.mark.long
 def test_masks_go_on_after_a_resume(ranks: GetRanks, tmp_path: Path) -> None:
     """Bit for bit in the same world; and a rank that was not there draws what nobody drew."""
     values = settings(tmp_path)
@@ -150,6 +152,7 @@ def started(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("launcher", "number", "more"),
     [
@@ -210,6 +213,7 @@ def wait_for(is_so: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_while_it_builds_there_is_nothing_to_wait_for(tmp_path: Path, started: Any) -> None:
     (tmp_path / "meeting").mkdir()
     options = [f"model.options.meeting={tmp_path / 'meeting'}", "model.options.expected=9"]
@@ -226,6 +230,7 @@ def test_while_it_builds_there_is_nothing_to_wait_for(tmp_path: Path, started: A
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "more",
     [
@@ -260,6 +265,7 @@ def test_a_second_signal_ends_it_at_once(more: list[str], tmp_path: Path, starte
 # ------------------------------------------------------------------ one run in a folder
 
 
+@pytest.mark.long
 def test_two_runs_in_one_folder(tmp_path: Path, started: Any) -> None:
     """Both begin while it is empty. The second to come is refused, and the first goes on."""
     (tmp_path / "meeting").mkdir()
@@ -280,6 +286,7 @@ def test_two_runs_in_one_folder(tmp_path: Path, started: Any) -> None:
     assert json.loads((tmp_path / "out" / "status.json").read_text()) == {"state": "finished"}
 
 
+@pytest.mark.long
 def test_two_resumes_of_one_run(ranks: GetRanks, tmp_path: Path) -> None:
     """Another process has the folder: it is left as it is. When that is gone, the run goes on."""
     values = settings(tmp_path, **{"strategy.name": "single", "training.steps": 4})
@@ -330,6 +337,7 @@ def said(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("error:")]
 
 
+@pytest.mark.long
 def test_nodes_without_a_common_folder(tmp_path: Path, started: Any) -> None:
     """Every node says so, and none waits for the other."""
     for code, errors in two_nodes(tmp_path, started, *command(steps=3)):
@@ -341,6 +349,7 @@ def test_nodes_without_a_common_folder(tmp_path: Path, started: Any) -> None:
     assert list(tmp_path.glob("node*/runs/*")) == []
 
 
+@pytest.mark.long
 def test_a_run_to_resume_that_one_node_lacks(ranks: GetRanks, tmp_path: Path, started: Any) -> None:
     """Refused before the ranks have joined each other: all the same, by both."""
     changes = {"training.steps": 4, "model.workload": WORKLOAD}
@@ -389,15 +398,14 @@ def test_only_this_machine_reaches_a_local_run(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    done = commands.shardlab(
-        "learn", "start", "ring_allreduce", "--dir", "file/learn", cwd=tmp_path
-    )
+    done = commands.here("learn", "start", "ring_allreduce", "--dir", "file/learn", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "error: cannot write into the folder file/learn: Not a directory; name another with --dir\n"
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -420,6 +428,7 @@ def test_a_run_folder_that_cannot_be(setting: str | bytes, message: str, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.long
 def test_the_current_folder_is_gone(tmp_path: Path) -> None:
     leave = (
         "import os, subprocess, sys; os.rmdir(os.getcwd()); sys.exit(subprocess.call(sys.argv[1:]))"

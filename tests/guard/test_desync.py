@@ -79,6 +79,7 @@ def losses_of(root: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in rows.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_unchecked_it_is_silently_wrong(tmp_path: Path) -> None:
     """The reason for the check: two gradients of one shape are added to each other's, and the run
     ends well."""
@@ -90,6 +91,7 @@ def test_unchecked_it_is_silently_wrong(tmp_path: Path) -> None:
     assert wrong[5:] != right[5:]
 
 
+@pytest.mark.long
 def test_later_the_fingerprint_finds_it(tmp_path: Path) -> None:
     config = config_of(tmp_path, f"{FILE}:Swapping", **{"guard.check_every": 5})
     with pytest.raises(Halt) as caught:
@@ -101,6 +103,7 @@ def test_later_the_fingerprint_finds_it(tmp_path: Path) -> None:
     assert len(losses_of(tmp_path)) == 5
 
 
+@pytest.mark.long
 def test_sizes_that_differ_unchecked_kill_a_rank(tmp_path: Path) -> None:
     """Gloo aborts the process; all that can be said afterwards is what to try."""
     with pytest.raises(RankFailure, match=r"SIGABRT.*guard\.check_steps"):
@@ -160,6 +163,7 @@ def test_every_way_to_differ(ranks: GetRanks, how: str, said: str | None) -> Non
         assert "and the others' is all_reduce (4,) float32 'second' at test_desync" in answers[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [n for n in STRATEGIES if n != "single"])
 def test_no_false_alarm(ranks: GetRanks, tmp_path: Path, name: str) -> None:
     """Every strategy, with every guard at its keenest."""
@@ -178,6 +182,7 @@ def test_no_false_alarm(ranks: GetRanks, tmp_path: Path, name: str) -> None:
 # ------------------------------------------------------------------ drift
 
 
+@pytest.mark.long
 def test_a_replica_that_drifts_is_found_by_its_tensor(tmp_path: Path) -> None:
     config = config_of(tmp_path, f"{FILE}:Drifting", **{"guard.drift_every": 4})
     with pytest.raises(Halt) as caught:
@@ -204,6 +209,7 @@ def state_after(config: configs.Config) -> tuple[dict[str, torch.Tensor], list[s
     return storage.whole_tensors(newest, manifest, ""), reasons
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "more", "reason"),
     [
@@ -315,6 +321,7 @@ def test_checksums_of_nothing_and_of_expanded_tensors() -> None:
 # ------------------------------------------------------------------ unequal data
 
 
+@pytest.mark.long
 def test_data_of_different_lengths_is_refused_before_the_first_step(tmp_path: Path) -> None:
     config = config_of(tmp_path, "simple_ddp", **{"model.options": {"kind": "length"}})
     with pytest.raises(UsageError) as caught:
@@ -328,6 +335,7 @@ def test_data_of_different_lengths_is_refused_before_the_first_step(tmp_path: Pa
 # ------------------------------------------------------------------ in prove
 
 
+@pytest.mark.long
 def test_prove_catches_a_skipped_collective(tmp_path: Path) -> None:
     done = commands.shardlab(
         "prove", "--strategies", f"{FILE}:SkippingFirst", "--workload", f"{FILE}:make", "--json",

@@ -74,6 +74,7 @@ def test_a_nan_in_the_data(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["simple_ddp", "pytorch_ddp", "bucket_ddp_async", "zero2"])
 @pytest.mark.parametrize("clip", [None, 1.0], ids=["", "clipped"])
 def test_a_gradient_alone(tmp_path: Path, strategy: str, clip: float | None) -> None:
@@ -98,6 +99,7 @@ def test_a_gradient_alone(tmp_path: Path, strategy: str, clip: float | None) -> 
     assert len(losses) == 4
 
 
+@pytest.mark.long
 def test_skipping_leaves_the_step_out(tmp_path: Path) -> None:
     """One update is left out, and all others are as if it had not been."""
     result, losses = run(
@@ -108,6 +110,7 @@ def test_skipping_leaves_the_step_out(tmp_path: Path) -> None:
     assert all(loss is not None and math.isfinite(loss) for loss in losses[:4] + losses[5:])
 
 
+@pytest.mark.long
 def test_ignoring_goes_on(tmp_path: Path) -> None:
     _, losses = run(
         tmp_path, "simple_ddp",
@@ -116,6 +119,7 @@ def test_ignoring_goes_on(tmp_path: Path) -> None:
     assert losses[4:] == [None, None]
 
 
+@pytest.mark.long
 def test_the_command_says_it_in_a_line(tmp_path: Path) -> None:
     done = commands.shardlab(
         "train", "--workload", f"{FILE}:make", "--steps", "8", "-b", "4", "--device", "cpu",
@@ -138,6 +142,7 @@ class UpdatesItself(SimpleDDP):
         self.optimizer.zero_grad()
 
 
+@pytest.mark.long
 def test_a_strategy_must_use_the_update(tmp_path: Path) -> None:
     done = commands.shardlab(
         "train", "--strategy", f"{__file__}:UpdatesItself", "--size", "tiny", "--steps", "2",

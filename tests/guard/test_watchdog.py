@@ -297,6 +297,7 @@ def line_of(text: str) -> str:
     return f"troubled.py:{found}"
 
 
+@pytest.mark.alone
 def test_stuck_in_data_loading(hangs: Hangs) -> None:
     halt, _ = hangs("data")
     assert (halt.rank, halt.details["causes"]) == (1, [1])
@@ -306,6 +307,7 @@ def test_stuck_in_data_loading(hangs: Hangs) -> None:
     assert "in strike" in halt.traceback
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("case", ["forward", "loop"])
 def test_stuck_in_the_loss_function(hangs: Hangs, case: str) -> None:
     halt, _ = hangs(case)
@@ -314,6 +316,7 @@ def test_stuck_in_the_loss_function(hangs: Hangs, case: str) -> None:
     assert "rank 0 waits for it" in str(halt)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("strategy", ["zero3", "pytorch_ddp", "pytorch_zero3"])
 def test_stuck_in_backward(hangs: Hangs, strategy: str) -> None:
     halt, _ = hangs(f"backward, {strategy}")
@@ -324,6 +327,7 @@ def test_stuck_in_backward(hangs: Hangs, strategy: str) -> None:
         assert "of PyTorch's own collectives" in str(halt)
 
 
+@pytest.mark.alone
 def test_a_stopped_rank(hangs: Hangs) -> None:
     halt, _ = hangs("stopped")
     assert halt.details["causes"] == [1]
@@ -331,6 +335,7 @@ def test_a_stopped_rank(hangs: Hangs) -> None:
     assert "last seen in" in str(halt)
 
 
+@pytest.mark.alone
 def test_a_rank_that_holds_pythons_lock(hangs: Hangs) -> None:
     """No thread of it can run Python; faulthandler answers from the signal's handler."""
     halt, _ = hangs("holds")
@@ -339,12 +344,14 @@ def test_a_rank_that_holds_pythons_lock(hangs: Hangs) -> None:
     assert line_of("ctypes.PyDLL(None)") in str(halt)
 
 
+@pytest.mark.alone
 def test_a_rank_that_left_the_loop_early(hangs: Hangs) -> None:
     halt, _ = hangs("leave")
     assert "rank 1 never entered all_reduce #4 (a, step 2)" in str(halt)
     assert "it has left the loop after 2 steps; rank 0 waits for it" in str(halt)
 
 
+@pytest.mark.alone
 def test_different_orders(hangs: Hangs) -> None:
     """Whatever Gloo makes of it, what the ranks called under one number tells."""
     halt, _ = hangs("order")
@@ -362,6 +369,7 @@ def status_of(root: Path) -> tuple[Path, dict[str, Any]]:
     return path.parent, json.loads(path.read_text())
 
 
+@pytest.mark.alone
 def test_the_command_ends_and_the_folder_says_why(hangs: Hangs) -> None:
     done, root = hangs("command")
     assert done.returncode == 1
@@ -378,6 +386,7 @@ def test_the_command_ends_and_the_folder_says_why(hangs: Hangs) -> None:
     assert "rank 0: is in the step" in (folder / "hang.txt").read_text()
 
 
+@pytest.mark.alone
 def test_a_strategy_that_hangs_in_its_proof(hangs: Hangs) -> None:
     done, _ = hangs("prove")
     assert done.returncode == 1, done.stderr
@@ -387,6 +396,7 @@ def test_a_strategy_that_hangs_in_its_proof(hangs: Hangs) -> None:
     assert f"at {line_of('time.sleep(600)')}; rank 0 waits for it" in done.stdout
 
 
+@pytest.mark.alone
 def test_torchrun(hangs: Hangs) -> None:
     """Ranks that nobody of ours started watch over each other, through the store."""
     done, root = hangs("torchrun")

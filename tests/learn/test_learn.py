@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import commands
+from conftest import long_unless
 from shardlab import cli
 from shardlab.errors import UsageError
 from shardlab.learn import ORDER, grade, mistakes
@@ -50,7 +51,11 @@ def verdict(request: pytest.FixtureRequest) -> Iterator[GetVerdict]:
             future.cancel()
 
 
-@pytest.mark.parametrize("submission", ALL, ids=str)
+def is_quick(submission: Submission) -> bool:
+    return submission.kind == "solution" and submission.exercise != "choose_strategy"
+
+
+@pytest.mark.parametrize("submission", long_unless(is_quick, ALL), ids=str)
 def test_verdict(submission: Submission, verdict: GetVerdict) -> None:
     found = verdict(submission)
     if submission.kind in ("solution", "correct"):
@@ -110,6 +115,7 @@ def verdict_on(mutant: str) -> grade.Verdict:
     return kill_rate.graded(next(m for m in MUTANTS if f"{m.exercise}/{m.name}" == mutant))
 
 
+@pytest.mark.long
 def test_what_is_said_is_what_happened() -> None:
     summed = verdict_on("simple_ddp/sum")
     assert "exactly 2.0x the mean over the ranks on 2 ranks" in findings(summed)
@@ -183,8 +189,9 @@ def test_every_message_is_said_with_what_it_names() -> None:
 # ------------------------------------------------------------------ the commands
 
 
+@pytest.mark.long
 def test_the_path_of_a_learner(tmp_path: Path) -> None:
-    listed = commands.shardlab("learn", cwd=tmp_path)
+    listed = commands.here("learn", cwd=tmp_path)
     assert listed.returncode == 0, listed.stderr
     assert "0 of" in listed.stdout
     assert "next: shardlab learn start sampler" in listed.stdout
@@ -193,7 +200,7 @@ def test_the_path_of_a_learner(tmp_path: Path) -> None:
     started = commands.shardlab("learn", "start", "broadcast", cwd=tmp_path)
     assert started.returncode == 0, started.stderr
     assert "shardlab learn check broadcast" in started.stdout
-    again = commands.shardlab("learn", "start", "broadcast", cwd=tmp_path)
+    again = commands.here("learn", "start", "broadcast", cwd=tmp_path)
     assert again.returncode == 2
     assert "learn/broadcast.py exists" in again.stderr
 
@@ -204,7 +211,7 @@ def test_the_path_of_a_learner(tmp_path: Path) -> None:
     assert result["pass"] is False
     assert result["verdicts"][0]["findings"][0]["cause"] == "not-done"
 
-    hints = [commands.shardlab("learn", "hint", "broadcast", cwd=tmp_path) for _ in range(4)]
+    hints = [commands.here("learn", "hint", "broadcast", cwd=tmp_path) for _ in range(4)]
     assert [hint.stdout.partition("\n")[0] for hint in hints] == [
         "hint 1 of 3",
         "hint 2 of 3",
@@ -216,7 +223,7 @@ def test_the_path_of_a_learner(tmp_path: Path) -> None:
     passed = commands.shardlab("learn", "check", cwd=tmp_path)
     assert passed.returncode == 0, passed.stdout + passed.stderr
     assert "passed" in passed.stdout
-    rows = json.loads(commands.shardlab("learn", "--json", cwd=tmp_path).stdout)["exercises"]
+    rows = json.loads(commands.here("learn", "--json", cwd=tmp_path).stdout)["exercises"]
     row = next(row for row in rows if row["name"] == "broadcast")
     assert row["passed"] is not None
     assert (row["hints"], row["checks"]) == (3, 2)
@@ -249,7 +256,7 @@ def test_wrong_input_is_answered_in_a_line(
 def test_a_progress_file_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "learn").mkdir()
     (tmp_path / "learn" / "progress.json").write_text("[1]")
-    done = commands.shardlab("learn", "start", "sampler", cwd=tmp_path)
+    done = commands.here("learn", "start", "sampler", cwd=tmp_path)
     assert done.returncode == 2
     assert "is not a progress file" in done.stderr
     assert not (tmp_path / "learn" / "sampler.py").exists()

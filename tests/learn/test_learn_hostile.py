@@ -161,6 +161,7 @@ def deadline_of(causes: set[str]) -> float:
     return ENDLESS_S if "timed-out" in causes else grade.DEADLINE_S
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", HOSTILE)
 def test_ends_with_a_verdict(name: str, verdict: GetVerdict) -> None:
     _, causes, words = HOSTILE[name]
@@ -172,6 +173,7 @@ def test_ends_with_a_verdict(name: str, verdict: GetVerdict) -> None:
     assert seconds < deadline_of(causes) + 60  # with the import of torch
 
 
+@pytest.mark.long
 def test_nothing_is_left(scratch: Path, verdict: GetVerdict) -> None:
     for name in HOSTILE:
         with contextlib.suppress(KeyError):  # not chosen this time
@@ -199,6 +201,7 @@ def test_processes_are_found_by_their_folder(tmp_path: Path) -> None:
     assert not commands.wait_until_gone(processes_in(tmp_path))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_ending_the_command_ends_the_ranks(how: signal.Signals, tmp_path: Path) -> None:
     path = tmp_path / "submission.py"

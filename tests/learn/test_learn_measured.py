@@ -63,6 +63,7 @@ def estimated_mib(simulator: Simulator, case: Case, choice: dict[str, Any]) -> f
     return max(peak["total"] for peak in weights.values()) / choosing.MIB
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("budget", "too_large"),
     [

@@ -54,6 +54,7 @@ def compare(tmp_path: Path, *args: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.long
 def test_losses_agree_with_single(tmp_path: Path) -> None:
     result = compare(tmp_path, "--strategies", "single,simple_ddp,pytorch_ddp", "--world", "2")
     assert result["schema"] == 1
@@ -80,6 +81,7 @@ def test_losses_agree_with_single(tmp_path: Path) -> None:
     assert "<html" in (tmp_path / "out" / "report.html").read_text()
 
 
+@pytest.mark.long
 def test_every_strategy_is_proved_and_explained_in_each_world(tmp_path: Path) -> None:
     wrong = f"{Path(__file__).parents[1] / 'saboteurs.py'}:NoAveraging"
     done = commands.shardlab(
@@ -127,6 +129,7 @@ def progress(stderr: str) -> list[str]:
     return [str(line) for line in found]
 
 
+@pytest.mark.long
 def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
     everything = [f"{name} · repeat {r} of 2" for r, order in
                   ((1, ("single", "simple_ddp")), (2, ("simple_ddp", "single")))
@@ -150,7 +153,7 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path: Path) -> N
         done = join(done, progress(stderr))
         assert not (tmp_path / "out" / "compare.json").exists()
         measured = json.loads((tmp_path / "out" / "cells" / "0.json").read_text())["times_ms"]
-    other = commands.shardlab("compare", *JOBS, "--steps", "3", "--resume", "out", cwd=tmp_path)
+    other = commands.here("compare", *JOBS, "--steps", "3", "--resume", "out", cwd=tmp_path)
     assert other.returncode == 2
     assert "out was begun with other settings: steps was 2, now 3" in other.stderr
     rest = commands.shardlab("compare", "--resume", "out", cwd=tmp_path)  # as it was begun
@@ -177,7 +180,7 @@ def wait_for(path: Path, process: subprocess.Popen[str], timeout: float = 80) ->
 
 
 def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
-    done = commands.shardlab("compare", "--resume", "none", cwd=tmp_path)
+    done = commands.here("compare", "--resume", "none", cwd=tmp_path)
     assert done.returncode == 2
     assert "nothing to resume: none has no cells/plan.json" in done.stderr
 
@@ -193,6 +196,7 @@ class Fails(SimpleDDPGradientAccumulation):
 """
 
 
+@pytest.mark.long
 def test_a_failure_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(FAILING)
     result = compare(tmp_path, "--strategies", "fails.py:Fails,simple_ddp,single")
@@ -204,6 +208,7 @@ def test_a_failure_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:
     assert result["baseline"] == "single"
 
 
+@pytest.mark.long
 def test_only_failures_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(FAILING)
     done = commands.shardlab(
@@ -213,6 +218,7 @@ def test_only_failures_is_a_failure(tmp_path: Path) -> None:
     assert (tmp_path / done.stdout.strip() / "compare.json").exists()
 
 
+@pytest.mark.long
 def test_json_alone_on_stdout(tmp_path: Path) -> None:
     done = commands.shardlab(
         "compare", *TINY, "--strategies", "pytorch_ddp:bucket_mb=1", "--json", cwd=tmp_path
@@ -238,7 +244,7 @@ def test_json_alone_on_stdout(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_input(args: list[str], message: str, tmp_path: Path) -> None:
-    done = commands.shardlab("compare", *args, cwd=tmp_path)
+    done = commands.here("compare", *args, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
@@ -551,6 +557,7 @@ def nap(_world: World, seconds: float) -> None:
     time.sleep(seconds)
 
 
+@pytest.mark.long
 def test_every_job_of_ranks_has_the_limit() -> None:
     with RankSet(configs.LaunchConfig(), 1, deadline_s=1) as ranks:
         with pytest.raises(Late, match=r"no answer within 1 s \(waiting for 0\)"):

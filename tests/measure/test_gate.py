@@ -160,12 +160,13 @@ def test_wrong_input_is_refused_before_anything_runs(
     (tmp_path / "text.json").write_text("hello")
     (tmp_path / "other.json").write_text("{}")
     before = set(tmp_path.iterdir())
-    done = commands.shardlab("compare", *args, cwd=tmp_path)
+    done = commands.here("compare", *args, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
     assert set(tmp_path.iterdir()) == before
 
 
+@pytest.mark.long
 def test_the_command_fails_on_a_slowdown(tmp_path: Path) -> None:
     """Against a record that took no time at all, all that is measured is slower."""
     old = record(noisy("simple_ddp", 0.001, 1))

@@ -62,6 +62,7 @@ def test_causes_follow_time_not_addresses_alone() -> None:
     assert fullest([one, two]) == two
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_the_peak_falls_from_rung_to_rung(ranks: GetRanks) -> None:
     """At 4 ranks, on a GPT whose parameters outweigh its activations."""

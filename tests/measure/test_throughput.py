@@ -164,6 +164,7 @@ def test_the_peak_is_measured(ranks: GetRanks) -> None:
         assert (rate["dtype"], rate["threads"]) == ("float32", 1)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(100)
 def test_ranks_that_are_refused_memory_are_a_row() -> None:
     """Two of them: one alone cannot go on, so all are replaced, and the next size is tried."""
@@ -201,6 +202,7 @@ class Broken(SimpleDDP):
 # ------------------------------------------------------------------ as a user does
 
 
+@pytest.mark.long
 @pytest.mark.timeout(150)
 def test_a_sweep_ends_with_the_largest_batch_that_fits(tmp_path: Path) -> None:
     command = (
@@ -223,6 +225,7 @@ def test_a_sweep_ends_with_the_largest_batch_that_fits(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "throughput.csv").read_text().count("\n") == len(rows) + 1
 
 
+@pytest.mark.long
 @pytest.mark.timeout(100)
 def test_the_table(tmp_path: Path) -> None:
     command = (
@@ -247,7 +250,7 @@ def test_the_table(tmp_path: Path) -> None:
     ],
 )
 def test_refused_commands(command: str, words: str, tmp_path: Path) -> None:
-    done = commands.shardlab(*command.split(), cwd=tmp_path)
+    done = commands.here(*command.split(), cwd=tmp_path)
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr

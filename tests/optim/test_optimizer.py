@@ -17,7 +17,7 @@ from torch.optim import swa_utils
 
 import toys
 from conformance import Arrays, arrays
-from conftest import GetRanks
+from conftest import GetRanks, long_unless
 from shardlab import config as configs
 from shardlab import naming
 from shardlab.checkpoint import load as loading
@@ -359,8 +359,8 @@ def close(actual: Arrays, expected: Arrays, what: str) -> None:
         )
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("strategy", KINDS)
+@pytest.mark.parametrize("world", long_unless(lambda world: world == 2, [2, 3]))
+@pytest.mark.parametrize("strategy", long_unless(lambda name: name == "zero2", KINDS))
 def test_every_optimizer_equals_one_process(strategy: str, world: int, ranks: GetRanks) -> None:
     # PyTorch's DTensor cannot do what Rprop does: refused, see below.
     names = [name for name in CASES if (strategy, name) != ("pytorch_zero3", "rprop")]
@@ -395,6 +395,7 @@ def hand_over(world: World, giver: str, takers: list[str]) -> dict[str, dict[str
     return results
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("giver", "takers"),
     [
@@ -442,6 +443,7 @@ def went_on(world: World, strategy: str, folder: str) -> dict[str, Arrays]:
     return ends
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("giver", "taker"),
     [("zero2", "pytorch_zero1"), ("pytorch_zero3", "zero3"), ("bucket_ddp_async", "pytorch_zero3")],

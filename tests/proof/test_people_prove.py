@@ -15,6 +15,7 @@ STRATEGIES = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", people.EVERYONE)
 def test_the_verdict_is_right(model: str, strategy: str, ranks: GetRanks) -> None:

@@ -89,6 +89,7 @@ def init(**settings):
 """
 
 
+@pytest.mark.long
 def test_a_run_tells_weights_and_biases(tmp_path: Path) -> None:
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "wandb.py").write_text(WANDB)

@@ -78,6 +78,7 @@ def resumes_of(run: Path) -> list[dict[str, Any]]:
     return read_jsonl(run / "resumes.jsonl")
 
 
+@pytest.mark.long
 def test_our_launcher_starts_again(undisturbed: Path, tmp_path: Path) -> None:
     command = [*commands.SHARDLAB, *RUN, "--strategy", "zero2", "--max-restarts", "2"]
     process = commands.start(*command, cwd=tmp_path)
@@ -90,6 +91,7 @@ def test_our_launcher_starts_again(undisturbed: Path, tmp_path: Path) -> None:
     assert "rank 1: the process was killed by SIGKILL; restart 1 of 2 with 2 ranks" in err
 
 
+@pytest.mark.long
 def test_with_fewer_ranks(undisturbed: Path, tmp_path: Path) -> None:
     command = [*commands.SHARDLAB, *RUN, "--strategy", "zero2", "--max-restarts", "1",
                "--min-world", "1"]  # fmt: skip
@@ -101,6 +103,7 @@ def test_with_fewer_ranks(undisturbed: Path, tmp_path: Path) -> None:
     assert resumes_of(run)[0]["world"] == 1
 
 
+@pytest.mark.long
 def test_torchruns_agent_starts_again(undisturbed: Path, tmp_path: Path) -> None:
     """Nothing but torchrun's own flag is needed: a restarted rank goes on."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
@@ -115,6 +118,7 @@ def test_torchruns_agent_starts_again(undisturbed: Path, tmp_path: Path) -> None
     assert row["step"] >= EVERY
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed_whole(undisturbed: Path, tmp_path: Path) -> None:
     """The parent too: `--resume auto` finds the run, and a new one begins where there is none."""
     command = [*commands.SHARDLAB, *RUN, "--strategy", "zero2", "--resume", "auto"]

@@ -225,6 +225,7 @@ def test_when_it_evaluates() -> None:
         assert due == expected
 
 
+@pytest.mark.long
 def test_a_run_that_evaluates(tmp_path: Path) -> None:
     """The file, the summary, the words; and no step's time has the evaluation in it."""
     done = commands.shardlab(

@@ -116,6 +116,7 @@ def test_share_and_gather(ranks: GetRanks) -> None:
     assert ranks(3).run(shared) == [("from 0", [0, 10, 20])] * 3
 
 
+@pytest.mark.long
 def test_a_slow_parent_mixes_no_answers_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank alone names its port and is ready at once: two answers wait, to two questions."""
     wait = launch.connection.wait
@@ -135,6 +136,7 @@ def test_a_smaller_world_inside(ranks: GetRanks) -> None:
     assert ranks(3).run(first_of, 1) == [(1, 1.0), None, None]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("crash", "message"),
     [
@@ -166,6 +168,7 @@ def test_a_refusal_stays_a_refusal() -> None:
         world.run(refuse_on, 1)
 
 
+@pytest.mark.long
 def test_a_deadline_names_who_is_late() -> None:
     world = Ranks(LAUNCH, 2)
     pids = world.pids
@@ -190,6 +193,7 @@ def folder_status(root: Path) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.long
 def test_a_killed_rank_ends_the_command(tmp_path: Path) -> None:
     process = commands.start(*TRAIN, cwd=tmp_path)
     pids = commands.wait_for_steps(tmp_path / "runs", 2)["pids"]
@@ -209,6 +213,7 @@ def test_a_killed_rank_ends_the_command(tmp_path: Path) -> None:
     assert crash.read_text().startswith("rank 1 failed after step")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_an_interruption_leaves_no_process(number: int, tmp_path: Path) -> None:
     """Without checkpoints there is nothing to save: the run ends at once."""
@@ -224,6 +229,7 @@ def test_an_interruption_leaves_no_process(number: int, tmp_path: Path) -> None:
     assert folder_status(tmp_path / "runs")["state"] == "interrupted"
 
 
+@pytest.mark.long
 def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     process = commands.start(*TRAIN, cwd=tmp_path)
     commands.wait_for_steps(tmp_path / "runs", 2)
@@ -233,6 +239,7 @@ def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
     assert commands.wait_until_gone(others) == []
 
 
+@pytest.mark.long
 def test_torchrun(tmp_path: Path) -> None:
     """The ranks of torchrun join each other; one folder, one summary."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
@@ -247,6 +254,7 @@ def test_torchrun(tmp_path: Path) -> None:
     assert "world: 2" in config.read_text()
 
 
+@pytest.mark.long
 def test_torchrun_crash(tmp_path: Path) -> None:
     """A killed rank of torchrun's: the folder says so, though we did not start the ranks."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
@@ -259,6 +267,7 @@ def test_torchrun_crash(tmp_path: Path) -> None:
     assert folder_status(tmp_path / "runs")["state"] == "crashed"
 
 
+@pytest.mark.long
 def test_torchrun_refuses_another_world(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     done = commands.run(

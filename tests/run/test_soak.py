@@ -15,6 +15,7 @@ import commands
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)  # half a minute on an idle machine
 def test_disturbed_runs_end_as_undisturbed_ones(tmp_path: Path) -> None:
     # Other faults in each run: the claim is for all of them. SHARDLAB_SOAK_SEED=n repeats one.

@@ -70,6 +70,7 @@ def test_a_run_leaves_a_folder_that_explains_itself(tmp_path: Path) -> None:
     assert calls[0] == calls[1]
 
 
+@pytest.mark.long
 def test_the_folders_config_runs_again(tmp_path: Path) -> None:
     first, folder = train(tmp_path, "--steps", "3", "--seed", "7")
     saved = yaml.safe_load((folder / "config.yaml").read_text())
@@ -97,6 +98,7 @@ def losses(world: World, overrides: dict[str, Any]) -> list[float]:
     return [row["loss"] for row in recorder.rows]
 
 
+@pytest.mark.long
 def test_one_global_batch_whatever_the_world(ranks: GetRanks) -> None:
     """The same samples in the same order: ranks, micro-batches and evenness do not matter."""
     common = {
@@ -158,6 +160,7 @@ number = 3
 """
 
 
+@pytest.mark.long
 def test_a_workload_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     done = commands.shardlab(
@@ -193,6 +196,7 @@ def test_a_workload_that_is_not_one(
     assert message in str(caught.value)
 
 
+@pytest.mark.long
 def test_a_crash_shows_its_traceback_once(tmp_path: Path) -> None:
     """And the folder keeps it."""
     planted = "if 7 in ids: raise ValueError('planted in sample 7')\n        x = torch"

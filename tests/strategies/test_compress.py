@@ -231,6 +231,7 @@ def train_toy(
     return grads, arrays(strategy.full_params()), strategy.state_dict()["update"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "compress"),
     [
@@ -332,6 +333,7 @@ def several_buckets(world: World) -> Arrays:
     return arrays(strategy.full_params())
 
 
+@pytest.mark.long
 @WITHOUT_GPU
 def test_pytorchs_powersgd_does_not_mix_up_its_buckets(ranks: GetRanks) -> None:
     """On Gloo it does, left to itself: wrong pairs of all-reduces, an abort or a hang."""
@@ -367,6 +369,7 @@ def regress(world: World, make: Callable[[], Compressor]) -> float:
     return float(loss)
 
 
+@pytest.mark.long
 def test_what_error_feedback_is_for(ranks: GetRanks) -> None:
     exact, low, forgets = (
         ranks(2).run(regress, make)[0]

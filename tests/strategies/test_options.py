@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import toys
 from conformance import Arrays, arrays
-from conftest import GetRanks
+from conftest import GetRanks, long_unless
 from shardlab import config as configs
 from shardlab import naming
 from shardlab.errors import UsageError
@@ -38,6 +38,7 @@ COSINE = functools.partial(learning_rate_factor, total=STEPS, warmup=2, kind="co
 WORLDS = [(name, world) for name in STRATEGIES for world in ((1,) if name == "single" else (2, 3))]
 WORLDS.append(("pytorch_hsdp", 4))  # two copies of the shards: their squares count once
 PARALLEL = [name for name in STRATEGIES if name != "single"]
+QUICK = ("bucket_ddp_async", "zero3")
 
 
 def build(
@@ -105,7 +106,7 @@ def plain_process(toy: str, world: int, clip: float) -> tuple[Arrays, list[float
     return arrays(dict(model.named_parameters())), norms
 
 
-@pytest.mark.parametrize(("name", "world"), WORLDS)
+@pytest.mark.parametrize(("name", "world"), long_unless(lambda _, n: n == 2, WORLDS))
 def test_clipping_and_schedule_are_pytorchs_own(name: str, world: int, ranks: GetRanks) -> None:
     """The norm is that of the whole gradient, however it is sharded."""
     clip = 0.4
@@ -237,7 +238,7 @@ def test_one_ranks_overflow_skips_the_step_on_all(name: str, ranks: GetRanks) ->
     assert moved == [False, True, True]
 
 
-@pytest.mark.parametrize(("name", "world"), WORLDS)
+@pytest.mark.parametrize(("name", "world"), long_unless(lambda name, _: name in QUICK, WORLDS))
 def test_a_power_of_two_scales_exactly(name: str, world: int, ranks: GetRanks) -> None:
     """Nothing overflows in float64, and then scaling is nothing, to the last bit."""
     plain = ranks(world).run(train_toys, name, Rule())[0]
@@ -321,6 +322,7 @@ def losses(world: World, overrides: dict[str, Any]) -> list[float]:
     return values
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", PARALLEL)
 def test_mixed_precision_is_near_fp32_and_not_it(name: str, compute: str, ranks: GetRanks) -> None:
@@ -354,6 +356,7 @@ def final_params(world: World, overrides: dict[str, Any]) -> Arrays:
     return arrays(strategy.full_params())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "world"), [(n, w) for n, w in WORLDS if w < 3])
 def test_checkpointing_changes_no_result(name: str, world: int, ranks: GetRanks) -> None:
     overrides = {
@@ -373,6 +376,7 @@ def weigh(world: World, overrides: dict[str, Any]) -> int:
     return peak_bytes(world.device, lambda: final_params(world, overrides))[1]
 
 
+@pytest.mark.long
 def test_checkpointing_saves_memory(ranks: GetRanks) -> None:
     """Eight blocks keep one activation each instead of all of theirs."""
     overrides = {"strategy.name": "single", "model.options.layers": 8, "training.steps": 1}
@@ -430,6 +434,7 @@ def graphs_and_params(world: World, overrides: dict[str, Any]) -> tuple[int, Arr
     return counters["stats"]["unique_graphs"] if counters["inductor"] else 0, params
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)  # the first compile starts Inductor and the C++ compiler
 def test_compile(no_blocks: str, ranks: GetRanks) -> None:
     """Blocks of one kind share one graph; a model without blocks is compiled whole."""
@@ -444,6 +449,7 @@ def test_compile(no_blocks: str, ranks: GetRanks) -> None:
         close(fast, plain, 1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", PARALLEL)
 def test_compile_under_every_strategy(name: str, ranks: GetRanks) -> None:
@@ -456,6 +462,7 @@ def test_compile_under_every_strategy(name: str, ranks: GetRanks) -> None:
     assert any((fast[n] != plain[n]).any() for n in plain), "eager and compiled round alike?"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_compile_as_one(ranks: GetRanks) -> None:
     overrides = {"strategy.name": "bucket_ddp_async", "training.optimizer": "sgd"}

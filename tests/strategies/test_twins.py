@@ -146,6 +146,7 @@ def complaints(
 # ------------------------------------------------------------------ FSDP2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "size"),
     [("pytorch_zero2", 2), ("pytorch_zero3", 2), ("pytorch_zero3", 3), ("pytorch_hsdp", 2)],
@@ -154,6 +155,7 @@ def test_fsdp_is_right(strategy: str, size: int, ranks: GetRanks) -> None:
     assert complaints(ranks, size, strategy, FSDP_IS_RIGHT) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FSDP_REFUSES)
 def test_fsdp_refuses(name: str, ranks: GetRanks) -> None:
     with pytest.raises(UsageError) as caught:
@@ -167,6 +169,7 @@ def impatient(world: World, strategy: str, name: str) -> odd.Course:
         return odd.run(world, strategy, name, {})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["pytorch_zero2", "pytorch_zero3"])
 def test_a_block_that_one_rank_skips_in_a_later_step(strategy: str, ranks: GetRanks) -> None:
     """The other ranks are in a collective that will never end: they must be ended too."""
@@ -186,6 +189,7 @@ def as_in_2_11(world: World, names: Any) -> list[odd.Course]:
         FSDPModule.set_reduce_scatter_unused_params = public  # type: ignore[method-assign]
 
 
+@pytest.mark.long
 def test_missing_gradients_in_torch_2_11(ranks: GetRanks) -> None:
     names = ("output_unused", "late_unused_one", "unused_one", "late_skip", "unfreezing")
     for courses in ranks(2).run(as_in_2_11, names, deadline_s=60):
@@ -196,6 +200,7 @@ def test_missing_gradients_in_torch_2_11(ranks: GetRanks) -> None:
 # ------------------------------------------------------------------ DDP and ZeroRedundancyOptimizer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "size"), [("pytorch_ddp", 2), ("pytorch_ddp", 3), ("pytorch_zero1", 3)]
 )
@@ -209,6 +214,7 @@ def test_ddp_that_looks_for_unused_parameters_is_right(strategy: str, ranks: Get
     assert complaints(ranks, 2, strategy, WITH_FIND, FIND) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DDP_REFUSES)
 def test_ddp_refuses(name: str, ranks: GetRanks) -> None:
     words, options = DDP_REFUSES[name]
@@ -241,6 +247,7 @@ def build(world: World, strategy: str, name: str) -> None:
     assemble.build_strategy(config, workload, world)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "single"])
 def test_every_strategy_refuses(strategy: str, ranks: GetRanks) -> None:
     for name, words in ALL_REFUSE.items():
@@ -315,6 +322,7 @@ workload = Workload(
 """
 
 
+@pytest.mark.long
 def test_a_rank_that_refuses_alone_is_heard(tmp_path: Path) -> None:
     """Not the others, whose connection it closes: one line, and exit code 2."""
     (tmp_path / "own.py").write_text(OWN)

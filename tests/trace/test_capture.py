@@ -173,6 +173,7 @@ def test_a_crash_in_a_window_leaves_no_broken_trace(ranks: GetRanks, tmp_path: P
     assert not list((tmp_path / "run").rglob("*.gz"))
 
 
+@pytest.mark.long
 def test_a_crash_in_a_window_under_torchrun_is_the_error_that_is_told(tmp_path: Path) -> None:
     """Python's own end with the profiler on would be a second crash, and torchrun tell of that."""
     (tmp_path / "late.py").write_text(LATE)
@@ -210,6 +211,7 @@ def test_no_snapshot_without_a_gpu(ranks: GetRanks, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_compare_profiles_after_it_has_timed(tmp_path: Path) -> None:
     done = commands.shardlab(
         "compare", "--size", "tiny", "--repeats", "1", "--steps", "2", "--out", "out", "--profile",
@@ -234,6 +236,7 @@ def test_compare_profiles_after_it_has_timed(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ what analysis makes of them
 
 
+@pytest.mark.alone
 def test_a_late_rank_is_named_and_its_lateness_measured(ranks: GetRanks, tmp_path: Path) -> None:
     """Rank 1 sleeps 250 ms in each step: that, within 10%, is what rank 0 waits."""
     from shardlab import trace as traces
@@ -254,6 +257,7 @@ def test_a_late_rank_is_named_and_its_lateness_measured(ranks: GetRanks, tmp_pat
     assert "Rank 1 is the slow one" in report.verdict(found)
 
 
+@pytest.mark.alone
 def test_overlap_is_seen_where_there_is_some(ranks: GetRanks, tmp_path: Path) -> None:
     """DDP hides communication behind backward, and simple_ddp cannot."""
     from shardlab import trace as traces

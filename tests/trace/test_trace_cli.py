@@ -79,11 +79,11 @@ def test_the_command_prints_tables_and_writes_files(folder: Path) -> None:
         assert (folder / name).stat().st_size > 0
     empty = folder / "empty"
     empty.mkdir()
-    wrong = commands.shardlab("trace", "analyze", str(empty), cwd=folder)
+    wrong = commands.here("trace", "analyze", str(empty), cwd=folder)
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("error: no traces in ")
     assert wrong.stderr.count("\n") == 1
-    again = commands.shardlab("trace", "analyze", str(folder), "--quiet", cwd=folder)
+    again = commands.here("trace", "analyze", str(folder), "--quiet", cwd=folder)
     assert again.returncode == 0  # its own summary.json is not taken for a trace
     assert len(again.stdout.splitlines()) == 3
 

@@ -105,7 +105,7 @@ def test_a_name_with_markup_is_only_a_name(
 def test_the_command_compares_two_real_runs(ranks: GetRanks, tmp_path: Path) -> None:
     for name in ("simple_ddp", "bucket_ddp_async"):
         captured(ranks, tmp_path / name, strategy__name=name)
-    done = commands.shardlab(
+    done = commands.here(
         "trace", "diff", "simple_ddp", "bucket_ddp_async", "--out", "out", cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
@@ -122,7 +122,7 @@ def test_the_command_compares_two_real_runs(ranks: GetRanks, tmp_path: Path) -> 
 
 
 def test_the_command_refuses_what_is_no_trace(tmp_path: Path) -> None:
-    done = commands.shardlab("trace", "diff", "nowhere", "nothing", cwd=tmp_path)
+    done = commands.here("trace", "diff", "nowhere", "nothing", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert len(done.stderr.splitlines()) == 1

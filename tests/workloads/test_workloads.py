@@ -87,6 +87,7 @@ def check_learning(
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["zero2", "pytorch_ddp"])
 def test_cnn_learns_real_digits(strategy: str, ranks: GetRanks) -> None:
     pytest.importorskip("sklearn")
@@ -101,6 +102,7 @@ def test_cnn_learns_real_digits(strategy: str, ranks: GetRanks) -> None:
     check_learning(ranks, overrides, fall=0.6, accuracy=0.5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "sync"), [("zero3", False), ("pytorch_zero3", True), ("simple_ddp_async", True)]
 )
@@ -121,6 +123,7 @@ def test_resnet_learns_real_digits(strategy: str, sync: bool, ranks: GetRanks) -
     check_learning(ranks, overrides, fall=0.8, accuracy=-1)
 
 
+@pytest.mark.long
 def test_gpt2_learns_real_text(ranks: GetRanks) -> None:
     overrides = {
         "model.workload": "gpt2",
@@ -191,6 +194,7 @@ def language_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     return str(folder)
 
 
+@pytest.mark.long
 def test_causal_lm_learns_to_rate_reviews(
     language_model: str, reviews_folder: Path, ranks: GetRanks
 ) -> None:
@@ -224,6 +228,7 @@ def film_reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_causal_lm_on_real_reviews(
     language_model: str, film_reviews: Path, ranks: GetRanks
@@ -562,6 +567,7 @@ def whole_run(world: World, overrides: dict[str, Any]) -> list[float]:
     return losses
 
 
+@pytest.mark.long
 def test_a_resnet_with_it_trains_as_one_process(ranks: GetRanks) -> None:
     (alone,) = ranks(1).run(whole_run, {"strategy.name": "single"})
     for losses in ranks(2).run(whole_run, {"strategy.name": "simple_ddp_ga"}):
@@ -658,6 +664,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda p: p.stem)
 def test_the_experiments_run_in_small(path: Path, tmp_path: Path, ranks: GetRanks) -> None:
     """As ``shardlab train --config`` runs them on each rank, with little to do."""

@@ -297,6 +297,7 @@ def test_looking_it_over_leaves_no_trace(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.mark.long
 def test_the_command_says_it_and_exits_with_2(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(GOOD.replace(', reduction="sum")', ")"))
     done = commands.shardlab("compare", "--workload", "own.py:workload", cwd=tmp_path)
@@ -306,6 +307,7 @@ def test_the_command_says_it_and_exits_with_2(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_the_example_runs_through_compare(tmp_path: Path) -> None:
     """(And through prove, in test_prove.)"""
     path = ROOT / "examples" / "your_model.py"
@@ -319,6 +321,7 @@ def test_the_example_runs_through_compare(tmp_path: Path) -> None:
     assert all(cell["loss_difference_max"] < 1e-5 for cell in cells)
 
 
+@pytest.mark.long
 def test_the_short_form_is_proved(tmp_path: Path) -> None:
     path = ROOT / "examples" / "short_form.py"
     done = commands.shardlab(
