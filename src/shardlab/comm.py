@@ -60,23 +60,23 @@ class Entry:
     site: str  # file:line of the strategy that called
     enqueue_ns: int
     wait_ns: int | None = None  # when the strategy began to wait for it
-    # When it had finished; none on NCCL, where the GPU alone knows, and in a recorded run where
-    # that was before the wait
+    # When it had finished. None on NCCL, where only the GPU knows, and in a recorded run where it
+    # finished before the wait.
     done_ns: int | None = None
-    ready_ns: int | None = None  # when the wait was over and the strategy went on
+    ready_ns: int | None = None  # when the wait was over and the strategy continued
     launches: int = 1  # messages that the backend was given for it
 
 
 @dataclass
 class Ledger:
-    """Every collective of this rank, in order. Full entries for some steps, totals for all."""
+    """Every collective of this rank, in order: full entries for some steps, totals for all."""
 
     entries: list[Entry] = field(default_factory=list)
-    step: int | None = None  # set by the loop's recorder; none outside a step
-    full_steps: int | None = None  # entries are kept for the first so many steps; none: always
+    step: int | None = None  # set by the loop's recorder; None outside a step
+    full_steps: int | None = None  # entries are kept for this many steps; None keeps all
     calls: int = 0
     bytes: int = 0
-    # For whoever watches: what was entered last, what is waited for, and how many waits are over.
+    # For the watchdog: what was entered last, what is waited for, and how many waits are over.
     recent: deque[Call] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     waiting: Entry | None = None
     waited: int = 0
@@ -209,7 +209,7 @@ class Pending:
 
 
 def _stamp(entry: Entry, _future: Any) -> None:
-    """On Gloo's thread. It knows the entry alone: to hold more would keep tensors alive."""
+    """Runs on Gloo's thread. It holds only the entry: holding more would keep tensors alive."""
     entry.done_ns = time.perf_counter_ns()
 
 

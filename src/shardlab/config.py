@@ -313,7 +313,7 @@ class CheckpointConfig(Section):
     every: int | None = limited(None, AT_LEAST_1)
     keep_last: int = limited(2, AT_LEAST_1)  # this many of the newest stay
     keep_every: int | None = limited(None, AT_LEAST_1)  # and those of steps that this divides
-    asynchronous: bool = False  # written by a thread while the run goes on
+    asynchronous: bool = False  # written by a thread while the run continues
     # "auto": the newest run of this config that did not finish, or a new one; a run folder:
     # continue there from its newest valid checkpoint; a checkpoint: begin with it in a new folder
     resume: str | None = None
@@ -380,7 +380,7 @@ class Config:
             "launch.max_restarts would begin at step 0 each time; set checkpoint.every":
                 self.launch.max_restarts > 0 and not has_checkpoints,
             f"guard.hang_s {hang_s} is not below launch.timeout_s {timeout_s:g}, after which a "
-            "collective fails by itself and nothing is said of who was missing; raise that too":
+            "collective fails by itself and nobody learns which rank was missing; raise that too":
                 hang_s is not None and hang_s >= timeout_s,
             f"strategy 'single' is one process; launch.world is {world}: use --world 1, or another "
             "strategy": world not in (None, 1) and self.strategy.name == "single",

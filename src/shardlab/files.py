@@ -65,7 +65,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def room_needed(rank: int) -> Iterator[None]:
-    """A disk that is full ends a run with a sentence, not with the stack of whoever wrote last."""
+    """A full disk ends a run with one sentence, not with a traceback."""
     try:
         yield
     except OSError as error:
@@ -75,6 +75,6 @@ def room_needed(rank: int) -> Iterator[None]:
         raise Halt(
             "disk full",
             f"rank {rank} cannot write the run's files: {error.strerror}{what}. Checkpoints that "
-            "are there are whole: make room, then go on with --resume",
+            "are there are whole: make room, then continue with --resume",
             rank,
         ) from None

@@ -51,7 +51,7 @@ def spread(values: Sequence[float]) -> Spread:
 def throughput(
     step_ms: Sequence[float], samples_per_step: int, tokens_per_sample: int | None
 ) -> Throughput:
-    """At the median step: one stalled step does not move it."""
+    """Computed at the median step, so that one stalled step does not move it."""
     samples_per_s = samples_per_step / (float(np.median(step_ms)) / 1e3)
     tokens_per_s = None if tokens_per_sample is None else samples_per_s * tokens_per_sample
     return {"samples_per_s": samples_per_s, "tokens_per_s": tokens_per_s}

@@ -1,4 +1,4 @@
-"""Which part of a step this is: said to the watchdog, and in a profiler's trace if there is one."""
+"""Which part of a step runs now: for the watchdog, and for a profiler's trace if there is one."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ README = """\
 | `config.yaml` | the resolved configuration; again: `shardlab train --config config.yaml` |
 | `env.json` | versions, CPU, GPU, git commit, command |
 | `status.json` | running, finished, crashed (which rank, where), hung, interrupted |
-| `run.lock` | held while the run goes on, so that no second run writes into this folder |
+| `run.lock` | held while the run is active, so that no second run writes into this folder |
 | `rank<r>.jsonl` | a line per optimizer step of rank r: loss, times, samples, bytes, memory |
 | `ledger.rank<r>.jsonl` | a line per collective that our code called: what, where, when |
 | `traces/rank<r>/` | only with `--profile`: PyTorch profiler traces; `shardlab trace analyze .` |
@@ -31,7 +31,7 @@ README = """\
 | `wandb/` | only with `output.wandb`: what Weights & Biases keeps of the run |
 | `audit.json` | only after `--audit-data`: how often each sample was fed, epoch by epoch |
 | `evaluation.jsonl` | only if the run evaluated: a line per evaluation on the held-out samples |
-| `checkpoints/step-<n>/` | only with `--checkpoint-every`: what `--resume .` goes on from |
+| `checkpoints/step-<n>/` | only with `--checkpoint-every`: what `--resume .` continues from |
 | `checkpoints.jsonl` | a line per checkpoint: how long it took, how large, what went wrong |
 | `resumes.jsonl` | only if the run was resumed: a line each time, from where and as what |
 | `faults.rank<r>.jsonl` | only with `--inject`: the faults that struck rank r |

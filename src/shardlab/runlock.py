@@ -60,8 +60,9 @@ class RunLock:
                 if error.errno not in HELD:
                     raise
                 raise UsageError(
-                    f"{folder} belongs to a run that goes on: process {by.get('pid', '?')} on "
-                    f"{by.get('host', '?')}; wait for it, or choose another folder with --out"
+                    f"{folder} belongs to a run that is still active: process "
+                    f"{by.get('pid', '?')} on {by.get('host', '?')}; wait for it, or choose "
+                    "another folder with --out"
                 ) from None
         self.folder, self._handle = folder, handle
         about = {"pid": os.getpid(), "host": socket.gethostname(), "token": self.token}

@@ -21,7 +21,7 @@ from shardlab.errors import UsageError
 
 
 def _silent(_event: Mapping[str, Any]) -> None:
-    """Nobody listens."""
+    """Ignore the event."""
 
 
 _first_groups: dict[int, dist.ProcessGroup] = {}  # by size: a group is made once per process
@@ -38,7 +38,7 @@ class World:
     backend: str
     mesh: DeviceMesh
     tell: Callable[[Mapping[str, Any]], None] = field(default=_silent, compare=False)  # progress
-    # To the parent that watches over the ranks it has started; none: they watch over each other.
+    # Reports to the parent that watches the ranks. None under torchrun: they watch each other.
     pulse: Callable[[Mapping[str, Any]], None] | None = field(default=None, compare=False)
 
     @property
@@ -58,7 +58,7 @@ class World:
         return values
 
     def first(self, size: int) -> World | None:
-        """A world of the first ``size`` ranks; none on the others. All ranks must call this."""
+        """A world of the first ``size`` ranks, or None on the others. All ranks must call this."""
         if size == self.size:
             return self
         if size not in _first_groups:
@@ -105,11 +105,11 @@ def join(
 def _keep_freed_memory() -> None:
     """What a step frees stays with the process, for the next step to use.
 
-    As it comes, glibc gives it back when it likes, and each page of it costs a fault when it is
-    touched again: 2 to 6% of a sharded step, and more or less of that with what ran before.
+    By default glibc returns it to the system at times, and each page costs a fault when it is
+    touched again: 2 to 6% of a sharded step, depending on what ran before.
     """
     trim_threshold, mmap_threshold = -1, -3  # of <malloc.h>
-    with contextlib.suppress(OSError, AttributeError):  # not glibc: nothing to be told
+    with contextlib.suppress(OSError, AttributeError):  # not glibc: there is nothing to set
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(trim_threshold, 2**31 - 1)  # free memory at the end of the heap, to be given back
         mallopt(mmap_threshold, 32 * 2**20)  # beyond, a mapping of its own; the most it takes
@@ -159,7 +159,7 @@ def seed_rank(value: int, rank: int, step: int = 0) -> None:
     """Random numbers of this rank's own, for what it draws while it trains: dropout, noise.
 
     Ranks that drew alike would drop the same units for all their samples, and the gradient would
-    be noisier than one process's. Rank 0 goes on with what ``seed`` began, so that one process
+    be noisier than one process's. Rank 0 continues with what ``seed`` began, so that one process
     draws as if there were no ranks. ``step``: where a rank begins that was not there before.
     """
     if rank:

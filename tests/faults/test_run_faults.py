@@ -181,7 +181,7 @@ def test_a_run_that_is_asked_to_stop_goes_on_exactly(
     assert 3 <= made < 400
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{made:06d}"]
     assert all(list(losses_of(folder, rank)) == list(range(made)) for rank in (0, 1))
-    again = f"to go on from its last checkpoint: shardlab train --resume runs/{folder.name}"
+    again = f"to continue from its last checkpoint: shardlab train --resume runs/{folder.name}"
     assert any(line.startswith(f"{again} --workload ") for line in errors.splitlines()), errors
     how = f"interrupted: by {state['reason']} after {made} steps, with a checkpoint"
     assert how in errors.splitlines()
@@ -279,7 +279,7 @@ def test_two_runs_in_one_folder(tmp_path: Path, started: Any) -> None:
     refused = ends[[process.returncode for process in both].index(2)]
     lock = json.loads((tmp_path / "out" / "run.lock").read_text())
     assert refused.splitlines()[-1] == (
-        f"error: out belongs to a run that goes on: process {lock['pid']} on "
+        f"error: out belongs to a run that is still active: process {lock['pid']} on "
         f"{socket.gethostname()}; wait for it, or choose another folder with --out"
     )
     assert list(losses_of(tmp_path / "out")) == list(range(30))

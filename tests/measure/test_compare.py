@@ -149,7 +149,7 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path: Path) -> N
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == (130 if stop == signal.SIGTERM else -signal.SIGKILL)
         if stop == signal.SIGTERM:
-            assert "to go on where it stopped: shardlab compare --resume out" in stderr
+            assert "to continue where it stopped: shardlab compare --resume out" in stderr
         done = join(done, progress(stderr))
         assert not (tmp_path / "out" / "compare.json").exists()
         measured = json.loads((tmp_path / "out" / "cells" / "0.json").read_text())["times_ms"]

@@ -84,7 +84,7 @@ def compare(
     if fail_if and against is None:
         raise UsageError("--fail-if is for a comparison with an earlier one; add --against FILE")
     if resume is not None and "output.dir" in asked.flags:
-        raise UsageError("--resume goes on in its own folder; leave out --out")
+        raise UsageError("--resume continues in its own folder; leave out --out")
     limits = gate.limits_of(fail_if or [])
     earlier = None if against is None else gate.read(against)
     store = None if resume is None else resuming.Store(resume)
@@ -127,7 +127,7 @@ def compare(
     except (Interrupted, KeyboardInterrupt):
         if folder.cache_info().currsize:
             again = f"shardlab compare --resume {shlex.quote(str(folder()))}"
-            print(f"to go on where it stopped: {again}", file=sys.stderr)
+            print(f"to continue where it stopped: {again}", file=sys.stderr)
         raise Interrupted from None
     try:
         if earlier is not None:

@@ -100,7 +100,7 @@ FLAGS = {
     ),
     "checkpoint_async": Flag(
         "checkpoint.asynchronous", bool,
-        "Checkpoints are written by a thread while the run goes on.",
+        "Checkpoints are written by a thread while the run continues.",
     ),
     "resume": Flag(
         "checkpoint.resume", str,

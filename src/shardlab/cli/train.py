@@ -41,7 +41,7 @@ def train(asked: flags.Asked) -> None:
             again = f"shardlab train --resume {shlex.quote(str(folder))}"
             if ":" in resolved.model.workload:  # a run folder alone never runs code of its own
                 again += f" --workload {shlex.quote(resolved.model.workload)}"
-            print(f"to go on from its last checkpoint: {again}", file=sys.stderr)
+            print(f"to continue from its last checkpoint: {again}", file=sys.stderr)
         raise
     if result is None:  # this is a rank of torchrun's other than the first
         return

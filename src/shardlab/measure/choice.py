@@ -62,7 +62,7 @@ def _wrong(cell: Row, result: Mapping[str, Any]) -> str:
 
 
 def _tied(cell: Row, fastest: Row) -> bool:
-    """Whether the times of two cells cannot be told apart."""
+    """Whether the times of two cells cannot be distinguished."""
     times = cell["step_ms_repeats"], fastest["step_ms_repeats"]
     return numbers.ratio_interval(*times, paired=True)[0] <= 1.0
 

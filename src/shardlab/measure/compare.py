@@ -54,7 +54,7 @@ def compare(
     """Run the plan and return the content of ``compare.json``. A cell that fails is a row.
 
     Everything measured is kept below ``folder()`` at once, and what the cells have already is not
-    measured again: a comparison that was interrupted goes on where it stopped.
+    measured again: a comparison that was interrupted continues where it stopped.
     """
     size = max(cell.world for cell in cells)
     limit = plan.time_limit_s

@@ -1,4 +1,4 @@
-"""A comparison that was interrupted goes on where it stopped: a file for each cell.
+"""A comparison that was interrupted continues where it stopped: a file for each cell.
 
 Repeats are interleaved, so cells become complete together, at the end. What is kept is therefore
 every single visit: a cell's file is written anew, whole, after each thing that was measured of it.
@@ -93,7 +93,7 @@ def refuse_others(
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise UsageError(
             f"{folder} was begun with other settings: {first}{more}. Repeat them, or give "
-            "--resume alone to go on as it was begun"
+            "--resume alone to continue as it was begun"
         )
 
 

@@ -150,7 +150,7 @@ class _Reducer(dist.Reducer):
         self._steps += 1
 
     def _rebuild_buckets(self) -> bool:
-        """At the beginning of each forward."""
+        """Called at the beginning of each forward."""
         if self._steps != 1 or Solo.kind != "nccl":
             self._first_buckets = []
         elif not self._first_buckets:

@@ -314,7 +314,7 @@ def _unit(*candidates: float) -> Tensor:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """In double precision: what errors are computed in."""
+    """Convert to double precision, in which errors are computed."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 

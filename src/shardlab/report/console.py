@@ -67,7 +67,7 @@ def _announce(console: Console, event: Mapping[str, Any]) -> None:
         row = event["checkpoint"]
         lines.append(
             f"warning: the checkpoint of step {row['step']} was not written: {row['error']}; the "
-            "run goes on, and the one before it stays"
+            "run continues, and the one before it stays"
         )
     if "stopping" in event:
         lines.append(
@@ -150,9 +150,9 @@ def resumption(row: Mapping[str, Any]) -> Iterator[str]:
     for reason in row["passed_over"]:
         yield f"passed over: {reason}"
     if row["checkpoint"] is None:
-        yield "no checkpoint to go on from: it begins at step 0"
+        yield "no checkpoint to continue from: it begins at step 0"
     else:
-        yield f"goes on after step {row['step']}, from {row['checkpoint']}"
+        yield f"continues after step {row['step']}, from {row['checkpoint']}"
     for change in row["changed"]:
         yield f"changed: {change}"
 

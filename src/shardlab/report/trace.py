@@ -112,7 +112,7 @@ def _slow(traces: TraceSet, ranks: Sequence[model.Breakdown]) -> str:
     if not any(row.comm_us for row in ranks):
         return ""
     if len(ranks) == 1:
-        return "With the trace of one rank, waiting for others cannot be told from communication."
+        return "The trace of one rank does not show how long it waited for others."
     waited = {row.rank: 0.0 for row in ranks}
     worst: dict[int, model.Straggler] = {}
     for straggler in traces.stragglers():

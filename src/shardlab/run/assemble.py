@@ -102,7 +102,7 @@ def refuse_complex(model: nn.Module) -> None:
 
 
 def notes(config: Config, workload: Workload) -> list[str]:
-    """What is to be said once of a workload and its strategy; nothing of it is an error."""
+    """Notes on a workload and its strategy that are printed once. None of them is an error."""
     found = list(workload.notes)
     if resolve_strategy(config).WORKS_BY_BLOCK and workload.blocks == ():
         found.append(nothing_to_shard_by(config.strategy.name))

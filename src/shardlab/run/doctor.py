@@ -51,7 +51,7 @@ def examine() -> list[dict[str, str]]:
 
 
 def look(world: World) -> dict[str, Any]:
-    """On a rank: what torch sees, and what a collective takes."""
+    """Runs on a rank: what torch sees, and how long a collective takes."""
     import torch
     import torch.distributed as dist
 

@@ -28,8 +28,8 @@ VISIBLE_S = 5.0  # how long a rank looks for the run folder that rank 0 has made
 def make_folder(
     config: Config, workload: Workload, world: World, command: str, start: Start, lock: RunLock
 ) -> Path:
-    """The run folder, made and filled by rank 0 and known to all; or that of the run to go on."""
-    pids = world.gather(os.getpid())  # for a debugger, or for whoever must end a rank by hand
+    """The run folder, which rank 0 makes and fills; of a resumed run, the one that it has."""
+    pids = world.gather(os.getpid())  # for a debugger, or for a person who must end a rank by hand
     said = notes(config, workload)
     folder = Path(_agreed(world, lambda: str(_take_folder(config, workload, world, start, lock))))
     try:
@@ -58,7 +58,7 @@ def _agreed(world: World, act: Callable[[], T]) -> T:
 def _take_folder(
     config: Config, workload: Workload, world: World, start: Start, lock: RunLock
 ) -> Path:
-    """On rank 0: the folder, ours alone from here on."""
+    """Runs on rank 0. From here on no other run may use the folder."""
     if start.run is not None:
         lock.take(start.run)
         return start.run
@@ -87,7 +87,7 @@ def _fill_folder(
     pids: list[int],
     said: list[str],
 ) -> None:
-    """On rank 0: what stands in the folder before the first step."""
+    """Runs on rank 0: writes what is in the folder before the first step."""
     if start.run is not None:
         starts.clear(start)
     else:

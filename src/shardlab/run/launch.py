@@ -195,7 +195,7 @@ class Ranks:
         raise error
 
     def ask_to_stop(self, number: int) -> None:
-        """A training run ends after its step; what else they do goes on."""
+        """A training run ends after its step; what else they do continues."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
@@ -363,7 +363,7 @@ def launch(
     fails, the folder will say so.
 
     Ctrl-C and SIGTERM end the ranks. A run that ``saves`` is asked to stop first: it finishes its
-    step and writes a checkpoint. Whoever does not want to wait for that asks again.
+    step and writes a checkpoint. A second signal ends it at once.
     """
     folder: Path | None = None
 
@@ -377,7 +377,7 @@ def launch(
 
     def mark(failure: RankFailure) -> None:
         if folder is not None:
-            with contextlib.suppress(OSError):  # a full disk: it is told, if not written
+            with contextlib.suppress(OSError):  # the disk is full; the failure is printed anyway
                 runfolder.mark_crashed(folder, failure)
 
     def mark_unless_told(how: RankFailure | str) -> None:

@@ -156,7 +156,7 @@ class Recorder:
         self._last_end = time.perf_counter_ns()  # writing is no wait for data
 
     def evaluated(self, finished: int, result: Mapping[str, Any]) -> None:
-        """An evaluation after so many steps. What it took is in no step's time."""
+        """Record an evaluation after ``finished`` steps. Its duration counts in no step's time."""
         row = {"steps": finished, **result}
         self.evaluations.append(row)
         for board in self.boards:

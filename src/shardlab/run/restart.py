@@ -71,7 +71,7 @@ def _say_where(error: Exception, folder: Path | None) -> None:
 
 
 def next_world(config: Config) -> int:
-    """As many ranks as before; with ``min_world``, fewer: as many as can share the batch."""
+    """The same number of ranks, or with ``min_world`` the next smaller that can share the batch."""
     world, least = config.launch.world, config.launch.min_world
     assert world is not None
     for fewer in range(world - 1, (least or world) - 1, -1):

@@ -46,7 +46,7 @@ class Agenda:
         self.plans: dict[str, list[Op]] = {}  # by what is run: training, inference
 
     def begin(self, kind: str, extras: int) -> None:
-        """A micro-batch begins; at its end so many ``extras`` are agreed on besides."""
+        """A micro-batch begins. At its end the ranks also agree on this many ``extras``."""
         self.kind = kind
         self.extras = extras
         self.is_learning = kind not in self.plans

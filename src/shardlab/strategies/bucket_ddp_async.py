@@ -59,7 +59,7 @@ class BucketDDPAsync(Compressing):
         self.arrivals: dict[str, None] = {}  # whose gradient came in this step, in that order
         self.times: dict[str, int] = {}  # how often, in the last micro-batch
         self.is_last = False  # micro-batch of the step
-        self.buckets: list[Tensor] = []  # (elements,) each; none before the first step's end
+        self.buckets: list[Tensor] = []  # (elements,) each; empty before the first step's end
         self.views: dict[str, Tensor] = {}  # each gradient's place in its bucket
         self.names: list[list[str]] = []  # of the parameters in each bucket
         self.bucket_of: dict[str, int] = {}

@@ -61,7 +61,7 @@ class Compressor:
         return {}
 
     def remember(self, memory: dict[str, Tensor]) -> None:
-        """As it was when the checkpoint was taken."""
+        """Restore what ``memory()`` gave when the checkpoint was taken."""
 
 
 class Compressing(base.Strategy):

@@ -79,7 +79,7 @@ def refuse(model: nn.Module, units: Units) -> None:
                     f"FSDP: parameter '{name}' is not contiguous (strides {p.stride()}), and "
                     "fully_shard wants that; make it so, or use zero1 to zero3"
                 )
-            if p.requires_grad:  # whoever kept it would train a tensor that is not the model's
+            if p.requires_grad:  # a kept reference to it would not be the model's any more
                 p.register_post_accumulate_grad_hook(partial(_refuse_stale, name))
 
 

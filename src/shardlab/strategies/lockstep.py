@@ -30,8 +30,8 @@ class Lockstep:
     """Compares this rank's calls with those of its last step; nothing is sent while they are equal.
 
     In the first step, and wherever a step differs from the one before, the ranks tell each other
-    their next call through the store and go on if it is the same. That is enough: ranks that have
-    all repeated a course on which they had agreed have made the same calls. It costs the first step
+    their next call through the store and continue if it is the same. That is enough: ranks that
+    all repeat a course on which they had agreed make the same calls. It costs the first step
     about a millisecond for each collective, and a step that repeats the last one nothing.
     """
 

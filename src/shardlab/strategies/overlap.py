@@ -119,8 +119,8 @@ def last_of_step(
 class Used:
     """Which parameters got a gradient, on any rank: a small message under way.
 
-    A rank that used them all knows that nobody's are unused, and need not wait to be told (on a
-    GPU to look is to wait for the device). It must wait some time before the next step.
+    A rank that used them all knows that none is unused, and need not wait for the answer (to read
+    it would synchronize a GPU). It must wait some time before the next step.
     """
 
     def __init__(

@@ -94,8 +94,8 @@ class Sharded(ShardedState):
     # ------------------------------------------------------------ gradients, freed as they go
 
     def move_gradient(self, unit: Unit, name: str, parameter: nn.Parameter) -> None:
-        """From backward's own tensor, which is freed, into the unit's buffer. A gradient that comes
-        again before the buffer is sent is added: re-entrant checkpointing gives it in parts."""
+        """Move a gradient from backward's own tensor, which is freed, into the unit's buffer. If it
+        comes again before that is sent, add it: re-entrant checkpointing gives it in parts."""
         self.used.add(name)
         if parameter.grad is None:  # it came twice, and was moved with the first
             return

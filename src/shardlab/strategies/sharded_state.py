@@ -69,8 +69,8 @@ class ShardedState(base.Strategy):
         return {n: None if n in self.unused else gathered[n].clone() for n in self.params}
 
     def slots(self) -> Slots:
-        """Parameters that are whole between steps (ZeRO-1, 2) are told whole: who loads them needs
-        no gather. Those that are freed (ZeRO-3) are told by their pieces.
+        """Parameters that are whole between steps (ZeRO-1, 2) are given whole, so that loading them
+        needs no gather. Those that are freed (ZeRO-3) are given in pieces.
         """
         self.settle()
         shapes = {unit.label: unit.layout.shapes for unit in self.units}

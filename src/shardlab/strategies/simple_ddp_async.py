@@ -1,4 +1,4 @@
-"""Rung 4. Overlap: let gradients travel while backward goes on."""
+"""Rung 4. Overlap: let gradients travel while backward computes."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def make_whole_buffers(model: nn.Module) -> None:
 def local_count(microbatches: Sequence[Batch], device: torch.device) -> Tensor:
     """The number of targets on this rank: (), on the device.
 
-    Made there: to send a GPU a number from the host is to wait until it has done all it was given.
+    Created on the device: copying from the host would synchronize.
     """
     count = sum(b.count for b in microbatches)
     return torch.full((), count, dtype=torch.float64, device=device)
@@ -57,8 +57,8 @@ def global_mean(loss_sum: Tensor, total: Tensor, group: comm.Group) -> Tensor:
 
 
 def any_rank(flags: Sequence[bool], group: comm.Group, label: str) -> list[bool]:
-    """For each flag, whether it is set on any rank. On a GPU the hosts agree among themselves: to
-    read the answer from the device would be to wait for all it was given to do."""
+    """For each flag, whether it is set on any rank. The hosts agree over Gloo, also for GPUs:
+    reading the answer from the device would synchronize it."""
     mask = torch.tensor([int(flag) for flag in flags], dtype=torch.uint8)
     comm.all_reduce(mask, comm.host_group(group), op="max", label=label)
     return [bool(flag) for flag in mask.tolist()]

@@ -28,7 +28,7 @@ class Rule:
 
     clip_norm: float | None = None  # the largest norm of the whole gradient, over all shards
     clip_value: float | None = None  # the largest element of the gradient
-    loss_scale: float | None = None  # fp16: the factor to start with; none: no scaling
+    loss_scale: float | None = None  # fp16: the factor to start with; None disables it
     schedule: Callable[[int], float] = constant  # learning-rate factor of a step, from 0
     on_nonfinite: str = "ignore"  # of a NaN or infinite gradient: "stop", "skip" the update
 
@@ -64,8 +64,8 @@ class Update:
         self.scale = rule.loss_scale or 1.0
         self.good_steps = 0  # since the scale last changed
         self.skipped = 0  # steps, for gradients that were not finite
-        self.small: int | None = None  # gradients of so many elements are looked at in each step
-        # Told whether each update was made: a compressor's memory must forget a skipped step.
+        self.small: int | None = None  # gradients up to this size are checked in each step
+        # Called with whether the update was made: a compressor must forget a skipped step.
         self.after: Callable[[bool], object] = lambda _was_made: None
 
     @property
@@ -107,7 +107,7 @@ class Update:
         apply: Callable[[], object],
     ) -> bool:
         rule = self.rule
-        # On a GPU to look is to wait for it; there the next loss tells.
+        # Checking would synchronize a GPU; there the next loss reveals it.
         looks = rule.on_nonfinite == "stop" and rule.loss_scale is None and not self._is_on_gpu
         if self._wants_norm:
             norm = global_norm(gradients, self.device, sharded_over) / self.scale  # ()
@@ -170,7 +170,7 @@ class Update:
     @property
     def _inner(self) -> torch.optim.Optimizer:
         inner: torch.optim.Optimizer = getattr(self.optimizer, "optim", self.optimizer)
-        return inner  # of PyTorch's ZeRO-1
+        return inner  # PyTorch's ZeRO-1 wraps the real one
 
     def state_dict(self) -> dict[str, Any]:
         state = {"steps": self.steps, "scale": self.scale, "good_steps": self.good_steps}

@@ -45,7 +45,7 @@ class Zero1(Sharded):
     bucket is gone, is refused.
     """
 
-    BUCKETS = 8  # about so many, unless their size is given
+    BUCKETS = 8  # the approximate number of buckets, unless their size is given
 
     def __init__(
         self,

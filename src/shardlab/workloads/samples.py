@@ -173,7 +173,7 @@ class Stream(Samples):
             if self.digest != self._digest():
                 raise UsageError(
                     f"the data of {self.name} yield other samples each time they are iterated, so "
-                    "ranks would read different ones and a resumed run could not go on where it "
+                    "ranks would read different ones and a resumed run could not continue where it "
                     "stopped: shuffle with a fixed seed"
                 )
 

@@ -1,4 +1,4 @@
-"""Exercise: asynchronous all-reduce. Let gradients travel while backward goes on.
+"""Exercise: asynchronous all-reduce. Let gradients travel while backward computes.
 
 The contract. Every rank has the same model (equal parameters) and its own data. The grader does:
 

@@ -33,7 +33,7 @@ def save(
 ) -> None:
     # TODO 1: what has every rank for itself? Bring it to the one that writes
     #         (dist.all_gather_object, or dist.gather_object).
-    # TODO 2: rank 0 writes all that a run needs to go on; no moment without a complete checkpoint.
+    # TODO 2: rank 0 writes all that a run needs to continue; there is always a whole checkpoint.
     # TODO 3: nobody leaves before it is written.
     raise NotImplementedError("save is still to be written")
 
