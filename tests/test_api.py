@@ -68,6 +68,7 @@ def test_a_data_frame_if_pandas_is_there(monkeypatch: pytest.MonkeyPatch) -> Non
     assert frame["step_ms.median"].tolist() == [2.0]
 
 
+@pytest.mark.long
 def test_train_prove_and_memory(tmp_path: Path) -> None:
     run = shardlab.train(MODEL, "zero2", steps=3, out=tmp_path / "run", settings=SMALL)
     assert [row["step"] for row in run.rows] == [0, 1, 2]
@@ -78,6 +79,7 @@ def test_train_prove_and_memory(tmp_path: Path) -> None:
     assert [row["strategy"] for row in held.rows] == ["zero1", "zero3"]
 
 
+@pytest.mark.long
 def test_a_planted_bug_does_not_pass(tmp_path: Path) -> None:
     wrong = f"{ROOT / 'tests' / 'saboteurs.py'}:NoAveraging"
     proof = shardlab.prove(MODEL, [wrong], out=tmp_path)
@@ -128,6 +130,7 @@ if rank == 0:
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_strategy_in_a_loop_of_ones_own(tmp_path: Path) -> None:
     """Under torchrun each equals the same script in one process, to the last printed digit."""
@@ -152,6 +155,7 @@ def test_a_strategy_in_a_loop_of_ones_own(tmp_path: Path) -> None:
         assert run(name, 2, options) == alone
 
 
+@pytest.mark.long
 def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(f"import shardlab\nshardlab.train({MODEL!r}, 'simple_ddp', steps=1)\n")
@@ -160,6 +164,7 @@ def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
     assert 'if __name__ == "__main__":' in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_page_runs_as_printed(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "python.md").read_text()

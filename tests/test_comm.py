@@ -176,6 +176,7 @@ def many_under_the_profiler(world: World) -> float:
     return float(total[0])
 
 
+@pytest.mark.long
 def test_a_wait_under_the_profiler_is_no_deadlock(ranks: GetRanks) -> None:
     """Gloo's thread ends a work with its lock held, and wants Python's."""
     assert ranks(2).run(many_under_the_profiler, deadline_s=60) == [2.0, 2.0]

@@ -149,6 +149,7 @@ def test_the_doctor(tmp_path: Path) -> None:
     assert checks["GPU"]["status"] in ("ok", "missing")
 
 
+@pytest.mark.long
 def test_quiet_prints_the_folder_alone(tmp_path: Path) -> None:
     done = commands.shardlab("train", "--size", "tiny", "--steps", "1", "--quiet", cwd=tmp_path)
     assert done.stderr == ""

@@ -124,6 +124,7 @@ def trained(ranks: GetRanks, values: dict[str, Any]) -> list[dict[str, Any]]:
     return read_jsonl(Path(values["output"]["dir"]) / "rank0.jsonl")
 
 
+@pytest.mark.long
 def test_a_slow_rank_is_slow_and_computes_the_same(ranks: GetRanks, tmp_path: Path) -> None:
     plain = trained(ranks, run_of(tmp_path / "plain"))
     slow = trained(ranks, run_of(tmp_path / "slow", "slow:rank=1,ms=80"))
@@ -204,6 +205,7 @@ def test_a_run_does_not_finish_with_a_damaged_checkpoint(
     ]
 
 
+@pytest.mark.long
 def test_a_full_disk_loses_nothing(ranks: GetRanks, tmp_path: Path) -> None:
     plain = trained(ranks, run_of(tmp_path / "plain"))
     # Records are small and can be written, checkpoints cannot: the run goes on without them.

@@ -177,6 +177,7 @@ def test_ranks_that_are_refused_memory_are_a_row() -> None:
     assert throughput.is_out_of_memory(result["rows"][0]["reason"])
 
 
+@pytest.mark.long
 def test_what_fails_for_another_reason_is_raised() -> None:
     values = {**TINY, "launch.world": 1, "strategy.name": f"{__file__}:Broken"}
     config = configs.load(None, {**values, "training.global_batch": 1})
@@ -184,6 +185,7 @@ def test_what_fails_for_another_reason_is_raised() -> None:
         throughput.measure(config, Plan(batches=(1,), steps=1), Goal(), "command")
 
 
+@pytest.mark.long
 def test_a_size_that_fails_is_a_row_and_the_next_is_tried() -> None:
     """BatchNorm takes no batch of one sample, which is where --batch begins."""
     workload = f"{Path(__file__).parents[1] / 'people.py'}:batch_norm"

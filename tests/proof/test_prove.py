@@ -61,7 +61,8 @@ def failures(checks: Checks) -> dict[str, str]:
 # ------------------------------------------------------------------ what is right
 
 
-@pytest.mark.parametrize("strategy", long_unless(lambda name: name == "zero3", STRATEGIES))
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ours_do_what_they_claim(strategy: str, ranks: GetRanks) -> None:
     assert strategy in claims.CLAIMS
     checks = checks_of(ranks, strategy)

@@ -28,6 +28,7 @@ def train(tmp_path: Path, *args: str) -> tuple[dict[str, Any], Path]:
     return result, tmp_path / result["folder"]
 
 
+@pytest.mark.long
 def test_a_run_leaves_a_folder_that_explains_itself(tmp_path: Path) -> None:
     result, folder = train(
         tmp_path, "--steps", "6", "--strategy", "simple_ddp_ga", "--accumulate", "2"

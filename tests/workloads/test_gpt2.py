@@ -204,6 +204,7 @@ def test_logits_equal_those_of_transformers(tmp_path: Path) -> None:
         assert torch.equal(again(tokens).logits, expected)
 
 
+@pytest.mark.long
 def test_logits_of_gpt2_small_equal_those_of_transformers() -> None:
     torch.manual_seed(1)
     theirs = _theirs(SIZES["small"])
