@@ -15,6 +15,7 @@ import commands
 import shardlab
 from commands import ROOT
 from shardlab.errors import UsageError
+from shardlab.strategies import steps
 
 PUBLIC = [
     "Batch", "Strategy", "Workload", "__version__", "compare", "load_traces", "memory", "prove",
@@ -99,6 +100,27 @@ def test_a_function_is_found_by_the_ranks_or_refused() -> None:
         shardlab.train(MODEL, "zero9")
     with pytest.raises(UsageError, match="unknown strategy 'zero9'"):
         shardlab.compare(MODEL, ["zero9"])
+
+
+def test_what_is_wrong_with_a_call_is_one_line() -> None:
+    import torch
+
+    model = torch.nn.Linear(4, 4)
+    wrong: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="make_optimizer is SGD, not a function"):
+        shardlab.strategy("single", model, wrong, lambda m, b: m(b.inputs).sum())
+    with pytest.raises(UsageError, match="world must be at least 1, got 0"):
+        shardlab.memory(MODEL, "zero2", world=0)
+    with pytest.raises(UsageError, match="unknown strategy 'zero9'"):
+        shardlab.compare(MODEL, "zero2, zero9")
+    batches: Any
+    for batches, message in (
+        ([], "at least one"),
+        (shardlab.Batch(torch.ones(2, 4), None, 2, 2), "takes a list of micro-batches"),
+        ([(torch.ones(2, 4), None)], "is a shardlab.Batch, with its count; this is a tuple"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            steps.local_count(batches, torch.device("cpu"))
 
 
 BUCKETS = "{'bucket_mb': 0.001}"

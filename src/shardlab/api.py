@@ -108,7 +108,7 @@ def train(
 
 def compare(
     workload: str | Callable[..., Any] = "gpt2",
-    strategies: Sequence[str] = (),
+    strategies: str | Sequence[str] = (),
     *,
     world: OneOrMore | None = None,
     repeats: int = 4,
@@ -129,7 +129,7 @@ def compare(
     resolved = _config(workload, config, settings, out)
     plan = Plan(repeats=repeats, warmup=warmup, steps=steps, prove=prove, profile=None)
     axes = axes_of(resolved, _worlds(world), None, None, None, launch.DEFAULT_WORLD)
-    cells = cells_of(resolved, list(strategies) or list(STRATEGIES), axes, plan)
+    cells = cells_of(resolved, _specs(strategies), axes, plan)
     with console.comparison_progress(enabled=progress) as on_progress:
         found = comparison.compare(cells, plan, "shardlab.compare()", on_progress)
     folder = _folder(resolved, "compare")
@@ -142,7 +142,7 @@ def compare(
 
 def prove(
     workload: str | Callable[..., Any] = "gpt2",
-    strategies: Sequence[str] = (),
+    strategies: str | Sequence[str] = (),
     *,
     world: OneOrMore | None = None,
     steps: int = 3,
@@ -159,7 +159,7 @@ def prove(
     asked = _config(workload, config, settings, out)
     worlds = proofs.worlds_of(_worlds(world), asked)
     resolved = proofs.small(asked, steps, worlds, set(settings or ()))
-    cases = proofs.cases_of(resolved, list(strategies) or list(STRATEGIES), worlds)
+    cases = proofs.cases_of(resolved, _specs(strategies), worlds)
     with console.comparison_progress(enabled=progress) as on_progress:
         found = proofs.prove(cases, worlds, "shardlab.prove()", on_progress)
     folder = _folder(resolved, "prove")
@@ -171,7 +171,7 @@ def prove(
 
 def memory(
     workload: str | Callable[..., Any] = "gpt2",
-    strategies: Sequence[str] = (),
+    strategies: str | Sequence[str] = (),
     *,
     world: int = 2,
     batch: int | None = None,
@@ -191,10 +191,12 @@ def memory(
     from shardlab.report import console
     from shardlab.report import memory as report
 
+    if world < 1:
+        raise UsageError(f"world must be at least 1, got {world}")
     limit = None if fits is None else parse_bytes(fits, "fits")
     resolved = _config(workload, config, settings, out)
     size = batch or (1 if config is None else None)
-    rows = estimate.rows_of(resolved, list(strategies) or list(STRATEGIES), world, size)
+    rows = estimate.rows_of(resolved, _specs(strategies), world, size)
     with console.comparison_progress(enabled=progress) as on_progress:
         found = estimate.estimate(
             rows, resolved.launch.device, limit, "shardlab.memory()", None, on_progress
@@ -240,6 +242,12 @@ def strategy(
     from shardlab.workloads import batchnorm
     from shardlab.workloads.blocks import guess_blocks
 
+    given_for_it: object = make_optimizer  # an optimizer, if the user has made it already
+    if not callable(given_for_it):
+        raise UsageError(
+            f"make_optimizer is {type(given_for_it).__name__}, not a function that makes the optimizer from named "
+            "parameters, as in lambda params: torch.optim.AdamW(params, lr=1e-3)"
+        )
     training = configs.TrainingConfig()
     given = configs.load(None, {"strategy.name": name, "strategy.options": options or None})
     make = assemble.resolve_strategy(given)
@@ -306,6 +314,12 @@ def _path_of(function: Callable[..., Any]) -> str:
             'name it by its path, as in "my_model.py:workload"'
         )
     return f"{file}:{name}"
+
+
+def _specs(strategies: str | Sequence[str]) -> list[str]:
+    """The strategies that were named: one text with commas, or a list; without any, all."""
+    named = strategies.split(",") if isinstance(strategies, str) else list(strategies)
+    return [name.strip() for name in named] or list(STRATEGIES)
 
 
 def _worlds(world: OneOrMore | None) -> str | None:

@@ -39,6 +39,12 @@ def local_count(microbatches: Sequence[Batch], device: torch.device) -> Tensor:
 
     Created on the device: copying from the host would synchronize.
     """
+    if not isinstance(microbatches, list | tuple) or not microbatches:
+        raise UsageError("gradients() takes a list of micro-batches, with at least one")
+    for batch in microbatches:
+        if not isinstance(batch, Batch):
+            kind = type(batch).__name__
+            raise UsageError(f"a micro-batch is a shardlab.Batch, with its count; this is a {kind}")
     count = sum(b.count for b in microbatches)
     return torch.full((), count, dtype=torch.float64, device=device)
 

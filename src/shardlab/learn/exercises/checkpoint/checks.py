@@ -149,7 +149,7 @@ def resume(at: Stage) -> dict[str, Any]:
         resumed.step()
     return {
         "saves": saves,
-        # Of the parameters and of Adam's two moments.
+        # What the parameters and Adam's two moments take.
         "bytes": 3 * sum(p.numel() * p.element_size() for p in whole.model.parameters()),
         "returned": returned,
         "loaded": loaded,
