@@ -245,8 +245,8 @@ def strategy(
     given_for_it: object = make_optimizer  # an optimizer, if the user has made it already
     if not callable(given_for_it):
         raise UsageError(
-            f"make_optimizer is {type(given_for_it).__name__}, not a function that makes the optimizer from named "
-            "parameters, as in lambda params: torch.optim.AdamW(params, lr=1e-3)"
+            f"make_optimizer is {type(given_for_it).__name__}, not a function that makes the "
+            "optimizer from named parameters, as in lambda params: torch.optim.AdamW(params)"
         )
     training = configs.TrainingConfig()
     given = configs.load(None, {"strategy.name": name, "strategy.options": options or None})
