@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,9 @@ def test_a_data_frame_if_pandas_is_there(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(UsageError, match="needs pandas"):
         result.to_dataframe()
-    monkeypatch.delitem(sys.modules, "pandas")
-    pandas = pytest.importorskip("pandas")
-    frame = result.to_dataframe()
-    assert isinstance(frame, pandas.DataFrame)
-    assert frame["step_ms.median"].tolist() == [2.0]
+    # Pandas is no dependency of the tests: this has the one function of it that is called.
+    monkeypatch.setitem(sys.modules, "pandas", types.SimpleNamespace(json_normalize=list))
+    assert result.to_dataframe() == rows
 
 
 @pytest.mark.long
