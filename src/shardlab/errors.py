@@ -44,6 +44,8 @@ class RankFailure(Exception):
         self.rank = rank
         self.message = message
         self.traceback = traceback
+        if traceback:  # for a caller who does not catch this: Python prints it below the message
+            self.add_note(f"On rank {rank}:\n{traceback}")
         self.is_final = False  # the run was to end anyway, and is not started again
 
 

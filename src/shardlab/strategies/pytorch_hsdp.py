@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardlab.errors import UsageError
 from shardlab.strategies import base
 from shardlab.strategies.pytorch_fsdp import PyTorchFSDP
+
+# The meshes of each world. A process group lives as long as its world, with threads and sockets of
+# its own: a second strategy in the same process uses the groups of the first.
+_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], DeviceMesh]] = (
+    WeakKeyDictionary()
+)
 
 
 class PyTorchHSDP(PyTorchFSDP):
@@ -50,5 +58,11 @@ class PyTorchHSDP(PyTorchFSDP):
             )
         if mesh.size() != dist.get_world_size():
             raise UsageError("pytorch_hsdp makes process groups of its own: it needs every rank")
-        shape = (mesh.size() // self.shards, self.shards)
-        return init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
+        assert dist.group.WORLD is not None
+        made = _meshes.setdefault(dist.group.WORLD, {})
+        key = (mesh.device_type, self.shards)
+        if key not in made:
+            shape = (mesh.size() // self.shards, self.shards)
+            names = ("replicate", "shard")
+            made[key] = init_device_mesh(mesh.device_type, shape, mesh_dim_names=names)
+        return made[key]
