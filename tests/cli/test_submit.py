@@ -98,7 +98,7 @@ def test_a_folder_that_was_named_stays(tmp_path: Path) -> None:
     (["--to", "slurm", "--", "train", "--stpes", "4"], "No such option: --stpes"),
     (["--to", "slurm", "--", "train", "--set", "training.stesp=4"], "did you mean 'steps'?"),
     (["--to", "slurm", "--", "train", "--strategy", "zero9"], "unknown strategy 'zero9'"),
-    (["--to", "slurm", "--nodes", "3", *TRAIN], "a global batch of 8 cannot be divided evenly over"),
+    (["--to", "slurm", "--nodes", "3", *TRAIN], "a global batch of 8 cannot be divided evenly"),
     (["--to", "slurm", "--nodes", "2", *TRAIN, "--world", "4"], "--world 4 contradicts 2 nodes"),
     (["--to", "slurm", *TRAIN, "--max-restarts", "2"], "sbatch --requeue"),
     (["--to", "ray", *TRAIN, "--set", "launch.address=a"], "launch.address is for slurm and mpi"),

@@ -35,8 +35,10 @@ MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 # The script of a Slurm job: it looks like a first task, but no step has started it.
 BATCH = {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
          "SLURM_NTASKS": "8", "SLURM_JOB_NODELIST": "n[1-2]"}  # fmt: skip
-ONE_TASK = SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1",
-                    "SLURM_STEP_NODELIST": "n08", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}  # fmt: skip
+ONE_TASK = SLURM | {
+    "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "n08",
+    "SLURM_PROCID": "0", "SLURM_NODEID": "0",
+}  # fmt: skip
 ON_ONE_NODE = {"SLURM_STEP_NODELIST": "n08", "SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_NODEID": "0"}
 
 
@@ -69,7 +71,7 @@ ON_ONE_NODE = {"SLURM_STEP_NODELIST": "n08", "SLURM_STEP_TASKS_PER_NODE": "3", "
     (BATCH, None),
     (SLURM | {"SLURM_STEP_ID": "4294967290"}, None),
     (ONE_TASK | {"SLURM_PTY_PORT": "40000"}, None),
-], ids=lambda value: "")  # fmt: skip
+], ids=lambda _: "")  # fmt: skip
 def test_places(environ: dict[str, str], want: Place | None) -> None:
     assert resolve(environ) == want
 
@@ -81,7 +83,7 @@ def test_places(environ: dict[str, str], want: Place | None) -> None:
     (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000; a port is 1 to 65535"),
     (MPICH | {"PMI_SIZE": "1", "PMI_RANK": "0"}, "this is local rank 1 of 2|2 ranks are on this"),
     (SLURM | {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "n08", "MASTER_PORT": "1"},
-     r"RANK 0 of WORLD_SIZE 3 contradicts srun, which has made this task 2 of 3: .* leave them out"),
+     r"RANK 0 of WORLD_SIZE 3 contradicts srun, which has made this task 2 of 3: .* leave them"),
     (SLURM | TORCHRUN | {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"},
      "srun has started 3 torchruns, and each is a world of its own: give them --nnodes=3"),
     (SLURM | {"MASTER_ADDR": "127.0.0.1"},

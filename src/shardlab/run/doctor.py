@@ -66,14 +66,11 @@ def _place_row() -> Row:
     node = f"node {'?' if place.node is None else place.node} of {place.nodes}"
     where = f"rank 0 at {place.address or '?'}, port {place.port}"
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "chosen by the backend")
-    return (
-        "ok",
-        "place",
-        (
-            f"{place.launcher}: rank {place.rank} of {place.size}, local rank {place.local_rank} of "
-            f"{place.local_size}, {node}; {where}; interface: {interface}"
-        ),
+    text = (
+        f"{place.launcher}: rank {place.rank} of {place.size}, local rank {place.local_rank} "
+        f"of {place.local_size}, {node}; {where}; interface: {interface}"
     )
+    return "ok", "place", text
 
 
 def look(world: World) -> dict[str, Any]:
