@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import commands
+from shardlab.run import submit as submitting
 
 TRAIN = ["--", "train", "--size", "tiny", "--steps", "4", "--checkpoint-every", "2"]
 WORLD = ["--nodes", "2", "--ranks-per-node", "2", "--name", "gpt-a"]
@@ -159,3 +160,17 @@ def test_the_torchrun_script_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "one" / "checkpoints" / "step-000004").is_dir()
     assert sys.executable in (tmp_path / "one.torchrun.sh").read_text()
+
+
+PAGE = [line for line in commands.bash_lines("docs/clusters.md") if line]
+
+
+@pytest.mark.parametrize("line", PAGE)
+def test_the_page_shows_commands_that_work(line: str, tmp_path: Path) -> None:
+    done = commands.here(*shlex.split(line)[1:], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / done.stdout.strip()).is_file()
+
+
+def test_the_page_has_each_engine() -> None:
+    assert {line.split()[3] for line in PAGE} == set(submitting.FILES)
