@@ -153,3 +153,22 @@ def test_quiet_prints_the_folder_alone(tmp_path: Path) -> None:
     done = commands.shardlab("train", "--size", "tiny", "--steps", "1", "--quiet", cwd=tmp_path)
     assert done.stderr == ""
     assert (tmp_path / done.stdout.strip() / "config.yaml").exists()
+
+
+def test_only_reading_traces_needs_more_than_the_core() -> None:
+    """Training, proofs and comparisons run where only torch and five small packages are."""
+    script = """
+import importlib, pkgutil, sys
+for name in ("msgspec", "PIL", "sklearn", "transformers", "tiktoken", "pyarrow", "pandas", "isal"):
+    sys.modules[name] = None
+import shardlab
+reads_traces = ("shardlab.trace.", "shardlab.report.trace", "shardlab.report.timeline")
+for found in pkgutil.walk_packages(shardlab.__path__, "shardlab."):
+    name = found.name
+    if name == "shardlab.trace.capture" or not name.startswith((*reads_traces, "shardlab.learn.e")):
+        if name not in ("shardlab.__main__", "shardlab.run._preload"):
+            importlib.import_module(name)
+print("all")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "all", done.stderr

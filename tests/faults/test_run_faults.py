@@ -304,7 +304,8 @@ def test_two_resumes_of_one_run(ranks: GetRanks, tmp_path: Path) -> None:
         assert other.stdout is not None
         assert other.stdout.readline() == b"taken\n"
         before = {path: path.read_bytes() for path in folder.glob("*") if path.is_file()}
-        with pytest.raises(UsageError, match=rf"goes on: process {other.pid} on .*; wait for it"):
+        refusal = rf"still active: process {other.pid} on .*; wait for it"
+        with pytest.raises(UsageError, match=refusal):
             ranks(1).run(TRAIN_RANK, values, "a test", deadline_s=60)
         assert {p: p.read_bytes() for p in folder.glob("*") if p.is_file()} == before
         other.communicate(b"")

@@ -11,9 +11,11 @@ import pytest
 from test_capture import captured
 
 import browser
+import chrome
 import commands
 from conftest import GetRanks
 from handmade import HandMade
+from shardlab import trace
 from shardlab.report import timeline, trace_charts
 from shardlab.report import trace as report
 
@@ -38,7 +40,7 @@ def test_the_answer_comes_first_and_names_the_slow_rank() -> None:
 
 def test_one_rank_cannot_tell_waiting() -> None:
     said = report.verdict(HandMade(ranks=1))  # type: ignore[arg-type]
-    assert "cannot be told" in said
+    assert "does not show how long it waited" in said
     assert "slow one" not in said
 
 
@@ -67,6 +69,13 @@ def test_what_is_left_out_of_the_timeline_is_said() -> None:
     assert int(left_out[1].replace(",", "")) > 200_000 - timeline.MAX_SPANS
     drawn = timeline.timeline(large)["spans"]  # type: ignore[arg-type]
     assert drawn == timeline.MAX_SPANS
+
+
+@pytest.mark.parametrize("tid", [-1, 2**62])
+def test_a_thread_may_have_any_number(tid: int, tmp_path: Path) -> None:
+    events = [chrome.step(0, 0, 100), chrome.operator("aten::mm", 10, 20, tid=tid)]
+    path = chrome.write(tmp_path / "rank0.pt.trace.json", chrome.document(events))
+    assert "aten::mm" in page_of(trace.load(path))
 
 
 def test_a_thousand_ranks_fit_on_a_page() -> None:

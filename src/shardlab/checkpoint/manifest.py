@@ -10,14 +10,12 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-import msgspec
-from msgspec import Meta
-
 from shardlab.errors import UsageError
+from shardlab.shapes import Meta, convert
 
 SCHEMA = 1
 NAME = "checkpoint.json"
@@ -114,7 +112,7 @@ class Manifest:
         return sum(file.size for file in self.files.values())
 
     def to_json(self) -> str:
-        body = {"schema": SCHEMA, **msgspec.to_builtins(self)}
+        body = {"schema": SCHEMA, **asdict(self)}
         return json.dumps({"sha256": _sum_of(body), "checkpoint": body}, indent=1) + "\n"
 
 
@@ -138,7 +136,8 @@ def read(folder: Path) -> Manifest:
             raise UsageError(f"{path} has the schema {body['schema']!r}; this is for {SCHEMA}")
         if _sum_of(body) != content["sha256"]:
             raise Damaged(f"{path} is damaged: its checksum does not match")
-        return msgspec.convert(body, Manifest)
+        found: Manifest = convert(body, Manifest)
+        return found
     except FileNotFoundError:
         raise UsageError(f"{folder} is no checkpoint: it has no {NAME}") from None
     except OSError as error:
@@ -149,7 +148,7 @@ def read(folder: Path) -> Manifest:
         raise Damaged(f"{path} is damaged: it is not whole JSON") from None
     except KeyError as error:
         raise Damaged(f"{path} is damaged: {error} is missing") from None
-    except (TypeError, ValueError, RecursionError, msgspec.ValidationError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise Damaged(f"{path} is damaged: {error}") from None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import gzip
+import json
 import os
 import sys
 import sysconfig
@@ -11,10 +12,9 @@ import tempfile
 from pathlib import Path
 from typing import Any, TypedDict
 
-import msgspec
-
 from shardlab.config import AUTO, STDLIB, located
 from shardlab.errors import UsageError
+from shardlab.shapes import convert
 
 __all__ = ["AUTO", "STDLIB", "located"]
 DESCRIPTION = "dataset.json"
@@ -94,8 +94,8 @@ def described(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         text = path.read_bytes()
-        msgspec.json.decode(text, type=_Description)  # for its checks alone: it drops other keys
-        content: dict[str, Any] = msgspec.json.decode(text)
+        content: dict[str, Any] = json.loads(text)
+        convert(content, _Description)  # for its checks alone: it leaves out other keys
     except (ValueError, RecursionError, OSError) as error:
         raise UsageError(f"{path} is damaged: {error}") from None
     return content

@@ -20,13 +20,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from shardlab.errors import Halt
 from shardlab.guard import stacks, verdict
 from shardlab.guard.verdict import Seen
 from shardlab.pulse import BUILDING, CHECKPOINT, LEFT, PROOF, PULSE
+from shardlab.shapes import convert
 
 if TYPE_CHECKING:
     from shardlab.world import World
@@ -221,8 +222,6 @@ class StoreReporter(Reporter):
         self, world: World, limit_s: float | None, timeout_s: float, fd: int | None
     ) -> None:
         super().__init__(world, limit_s, timeout_s, fd)
-        import msgspec
-
         from shardlab.guard.side import side_store
 
         # A store of its own: the main thread may be waiting in the other one, holding its lock.
@@ -232,11 +231,10 @@ class StoreReporter(Reporter):
         self.monitor = Monitor(limit_s, timeout_s)
         self.others = [rank for rank in range(world.size) if rank != world.rank]
         self.present: set[int] = set()
-        self.encode = msgspec.json.Encoder().encode
-        self.decode = msgspec.json.Decoder(Seen | None).decode
 
     def report(self, seen: Seen | None) -> None:
-        self.store.set(f"rank {self.world.rank}", self.encode(seen).decode())
+        text = json.dumps(None if seen is None else asdict(seen))
+        self.store.set(f"rank {self.world.rank}", text)
         if seen is None:
             return
         self.monitor.see(seen)
@@ -245,7 +243,7 @@ class StoreReporter(Reporter):
             if rank not in self.present and not self.store.check([key]):
                 continue
             self.present.add(rank)
-            if (other := self.decode(self.store.get(key))) is None:
+            if (other := convert(json.loads(self.store.get(key)), Seen | None)) is None:
                 self.monitor.end(rank)
             else:
                 self.monitor.see(other)

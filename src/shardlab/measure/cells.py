@@ -13,10 +13,9 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Annotated, Any, get_type_hints
 
-from msgspec import Meta
-
 from shardlab.config import PRECISIONS, Config, ProfileConfig, check_batch, parse_value
 from shardlab.errors import UsageError, unknown
+from shardlab.shapes import Meta
 from shardlab.specs import BASELINE, parse_list, parse_spec, whole_numbers
 
 Positive = Annotated[float, Meta(gt=0)]

@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import msgspec
-from msgspec import Struct
 
 from shardlab import numbers
 from shardlab.errors import UsageError, unknown
 from shardlab.measure import readings
 from shardlab.measure.cells import Cell, Positive, Visits
+from shardlab.shapes import Mismatch, convert
 
 Limits = Mapping[str, float]  # by what is watched: the share by which it may grow
 WATCHED = ("slower", "memory")
@@ -42,11 +41,13 @@ def limits_of(texts: Sequence[str]) -> dict[str, float]:
     return limits
 
 
-class _Median(Struct):
+@dataclass(frozen=True)
+class _Median:
     median: Positive
 
 
-class _Cell(Struct):
+@dataclass(frozen=True)
+class _Cell:
     label: str
     strategy: str
     options: dict[str, Any]
@@ -63,14 +64,16 @@ class _Cell(Struct):
             raise ValueError("step_ms_repeats is empty")
 
 
-class _Config(Struct):
+@dataclass(frozen=True)
+class _Config:
     model: dict[str, Any]
     data: dict[str, Any]
     training: dict[str, Any]
     precision: dict[str, Any]
 
 
-class _Record(Struct):
+@dataclass(frozen=True)
+class _Record:
     """What is read here from an earlier record. Every record that we wrote has it."""
 
     workload: str
@@ -86,7 +89,7 @@ def read(path: Path) -> dict[str, Any]:
     """An earlier ``compare.json``, or the one in a folder."""
     path = path / "compare.json" if path.is_dir() else path
     try:
-        found = msgspec.json.decode(path.read_bytes())
+        found = json.loads(path.read_bytes())
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError):
@@ -94,8 +97,8 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or found.get("schema") != 1 or "cells" not in found:
         raise UsageError(f"{path} is not a compare.json of schema 1")
     try:
-        msgspec.convert(found, _Record)
-    except msgspec.ValidationError as error:
+        convert(found, _Record)
+    except Mismatch as error:
         raise UsageError(f"{path} is damaged: {error}") from None
     return found
 

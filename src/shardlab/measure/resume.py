@@ -7,17 +7,17 @@ every single visit: a cell's file is written anew, whole, after each thing that 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from shardlab import config as configs
 from shardlab.errors import UsageError
 from shardlab.files import write_json
 from shardlab.measure.cells import MEASURED, Cell, Plan
+from shardlab.shapes import convert
 
 SCHEMA = 1
 
@@ -56,10 +56,10 @@ class Store:
                 # JSON has no NaN: a loss that was NaN is null there.
                 kept["losses"] = [math.nan if loss is None else loss for loss in kept["losses"]]
                 for name, value in kept.items():
-                    setattr(cell, name, msgspec.convert(value, MEASURED[name]))
+                    setattr(cell, name, convert(value, MEASURED[name]))
         if not cells or not isinstance(found["command"], str):
             raise ValueError("plan.json has no cells, or no command")
-        return cells, msgspec.convert(found["plan"], Plan), found["command"]
+        return cells, convert(found["plan"], Plan), found["command"]
 
     def _read(self, name: str) -> dict[str, Any]:
         path = self.folder / name
@@ -69,7 +69,8 @@ class Store:
                 "folder of an interrupted `shardlab compare`"
             )
         try:
-            return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+            found: dict[str, Any] = convert(json.loads(path.read_bytes()), dict[str, Any])
+            return found
         except (OSError, ValueError, RecursionError) as error:
             raise UsageError(f"cannot read {path}: {error}") from None
 

@@ -163,8 +163,8 @@ def _extra(trace: model.Trace, shift: int) -> Iterable[Lane]:
         return
     operators = np.flatnonzero(events.kind == model.CPU_OP)
     if len(operators):
-        busiest = np.bincount(events.tid[operators]).argmax()
-        rows = operators[events.tid[operators] == busiest]
+        threads, counts = np.unique(events.tid[operators], return_counts=True)
+        rows = operators[events.tid[operators] == threads[counts.argmax()]]
         rows = rows[np.lexsort((-events.dur_ns[rows], events.start_ns[rows]))]
         leaf = np.ones(len(rows), dtype=bool)  # it is one if the next does not begin inside it
         leaf[:-1] = events.start_ns[rows[1:]] >= events.end_ns[rows[:-1]]

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from msgspec import DecodeError, Raw, Struct
 
+from shardlab.trace.intervals import to_ns
 from shardlab.trace.model import (
     ANNOTATION,
     CPU_OP,
@@ -174,12 +175,6 @@ def _column(values: list[float]) -> Floats:
     header = 1 if count < 16 else 3 if count < 65536 else 5
     packed: Floats = np.frombuffer(_pack(values), _PACKED, offset=header)["value"]
     return packed.astype(np.float64)
-
-
-def to_ns(us: Floats) -> Ints:
-    """Microseconds below ``EXACT_US``, or whole ones, to the exact nanosecond."""
-    whole = np.floor(us)
-    return whole.astype(np.int64) * 1000 + np.rint((us - whole) * 1000).astype(np.int64)
 
 
 def digits_to_ns(texts: Sequence[bytes]) -> Ints:

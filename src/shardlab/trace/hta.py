@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardlab.trace import model
-from shardlab.trace.decode import to_ns
-from shardlab.trace.intervals import Intervals, union
+from shardlab.trace.intervals import Intervals, to_ns, union
 from shardlab.trace.model import Bools, Floats, Ints, Trace
 
 ROUNDING = "ns-rounding"  # start rounded up and end down to whole microseconds

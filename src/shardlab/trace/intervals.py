@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardlab.trace.model import Ints
 
@@ -77,3 +78,9 @@ def _where(a: Intervals, b: Intervals, both: bool) -> Intervals:
     wanted = (np.cumsum(in_a[order]) > 0) & ((np.cumsum(in_b[order]) > 0) == both)
     start, end = times[:-1][wanted[:-1]], times[1:][wanted[:-1]]
     return union(start, end)
+
+
+def to_ns(us: NDArray[np.float64]) -> Ints:
+    """Microseconds below 2**43, or whole ones, to the exact nanosecond."""
+    whole = np.floor(us)
+    return whole.astype(np.int64) * 1000 + np.rint((us - whole) * 1000).astype(np.int64)

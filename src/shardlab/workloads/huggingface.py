@@ -10,14 +10,15 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import torch
 from torch import Tensor
 
 from shardlab.errors import UsageError
+from shardlab.shapes import Meta, convert
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -142,10 +143,11 @@ def load_safetensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-class _Entry(msgspec.Struct):
+@dataclass(frozen=True)
+class _Entry:
     """What a file's table says about a tensor."""
 
     dtype: str
@@ -162,8 +164,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _checked(table: Any, size: int) -> tuple[dict[str, _Entry], list[str]]:
     """The entries of a table over ``size`` bytes of data, and which of them are complex128."""
-    table = msgspec.convert(table, dict[str, Any])
-    metadata = msgspec.convert(table.pop("__metadata__", {}), dict[str, str])
+    table = convert(table, dict[str, Any])
+    metadata = convert(table.pop("__metadata__", {}), dict[str, str])
     entries = {name: _entry(name, value) for name, value in table.items()}
     position = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
@@ -174,7 +176,7 @@ def _checked(table: Any, size: int) -> tuple[dict[str, _Entry], list[str]]:
         position = end
     if position != size:
         raise ValueError(f"its tensors have {position:,} bytes, and it has {size:,} of data")
-    of_complex = msgspec.json.decode(metadata.get(COMPLEX128, "[]"), type=list[str])
+    of_complex = convert(json.loads(metadata.get(COMPLEX128, "[]")), list[str])
     for name in of_complex:
         if name not in entries or entries[name].dtype != "F64" or entries[name].shape[-1:] != [2]:
             raise ValueError(f"'{name}', which {COMPLEX128} names, does not hold pairs of float64")
@@ -183,7 +185,7 @@ def _checked(table: Any, size: int) -> tuple[dict[str, _Entry], list[str]]:
 
 def _entry(name: str, value: Any) -> _Entry:
     try:
-        entry = msgspec.convert(value, _Entry)
+        entry: _Entry = convert(value, _Entry)
     except ValueError as error:
         raise ValueError(f"'{name}': {error}") from None
     if entry.dtype not in _DTYPES:
