@@ -259,9 +259,14 @@ def test_an_interface_that_is_not_there() -> None:
     assert refusal.startswith("launch.interface is ib77, and this host has ")
 
 
-def test_the_interface_is_what_rank_0_listens_on() -> None:
-    family, address = launch._own_address("no.such.host.invalid", FIRST, "lo")
-    assert (family, address) == (2, place.LOOPBACK)
+def test_what_rank_0_listens_on() -> None:
+    """Where the host's name means loopback: the interface that is named, or all of them."""
+    one_node = Place("mpirun", 0, 2, 0, 2, 0, 1, "127.0.0.1", 12345)
+    listens = launch._own_address
+    assert listens("127.0.0.1", one_node, None) == (2, place.LOOPBACK)
+    assert listens("127.0.0.1", FIRST, "lo") == (2, place.LOOPBACK)
+    assert listens("127.0.0.1", FIRST, None) == (2, "")
+    assert listens("192.0.2.1", FIRST, "lo") == (2, "192.0.2.1")
 
 
 @pytest.mark.parametrize(("key", "value", "words"), [

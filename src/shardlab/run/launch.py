@@ -598,23 +598,25 @@ def store_of(place: Place, config: LaunchConfig) -> Any:
 
 
 def _own_address(address: str, place: Place, interface: str | None) -> tuple[int, str]:
-    """What rank 0 listens on: the address of the interface if one is named, or of its name.
+    """What rank 0 listens on: the address by which the others know it.
 
     On Debian a host's own name may mean its loopback interface, where other nodes do not reach it:
-    then rank 0 listens on all interfaces.
+    then rank 0 listens on the interface that is named, or on all.
     """
+    family, _, _, _, found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
+    host = str(found[0])
+    if place.nodes == 1 or not places.is_loopback(host):
+        return family, host
     if interface is not None and sys.platform == "linux":
         import fcntl
 
         get_interface_address = 0x8915  # SIOCGIFADDR of <linux/sockios.h>
         asking = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        with asking, contextlib.suppress(OSError):  # it has no address: then by name
+        with asking, contextlib.suppress(OSError):  # it has none
             name = interface.encode().ljust(32, b"\0")
             answer = fcntl.ioctl(asking.fileno(), get_interface_address, name)
             return socket.AF_INET, socket.inet_ntoa(answer[20:24])
-    family, _, _, _, found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
-    host = str(found[0])
-    return family, "" if place.nodes > 1 and places.is_loopback(host) else host
+    return family, ""
 
 
 def _leave_together(store: Any, size: int) -> None:
