@@ -129,28 +129,54 @@ def test_a_script_without_srun_is_refused(slurm: slurms.Slurm, tmp_path: Path) -
     assert "Slurm gave this job 4 tasks, but srun did not start" in (tmp_path / "log").read_text()
 
 
-def test_a_requeued_job_goes_on_by_itself(slurm: slurms.Slurm, tmp_path: Path) -> None:
-    """Submitted with `shardlab submit --run`, requeued in mid-run: it ends as if undisturbed."""
-    steps = ["--steps", "60"]
+LONG = ["--steps", "40"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = commands.shardlab(*TRAIN, *LONG, "--out", "run", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def submitted(slurm: slurms.Slurm, folder: Path) -> tuple[str, Path]:
+    """A job that runs on two nodes, has made some steps, and has many before it."""
     name = ["--nodes", "2", "--name", "again", "--run"]
-    submit = python("submit", "--to", "slurm", *name, "--", *TRAIN, *steps, *ON_LOOPBACK)
-    slow = ["--inject", "slow:rank=1,ms=150"]  # long enough to be disturbed
-    done = slurm.run(*submit, *slow, cwd=tmp_path)
+    slow = ["--inject", "slow:rank=1,ms=150"]
+    submit = python("submit", "--to", "slurm", *name, "--", *TRAIN, *LONG, *ON_LOOPBACK, *slow)
+    done = slurm.run(*submit, cwd=folder)
     assert done.returncode == 0, done.stderr
     job = done.stdout.split()[-1]
-    run = tmp_path / "runs" / f"again-{job}"
-    wait_for_steps(run, 10, slurm)
-    assert slurm.run("scontrol", "requeue", job, cwd=tmp_path).returncode == 0
+    run = folder / "runs" / f"again-{job}"
+    wait_for_steps(run, 6, slurm)
+    return job, run
+
+
+@pytest.mark.parametrize("how", ["scontrol requeue", "scancel --signal=TERM"])
+def test_a_requeued_job_goes_on_by_itself(
+    how: str, slurm: slurms.Slurm, undisturbed: Path, tmp_path: Path
+) -> None:
+    """It ends as if undisturbed. The second is what Slurm does before the time limit."""
+    job, run = submitted(slurm, tmp_path)
+    assert slurm.run(*how.split(), job, cwd=tmp_path).returncode == 0
     slurm.wait_for(job, ("PENDING", "REQUEUED"))
-    assert slurm.wait_for(job, ("COMPLETED", "FAILED", "CANCELLED")) == "COMPLETED", (
-        tmp_path / f"again-{job}.log"
-    ).read_text()
-    resumes = [json.loads(line) for line in (run / "resumes.jsonl").read_text().splitlines()]
-    assert len(resumes) == 1
-    assert resumes[0]["step"] >= 4  # not from the beginning
-    undisturbed = commands.shardlab(*TRAIN, *steps, "--out", "whole", cwd=tmp_path)
-    assert undisturbed.returncode == 0, undisturbed.stderr
-    assert_same(run, tmp_path / "whole", 60)
+    ended = slurm.wait_for(job, ("COMPLETED", "FAILED", "CANCELLED"))
+    log = (tmp_path / f"again-{job}.log").read_text()
+    assert ended == "COMPLETED", log
+    (resumed,) = map(json.loads, (run / "resumes.jsonl").read_text().splitlines())
+    assert resumed["step"] >= 4  # not from the beginning
+    assert "interrupted: by SIGTERM after" in log  # it saved before it stopped
+    assert_same(run, undisturbed, 40)
+
+
+def test_a_job_that_is_cancelled_stays_so(slurm: slurms.Slurm, tmp_path: Path) -> None:
+    job, run = submitted(slurm, tmp_path)
+    assert slurm.run("scancel", job, cwd=tmp_path).returncode == 0
+    slurm.wait_for(job, ("CANCELLED",))
+    time.sleep(6)  # a requeued job would begin again
+    assert slurm.field(job, "JobState") == "CANCELLED"
+    assert json.loads((run / "status.json").read_text())["state"] == "interrupted"
 
 
 def wait_for_steps(run: Path, steps: int, slurm: slurms.Slurm) -> None:
