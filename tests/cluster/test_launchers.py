@@ -174,7 +174,7 @@ def test_a_job_that_is_cancelled_stays_so(slurm: slurms.Slurm, tmp_path: Path) -
     job, run = submitted(slurm, tmp_path)
     assert slurm.run("scancel", job, cwd=tmp_path).returncode == 0
     slurm.wait_for(job, ("CANCELLED",))
-    time.sleep(6)  # a requeued job would begin again
+    time.sleep(8)  # a requeued job would begin again
     assert slurm.field(job, "JobState") == "CANCELLED"
     assert json.loads((run / "status.json").read_text())["state"] == "interrupted"
 
