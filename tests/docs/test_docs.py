@@ -69,8 +69,10 @@ def fewer(line: str) -> list[str]:
 def test_runs_as_printed(line: str, clone: Path) -> None:
     command = line
     if line.startswith("make "):  # what make would run, once it has made the environment
-        told = commands.run("make", "-n", *line.split()[1:], cwd=clone).stdout.splitlines()
-        command = told[-1].removeprefix(".venv/bin/")
+        # The tests themselves may run below make, which tells its children so.
+        told = commands.run("make", "-n", *line.split()[1:], cwd=clone, MAKEFLAGS="", MAKELEVEL="")
+        *_, last = (row for row in told.stdout.splitlines() if row.startswith(".venv/bin/"))
+        command = last.removeprefix(".venv/bin/")
     if command.startswith("shardlab "):
         words = [*shlex.split(command)[1:], *fewer(command)]
         done = commands.here(*words, cwd=clone, OMP_NUM_THREADS="1")

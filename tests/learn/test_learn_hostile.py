@@ -206,12 +206,15 @@ def test_processes_are_found_by_their_folder(tmp_path: Path) -> None:
 def test_ending_the_command_ends_the_ranks(how: signal.Signals, tmp_path: Path) -> None:
     path = tmp_path / "submission.py"
     path.write_text(submission("while True:\n    pass"))
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
+    with tempfile.TemporaryDirectory() as folder:  # short: the path of a socket has an end
+        _end_the_command(how, path, Path(folder))
+
+
+def _end_the_command(how: signal.Signals, path: Path, scratch: Path) -> None:
     command = [*commands.SHARDLAB, "learn", "check", str(path), "--exercise", "simple_ddp"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(scratch))
-        running = commands.start(*command, cwd=tmp_path)
+        running = commands.start(*command, cwd=path.parent)
     limit = time.monotonic() + 60
     while len(ranks := processes_in(scratch)) < 2 and time.monotonic() < limit:
         time.sleep(0.1)

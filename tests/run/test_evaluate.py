@@ -188,7 +188,7 @@ def _here() -> Any:
 def _without_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process there is no group: what is evaluated here is one rank's."""
     monkeypatch.setattr(evaluate.comm, "all_reduce", lambda *_args, **_options: None)
-    monkeypatch.setattr(evaluate.base, "broadcast_buffers", lambda *_args: None)
+    monkeypatch.setattr(evaluate.steps, "broadcast_buffers", lambda *_args: None)
 
 
 def test_means_and_perplexity() -> None:
