@@ -12,12 +12,13 @@ WORKERS ?= 2  # tests at a time: each may start several ranks
 PYTEST := $(BIN)/python -m pytest
 SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup compare check test lint format site soak clean
+.PHONY: help setup compare check test test-cluster lint format site soak clean
 
 help:
 	@echo "make compare   measure the data-parallel strategies on this machine (about three minutes)"
 	@echo "make check     lint, types and the tests without long runs: every few minutes"
 	@echo "make test      lint, types and every test, as CI runs them"
+	@echo "make test-cluster  the tests with a real Slurm and MPI, which it installs if you are root"
 	@echo "make setup     only create $(VENV) and install"
 	@echo "make lint      only ruff and mypy"
 	@echo "make format    let ruff put right what it can"
@@ -49,11 +50,16 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 check: $(READY) lint
-	$(PYTEST) $(SPREAD) -m "not long and not alone"
+	$(PYTEST) $(SPREAD) -m "not long and not alone and not cluster"
 
 test: $(READY) lint
-	$(PYTEST) $(SPREAD) -m "not alone" --whole
+	$(PYTEST) $(SPREAD) -m "not alone and not cluster" --whole
 	$(PYTEST) -m alone
+
+# Slurm, munge and Open MPI from Debian's packages; tests of what is not there are skipped.
+test-cluster: $(READY)
+	@sh tests/cluster/install.sh
+	$(PYTEST) -m cluster tests/cluster
 
 site: $(READY)
 	$(BIN)/python -m sphinx -W --keep-going -q -b html -d site/.doctrees docs site

@@ -17,9 +17,17 @@ from shardlab.run.launch import Ranks
 # Commands that tests start must not inherit what a launcher around pytest may have set. A rank that
 # imports this file, because a test's function is sent to it, keeps what it was given.
 if multiprocessing.parent_process() is None:
-    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    for name in (*launched, "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
+    launched = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
+    for name in list(os.environ):
+        if name in launched or name.startswith(("SLURM_", "OMPI_", "PMI_", "PMIX_")):
+            del os.environ[name]
     from hypothesis import HealthCheck, settings
 
     # Other tests run at the same time: how long an example takes says nothing about the code.

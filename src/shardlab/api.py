@@ -271,16 +271,19 @@ def strategy(
 
 
 def _join() -> Any:
-    """This process's place in torchrun's world, or in a world of its own."""
+    """This process's place in a launcher's world, or in a world of its own."""
     from torch.distributed import HashStore
 
     from shardlab import world as worlds
 
-    joined = launch.torchrun_environment()
-    alone = {"rank": 0, "size": 1, "local_rank": 0, "local_size": 1}
-    place: dict[str, Any] = alone if joined is None else joined
+    place = launch.joined()
     atexit.register(worlds.leave)
-    return worlds.join(LaunchConfig(), **place, store=None if joined else HashStore())
+    if place is None:
+        return worlds.join(LaunchConfig(), 0, 1, 0, 1, store=HashStore())
+    config = LaunchConfig()
+    store = None if place.is_torchruns else launch.store_of(place, config)
+    numbers = place.rank, place.size, place.local_rank, place.local_size
+    return worlds.join(config, *numbers, store=store)
 
 
 def _config(
@@ -291,8 +294,8 @@ def _config(
     named: Settings | None = None,
 ) -> Config:
     """Defaults < the file < settings < the arguments that were given."""
-    if launch.torchrun_environment() is not None:
-        raise UsageError("this starts its own ranks; run it without torchrun")
+    if (place := launch.joined()) is not None:
+        raise UsageError(f"this starts its own ranks; run it without {place.launcher}")
     given = dict(named or {})
     if file is None or workload != "gpt2":
         given["model.workload"] = workload if isinstance(workload, str) else _path_of(workload)

@@ -283,11 +283,15 @@ class ProfileConfig(Section):
 
 @dataclass(frozen=True)
 class LaunchConfig(Section):
-    world: int | None = limited(None, AT_LEAST_1)  # ranks; None: torchrun's, or 2 of our own
+    world: int | None = limited(None, AT_LEAST_1)  # ranks; None: the launcher's, or 2 of our own
     device: str = one_of("auto", "cpu", "cuda")
     # auto: gloo on CPU or on a shared GPU, nccl with a GPU for each rank
     backend: str = one_of("auto", "gloo", "nccl")
-    port: int = limited(0, PORT)  # 0: a free one
+    port: int = limited(0, PORT)  # 0: a free one; under srun and mpirun one that the job gives
+    # Where rank 0 listens, under srun and mpirun. None: the first node, as far as they name it
+    address: str | None = None
+    # The network interface that ranks use, under torchrun, srun and mpirun. None: Gloo's or NCCL's
+    interface: str | None = None
     threads_per_rank: int = limited(1, AT_LEAST_1)  # on CPU; 2 ranks on 2 cores want 1
     timeout_s: float = limited(300.0, ABOVE_0)  # a collective that waits longer ends the run
     # When a rank dies, from the last checkpoint; torchrun has its own flag.
@@ -304,6 +308,14 @@ class LaunchConfig(Section):
                 least is not None and self.max_restarts == 0,
             "the nccl backend needs GPUs; use launch.backend gloo with launch.device cpu":
                 self.backend == "nccl" and self.device == "cpu",
+            f"launch.address must be a host's name or address, without a port, got "
+            f"'{self.address}'":
+                self.address is not None
+                and not re.fullmatch(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:]*:[0-9A-Fa-f:]*:[0-9A-Fa-f:]*",
+                                     self.address),
+            f"launch.interface must be the name of one network interface, got '{self.interface}'":
+                self.interface is not None
+                and not re.fullmatch(r"[A-Za-z0-9._-]{1,15}", self.interface),
         })  # fmt: skip
 
 

@@ -94,7 +94,7 @@ def test_what_looks_at_a_run_has_something_to_see(clone: Path) -> None:
 
 def test_ci_runs_the_readmes_test_command() -> None:
     script = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert script[-1] == "make test"
+    assert script[-2:] == ["make test", "make test-cluster"]
 
 
 @pytest.mark.long

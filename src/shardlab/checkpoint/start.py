@@ -83,6 +83,8 @@ def settings_of(
         world = setting(values, "launch", "world", None)
     base = {key: dict(value) for key, value in values.items() if isinstance(value, Mapping)}
     base.setdefault("launch", {})["world"] = world if keep_world else None
+    for key in ("address", "interface"):  # of the machines that it ran on
+        base["launch"].pop(key, None)
     for key in ("root", "dir"):
         base.get("output", {}).pop(key, None)
     for section, key in (("model", "workload"), ("strategy", "name")):
@@ -110,9 +112,9 @@ def named_by(
     }
 
 
-def is_restarted(environment: Mapping[str, int] | None) -> bool:
+def is_restarted() -> bool:
     """Whether torchrun's agent has started these ranks again: then they resume, asked or not."""
-    return environment is not None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 # ------------------------------------------------------------------ which one

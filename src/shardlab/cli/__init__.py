@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import shardlab
-from shardlab.cli import checkpoint, compare, data, learn, measure, prove, trace, train
+from shardlab.cli import checkpoint, compare, data, learn, measure, prove, submit, trace, train
 from shardlab.cli.flags import JSON
 from shardlab.errors import Interrupted, RankFailure, UsageError
 
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 for command in (train.train, compare.compare, prove.prove, measure.throughput, measure.memory):
     app.command()(command)
+app.command()(submit.submit)
 app.add_typer(data.app, name="data")
 app.add_typer(trace.app, name="trace")
 app.add_typer(checkpoint.app, name="checkpoint")

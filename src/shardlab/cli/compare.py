@@ -80,7 +80,7 @@ def compare(
     from shardlab.report import console
     from shardlab.run import launch
 
-    flags.refuse_torchrun("compare")
+    flags.refuse_launcher("compare")
     if fail_if and against is None:
         raise UsageError("--fail-if is for a comparison with an earlier one; add --against FILE")
     if resume is not None and "output.dir" in asked.flags:

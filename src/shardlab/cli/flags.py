@@ -165,7 +165,7 @@ class Asked:
             show()
 
 
-Command = Callable[..., None]
+Command = Callable[..., Any]
 
 
 def configured(*names: str, **instead: str) -> Callable[[Command], Command]:
@@ -191,7 +191,7 @@ def configured(*names: str, **instead: str) -> Callable[[Command], Command]:
         ]
 
         @functools.wraps(command)
-        def run(**values: Any) -> None:
+        def run(**values: Any) -> Any:
             given = {flag.key: values[name] for name, flag in shared.items()}
             asked = Asked(
                 file=values["config"],
@@ -201,7 +201,7 @@ def configured(*names: str, **instead: str) -> Callable[[Command], Command]:
                 quiet=values["quiet"],
                 as_json=values["as_json"],
             )
-            command(asked, **{p.name: values[p.name] for p in own})
+            return command(asked, **{p.name: values[p.name] for p in own})
 
         # What typer reads a command's options from.
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -267,8 +267,8 @@ def specs_of(strategies: str | None) -> list[str]:
     return [s.strip() for s in strategies.split(",")] if strategies else list(STRATEGIES)
 
 
-def refuse_torchrun(name: str, what: str = "ranks") -> None:
+def refuse_launcher(name: str, what: str = "ranks") -> None:
     from shardlab.run import launch
 
-    if launch.torchrun_environment() is not None:
-        raise UsageError(f"{name} starts its own {what}; run it without torchrun")
+    if (place := launch.joined()) is not None:
+        raise UsageError(f"{name} starts its own {what}; run it without {place.launcher}")

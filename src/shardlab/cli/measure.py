@@ -65,7 +65,7 @@ def throughput(
     from shardlab.report import throughput as report
     from shardlab.specs import parse_spec
 
-    flags.refuse_torchrun("throughput")
+    flags.refuse_launcher("throughput")
     plan = measuring.Plan(
         batches=_numbers(batch, "--batch") if batch else ((1,) if sweep else (1, 2, 4, 8)),
         sweep=sweep,
@@ -134,7 +134,7 @@ def memory(
     from shardlab.run import launch
     from shardlab.run.rankset import RankSet
 
-    flags.refuse_torchrun("memory", "processes")
+    flags.refuse_launcher("memory", "processes")
     limit = None if fits is None else parse_bytes(fits, "--fits")
     if batch is not None and batch < 1:
         raise UsageError(f"--batch {batch}: a batch has at least one sample")

@@ -40,7 +40,7 @@ def prove(
     from shardlab.report import console
     from shardlab.report import proof as report
 
-    flags.refuse_torchrun("prove")
+    flags.refuse_launcher("prove")
     config = asked.config()
     worlds = proofs.worlds_of(world, config)
     resolved = proofs.small(config, steps, worlds, asked.keys)

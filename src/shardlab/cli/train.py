@@ -4,35 +4,54 @@ from __future__ import annotations
 
 import shlex
 import sys
+from typing import TYPE_CHECKING
 
 from shardlab.cli import flags
 from shardlab.errors import Interrupted, RankFailure, UsageError
 
+if TYPE_CHECKING:
+    from shardlab.config import Config
 
-@flags.configured(
+RESTARTED_BY = {
+    "torchrun": "under torchrun its agent restarts the ranks: torchrun --max-restarts",
+    "srun": "under srun Slurm starts a job again: sbatch --requeue, and train --resume auto",
+    "mpirun": "mpirun ends all ranks when one dies: start it again, with train --resume auto",
+}
+
+
+FLAGS = (
     "strategy", "world", "workload", "size", "data", "seq_len", "steps", "global_batch",
     "accumulate", "batch_split", "epoch", "audit_data", "optimizer", "learning_rate", "precision",
     "evaluate_every", "seed", "device", "backend", "port", "profile", "checkpoint_every",
     "checkpoint_async", "resume", "max_restarts", "min_world", "hang_after", "inject",
 )  # fmt: skip
+
+
+def config_of(asked: flags.Asked, keep_world: bool) -> Config:
+    """What was asked for, over the settings of the run that it resumes."""
+    from shardlab.checkpoint import start as starts
+
+    given = asked.flags
+    named = starts.named_by(asked.file, given.get("model.workload"), given.get("strategy.name"))
+    return asked.config(starts.settings_of(given.get("checkpoint.resume"), named, keep_world))
+
+
+@flags.configured(*FLAGS)
 def train(asked: flags.Asked) -> None:
     """Train with one strategy; the run folder keeps every step and every collective."""
     from shardlab.checkpoint import start as starts
     from shardlab.report import console
     from shardlab.run import launch, restart
 
-    environment = launch.torchrun_environment()
-    given = asked.flags
-    named = starts.named_by(asked.file, given.get("model.workload"), given.get("strategy.name"))
-    base = starts.settings_of(given.get("checkpoint.resume"), named, keep_world=environment is None)
-    if starts.is_restarted(environment):
-        given["checkpoint.resume"] = starts.AUTO
-    resolved = asked.config(base)
-    if environment is not None and resolved.launch.max_restarts:
-        raise UsageError("under torchrun its agent restarts the ranks: torchrun --max-restarts")
-    if environment is None and resolved.launch.world is None:
+    place = launch.joined()
+    resolved = config_of(asked, keep_world=place is None)
+    if place is not None and place.is_torchruns and starts.is_restarted():
+        resolved = resolved.with_overrides({"checkpoint.resume": starts.AUTO})
+    if place is not None and resolved.launch.max_restarts:
+        raise UsageError(RESTARTED_BY[place.launcher])
+    if place is None and resolved.launch.world is None:
         resolved = resolved.with_overrides({"launch.world": launch.default_world(resolved)})
-    is_first = environment is None or environment["rank"] == 0
+    is_first = place is None or place.rank == 0
     try:
         with console.training_progress(enabled=is_first and asked.shows) as on_event:
             result = restart.train(resolved, flags.command(), on_event)
@@ -43,7 +62,7 @@ def train(asked: flags.Asked) -> None:
                 again += f" --workload {shlex.quote(resolved.model.workload)}"
             print(f"to continue from its last checkpoint: {again}", file=sys.stderr)
         raise
-    if result is None:  # this is a rank of torchrun's other than the first
+    if result is None:  # this is a rank of a launcher's other than the first
         return
     asked.print(result, result["folder"], lambda: console.print_training(result))
     if (result["checkpoint"] or {}).get("error"):

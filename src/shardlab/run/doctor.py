@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardlab.config import LaunchConfig
 from shardlab.data import sources
 from shardlab.errors import RankFailure, UsageError
+from shardlab.run import place as places
 from shardlab.run.launch import Ranks
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def examine() -> list[dict[str, str]]:
         if is_writable
         else ("failed", "run folders", f"{folder} cannot be written"),
     ]
+    rows.append(_place_row())
     try:
         rows.append(("ok", "text", f"{sources.stdlib_shard()} (the embedded data)"))
     except (UsageError, OSError) as error:
@@ -48,6 +50,27 @@ def examine() -> list[dict[str, str]]:
             *_gpu_rows(facts["gpus"], facts["nccl"]),
         ]
     return [{"status": status, "name": name, "detail": detail} for status, name, detail in rows]
+
+
+def _place_row() -> Row:
+    """Which launcher has started this, and what it says about where we are."""
+    try:
+        place = places.resolve(os.environ)
+    except UsageError as error:
+        return "failed", "place", str(error)
+    if place is None:
+        if tasks := places.tasks_without_srun(os.environ):
+            text = f"in a Slurm job of {tasks} tasks, not started by srun: ranks start here"
+            return "ok", "place", text
+        return "ok", "place", "no launcher (torchrun, srun, mpirun): ranks start here"
+    node = f"node {'?' if place.node is None else place.node} of {place.nodes}"
+    where = f"rank 0 at {place.address or '?'}, port {place.port}"
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "chosen by the backend")
+    text = (
+        f"{place.launcher}: rank {place.rank} of {place.size}, local rank {place.local_rank} "
+        f"of {place.local_size}, {node}; {where}; interface: {interface}"
+    )
+    return "ok", "place", text
 
 
 def look(world: World) -> dict[str, Any]:

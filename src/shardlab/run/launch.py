@@ -1,4 +1,4 @@
-"""Ranks: N processes started here, or the one that torchrun has made of us.
+"""Ranks: N processes started here, or the one that torchrun, srun or mpirun has made of us.
 
 ``Ranks`` starts N processes that join one world and then run functions together, as often
 as asked: a training run, the cells of a comparison, the cases of a test. The first failure
@@ -11,6 +11,7 @@ second. This process itself does not import torch.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import json
@@ -24,6 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,7 +34,9 @@ from shardlab import runfolder
 from shardlab.config import Config, LaunchConfig
 from shardlab.errors import LOST_PEER, Halt, Interrupted, Late, RankFailure, UsageError
 from shardlab.guard import stop, watchdog
+from shardlab.run import place as places
 from shardlab.run.forking import fork_server
+from shardlab.run.place import LOOPBACK, Place
 
 Event = Mapping[str, Any]
 # A function of a rank, named so that naming it imports nothing: "package.module:function".
@@ -40,22 +44,15 @@ Event = Mapping[str, Any]
 Target = str | Callable[..., Any]
 
 DEFAULT_WORLD = 2
-LOOPBACK = "127.0.0.1"
 GRACE_S = 1.0  # after a first failure, how long to listen for the one that caused it
 STOP_S = 5.0  # how long a rank may take to leave when asked
+TELL_S = 20.0  # how long a rank whose input is refused looks for the others, to tell them
 
 
-def torchrun_environment() -> dict[str, int] | None:
-    """Rank and sizes where torchrun (or a launcher like it) has set them."""
-    if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
-        return None
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return {
-        "rank": rank,
-        "size": size,
-        "local_rank": int(os.environ.get("LOCAL_RANK", rank)),
-        "local_size": int(os.environ.get("LOCAL_WORLD_SIZE", size)),
-    }
+def joined() -> Place | None:
+    """This process's place among the ranks that a launcher has started; None if it starts them."""
+    place = places.resolve(os.environ)
+    return place if place is not None and place.is_joined else None
 
 
 def refuse_used_port(port: int) -> None:
@@ -73,19 +70,24 @@ def refuse_used_port(port: int) -> None:
 
 
 def loopback_store(port: int = 0) -> Any:
-    """A store for the ranks of this machine, which no other machine can reach.
+    """A store for the ranks of this machine, which no other machine can reach."""
+    return _listening_store(socket.AF_INET, LOOPBACK, port)
+
+
+def _listening_store(family: int, address: str, port: int) -> Any:
+    """A store that listens on one address alone; "" stands for every address of the machine.
 
     A ``TCPStore`` that opens its own socket listens on every interface: whoever reaches it can read
     and write the keys by which the ranks find each other. So it is handed a socket that is bound.
     """
     from torch.distributed import TCPStore
 
-    with socket.socket() as listening:
+    with socket.socket(family) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((LOOPBACK, port))
+        listening.bind((address, port))
         listening.listen(128)
         return TCPStore(
-            LOOPBACK,
+            address or LOOPBACK,
             listening.getsockname()[1],
             is_master=True,
             wait_for_workers=False,
@@ -99,13 +101,29 @@ def stay_on_loopback() -> None:
     Gloo would take the interface of the host's name, and NCCL the first that is not loopback.
     """
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if names:
+        _use_interface(names[0])
+
+
+def _use_interface(name: str) -> None:
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if names:
-            os.environ[variable] = names[0]
+        os.environ[variable] = name
 
 
 def default_world(config: Config) -> int:
-    """How many ranks when nobody says: two, the fewest that communicate."""
+    """How many ranks when nobody says: two, the fewest that communicate.
+
+    One task of srun or mpirun is one rank. A Slurm job with more tasks, in which srun has not
+    started this command, is refused: it would use one node of many.
+    """
+    if tasks := places.tasks_without_srun(os.environ):
+        if tasks > 1:
+            raise UsageError(
+                f"Slurm gave this job {tasks} tasks, but srun did not start this command: put srun "
+                "before it, or add --world N to start N ranks on this machine alone"
+            )
+    elif places.resolve(os.environ) is not None:
+        return 1
     return 1 if config.strategy.name == "single" else DEFAULT_WORLD
 
 
@@ -117,6 +135,12 @@ class Ranks:
 
     def __init__(self, launch: LaunchConfig, size: int) -> None:
         refuse_used_port(launch.port)
+        for key in ("address", "interface"):
+            if getattr(launch, key) is not None:
+                raise UsageError(
+                    f"launch.{key} is for ranks that srun or mpirun has started; those of one "
+                    "machine use its loopback interface"
+                )
         self.launch = launch
         self.size = size
         context = fork_server()
@@ -358,9 +382,9 @@ def launch(
 ) -> Any:
     """Run ``target`` on every rank of a world and return rank 0's result.
 
-    Under torchrun this process is one of the ranks, and the others' result is None. Else
-    the ranks are started here. An event with a "folder" names the run folder: where the run
-    fails, the folder will say so.
+    Under torchrun, srun and mpirun this process is one of the ranks, and the others' result is
+    None. Else the ranks are started here. An event with a "folder" names the run folder: where the
+    run fails, the folder will say so.
 
     Ctrl-C and SIGTERM end the ranks. A run that ``saves`` is asked to stop first: it finishes its
     step and writes a checkpoint. A second signal ends it at once.
@@ -396,14 +420,14 @@ def launch(
         """Every rank is gone: a checkpoint that is half written will not be finished."""
         from shardlab.checkpoint import files
 
-        if folder is not None and environment is None:
+        if folder is not None and place is None:
             files.sweep(folder)
 
-    environment = torchrun_environment()
+    place = joined()
     signals = _Signals(lambda: saves and folder is not None)
     try:
-        if environment is not None:
-            return _run_joined(target, config, args, environment, listen, mark, mark_unless_told)
+        if place is not None:
+            return _run_joined(target, config, args, place, listen, mark, mark_unless_told)
         assert config.world is not None
         with signals, Ranks(config, config.world) as ranks:
             signals.ranks = ranks
@@ -480,28 +504,23 @@ def _run_joined(
     target: str,
     config: LaunchConfig,
     args: tuple[Any, ...],
-    environment: Mapping[str, int],
+    place: Place,
     listen: Callable[[Event], None],
     mark: Callable[[RankFailure], None],
     mark_unless_told: Callable[[RankFailure | str], None],
 ) -> Any:
-    """This process as one rank of torchrun's world."""
+    """This process as one rank of a launcher's world."""
     from shardlab import world as worlds
 
-    rank, size = environment["rank"], environment["size"]
-    store = _store_of_torchrun(rank, size)
+    rank, size = place.rank, place.size
+    store = store_of(place, config)
     try:
-        refusal = ""
-        if config.world not in (None, size):
-            refusal = (
-                f"launch.world is {config.world}, but torchrun has started {size} ranks; "
-                "leave it out"
-            )
-        if refusal := _refusal_of_any(store, rank, size, refusal, config.timeout_s):
+        refusal = _unfit(place, config)
+        if refusal := _refusal_of_any(store, place, refusal, config.timeout_s):
             raise UsageError(refusal)
-        with stop.heard(_TorchrunSignals(store, rank, size, mark_unless_told)):
-            local_rank, local_size = environment["local_rank"], environment["local_size"]
-            world = worlds.join(config, rank, size, local_rank, local_size, store, tell=listen)
+        with stop.heard(_JoinedSignals(store, place, mark_unless_told)):
+            numbers = rank, size, place.local_rank, place.local_size
+            world = worlds.join(config, *numbers, store, tell=listen)
             result = _resolve(target)(world, *args)
             worlds.leave()
         result = _unless_stopped(result)
@@ -518,68 +537,152 @@ def _run_joined(
             mark(failure.error)
             time.sleep(GRACE_S)
         with contextlib.suppress(Exception):
-            if _has_been_said(store, isinstance(failure.error, UsageError)):
+            if _has_been_said(store, place, isinstance(failure.error, UsageError)):
                 raise SystemExit(failure.exit_code) from None
         raise failure.error from None
 
 
-def _store_of_torchrun(rank: int, size: int) -> Any:
-    from torch.distributed import PrefixStore, rendezvous
+def _unfit(place: Place, config: LaunchConfig) -> str:
+    """Why this rank cannot run what the config asks for; empty if it can."""
+    if config.world not in (None, place.size):
+        return (
+            f"launch.world is {config.world}, but {place.launcher} has started {place.size} ranks; "
+            "leave it out"
+        )
+    if config.address is not None and place.is_torchruns:
+        return "launch.address is for srun and mpirun; torchrun has --rdzv-endpoint, --master-addr"
+    names = [name for _, name in socket.if_nameindex()]
+    if config.interface is not None:
+        if config.interface not in names:
+            return f"launch.interface is {config.interface}, and this host has {', '.join(names)}"
+        _use_interface(config.interface)
+    elif place.nodes == 1 and not place.is_torchruns:
+        stay_on_loopback()
+    return ""
 
-    store, _, _ = next(rendezvous("env://", rank, size))
-    # After a restart the old world's addresses are still in torchrun's store: a new name space.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"shardlab/{attempt}", store)
+
+def store_of(place: Place, config: LaunchConfig) -> Any:
+    """The store in which the ranks of a launcher find each other: torchrun's, or rank 0's own."""
+    from torch.distributed import PrefixStore, TCPStore, rendezvous
+
+    global _came_together
+    if place.is_torchruns:
+        store, _, _ = next(rendezvous("env://", place.rank, place.size))
+        # After a restart the old world's addresses are still in torchrun's store: a new name space.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"shardlab/{attempt}", store)
+    address, port = config.address or place.address, config.port or place.port
+    places.refuse_loopback(place.launcher, address, place.nodes, "launch.address")
+    if not address:
+        raise UsageError(
+            f"{place.launcher} has started ranks on {place.nodes} nodes and does not say where the "
+            "first is: add --set launch.address=HOST, or set MASTER_ADDR"
+        )
+    try:
+        if place.rank == 0:
+            store = _listening_store(*_own_address(address, place, config.interface), port)
+        else:
+            limit = timedelta(seconds=config.timeout_s)
+            store = TCPStore(address, port, is_master=False, timeout=limit)
+    except (OSError, RuntimeError) as error:
+        _came_together = True  # as far as they can: nobody would hear a refusal
+        here = f"rank {place.rank} on {socket.gethostname()}"
+        if place.rank == 0:
+            reason = error.strerror if isinstance(error, OSError) else error
+            what = f"{here} cannot listen on {address}, port {port}: {reason}"
+        else:
+            what = f"{here} did not reach rank 0 at {address}, port {port}"
+        raise UsageError(f"{what}; --set launch.address=HOST and --port choose others") from None
+    atexit.register(_leave_together, store, place.size)
+    return PrefixStore("shardlab", store)
+
+
+def _own_address(address: str, place: Place, interface: str | None) -> tuple[int, str]:
+    """What rank 0 listens on: the address by which the others know it.
+
+    On Debian a host's own name may mean its loopback interface, where other nodes do not reach it:
+    then rank 0 listens on the interface that is named, or on all.
+    """
+    family, _, _, _, found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
+    host = str(found[0])
+    if place.nodes == 1 or not places.is_loopback(host):
+        return family, host
+    if interface is not None and sys.platform == "linux":
+        import fcntl
+
+        get_interface_address = 0x8915  # SIOCGIFADDR of <linux/sockios.h>
+        asking = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        with asking, contextlib.suppress(OSError):  # it has none
+            name = interface.encode().ljust(32, b"\0")
+            answer = fcntl.ioctl(asking.fileno(), get_interface_address, name)
+            return socket.AF_INET, socket.inet_ntoa(answer[20:24])
+    return family, ""
+
+
+def _leave_together(store: Any, size: int) -> None:
+    """Wait for the other ranks at the end of the process: rank 0 holds the store that they use, and
+    srun and mpirun may end a rank that still speaks when the first has left."""
+    with contextlib.suppress(Exception):
+        store.add("left", 1)
+        _wait_until(lambda: bool(store.add("left", 0) >= size), STOP_S)
 
 
 def refused_together(refusal: str) -> str:
-    """Input that one of torchrun's ranks refuses is refused by all of them, in one line: this one.
+    """Input that one of a launcher's ranks refuses is refused by all of them, in one line: this.
 
     On another node a file may be missing that is there on this one: a rank that is refused before
     it has joined the others would leave them waiting for it.
     """
-    environment = torchrun_environment()
-    if environment is None or _came_together:
+    place = None
+    with contextlib.suppress(UsageError):  # the launcher's own variables were refused
+        place = joined()
+    if place is None or _came_together:
         return refusal
-    rank, size = environment["rank"], environment["size"]
     with contextlib.suppress(Exception):  # no store: no other rank to tell
-        store = _store_of_torchrun(rank, size)
-        refusal = _refusal_of_any(store, rank, size, refusal, STOP_S) or refusal
-        if _has_been_said(store, is_refusal=True):
+        store = store_of(place, LaunchConfig(timeout_s=TELL_S))
+        refusal = _refusal_of_any(store, place, refusal, STOP_S) or refusal
+        if _has_been_said(store, place, is_refusal=True):
             raise SystemExit(2)
     return refusal
 
 
-def _has_been_said(store: Any, is_refusal: bool) -> bool:
+def _has_been_said(store: Any, place: Place, is_refusal: bool) -> bool:
     """The first rank to fail speaks for all; a refusal is told once on each node, in its log."""
-    node = os.environ.get("GROUP_RANK", "0")
+    node = socket.gethostname() if place.node is None else place.node
     nth = store.add("failures", 1)
     nth_on_node = store.add(f"failures on node {node}", 1)
     return bool((nth_on_node if is_refusal else nth) > 1)
 
 
-_came_together = False  # all of torchrun's ranks have told each other whether they can begin
+_came_together = False  # all ranks of a launcher have told each other whether they can begin
 
 
-def _refusal_of_any(store: Any, rank: int, size: int, refusal: str, wait_s: float) -> str:
+def _refusal_of_any(store: Any, place: Place, refusal: str, wait_s: float) -> str:
     """What all ranks are told before they join: nothing, or why one of them cannot."""
     global _came_together
     _came_together = True
-    host = socket.gethostname()
-    store.set(f"ready {rank}", json.dumps([host, refusal]))
+    size, host = place.size, socket.gethostname()
+    own = [host, refusal, f"{host} (node {place.node}), local rank {place.local_rank}"]
+    store.set(f"ready {place.rank}", json.dumps(own))
     keys = [f"ready {other}" for other in range(size)]
     _wait_until(lambda: store.check(keys), wait_s)
     said = {r: json.loads(store.get(key)) for r, key in enumerate(keys) if store.check([key])}
-    refusals = {r: (place, text) for r, (place, text) in said.items() if text}
+    refusals = {r: (host, text) for r, (host, text, _) in said.items() if text}
     store.add("heard", 1)
     if refusals:
         # The agent takes the store with it when its ranks are gone: not before all have heard.
         _wait_until(lambda: store.add("heard", 0) >= size, STOP_S)
-        (place, text), *others = refusals.values()
+        (host, text), *others = refusals.values()
         is_alike = len(refusals) == size and all(other == text for _, other in others)
-        return text if is_alike else f"rank {min(refusals)} on {place}: {text}"
+        return text if is_alike else f"rank {min(refusals)} on {host}: {text}"
     if missing := [str(r) for r in range(size) if r not in said]:
         return f"rank {', '.join(missing)} did not come within {wait_s:g} s (launch.timeout_s)"
+    ranks_at: dict[str, list[int]] = {}
+    for rank, (_, _, where) in said.items():
+        ranks_at.setdefault(where, []).append(rank)
+    for where, ranks in ranks_at.items():
+        if len(ranks) > 1:  # they would share a GPU, and NCCL would hang
+            return f"ranks {', '.join(map(str, ranks))} are all {where}; the launcher is set wrong"
     return ""
 
 
@@ -589,20 +692,19 @@ def _wait_until(is_so: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.02)
 
 
-class _TorchrunSignals:
-    """What a signal does to a rank of torchrun's. Called in a thread.
+class _JoinedSignals:
+    """What a signal does to a rank of a launcher's. Called in a thread.
 
-    torchrun's agent passes on to all ranks what it is sent itself: then the run is asked to stop,
-    as if we had started the ranks. But it also ends the ranks that are left when one has failed.
+    torchrun's agent, srun and mpirun pass on to all ranks what they are sent: then the run is asked
+    to stop, as if we had started the ranks. But they also end those that are left when one failed.
     """
 
     ALL_S = 3.0  # after which not all ranks have been signalled
 
-    def __init__(
-        self, store: Any, rank: int, size: int, mark: Callable[[RankFailure | str], None]
-    ) -> None:
+    def __init__(self, store: Any, place: Place, mark: Callable[[RankFailure | str], None]) -> None:
         self.store = store.clone()  # the main thread may be waiting in the other one
-        self.rank, self.size, self.mark = rank, size, mark
+        self.rank, self.size, self.mark = place.rank, place.size, mark
+        self.launcher = place.launcher
         self.when: float | None = None  # the first came
 
     def __call__(self, number: int) -> None:
@@ -621,7 +723,7 @@ class _TorchrunSignals:
             if self.rank == 0:
                 print("interrupted: every rank was ended", file=sys.stderr, flush=True)
         else:
-            ended = "ended by torchrun, because another rank had failed"
+            ended = f"ended by {self.launcher}, because another rank had failed"
             self.mark(RankFailure(self.rank, ended))
         os._exit(128 + number)
 

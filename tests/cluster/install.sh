@@ -1,0 +1,14 @@
+#!/bin/sh
+# Install what the cluster tests need, if this is a Debian and we are root; else they are skipped.
+for program in slurmctld munged mpirun; do
+    command -v "$program" >/dev/null || missing=yes
+done
+[ -n "$missing" ] || exit 0
+if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+    echo "Slurm or MPI is missing, and only root on Debian can install them: those tests skip"
+    exit 0
+fi
+# Run level 1: the packages start no daemons. The tests start their own.
+apt-get update -qq
+RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+    slurm-wlm munge openmpi-bin >/dev/null || echo "the install failed: those tests skip"

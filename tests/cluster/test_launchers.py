@@ -1,0 +1,189 @@
+"""One run under our own launcher, torchrun, srun and mpirun: the same parameters, bit for bit.
+
+These tests use a real Slurm and a real Open MPI: `make test-cluster` installs them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import commands
+import slurm as slurms
+from resuming import losses_of, state_at
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(200)]
+
+STEPS = 8
+TRAIN = [
+    "train", "--size", "tiny", "--data", "synthetic", "--strategy", "zero2", "--precision", "fp64",
+    "--checkpoint-every", "4", "--set", "training.clip_norm=0.5",
+]  # fmt: skip
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe"]
+NO_MPI = "" if shutil.which("mpirun") else "mpirun is missing: apt-get install openmpi-bin"
+# Both "nodes" are this machine: they are to use its loopback interface alone.
+ON_LOOPBACK = ["--set", "launch.interface=lo"]
+
+needs_mpi = pytest.mark.skipif(bool(NO_MPI), reason=NO_MPI)
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[slurms.Slurm]:
+    if reason := slurms.why_not():
+        pytest.skip(reason)
+    with slurms.started() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of our own launcher, with 2 ranks."""
+    folder = tmp_path_factory.mktemp("local")
+    done = commands.shardlab(*TRAIN, "--steps", str(STEPS), "--out", "run", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def assert_same(run: Path, other: Path, steps: int = STEPS) -> None:
+    want, got = state_at(other, steps), state_at(run, steps)
+    assert want.keys() == got.keys()
+    assert [name for name, value in want.items() if not torch.equal(value, got[name])] == []
+    assert losses_of(run) == losses_of(other)
+    assert json.loads((run / "status.json").read_text()) == {"state": "finished"}
+
+
+def python(*args: str) -> list[str]:
+    return [sys.executable, "-m", "shardlab", *args]
+
+
+def test_torchrun(local: Path, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, "-m", "shardlab", *TRAIN, "--steps", str(STEPS), "--out", "run"]
+    done = commands.run(*command, cwd=tmp_path, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert_same(tmp_path / "run", local)
+
+
+@needs_mpi
+def test_mpirun(local: Path, tmp_path: Path) -> None:
+    command = python(*TRAIN, "--steps", str(STEPS), "--out", "run", "--json")
+    done = commands.run(*MPIRUN, "-np", "2", *command, cwd=tmp_path, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == STEPS  # rank 0 alone prints
+    assert_same(tmp_path / "run", local)
+
+
+def test_srun(slurm: slurms.Slurm, local: Path, tmp_path: Path) -> None:
+    """On two nodes, without torchrun: rank 0's address is the first of Slurm's node list."""
+    command = python(*TRAIN, "--steps", str(STEPS), "--out", "run", "--json", *ON_LOOPBACK)
+    done = slurm.run("srun", "-N2", "--ntasks-per-node=1", *command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == STEPS
+    assert_same(tmp_path / "run", local)
+
+
+def test_the_doctor_in_a_step(slurm: slurms.Slurm, tmp_path: Path) -> None:
+    looked = "from shardlab.run import doctor; print(doctor._place_row())"
+    command = ["srun", "-N2", "--ntasks-per-node=2", sys.executable, "-c", looked]
+    done = slurm.run(*command, cwd=tmp_path)
+    rows = sorted(done.stdout.splitlines())
+    assert [f"srun: rank {r} of 4, local rank {r % 2} of 2, node {r // 2} of 2; rank 0 at n1, port"
+            in row for r, row in enumerate(rows)] == [True] * 4, done  # fmt: skip
+
+
+@needs_mpi
+@pytest.mark.parametrize(("args", "words"), [
+    (["--world", "4"], "launch.world is 4, but mpirun has started 2 ranks"),
+    (["--set", "launch.interface=ib77"], "launch.interface is ib77, and this host has"),
+    (["--strategy", "zero9"], "unknown strategy 'zero9'"),
+])  # fmt: skip
+def test_refusals_are_told_once(args: list[str], words: str, tmp_path: Path) -> None:
+    done = commands.run(*MPIRUN, "-np", "2", *python(*TRAIN, *args), cwd=tmp_path)
+    assert done.returncode == 2
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error:"))
+    assert words in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_mpi
+def test_two_ranks_with_one_local_rank(tmp_path: Path) -> None:
+    """A wrapper that sets the local rank for all: they would share a GPU."""
+    wrong = ["env", "OMPI_COMM_WORLD_LOCAL_RANK=0", *python(*TRAIN)]
+    done = commands.run(*MPIRUN, "-np", "2", *wrong, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "ranks 0, 1 are all " in done.stderr
+    assert ", local rank 0; the launcher is set wrong" in done.stderr
+
+
+def test_a_script_without_srun_is_refused(slurm: slurms.Slurm, tmp_path: Path) -> None:
+    (tmp_path / "job").write_text("#!/bin/bash\n" + " ".join(python(*TRAIN)) + "\n")
+    command = ["sbatch", "--wait", "-N2", "--ntasks-per-node=2", "--output=log", "job"]
+    assert slurm.run(*command, cwd=tmp_path).returncode == 2
+    assert "Slurm gave this job 4 tasks, but srun did not start" in (tmp_path / "log").read_text()
+
+
+LONG = ["--steps", "40"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = commands.shardlab(*TRAIN, *LONG, "--out", "run", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def submitted(slurm: slurms.Slurm, folder: Path) -> tuple[str, Path]:
+    """A job that runs on two nodes, has made some steps, and has many before it."""
+    name = ["--nodes", "2", "--name", "again", "--run"]
+    slow = ["--inject", "slow:rank=1,ms=150"]
+    submit = python("submit", "--to", "slurm", *name, "--", *TRAIN, *LONG, *ON_LOOPBACK, *slow)
+    done = slurm.run(*submit, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.split()[-1]
+    run = folder / "runs" / f"again-{job}"
+    wait_for_steps(run, 6, slurm)
+    return job, run
+
+
+@pytest.mark.parametrize("how", ["scontrol requeue", "scancel --signal=TERM"])
+def test_a_requeued_job_goes_on_by_itself(
+    how: str, slurm: slurms.Slurm, undisturbed: Path, tmp_path: Path
+) -> None:
+    """It ends as if undisturbed. The second is what Slurm does before the time limit."""
+    job, run = submitted(slurm, tmp_path)
+    assert slurm.run(*how.split(), job, cwd=tmp_path).returncode == 0
+    slurm.wait_for(job, ("PENDING", "REQUEUED"))
+    ended = slurm.wait_for(job, ("COMPLETED", "FAILED", "CANCELLED"))
+    log = (tmp_path / f"again-{job}.log").read_text()
+    assert ended == "COMPLETED", log
+    (resumed,) = map(json.loads, (run / "resumes.jsonl").read_text().splitlines())
+    assert resumed["step"] >= 4  # not from the beginning
+    assert "interrupted: by SIGTERM after" in log  # it saved before it stopped
+    assert_same(run, undisturbed, 40)
+
+
+def test_a_job_that_is_cancelled_stays_so(slurm: slurms.Slurm, tmp_path: Path) -> None:
+    job, run = submitted(slurm, tmp_path)
+    assert slurm.run("scancel", job, cwd=tmp_path).returncode == 0
+    slurm.wait_for(job, ("CANCELLED",))
+    time.sleep(8)  # a requeued job would begin again
+    assert slurm.field(job, "JobState") == "CANCELLED"
+    assert json.loads((run / "status.json").read_text())["state"] == "interrupted"
+
+
+def wait_for_steps(run: Path, steps: int, slurm: slurms.Slurm) -> None:
+    limit = time.monotonic() + 60
+    rows = run / "rank1.jsonl"
+    while not rows.exists() or len(rows.read_text().splitlines()) < steps:
+        if time.monotonic() > limit:
+            found = {p: p.read_text()[-2000:] for p in run.parents[1].glob("*.log")}
+            raise TimeoutError(f"no {steps} steps in {run}: {found}\n{slurm.logs()}")
+        time.sleep(0.1)
