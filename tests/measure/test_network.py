@@ -121,11 +121,13 @@ def test_what_is_slow_is_named(
         assert any(line.startswith(words) for line in said), said
 
 
-def result(slow: dict[tuple[int, int], tuple[float, float]] | None = None) -> dict[str, Any]:
+def result(
+    slow: dict[tuple[int, int], tuple[float, float]] | None = None, beta: float = 2e-9
+) -> dict[str, Any]:
     """That of three nodes with one rank each, made up."""
     where = places(1, 1, 1)
     points = [
-        {"op": op, "bytes": int(size), "calls": 3, "seconds": [1e-4 + 2e-9 * size] * 3}
+        {"op": op, "bytes": int(size), "calls": 3, "seconds": [1e-4 + beta * size] * 3}
         for op in network.COLLECTIVES
         for size in SIZES
     ]
@@ -159,6 +161,15 @@ def test_what_is_shown_fits_a_terminal(
     assert "an all-reduce takes 100 µs even if it is empty" in " ".join(shown.split())
     assert "1 point left out" in shown
     assert json.loads((tmp_path / "network.json").read_text())["schema"] == 1
+
+
+def test_a_rate_that_cannot_be_seen_is_not_told() -> None:
+    found = result(beta=0.0)
+    assert report.fit_texts(found["fits"][0])[2:] == ("–", "–", "–")
+    assert "even if it is empty" not in " ".join(found["verdict"])
+    assert report.html(found)
+    almost = {**found["fits"][0], "beta_s_per_byte": 1e-9, "beta_95": (0.0, 8e-9)}
+    assert report.fit_texts(almost)[2:4] == ("8.00", "≥ 1.00")
 
 
 def test_the_page_stands_alone() -> None:

@@ -458,6 +458,7 @@ def line_through(x: Any, y: Any, weights: Any = 1.0) -> tuple[Any, Any]:
         alpha = (sum_y - beta * sum_x) / total
         beta = np.where(alpha < 0, sum_xy / sum_xx, beta)
         alpha = np.maximum(alpha, 0.0)
+        beta = np.where(beta * np.max(x) < 1e-9 * alpha, 0.0, beta)  # rounding
         residual = np.abs(alpha[..., None] + beta[..., None] * x - y) / y
         usual = 1.345 * 1.4826 * np.median(residual, axis=-1, keepdims=True) + 1e-12
         use = base * np.minimum(1.0, usual / np.maximum(residual, 1e-300))
@@ -552,6 +553,10 @@ def rate(bytes_per_s: float) -> str:
     return f"{numbers.number(8 * bytes_per_s / one)} {unit}"
 
 
+def _range(values: Sequence[float], text: Callable[[float], str]) -> str:
+    return " to ".join(dict.fromkeys([text(min(values)), text(max(values))]))
+
+
 def verdict(result: Mapping[str, Any]) -> Iterator[str]:
     """What was found, a sentence each."""
     links = {tuple(link["ranks"]): link for link in result["links"]}
@@ -567,10 +572,7 @@ def verdict(result: Mapping[str, Any]) -> Iterator[str]:
             "a small message"
         )
     else:
-        yield (
-            f"between {what}: {rate(min(rates))} to {rate(max(rates))}, and "
-            f"{duration(min(latencies))} to {duration(max(latencies))} one way"
-        )
+        yield f"between {what}: {_range(rates, rate)}, and {_range(latencies, duration)} one way"
     if (slow := result["slow"]) is not None:
         yield _slow_words(result, slow, links)
     elif len(alike) > 1:
@@ -589,7 +591,7 @@ def verdict(result: Mapping[str, Any]) -> Iterator[str]:
         )
     if result["skipped"]:
         yield (
-            f"{numbers.count(len(result['skipped']), 'point')} left out: they would take longer "
+            f"{numbers.count(len(result['skipped']), 'point')} left out, which would take longer "
             f"than {result['time_limit_s']:g} s (--time-limit)"
         )
 
@@ -607,8 +609,7 @@ def _slow_words(
         )
     for end in ("node", "rank"):
         if end in slow:
-            hosts = {place[end]: place["host"] for place in result["places"]}  # type: ignore[misc]
-            host = hosts[slow[end]]
+            host = next(p["host"] for p in result["places"] if p[end] == slow[end])
             return f"{end} {slow[end]} ({host}) is slow: every link to it is; {found}"
     others = f", and {numbers.count(slow['others'], 'other link')}" if slow["others"] else ""
     return f"the link {name_of(result, link)} is slow{others}: {found}"

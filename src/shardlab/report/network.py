@@ -21,8 +21,9 @@ Result = Mapping[str, Any]  # the content of network.json
 def write(folder: Path, result: Result) -> dict[str, Path]:
     """``network.json``, and the page ``network.html``."""
     files = {"json": folder / "network.json", "html": folder / "network.html"}
+    text = html(result)  # before anything is written
     write_json(files["json"], result)
-    write_text(files["html"], html(result))
+    write_text(files["html"], text)
     return files
 
 
@@ -72,7 +73,7 @@ def _cell(ms: fmt.Spread) -> Text:
 
 def fits_table(result: Result) -> Table:
     shown = terminal.table(
-        "|time = α + β·bytes", "α ms", "95%", "1/β Gbit/s", "95%", "half is α",
+        "|time = α + β·bytes", "α ms", "95%", "1/β Gbit/s", "95%", "α is half at",
         title="fitted lines",
     )  # fmt: skip
     for found in result["fits"]:
@@ -86,13 +87,15 @@ def fit_texts(found: Fit) -> tuple[str, ...]:
     return (
         fmt.number(1e3 * alpha),
         _between(*(1e3 * value for value in found["alpha_95"])),
-        fmt.number(_gbit(beta)),
+        fmt.number(_gbit(beta) if beta > 0 else None),
         _between(*(_gbit(value) for value in reversed(found["beta_95"]))),
         fmt.size(found["half_bytes"]),
     )
 
 
 def _between(low: float, high: float) -> str:
+    if not math.isfinite(high):  # β may be 0: these sizes are too small to see it
+        return f"≥ {fmt.number(low)}" if math.isfinite(low) else fmt.NOTHING
     return f"{fmt.number(low, like=high)}–{fmt.number(high)}"
 
 
@@ -112,7 +115,7 @@ def links_table(result: Result) -> Table:
             duration(latency["median"]),
             f"{duration(latency['p10'])}–{duration(latency['p90'])}",
             *(fmt.number(8e-9 * link[way]["median"]) for way in ("there", "back")),
-            fmt.p10_p90({key: 8e-9 * narrow[key] for key in ("p10", "p90")}),  # type: ignore[literal-required]
+            fmt.p10_p90({key: 8e-9 * narrow[key] for key in ("p10", "p90")}),
         )
     return shown
 
@@ -183,10 +186,10 @@ class _Log:
         return min(max(100 * part, 0.0), 100.0)
 
     def ticks(self, text: Any, one: float, base: float) -> list[charts.Tick]:
-        """At powers of a base, times ``one``; at most nine of them."""
+        """At powers of a base, times ``one``; at most twelve of them."""
         first = math.ceil(math.log(self.low / one, base) - 1e-9)
         last = math.floor(math.log(self.high / one, base) + 1e-9)
-        every = max(1, -(-(last - first + 1) // 9))
+        every = max(1, -(-(last - first + 1) // 12))
         values = [one * base**i for i in range(first, last + 1, every)]
         return [charts.Tick(self.at(value), text(value)) for value in values]
 
