@@ -148,8 +148,8 @@ class Hosts:
         if not self._is_tun:
             ends.append((self._switch, f"port{host}"))
         for namespace, device in ends:
-            # A bucket of 250 KB: the least that a rate of 4 Gbit/s was seen to be kept with. What
-            # waits longer than 200 ms would be dropped.
+            # A bucket of 250 KB holds a few of the largest packets, and 4 Gbit/s are kept with it.
+            # What waits longer than 200 ms is dropped.
             bucket = ["rate", rate, "burst", "250kb", "latency", "200ms"]
             words = ["tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf"]
             subprocess.run([*words, *bucket], check=True, timeout=20)
