@@ -299,7 +299,7 @@ def test_a_slow_host_is_named(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.alone
 def test_a_slow_link_is_named(tmp_path: Path) -> None:
-    with hosts.made(3, delay_s=1e-3, delays={(0, 2): 4e-3}) as three:
+    with hosts.made(3, "500mbit", 1e-3, delays={(0, 2): 4e-3}) as three:
         found = measured_on(three, tmp_path)
     assert found["slow"]["link"] == [0, 2]
     assert found["slow"]["what"] == "latency"
