@@ -60,6 +60,8 @@ def fewer(line: str) -> list[str]:
     if line.startswith("shardlab prove"):
         last = line.rpartition(",")[2] if "," in line else line.split()[-1]
         return ["--strategies", last]
+    if line.startswith("shardlab network"):
+        return ["--max-size", "64KiB", "--rounds", "2"]
     return []
 
 

@@ -11,7 +11,18 @@ from typing import Annotated, NoReturn
 import typer
 
 import shardlab
-from shardlab.cli import checkpoint, compare, data, learn, measure, prove, submit, trace, train
+from shardlab.cli import (
+    checkpoint,
+    compare,
+    data,
+    learn,
+    measure,
+    network,
+    prove,
+    submit,
+    trace,
+    train,
+)
 from shardlab.cli.flags import JSON
 from shardlab.errors import Interrupted, RankFailure, UsageError
 
@@ -23,9 +34,11 @@ app = typer.Typer(
     help="A laboratory for distributed training in PyTorch: run every data-parallel strategy on "
     "one loop, compare them, and see that they equal one process.",
 )
-for command in (train.train, compare.compare, prove.prove, measure.throughput, measure.memory):
+for command in (
+    train.train, compare.compare, prove.prove, measure.throughput, measure.memory, network.network,
+    submit.submit,
+):  # fmt: skip
     app.command()(command)
-app.command()(submit.submit)
 app.add_typer(data.app, name="data")
 app.add_typer(trace.app, name="trace")
 app.add_typer(checkpoint.app, name="checkpoint")

@@ -1,0 +1,61 @@
+"""`shardlab network`: how fast the ranks' network is, by collective, size and link."""
+
+from __future__ import annotations
+
+import typer
+
+from shardlab.cli import flags
+from shardlab.errors import UsageError
+
+
+@flags.configured("world", "device", "backend", "port")
+def network(
+    asked: flags.Asked,
+    max_size: str = typer.Option(
+        "256MiB", help="The largest tensor; each is four times the one before, from 1 KiB on."
+    ),
+    rounds: int = typer.Option(5, help="How often everything is measured, in turns."),
+    time_limit: float = typer.Option(
+        3.0, help="Seconds for one collective at one size, in all rounds; what would take longer "
+        "is left out.",
+    ),
+) -> None:  # fmt: skip
+    """Measure the network: each collective from 1 KiB to 256 MiB, each link, and what is slow.
+
+    Starts ranks here; under torchrun, on the nodes that it joins.
+    """
+    from shardlab.measure import network as measuring
+    from shardlab.numbers import parse_bytes
+    from shardlab.report import console
+    from shardlab.report import network as report
+    from shardlab.run import launch
+
+    largest = parse_bytes(max_size, "--max-size")
+    if largest < measuring.LEAST:
+        raise UsageError(f"--max-size {max_size}: at least 16KiB, so that there are three sizes")
+    if rounds < 2:
+        raise UsageError(f"--rounds {rounds}: at least 2, to see how far they differ")
+    if not 0 < time_limit < float("inf"):
+        raise UsageError(f"--time-limit {time_limit:g}: not a number of seconds above 0")
+    plan = measuring.Plan(largest, rounds, time_limit)
+    config = asked.config()
+    environment = launch.torchrun_environment()
+    if environment is None and config.launch.world is None:
+        config = config.with_overrides({"launch.world": launch.DEFAULT_WORLD})
+    world = config.launch.world if environment is None else environment["size"]
+    if world == 1:
+        raise UsageError("one rank has no network; use --world 2, or more ranks of torchrun")
+    is_first = environment is None or environment["rank"] == 0
+    with console.comparison_progress(enabled=is_first and asked.shows) as on_progress:
+        raw = launch.launch(
+            f"{measuring.__name__}:on_rank",
+            config.launch,
+            plan,
+            on_event=lambda event: on_progress(event["what"], event["done"], event["total"]),
+        )
+    if raw is None:  # this is a rank of torchrun's other than the first
+        return
+    result = measuring.result_of(raw, plan, flags.command())
+    folder = flags.new_folder(config, "network")
+    files = report.write(folder, result)
+    asked.print(result, folder, lambda: report.show(result, files))
