@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from shardlab import config as configs
-from shardlab.run.launch import Ranks
+from shardlab.run.ranks import Ranks
 
 OPTIONS = ("none", "shapes", "memory", "stacks")
 WINDOWS = 16

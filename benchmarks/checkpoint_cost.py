@@ -26,7 +26,7 @@ from typing import Any
 
 from shardlab import config as configs
 from shardlab import numbers
-from shardlab.run.launch import Ranks
+from shardlab.run.ranks import Ranks
 
 
 def measure(world: Any, values: dict[str, Any], folder: str, rounds: int) -> dict[str, Any]:

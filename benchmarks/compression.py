@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import config as configs
-from shardlab.run.launch import Ranks
+from shardlab.run.ranks import Ranks
 
 OURS, TWIN = "simple_ddp_ga", "pytorch_ddp"
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import config as configs
-from shardlab.run.launch import Ranks
+from shardlab.run.ranks import Ranks
 
 STEPS, LATE_S = 4, 0.04
 CONFIG = {

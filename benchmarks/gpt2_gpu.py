@@ -31,7 +31,7 @@ from shardlab import comm
 from shardlab import config as configs
 from shardlab.numbers import spread
 from shardlab.run import assemble, environment, loop
-from shardlab.run.launch import Ranks
+from shardlab.run.ranks import Ranks
 from shardlab.run.recorder import Recorder
 
 SEQ, DIM, HEADS, LAYERS, VOCAB = 1024, 768, 12, 12, 50304

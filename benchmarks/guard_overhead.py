@@ -25,7 +25,7 @@ from typing import Any
 
 from shardlab import config as configs
 from shardlab import numbers
-from shardlab.run.launch import Ranks
+from shardlab.run.ranks import Ranks
 
 STEPS = 10  # of each kind in a block
 WARMUP = 5

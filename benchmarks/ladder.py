@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import config as configs
-from shardlab.run.launch import Ranks
+from shardlab.run.ranks import Ranks
 
 PAIRS = {
     "bucket_ddp_async": ("pytorch_ddp", 1.00),

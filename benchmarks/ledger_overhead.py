@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import config as configs
-from shardlab.run.launch import Ranks
+from shardlab.run.ranks import Ranks
 
 ROUNDS = 150
 

@@ -26,7 +26,7 @@ from typing import Any
 from shardlab import config as configs
 from shardlab.measure import estimate
 from shardlab.naming import STRATEGIES
-from shardlab.run.launch import Ranks
+from shardlab.run.ranks import Ranks
 
 WORKLOADS: dict[str, dict[str, Any]] = {
     "gpt2-mini": {"model.size": "mini", "training.global_batch": 8},

@@ -20,7 +20,7 @@ import toys
 from shardlab import comm, naming
 from shardlab.naming import STRATEGIES
 from shardlab.optim import factory
-from shardlab.run.launch import Ranks
+from shardlab.run.ranks import Ranks
 from shardlab.strategies.base import Setup
 from shardlab.workloads.base import Batch
 from shardlab.world import World

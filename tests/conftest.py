@@ -12,7 +12,7 @@ import torch
 
 import browser
 from shardlab.config import LaunchConfig
-from shardlab.run.launch import Ranks
+from shardlab.run.ranks import Ranks
 
 # Commands that tests start must not inherit what a launcher around pytest may have set. A rank that
 # imports this file, because a test's function is sent to it, keeps what it was given.

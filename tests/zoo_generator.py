@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 import zoo
 import zookeeper
 from shardlab.config import LaunchConfig
-from shardlab.run.launch import Ranks
+from shardlab.run.ranks import Ranks
 from zoo import CLASSES, GROUPS, Animal, Sample, W, says_so, score
 from zookeeper import Verdict
 

@@ -33,7 +33,7 @@ from shardlab import world as worlds
 from shardlab.errors import LOST_PEER, RankFailure, UsageError
 from shardlab.naming import STRATEGIES
 from shardlab.optim import factory
-from shardlab.run.launch import Ranks
+from shardlab.run.ranks import Ranks
 from shardlab.strategies import pytorch_hsdp
 from shardlab.strategies.base import Setup
 from shardlab.world import World

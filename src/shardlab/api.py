@@ -21,7 +21,8 @@ from shardlab.config import Config, LaunchConfig
 from shardlab.errors import UsageError
 from shardlab.files import write_json
 from shardlab.naming import STRATEGIES
-from shardlab.run import launch
+from shardlab.run import joined, launch
+from shardlab.run import place as places
 
 if TYPE_CHECKING:
     import torch
@@ -276,12 +277,12 @@ def _join() -> Any:
 
     from shardlab import world as worlds
 
-    place = launch.joined()
+    place = places.joined()
     atexit.register(worlds.leave)
     if place is None:
         return worlds.join(LaunchConfig(), 0, 1, 0, 1, store=HashStore())
     config = LaunchConfig()
-    store = None if place.is_torchruns else launch.store_of(place, config)
+    store = None if place.is_torchruns else joined.store_of(place, config)
     numbers = place.rank, place.size, place.local_rank, place.local_size
     return worlds.join(config, *numbers, store=store)
 
@@ -294,7 +295,7 @@ def _config(
     named: Settings | None = None,
 ) -> Config:
     """Defaults < the file < settings < the arguments that were given."""
-    if (place := launch.joined()) is not None:
+    if (place := places.joined()) is not None:
         raise UsageError(f"this starts its own ranks; run it without {place.launcher}")
     given = dict(named or {})
     if file is None or workload != "gpt2":

@@ -30,7 +30,7 @@ from shardlab.config import LaunchConfig
 from shardlab.data import image_files, text
 from shardlab.errors import UsageError
 from shardlab.files import read_jsonl
-from shardlab.run.launch import Ranks
+from shardlab.run.ranks import Ranks
 from shardlab.strategies.base import Setup
 from shardlab.strategies.simple_ddp import SimpleDDP
 from shardlab.world import World

@@ -23,7 +23,7 @@ from shardlab.errors import Halt, RankFailure, UsageError
 from shardlab.guard import drift, sequence
 from shardlab.naming import STRATEGIES
 from shardlab.run import restart
-from shardlab.run.launch import Ranks
+from shardlab.run.ranks import Ranks
 from shardlab.world import World
 
 LAUNCH = LaunchConfig(device="cpu", timeout_s=60)

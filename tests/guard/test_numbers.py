@@ -18,7 +18,7 @@ from shardlab import config as configs
 from shardlab.config import LaunchConfig
 from shardlab.errors import Halt
 from shardlab.guard import numbers
-from shardlab.run.launch import Ranks
+from shardlab.run.ranks import Ranks
 from shardlab.strategies.simple_ddp import SimpleDDP
 from shardlab.strategies.update import NotFinite, Rule, Update
 

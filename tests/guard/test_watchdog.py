@@ -27,7 +27,7 @@ from shardlab.guard import stacks, verdict, watchdog
 from shardlab.guard.stacks import Frame
 from shardlab.guard.verdict import Seen
 from shardlab.pulse import Call
-from shardlab.run.launch import Ranks
+from shardlab.run.ranks import Ranks
 from shardlab.world import World
 
 LAUNCH = LaunchConfig(device="cpu", timeout_s=60)

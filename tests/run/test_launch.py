@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 import time
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,7 @@ from conftest import GetRanks
 from shardlab import comm
 from shardlab.config import LaunchConfig
 from shardlab.errors import RankFailure, UsageError
-from shardlab.run import launch
-from shardlab.run.launch import Ranks
+from shardlab.run.ranks import Ranks
 from shardlab.world import World
 
 LAUNCH = LaunchConfig(device="cpu", timeout_s=60)
@@ -119,13 +119,13 @@ def test_share_and_gather(ranks: GetRanks) -> None:
 @pytest.mark.long
 def test_a_slow_parent_mixes_no_answers_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank alone names its port and is ready at once: two answers wait, to two questions."""
-    wait = launch.connection.wait
+    wait = connection.wait
 
     def late(*args: Any) -> Any:
         time.sleep(1)
         return wait(*args)
 
-    monkeypatch.setattr(launch.connection, "wait", late)
+    monkeypatch.setattr(connection, "wait", late)
     with Ranks(LAUNCH, 1) as alone:
         assert alone.run(who, deadline_s=20)[0][:2] == (0, 1)
 

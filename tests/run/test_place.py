@@ -13,7 +13,7 @@ import commands
 from shardlab import config as configs
 from shardlab.config import LaunchConfig
 from shardlab.errors import UsageError
-from shardlab.run import doctor, launch, place
+from shardlab.run import doctor, joined, launch, place, ranks
 from shardlab.run.place import Place, expand, port_of, resolve, tasks_per_node
 
 TORCHRUN = {
@@ -188,7 +188,7 @@ def in_environment(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> 
 def test_a_job_of_many_tasks_is_not_run_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that forgot srun would train on one node of many."""
     in_environment(monkeypatch, BATCH)
-    assert launch.joined() is None
+    assert place.joined() is None
     words = "Slurm gave this job 8 tasks, but srun did not start this command: put srun before it"
     with pytest.raises(UsageError, match=words) as refused:
         launch.default_world(configs.Config())
@@ -198,7 +198,7 @@ def test_a_job_of_many_tasks_is_not_run_by_one(monkeypatch: pytest.MonkeyPatch) 
 
 def test_one_task_starts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     in_environment(monkeypatch, ONE_TASK)
-    assert launch.joined() is None
+    assert place.joined() is None
     assert launch.default_world(configs.Config()) == 1
 
 
@@ -210,7 +210,7 @@ def test_commands_that_start_ranks_say_who_has(
     environ: dict[str, str], launcher: str, command: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(launch, "_came_together", True)  # no other rank is there to be told
+    monkeypatch.setattr(joined, "_came_together", True)  # no other rank is there to be told
     done = commands.here(command, cwd=tmp_path, **environ)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {command} starts its own ")
@@ -227,7 +227,7 @@ def test_the_doctor_tells_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_restarts_are_the_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_came_together", True)
+    monkeypatch.setattr(joined, "_came_together", True)
     done = commands.here(
         "train", "--max-restarts", "1", "--checkpoint-every", "2", cwd=tmp_path, **SLURM
     )
@@ -249,20 +249,20 @@ FIRST = Place("mpirun", 0, 2, 0, 1, None, 2, "", 12345)
 def test_where_rank_0_cannot_be(
     where: Place, config: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_came_together", False)
+    monkeypatch.setattr(joined, "_came_together", False)
     with pytest.raises(UsageError, match=words):
-        launch.store_of(where, LaunchConfig(**config))
+        joined.store_of(where, LaunchConfig(**config))
 
 
 def test_an_interface_that_is_not_there() -> None:
-    refusal = launch._unfit(FIRST, LaunchConfig(interface="ib77"))
+    refusal = joined._unfit(FIRST, LaunchConfig(interface="ib77"))
     assert refusal.startswith("launch.interface is ib77, and this host has ")
 
 
 def test_what_rank_0_listens_on() -> None:
     """Where the host's name means loopback: the interface that is named, or all of them."""
     one_node = Place("mpirun", 0, 2, 0, 2, 0, 1, "127.0.0.1", 12345)
-    listens = launch._own_address
+    listens = joined._own_address
     assert listens("127.0.0.1", one_node, None) == (2, place.LOOPBACK)
     assert listens("127.0.0.1", FIRST, "lo") == (2, place.LOOPBACK)
     assert listens("127.0.0.1", FIRST, None) == (2, "")
@@ -282,4 +282,4 @@ def test_settings_are_checked(key: str, value: str, words: str) -> None:
 def test_ranks_of_one_machine_take_neither(key: str) -> None:
     config = configs.load(None, {f"launch.{key}": "lo"}).launch
     with pytest.raises(UsageError, match=f"launch.{key} is for ranks that srun or mpirun"):
-        launch.Ranks(config, 1)
+        ranks.Ranks(config, 1)

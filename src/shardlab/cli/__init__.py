@@ -61,9 +61,9 @@ def main() -> None:
     try:
         app()
     except UsageError as error:
-        from shardlab.run import launch
+        from shardlab.run import joined
 
-        _end(2, f"error: {launch.refused_together(str(error))}")
+        _end(2, f"error: {joined.refused_together(str(error))}")
     except RankFailure as failure:
         if failure.traceback:
             print(failure.traceback, file=sys.stderr, end="")

@@ -268,7 +268,7 @@ def specs_of(strategies: str | None) -> list[str]:
 
 
 def refuse_launcher(name: str, what: str = "ranks") -> None:
-    from shardlab.run import launch
+    from shardlab.run import place as places
 
-    if (place := launch.joined()) is not None:
+    if (place := places.joined()) is not None:
         raise UsageError(f"{name} starts its own {what}; run it without {place.launcher}")

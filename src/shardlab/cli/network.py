@@ -22,13 +22,14 @@ def network(
 ) -> None:  # fmt: skip
     """Measure the network: each collective from 1 KiB to 256 MiB, each link, and what is slow.
 
-    Starts ranks here; under torchrun, on the nodes that it joins.
+    Starts ranks here; under torchrun, srun and mpirun, it runs on theirs.
     """
     from shardlab.measure import network as measuring
     from shardlab.numbers import parse_bytes
     from shardlab.report import console
     from shardlab.report import network as report
     from shardlab.run import launch
+    from shardlab.run import place as places
 
     largest = parse_bytes(max_size, "--max-size")
     if largest < measuring.LEAST:
@@ -39,13 +40,13 @@ def network(
         raise UsageError(f"--time-limit {time_limit:g}: not a number of seconds above 0")
     plan = measuring.Plan(largest, rounds, time_limit)
     config = asked.config()
-    environment = launch.torchrun_environment()
-    if environment is None and config.launch.world is None:
+    place = places.joined()
+    if place is None and config.launch.world is None:
         config = config.with_overrides({"launch.world": launch.DEFAULT_WORLD})
-    world = config.launch.world if environment is None else environment["size"]
+    world = config.launch.world if place is None else place.size
     if world == 1:
-        raise UsageError("one rank has no network; use --world 2, or more ranks of torchrun")
-    is_first = environment is None or environment["rank"] == 0
+        raise UsageError("one rank has no network; use --world 2, or more ranks of a launcher")
+    is_first = place is None or place.rank == 0
     with console.comparison_progress(enabled=is_first and asked.shows) as on_progress:
         raw = launch.launch(
             f"{measuring.__name__}:on_rank",
@@ -53,7 +54,7 @@ def network(
             plan,
             on_event=lambda event: on_progress(event["what"], event["done"], event["total"]),
         )
-    if raw is None:  # this is a rank of torchrun's other than the first
+    if raw is None:  # this is a launcher's rank other than the first
         return
     result = measuring.result_of(raw, plan, flags.command())
     folder = flags.new_folder(config, "network")

@@ -42,8 +42,9 @@ def train(asked: flags.Asked) -> None:
     from shardlab.checkpoint import start as starts
     from shardlab.report import console
     from shardlab.run import launch, restart
+    from shardlab.run import place as places
 
-    place = launch.joined()
+    place = places.joined()
     resolved = config_of(asked, keep_world=place is None)
     if place is not None and place.is_torchruns and starts.is_restarted():
         resolved = resolved.with_overrides({"checkpoint.resume": starts.AUTO})

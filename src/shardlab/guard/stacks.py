@@ -34,9 +34,11 @@ _LIBRARIES = tuple(
     for path in {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")}
 )
 _PACKAGE = str(Path(__file__).resolve().parents[1])
+_LAUNCHERS = (f"{_PACKAGE}/run/ranks.py", f"{_PACKAGE}/run/joined.py")
 # Our code that only calls what a rank is really doing.
-_PLUMBING = tuple(
-    f"{_PACKAGE}/{name}" for name in ("comm.py", "guard", "pulse.py", "phases.py", "run/launch.py")
+_PLUMBING = (
+    *(f"{_PACKAGE}/{name}" for name in ("comm.py", "guard", "pulse.py", "phases.py")),
+    *_LAUNCHERS,
 )
 
 
@@ -57,7 +59,7 @@ class Frame:
 
     @property
     def is_launcher(self) -> bool:
-        return self.file == f"{_PACKAGE}/run/launch.py"
+        return self.file in _LAUNCHERS
 
     @property
     def is_plumbing(self) -> bool:

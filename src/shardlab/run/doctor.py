@@ -13,7 +13,7 @@ from shardlab.config import LaunchConfig
 from shardlab.data import sources
 from shardlab.errors import RankFailure, UsageError
 from shardlab.run import place as places
-from shardlab.run.launch import Ranks
+from shardlab.run.ranks import Ranks
 
 if TYPE_CHECKING:
     from shardlab.world import World

@@ -7,6 +7,7 @@ torch. Variables that contradict each other are refused here, before a rank wait
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -64,6 +65,12 @@ def resolve(environ: Environment) -> Place | None:
             f"{place.size} in all"
         )
     return place
+
+
+def joined() -> Place | None:
+    """This process's place among the ranks that a launcher has started; None if it starts them."""
+    place = resolve(os.environ)
+    return place if place is not None and place.is_joined else None
 
 
 def tasks_without_srun(environ: Environment) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from shardlab import config as configs
 from shardlab.config import Config, LaunchConfig
-from shardlab.run.launch import Ranks, Target
+from shardlab.run.ranks import Ranks, Target
 
 if TYPE_CHECKING:
     from shardlab.world import World

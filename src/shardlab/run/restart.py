@@ -10,7 +10,7 @@ from shardlab.checkpoint import files
 from shardlab.config import Config, check_batch
 from shardlab.errors import Interrupted, RankFailure, UsageError
 from shardlab.run import launch
-from shardlab.run.launch import Event
+from shardlab.run.ranks import Event
 
 TARGET = "shardlab.run.rank:train_rank"
 
