@@ -136,8 +136,10 @@ def test_waits_are_right_to_the_printed_error(run: tuple[Path, int], tmp_path: P
 
     found, truth = traces.load(folder), copied(folder, tmp_path / "truth", true_times)
     error_us = found.clocks()[1].error_us
-    for got, want in zip(waits(found), waits(truth), strict=True):
-        assert got == pytest.approx(want, abs=error_us + 1)
+    for pair in zip(waits(found), waits(truth), strict=True):
+        for got, want in zip(*pair, strict=True):
+            # One that looks shorter than the error counts as none.
+            assert abs(got - want) <= (error_us if got else 2 * error_us) + 1
     worst = found.stragglers()[0]
     assert worst.rank == 1
     assert 0.5 * LATE_S < worst.worst_us / 1e6 < 2 * LATE_S

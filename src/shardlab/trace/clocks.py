@@ -150,11 +150,15 @@ class Clocks:
                 _answer(self.world)
 
     def keep(self, folder: Path) -> None:
-        """On rank 0: write what was measured so far. On one node: there is nothing to correct."""
-        if self.world.rank == 0 and len(self.ranks) > 1:
-            parts = zip(self.hosts, self.ranks, self.readings, strict=True)
-            nodes = [Node(i, host, tuple(r), tuple(s)) for i, (host, r, s) in enumerate(parts)]
-            write_json(folder / FILE, {"schema": SCHEMA, "nodes": [asdict(node) for node in nodes]})
+        """Rank 0 writes what was measured so far. On one node there is nothing to correct."""
+        if self.world.rank:
+            return
+        if len(self.ranks) == 1:
+            (folder / FILE).unlink(missing_ok=True)  # of an attempt on more nodes, before a restart
+            return
+        parts = zip(self.hosts, self.ranks, self.readings, strict=True)
+        nodes = [Node(i, host, tuple(r), tuple(s)) for i, (host, r, s) in enumerate(parts)]
+        write_json(folder / FILE, {"schema": SCHEMA, "nodes": [asdict(node) for node in nodes]})
 
 
 def _ask(world: World, rank: int) -> list[Ping]:
