@@ -236,6 +236,8 @@ def strategy(
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
+    from shardlab import comm
+    from shardlab import world as worlds
     from shardlab.optim import factory
     from shardlab.run import assemble
     from shardlab.strategies.base import Setup
@@ -264,7 +266,13 @@ def strategy(
     plan = factory.plan(training, make_optimizer, None, model, "make_optimizer")
     rule = Rule(clip_norm=clip_norm, schedule=schedule or constant)
     named = guess_blocks(model) if blocks is None else blocks
-    made = make(Setup(model, plan, loss_fn, mesh, rule, named), **given.strategy.options)
+    place, group = places.joined(), mesh.get_group("dp")
+    per_node = 0
+    if place is not None and place.size == mesh.size():
+        per_node = worlds.ranks_per_node(group, place.local_rank, place.local_size)
+    comm.LEDGER.ranks_per_node = per_node
+    setup = Setup(model, plan, loss_fn, mesh, rule, named, per_node)
+    made = make(setup, **given.strategy.options)
     # A process that ends while a message is under way is aborted. What is registered last is
     # called first: this, then worlds.leave.
     atexit.register(made.settle)

@@ -7,7 +7,8 @@ in the ledger.
 
 What a ledger entry's ``bytes`` counts is Ψ, the whole tensor the collective is about (for
 all_gather its output, for reduce_scatter its input). ``wire_bytes`` is what the best
-algorithm makes one rank send.
+algorithm makes one rank send. ``sent_inside`` and ``sent_between`` are what the backend's own makes
+this rank send inside its node and to other nodes (``numbers.link_shares``).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab.numbers import link_shares
 from shardlab.numbers import wire_bytes as wire_bytes
 from shardlab.pulse import Call
 
@@ -65,6 +67,8 @@ class Entry:
     done_ns: int | None = None
     ready_ns: int | None = None  # when the wait was over and the strategy continued
     launches: int = 1  # messages that the backend was given for it
+    sent_inside: int = 0  # bytes that this rank sends to ranks of its node
+    sent_between: int = 0  # and to other nodes
 
 
 @dataclass
@@ -76,6 +80,8 @@ class Ledger:
     full_steps: int | None = None  # entries are kept for this many steps; None keeps all
     calls: int = 0
     bytes: int = 0
+    sent_between: int = 0  # bytes that this rank sends to other nodes
+    ranks_per_node: int = 0  # 0: one node, or not known; it stays when the ledger begins anew
     # For the watchdog: what was entered last, what is waited for, and how many waits are over.
     recent: deque[Call] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     waiting: Entry | None = None
@@ -96,12 +102,14 @@ class Ledger:
             site=f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}",  # noqa: PTH119
             enqueue_ns=time.perf_counter_ns(),
         )
+        entry.sent_inside, entry.sent_between = self._links(op, entry.bytes, group)
         what = f"{op}{reduction} {tuple(tensor.shape)} {entry.dtype} '{label}'"
         call = Call(entry.seq, entry.step, what, entry.site)
         self.recent.append(call)
         self.fingerprint = zlib.crc32(what.encode(), self.fingerprint)
         self.calls += 1
         self.bytes += entry.bytes
+        self.sent_between += entry.sent_between
         if self.check is not None:
             self.waiting = entry
             self.check(call, group)
@@ -109,6 +117,16 @@ class Ledger:
         if self.keeps_entries:
             self.entries.append(entry)
         return entry
+
+    def _links(self, op: str, size: int, group: Group) -> tuple[int, int]:
+        """The bytes that this rank sends inside its node, and to other nodes."""
+        if self.ranks_per_node:
+            members = dist.get_process_group_ranks(group)
+            nodes = tuple(rank // self.ranks_per_node for rank in members)
+        else:
+            nodes = (0,) * group.size()
+        inside, between = link_shares(op, nodes, group.rank(), group.name())
+        return round(inside * size), round(between * size)
 
     @property
     def keeps_entries(self) -> bool:
@@ -125,7 +143,7 @@ class Ledger:
         self.entries = []
         self.step = None
         self.full_steps = full_steps
-        self.calls = self.bytes = self.waited = self.fingerprint = 0
+        self.calls = self.bytes = self.sent_between = self.waited = self.fingerprint = 0
         self.recent.clear()
         self.waiting = self.check = None
 

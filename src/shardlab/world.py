@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardlab import numbers
 from shardlab.config import LaunchConfig
 from shardlab.errors import UsageError
 
@@ -40,6 +41,9 @@ class World:
     tell: Callable[[Mapping[str, Any]], None] = field(default=_silent, compare=False)  # progress
     # Reports to the parent that watches the ranks. None under torchrun: they watch each other.
     pulse: Callable[[Mapping[str, Any]], None] | None = field(default=None, compare=False)
+    # Those of a node are neighbours: rank // ranks_per_node is the node. 0: there is one node, or
+    # the nodes are not like that.
+    ranks_per_node: int = 0
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -66,7 +70,9 @@ class World:
         group = _first_groups[size]
         if self.rank >= size:
             return None
-        return replace(self, size=size, mesh=_mesh(group, self.device))
+        fits = size > self.ranks_per_node > 0 and size % self.ranks_per_node == 0
+        per_node = self.ranks_per_node if fits else 0
+        return replace(self, size=size, mesh=_mesh(group, self.device), ranks_per_node=per_node)
 
 
 def join(
@@ -99,7 +105,16 @@ def join(
     )
     group = dist.group.WORLD
     assert group is not None
-    return World(rank, size, local_rank, device, backend, _mesh(group, device), tell, pulse)
+    per_node = ranks_per_node(group, local_rank, local_size)
+    mesh = _mesh(group, device)
+    return World(rank, size, local_rank, device, backend, mesh, tell, pulse, per_node)
+
+
+def ranks_per_node(group: dist.ProcessGroup, local_rank: int, local_size: int) -> int:
+    """How many ranks each node has; 0 if there is one node, or they differ. A collective."""
+    places: list[tuple[int, int]] = [(0, 0)] * group.size()
+    dist.all_gather_object(places, (local_rank, local_size), group=group)
+    return numbers.ranks_per_node(places)
 
 
 def _keep_freed_memory() -> None:

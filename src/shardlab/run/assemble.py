@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import naming
+from shardlab import comm, naming
 from shardlab import world as worlds
 from shardlab.config import LOSS_SCALE, Config, TrainingConfig
 from shardlab.errors import UsageError
@@ -89,7 +89,9 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
         world.mesh,
         make_rule(config, workload),
         blocks,
+        world.ranks_per_node,
     )
+    comm.LEDGER.ranks_per_node = world.ranks_per_node
     strategy: Strategy = make(setup, **config.strategy.options)
     worlds.seed_rank(config.training.seed, world.rank)
     return strategy

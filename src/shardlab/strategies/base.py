@@ -41,6 +41,7 @@ class Setup:
     # What the update does beside the optimizer: clip, follow a schedule, scale the loss.
     rule: Rule = field(default_factory=Rule)
     blocks: Sequence[str] = ()  # names of the modules that may be sharded one by one
+    ranks_per_node: int = 0  # neighbours in the mesh; 0: there is one node, or it is not known
 
 
 class Strategy(ABC):

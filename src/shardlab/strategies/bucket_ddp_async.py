@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from shardlab import comm
+from shardlab.errors import UsageError
 from shardlab.optim import factory
 from shardlab.strategies import base, overlap, refusals, steps
 from shardlab.strategies.compress import Compressing, Waitable
 from shardlab.strategies.flat import Layout
+from shardlab.strategies.groups import inside_and_between
 from shardlab.strategies.overlap import InOrder, buckets_of
 from shardlab.workloads.base import Batch
 
@@ -42,6 +44,15 @@ class BucketDDPAsync(Compressing):
 
     How often each gradient comes in a backward (re-entrant checkpointing may give it in parts) is
     learnt in the first step. One that comes more often later, when its bucket is gone, is refused.
+
+    With ``hierarchical``, for nodes of s ranks each, a bucket is not all-reduced at once, but
+
+        inside the node     reduce_scatter the bucket, asynchronously     Ψ
+        between the nodes   all_reduce this rank's part, asynchronously   Ψ/s
+        inside the node     all_gather the bucket, asynchronously         Ψ
+
+    each begun when the next bucket is full, or after backward. A node sends 2Ψ(g-1)/g to the others
+    of g nodes, in s streams; the ring of all n ranks sends 2Ψ(n-1)/n, in one.
     """
 
     def __init__(
@@ -52,10 +63,21 @@ class BucketDDPAsync(Compressing):
         first_bucket_mb: float = 1.0,
         compress: str = "none",
         powersgd_rank: int | None = None,
+        hierarchical: bool = False,
+        ranks_per_node: int | None = None,
     ) -> None:
+        """``ranks_per_node``: of what is taken for a node; None asks the launcher."""
         super().__init__(setup, compress=compress, powersgd_rank=powersgd_rank)
         self.bucket_mb = bucket_mb, first_bucket_mb
         buckets_of({}, (), *self.bucket_mb)  # refuse a wrong size now, not after the first step
+        size = (ranks_per_node or setup.ranks_per_node) if hierarchical else None
+        if size is not None and (compress != "none" or not 1 < size < setup.mesh.size()):
+            raise UsageError(
+                "bucket_ddp_async: hierarchical is for several nodes of several ranks each, without "
+                "compression (its option ranks_per_node says what is taken for a node)"
+            )
+        where = setup.mesh, size, "bucket_ddp_async", "ranks_per_node"
+        self.node, self.between = inside_and_between(*where)
         self.arrivals: dict[str, None] = {}  # whose gradient came in this step, in that order
         self.times: dict[str, int] = {}  # how often, in the last micro-batch
         self.is_last = False  # micro-batch of the step
@@ -87,13 +109,26 @@ class BucketDDPAsync(Compressing):
         for name in parts.keys() - self.arrivals.keys():
             self.params[name].grad = parts[name].zero_()  # unused here, perhaps not elsewhere
         flat, label = self.buckets[bucket], f"bucket {bucket}"  # (elements,)
-        if self.compressor is None:
-            pending: Waitable = comm.all_reduce(flat, self.group, label=label, async_op=True)
+        if self.between is not None:
+            pending: Waitable = overlap.Chain(self._by_nodes(flat, label))
+        elif self.compressor is None:
+            pending = comm.all_reduce(flat, self.group, label=label, async_op=True)
         else:
             pending = self.compressor.all_reduce_bucket(
                 parts, flat, self.group, label=label, async_op=True
             )
         self.under_way.append(pending)
+        for before in reversed(self.under_way[-3:-1]):  # what they wait for had time to travel
+            if isinstance(before, overlap.Chain):
+                before.go_on()
+
+    def _by_nodes(self, flat: Tensor, label: str) -> Iterator[comm.Pending]:
+        """The three parts of a hierarchical all-reduce; who asks for the next has waited."""
+        assert self.between is not None
+        mine = flat.view(self.node.size(), -1)[self.node.rank()]  # (elements / s,)
+        yield comm.reduce_scatter(mine, flat, self.node, label=label, async_op=True)
+        yield comm.all_reduce(mine, self.between, label=label, async_op=True)
+        yield comm.all_gather(flat, mine, self.node, label=label, async_op=True)
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
         steps.broadcast_buffers(self.model, self.group)
@@ -160,9 +195,9 @@ class BucketDDPAsync(Compressing):
         comm.broadcast(order, self.group, label="order of gradients")
         ordered = [names[i] for i in order.tolist()]
         for params in buckets_of(self.params, ordered, *self.bucket_mb):
-            layout = Layout.of(params, ranks=1)
+            layout = Layout.of(params, ranks=1 if self.between is None else self.node.size())
             first = next(iter(params.values()))
-            flat = torch.zeros(layout.size, dtype=first.dtype, device=first.device)
+            flat = torch.zeros(layout.padded, dtype=first.dtype, device=first.device)
             for name, p in params.items():
                 view = layout.view(flat, name)
                 if p.grad is not None:

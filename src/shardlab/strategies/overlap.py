@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +93,27 @@ class InOrder:
     def _launch_next(self) -> None:
         self.next += 1  # first: launching may run hooks
         self.launch(self.next - 1)
+
+
+class Chain:
+    """Collectives one after the other, each begun when somebody has waited for the one before.
+
+    Ranks must go on with their chains in the same order: that is when the next is launched.
+    """
+
+    def __init__(self, parts: Iterator[comm.Pending]) -> None:
+        self.parts = parts
+        self.pending: comm.Pending | None = next(parts)
+
+    def go_on(self) -> None:
+        """Wait for what is under way, and begin what comes next."""
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = next(self.parts, None)
+
+    def wait(self) -> None:
+        while self.pending is not None:
+            self.go_on()
 
 
 def last_of_step(

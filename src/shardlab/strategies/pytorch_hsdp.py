@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
+from torch.distributed.device_mesh import DeviceMesh
 
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-from shardlab.errors import UsageError
-from shardlab.strategies import base
+from shardlab.strategies import base, groups
 from shardlab.strategies.pytorch_fsdp import PyTorchFSDP
-
-# The meshes of each world. A process group lives as long as its world, with threads and sockets of
-# its own: a second strategy in the same process uses the groups of the first.
-_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int], DeviceMesh]] = (
-    WeakKeyDictionary()
-)
 
 
 class PyTorchHSDP(PyTorchFSDP):
@@ -35,6 +25,8 @@ class PyTorchHSDP(PyTorchFSDP):
 
     Cost: 3Ψ(s-1)/s inside a group, where links are fast, and only 2(Ψ/s)(g-1)/g between the
     g = n/s groups, where they are slow. Memory: one s-th, not one n-th.
+
+    ``shards`` is s. By default it is the number of ranks on a node, and 2 where there is one node.
     """
 
     RESHARD_AFTER_FORWARD = True
@@ -44,25 +36,11 @@ class PyTorchHSDP(PyTorchFSDP):
         setup: base.Setup,
         *,
         comm_dtype: str = "fp32",
-        shards: int = 2,
+        shards: int | None = None,
     ) -> None:
-        self.shards = min(shards, setup.mesh.size())
+        wanted = (setup.ranks_per_node or 2) if shards is None else shards
+        self.shards = min(wanted, setup.mesh.size())
         super().__init__(setup, comm_dtype=comm_dtype)
 
     def shard_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """(groups, shards): neighbours shard, as ranks of one host are neighbours."""
-        if self.shards < 1 or mesh.size() % self.shards:
-            raise UsageError(
-                f"pytorch_hsdp: {mesh.size()} ranks cannot form groups of {self.shards}; "
-                "set its option shards to a divisor"
-            )
-        if mesh.size() != dist.get_world_size():
-            raise UsageError("pytorch_hsdp makes process groups of its own: it needs every rank")
-        assert dist.group.WORLD is not None
-        made = _meshes.setdefault(dist.group.WORLD, {})
-        key = (mesh.device_type, self.shards)
-        if key not in made:
-            shape = (mesh.size() // self.shards, self.shards)
-            names = ("replicate", "shard")
-            made[key] = init_device_mesh(mesh.device_type, shape, mesh_dim_names=names)
-        return made[key]
+        return groups.grid(mesh, self.shards, "pytorch_hsdp")

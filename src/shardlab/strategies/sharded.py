@@ -39,7 +39,7 @@ class Sharded(ShardedState):
     def __init__(self, setup: base.Setup) -> None:
         super().__init__(setup, builds_optimizer=False)
         refusals.refuse_sparse_gradients(self.params)
-        self.rank, self.ranks = self.group.rank(), self.group.size()
+        self.peers = self.group  # the ranks that have one shard each
         self.used: set[str] = set()  # what got a gradient on this rank, in this step
         self.unused: list[str] = []  # what got one on no rank
         self.comm_dtype: torch.dtype | None = None  # of gradients that travel; None: their own
@@ -89,7 +89,7 @@ class Sharded(ShardedState):
                     then(unit)
 
         whole = [part for parts in gradients.values() for part in parts.values()]
-        self.update(whole, self.group, apply)
+        self.update(whole, self.peers, apply)
 
     # ------------------------------------------------------------ gradients, freed as they go
 

@@ -21,11 +21,15 @@ class ShardedState(base.Strategy):
 
     KEEPS_PARTS = True
 
-    rank: int
-    ranks: int
+    peers: comm.Group  # the ranks that have one shard each
     units: list[Unit]
     pieces: dict[tuple[str, Piece], nn.Parameter]
     unused: list[str]
+
+    @property
+    def rank(self) -> int:
+        """Which shard is this rank's."""
+        return self.peers.rank()
 
     def await_gradient(self, unit: Unit) -> None:
         """Before the unit's shard is updated: wait until its gradient is there."""
@@ -47,7 +51,7 @@ class ShardedState(base.Strategy):
     def gather(self, unit: Unit, shard: Tensor, label: str) -> dict[str, Tensor]:
         """Every rank's part of the unit, put together and split by parameter."""
         full = torch.empty(unit.layout.padded, dtype=shard.dtype, device=shard.device)
-        comm.all_gather(full, shard, self.group, label=f"{label} {unit.label}")
+        comm.all_gather(full, shard, self.peers, label=f"{label} {unit.label}")
         return unit.split(full)
 
     def full_params(self) -> dict[str, Tensor]:
@@ -104,7 +108,7 @@ class ShardedState(base.Strategy):
 
     def _agreed(self, kinds: dict[str, torch.dtype]) -> list[tuple[str, torch.dtype]]:
         """The optimizer's state keys and their dtypes; a rank without pieces does not know them."""
-        everyone: list[dict[str, torch.dtype]] = [{}] * self.ranks
+        everyone: list[dict[str, torch.dtype]] = [{}] * self.group.size()
         torch.distributed.all_gather_object(everyone, kinds, group=self.group)
         return sorted({k: v for kinds in everyone for k, v in kinds.items()}.items())
 
@@ -158,7 +162,8 @@ class ShardedState(base.Strategy):
         for unit in self.units:
             if unit.is_whole:
                 assert unit.full is not None
-                comm.all_gather(unit.full, unit.shard, self.group, label=f"params {unit.label}")
+                label = f"params {unit.label}"
+                comm.all_gather(unit.full, unit.shard, self.peers, label=label)
 
     def exchange_averages(self) -> None:
         self.settle()

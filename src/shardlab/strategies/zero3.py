@@ -14,6 +14,7 @@ from shardlab.phases import BACKWARD, FORWARD, phase
 from shardlab.strategies import base, refusals, steps
 from shardlab.strategies.agenda import GATHER, Agenda, Op
 from shardlab.strategies.block import GATHERING, SHARDED, Block, units_of
+from shardlab.strategies.groups import inside_and_between
 from shardlab.strategies.sharded import DTYPES, Sent, Sharded
 from shardlab.strategies.uses import Uses, in_backward, refuse_compiled
 from shardlab.workloads.base import Batch
@@ -42,6 +43,13 @@ class Zero3(Sharded):
     Cost: 3Ψ(n-1)/n on the wire per micro-batch, less what is gathered once (root, last block).
     Memory: of everything one n-th, plus two blocks' parameters and gradients.
 
+    With ``shards=s``, s neighbours (the ranks of a node) gather and scatter among themselves, and
+    the n/s groups are replicas. Added to the schedule is
+
+        the last backward   all_reduce gradients of this rank's shard between groups, asynchronously
+
+    Cost: 3Ψ(s-1)/s inside a group, only 2(Ψ/s)(g-1)/g between g = n/s groups. Memory: one s-th.
+
     When a unit is needed and when it is done with is noticed by hooks (``uses.py``). In which order
     all ranks gather and scatter is learnt by running (``agenda.py``): whoever needs an operation
     starts all that are planned before it. So it does not matter in which order blocks run, how
@@ -53,13 +61,18 @@ class Zero3(Sharded):
 
     WORKS_BY_BLOCK = True
 
-    def __init__(self, setup: base.Setup, *, comm_dtype: str = "fp32") -> None:
+    def __init__(
+        self, setup: base.Setup, *, comm_dtype: str = "fp32", shards: int | None = None
+    ) -> None:
         refuse_compiled(setup.model)
         super().__init__(setup)
+        self.peers, self.between = inside_and_between(setup.mesh, shards, "zero3")
+        self.scattered: list[Block] = []  # whose shards are still to be sent between the groups
+        self.crossing: list[Sent] = []  # those that are on their way
         self.comm_dtype = refusals.option("zero3's comm_dtype", comm_dtype, DTYPES)
         self.units: list[Block]  # type: ignore[assignment]
         parts = units_of(self.model, setup.blocks)
-        self.own_units(setup, [Block(*part, self.group, self.comm_dtype) for part in parts])
+        self.own_units(setup, [Block(*part, self.peers, self.comm_dtype) for part in parts])
         self.agenda = Agenda(len(self.units), self._start, self._agree)
         self.uses = Uses(
             self.units,
@@ -73,7 +86,7 @@ class Zero3(Sharded):
                 if p.requires_grad:
                     p.register_post_accumulate_grad_hook(partial(self._arrived, i, name))
 
-    # ------------------------------------------------------------ the two collectives
+    # ------------------------------------------------------------ the collectives
 
     def _start(self, op: Op) -> bool:
         """Start a collective, in the common order. True: this rank had gradients to send."""
@@ -81,7 +94,7 @@ class Zero3(Sharded):
         if op.kind == GATHER:
             into, shard = unit.room()  # (padded,), (shard,)
             label = f"params {unit.label or 'root'}"
-            unit.gathers(into, comm.all_gather(into, shard, self.group, label=label, async_op=True))
+            unit.gathers(into, comm.all_gather(into, shard, self.peers, label=label, async_op=True))
             return False
         was_complete, has_gradients = unit.is_complete, unit.has_gradients
         self._move_arrived()
@@ -89,10 +102,21 @@ class Zero3(Sharded):
         if was_complete and not unit.stays and not unit.is_recomputed:
             unit.free()
         full, mine = self.taken(unit)  # (padded,), (shard,)
+        self._cross(self.scattered)  # in the common order too: taken() has received them
+        self.scattered = [unit]
         label = f"grad {unit.label}"
-        pending = comm.reduce_scatter(mine, full, self.group, label=label, async_op=True)
+        pending = comm.reduce_scatter(mine, full, self.peers, label=label, async_op=True)
         self.in_flight.append(Sent(unit, full, mine, pending))
         return has_gradients
+
+    def _cross(self, units: Sequence[Block]) -> None:
+        """Add up the groups' gradients of this rank's shards, without waiting for it."""
+        for unit in units if self.between is not None and self.is_last else ():
+            if unit.grad is not None:
+                grad, label = unit.grad, f"grad {unit.label} between groups"  # (shard,)
+                pending = comm.all_reduce(grad, self.between, label=label, async_op=True)
+                self.crossing.append(Sent(unit, grad, grad, pending))
+                unit.grad = None
 
     def _agree(self, flags: Sequence[bool]) -> list[bool]:
         return steps.any_rank(flags, self.group, label="agreement")
@@ -160,8 +184,8 @@ class Zero3(Sharded):
         self.used.clear()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         is_used: list[bool] = []
-        for batch in microbatches:
-            self._begin("training")
+        for i, batch in enumerate(microbatches):
+            self._begin("training", is_last=i + 1 == len(microbatches))
             with saved_tensors_hooks(self.uses.pack, self.uses.unpack):
                 with phase(FORWARD), self.uses.in_forward():
                     loss = self.loss_fn(self.model, batch)  # ()
@@ -173,8 +197,9 @@ class Zero3(Sharded):
         self.unused = [name for name, used in zip(self.params, is_used, strict=True) if not used]
         return steps.global_mean(loss_sum, total, self.group)
 
-    def _begin(self, kind: str) -> None:
+    def _begin(self, kind: str, is_last: bool = False) -> None:
         self.settle()
+        self.is_last = is_last
         self.agenda.begin(kind, extras=len(self.params))
         for unit in self.units:
             unit.begin()
@@ -191,6 +216,8 @@ class Zero3(Sharded):
         self._move_arrived()
         unsent = [unit.has_gradients for unit in self.units]
         is_used = self.agenda.finish(unsent, [name in self.used for name in self.params])
+        self.receive_all()
+        self._cross(self.units)  # the last, and what only the micro-batches before it used
         self.settle()
         return is_used
 
@@ -200,6 +227,10 @@ class Zero3(Sharded):
         self.receive_all()
         for unit in self.units:
             unit.free()
+        for unit, _, grad, pending in self.crossing:
+            pending.wait()
+            unit.grad = grad if unit.grad is None else unit.grad.add_(grad)
+        self.crossing, self.scattered = [], []
 
     @torch.no_grad()
     def infer(self, function: base.Infer[base.T], batch: Batch) -> base.T:
