@@ -133,8 +133,8 @@ def link_shares(
 ) -> tuple[float, float]:
     """What one rank sends inside its node, and to other nodes, in units of the tensor's size.
 
-    ``nodes``: the node of each rank of the group; ``rank``: this rank's place in it. Two tensors of
-    one size: a rank that sends both whole to one other node has (0.0, 2.0).
+    ``nodes``: the node of each rank of the group; ``rank``: this rank's place in it. (0.5, 2.0) is
+    half of the tensor to its own node and twice the tensor to others.
     """
     sent = [0.0, 0.0]
     for sender, receiver, share in _messages(op, len(nodes), backend, ours):

@@ -2,8 +2,8 @@
 
 Whole parameters on every rank must stay equal bit for bit: all start from rank 0's and get the same
 update. Buffers are left out, since each rank's own forward changes them until the next broadcast.
-Sharded parameters have no replica to differ from, but those of hybrid sharding have: ranks that
-hold the same shard are compared.
+Sharded parameters have no replica to differ from, but those of hybrid sharding have, and those of
+zero3 in groups: ranks that hold the same shard are compared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check(strategy: Strategy, world: World, step: int) -> None:
     """Stop if a parameter differs between ranks that should hold the same. A collective."""
     if world.size > 1:
         strategy.settle()
-        _compare(checksums(strategy.model), world, step)
+        _compare([*checksums(strategy.model), *_freed(strategy)], world, step)
 
 
 def check_saved(parts: Parts, numbers: Numbers, world: World, step: int) -> None:
@@ -77,6 +77,23 @@ def checksums(model: nn.Module) -> list[Held]:
     return sums_of((name, part, tensor) for name, part, tensor in parts if tensor is not None)
 
 
+def _freed(strategy: Strategy) -> list[Held]:
+    """The checksums of this rank's parts of parameters that are freed between steps (ZeRO-3)."""
+    away = {n for n, p in strategy.model.named_parameters() if _is_freed(p)}
+    if not away:
+        return []
+    parts = [slot for slot in strategy.slots().model if slot.name in away]
+    return sums_of((s.name, f"{s.tensor.numel()} from {s.start}", s.tensor) for s in parts)
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    return (
+        not isinstance(tensor, DTensor)
+        and tensor.untyped_storage().size() == 0
+        and tensor.numel() > 0
+    )
+
+
 def sums_of(tensors: Iterable[tuple[str, str, Tensor]]) -> list[Held]:
     """The checksums of tensors that are given as (name, which part, tensor)."""
     kept = [(name, part, checksum(tensor)) for name, part, tensor in tensors]
@@ -90,8 +107,7 @@ def _held(parameter: Tensor) -> tuple[str, Tensor | None]:
     """Which part of a parameter this rank has, and the part; None if no other rank has it too."""
     tensor = parameter.detach()
     if not isinstance(tensor, DTensor):
-        is_freed = tensor.untyped_storage().size() == 0 and tensor.numel() > 0  # by ZeRO-3
-        return "whole", None if is_freed else tensor
+        return "whole", None if _is_freed(tensor) else tensor
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None or not any(p.is_replicate() for p in tensor.placements):
         return "shard", None

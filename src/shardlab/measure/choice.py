@@ -156,14 +156,19 @@ def _if_the_link_is_slower(choice: Row, right: Sequence[Row]) -> Iterator[str]:
         )
     else:
         yield "Hardly any of its communication is left to hide; a slower link would show."
+    crosses = readings.between_nodes(choice)
+    if crosses is not None:
+        yield f"A node sends the others {numbers.size(crosses)} in a step of it."
+    read = readings.sent if crosses is None else readings.between_nodes
     sent = [
         (size, cell)
         for cell in right
-        if cell["world"] == choice["world"] and (size := readings.sent(cell)) is not None
+        if cell["world"] == choice["world"] and (size := read(cell)) is not None
     ]
-    own = readings.sent(choice)
+    own = read(choice)
     if not sent or not own:
         return
     least, cell = min(sent, key=lambda item: item[0])
     if cell is not choice and least < (1 - NOTABLE) * own:
-        yield f"On a slow link {cell['label']} sends {100 * (1 - least / own):.0f}% less."
+        where = "On a slow link" if crosses is None else "Between nodes"
+        yield f"{where} {cell['label']} sends {100 * (1 - least / own):.0f}% less."

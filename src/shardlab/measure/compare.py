@@ -389,6 +389,7 @@ def profile_cell(world: World, config: Config, folder: str, label: str) -> dict[
         loop.train(strategy, loop.Batches(workload, config, world), recorder, steps)
     share = next(loop.Batches(workload, config, world))
     subject = Subject(workload, config.training.seed, [[share] * world.size])  # its own is ours
+    subject.ranks_per_node = world.ranks_per_node
     sent = evidence.sent_per_step(strategy, subject, config, world)
     return {"folder": str(own), **traces.summary(), "sent": sent}
 

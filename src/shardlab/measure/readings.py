@@ -97,6 +97,12 @@ def sent(cell: Cell) -> float | None:
     return value
 
 
+def between_nodes(cell: Cell) -> float | None:
+    """Bytes that a node sends to the others in a step; None with one node."""
+    value: float | None = (cell.get("sent") or {}).get("between_nodes")
+    return value
+
+
 def idle_ms(profile: Mapping[str, float]) -> float:
     """What is neither computing nor communicating: with it, the columns add up to the step."""
     return profile["memory_ms"] + profile["idle_host_ms"] + profile["idle_ms"]

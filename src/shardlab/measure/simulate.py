@@ -42,6 +42,7 @@ from shardlab.measure import memory
 from shardlab.measure.memory import Allocation, Causes
 from shardlab.measure.values import GUESSES, NO_VALUES, Values, in_a_line
 from shardlab.run import assemble, loop
+from shardlab.run import place as places
 from shardlab.strategies.base import MakeOptimizer
 from shardlab.strategies.lockstep import Lockstep
 from shardlab.workloads.base import Batch, Workload
@@ -255,7 +256,12 @@ def without_peers() -> Iterator[None]:
 
 @contextmanager
 def solo_world(
-    size: int, device: torch.device, backend: str, rank: int = 0, on_gpu: bool = False
+    size: int,
+    device: torch.device,
+    backend: str,
+    rank: int = 0,
+    on_gpu: bool = False,
+    ranks_per_node: int = 0,
 ) -> Iterator[World]:
     """Rank ``rank`` of ``size``, alone. ``on_gpu``: it stands for one, wherever its tensors are."""
     if BACKEND not in dist.Backend.backend_list:
@@ -266,9 +272,16 @@ def solo_world(
         group = dist.group.WORLD
         assert group is not None
         mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
-        yield World(rank, size, 0, device, backend, mesh)
+        yield World(rank, size, 0, device, backend, mesh, ranks_per_node=ranks_per_node)
     finally:
         dist.destroy_process_group()
+
+
+def _per_node(size: int) -> int:
+    """Ranks on a node, if it is the launcher's own world that is weighed; else nobody knows."""
+    place = places.joined()
+    is_ours = place is not None and place.nodes > 1 and place.size == size
+    return place.local_size if place is not None and is_ours else 0
 
 
 # ------------------------------------------------------------------ what is held
@@ -418,7 +431,9 @@ def _simulate(config: Config, device: str, here: bool, values: Values) -> dict[s
         stack.enter_context(without_peers())
         backend = backend_of(config.launch, device, here)
         size = config.launch.world or 1
-        world = stack.enter_context(solo_world(size, where, backend, on_gpu=device == "cuda"))
+        stands_for_gpu, nodes = device == "cuda", _per_node(size)
+        solo = solo_world(size, where, backend, on_gpu=stands_for_gpu, ranks_per_node=nodes)
+        world = stack.enter_context(solo)
         note = staticmethod(causes.note_collective)
         stack.enter_context(mock.patch.object(Solo, "on_tensors", note))
         stack.enter_context(mock.patch.object(assemble, "make_optimizer", optimizer_there))

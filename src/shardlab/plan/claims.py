@@ -43,6 +43,7 @@ class Job:
     micro: int
     state: float  # tensors that the optimizer keeps for each parameter: two for Adam
     options: Mapping[str, Any] = field(default_factory=dict)  # of the strategy
+    ranks_per_node: int = 0  # 0: there is one node, or it is not known
 
     @property
     def held(self) -> int:
@@ -89,6 +90,7 @@ class Claim:
             return {
                 op: wire_bytes(op, round(size(job)), among.get(op, job.ranks))
                 for op, size in moved.items()
+                if size(job)
             }
 
         return {
@@ -126,6 +128,10 @@ def a_few_units(job: Job) -> float:
     return job.psi / job.ranks + 0.6 * job.held
 
 
+def a_few_units_of_zero3(job: Job) -> float:
+    return job.psi / sharing(job) + 0.6 * job.held
+
+
 def gathered_by_zero3(job: Job) -> float:
     """All parameters for forward, and again for backward but for what is still there: the root
     and the last block."""
@@ -143,7 +149,7 @@ def scattered_by_zero3(job: Job) -> float:
 
 def trained_part(job: Job) -> float:
     """The most of what trains that can lie in one rank's part of all parameters."""
-    return min(job.psi, job.held / job.ranks)
+    return min(job.psi, job.held / sharing(job))
 
 
 def dealt_out(job: Job) -> float:
@@ -161,8 +167,33 @@ def all_ranks(job: Job) -> int:
 
 def within_group(job: Job) -> int:
     """Hybrid sharding: the ranks of one group."""
-    shards: int = job.options.get("shards", 2)
+    shards: int = job.options.get("shards") or max(2, job.ranks_per_node)
     return min(shards, job.ranks)
+
+
+def sharing(job: Job) -> int:
+    """zero3: the ranks of one group, which are all unless its option says otherwise."""
+    return int(job.options.get("shards") or job.ranks)
+
+
+def on_a_node(job: Job) -> int:
+    """bucket_ddp_async: the ranks of a node if it is hierarchical; else each is a node."""
+    nodes = job.options.get("ranks_per_node") or job.ranks_per_node
+    return int(nodes) if job.options.get("hierarchical") else 1
+
+
+def two_levels(size: Callable[[Job], int]) -> Callable[[Job], Mapping[str, int]]:
+    """Gathered and scattered in groups of that size; sums go between the groups."""
+    return lambda job: {
+        "all_gather": size(job),
+        "reduce_scatter": size(job),
+        "all_reduce": job.ranks // size(job),
+    }
+
+
+def only_in_groups(size: Callable[[Job], int], moved: Bytes) -> Bytes:
+    """What is sent if there are several groups of several ranks."""
+    return lambda job: moved(job) if 1 < size(job) < job.ranks else 0.0
 
 
 def fully_sharded(
@@ -203,7 +234,16 @@ CLAIMS: dict[str, Claim] = {
     "simple_ddp_ga": Claim({"all_reduce": once}),
     "simple_ddp_hook": Claim({"all_reduce": once}, "some"),
     "simple_ddp_async": Claim({"all_reduce": once}, "some"),
-    "bucket_ddp_async": Claim({"all_reduce": once}, "some", keeps_gradients=True),
+    "bucket_ddp_async": Claim(
+        {
+            "all_reduce": lambda job: job.psi / on_a_node(job),
+            "reduce_scatter": only_in_groups(on_a_node, once),
+            "all_gather": only_in_groups(on_a_node, once),
+        },
+        "some",
+        keeps_gradients=True,
+        groups=two_levels(on_a_node),
+    ),
     "zero1": Claim(
         {"reduce_scatter": once, "all_gather": once},
         "some",
@@ -218,18 +258,26 @@ CLAIMS: dict[str, Claim] = {
         peak=a_few_units,
     ),
     "zero3": Claim(
-        {"reduce_scatter": each_time, "all_gather": gathered_by_zero3},
+        {
+            "reduce_scatter": each_time,
+            "all_gather": gathered_by_zero3,
+            "all_reduce": only_in_groups(sharing, lambda job: job.psi / sharing(job)),
+        },
         "some",
-        params=one_nth(FULL.params),
+        params=lambda job: job.held / sharing(job),
         gradients=trained_part,
         optimizer=lambda job: job.state * trained_part(job),
-        least_optimizer=one_nth(FULL.optimizer),
-        peak=a_few_units,
+        least_optimizer=lambda job: job.state * job.psi / sharing(job),
+        peak=a_few_units_of_zero3,
+        groups=two_levels(sharing),
         # The root and the last block too are gathered again if the model comes back to them; what
         # the order learnt so far does not foresee is sent once more.
         most={
             "all_gather": lambda job: 2 * job.micro * job.held,
             "reduce_scatter": scattered_by_zero3,
+            "all_reduce": only_in_groups(
+                sharing, lambda job: scattered_by_zero3(job) / job.micro / sharing(job)
+            ),
         },
         if_irregular=2.0,
     ),
@@ -246,10 +294,6 @@ CLAIMS: dict[str, Claim] = {
         peak=lambda job: 2 * job.psi / within_group(job) + 0.6 * job.held,
         parts=within_group,
         moved={"all_reduce": lambda job: job.micro * job.psi / within_group(job)},
-        groups=lambda job: {
-            "all_gather": within_group(job),
-            "reduce_scatter": within_group(job),
-            "all_reduce": job.ranks // within_group(job),
-        },
+        groups=two_levels(within_group),
     ),
 }

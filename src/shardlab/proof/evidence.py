@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardlab import comm, pulse
+from shardlab import comm, numbers, pulse
 from shardlab import world as worlds
 from shardlab.config import Config
 from shardlab.errors import UsageError, unknown
@@ -211,6 +211,7 @@ def _run_plain(subject: Subject, config: Config, world: World) -> Prepared:
             "random numbers that torch.manual_seed, numpy and random.seed do not govern?)"
         )
     subject.draws, subject.remembers = nature.draws, nature.remembers
+    subject.ranks_per_node = world.ranks_per_node
     with watch.Alive() as alive:
         model = build()
         for shares in subject.steps:
@@ -443,12 +444,38 @@ def sent_per_step(
     source, messages, _ = _watch(strategy, subject.steps[0][world.rank])
     groups = {} if claim is None else claim.groups(job)
     by_op = _by_op(messages, 0, world.size, groups)
-    return {
+    found = {
         "source": source,
         "bytes": sum(found["bytes"] for found in by_op.values()),
         "messages": sum(found["messages"] for found in by_op.values()),
         "by_op": {op: found["bytes"] for op, found in by_op.items()},
     }
+    if world.ranks_per_node:
+        own = world.gather(_sent_between(source, messages, world, groups))
+        found["between_nodes"] = sum(own) / (world.size // world.ranks_per_node)
+    return found
+
+
+def _sent_between(
+    source: str, messages: Iterable[Message], world: World, groups: Mapping[str, int]
+) -> float:
+    """Bytes that this rank sends to other nodes.
+
+    The profiler does not say who takes part in a collective. In the groups of hybrid sharding
+    neighbours gather and scatter, and ranks with the same place in each group sum.
+    """
+    if source == "ledger":
+        return sum(e.sent_between for e in comm.LEDGER.entries if e.step == WATCHED)
+    total = 0.0
+    for op, size in ((m.op, m.bytes) for m in messages):
+        among = groups.get(op, world.size)
+        stride = world.size // among if op == "all_reduce" else 1
+        first = world.rank % stride if stride > 1 else world.rank // among * among
+        members = [first + stride * i for i in range(among)]
+        nodes = tuple(rank // world.ranks_per_node for rank in members)
+        place = members.index(world.rank)
+        total += size * numbers.link_shares(op, nodes, place, world.backend, ours=False)[1]
+    return total
 
 
 def _by_op(

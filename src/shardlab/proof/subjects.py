@@ -41,6 +41,7 @@ class Subject:
     why_dtype: str | None = None  # why it is not float64
     draws: bool = False  # forward uses random numbers; they are seeded alike
     remembers: bool = False  # forward depends on what it has seen, beyond its buffers
+    ranks_per_node: int = 0  # 0: there is one node, or it is not known
 
     def job(self, config: Config, without: Collection[str] = ()) -> claims.Job:
         """What the formulas need to know; ``without`` leaves out parameters by name."""
@@ -59,7 +60,8 @@ class Subject:
         ranks, micro = len(self.steps[0]), len(self.steps[0][0])
         plan = assemble.make_optimizer(config.training, self.workload, model)
         state = plan.state_per_parameter({p.name: p.bytes for p in params if p.trains})
-        return claims.Job(tuple(params), buffers, ranks, micro, state, config.strategy.options)
+        options, nodes = config.strategy.options, self.ranks_per_node
+        return claims.Job(tuple(params), buffers, ranks, micro, state, options, nodes)
 
 
 # ------------------------------------------------------------------ the stack

@@ -16,6 +16,7 @@ TAGS = {
     "data_ms": "time/waiting_for_data_ms",
     "collectives": "communication/collectives",
     "collective_bytes": "communication/bytes",
+    "between_bytes": "communication/bytes_to_other_nodes",
     "rss_bytes": "memory/resident_bytes",
     "cuda_peak_bytes": "memory/cuda_peak_bytes",
 }

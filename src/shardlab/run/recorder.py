@@ -107,7 +107,7 @@ class Recorder:
         """Times the step inside."""
         ledger = self.ledger
         PULSE.begin_step(number)
-        calls, size = ledger.calls, ledger.bytes
+        calls, size, crossed = ledger.calls, ledger.bytes, ledger.sent_between
         ledger.step = number
         profiled = self.capture is not None and self.capture.recording
         start = time.perf_counter_ns()
@@ -128,6 +128,7 @@ class Recorder:
             "targets": sum(b.count for b in microbatches),
             "collectives": ledger.calls - calls,
             "collective_bytes": ledger.bytes - size,
+            **({"between_bytes": ledger.sent_between - crossed} if ledger.ranks_per_node else {}),
             "profiled": profiled,
             **self._memory(),
         }

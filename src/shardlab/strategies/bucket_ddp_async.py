@@ -73,8 +73,8 @@ class BucketDDPAsync(Compressing):
         size = (ranks_per_node or setup.ranks_per_node) if hierarchical else None
         if size is not None and (compress != "none" or not 1 < size < setup.mesh.size()):
             raise UsageError(
-                "bucket_ddp_async: hierarchical is for several nodes of several ranks each, without "
-                "compression (its option ranks_per_node says what is taken for a node)"
+                "bucket_ddp_async: hierarchical is for several nodes with several ranks on each, "
+                "and without compress; its option ranks_per_node says what is taken for a node"
             )
         where = setup.mesh, size, "bucket_ddp_async", "ranks_per_node"
         self.node, self.between = inside_and_between(*where)

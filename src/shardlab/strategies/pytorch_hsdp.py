@@ -26,7 +26,8 @@ class PyTorchHSDP(PyTorchFSDP):
     Cost: 3Ψ(s-1)/s inside a group, where links are fast, and only 2(Ψ/s)(g-1)/g between the
     g = n/s groups, where they are slow. Memory: one s-th, not one n-th.
 
-    ``shards`` is s. By default it is the number of ranks on a node, and 2 where there is one node.
+    ``shards`` is s. By default it is the number of ranks on a node, but 2 where there is one node,
+    or one rank on each.
     """
 
     RESHARD_AFTER_FORWARD = True
@@ -38,7 +39,7 @@ class PyTorchHSDP(PyTorchFSDP):
         comm_dtype: str = "fp32",
         shards: int | None = None,
     ) -> None:
-        wanted = (setup.ranks_per_node or 2) if shards is None else shards
+        wanted = max(2, setup.ranks_per_node) if shards is None else shards
         self.shards = min(wanted, setup.mesh.size())
         super().__init__(setup, comm_dtype=comm_dtype)
 

@@ -111,8 +111,8 @@ class Zero3(Sharded):
 
     def _cross(self, units: Sequence[Block]) -> None:
         """Add up the groups' gradients of this rank's shards, without waiting for it."""
-        for unit in units if self.between is not None and self.is_last else ():
-            if unit.grad is not None:
+        for unit in units if self.is_last else ():
+            if unit.grad is not None and self.between is not None:
                 grad, label = unit.grad, f"grad {unit.label} between groups"  # (shard,)
                 pending = comm.all_reduce(grad, self.between, label=label, async_op=True)
                 self.crossing.append(Sent(unit, grad, grad, pending))
@@ -227,9 +227,9 @@ class Zero3(Sharded):
         self.receive_all()
         for unit in self.units:
             unit.free()
-        for unit, _, grad, pending in self.crossing:
+        for of, _, grad, pending in self.crossing:
             pending.wait()
-            unit.grad = grad if unit.grad is None else unit.grad.add_(grad)
+            of.grad = grad if of.grad is None else of.grad.add_(grad)
         self.crossing, self.scattered = [], []
 
     @torch.no_grad()
