@@ -89,9 +89,9 @@ def told(docstring: str) -> Calls:
     return list(found)
 
 
-def rows_of(world: World, name: str) -> list[dict[str, Any]]:
+def rows_of(world: World, name: str, **options: Any) -> list[dict[str, Any]]:
     """The ledger of a strategy's second step, when it has learnt what it learns."""
-    strategy = build(name, "buffers", world)
+    strategy = build(name, "buffers", world, **options)
     for step in range(2):
         comm.LEDGER.reset()
         strategy.gradients(microbatches(step, world.rank, 2))
@@ -142,6 +142,28 @@ def test_a_rung_is_read_in_one_sitting(name: str, ranks: GetRanks) -> None:
 def test_the_docstring_names_the_calls_in_their_order(name: str, ranks: GetRanks) -> None:
     docstring = naming.resolve(name, STRATEGIES, "strategy").__doc__
     assert ranks(2).run(made, name) == [told(docstring)] * 2
+
+
+# With groups of ranks: what the docstring says of them replaces a part of the rest, or adds to it.
+GROUPED = {"bucket_ddp_async": {"hierarchical": True, "ranks_per_node": 2}, "zero3": {"shards": 2}}
+
+
+def rows_in_groups(world: World, name: str) -> list[dict[str, Any]]:
+    return rows_of(world, name, **GROUPED[name])
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_are_told_in_the_docstring_too(name: str, ranks: GetRanks) -> None:
+    docstring = naming.resolve(name, STRATEGIES, "strategy").__doc__ or ""
+    of_groups = told("Schedule" + docstring.partition("\n    With ``")[2])
+    assert of_groups
+    plain = [call for call in told(docstring) if call not in of_groups]
+    for rows in ranks(4).run(rows_in_groups, name):
+        made = list(dict.fromkeys((row["op"], kind_of(row["label"])) for row in rows))
+        assert [call for call in made if call in of_groups] == of_groups
+        assert [call for call in made if call not in of_groups] == plain
+        sent = [row for row in rows if kind_of(row["label"]) in ("params", "gradients")]
+        assert {row["site"].partition(":")[0] for row in sent} == {f"{name}.py"}
 
 
 def test_a_schedule_that_is_told_wrongly_is_noticed() -> None:
@@ -300,11 +322,14 @@ class Again(torch.nn.Module):
         return out
 
 
-def two_parts(world: World, name: str, blocks: Sequence[str] = ()) -> tuple[list[float], Any]:
+def two_parts(
+    world: World, name: str, blocks: Sequence[str] = (), **options: Any
+) -> tuple[list[float], Any]:
     torch.manual_seed(0)
     make = naming.resolve(name, STRATEGIES, "strategy")
     model = Again().double()
-    strategy = make(Setup(model, make_optimizer("adamw"), toys.loss, world.mesh, blocks=blocks))
+    setup = Setup(model, make_optimizer("adamw"), toys.loss, world.mesh, blocks=blocks)
+    strategy = make(setup, **options)
     losses = []
     for step in range(3):
         batches = [b for r in range(2) for b in microbatches(step, r, 2)]
@@ -312,6 +337,11 @@ def two_parts(world: World, name: str, blocks: Sequence[str] = ()) -> tuple[list
         losses.append(float(strategy.gradients(mine)))
         strategy.step()
     return losses, arrays(strategy.full_params())
+
+
+def two_parts_in_groups(world: World, name: str, blocks: Sequence[str]) -> Any:
+    """Each rank is a group."""
+    return two_parts(world, name, blocks, shards=1)
 
 
 @pytest.mark.parametrize(
@@ -333,6 +363,10 @@ def test_a_gradient_that_comes_twice(name: str, blocks: Any, ranks: GetRanks) ->
         assert found == pytest.approx(losses, abs=1e-12)
         for parameter, value in params.items():
             np.testing.assert_allclose(held[parameter], value, atol=1e-10, err_msg=parameter)
+    if name == "zero3":
+        for _, held in ranks(2).run(two_parts_in_groups, name, blocks, deadline_s=60):
+            for parameter, value in params.items():
+                np.testing.assert_allclose(held[parameter], value, atol=1e-10, err_msg=parameter)
 
 
 # ------------------------------------------------------------------ a step without targets
