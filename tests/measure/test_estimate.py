@@ -131,6 +131,19 @@ def test_many_ranks_are_no_more_work(simulator: Simulator) -> None:
     assert many["total"] < few["total"]
 
 
+def test_groups_of_ranks_hold_more(simulator: Simulator) -> None:
+    """Shards of a group of two, not of all eight."""
+    whole, groups = (
+        step(simulator, config_of(strategy, 8, 1, GPT)) for strategy in ("zero3", "zero3:shards=2")
+    )
+    assert groups["optimizer"] == pytest.approx(4 * whole["optimizer"], rel=0.05)
+    nodes = "bucket_ddp_async:hierarchical=true:ranks_per_node=2"
+    flat, by_nodes = (
+        step(simulator, config_of(name, 8, 1, GPT)) for name in ("bucket_ddp_async", nodes)
+    )
+    assert by_nodes["total"] >= flat["total"]
+
+
 def test_a_gpu_gives_out_blocks(simulator: Simulator) -> None:
     found = step(simulator, config_of("zero3", 2, 1, GPT), "cuda")
     assert all(size % 512 == 0 for size in found.values())

@@ -448,6 +448,22 @@ def test_formulas_are_those_of_the_papers() -> None:
     assert claimed["params"] == one.held / n
 
 
+def test_formulas_with_groups_of_ranks() -> None:
+    """Gathered and scattered inside a group of s, summed between g = n/s groups, once in a step."""
+    psi = job(4, 1).psi
+    zero3, plain = (claims.CLAIMS["zero3"].of(job(4, 3, **o)) for o in ({"shards": 2}, {}))
+    assert zero3["moved"]["all_reduce"] == psi / 2
+    assert "all_reduce" not in plain["moved"]
+    assert zero3["moved"]["reduce_scatter"] == 3 * psi / 2
+    assert zero3["params"] == 2 * plain["params"]
+    nodes = claims.CLAIMS["bucket_ddp_async"].of(job(4, 1, hierarchical=True, ranks_per_node=2))
+    halves = {"reduce_scatter": psi / 2, "all_gather": psi / 2}
+    assert nodes["moved"] == {"all_reduce": psi / 2, **halves}
+    follows = replace(job(8, 1), ranks_per_node=4)
+    assert claims.within_group(follows) == 4
+    assert claims.within_group(replace(follows, ranks_per_node=1)) == 2
+
+
 def test_fully_shard_pads_rows() -> None:
     assert claims.Parameter("w", (10, 3), 8, True, "").padded(4) == 12 * 3 * 8
     assert claims.Parameter("s", (), 8, True, "").padded(4) == 4 * 8
