@@ -20,10 +20,14 @@ from conformance import ALL_CASES, REFUSED, SUMS, arrays, conform, make_optimize
 from conftest import GetRanks
 from resuming import losses_of, settings, state_at, train
 from shardlab import comm, naming, numbers
+from shardlab import config as configs
 from shardlab.checkpoint import manifest as manifests
 from shardlab.errors import Halt, UsageError
 from shardlab.guard import drift, sequence
 from shardlab.naming import STRATEGIES
+from shardlab.proof import evidence
+from shardlab.proof.subjects import Subject
+from shardlab.run import assemble, loop
 from shardlab.strategies.base import Setup
 from shardlab.strategies.bucket_ddp_async import BucketDDPAsync
 from shardlab.strategies.simple_ddp import SimpleDDP
@@ -302,6 +306,49 @@ def test_zero3_in_groups_sends_a_shard_between_nodes_once(ranks: GetRanks) -> No
     groups = ranks(4).run(crossing, "zero3", {"shards": 2})
     psi = groups[0][2]
     assert all(between == pytest.approx(psi / 2, rel=0.05) for _, between, _ in groups)
+
+
+def told_by_compare(world: World, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
+    """As compare asks a rank of a cell; here two ranks are taken for a node."""
+    config = configs.load(
+        None,
+        {
+            "strategy.name": strategy, "strategy.options": options, "model.size": "tiny",
+            "training.global_batch": 4, "data.source": "synthetic", "launch.device": "cpu",
+        },
+    )  # fmt: skip
+    nodes = replace(world, ranks_per_node=2)
+    comm.LEDGER.reset()
+    workload = assemble.build_workload(config)
+    made = assemble.build_strategy(config, workload, nodes)
+    batches = loop.Batches(workload, config, world)
+    for _ in range(2):
+        made.gradients(next(batches))
+        made.step()
+    subject = Subject(workload, 0, [[next(batches)] * world.size], ranks_per_node=2)
+    found = evidence.sent_per_step(made, subject, config, nodes)
+    comm.LEDGER.ranks_per_node = 0
+    psi = subject.job(config).psi
+    return {**found, "per_psi": found["between_nodes"] / psi * 8 / 4}  # of float32, not float64
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("strategy", "options", "source", "share"),
+    [
+        ("bucket_ddp_async", {}, "ledger", 1.5),
+        ("bucket_ddp_async", {"hierarchical": True}, "ledger", 1.0),
+        ("pytorch_ddp", {}, "profiler", 1.5),
+        ("pytorch_hsdp", {}, "profiler", 1.0),
+        ("zero3", {"shards": 2}, "ledger", 1.0),
+    ],
+)
+def test_compare_says_what_a_node_sends(
+    strategy: str, options: dict[str, Any], source: str, share: float, ranks: GetRanks
+) -> None:
+    for told in ranks(4).run(told_by_compare, strategy, options, deadline_s=90):
+        assert told["source"] == source
+        assert told["per_psi"] == pytest.approx(share, rel=0.03)
 
 
 # ------------------------------------------------------------------ checkpoints and guards
