@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -110,25 +111,32 @@ def test_nobody_at_the_endpoint(both: Warm, tmp_path: Path) -> None:
     assert [one.wait(60) for one in (first, second)] == [0, 0]
 
 
-def lost(both: Warm, address: str, why: str, limit_s: int = 2) -> None:
-    """A rank that finds no rank 0 there."""
+def lost(both: Warm, address: str, why: str, limit_s: int = 2) -> Callable[[], None]:
+    """A rank that finds no rank 0 there; call what is returned to see that it says so."""
     port, limit = next(ports), ("--set", f"launch.timeout_s={limit_s}")
     one = both.start(1, *TINY, *limit, **by_hand(1, port, MASTER_ADDR=address))
-    place = f"rank 0 at {address}, port {port}"
-    both.heard([one], f"waiting: rank 1 on n2 does not reach {place}: ({why})", WITHIN_S)
-    within = rf"within {limit_s} s \(launch.timeout_s\)"
-    both.heard([one], f"error: rank 1 on n2 did not reach {place}, {within}: ({why})", WITHIN_S)
-    assert one.wait(5) == 2
+
+    def see() -> None:
+        place = f"rank 0 at {address}, port {port}"
+        both.heard([one], f"waiting: rank 1 on n2 does not reach {place}: ({why})", WITHIN_S)
+        within = rf"within {limit_s} s \(launch.timeout_s\)"
+        both.heard([one], f"error: rank 1 on n2 did not reach {place}, {within}: ({why})", WITHIN_S)
+        assert one.wait(5) == 2
+
+    return see
 
 
 def test_an_endpoint_that_is_not_reached(both: Warm) -> None:
-    lost(both, "10.77.0.1", "Connection refused")
-    lost(both, "n1.invalid", "Name or service not known|Temporary failure in name resolution")
     both.hosts.call(0, "ip", "address", "add", "10.98.0.1/32", "dev", hosts.DEVICE)
-    lost(both, "10.98.0.1", "Network is unreachable")
+    for see in [
+        lost(both, "10.77.0.1", "Connection refused"),
+        lost(both, "10.98.0.1", "Network is unreachable"),
+        lost(both, "n1.invalid", "Name or service not known|Temporary failure in name resolution"),
+    ]:
+        see()
     both.hosts.cut(0)
     try:
-        lost(both, "10.77.0.1", "No route to host|no answer", limit_s=4)
+        lost(both, "10.77.0.1", "No route to host|no answer", limit_s=4)()
     finally:
         both.hosts.mend(0)
 
@@ -249,3 +257,113 @@ def test_clocks_apart(both: Warm, tmp_path: Path) -> None:
     )
     both.heard(started[:1], words, WITHIN_S)
     assert [one.wait(60) for one in started] == [0, 0]
+
+
+# ------------------------------------------------------------------ folders that are not shared
+
+
+RAISES = """
+from shardlab.run.recorder import Recorder
+loss = Recorder.loss
+def raising(self, number, value):
+    if number == 3:
+        raise RuntimeError("planted")
+    loss(self, number, value)
+Recorder.loss = raising
+"""
+
+
+def apart(
+    both: Warm, folder: Path, *more: str, at: int = 1, plant: str = "", ranks_per_node: int = 1
+) -> list[Started]:
+    """Ranks whose folder ``run`` is another on each host. ``plant`` runs in one host's first."""
+    port, started = next(ports), []
+    for host in range(2):
+        (folder / f"n{host + 1}").mkdir(exist_ok=True)
+        for local in range(ranks_per_node):
+            env = by_hand(
+                host * ranks_per_node + local, port, WORLD_SIZE=str(2 * ranks_per_node),
+                LOCAL_RANK=str(local), LOCAL_WORLD_SIZE=str(ranks_per_node), NODE_RANK=str(host),
+            )  # fmt: skip
+            started.append(both.start(
+                host, "train", "--size", "tiny", "--out", "run", *more, cwd=folder / f"n{host + 1}",
+                plant=plant if (host, local) == (at, 0) else "", **env,
+            ))  # fmt: skip
+    return started
+
+
+def collected(folder: Path) -> list[tuple[str, list[int], bool]]:
+    record = json.loads((folder / "n1" / "run" / "collected.json").read_text())
+    return [(part["host"], part["ranks"], part["collected"]) for part in record["parts"]]
+
+
+def rows(folder: Path, rank: int) -> list[int]:
+    path = folder / "n1" / "run" / f"rank{rank}.jsonl"
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_what_other_nodes_wrote_is_collected(both: Warm, tmp_path: Path) -> None:
+    started = apart(both, tmp_path, "--steps", "6", "--profile", ranks_per_node=2)
+    codes = [one.wait(90) for one in started]
+    assert codes == [0] * 4, "\n".join(one.err for one in started)
+    assert "note: no common folder: rank 2, 3 on n2 write to their own disks" in started[0].err
+    run = tmp_path / "n1" / "run"
+    assert collected(tmp_path) == [("n2", [2, 3], True)]
+    for rank in range(4):
+        assert rows(tmp_path, rank) == list(range(6))
+        assert (run / f"ledger.rank{rank}.jsonl").stat().st_size
+        assert len(list((run / "traces" / f"rank{rank}").glob("*.gz"))) == 1
+    assert not list(run.rglob("*.part"))
+    assert json.loads((run / "status.json").read_text())["state"] == "finished"
+    done = commands.here("trace", "analyze", "run", "--json", cwd=run.parent)
+    assert done.returncode == 0, done.stderr
+    assert {row["rank"] for row in json.loads(done.stdout)["steps"]} == set(range(4))
+
+
+def test_a_rank_of_another_node_raises(both: Warm, tmp_path: Path) -> None:
+    """Its files and its traceback are in the folder of rank 0."""
+    started = apart(both, tmp_path, "--steps", "6", plant=RAISES, ranks_per_node=2)
+    assert [one.wait(60) for one in started] == [1] * 4
+    assert collected(tmp_path) == [("n2", [2, 3], True)]
+    assert rows(tmp_path, 2) == [0, 1, 2]
+    assert rows(tmp_path, 3)[:3] == [0, 1, 2]
+    run = tmp_path / "n1" / "run"
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["rank"]) == ("crashed", 2)
+    assert "planted" in (run / "crash.txt").read_text()
+
+
+def test_rank_0_raises(both: Warm, tmp_path: Path) -> None:
+    """The other node is asked for its files while it waits in a collective."""
+    started = apart(both, tmp_path, "--steps", "6", at=0, plant=RAISES)
+    assert [one.wait(60) for one in started] == [1, 1]
+    assert collected(tmp_path) == [("n2", [1], True)]
+    assert rows(tmp_path, 1)[:3] == [0, 1, 2]
+    status = json.loads((tmp_path / "n1" / "run" / "status.json").read_text())
+    assert (status["state"], status["rank"]) == ("crashed", 0)
+
+
+def test_a_node_that_is_gone_is_missing(both: Warm, tmp_path: Path) -> None:
+    started = apart(both, tmp_path, "--steps", "6", "--inject", "kill:rank=1,step=3")
+    assert [one.wait(60) for one in started] == [1, -9]
+    assert collected(tmp_path) == [("n2", [1], False)]
+
+
+def test_a_run_that_hangs(both: Warm, tmp_path: Path) -> None:
+    hang = ("--inject", "hang:rank=1,step=3", "--set", "guard.hang_s=3")
+    started = apart(both, tmp_path, "--steps", "6", *hang)
+    assert [one.wait(60) for one in started] == [1, 1]
+    assert collected(tmp_path) == [("n2", [1], True)]
+    assert rows(tmp_path, 1) == [0, 1, 2]
+    status = json.loads((tmp_path / "n1" / "run" / "status.json").read_text())
+    assert (status["state"], status["rank"]) == ("hung", 1)
+
+
+@pytest.mark.parametrize("more", [("--checkpoint-every", "2"), ("--resume", "auto")])
+def test_checkpoints_need_a_common_folder(
+    both: Warm, tmp_path: Path, more: tuple[str, str]
+) -> None:
+    started = apart(both, tmp_path, "--steps", "4", *more)
+    refused(both, started, "the run folder run that rank 0 has made on n1 is not visible to rank 1 "
+            f"on n2, in {tmp_path / 'n2'}: checkpoints need a folder that all nodes")  # fmt: skip
+    assert not list(tmp_path.glob("n*/run"))

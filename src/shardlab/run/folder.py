@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,15 +13,13 @@ from shardlab.checkpoint.start import Start
 from shardlab.config import Config
 from shardlab.errors import UsageError
 from shardlab.files import write_json
-from shardlab.run import environment
+from shardlab.run import collect, environment, reach
 from shardlab.run.assemble import notes
 from shardlab.runfolder import README, mark, new_folder
 from shardlab.runlock import RunLock
 from shardlab.strategies.base import T
 from shardlab.workloads.base import Workload
 from shardlab.world import World
-
-VISIBLE_S = 5.0  # how long a rank looks for the run folder that rank 0 has made
 
 
 def make_folder(
@@ -33,7 +30,7 @@ def make_folder(
     said = notes(config, workload)
     folder = Path(_agreed(world, lambda: str(_take_folder(config, workload, world, start, lock))))
     try:
-        refuse_invisible(folder, world, lock)
+        share_or_collect(folder, config, world)
         _agreed(world, lambda: _fill_folder(folder, config, world, command, start, pids, said))
     except UsageError:
         if start.run is None:
@@ -102,23 +99,21 @@ def _fill_folder(
     mark(folder, "running", pids=pids, host=socket.gethostname())
 
 
-def refuse_invisible(folder: Path, world: World, lock: RunLock) -> None:
-    """Every rank writes into the run folder, so every rank must see the one that rank 0 made."""
-    token, host = world.share((lock.token, socket.gethostname()))
-    limit = time.monotonic() + VISIBLE_S
-    while not (is_seen := runlock.token_in(folder) == token) and time.monotonic() < limit:
-        time.sleep(0.1)  # over NFS it may take a moment
-    where = f"rank {world.rank} on {socket.gethostname()}, in {_current_folder()}"
-    missing = [found for found in world.gather(None if is_seen else where) if found is not None]
-    if missing:
+def share_or_collect(folder: Path, config: Config, world: World) -> None:
+    """Every rank writes into the run folder. A node that does not see the one that rank 0 has made
+    writes its part to its own disk, to be collected; checkpoints need a folder for all."""
+    missing = starts.unseen(folder / runlock.NAME, world)
+    if not missing:
+        return
+    host, is_reached = world.share((socket.gethostname(), reach.own_address is not None))
+    saves = config.checkpoint.every is not None or config.checkpoint.resume is not None
+    if saves or not is_reached:
+        why = "checkpoints need a folder that all nodes share" if saves else "name a shared folder"
         raise UsageError(
             f"the run folder {folder} that rank 0 has made on {host} is not visible to "
-            f"{'; '.join(missing)}: name a folder that all ranks share, as in --out /shared/run"
+            f"{'; '.join(missing.values())}: {why}, as in --out /shared/run"
         )
-
-
-def _current_folder() -> str:
-    try:
-        return str(Path.cwd())
-    except OSError:
-        return "a folder that is gone"
+    parts = collect.begin(world, folder, is_seen=world.rank not in missing)
+    if world.rank == 0:
+        text = f"no common folder: {'; '.join(parts)} write to their own disks, until the run ends"
+        world.tell({"note": text})

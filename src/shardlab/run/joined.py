@@ -19,7 +19,7 @@ from shardlab.config import LaunchConfig
 from shardlab.errors import Interrupted, RankFailure, UsageError
 from shardlab.guard import stop
 from shardlab.run import alike as alikes
-from shardlab.run import meet, ranks, reach
+from shardlab.run import collect, meet, ranks, reach
 from shardlab.run import place as places
 from shardlab.run.meet import store_of as store_of
 from shardlab.run.place import Place
@@ -65,11 +65,16 @@ def run(
         if failure.is_victim:
             # torchrun may end us while we wait for the cause to speak: say what we know now.
             assert isinstance(failure.error, RankFailure)
-            mark(failure.error)
+            mark_unless_told(failure.error)
             time.sleep(GRACE_S)
+        is_said = False
         with contextlib.suppress(Exception):
-            if _has_been_said(store, place, isinstance(failure.error, UsageError)):
-                raise SystemExit(failure.exit_code) from None
+            is_said = _has_been_said(store, place, isinstance(failure.error, UsageError))
+        if not is_said and not failure.is_victim and isinstance(failure.error, RankFailure):
+            mark(failure.error)  # before it is collected
+        collect.after_failure()
+        if is_said:
+            raise SystemExit(failure.exit_code) from None
         raise failure.error from None
 
 
@@ -169,6 +174,7 @@ class _JoinedSignals:
         else:
             ended = f"ended by {self.launcher}, because another rank had failed"
             self.mark(RankFailure(self.rank, ended))
+        collect.after_failure()
         os._exit(128 + number)
 
     def _all_are_signalled(self) -> bool:

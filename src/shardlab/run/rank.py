@@ -27,7 +27,7 @@ from shardlab.guard import stop as stopping
 from shardlab.guard import watchdog
 from shardlab.guard.guards import Guards, refuse_unequal_data
 from shardlab.guard.numbers import NumbersGuard
-from shardlab.run import boards, evaluate
+from shardlab.run import boards, collect, evaluate
 from shardlab.run.assemble import build_strategy, build_workload, in_precision, notes
 from shardlab.run.folder import make_folder
 from shardlab.run.loop import Act, Batches, data_order, prepared, train
@@ -125,6 +125,7 @@ def _train_rank(
         }
     rows_of_ranks = world.gather(recorder.rows)
     audited = None if audit is None else judge_data(audit, workload, config, world)
+    collect.finish(world)
     if world.rank == 0:
         if audited is not None:
             write_json(folder / "audit.json", audited)
