@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -167,13 +168,13 @@ def test_world_sizes_differ(both: Warm) -> None:
 def test_a_rank_is_missing(both: Warm) -> None:
     port = next(ports)
     started = [
-        both.start(0, *TINY, "--set", "launch.timeout_s=6",
+        both.start(0, *TINY, "--set", "launch.timeout_s=5",
                    **by_hand(rank, port, WORLD_SIZE="4", LOCAL_RANK=str(rank), NODE_RANK="0",
                              LOCAL_WORLD_SIZE="2"))
         for rank in range(2)
     ]  # fmt: skip
-    both.heard(started[:1], r"waiting: rank 0 on n1 waits for rank 2, 3 of 4, for 6 s", WITHIN_S)
-    refused(both, started, r"rank 2, 3 did not come within 6 s \(launch.timeout_s\)")
+    both.heard(started[:1], r"waiting: rank 0 on n1 waits for rank 2, 3 of 4, for 5 s", WITHIN_S)
+    refused(both, started, r"rank 2, 3 did not come within 5 s \(launch.timeout_s\)")
     assert "waiting" not in started[1].err  # it is told once on each node
 
 
@@ -320,50 +321,71 @@ def test_what_other_nodes_wrote_is_collected(both: Warm, tmp_path: Path) -> None
     assert {row["rank"] for row in json.loads(done.stdout)["steps"]} == set(range(4))
 
 
-def test_a_rank_of_another_node_raises(both: Warm, tmp_path: Path) -> None:
-    """Its files and its traceback are in the folder of rank 0."""
-    started = apart(both, tmp_path, "--steps", "6", plant=RAISES, ranks_per_node=2)
-    assert [one.wait(60) for one in started] == [1] * 4
-    assert collected(tmp_path) == [("n2", [2, 3], True)]
-    assert rows(tmp_path, 2) == [0, 1, 2]
-    assert rows(tmp_path, 3)[:3] == [0, 1, 2]
-    run = tmp_path / "n1" / "run"
-    status = json.loads((run / "status.json").read_text())
-    assert (status["state"], status["rank"]) == ("crashed", 2)
-    assert "planted" in (run / "crash.txt").read_text()
-
-
-def test_rank_0_raises(both: Warm, tmp_path: Path) -> None:
-    """The other node is asked for its files while it waits in a collective."""
-    started = apart(both, tmp_path, "--steps", "6", at=0, plant=RAISES)
-    assert [one.wait(60) for one in started] == [1, 1]
-    assert collected(tmp_path) == [("n2", [1], True)]
-    assert rows(tmp_path, 1)[:3] == [0, 1, 2]
-    status = json.loads((tmp_path / "n1" / "run" / "status.json").read_text())
-    assert (status["state"], status["rank"]) == ("crashed", 0)
-
-
-def test_a_node_that_is_gone_is_missing(both: Warm, tmp_path: Path) -> None:
-    started = apart(both, tmp_path, "--steps", "6", "--inject", "kill:rank=1,step=3")
-    assert [one.wait(60) for one in started] == [1, -9]
-    assert collected(tmp_path) == [("n2", [1], False)]
-
-
-def test_a_run_that_hangs(both: Warm, tmp_path: Path) -> None:
-    hang = ("--inject", "hang:rank=1,step=3", "--set", "guard.hang_s=3")
-    started = apart(both, tmp_path, "--steps", "6", *hang)
-    assert [one.wait(60) for one in started] == [1, 1]
-    assert collected(tmp_path) == [("n2", [1], True)]
-    assert rows(tmp_path, 1) == [0, 1, 2]
-    status = json.loads((tmp_path / "n1" / "run" / "status.json").read_text())
-    assert (status["state"], status["rank"]) == ("hung", 1)
-
-
 @pytest.mark.parametrize("more", [("--checkpoint-every", "2"), ("--resume", "auto")])
 def test_checkpoints_need_a_common_folder(
     both: Warm, tmp_path: Path, more: tuple[str, str]
 ) -> None:
     started = apart(both, tmp_path, "--steps", "4", *more)
-    refused(both, started, "the run folder run that rank 0 has made on n1 is not visible to rank 1 "
-            f"on n2, in {tmp_path / 'n2'}: checkpoints need a folder that all nodes")  # fmt: skip
-    assert not list(tmp_path.glob("n*/run"))
+    words = "where rank 0 on n1 keeps the run, is not visible to rank 1 on n2, in"
+    remedy = "checkpoints need a folder that all nodes share, as in --out /shared/run"
+    refused(both, started, f"{tmp_path / 'n1'}, {words} {tmp_path / 'n2'}: {remedy}")
+    assert not list(tmp_path.glob("n*/*"))
+
+
+Runs = dict[str, tuple[Path, list[Started]]]
+
+
+@pytest.fixture(scope="module")
+def failing(both: Warm, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs that fail in different ways, all at once: they mostly wait."""
+    root = tmp_path_factory.mktemp("apart")
+    hang = ("--inject", "hang:rank=1,step=3", "--set", "guard.hang_s=3")
+    ways: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+        "rank 2 raises": ((), {"plant": RAISES, "ranks_per_node": 2}),
+        "rank 0 raises": ((), {"plant": RAISES, "at": 0}),
+        "killed": (("--inject", "kill:rank=1,step=3"), {}),
+        "hangs": (hang, {}),
+    }
+    runs = {}
+    for name, (more, options) in ways.items():
+        (root / name).mkdir()
+        runs[name] = root / name, apart(both, root / name, "--steps", "6", *more, **options)
+    return runs
+
+
+def ended(failing: Runs, name: str, codes: list[int]) -> tuple[Path, dict[str, Any]]:
+    folder, started = failing[name]
+    assert [one.wait(100) for one in started] == codes, [one.err for one in started]
+    status: dict[str, Any] = json.loads((folder / "n1" / "run" / "status.json").read_text())
+    return folder, status
+
+
+def test_a_rank_of_another_node_raises(failing: Runs) -> None:
+    """Its files and its traceback are in the folder of rank 0, with those of its neighbour."""
+    folder, status = ended(failing, "rank 2 raises", [1] * 4)
+    assert collected(folder) == [("n2", [2, 3], True)]
+    assert rows(folder, 2) == [0, 1, 2]
+    assert rows(folder, 3)[:3] == [0, 1, 2]
+    assert (status["state"], status["rank"]) == ("crashed", 2)
+    assert "planted" in (folder / "n1" / "run" / "crash.txt").read_text()
+
+
+def test_rank_0_raises(failing: Runs) -> None:
+    """The other node is asked for its files while it waits in a collective."""
+    folder, status = ended(failing, "rank 0 raises", [1, 1])
+    assert collected(folder) == [("n2", [1], True)]
+    assert rows(folder, 1)[:3] == [0, 1, 2]
+    assert (status["state"], status["rank"]) == ("crashed", 0)
+
+
+def test_a_node_that_is_gone_is_missing(failing: Runs) -> None:
+    folder, status = ended(failing, "killed", [1, -9])
+    assert collected(folder) == [("n2", [1], False)]
+    assert status["state"] == "crashed"
+
+
+def test_a_run_that_hangs(failing: Runs) -> None:
+    folder, status = ended(failing, "hangs", [1, 1])
+    assert collected(folder) == [("n2", [1], True)]
+    assert rows(folder, 1) == [0, 1, 2]
+    assert (status["state"], status["rank"]) == ("hung", 1)

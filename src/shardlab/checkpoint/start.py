@@ -139,10 +139,7 @@ def choose(config: Config, world: World, lock: RunLock) -> Start:
         return Start(None)
     if wanted == AUTO:
         run = agree(world, lambda: taken(find_run(config), lock))
-        if run is None:
-            return Start(None)
-        refuse_unseen(run / runlock.NAME, world)
-        return newest_good(run, world)
+        return Start(None) if run is None else newest_good(run, world)
     path = agree(world, lambda: taken(files.find(wanted), lock))
     is_checkpoint = agree(world, lambda: files.is_checkpoint(path))
     refuse_unseen(path / (manifests.NAME if is_checkpoint else runlock.NAME), world)

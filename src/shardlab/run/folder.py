@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from shardlab import runlock
+from shardlab.checkpoint import files
 from shardlab.checkpoint import start as starts
 from shardlab.checkpoint.start import Start
 from shardlab.config import Config
@@ -23,14 +25,24 @@ from shardlab.world import World
 
 
 def make_folder(
-    config: Config, workload: Workload, world: World, command: str, start: Start, lock: RunLock
+    config: Config,
+    workload: Workload,
+    world: World,
+    command: str,
+    start: Start,
+    lock: RunLock,
+    apart: Collection[int] = (),
 ) -> Path:
-    """The run folder, which rank 0 makes and fills; of a resumed run, the one that it has."""
+    """The run folder, which rank 0 makes and fills; of a resumed run, the one that it has.
+
+    ``apart``: ranks that will not see it, and write their part to their own disks.
+    """
     pids = world.gather(os.getpid())  # for a debugger, or for a person who must end a rank by hand
     said = notes(config, workload)
     folder = Path(_agreed(world, lambda: str(_take_folder(config, workload, world, start, lock))))
     try:
-        share_or_collect(folder, config, world)
+        if apart:
+            _take_parts(folder, world, apart)
         _agreed(world, lambda: _fill_folder(folder, config, world, command, start, pids, said))
     except UsageError:
         if start.run is None:
@@ -99,21 +111,50 @@ def _fill_folder(
     mark(folder, "running", pids=pids, host=socket.gethostname())
 
 
-def share_or_collect(folder: Path, config: Config, world: World) -> None:
-    """Every rank writes into the run folder. A node that does not see the one that rank 0 has made
-    writes its part to its own disk, to be collected; checkpoints need a folder for all."""
-    missing = starts.unseen(folder / runlock.NAME, world)
+def ranks_apart(config: Config, world: World) -> list[int]:
+    """The ranks that do not see where rank 0 will make the run folder. A collective.
+
+    Only a launcher's ranks may be on several nodes. It is asked first of all: a model may take
+    minutes to build. Checkpoints need a folder that all nodes share, and are refused without one.
+    """
+    if world.pulse is not None or world.size == 1:
+        return []
+    world.gather(None)  # every rank has checked that its output folder is empty
+    probe: Path = _agreed(world, lambda: _write_probe(config))
+    try:
+        missing = starts.unseen(probe, world)
+    finally:
+        if world.rank == 0:
+            probe.unlink(missing_ok=True)
     if not missing:
-        return
-    host, is_reached = world.share((socket.gethostname(), reach.own_address is not None))
+        return []
+    about = socket.gethostname(), str(probe.parent.resolve()), reach.own_address is not None
+    host, folder, is_reached = world.share(about)
     saves = config.checkpoint.every is not None or config.checkpoint.resume is not None
     if saves or not is_reached:
         why = "checkpoints need a folder that all nodes share" if saves else "name a shared folder"
         raise UsageError(
-            f"the run folder {folder} that rank 0 has made on {host} is not visible to "
+            f"{folder}, where rank 0 on {host} keeps the run, is not visible to "
             f"{'; '.join(missing.values())}: {why}, as in --out /shared/run"
         )
-    parts = collect.begin(world, folder, is_seen=world.rank not in missing)
+    return list(missing)
+
+
+def _write_probe(config: Config) -> Path:
+    """Runs on rank 0: a file, with a name and a content of its own, where the run will be."""
+    resume = config.checkpoint.resume
+    folder = Path(config.output.dir or config.output.root)
+    if resume not in (None, starts.AUTO) and not files.is_checkpoint(found := files.find(resume)):
+        folder = found  # it goes on there
+    folder = next(path for path in (folder, *folder.parents) if path.is_dir() or path == Path())
+    token = secrets.token_hex(8)
+    probe = folder / f".probe-{token}"
+    probe.write_text(token, encoding="utf-8")
+    return probe
+
+
+def _take_parts(folder: Path, world: World, apart: Collection[int]) -> None:
+    parts = collect.begin(world, folder, is_seen=world.rank not in apart)
     if world.rank == 0:
         text = f"no common folder: {'; '.join(parts)} write to their own disks, until the run ends"
         world.tell({"note": text})
