@@ -19,9 +19,10 @@ from shardlab.config import LaunchConfig
 from shardlab.errors import Interrupted, RankFailure, UsageError
 from shardlab.guard import stop
 from shardlab.run import alike as alikes
-from shardlab.run import collect, meet, ranks, reach
+from shardlab.run import collect, meeting, ranks, reach
 from shardlab.run import place as places
-from shardlab.run.meet import store_of as store_of
+from shardlab.run.meeting import own_address as own_address
+from shardlab.run.meeting import store_of as store_of
 from shardlab.run.place import Place
 from shardlab.run.ranks import GRACE_S, STOP_S, Event, Failure
 from shardlab.run.reach import Address
@@ -40,13 +41,13 @@ def run(
     from shardlab import world as worlds
 
     rank, size = place.rank, place.size
-    store = meet.store_of(place, config)
+    store = meeting.store_of(place, config)
     try:
         refusal, address = _unfit(place, config), None
         if not refusal:
             refusal, address = _listens_at(place, config)
         alike = alikes.table(config, args)
-        told = meet.refusal_of_any(store, place, refusal, config.timeout_s, alike, address)
+        told = meeting.refusal_of_any(store, place, refusal, config.timeout_s, alike, address)
         if told:
             raise UsageError(told)
         with stop.heard(_JoinedSignals(store, place, mark_unless_told)):
@@ -123,11 +124,11 @@ def refused_together(refusal: str) -> str:
     place = None
     with contextlib.suppress(UsageError):  # the launcher's own variables were refused
         place = places.joined()
-    if place is None or meet.came_together:
+    if place is None or meeting.came_together:
         return refusal
     with contextlib.suppress(Exception):  # no store: no other rank to tell
-        store = meet.store_of(place, LaunchConfig(timeout_s=meet.TELL_S))
-        refusal = meet.refusal_of_any(store, place, refusal, STOP_S) or refusal
+        store = meeting.store_of(place, LaunchConfig(timeout_s=meeting.TELL_S))
+        refusal = meeting.refusal_of_any(store, place, refusal, STOP_S) or refusal
         if _has_been_said(store, place, is_refusal=True):
             raise SystemExit(2)
     return refusal

@@ -88,7 +88,7 @@ def store_of(place: Place, config: LaunchConfig) -> Any:
     here = f"rank {place.rank} on {socket.gethostname()}"
     try:
         if place.rank == 0 and not has_agent():
-            listens_on = _own_address(address, place, config.interface)
+            listens_on = own_address(address, place, config.interface)
             store = ranks.listening_store(*listens_on, port)
         else:
             store = _reached(place, address, port, config.timeout_s)
@@ -104,7 +104,9 @@ def store_of(place: Place, config: LaunchConfig) -> Any:
         raise UsageError(f"{what}; {change}") from None
     if not has_agent():
         atexit.register(_leave_together, store, place)
+        return PrefixStore("shardlab", store)
     # After a restart the old world's addresses are still in torchrun's store: a new name space.
+    # (A store that rank 0 opens is new, and a node that came later counts fewer restarts.)
     return PrefixStore(f"shardlab/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -155,7 +157,7 @@ def _notice(text: str) -> None:
     print(f"waiting: {text}", file=sys.stderr, flush=True)
 
 
-def _own_address(address: str, place: Place, interface: str | None) -> tuple[int, str]:
+def own_address(address: str, place: Place, interface: str | None) -> tuple[int, str]:
     """What rank 0 listens on: the address by which the others know it.
 
     On Debian a host's own name may mean its loopback interface, where other nodes do not reach it:
