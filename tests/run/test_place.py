@@ -281,5 +281,5 @@ def test_settings_are_checked(key: str, value: str, words: str) -> None:
 @pytest.mark.parametrize("key", ["address", "interface"])
 def test_ranks_of_one_machine_take_neither(key: str) -> None:
     config = configs.load(None, {f"launch.{key}": "lo"}).launch
-    with pytest.raises(UsageError, match=f"launch.{key} is for ranks that srun or mpirun"):
+    with pytest.raises(UsageError, match=f"launch.{key} is for ranks that a launcher has"):
         ranks.Ranks(config, 1)

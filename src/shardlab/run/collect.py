@@ -45,6 +45,7 @@ MOST_FILES = 10_000  # of a part
 SILENT_S = 30.0  # after which a sender or rank 0 is given up
 FAILED_S = 5.0  # how long rank 0 waits after a failure for a part that does not come
 POLL_S = 0.5
+HEARD_S = 2.0  # two ticks of the watchdog
 # Files that say why a run ended; the rest of a part belongs to its ranks.
 REASONS = re.compile(r"status\.json|crash\.txt|(hang|out-of-step|drifted|not-finite)\.(json|txt)")
 
@@ -293,8 +294,8 @@ def begin(world: World, folder: Path, is_seen: bool) -> list[str]:
     ``is_seen``: whether this rank sees the folder that rank 0 has made.
     """
     global CURRENT, _is_on
-    if after_failure not in watchdog.BEFORE_EXIT:
-        watchdog.BEFORE_EXIT.append(after_failure)
+    if _before_exit not in watchdog.BEFORE_EXIT:
+        watchdog.BEFORE_EXIT.append(_before_exit)
     token = world.share(secrets.token_hex(8))
     mine: Any = None if is_seen else _make_part(folder, world.rank, token)
     found = world.gather((mine, socket.gethostname()))
@@ -362,3 +363,11 @@ def after_failure() -> None:
         current, CURRENT = CURRENT, None
         if current is not None:
             current.after_failure()
+
+
+def _before_exit() -> None:
+    """After a hang. Rank 0 may hold the store, in which the other ranks have yet to read of it."""
+    is_first = isinstance(CURRENT, Receiver)
+    after_failure()
+    if is_first:
+        time.sleep(HEARD_S)

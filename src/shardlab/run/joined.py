@@ -12,19 +12,19 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardlab.config import LaunchConfig
 from shardlab.errors import Interrupted, RankFailure, UsageError
 from shardlab.guard import stop
 from shardlab.run import alike as alikes
-from shardlab.run import collect, meeting, ranks, reach
+from shardlab.run import child, collect, meeting, reach
 from shardlab.run import place as places
 from shardlab.run.meeting import own_address as own_address
 from shardlab.run.meeting import store_of as store_of
 from shardlab.run.place import Place
-from shardlab.run.ranks import GRACE_S, STOP_S, Event, Failure
+from shardlab.run.ranks import GRACE_S, STOP_S, Event, Failure, unless_stopped
 from shardlab.run.reach import Address
 
 
@@ -41,28 +41,21 @@ def run(
     from shardlab import world as worlds
 
     rank, size = place.rank, place.size
-    store = meeting.store_of(place, config)
+    store = meet(place, config, args)
     try:
-        refusal, address = _unfit(place, config), None
-        if not refusal:
-            refusal, address = _listens_at(place, config)
-        alike = alikes.table(config, args)
-        told = meeting.refusal_of_any(store, place, refusal, config.timeout_s, alike, address)
-        if told:
-            raise UsageError(told)
         with stop.heard(_JoinedSignals(store, place, mark_unless_told)):
             numbers = rank, size, place.local_rank, place.local_size
             world = worlds.join(config, *numbers, store, tell=listen)
-            result = ranks.resolve(target)(world, *args)
+            result = child.resolve(target)(world, *args)
             worlds.leave()
-        result = ranks.unless_stopped(result)
+        result = unless_stopped(result)
         return result if rank == 0 else None
     except Interrupted as stopped:
         if rank:
             raise SystemExit(stopped.exit_code) from None
         raise
     except Exception as error:
-        failure = Failure.of(rank, *ranks.as_message(error))
+        failure = Failure.of(rank, *child.as_message(error))
         if failure.is_victim:
             # torchrun may end us while we wait for the cause to speak: say what we know now.
             assert isinstance(failure.error, RankFailure)
@@ -79,6 +72,25 @@ def run(
         raise failure.error from None
 
 
+def meet(place: Place, config: LaunchConfig, args: Sequence[Any] | None = None) -> Any:
+    """The store of all ranks, when each of them is there and can begin.
+
+    ``args``: what the function of a rank is called with, which must be alike on all of them; None
+    where these processes start ranks later, perhaps fewer than they are.
+    """
+    store = store_of(place, config)
+    refusal, address = _unfit(place, config), None
+    if not refusal:
+        refusal, address = _listens_at(place, config)
+        refusal = "" if args is None else refusal
+    alike = alikes.table(config, args or ())
+    if told := meeting.refusal_of_any(store, place, refusal, config.timeout_s, alike, address):
+        if _has_been_said(store, place, is_refusal=True):
+            raise SystemExit(2)
+        raise UsageError(told)
+    return store
+
+
 def _unfit(place: Place, config: LaunchConfig) -> str:
     """Why this rank cannot run what the config asks for; empty if it can."""
     if config.world not in (None, place.size):
@@ -92,9 +104,9 @@ def _unfit(place: Place, config: LaunchConfig) -> str:
     if config.interface is not None:
         if config.interface not in names:
             return f"launch.interface is {config.interface}, and this host has {', '.join(names)}"
-        ranks.use_interface(config.interface)
+        child.use_interface(config.interface)
     elif place.nodes == 1 and not place.is_torchruns:
-        ranks.stay_on_loopback()
+        child.stay_on_loopback()
     return ""
 
 

@@ -23,8 +23,8 @@ from typing import Any
 from shardlab.config import LaunchConfig
 from shardlab.errors import UsageError
 from shardlab.run import alike as alikes
+from shardlab.run import child, reach
 from shardlab.run import place as places
-from shardlab.run import ranks, reach
 from shardlab.run.place import Place
 from shardlab.run.ranks import STOP_S
 from shardlab.run.reach import Address, wait_until
@@ -89,7 +89,7 @@ def store_of(place: Place, config: LaunchConfig) -> Any:
     try:
         if place.rank == 0 and not has_agent():
             listens_on = own_address(address, place, config.interface)
-            store = ranks.listening_store(*listens_on, port)
+            store = child.listening_store(*listens_on, port)
         else:
             store = _reached(place, address, port, config.timeout_s)
     except (OSError, RuntimeError) as error:
