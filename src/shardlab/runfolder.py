@@ -36,6 +36,7 @@ README = """\
 | `checkpoints.jsonl` | a line per checkpoint: how long it took, how large, what went wrong |
 | `resumes.jsonl` | only if the run was resumed: a line each time, from where and as what |
 | `faults.rank<r>.jsonl` | only with `--inject`: the faults that struck rank r |
+| `collected.json` | only if nodes shared no folder: whose files were brought here, and whose not |
 | `crash.txt` | only after a crash: the first failing rank and its traceback |
 | `hang.txt`, `hang.json` | only after a hang: who was missing, and each rank's Python stack |
 | `out-of-step.*`, `drifted.*`, `not-finite.*` | only if a guard ended the run: what it found |

@@ -93,14 +93,6 @@ def is_held(folder: Path) -> bool | None:
         os.close(handle)
 
 
-def token_in(folder: Path) -> str | None:
-    """Which run has taken the folder, as this host sees it."""
-    with suppress(OSError):  # over NFS, listing the parent refreshes what this host knows of it
-        list(folder.parent.iterdir())
-    token = table_in(folder / NAME).get("token")
-    return token if isinstance(token, str) else None
-
-
 def table_in(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if it cannot be read."""
     with suppress(OSError, ValueError):

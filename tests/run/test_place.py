@@ -13,7 +13,7 @@ import commands
 from shardlab import config as configs
 from shardlab.config import LaunchConfig
 from shardlab.errors import UsageError
-from shardlab.run import doctor, joined, launch, place, ranks
+from shardlab.run import doctor, joined, launch, meeting, place, ranks
 from shardlab.run.place import Place, expand, port_of, resolve, tasks_per_node
 
 TORCHRUN = {
@@ -210,7 +210,7 @@ def test_commands_that_start_ranks_say_who_has(
     environ: dict[str, str], launcher: str, command: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(joined, "_came_together", True)  # no other rank is there to be told
+    monkeypatch.setattr(meeting, "came_together", True)  # no other rank is there to be told
     done = commands.here(command, cwd=tmp_path, **environ)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {command} starts its own ")
@@ -227,7 +227,7 @@ def test_the_doctor_tells_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_restarts_are_the_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joined, "_came_together", True)
+    monkeypatch.setattr(meeting, "came_together", True)
     done = commands.here(
         "train", "--max-restarts", "1", "--checkpoint-every", "2", cwd=tmp_path, **SLURM
     )
@@ -249,9 +249,9 @@ FIRST = Place("mpirun", 0, 2, 0, 1, None, 2, "", 12345)
 def test_where_rank_0_cannot_be(
     where: Place, config: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joined, "_came_together", False)
+    monkeypatch.setattr(meeting, "came_together", False)
     with pytest.raises(UsageError, match=words):
-        joined.store_of(where, LaunchConfig(**config))
+        meeting.store_of(where, LaunchConfig(**config))
 
 
 def test_an_interface_that_is_not_there() -> None:
@@ -262,7 +262,7 @@ def test_an_interface_that_is_not_there() -> None:
 def test_what_rank_0_listens_on() -> None:
     """Where the host's name means loopback: the interface that is named, or all of them."""
     one_node = Place("mpirun", 0, 2, 0, 2, 0, 1, "127.0.0.1", 12345)
-    listens = joined.own_address
+    listens = meeting.own_address
     assert listens("127.0.0.1", one_node, None) == (2, place.LOOPBACK)
     assert listens("127.0.0.1", FIRST, "lo") == (2, place.LOOPBACK)
     assert listens("127.0.0.1", FIRST, None) == (2, "")

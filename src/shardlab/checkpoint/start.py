@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardlab import runfolder
+from shardlab import runfolder, runlock
 from shardlab.checkpoint import files
 from shardlab.checkpoint import manifest as manifests
 from shardlab.checkpoint.manifest import Manifest
@@ -36,6 +39,7 @@ TOLD = (
     "training.activation_checkpointing", "precision.compute", "training.betas", "training.eps",
     "training.optimizer_options", "training.no_decay", "training.clip_value", "training.ema_decay",
 )  # fmt: skip
+VISIBLE_S = 4.0  # how long a rank looks for a folder that rank 0 has made
 T = TypeVar("T")
 
 
@@ -137,7 +141,9 @@ def choose(config: Config, world: World, lock: RunLock) -> Start:
         run = agree(world, lambda: taken(find_run(config), lock))
         return Start(None) if run is None else newest_good(run, world)
     path = agree(world, lambda: taken(files.find(wanted), lock))
-    if files.is_checkpoint(path):
+    is_checkpoint = agree(world, lambda: files.is_checkpoint(path))
+    refuse_unseen(path / (manifests.NAME if is_checkpoint else runlock.NAME), world)
+    if is_checkpoint:
         return Start(None, path, _read_whole(path, world))
     start = newest_good(path, world)
     if start.manifest is None:
@@ -179,6 +185,40 @@ def newest_good(run: Path, world: World) -> Start:
         except UsageError as error:
             notes.append(str(error))
     return Start(run, notes=tuple(notes))
+
+
+def unseen(file: Path, world: World) -> dict[int, str]:
+    """The ranks that do not see the file as rank 0 does, with host and folder. A collective."""
+    said = world.share(_content(file))
+    limit = time.monotonic() + VISIBLE_S
+    while not (is_seen := _content(file) == said) and time.monotonic() < limit:
+        time.sleep(0.1)  # over NFS it may take a moment
+        with suppress(OSError):  # there, listing the parent refreshes what this host knows of it
+            list(file.parent.parent.iterdir())
+    where = f"rank {world.rank} on {socket.gethostname()}, in {_current_folder()}"
+    found = world.gather(None if is_seen else where)
+    return {rank: where for rank, where in enumerate(found) if where is not None}
+
+
+def refuse_unseen(file: Path, world: World) -> None:
+    if missing := unseen(file, world):
+        raise UsageError(
+            f"{file.parent} on rank 0's node is not visible to {'; '.join(missing.values())}: to "
+            "resume a run, all nodes must share its folder"
+        )
+
+
+def _content(file: Path) -> bytes | None:
+    with suppress(OSError):
+        return file.read_bytes()
+    return None
+
+
+def _current_folder() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:
+        return "a folder that is gone"
 
 
 def agree(world: World, look: Any) -> Any:

@@ -39,6 +39,7 @@ Message = Mapping[str, Any]
 LEAST_S = 60.0
 TIMES_LONGEST = 10.0  # the longest that nothing moved so far
 TICK_S = 1.0
+BEFORE_EXIT: list[Callable[[], None]] = []  # what a launcher's rank does before a hang ends it
 REMEMBERED = 256  # collectives that a rank which stands still reports
 
 
@@ -259,6 +260,9 @@ class StoreReporter(Reporter):
             for pid in self.monitor.silent():  # torchrun asks politely, for half a minute
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, 9)
+        with contextlib.suppress(Exception):
+            for act in BEFORE_EXIT:
+                act()
         os._exit(1)  # the main thread is stuck: nothing else ends it
 
 

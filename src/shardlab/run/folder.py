@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from shardlab import runlock
+from shardlab.checkpoint import files
 from shardlab.checkpoint import start as starts
 from shardlab.checkpoint.start import Start
 from shardlab.config import Config
 from shardlab.errors import UsageError
 from shardlab.files import write_json
-from shardlab.run import environment
+from shardlab.run import collect, environment, reach
 from shardlab.run.assemble import notes
 from shardlab.runfolder import README, mark, new_folder
 from shardlab.runlock import RunLock
@@ -22,18 +23,26 @@ from shardlab.strategies.base import T
 from shardlab.workloads.base import Workload
 from shardlab.world import World
 
-VISIBLE_S = 5.0  # how long a rank looks for the run folder that rank 0 has made
-
 
 def make_folder(
-    config: Config, workload: Workload, world: World, command: str, start: Start, lock: RunLock
+    config: Config,
+    workload: Workload,
+    world: World,
+    command: str,
+    start: Start,
+    lock: RunLock,
+    apart: Collection[int] = (),
 ) -> Path:
-    """The run folder, which rank 0 makes and fills; of a resumed run, the one that it has."""
+    """The run folder, which rank 0 makes and fills; of a resumed run, the one that it has.
+
+    ``apart``: ranks that will not see it, and write their part to their own disks.
+    """
     pids = world.gather(os.getpid())  # for a debugger, or for a person who must end a rank by hand
     said = notes(config, workload)
     folder = Path(_agreed(world, lambda: str(_take_folder(config, workload, world, start, lock))))
     try:
-        refuse_invisible(folder, world, lock)
+        if apart:
+            _take_parts(folder, world, apart)
         _agreed(world, lambda: _fill_folder(folder, config, world, command, start, pids, said))
     except UsageError:
         if start.run is None:
@@ -102,23 +111,50 @@ def _fill_folder(
     mark(folder, "running", pids=pids, host=socket.gethostname())
 
 
-def refuse_invisible(folder: Path, world: World, lock: RunLock) -> None:
-    """Every rank writes into the run folder, so every rank must see the one that rank 0 made."""
-    token, host = world.share((lock.token, socket.gethostname()))
-    limit = time.monotonic() + VISIBLE_S
-    while not (is_seen := runlock.token_in(folder) == token) and time.monotonic() < limit:
-        time.sleep(0.1)  # over NFS it may take a moment
-    where = f"rank {world.rank} on {socket.gethostname()}, in {_current_folder()}"
-    missing = [found for found in world.gather(None if is_seen else where) if found is not None]
-    if missing:
-        raise UsageError(
-            f"the run folder {folder} that rank 0 has made on {host} is not visible to "
-            f"{'; '.join(missing)}: name a folder that all ranks share, as in --out /shared/run"
-        )
+def ranks_apart(config: Config, world: World) -> list[int]:
+    """The ranks that do not see where rank 0 will make the run folder. A collective.
 
-
-def _current_folder() -> str:
+    Only a launcher's ranks may be on several nodes. It is asked first of all: a model may take
+    minutes to build. Checkpoints need a folder that all nodes share, and are refused without one.
+    """
+    if world.pulse is not None or world.size == 1:
+        return []
+    world.gather(None)  # every rank has checked that its output folder is empty
+    probe: Path = _agreed(world, lambda: _write_probe(config))
     try:
-        return str(Path.cwd())
-    except OSError:
-        return "a folder that is gone"
+        missing = starts.unseen(probe, world)
+    finally:
+        if world.rank == 0:
+            probe.unlink(missing_ok=True)
+    if not missing:
+        return []
+    about = socket.gethostname(), str(probe.parent.resolve()), reach.own_address is not None
+    host, folder, is_reached = world.share(about)
+    saves = config.checkpoint.every is not None or config.checkpoint.resume is not None
+    if saves or not is_reached:
+        why = "checkpoints need a folder that all nodes share" if saves else "name a shared folder"
+        raise UsageError(
+            f"{folder}, where rank 0 on {host} keeps the run, is not visible to "
+            f"{'; '.join(missing.values())}: {why}, as in --out /shared/run"
+        )
+    return list(missing)
+
+
+def _write_probe(config: Config) -> Path:
+    """Runs on rank 0: a file, with a name and a content of its own, where the run will be."""
+    resume = config.checkpoint.resume
+    folder = Path(config.output.dir or config.output.root)
+    if resume not in (None, starts.AUTO) and not files.is_checkpoint(found := files.find(resume)):
+        folder = found  # it goes on there
+    folder = next(path for path in (folder, *folder.parents) if path.is_dir() or path == Path())
+    token = secrets.token_hex(8)
+    probe = folder / f".probe-{token}"
+    probe.write_text(token, encoding="utf-8")
+    return probe
+
+
+def _take_parts(folder: Path, world: World, apart: Collection[int]) -> None:
+    parts = collect.begin(world, folder, is_seen=world.rank not in apart)
+    if world.rank == 0:
+        text = f"no common folder: {'; '.join(parts)} write to their own disks, until the run ends"
+        world.tell({"note": text})

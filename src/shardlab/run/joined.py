@@ -6,27 +6,26 @@ them refuses, all refuse, in one line.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import json
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardlab.config import LaunchConfig
 from shardlab.errors import Interrupted, RankFailure, UsageError
 from shardlab.guard import stop
-from shardlab.run import child
+from shardlab.run import alike as alikes
+from shardlab.run import child, collect, meeting, reach
 from shardlab.run import place as places
+from shardlab.run.meeting import own_address as own_address
+from shardlab.run.meeting import store_of as store_of
 from shardlab.run.place import Place
 from shardlab.run.ranks import GRACE_S, STOP_S, Event, Failure, unless_stopped
-
-TELL_S = 20.0  # how long a rank whose input is refused looks for the others, to tell them
+from shardlab.run.reach import Address
 
 
 def run(
@@ -42,7 +41,7 @@ def run(
     from shardlab import world as worlds
 
     rank, size = place.rank, place.size
-    store = meet(place, config)
+    store = meet(place, config, args)
     try:
         with stop.heard(_JoinedSignals(store, place, mark_unless_told)):
             numbers = rank, size, place.local_rank, place.local_size
@@ -60,21 +59,35 @@ def run(
         if failure.is_victim:
             # torchrun may end us while we wait for the cause to speak: say what we know now.
             assert isinstance(failure.error, RankFailure)
-            mark(failure.error)
+            mark_unless_told(failure.error)
             time.sleep(GRACE_S)
+        is_said = False
         with contextlib.suppress(Exception):
-            if _has_been_said(store, place, isinstance(failure.error, UsageError)):
-                raise SystemExit(failure.exit_code) from None
+            is_said = _has_been_said(store, place, isinstance(failure.error, UsageError))
+        if not is_said and not failure.is_victim and isinstance(failure.error, RankFailure):
+            mark(failure.error)  # before it is collected
+        collect.after_failure()
+        if is_said:
+            raise SystemExit(failure.exit_code) from None
         raise failure.error from None
 
 
-def meet(place: Place, config: LaunchConfig) -> Any:
-    """The store of all ranks, when each of them is there and can begin."""
+def meet(place: Place, config: LaunchConfig, args: Sequence[Any] | None = None) -> Any:
+    """The store of all ranks, when each of them is there and can begin.
+
+    ``args``: what the function of a rank is called with, which must be alike on all of them; None
+    where these processes start ranks later, perhaps fewer than they are.
+    """
     store = store_of(place, config)
-    if refusal := _refusal_of_any(store, place, _unfit(place, config), config.timeout_s):
+    refusal, address = _unfit(place, config), None
+    if not refusal:
+        refusal, address = _listens_at(place, config)
+        refusal = "" if args is None else refusal
+    alike = alikes.table(config, args or ())
+    if told := meeting.refusal_of_any(store, place, refusal, config.timeout_s, alike, address):
         if _has_been_said(store, place, is_refusal=True):
             raise SystemExit(2)
-        raise UsageError(refusal)
+        raise UsageError(told)
     return store
 
 
@@ -97,70 +110,21 @@ def _unfit(place: Place, config: LaunchConfig) -> str:
     return ""
 
 
-def store_of(place: Place, config: LaunchConfig) -> Any:
-    """The store in which the ranks of a launcher find each other: torchrun's, or rank 0's own."""
-    from torch.distributed import PrefixStore, TCPStore, rendezvous
+def _listens_at(place: Place, config: LaunchConfig) -> tuple[str, Address | None]:
+    """Why this rank has no device or no address, and else where other nodes would reach it."""
+    from shardlab import world as worlds
 
-    global _came_together
-    if place.is_torchruns:
-        store, _, _ = next(rendezvous("env://", place.rank, place.size))
-        # After a restart the old world's addresses are still in torchrun's store: a new name space.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return PrefixStore(f"shardlab/{attempt}", store)
-    address, port = config.address or place.address, config.port or place.port
-    places.refuse_loopback(place.launcher, address, place.nodes, "launch.address")
-    if not address:
-        raise UsageError(
-            f"{place.launcher} has started ranks on {place.nodes} nodes and does not say where the "
-            "first is: add --set launch.address=HOST, or set MASTER_ADDR"
-        )
     try:
-        if place.rank == 0:
-            store = child.listening_store(*own_address(address, place, config.interface), port)
-        else:
-            limit = timedelta(seconds=config.timeout_s)
-            store = TCPStore(address, port, is_master=False, timeout=limit)
-    except (OSError, RuntimeError) as error:
-        _came_together = True  # as far as they can: nobody would hear a refusal
-        here = f"rank {place.rank} on {socket.gethostname()}"
-        if place.rank == 0:
-            reason = error.strerror if isinstance(error, OSError) else error
-            what = f"{here} cannot listen on {address}, port {port}: {reason}"
-        else:
-            what = f"{here} did not reach rank 0 at {address}, port {port}"
-        raise UsageError(f"{what}; --set launch.address=HOST and --port choose others") from None
-    atexit.register(_leave_together, store, place.size)
-    return PrefixStore("shardlab", store)
-
-
-def own_address(address: str, place: Place, interface: str | None) -> tuple[int, str]:
-    """What rank 0 listens on: the address by which the others know it.
-
-    On Debian a host's own name may mean its loopback interface, where other nodes do not reach it:
-    then rank 0 listens on the interface that is named, or on all.
-    """
-    family, _, _, _, found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
-    host = str(found[0])
-    if place.nodes == 1 or not places.is_loopback(host):
-        return family, host
-    if interface is not None and sys.platform == "linux":
-        import fcntl
-
-        get_interface_address = 0x8915  # SIOCGIFADDR of <linux/sockios.h>
-        asking = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        with asking, contextlib.suppress(OSError):  # it has none
-            name = interface.encode().ljust(32, b"\0")
-            answer = fcntl.ioctl(asking.fileno(), get_interface_address, name)
-            return socket.AF_INET, socket.inet_ntoa(answer[20:24])
-    return family, ""
-
-
-def _leave_together(store: Any, size: int) -> None:
-    """Wait for the other ranks at the end of the process: rank 0 holds the store that they use, and
-    srun and mpirun may end a rank that still speaks when the first has left."""
-    with contextlib.suppress(Exception):
-        store.add("left", 1)
-        _wait_until(lambda: bool(store.add("left", 0) >= size), STOP_S)
+        _, backend = worlds.choose(config, place.local_rank, place.local_size)
+    except UsageError as error:
+        return str(error), None
+    if backend != "gloo" and config.interface is None:
+        return "", reach.towards(place.address)  # NCCL chooses for itself
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    names = [name for _, name in socket.if_nameindex()]
+    if named and named not in names:
+        return f"GLOO_SOCKET_IFNAME is {named}, and this host has {', '.join(names)}", None
+    return "", reach.gloos_address()
 
 
 def refused_together(refusal: str) -> str:
@@ -172,11 +136,11 @@ def refused_together(refusal: str) -> str:
     place = None
     with contextlib.suppress(UsageError):  # the launcher's own variables were refused
         place = places.joined()
-    if place is None or _came_together:
+    if place is None or meeting.came_together:
         return refusal
     with contextlib.suppress(Exception):  # no store: no other rank to tell
-        store = store_of(place, LaunchConfig(timeout_s=TELL_S))
-        refusal = _refusal_of_any(store, place, refusal, STOP_S) or refusal
+        store = meeting.store_of(place, LaunchConfig(timeout_s=meeting.TELL_S))
+        refusal = meeting.refusal_of_any(store, place, refusal, STOP_S) or refusal
         if _has_been_said(store, place, is_refusal=True):
             raise SystemExit(2)
     return refusal
@@ -188,44 +152,6 @@ def _has_been_said(store: Any, place: Place, is_refusal: bool) -> bool:
     nth = store.add("failures", 1)
     nth_on_node = store.add(f"failures on node {node}", 1)
     return bool((nth_on_node if is_refusal else nth) > 1)
-
-
-_came_together = False  # all ranks of a launcher have told each other whether they can begin
-
-
-def _refusal_of_any(store: Any, place: Place, refusal: str, wait_s: float) -> str:
-    """What all ranks are told before they join: nothing, or why one of them cannot."""
-    global _came_together
-    _came_together = True
-    size, host = place.size, socket.gethostname()
-    own = [host, refusal, f"{host} (node {place.node}), local rank {place.local_rank}"]
-    store.set(f"ready {place.rank}", json.dumps(own))
-    keys = [f"ready {other}" for other in range(size)]
-    _wait_until(lambda: store.check(keys), wait_s)
-    said = {r: json.loads(store.get(key)) for r, key in enumerate(keys) if store.check([key])}
-    refusals = {r: (host, text) for r, (host, text, _) in said.items() if text}
-    store.add("heard", 1)
-    if refusals:
-        # The agent takes the store with it when its ranks are gone: not before all have heard.
-        _wait_until(lambda: store.add("heard", 0) >= size, STOP_S)
-        (host, text), *others = refusals.values()
-        is_alike = len(refusals) == size and all(other == text for _, other in others)
-        return text if is_alike else f"rank {min(refusals)} on {host}: {text}"
-    if missing := [str(r) for r in range(size) if r not in said]:
-        return f"rank {', '.join(missing)} did not come within {wait_s:g} s (launch.timeout_s)"
-    ranks_at: dict[str, list[int]] = {}
-    for rank, (_, _, where) in said.items():
-        ranks_at.setdefault(where, []).append(rank)
-    for where, there in ranks_at.items():
-        if len(there) > 1:  # they would share a GPU, and NCCL would hang
-            return f"ranks {', '.join(map(str, there))} are all {where}; the launcher is set wrong"
-    return ""
-
-
-def _wait_until(is_so: Callable[[], bool], seconds: float) -> None:
-    limit = time.monotonic() + seconds
-    while not is_so() and time.monotonic() < limit:
-        time.sleep(0.02)
 
 
 class _JoinedSignals:
@@ -261,6 +187,7 @@ class _JoinedSignals:
         else:
             ended = f"ended by {self.launcher}, because another rank had failed"
             self.mark(RankFailure(self.rank, ended))
+        collect.after_failure()
         os._exit(128 + number)
 
     def _all_are_signalled(self) -> bool:
@@ -271,6 +198,6 @@ class _JoinedSignals:
             return bool(self.store.add("signalled", 0) >= self.size)
 
         with contextlib.suppress(Exception):
-            _wait_until(is_known, self.ALL_S)
+            reach.wait_until(is_known, self.ALL_S)
             return is_all() and not self.store.add("failures", 0)
         return False

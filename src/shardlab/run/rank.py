@@ -27,9 +27,9 @@ from shardlab.guard import stop as stopping
 from shardlab.guard import watchdog
 from shardlab.guard.guards import Guards, refuse_unequal_data
 from shardlab.guard.numbers import NumbersGuard
-from shardlab.run import boards, evaluate
+from shardlab.run import boards, collect, evaluate
 from shardlab.run.assemble import build_strategy, build_workload, in_precision, notes
-from shardlab.run.folder import make_folder
+from shardlab.run.folder import make_folder, ranks_apart
 from shardlab.run.loop import Act, Batches, data_order, prepared, train
 from shardlab.run.recorder import Recorder
 from shardlab.runfolder import mark
@@ -62,6 +62,7 @@ def train_rank(world: World, values: dict[str, Any], command: str) -> dict[str, 
 def _train_rank(
     world: World, config: Config, command: str, lock: RunLock, stop: stopping.Stop
 ) -> dict[str, Any]:
+    apart = ranks_apart(config, world)
     workload = build_workload(config)
     refuse_unequal_data(workload, world)
     order = data_order(workload, config)
@@ -78,7 +79,7 @@ def _train_rank(
     strategy = build_strategy(config, workload, world)
     if start.manifest is not None:
         restore(start, strategy, workload, world, config, audit)
-    folder = make_folder(config, workload, world, command, start, lock)
+    folder = make_folder(config, workload, world, command, start, lock, apart)
     inject.arm(config.faults, world, config.strategy.name, folder)
     stop.is_on = config.checkpoint.every is not None
     world.tell({"folder": str(folder)})
@@ -125,6 +126,7 @@ def _train_rank(
         }
     rows_of_ranks = world.gather(recorder.rows)
     audited = None if audit is None else judge_data(audit, workload, config, world)
+    collect.finish(world)
     if world.rank == 0:
         if audited is not None:
             write_json(folder / "audit.json", audited)
