@@ -1,12 +1,15 @@
-"""One run under our own launcher, torchrun, srun and mpirun: the same parameters, bit for bit.
+"""One run under our own launcher, torchrun, srun, mpirun and Ray: the same parameters, bit for bit.
 
-These tests use a real Slurm and a real Open MPI: `make test-cluster` installs them.
+These tests use a real Slurm, Open MPI and Ray: `make test-cluster` installs them.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +19,8 @@ import pytest
 import torch
 
 import commands
+import hosts
+import rays
 import slurm as slurms
 from resuming import losses_of, state_at
 
@@ -187,3 +192,73 @@ def wait_for_steps(run: Path, steps: int, slurm: slurms.Slurm) -> None:
             found = {p: p.read_text()[-2000:] for p in run.parents[1].glob("*.log")}
             raise TimeoutError(f"no {steps} steps in {run}: {found}\n{slurm.logs()}")
         time.sleep(0.1)
+
+
+# ------------------------------------------------------------------ Ray, on two hosts
+
+# The hosts have no names: Ray's own process group must be told the interface, as the ranks are.
+ON_HOSTS = ["--set", f"launch.interface={hosts.DEVICE}"]
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[rays.Ray]:
+    if reason := rays.why_not():
+        pytest.skip(reason)
+    with rays.started() as running:
+        yield running
+
+
+def written(folder: Path, *args: str) -> Path:
+    """A job for the two nodes of Ray."""
+    submit = ["submit", "--to", "ray", "--nodes", "2", "--name", "job"]
+    done = commands.here(*submit, "--", *args, *ON_HOSTS, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "job.ray.py"
+
+
+def test_ray(ray: rays.Ray, local: Path, tmp_path: Path) -> None:
+    """Submitted as a job, with a config that lies beside it: the nodes get a copy of the folder."""
+    (tmp_path / "here.yaml").write_text(f"training: {{steps: {STEPS}}}\n")
+    submit = ["submit", "--to", "ray", "--nodes", "2", "--name", "job", "--run"]
+    train = [*TRAIN, "--config", "here.yaml", *ON_HOSTS]
+    done = ray.run(*python(*submit, "--", *train), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert_same(tmp_path / "runs" / "job", local)
+
+
+def test_a_worker_of_ray_that_dies(ray: rays.Ray, undisturbed: Path, tmp_path: Path) -> None:
+    """Its rank dies with it; Ray starts all again, and they go on from the newest checkpoint."""
+    job = written(tmp_path, *TRAIN, *LONG, "--inject", "slow:rank=1,ms=150")
+    running = ray.start(sys.executable, job.name, cwd=tmp_path)
+    run = tmp_path / "runs" / "job"
+    limit = time.monotonic() + 90
+    while not (rows := run / "rank1.jsonl").exists() or len(rows.read_text().splitlines()) < 6:
+        assert time.monotonic() < limit, ray.logs()
+        time.sleep(0.1)
+    ranks = json.loads((run / "status.json").read_text())["pids"]
+    worker = int(Path(f"/proc/{ranks[1]}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(worker, signal.SIGKILL)
+    assert commands.wait_until_gone([ranks[1]]) == []
+    out, _ = running.communicate(timeout=120)
+    assert running.returncode == 0, out
+    (resumed,) = map(json.loads, (run / "resumes.jsonl").read_text().splitlines())
+    assert resumed["step"] >= 4
+    assert_same(run, undisturbed, 40)
+
+
+def test_a_rank_that_dies_under_ray_is_named_once(ray: rays.Ray, tmp_path: Path) -> None:
+    job = written(tmp_path, *TRAIN, "--steps", "8", "--inject", "kill:rank=1,step=6")
+    job.write_text(job.read_text().replace("max_failures=3", "max_failures=0"))
+    done = ray.run(sys.executable, job.name, cwd=tmp_path)
+    assert done.returncode == 1
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("error: "))
+    assert re.fullmatch(r"error: rank 1 on .+ was ended by SIGKILL", line)
+
+
+def test_what_the_ranks_refuse_is_not_tried_again(ray: rays.Ray, tmp_path: Path) -> None:
+    job = written(tmp_path, *TRAIN, "--data", "/on/no/node")
+    done = ray.run(sys.executable, job.name, cwd=tmp_path)
+    assert done.returncode == 2
+    said = [line for line in done.stdout.splitlines() if "error: no such data: /on/no/node" in line]
+    assert len(said) == 2, done.stdout  # once on each node
+    assert not (tmp_path / "runs").exists()
