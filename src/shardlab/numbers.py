@@ -207,3 +207,13 @@ def names(labels: Sequence[str], at_most: int = 3) -> str:
     if len(shown) > at_most + 1:  # "and 1 other" would be no shorter than its name
         shown = [*shown[:at_most], f"{len(shown) - at_most} others"]
     return " and ".join(part for part in (", ".join(shown[:-1]), shown[-1]) if part)
+
+
+def nodes(of: Sequence[Mapping[str, Any]]) -> str:
+    """``2 nodes: alpha with ranks 0, 1; beta with ranks 2, 3``."""
+    hosts = (
+        f"{node['host']} with rank{'s' * (len(node['ranks']) > 1)} "
+        f"{', '.join(map(str, node['ranks']))}"
+        for node in of
+    )
+    return f"{count(len(of), 'node')}: {'; '.join(hosts)}"

@@ -20,6 +20,7 @@ from shardlab import comm
 from shardlab.measure import network
 from shardlab.measure.network import Place, Plan
 from shardlab.report import network as report
+from shardlab.run import environment
 from shardlab.world import World
 
 ON_RANK = f"{network.__name__}:on_rank"
@@ -100,7 +101,10 @@ def test_which_ranks_are_measured_with_each_other() -> None:
     many = network.pairs_of(places(*[1] * 20))
     assert len(many) == 20
     assert {rank for pair in many for rank in pair} == set(range(20))
-    assert network.numbered([("a", "x"), ("b", "y"), ("a", "x")]) == [(0, "x"), (1, "y"), (0, "x")]
+    assert environment.grouped([("a", "x"), ("b", "y"), ("a", "x")]) == [
+        {"host": "x", "ranks": [0, 2]},
+        {"host": "y", "ranks": [1]},
+    ]
 
 
 @pytest.mark.parametrize(("slow", "words"), [

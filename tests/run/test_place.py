@@ -262,7 +262,7 @@ def test_an_interface_that_is_not_there() -> None:
 def test_what_rank_0_listens_on() -> None:
     """Where the host's name means loopback: the interface that is named, or all of them."""
     one_node = Place("mpirun", 0, 2, 0, 2, 0, 1, "127.0.0.1", 12345)
-    listens = joined._own_address
+    listens = joined.own_address
     assert listens("127.0.0.1", one_node, None) == (2, place.LOOPBACK)
     assert listens("127.0.0.1", FIRST, "lo") == (2, place.LOOPBACK)
     assert listens("127.0.0.1", FIRST, None) == (2, "")
@@ -281,5 +281,5 @@ def test_settings_are_checked(key: str, value: str, words: str) -> None:
 @pytest.mark.parametrize("key", ["address", "interface"])
 def test_ranks_of_one_machine_take_neither(key: str) -> None:
     config = configs.load(None, {f"launch.{key}": "lo"}).launch
-    with pytest.raises(UsageError, match=f"launch.{key} is for ranks that srun or mpirun"):
+    with pytest.raises(UsageError, match=f"launch.{key} is for ranks that a launcher has"):
         ranks.Ranks(config, 1)

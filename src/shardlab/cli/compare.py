@@ -80,7 +80,7 @@ def compare(
     from shardlab.report import console
     from shardlab.run import launch
 
-    flags.refuse_launcher("compare")
+    launch.lead(asked.config().launch)
     if fail_if and against is None:
         raise UsageError("--fail-if is for a comparison with an earlier one; add --against FILE")
     if resume is not None and "output.dir" in asked.flags:
@@ -104,7 +104,7 @@ def compare(
             time_limit_s=time_limit,
             profile=None if profile is False else replace(first.profile, enabled=True),
         )
-        axes = axes_of(first, world, precision, accumulate, bucket_mb, launch.DEFAULT_WORLD)
+        axes = axes_of(first, world, precision, accumulate, bucket_mb, launch.default_ranks())
         cells = cells_of(first, flags.specs_of(strategies), axes, plan)
         if begun is not None:
             assert resume is not None

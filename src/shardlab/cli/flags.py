@@ -280,10 +280,3 @@ def specs_of(strategies: str | None) -> list[str]:
     from shardlab.naming import STRATEGIES
 
     return [s.strip() for s in strategies.split(",")] if strategies else list(STRATEGIES)
-
-
-def refuse_launcher(name: str, what: str = "ranks") -> None:
-    from shardlab.run import place as places
-
-    if (place := places.joined()) is not None:
-        raise UsageError(f"{name} starts its own {what}; run it without {place.launcher}")

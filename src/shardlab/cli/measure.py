@@ -63,9 +63,11 @@ def throughput(
     from shardlab.numbers import parse_bytes
     from shardlab.report import console
     from shardlab.report import throughput as report
+    from shardlab.run import launch
+    from shardlab.run import place as places
     from shardlab.specs import parse_spec
 
-    flags.refuse_launcher("throughput")
+    launch.lead(asked.config().launch)
     plan = measuring.Plan(
         batches=_numbers(batch, "--batch") if batch else ((1,) if sweep else (1, 2, 4, 8)),
         sweep=sweep,
@@ -77,7 +79,8 @@ def throughput(
     )
     goal = measuring.Goal(model_params, tokens, target_days)
     resolved = asked.config()
-    ranks = world or resolved.launch.world or 1
+    place = places.joined()
+    ranks = world or resolved.launch.world or (1 if place is None else place.size)
     if ranks < 1:
         raise UsageError(f"--world must be at least 1, got {ranks}")
     overrides: dict[str, Any] = {
@@ -134,12 +137,12 @@ def memory(
     from shardlab.run import launch
     from shardlab.run.rankset import RankSet
 
-    flags.refuse_launcher("memory", "processes")
+    launch.lead(asked.config().launch)
     limit = None if fits is None else parse_bytes(fits, "--fits")
     if batch is not None and batch < 1:
         raise UsageError(f"--batch {batch}: a batch has at least one sample")
     resolved = asked.config()
-    ranks = resolved.launch.world or launch.DEFAULT_WORLD if world is None else world
+    ranks = resolved.launch.world or launch.default_ranks() if world is None else world
     if ranks < 1:
         raise UsageError(f"--world must be at least 1, got {ranks}")
     rows = estimate.rows_of(

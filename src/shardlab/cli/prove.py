@@ -39,9 +39,10 @@ def prove(
     from shardlab.proof import prove as proofs
     from shardlab.report import console
     from shardlab.report import proof as report
+    from shardlab.run import launch
 
-    flags.refuse_launcher("prove")
     config = asked.config()
+    launch.lead(config.launch)
     worlds = proofs.worlds_of(world, config)
     resolved = proofs.small(config, steps, worlds, asked.keys)
     cases = proofs.cases_of(resolved, flags.specs_of(strategies), worlds)

@@ -92,7 +92,7 @@ class Watch:
 
     def watch(self) -> Finding | None:
         """Run every case; what stopped that, if something did."""
-        from shardlab.run.ranks import loopback_store, stay_on_loopback
+        from shardlab.run.child import loopback_store, stay_on_loopback
 
         stay_on_loopback()
         world = max(case.world for case in self.checks.CASES)

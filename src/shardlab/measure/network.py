@@ -11,8 +11,6 @@ one is its latency, and the arrival of a stream of large ones its bandwidth.
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,11 +87,13 @@ def on_rank(world: World, plan: Plan) -> dict[str, Any]:
     from shardlab import comm
     from shardlab.run import environment
 
-    nodes = node_names()
+    nodes = environment.nodes_of(world)
     places = [
-        Place(rank=rank, node=node, host=host)
-        for rank, (node, host) in enumerate(numbered(world.gather(nodes)))
+        Place(rank=rank, node=number, host=node["host"])
+        for number, node in enumerate(nodes)
+        for rank in node["ranks"]
     ]
+    places.sort(key=lambda place: place["rank"])
     comm.LEDGER.reset(full_steps=0)
     comm.LEDGER.step = 0  # a step of which no entry is kept
     try:
@@ -111,15 +111,6 @@ def on_rank(world: World, plan: Plan) -> dict[str, Any]:
         "skipped": skipped,
         "links": links,
     }
-
-
-def node_names() -> tuple[str, str]:
-    """What tells this rank's node from others (the launcher's number if there is one), its host."""
-    host = socket.gethostname()
-    for variable in ("GROUP_RANK", "SLURM_NODEID"):  # of torchrun, of srun
-        if variable in os.environ:
-            return os.environ[variable], host
-    return host, host
 
 
 def _told(world: World, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -341,12 +332,6 @@ class _Line:
 
 
 # ------------------------------------------------------------------ places
-
-
-def numbered(names: Sequence[tuple[str, str]]) -> list[tuple[int, str]]:
-    """Nodes by number, in the order of their first ranks; each rank's node and host."""
-    order = {name: i for i, name in enumerate(dict.fromkeys(name for name, _ in names))}
-    return [(order[name], host) for name, host in names]
 
 
 def pairs_of(places: Sequence[Place]) -> list[tuple[int, int]]:

@@ -303,7 +303,7 @@ def extrapolate(goal: Goal, flops_per_s: float, peak: Mapping[str, Any]) -> dict
 def describe(world: World, values: dict[str, Any], command: str) -> dict[str, Any]:
     """Where this runs, what, and how fast the device multiplies matrices."""
     from shardlab import config as configs
-    from shardlab.run import assemble, preflight
+    from shardlab.run import assemble, environment, preflight
     from shardlab.workloads.base import count_flops
 
     config = configs.from_dict(values)
@@ -317,7 +317,8 @@ def describe(world: World, values: dict[str, Any], command: str) -> dict[str, An
             flops = None
     rates = world.gather(matmul_rate(world, config.precision.compute))
     rate = sum(r["flops_per_s"] for r in rates) / len(rates)  # of a rank; they may share a GPU
-    devices = len(set(world.gather(str(world.device)))) if world.device.type == "cuda" else None
+    gpus = set(world.gather((environment.node_name(), str(world.device))))
+    devices = len(gpus) if world.device.type == "cuda" else None
     return {
         **preflight.describe(world, values, command),
         "flops_per_sample": flops,

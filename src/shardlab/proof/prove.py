@@ -15,7 +15,7 @@ from typing import Any
 from shardlab.config import Config
 from shardlab.errors import RankFailure, UsageError
 from shardlab.proof import TIMEOUT_S, judge
-from shardlab.run.launch import DEFAULT_WORLD
+from shardlab.run import launch as launching
 from shardlab.run.rankset import RankSet
 from shardlab.specs import BASELINE, parse_spec, whole_numbers
 
@@ -35,7 +35,7 @@ def small(
     looks right, so there are two.
     """
     training, workload = config.training, config.model.workload
-    worlds = worlds or [config.launch.world or DEFAULT_WORLD]
+    worlds = worlds or [config.launch.world or launching.default_ranks()]
     wanted: dict[str, Any] = {
         "training.global_batch": min(training.global_batch, 4 * max(worlds)),
         "training.accumulate": max(training.accumulate, 2),
@@ -60,7 +60,9 @@ def small(
 
 def worlds_of(text: str | None, config: Config) -> list[int]:
     """``2,4`` as numbers; without a text, the config's."""
-    return list(whole_numbers("--world", text)) or [config.launch.world or DEFAULT_WORLD]
+    return list(whole_numbers("--world", text)) or [
+        config.launch.world or launching.default_ranks()
+    ]
 
 
 def cases_of(config: Config, specs: Sequence[str], worlds: Sequence[int]) -> list[Config]:

@@ -187,6 +187,7 @@ ENVIRONMENT_NAMES = {
     "threads_per_rank": "threads per rank",
     "memory_bytes": "memory",
     "backend": "communication",
+    "nodes": "nodes",
     "torch": "PyTorch",
     "python": "Python",
     "shardlab": "shardlab",
@@ -209,6 +210,8 @@ def _environment_rows(env: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             text = value["commit"][:12] + (", with uncommitted changes" if value["dirty"] else "")
         elif key == "matmul":
             text = ", ".join(f"{p} {v['flops_per_s'] / 1e12:.3g} TFLOP/s" for p, v in value.items())
+        elif key == "nodes":
+            text = fmt.nodes(value)
         elif key == "gpus":
             text = ", ".join(f"{value.count(gpu)} × {gpu}" for gpu in dict.fromkeys(value))
         else:

@@ -172,6 +172,8 @@ def print_comparison(result: Mapping[str, Any], files: Mapping[str, Path]) -> No
         out.print(explained)
         out.print()
     terminal.say(out, *compare_terminal.verdict_lines(result), wraps=True)
+    if len(result["env"].get("nodes", ())) > 1:
+        terminal.say(out, f"measured on {fmt.nodes(result['env']['nodes'])}", wraps=True)
     terminal.say(out, *(f"note: {note}" for note in result["env"].get("notes", ())))
     terminal.say_paths(out, files.values())
     found = {cell["label"]: cell["traces"] for cell in result["cells"] if cell.get("traces")}

@@ -25,6 +25,8 @@ def show(result: Result, path: Path) -> None:
     for line in reasons(result):
         out.print(line)
     terminal.say(out, *notes(result), summary(result), wraps=True)
+    if len(result["env"]["nodes"]) > 1:
+        terminal.say(out, f"Proved on {fmt.nodes(result['env']['nodes'])}.", wraps=True)
     terminal.say_paths(out, [path])
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import shardlab
+
+if TYPE_CHECKING:
+    from shardlab.world import World
 
 
 def describe(device: torch.device, command: str) -> dict[str, Any]:
@@ -32,6 +37,28 @@ def describe(device: torch.device, command: str) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "threads_per_rank": torch.get_num_threads(),
     }
+
+
+def node_name() -> tuple[str, str]:
+    """What tells this rank's node from others (the launcher's number if there is one), its host."""
+    host = socket.gethostname()
+    for variable in ("GROUP_RANK", "SLURM_NODEID"):  # of torchrun, of srun
+        if variable in os.environ:
+            return os.environ[variable], host
+    return host, host
+
+
+def nodes_of(world: World) -> list[dict[str, Any]]:
+    """The ``host`` and the ``ranks`` of each node, in the order of their first ranks."""
+    return grouped(world.gather(node_name()))
+
+
+def grouped(names: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    """The ranks of each node. ``names``: what tells each rank's node from others, and its host."""
+    nodes: dict[str, dict[str, Any]] = {}
+    for rank, (name, host) in enumerate(names):
+        nodes.setdefault(name, {"host": host, "ranks": []})["ranks"].append(rank)
+    return list(nodes.values())
 
 
 def usable_cores() -> int:

@@ -21,10 +21,10 @@ from typing import Any
 from shardlab.config import LaunchConfig
 from shardlab.errors import Interrupted, RankFailure, UsageError
 from shardlab.guard import stop
+from shardlab.run import child
 from shardlab.run import place as places
-from shardlab.run import ranks
 from shardlab.run.place import Place
-from shardlab.run.ranks import GRACE_S, STOP_S, Event, Failure
+from shardlab.run.ranks import GRACE_S, STOP_S, Event, Failure, unless_stopped
 
 TELL_S = 20.0  # how long a rank whose input is refused looks for the others, to tell them
 
@@ -42,24 +42,21 @@ def run(
     from shardlab import world as worlds
 
     rank, size = place.rank, place.size
-    store = store_of(place, config)
+    store = meet(place, config)
     try:
-        refusal = _unfit(place, config)
-        if refusal := _refusal_of_any(store, place, refusal, config.timeout_s):
-            raise UsageError(refusal)
         with stop.heard(_JoinedSignals(store, place, mark_unless_told)):
             numbers = rank, size, place.local_rank, place.local_size
             world = worlds.join(config, *numbers, store, tell=listen)
-            result = ranks.resolve(target)(world, *args)
+            result = child.resolve(target)(world, *args)
             worlds.leave()
-        result = ranks.unless_stopped(result)
+        result = unless_stopped(result)
         return result if rank == 0 else None
     except Interrupted as stopped:
         if rank:
             raise SystemExit(stopped.exit_code) from None
         raise
     except Exception as error:
-        failure = Failure.of(rank, *ranks.as_message(error))
+        failure = Failure.of(rank, *child.as_message(error))
         if failure.is_victim:
             # torchrun may end us while we wait for the cause to speak: say what we know now.
             assert isinstance(failure.error, RankFailure)
@@ -69,6 +66,16 @@ def run(
             if _has_been_said(store, place, isinstance(failure.error, UsageError)):
                 raise SystemExit(failure.exit_code) from None
         raise failure.error from None
+
+
+def meet(place: Place, config: LaunchConfig) -> Any:
+    """The store of all ranks, when each of them is there and can begin."""
+    store = store_of(place, config)
+    if refusal := _refusal_of_any(store, place, _unfit(place, config), config.timeout_s):
+        if _has_been_said(store, place, is_refusal=True):
+            raise SystemExit(2)
+        raise UsageError(refusal)
+    return store
 
 
 def _unfit(place: Place, config: LaunchConfig) -> str:
@@ -84,9 +91,9 @@ def _unfit(place: Place, config: LaunchConfig) -> str:
     if config.interface is not None:
         if config.interface not in names:
             return f"launch.interface is {config.interface}, and this host has {', '.join(names)}"
-        ranks.use_interface(config.interface)
+        child.use_interface(config.interface)
     elif place.nodes == 1 and not place.is_torchruns:
-        ranks.stay_on_loopback()
+        child.stay_on_loopback()
     return ""
 
 
@@ -109,7 +116,7 @@ def store_of(place: Place, config: LaunchConfig) -> Any:
         )
     try:
         if place.rank == 0:
-            store = ranks.listening_store(*_own_address(address, place, config.interface), port)
+            store = child.listening_store(*own_address(address, place, config.interface), port)
         else:
             limit = timedelta(seconds=config.timeout_s)
             store = TCPStore(address, port, is_master=False, timeout=limit)
@@ -126,7 +133,7 @@ def store_of(place: Place, config: LaunchConfig) -> Any:
     return PrefixStore("shardlab", store)
 
 
-def _own_address(address: str, place: Place, interface: str | None) -> tuple[int, str]:
+def own_address(address: str, place: Place, interface: str | None) -> tuple[int, str]:
     """What rank 0 listens on: the address by which the others know it.
 
     On Debian a host's own name may mean its loopback interface, where other nodes do not reach it:

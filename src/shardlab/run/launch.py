@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,18 @@ from shardlab import runfolder
 from shardlab.config import Config, LaunchConfig
 from shardlab.errors import Interrupted, RankFailure, UsageError
 from shardlab.guard import stop
-from shardlab.run import joined
+from shardlab.run import joined, slots
 from shardlab.run import place as places
+from shardlab.run.place import LOOPBACK
 from shardlab.run.ranks import Event, Ranks, unless_stopped
 
-DEFAULT_WORLD = 2
+DEFAULT_WORLD = 2  # the fewest that communicate
+
+
+def default_ranks() -> int:
+    """How many ranks a measurement has when nobody says: the launcher's, or two."""
+    place = places.joined()
+    return DEFAULT_WORLD if place is None else place.size
 
 
 def default_world(config: Config) -> int:
@@ -38,6 +46,21 @@ def default_world(config: Config) -> int:
     elif places.resolve(os.environ) is not None:
         return 1
     return 1 if config.strategy.name == "single" else DEFAULT_WORLD
+
+
+def lead(config: LaunchConfig) -> None:
+    """For a command that starts ranks again and again. Under a launcher, this process leads the
+    others, which start the ranks on their nodes; in those others this does not return."""
+    place = places.joined()
+    if place is None:
+        return
+    # A measurement may use fewer ranks than there are.
+    store = joined.meet(place, replace(config, world=None))
+    if place.rank > 0:
+        slots.serve(place, store)
+    address = LOOPBACK if place.nodes == 1 else config.address or place.address
+    listens = joined.own_address(address, place, config.interface)
+    slots.LEADER = slots.Leader(place, store, address, listens, config.timeout_s)
 
 
 def launch(

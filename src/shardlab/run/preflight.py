@@ -22,6 +22,7 @@ def describe(world: World, values: dict[str, Any], command: str) -> dict[str, An
     return {
         **environment.describe(world.device, command),
         "backend": world.backend,
+        "nodes": environment.nodes_of(world),
         "workload": workload.name,
         "parameters": sum(p.numel() for p in model.parameters()),
         "notes": [*workload.notes, *no_blocks],

@@ -11,14 +11,9 @@ second. This process itself does not import torch.
 from __future__ import annotations
 
 import contextlib
-import importlib
-import multiprocessing
-import os
 import signal
 import socket
-import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -27,102 +22,36 @@ from typing import Any, NoReturn
 from shardlab.config import LaunchConfig
 from shardlab.errors import LOST_PEER, Halt, Interrupted, Late, RankFailure, UsageError
 from shardlab.guard import watchdog
+from shardlab.run import slots
+from shardlab.run.child import Process, Seat, Target
 from shardlab.run.forking import fork_server
 from shardlab.run.place import LOOPBACK
 
 Event = Mapping[str, Any]
-# A function of a rank, named so that naming it imports nothing: "package.module:function".
-# It is called as function(world, *args) and returns something that can be pickled.
-Target = str | Callable[..., Any]
 
 GRACE_S = 1.0  # after a first failure, how long to listen for the one that caused it
 STOP_S = 5.0  # how long a rank may take to leave when asked
 
 
-def refuse_used_port(port: int) -> None:
-    """Say at once, before any rank starts, that the port asked for is taken."""
-    if port == 0:
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError as error:
-            raise UsageError(
-                f"port {port} cannot be used: {error.strerror}; choose another, or 0 for a free one"
-            ) from None
-
-
-def loopback_store(port: int = 0) -> Any:
-    """A store for the ranks of this machine, which no other machine can reach."""
-    return listening_store(socket.AF_INET, LOOPBACK, port)
-
-
-def listening_store(family: int, address: str, port: int) -> Any:
-    """A store that listens on one address alone; "" stands for every address of the machine.
-
-    A ``TCPStore`` that opens its own socket listens on every interface: whoever reaches it can read
-    and write the keys by which the ranks find each other. So it is handed a socket that is bound.
-    """
-    from torch.distributed import TCPStore
-
-    with socket.socket(family) as listening:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((address, port))
-        listening.listen(128)
-        return TCPStore(
-            address or LOOPBACK,
-            listening.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),  # the store closes it
-        )
-
-
-def stay_on_loopback() -> None:
-    """Ranks of one machine listen for each other on its loopback interface, and nowhere else.
-
-    Gloo would take the interface of the host's name, and NCCL the first that is not loopback.
-    """
-    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if names:
-        use_interface(names[0])
-
-
-def use_interface(name: str) -> None:
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ[variable] = name
-
-
-# ------------------------------------------------------------------ the parent
-
-
 class Ranks:
-    """N ranks on this machine. ``run`` calls a function on all of them and returns the results."""
+    """N ranks on this machine, or on the nodes of a launcher whose processes this one leads.
+
+    ``run`` calls a function on all of them and returns the results.
+    """
 
     def __init__(self, launch: LaunchConfig, size: int) -> None:
-        refuse_used_port(launch.port)
-        for key in ("address", "interface"):
-            if getattr(launch, key) is not None:
-                raise UsageError(
-                    f"launch.{key} is for ranks that srun or mpirun has started; those of one "
-                    "machine use its loopback interface"
-                )
         self.launch = launch
         self.size = size
-        context = fork_server()
         self._monitor: watchdog.Monitor | None = None  # of the ranks that say where they are
         self._pipes: list[connection.Connection] = []
-        self._processes: list[Any] = []
+        self._processes: list[Process | slots.Remote] = []
+        start = _start_here if slots.LEADER is None else slots.LEADER.start
+        if slots.LEADER is None:
+            _refuse_unfit(launch)
         try:
             for rank in range(size):
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_rank_main, args=(theirs, launch, rank, size), name=f"rank {rank}"
-                )
-                process.start()
-                theirs.close()
-                self._pipes.append(ours)
+                pipe, process = start(launch, rank, size)
+                self._pipes.append(pipe)
                 self._processes.append(process)
             # Rank 0 takes a free port and says which: no other process can take it in between.
             port = self._collect(only=0)[0]
@@ -163,7 +92,7 @@ class Ranks:
         """
         try:
             for pipe in self._pipes:
-                with contextlib.suppress(BrokenPipeError):  # a dead rank: found out below
+                with contextlib.suppress(OSError):  # a dead rank: found out below
                     pipe.send((target, args))
             return self._collect(on_event=on_event, deadline_s=deadline_s)
         except BaseException as error:
@@ -172,7 +101,7 @@ class Ranks:
     def close(self) -> None:
         """Ask the ranks to leave, and see that they do."""
         for pipe in self._pipes:
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(OSError):
                 pipe.send(None)
         limit = time.monotonic() + STOP_S
         for process in self._processes:
@@ -188,19 +117,12 @@ class Ranks:
     def ask_to_stop(self, number: int) -> None:
         """A training run ends after its step; what else they do continues."""
         for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, number)
+            process.signal(number)
 
     def kill(self) -> None:
         """End every rank and whatever it started, now."""
         for process in self._processes:
-            if process.is_alive():
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.kill()
-        for process in self._processes:
-            process.join()
-            process.close()
+            process.kill()
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
@@ -268,11 +190,10 @@ class Ranks:
                         break  # what follows is the next call's: alone, rank 0 is soon ready
                     else:
                         failures.append(Failure.of(rank, kind, value))
-            except (EOFError, ConnectionResetError):  # it closed its end: it is dead or dying
-                process = self._processes[rank]
-                process.join(STOP_S)
+            except (EOFError, OSError):  # it closed its end: it is dead or dying
+                code = self._processes[rank].join(STOP_S)
                 pipe.close()
-                failures.append(Failure.of(rank, "died", process.exitcode))
+                failures.append(Failure.of(rank, "died", code))
         return failures
 
     def _hang(self) -> Halt | None:
@@ -283,6 +204,35 @@ class Ranks:
             self._monitor = watchdog.Monitor(message["limit_s"], message["timeout_s"])
         if self._monitor is not None:
             self._monitor.hear(message)
+
+
+def _start_here(
+    launch: LaunchConfig, rank: int, size: int
+) -> tuple[connection.Connection, Process]:
+    ours, theirs = fork_server().Pipe()
+    process = Process(theirs, launch, Seat(rank, size, rank, size, port=launch.port))
+    theirs.close()
+    return ours, process
+
+
+def _refuse_unfit(launch: LaunchConfig) -> None:
+    """Say at once, before any rank starts, what ranks of one machine cannot have."""
+    for key in ("address", "interface"):
+        if getattr(launch, key) is not None:
+            raise UsageError(
+                f"launch.{key} is for ranks that a launcher has started; those of one machine use "
+                "its loopback interface"
+            )
+    if (port := launch.port) == 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError as error:
+            raise UsageError(
+                f"port {port} cannot be used: {error.strerror}; choose another, or 0 for a free one"
+            ) from None
 
 
 @dataclass
@@ -313,17 +263,6 @@ class Failure:
         return 2 if isinstance(self.error, UsageError) else 1
 
 
-def as_message(error: BaseException) -> tuple[str, Any]:
-    """An exception as a rank reports it: refused input in a line, anything else in full."""
-    if isinstance(error, UsageError):
-        return "usage", str(error)
-    if isinstance(error, Halt):
-        return "halt", error
-    message = str(error).strip().partition("\n")[0]
-    message = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    return "error", (message, "".join(traceback.format_exception(error)), time.time())
-
-
 def _how_it_died(code: int | None) -> str:
     if code is None:
         return "stopped answering"
@@ -350,74 +289,3 @@ def unless_stopped(result: Any) -> Any:
     else:
         saved = "with a checkpoint"
     raise Interrupted(f"{how}, {saved}", result["signal"])
-
-
-# ------------------------------------------------------------------ the child
-
-
-def _rank_main(pipe: connection.Connection, launch: LaunchConfig, rank: int, size: int) -> None:
-    """A rank: join the world, then run what the parent sends until it sends None."""
-    # A session of its own: Ctrl-C on the terminal reaches the parent alone, which ends us, and
-    # what we start (data loaders) ends with our process group.
-    os.setsid()
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    from torch.distributed import TCPStore
-
-    from shardlab import world as worlds
-
-    send_lock = threading.Lock()
-
-    def send(kind: str, value: Any) -> None:
-        with send_lock:
-            pipe.send((kind, value))
-
-    try:
-        if rank == 0:
-            store = loopback_store(launch.port)
-            send("result", store.port)
-        else:
-            store = TCPStore(LOOPBACK, pipe.recv(), is_master=False)
-        stay_on_loopback()
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
-        world = worlds.join(
-            launch,
-            rank,
-            size,
-            rank,
-            size,
-            store,
-            tell=lambda event: send("event", event),
-            pulse=lambda message: send("pulse", message),
-        )
-        send("result", None)
-        while (message := pipe.recv()) is not None:
-            target, args = message
-            send("result", resolve(target)(world, *args))
-        worlds.leave()
-    except BaseException as error:
-        with contextlib.suppress(BrokenPipeError):
-            send(*as_message(error))
-            _wait_for_the_end()
-        os._exit(1)
-
-
-def _wait_for_the_end() -> None:
-    """Stay until the parent ends us: to leave now would look like the failure to our peers."""
-    time.sleep(60)
-    os._exit(1)
-
-
-def _die_with_parent() -> None:
-    """No orphan: if the parent is gone, however it went, so are we."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    os._exit(1)
-
-
-def resolve(target: Target) -> Callable[..., Any]:
-    if callable(target):
-        return target
-    module, _, name = target.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return function

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from shardlab import config as configs
 from shardlab.config import Config, LaunchConfig
-from shardlab.run.ranks import Ranks, Target
+from shardlab.run.child import Target
+from shardlab.run.ranks import Ranks
 
 if TYPE_CHECKING:
     from shardlab.world import World

@@ -1,0 +1,229 @@
+"""The process of one rank: it joins the world and runs what its parent sends."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import connection
+from typing import Any
+
+from shardlab.config import LaunchConfig
+from shardlab.errors import Halt, UsageError
+from shardlab.run.forking import fork_server
+from shardlab.run.place import LOOPBACK
+
+CONNECT_S = 20.0  # how long a rank tries to reach the process that leads it
+
+# A function of a rank, named so that naming it imports nothing: "package.module:function".
+# It is called as function(world, *args) and returns something that can be pickled.
+Target = str | Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank sits: its number on its node, and where the ranks of its world meet."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    address: str = LOOPBACK  # by which the other ranks know rank 0
+    # What rank 0 listens on: a socket's family and an address of its own; "" stands for all.
+    listens: tuple[int, str] = (socket.AF_INET, LOOPBACK)
+    port: int = 0
+
+
+@dataclass(frozen=True)
+class Line:
+    """Where a rank on another node reaches the process that leads it, and its words for that."""
+
+    address: str
+    port: int
+    key: bytes
+    greeting: tuple[Any, ...]
+
+    def open(self) -> connection.Connection:
+        joined = socket.create_connection((self.address, self.port), timeout=CONNECT_S)
+        joined.settimeout(None)
+        keep_alive(joined)
+        pipe = connection.Connection(joined.detach())
+        connection.answer_challenge(pipe, self.key)
+        connection.deliver_challenge(pipe, self.key)
+        pipe.send(self.greeting)
+        return pipe
+
+
+def keep_alive(line: socket.socket) -> None:
+    """Notice within some 20 s that the other end's machine is gone, and with it its answer."""
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):  # not every system has all of them
+            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class Process:
+    """The process of a rank, which this process has started."""
+
+    def __init__(
+        self, line: connection.Connection | Line, launch: LaunchConfig, seat: Seat
+    ) -> None:
+        self._process = fork_server().Process(
+            target=_rank_main, args=(line, launch, seat), name=f"rank {seat.rank}"
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+        self.sentinel: Any = self._process.sentinel  # becomes ready when it ends
+
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def join(self, timeout: float | None = None) -> int | None:
+        """Its exit code; None if it has not ended in this time."""
+        self._process.join(timeout)
+        return self._process.exitcode
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it and whatever it started, now."""
+        if self._process.is_alive():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.kill()
+        self._process.join()
+
+
+def _rank_main(line: connection.Connection | Line, launch: LaunchConfig, seat: Seat) -> None:
+    """A rank: join the world, then run what the parent sends until it sends None."""
+    # A session of its own: Ctrl-C on the terminal reaches the parent alone, which ends us, and
+    # what we start (data loaders) ends with our process group.
+    os.setsid()
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    from torch.distributed import TCPStore
+
+    from shardlab import world as worlds
+
+    pipe = line.open() if isinstance(line, Line) else line
+    send_lock = threading.Lock()
+
+    def send(kind: str, value: Any) -> None:
+        with send_lock:
+            pipe.send((kind, value))
+
+    try:
+        if seat.rank == 0:
+            store = listening_store(*seat.listens, seat.port)
+            send("result", store.port)
+        else:
+            store = TCPStore(seat.address, pipe.recv(), is_master=False)
+        if seat.address == LOOPBACK:
+            stay_on_loopback()
+        os.environ.update(
+            RANK=str(seat.rank), WORLD_SIZE=str(seat.size), LOCAL_RANK=str(seat.local_rank)
+        )
+        world = worlds.join(
+            launch,
+            seat.rank,
+            seat.size,
+            seat.local_rank,
+            seat.local_size,
+            store,
+            tell=lambda event: send("event", event),
+            pulse=lambda message: send("pulse", message),
+        )
+        send("result", None)
+        while (message := pipe.recv()) is not None:
+            target, args = message
+            send("result", resolve(target)(world, *args))
+        worlds.leave()
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            send(*as_message(error))
+            _wait_for_the_end()
+        os._exit(1)
+
+
+def _wait_for_the_end() -> None:
+    """Stay until the parent ends us: to leave now would look like the failure to our peers."""
+    time.sleep(60)
+    os._exit(1)
+
+
+def _die_with_parent() -> None:
+    """No orphan: if the parent is gone, however it went, so are we."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def resolve(target: Target) -> Callable[..., Any]:
+    if callable(target):
+        return target
+    module, _, name = target.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def as_message(error: BaseException) -> tuple[str, Any]:
+    """An exception as a rank reports it: refused input in a line, anything else in full."""
+    if isinstance(error, UsageError):
+        return "usage", str(error)
+    if isinstance(error, Halt):
+        return "halt", error
+    message = str(error).strip().partition("\n")[0]
+    message = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return "error", (message, "".join(traceback.format_exception(error)), time.time())
+
+
+def loopback_store(port: int = 0) -> Any:
+    """A store for the ranks of this machine, which no other machine can reach."""
+    return listening_store(socket.AF_INET, LOOPBACK, port)
+
+
+def listening_store(family: int, address: str, port: int) -> Any:
+    """A store that listens on one address alone; "" stands for every address of the machine.
+
+    A ``TCPStore`` that opens its own socket listens on every interface: whoever reaches it can read
+    and write the keys by which the ranks find each other. So it is handed a socket that is bound.
+    """
+    from torch.distributed import TCPStore
+
+    with socket.socket(family) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((address, port))
+        listening.listen(128)
+        return TCPStore(
+            address or LOOPBACK,
+            listening.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),  # the store closes it
+        )
+
+
+def stay_on_loopback() -> None:
+    """Ranks of one machine listen for each other on its loopback interface, and nowhere else.
+
+    Gloo would take the interface of the host's name, and NCCL the first that is not loopback.
+    """
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if names:
+        use_interface(names[0])
+
+
+def use_interface(name: str) -> None:
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ[variable] = name
