@@ -223,15 +223,31 @@ def test_the_torchrun_script_runs(tmp_path: Path) -> None:
     assert sys.executable in (tmp_path / "one.torchrun.sh").read_text()
 
 
-PAGE = [line for line in commands.bash_lines("docs/clusters.md") if line]
+PAGES = {
+    page.stem: commands.bash_lines(f"docs/clusters/{page.name}")
+    for page in (commands.ROOT / "docs" / "clusters").glob("*.md")
+}
+SUBMITS = [line for lines in PAGES.values() for line in lines if line.startswith("shardlab submit")]
 
 
-@pytest.mark.parametrize("line", PAGE)
-def test_the_page_shows_commands_that_work(line: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", SUBMITS)
+def test_the_pages_show_commands_that_work(line: str, tmp_path: Path) -> None:
     done = commands.here(*shlex.split(line)[1:], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / done.stdout.strip()).is_file()
 
 
-def test_the_page_has_each_engine() -> None:
-    assert {line.split()[3] for line in PAGE} == set(submitting.FILES)
+def test_each_engine_has_a_page_whose_commands_are_run() -> None:
+    """The others are run by tests/cluster/test_launchers.py."""
+    assert PAGES.keys() == submitting.FILES.keys()
+    for engine, lines in PAGES.items():
+        submits = [line for line in lines if line in SUBMITS]
+        assert all(f"--to {engine} " in line for line in submits)
+        assert any(" -- train " in line for line in submits)
+        launcher = {"slurm": "srun ", "mpi": "mpirun ", "torchrun": "torchrun "}.get(engine)
+        rest = [line for line in lines if line not in SUBMITS]
+        assert all(launcher is not None and line.startswith(launcher) for line in rest)
+        shown = " ".join(lines)
+        assert all(word in shown for word in ("shardlab doctor", "shardlab network") if launcher)
+        assert all(f" {word}" in shown for word in ("doctor", "network", "train", "compare"))
+    assert commands.bash_lines("docs/clusters.md") == []
