@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardlab.trace import model
+from shardlab.trace.clocks import Clock
 
 
 @dataclass
@@ -127,6 +128,9 @@ class HandMade:
             model.Kernel(r, self.kernel, "compute", 60, 15000.0, 250.0, 250.0, 250.0, 0.0)
             for r in range(self.ranks)
         ]
+
+    def clocks(self) -> list[Clock]:
+        return [Clock(r, f"host{r}", (r,), 2e6 * r, 90.0 * r, 10.0 * r) for r in range(self.ranks)]
 
     def shifts(self) -> dict[Path, int]:
         return {trace.path: 0 for trace in self.traces}

@@ -222,16 +222,41 @@ class Hosts:
         """``python -m ...`` as the ranks of one world, so many on each host."""
 
         def agent(host: int) -> list[str]:
-            return [
-                sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.count}",
-                f"--node-rank={host}", f"--nproc-per-node={ranks}",
-                f"--master-addr={self.address(0)}", "--master-port=29500",
-                f"--local-addr={self.address(host)}", *command,
-            ]  # fmt: skip
+            return self.agent(host, *command, ranks=ranks)
 
         return self.everywhere(agent, timeout=timeout, cwd=cwd, OMP_NUM_THREADS="1", **env)
 
+    def agent(self, host: int, *command: str, ranks: int = 1) -> list[str]:
+        """torchrun's command on one host, for a world of all hosts."""
+        return [
+            sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.count}",
+            f"--node-rank={host}", f"--nproc-per-node={ranks}",
+            f"--master-addr={self.address(0)}", "--master-port=29500",
+            f"--local-addr={self.address(host)}", *command,
+        ]  # fmt: skip
+
+    def start_torchrun(
+        self, *command: str, ranks: int = 1, cwd: Path, log: IO[str], **env: str
+    ) -> list[subprocess.Popen[str]]:
+        """The same in the background; what the hosts print goes to one file."""
+        variables = commands.environment(GLOO_SOCKET_IFNAME=DEVICE, OMP_NUM_THREADS="1", **env)
+        return [
+            self.start(
+                host, *self.agent(host, *command, ranks=ranks),
+                cwd=cwd, stdout=log, stderr=log, env=variables,
+            )
+            for host in range(self.count)
+        ]  # fmt: skip
+
     # ------------------------------------------------------------------ the end
+
+    def pids(self, host: int) -> list[int]:
+        """What runs on a host."""
+        return _alive(self.namespace(host))
+
+    def end(self, host: int) -> None:
+        """The host loses its power: every process of it is killed."""
+        _end_processes(self.namespace(host))
 
     def end_all(self) -> None:
         """End whatever runs on the hosts."""
@@ -252,12 +277,14 @@ def _text(file: IO[str]) -> str:
     return file.read()
 
 
+def _alive(namespace: str) -> list[int]:
+    listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True)
+    return [int(pid) for pid in listed.stdout.split() if commands.is_alive(int(pid))]
+
+
 def _end_processes(namespace: str) -> None:
     for _ in range(20):  # one that is ended may just have started another
-        listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True)
-        pids = [int(pid) for pid in listed.stdout.split()]
-        alive = [pid for pid in pids if commands.is_alive(pid)]
-        if not alive:
+        if not (alive := _alive(namespace)):
             return
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):

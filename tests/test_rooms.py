@@ -14,7 +14,7 @@ ORDER = (
     "errors", "numbers", "shapes", "files", "runfolder", "runlock", "naming", "batch", "pulse",
     "phases", "comm", "optim.schedule", "faults.spec", "config", "specs", "world",
     "data", "workloads", "optim", "strategies",
-    "guard", "faults", "checkpoint", "trace.capture", "run",
+    "guard", "faults", "checkpoint", "trace.clocks", "trace.capture", "run",
     "plan", "trace", "proof", "measure", "report", "api", "learn", "cli", "__init__", "__main__",
 )  # fmt: skip
 

@@ -36,6 +36,10 @@ def readable(text: str, lines: bool = False) -> str:
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
+class NodeLost(Exception):
+    """A launcher's process on a node is gone, and no rank can be started there. Exit code 1."""
+
+
 class RankFailure(Exception):
     """A rank died or raised. Exit code 1."""
 

@@ -27,6 +27,7 @@ README = """\
 | `rank<r>.jsonl` | a line per optimizer step of rank r: loss, times, samples, bytes, memory |
 | `ledger.rank<r>.jsonl` | a line per collective that our code called: what, where, when |
 | `traces/rank<r>/` | only with `--profile`: PyTorch profiler traces; `shardlab trace analyze .` |
+| `clocks.json` | only with traces of several nodes: how far their clocks were apart |
 | `tensorboard/` | only with `output.tensorboard`: for `tensorboard --logdir .` |
 | `wandb/` | only with `output.wandb`: what Weights & Biases keeps of the run |
 | `audit.json` | only after `--audit-data`: how often each sample was fed, epoch by epoch |

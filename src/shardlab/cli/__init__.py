@@ -24,7 +24,7 @@ from shardlab.cli import (
     train,
 )
 from shardlab.cli.flags import JSON
-from shardlab.errors import Interrupted, RankFailure, UsageError
+from shardlab.errors import Interrupted, NodeLost, RankFailure, UsageError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -68,6 +68,8 @@ def main() -> None:
         if failure.traceback:
             print(failure.traceback, file=sys.stderr, end="")
         _end(1, f"error: {failure}")
+    except NodeLost as lost:
+        _end(1, f"error: {lost}")
     except Interrupted as stopped:
         _end(stopped.exit_code, f"interrupted: {stopped}")
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 import typer
 
 from shardlab.cli import flags
-from shardlab.errors import Interrupted, UsageError
+from shardlab.errors import Interrupted, NodeLost, UsageError
 
 
 @flags.configured(
@@ -124,11 +124,11 @@ def compare(
             _interrupted_by_terminate(),
         ):
             result = comparison.compare(cells, plan, command, on_progress, folder)
-    except (Interrupted, KeyboardInterrupt):
+    except (Interrupted, KeyboardInterrupt, NodeLost) as stopped:
         if folder.cache_info().currsize:
             again = f"shardlab compare --resume {shlex.quote(str(folder()))}"
             print(f"to continue where it stopped: {again}", file=sys.stderr)
-        raise Interrupted from None
+        raise stopped if isinstance(stopped, NodeLost) else Interrupted from None
     try:
         if earlier is not None:
             result["gate"] = gate.check(result, earlier, limits)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 200  # in a table
 MAX_KERNELS = 25
+MAX_CLOCKS = 4
 NOTABLE = 0.03  # waiting for a smaller share of the step is not worth a name
 
 
@@ -61,6 +62,7 @@ def html(traces: TraceSet) -> str:
             by_label=by_label[:MAX_ROWS],
             buckets=charts.buckets(traces.collectives(), traces, steps),
             stragglers=traces.stragglers(),
+            clocks=clocks(traces),
             several_ranks=len(ranks) > 1,
             n_steps=_steps(ranks),
             memory=memory,
@@ -134,6 +136,25 @@ def _slow(traces: TraceSet, ranks: Sequence[model.Breakdown]) -> str:
     where = f", mostly in {phase}" if phase else ""
     waits = f"each other rank waited {fmt.ms(per_step)} ms a step for it{where}"
     return f"Rank {rank} is the slow one: {waits}."
+
+
+def clocks(traces: TraceSet) -> list[str]:
+    """How the nodes' clocks were corrected, and to what. Of many nodes, those farthest off."""
+    others = sorted((c for c in traces.clocks() if c.node), key=lambda c: -abs(c.ahead_us))
+    found = []
+    for clock in others[:MAX_CLOCKS]:
+        ranks = "rank" if len(clock.ranks) == 1 else "ranks"
+        who = f"node {clock.node} ({clock.host}, {ranks} {fmt.names([*map(str, clock.ranks)])})"
+        way = "ahead of" if clock.ahead_us >= 0 else "behind"
+        drift = "" if clock.drift_ppm is None else f" (it drifts by {clock.drift_ppm:+.1f} µs/s)"
+        found.append(
+            f"The clock of {who} was {fmt.ms(abs(clock.ahead_us))} ms {way} rank 0's{drift}. It is "
+            f"corrected to ± {fmt.ms(clock.error_us)} ms; a wait that is shorter counts as none."
+        )
+    if left := others[MAX_CLOCKS:]:
+        worst = fmt.ms(max(clock.error_us for clock in left))
+        found.append(f"Those of {fmt.count(len(left), 'more node')} are corrected to ± {worst} ms.")
+    return found
 
 
 def _hidden(ranks: Sequence[model.Breakdown]) -> str:

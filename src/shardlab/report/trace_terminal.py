@@ -48,6 +48,8 @@ def _csv(traces: TraceSet) -> str:
 
 
 def show(traces: TraceSet, *, hta_compat: bool, top: int, first: bool = True) -> None:
+    from shardlab.report import trace as page
+
     out = terminal.out()
     if not first:
         out.print()
@@ -65,7 +67,7 @@ def show(traces: TraceSet, *, hta_compat: bool, top: int, first: bool = True) ->
         if table is not None and table.row_count:
             out.print(table)
             out.print()
-    terminal.say(out, *(f"note: {note}" for note in traces.warnings))
+    terminal.say(out, *page.clocks(traces), *(f"note: {note}" for note in traces.warnings))
 
 
 def show_files(files: Sequence[Path]) -> None:
@@ -141,8 +143,8 @@ def _collectives(traces: TraceSet, by: str) -> Table:
 
 def _stragglers(traces: TraceSet) -> Table:
     table = terminal.table(
-        "<rank", "<phase", "collectives", "others\nwaited ms", "of it not\nhidden ms", "worst ms",
-        "in", title="who made others wait",
+        "|rank", "|phase", "collectives", "others\nwaited ms", "of it not\nhidden ms", "worst ms",
+        "<in", title="who made others wait",
     )  # fmt: skip
     for item in traces.stragglers():
         table.add_row(

@@ -191,7 +191,10 @@ class Ranks:
                     else:
                         failures.append(Failure.of(rank, kind, value))
             except (EOFError, OSError):  # it closed its end: it is dead or dying
-                code = self._processes[rank].join(STOP_S)
+                process = self._processes[rank]
+                code = process.join(STOP_S)
+                if isinstance(process, slots.Remote):
+                    process.refuse_lost()
                 pipe.close()
                 failures.append(Failure.of(rank, "died", code))
         return failures

@@ -30,7 +30,7 @@ from multiprocessing import connection
 from typing import Any, NoReturn
 
 from shardlab.config import LaunchConfig
-from shardlab.errors import UsageError
+from shardlab.errors import NodeLost, UsageError
 from shardlab.run.child import Line, Process, Seat, keep_alive
 from shardlab.run.place import LOOPBACK, Place
 
@@ -63,8 +63,8 @@ class Leader:
             rank: self._await(("slot", rank), limit - time.monotonic())
             for rank in range(1, place.size)
         }
-        # Where each rank sits on its node: (local rank, ranks there).
-        here = (place.local_rank, place.local_size)
+        # Where each rank sits: (local rank, ranks on its node, host).
+        here = _seat_of(place)
         self._seats = [here, *(self._slots[rank].recv() for rank in range(1, place.size))]
         atexit.register(self.close)
 
@@ -77,7 +77,7 @@ class Leader:
                 f"{size} ranks were asked for, but {self.place.launcher} has started "
                 f"{self.place.size}"
             )
-        local_rank, local_size = self._seats[rank]
+        local_rank, local_size, host = self._seats[rank]
         there = min(local_size, size - (rank - local_rank))  # a node has neighbouring ranks
         seat = Seat(rank, size, local_rank, there, self._address, self._listens)
         greeting = ("rank", next(self._visits), rank)
@@ -87,7 +87,7 @@ class Leader:
             line = Line(self._listens[1] or LOOPBACK, self._port, self._key, greeting)
             process = Process(line, launch, seat)
         else:
-            process = Remote(self._slots[rank], line, launch, seat)
+            process = Remote(self._slots[rank], host, line, launch, seat)
         return self._await(greeting, ANSWER_S), process
 
     def close(self) -> None:
@@ -131,14 +131,19 @@ class Remote:
     """The process of a rank that a slot has started; the slot does what is asked of it."""
 
     def __init__(
-        self, control: connection.Connection, line: Line, launch: LaunchConfig, seat: Seat
+        self,
+        control: connection.Connection,
+        host: str,
+        line: Line,
+        launch: LaunchConfig,
+        seat: Seat,
     ) -> None:
-        self._control = control
-        self._code: int | None = None
+        self._control, self._host, self._rank = control, host, seat.rank
         self._is_lost = False  # the slot does not answer any more
         # Nothing comes from the slot unasked: it becomes ready when the slot is gone.
         self.sentinel: Any = control
-        self.pid: int = self._ask("start", line, launch, seat) or 0
+        self.pid: int = self._ask("start", line, launch, seat)
+        self.refuse_lost()
 
     def is_alive(self) -> bool:
         return bool(self._ask("is_alive"))
@@ -153,6 +158,13 @@ class Remote:
     def kill(self) -> None:
         self._ask("kill")
 
+    def refuse_lost(self) -> None:
+        if self._is_lost:
+            raise NodeLost(
+                f"rank {self._rank} on {self._host}: the launcher's process there does not answer "
+                "any more"
+            )
+
     def _ask(self, word: str, *args: Any, within: float = 0.0) -> Any:
         """The slot's answer; None if it is gone."""
         if self._is_lost:
@@ -165,13 +177,17 @@ class Remote:
         return None
 
 
+def _seat_of(place: Place) -> tuple[int, int, str]:
+    return place.local_rank, place.local_size, socket.gethostname()
+
+
 def serve(place: Place, store: Any) -> NoReturn:
     """Be the slot of this process's rank until the leader has finished."""
     # Ctrl-C in a terminal reaches every process; the leader decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     address, port, key = json.loads(store.get(NAME))
     control = Line(address, port, bytes.fromhex(key), ("slot", place.rank)).open()
-    control.send((place.local_rank, place.local_size))
+    control.send(_seat_of(place))
     process: Process | None = None
     try:
         while (message := control.recv()) is not None:

@@ -7,7 +7,7 @@
 
 ``load(paths, select="latest", jobs=None, whole=False)`` returns a ``TraceSet`` with:
 ``.traces`` (one ``Trace`` per rank and window), ``.breakdown(per="step" | "rank")``,
-``.collectives()``, ``.collective_summary(by="kind" | "label")``, ``.stragglers()``,
+``.collectives()``, ``.collective_summary(by="kind" | "label")``, ``.stragglers()``, ``.clocks()``,
 ``.memory()``, ``.what_if()``, ``.kernels(top=10)``, ``.hta(compat=False)``, ``.lanes()``,
 ``.summary(hta_compat=False)`` (the content of summary.json) and ``.warnings``.
 The rows are described in ``shardlab.trace.model``.

@@ -29,6 +29,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler.profiler import _KinetoProfile
 
 from shardlab.errors import UsageError
+from shardlab.trace.clocks import Clocks
 
 if TYPE_CHECKING:
     from shardlab.comm import Ledger
@@ -64,6 +65,8 @@ class Capture:
         name: str,
     ) -> None:
         check(profile, world.device)
+        self.clocks = Clocks(world)
+        self.clocks.read("start")
         self.profile = profile
         self.world = world
         self.ledger = ledger
@@ -78,6 +81,7 @@ class Capture:
 
     def summary(self) -> dict[str, Any]:
         """The files of all ranks, and their size beside the estimate. A collective."""
+        self._read_clocks("end")
         own = {str(path): path.stat().st_size for path in self.files}
         files = {path: size for rank in self.world.gather(own) for path, size in rank.items()}
         return {
@@ -205,7 +209,13 @@ class Capture:
             torch.cuda.memory._dump_snapshot(str(self.folder / "memory.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
         self.files.append(self.folder / name)
+        self._read_clocks(f"after step {last}")
         self.world.gather(None)
+
+    def _read_clocks(self, when: str) -> None:
+        if self.files:  # else there is nothing to correct
+            self.clocks.read(when)
+            self.clocks.keep(self.folder.parents[1])
 
 
 def write_trace(profiler: Any, path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from shardlab.numbers import wire_bytes
-from shardlab.trace import activity, model
+from shardlab.trace import activity, clocks, model
 from shardlab.trace.intervals import NOTHING, Intervals, union
 from shardlab.trace.model import Ints, Trace
 
@@ -214,6 +214,7 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
 
 Key = tuple[str, str, Any]  # how a collective is known, its group, its number in the group
 Spans = Mapping[tuple[int, str], Intervals]
+Errors = Mapping[tuple[int, int], int]  # of two ranks' clocks against each other, in nanoseconds
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,13 @@ def match(traces: Sequence[Trace]) -> Matched:
     low = min((t.base_ns for t in traces), default=0)
     bases = {t.rank: low - t.base_ns for t in traces}  # subtracted: adds the base
     offsets = _aligned(traces, keyed, bases)
-    if impossible := _impossible(keyed, offsets):
+    errors = _errors(traces)
+    if len(known := set(_hosts(traces).values()) - {None}) > 1 and not errors:
+        warnings.append(
+            f"the traces are of {len(known)} hosts whose clocks were not measured: they are set by "
+            "the ends of collectives, and waits are as exact as those end together"
+        )
+    if impossible := _impossible(keyed, offsets, errors):
         offsets = _aligned(traces, keyed, bases)  # by what is left
         warnings.append(
             f"{impossible} collectives would have ended on one rank before another began: the "
@@ -252,7 +259,7 @@ def match(traces: Sequence[Trace]) -> Matched:
     collectives = []
     waits: dict[int, dict[tuple[int, str], list[tuple[int, int]]]] = {}
     for (how, _, number), members in keyed.items():
-        row, late = _collective(how, str(number), members, offsets)
+        row, late = _collective(how, str(number), members, offsets, errors)
         collectives.append(row)
         for rank, (start, end) in late.items():
             assert row.last_rank is not None
@@ -316,20 +323,35 @@ def _part(keyed: dict[Key, list[Part]], keys: Sequence[Key]) -> None:
             keyed["alone", str(part.rank), f"{key[1]}:{key[2]}"].append(part)
 
 
-def _impossible(keyed: dict[Key, list[Part]], offsets: Mapping[int, int]) -> int:
+def _errors(traces: Sequence[Trace]) -> Errors:
+    """By how many nanoseconds times of two ranks may be wrong against each other."""
+    return {
+        (a.rank, b.rank): clocks.between(a.clock, b.clock)
+        for a in traces
+        if a.clock
+        for b in traces
+    }
+
+
+def _impossible(keyed: dict[Key, list[Part]], offsets: Mapping[int, int], errors: Errors) -> int:
     """Undo matches by order that cannot be: a missing event shifts all that follow it.
 
     Where one of a step's collectives of a kind is impossible, the others are not to be trusted.
     """
     wrong = set()
+    slack = max(SLACK_NS, *errors.values(), 0)
     for key, members in keyed.items():
         if key[0] == "order" and members[0].kind in _ENDS_TOGETHER:
             begin = max(p.start_ns - offsets[p.rank] for p in members)
-            if begin > min(p.end_ns - offsets[p.rank] for p in members) + SLACK_NS:
+            if begin > min(p.end_ns - offsets[p.rank] for p in members) + slack:
                 wrong.add(_series(key))
     suspects = [key for key in keyed if _series(key) in wrong]
     _part(keyed, suspects)
     return len(suspects)
+
+
+def _hosts(traces: Sequence[Trace]) -> dict[int, Any]:
+    return {t.rank: t.shardlab.get("host", t.metadata.get("host_name")) for t in traces}
 
 
 def _aligned(
@@ -337,9 +359,11 @@ def _aligned(
     keyed: Mapping[Key, Sequence[Part]],
     offsets: Mapping[int, int],
 ) -> dict[int, int]:
-    """Clocks of different hosts, set by the ends of collectives; one host has one clock."""
-    hosts = {t.rank: t.shardlab.get("host", t.metadata.get("host_name")) for t in traces}
-    if len(traces) < 2 or (None not in hosts.values() and len(set(hosts.values())) == 1):
+    """Clocks of different hosts that were not measured, set by the ends of collectives; one host
+    has one clock."""
+    hosts = _hosts(traces)
+    is_one_host = None not in hosts.values() and len(set(hosts.values())) == 1
+    if len(traces) < 2 or is_one_host or all(t.clock for t in traces):
         return dict(offsets)
     reference = traces[0].rank
     differences: dict[int, list[int]] = defaultdict(list)
@@ -357,9 +381,12 @@ def _aligned(
 
 
 def _collective(
-    how: str, number: str, members: Sequence[Part], offsets: Mapping[int, int]
+    how: str, number: str, members: Sequence[Part], offsets: Mapping[int, int], errors: Errors
 ) -> tuple[model.Collective, dict[int, tuple[int, int]]]:
-    """One row, and for each rank that waited from when to when, on the common clock."""
+    """One row, and for each rank that waited from when to when, on the common clock.
+
+    What is shorter than the error of the clocks is no wait.
+    """
     starts = {p.rank: p.start_ns - offsets[p.rank] for p in members}
     ends = {p.rank: p.end_ns - offsets[p.rank] for p in members}
     last = max(starts, key=lambda rank: (starts[rank], rank))
@@ -368,7 +395,7 @@ def _collective(
     late = {
         rank: (start, until)
         for rank, start in starts.items()
-        if together and (until := min(arrived, ends[rank])) > start
+        if together and (until := min(arrived, ends[rank])) - start > errors.get((rank, last), 0)
     }
     transfer = max(ends.values()) - arrived
     first = next((p for p in members if p.bytes is not None), members[0])

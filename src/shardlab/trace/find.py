@@ -17,7 +17,10 @@ from shardlab.errors import UsageError, unknown
 from shardlab.trace.model import Trace
 
 SUFFIXES = (".json", ".json.gz", ".trace", ".trace.gz")
-OURS = ("summary.json", "diff.json", "compare.json", "prove.json", "env.json", "config.json")
+OURS = (
+    "summary.json", "diff.json", "compare.json", "prove.json", "env.json", "config.json",
+    "clocks.json",
+)  # fmt: skip
 SELECT = ("latest", "all")
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardlab.trace.clocks import Clock
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -122,6 +124,7 @@ class Trace:
     rounded: bool  # timestamps are floats in the file: HTA rounds them to microseconds
     truncated: bool
     warnings: tuple[str, ...]
+    clock: Clock | None = None  # how its times were corrected; None: they are as in the file
 
     @property
     def edges(self) -> Ints:

@@ -8,6 +8,7 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from shardlab.errors import UsageError, unknown
 from shardlab.trace import (
     activity,
     breakdown,
+    clocks,
     collectives,
     find,
     hta,
@@ -94,6 +96,7 @@ def _load_run(files: Sequence[Path], select: str, jobs: int | None, whole: bool)
                 "whole as one step, give --whole"
             )
     traces, more = find.numbered(traces)
+    traces = _on_one_clock(traces)
     by_rank = find.one_run(traces)
     windows = max(len(windows) for windows in by_rank.values())
     if select == "latest":
@@ -102,6 +105,13 @@ def _load_run(files: Sequence[Path], select: str, jobs: int | None, whole: bool)
     if select == "latest" and windows > 1:
         more.append(f"{windows} windows were recorded; this is the last (--select all: every one)")
     return TraceSet(tuple(chosen), tuple(warnings + more))
+
+
+def _on_one_clock(traces: Sequence[Trace]) -> list[Trace]:
+    """Our own traces, as far as the clocks of their nodes were measured."""
+    folders = {t.path: t.path.parents[2] for t in traces if t.shardlab and len(t.path.parents) > 2}
+    nodes = {folder: clocks.load(folder) for folder in set(folders.values())}
+    return [clocks.corrected(t, nodes[folders[t.path]]) if t.path in folders else t for t in traces]
 
 
 def _parse_all(files: Sequence[Path], jobs: int | None, whole: bool) -> list[Any]:
@@ -227,6 +237,16 @@ class TraceSet:
         exposed = (device.comm - device.compute for device in self._activity[id(trace)])
         return functools.reduce(operator.or_, exposed, NOTHING)
 
+    def clocks(self) -> tuple[clocks.Clock, ...]:
+        """How the clock of each node was corrected; empty where all ranks have one, and where they
+        were not measured. Of several windows: the last, with the largest error of all."""
+        found = {t.clock.node: t.clock for t in self.traces if t.clock}
+        errors = {
+            n: max(t.clock.error_us for t in self.traces if t.clock and t.clock.node == n)
+            for n in found
+        }
+        return tuple(replace(found[n], error_us=errors[n]) for n in sorted(found))
+
     def memory(self) -> tuple[model.Memory, ...]:
         """Memory over time, where it was recorded."""
         return tuple(found for trace in self.traces for found in memory.timelines(trace))
@@ -290,6 +310,7 @@ class TraceSet:
             "ranks": ranks,
             "collectives": [row(item) for item in self.collectives()],
             "stragglers": [row(item) for item in self.stragglers()],
+            "clocks": [row(item) for item in self.clocks()],
             "world": self.world,
             "device": self.device,
             "strategy": self.traces[0].shardlab.get("strategy"),
