@@ -49,11 +49,11 @@ def two() -> Iterator[hosts.Hosts]:
 
 
 @pytest.fixture(scope="module")
-def slurm(two: hosts.Hosts) -> Iterator[slurms.Slurm]:
-    """Two nodes, each a host of its own."""
+def slurm() -> Iterator[slurms.Slurm]:
+    """Two nodes, each a host of its own; not those of ``two``, on which a test ends everything."""
     if reason := slurms.why_not():
         pytest.skip(reason)
-    with slurms.started(two) as running:
+    with hosts.made(2) as nodes, slurms.started(nodes) as running:
         yield running
 
 

@@ -25,7 +25,7 @@ def submit(
         list[str],
         typer.Argument(
             help="After --, the command (train, compare, network …) and its flags.",
-            metavar="-- COMMAND …",
+            metavar="COMMAND",
             show_default=False,
         ),
     ],
@@ -96,7 +96,8 @@ def read(job: Job) -> flags.Asked | None:
 
     group = typer.main.get_command(cli.app)
     assert isinstance(group, typer.core.TyperGroup)
-    found = group.commands[job.command].make_context(job.command, list(job.args)).params
+    command, name = group.commands[job.command], f"shardlab {job.command}"
+    found = command.make_context(name, list(job.args)).params
     if "settings" not in found:  # doctor
         return None
     # What typer would make of it: a flag that may be repeated is a list, or None.
