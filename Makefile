@@ -18,7 +18,7 @@ help:
 	@echo "make compare   measure the data-parallel strategies on this machine (about three minutes)"
 	@echo "make check     lint, types and the tests without long runs: every few minutes"
 	@echo "make test      lint, types and every test, as CI runs them"
-	@echo "make test-cluster  the tests with a real Slurm and MPI, which it installs if you are root"
+	@echo "make test-cluster  the tests with a real Slurm, MPI and Ray, which it installs if you are root"
 	@echo "make setup     only create $(VENV) and install"
 	@echo "make lint      only ruff and mypy"
 	@echo "make format    let ruff put right what it can"
@@ -56,9 +56,10 @@ test: $(READY) lint
 	$(PYTEST) $(SPREAD) -m "not alone and not cluster" --whole
 	$(PYTEST) -m alone
 
-# Slurm, munge and Open MPI from Debian's packages; tests of what is not there are skipped.
+# Slurm, munge and Open MPI from Debian's packages, Ray and Kubeflow's models from PyPI; tests of
+# what is not there are skipped.
 test-cluster: $(READY)
-	@sh tests/cluster/install.sh
+	@sh tests/cluster/install.sh $(BIN)/python
 	$(PYTEST) -m cluster tests/cluster
 
 site: $(READY)

@@ -42,6 +42,10 @@ PARTS = {
     "Beyond the ladder": "book/1*",
 }
 FIRST = ["learn", "tutorial", "teaching"]  # of the other pages, if they are there
+CLUSTERS = [
+    "clusters",
+    *(f"clusters/{name}" for name in ("torchrun", "slurm", "mpi", "ray", "kubernetes")),
+]
 DECISIONS = "decisions/*"
 
 
@@ -60,7 +64,8 @@ def parts() -> dict[str, list[str]]:
     return {
         **named,
         "Learning and teaching": learning,
-        "Reference": [page for page in rest if page not in learning],
+        "Reference": [page for page in rest if page not in (*learning, *CLUSTERS)],
+        "Clusters": CLUSTERS,
         "Decisions": pages(DECISIONS),
     }
 

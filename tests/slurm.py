@@ -1,7 +1,8 @@
 """A Slurm of two nodes on this machine, for tests: its own daemons, key, ports and folder.
 
 Both nodes are this machine, under other names and ports. Their jobs see an /etc/hosts of their own
-(in a mount namespace), in which the nodes' names are loopback addresses.
+(in a mount namespace), in which the nodes' names are loopback addresses. Or each node is a host of
+its own (tests/hosts.py): then the controller and whoever submits are on the first.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import commands
+import hosts
 
 NODES = ("n1", "n2")
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "unshare", "runuser")
@@ -40,13 +42,26 @@ def free_port() -> int:
 
 
 class Slurm:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, two: hosts.Hosts | None = None) -> None:
         self.folder = folder
         self.conf = folder / "slurm.conf"
+        self.hosts = two
+
+    def inside(self, node: int, command: str) -> list[str]:
+        """A shell command on a node, with the names of all nodes."""
+        own = f"mount --bind {self.folder}/hosts /etc/hosts"
+        if self.hosts is None:
+            return ["unshare", "-m", "sh", "-c", f"{own} && {command}"]
+        named = f"hostname {NODES[node]} && {own} && {command}"
+        # Not by `ip netns exec`, which mounts a /sys without the cgroups that slurmd looks for.
+        there = ["nsenter", f"--net=/run/netns/{self.hosts.namespace(node)}"]
+        return [*there, "unshare", "-m", "--uts", "sh", "-c", named]
 
     def run(
         self, *command: str, cwd: Path, timeout: float = 100
     ) -> subprocess.CompletedProcess[str]:
+        if self.hosts is not None:
+            command = (*self.inside(0, 'exec "$@"'), "sh", *command)
         return commands.run(
             *command, cwd=cwd, timeout=timeout, SLURM_CONF=str(self.conf), OMP_NUM_THREADS="1"
         )
@@ -68,11 +83,11 @@ class Slurm:
 
 
 @contextlib.contextmanager
-def started() -> Iterator[Slurm]:
+def started(two: hosts.Hosts | None = None) -> Iterator[Slurm]:
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     folder.chmod(0o755)
     daemons: list[subprocess.Popen[bytes]] = []
-    slurm = Slurm(folder)
+    slurm = Slurm(folder, two)
 
     def start(name: str, *command: str) -> None:
         with (folder / f"{name}.out.log").open("wb") as log:
@@ -92,15 +107,19 @@ def started() -> Iterator[Slurm]:
         names = [f"--{kind}-file={munge}/{kind}" for kind in ("key", "pid", "log", "seed")]
         start("munged", "runuser", "-u", "munge", "--", "munged", "--foreground", *names,
               f"--socket={munge}/socket")  # fmt: skip
-        (folder / "hosts").write_text("127.0.0.1 localhost n1 n2\n")
-        slurm.conf.write_text(configuration(folder))
+        addresses = ["127.0.0.1"] * 2 if two is None else [two.address(node) for node in range(2)]
+        names = [f"{address} {name}\n" for address, name in zip(addresses, NODES, strict=True)]
+        (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(names))
+        slurm.conf.write_text(configuration(folder, addresses, is_hosts=two is not None))
         (folder / "state").mkdir()
         _wait(lambda: (munge / "socket").exists(), slurm)
-        start("slurmctld", "slurmctld", "-D", "-f", str(slurm.conf))
-        for node in NODES:
-            (folder / f"spool-{node}").mkdir()
-            inside = f"mount --bind {folder}/hosts /etc/hosts && exec slurmd -D -N {node}"
-            start(f"slurmd-{node}", "unshare", "-m", "sh", "-c", f"{inside} -f {slurm.conf}")
+        controller = f"exec slurmctld -D -f {slurm.conf}"
+        start("slurmctld", *slurm.inside(0, controller))
+        for node, name in enumerate(NODES):
+            (folder / f"spool-{name}").mkdir()
+            start(
+                f"slurmd-{name}", *slurm.inside(node, f"exec slurmd -D -N {name} -f {slurm.conf}")
+            )
         _wait(lambda: idle(slurm) == 2, slurm)
         yield slurm
     finally:
@@ -123,15 +142,16 @@ def started() -> Iterator[Slurm]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def configuration(folder: Path) -> str:
-    host = socket.gethostname()
+def configuration(folder: Path, addresses: list[str], is_hosts: bool) -> str:
+    host = NODES[0] if is_hosts else socket.gethostname()
     nodes = "\n".join(
-        f"NodeName={n} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=8"
-        for n in NODES
+        f"NodeName={name} NodeHostname={name if is_hosts else host} NodeAddr={address} "
+        f"Port={free_port()} CPUs=8"
+        for name, address in zip(NODES, addresses, strict=True)
     )
     # cred_expire is also how long a requeued job waits before it starts again.
     return f"""ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({addresses[0]})
 SlurmctldPort={free_port()}
 SlurmUser=root
 AuthType=auth/munge

@@ -39,7 +39,7 @@ PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 LOSS_SCALE = 65536.0  # fp16 begins with it by default, and halves it where it is too large
 CONTINUOUS = "continuous"
 EPOCHS = (CONTINUOUS, "padded", "dropped", "exact")  # shardlab.data.sampler says what they are
-AUTO, STDLIB, SYNTHETIC = "auto", "stdlib", "synthetic"  # data sources that are no path
+DATA_WORDS = AUTO, STDLIB, SYNTHETIC = "auto", "stdlib", "synthetic"  # they are no path
 
 
 # ------------------------------------------------------------------ what a value may be
@@ -105,6 +105,12 @@ def located(text: str) -> Path:
     return path
 
 
+def is_data_here(source: str) -> bool:
+    """Whether a data source needs no file, or has it on this machine."""
+    path = located(source)
+    return source in DATA_WORDS or path.exists() or bool(glob.glob(str(path)))  # noqa: PTH207
+
+
 # ------------------------------------------------------------------ the sections
 
 
@@ -135,12 +141,10 @@ class DataConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         # A missing path is refused before anything starts; what is in it, the workload checks.
-        words = (AUTO, STDLIB, SYNTHETIC)
-        path = located(self.source)
-        if not (self.source in words or path.exists() or glob.glob(str(path))):  # noqa: PTH207
+        if not is_data_here(self.source):
             raise UsageError(
-                f"no such data: {path}; data.source is a file, folder or glob, or one of "
-                f"{', '.join(words)}"
+                f"no such data: {located(self.source)}; data.source is a file, folder or glob, or "
+                f"one of {', '.join(DATA_WORDS)}"
             )
 
 

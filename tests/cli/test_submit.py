@@ -76,15 +76,73 @@ def test_kubernetes(tmp_path: Path) -> None:
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 2)
     assert trainer["command"] == ["torchrun", "-m", "shardlab", "train"]
     assert trainer["args"] == [*TRAIN[2:], "--resume", "auto", "--out", "/runs/gpt-a"]
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api")
-    models.TrainerV1alpha1TrainJob.from_dict(job)
 
 
 def test_ray(tmp_path: Path) -> None:
     tree = ast.parse(written(tmp_path, "ray"))
-    (words,) = (ast.literal_eval(node.value) for node in tree.body
-                if isinstance(node, ast.Assign))  # fmt: skip
-    assert words == [*TRAIN[2:], "--resume", "auto", "--out", str(tmp_path / "runs" / "gpt-a")]
+    assert commands_in(tree) == [
+        *TRAIN[1:], "--resume", "auto", "--out", str(tmp_path / "runs" / "gpt-a")
+    ]  # fmt: skip
+
+
+def commands_in(tree: ast.Module) -> list[str]:
+    found = {
+        ast.unparse(node.targets[0]): node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+    }
+    return list(ast.literal_eval(found["COMMAND"]))
+
+
+@pytest.mark.parametrize("engine", submitting.FILES)
+def test_any_command_with_ranks(engine: str, tmp_path: Path) -> None:
+    """Only a training run has checkpoints: nothing else is started again."""
+    compare = ["--", "compare", "--strategies", "zero2,zero3", "--size", "tiny"]
+    text = written(tmp_path, engine, train=compare)
+    assert "zero2,zero3" in text
+    assert "--resume" not in text
+    assert "runs/gpt-a" in text
+    assert "checkpoint" not in text
+    assert not any(
+        word in text for word in ("max-restarts=3", "max_failures=3", "scontrol requeue")
+    )
+    if engine in ("slurm", "mpi", "torchrun"):
+        assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+
+
+def test_the_doctor_writes_nothing(tmp_path: Path) -> None:
+    assert commands_in(ast.parse(written(tmp_path, "ray", train=["--", "doctor"]))) == ["doctor"]
+
+
+@pytest.mark.parametrize("engine", ["ray", "kubernetes"])
+@pytest.mark.parametrize("how", ["flag", "set", "file"])
+def test_data_that_only_the_cluster_has(engine: str, how: str, tmp_path: Path) -> None:
+    """All else is still checked here."""
+    (tmp_path / "run.yaml").write_text("data: {source: /mnt/tokens}\n")
+    given = {
+        "flag": ["--data", "/mnt/tokens"],
+        "set": ["--set", "data.source=/mnt/tokens"],
+        "file": ["--config", "run.yaml"],
+    }[how]
+    args = ["submit", "--to", engine, *EXTRA.get(engine, []), *TRAIN, *given]
+    done = commands.here(*args, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "note: /mnt/tokens is not on this machine; the nodes must have it\n"
+    assert given[-1] in (tmp_path / done.stdout.strip()).read_text()
+    done = commands.here(*args, "--global-batch", "0", "--name", "b", cwd=tmp_path)
+    assert done.returncode == 2
+
+
+def test_data_that_is_here_needs_no_note(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("data: {source: /mnt/tokens}\n")
+    args = ["--config", "run.yaml", "--data", str(tmp_path)]
+    done = commands.here("submit", "--to", "ray", *TRAIN, *args, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_rays_own_group_uses_the_interface(tmp_path: Path) -> None:
+    text = written(tmp_path, "ray", train=[*TRAIN, "--set", "launch.interface=ib0"])
+    assert '{"GLOO_SOCKET_IFNAME": "ib0"}' in text
 
 
 def test_a_folder_that_was_named_stays(tmp_path: Path) -> None:
@@ -95,7 +153,9 @@ def test_a_folder_that_was_named_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("args", "words"), [
     (["--to", "slrum", *TRAIN], "unknown engine for --to 'slrum'; did you mean 'slurm'?"),
-    (["--to", "slurm", "--", "compare"], "submit writes a training run: -- train …, not 'compare'"),
+    (["--to", "slurm", "--", "compar"], "unknown command to submit 'compar'; did you mean 'comp"),
+    (["--to", "slurm", "--", "compare", "--stpes", "4"], "No such option: --stpes"),
+    (["--to", "slurm", "--", "network", "--set", "launch.prot=4"], "did you mean 'port'?"),
     (["--to", "slurm", "--", "train", "--stpes", "4"], "No such option: --stpes"),
     (["--to", "slurm", "--", "train", "--set", "training.stesp=4"], "did you mean 'steps'?"),
     (["--to", "slurm", "--", "train", "--strategy", "zero9"], "unknown strategy 'zero9'"),
@@ -111,6 +171,7 @@ def test_a_folder_that_was_named_stays(tmp_path: Path) -> None:
     (["--to", "slurm", "--nodes", "0", *TRAIN], "--nodes must be at least 1"),
     (["--to", "mpi", "--hosts", "a,b", *TRAIN], "--hosts names 2 hosts, not 1"),
     (["--to", "kubernetes", *TRAIN], "kubernetes needs an image with shardlab in it"),
+    (["--to", "slurm", *TRAIN, "--data", "/no/such/tokens"], "no such data: /no/such/tokens"),
     (["--to", "slurm", "--file", "no/such/folder", *TRAIN], "cannot be written: No such file"),
     (["--to", "torchrun", "--nodes", "2", "--run", *TRAIN], "torchrun has no queue"),
     (["--to", "mpi", "--nodes", "2", "--run", *TRAIN], "mpirun needs to know the nodes"),
@@ -162,15 +223,31 @@ def test_the_torchrun_script_runs(tmp_path: Path) -> None:
     assert sys.executable in (tmp_path / "one.torchrun.sh").read_text()
 
 
-PAGE = [line for line in commands.bash_lines("docs/clusters.md") if line]
+PAGES = {
+    page.stem: commands.bash_lines(f"docs/clusters/{page.name}")
+    for page in (commands.ROOT / "docs" / "clusters").glob("*.md")
+}
+SUBMITS = [line for lines in PAGES.values() for line in lines if line.startswith("shardlab submit")]
 
 
-@pytest.mark.parametrize("line", PAGE)
-def test_the_page_shows_commands_that_work(line: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", SUBMITS)
+def test_the_pages_show_commands_that_work(line: str, tmp_path: Path) -> None:
     done = commands.here(*shlex.split(line)[1:], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / done.stdout.strip()).is_file()
 
 
-def test_the_page_has_each_engine() -> None:
-    assert {line.split()[3] for line in PAGE} == set(submitting.FILES)
+def test_each_engine_has_a_page_whose_commands_are_run() -> None:
+    """The others are run by tests/cluster/test_launchers.py."""
+    assert PAGES.keys() == submitting.FILES.keys()
+    for engine, lines in PAGES.items():
+        submits = [line for line in lines if line in SUBMITS]
+        assert all(f"--to {engine} " in line for line in submits)
+        assert any(" -- train " in line for line in submits)
+        launcher = {"slurm": "srun ", "mpi": "mpirun ", "torchrun": "torchrun "}.get(engine)
+        rest = [line for line in lines if line not in SUBMITS]
+        assert all(launcher is not None and line.startswith(launcher) for line in rest)
+        shown = " ".join(lines)
+        assert all(word in shown for word in ("shardlab doctor", "shardlab network") if launcher)
+        assert all(f" {word}" in shown for word in ("doctor", "network", "train", "compare"))
+    assert commands.bash_lines("docs/clusters.md") == []

@@ -1,5 +1,14 @@
 #!/bin/sh
-# Install what the cluster tests need, if this is a Debian and we are root; else they are skipped.
+# Install what the cluster tests need: sh tests/cluster/install.sh PYTHON. What cannot be installed
+# is said, and its tests are skipped.
+
+# Ray, and the models of Kubeflow's manifests (a package of types; nothing of it runs).
+"$1" -c 'import aiohttp_cors, kubeflow_trainer_api, ray.train' 2>/dev/null ||
+    "$1" -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+        -e '.[ray]' kubeflow-trainer-api ||
+    echo "Ray or kubeflow-trainer-api could not be installed: those tests skip"
+
+# Slurm and MPI, if this is a Debian and we are root.
 for program in slurmctld munged mpirun; do
     command -v "$program" >/dev/null || missing=yes
 done

@@ -1,12 +1,15 @@
-"""One run under our own launcher, torchrun, srun and mpirun: the same parameters, bit for bit.
+"""One run under our own launcher, torchrun, srun, mpirun and Ray: the same parameters, bit for bit.
 
-These tests use a real Slurm and a real Open MPI: `make test-cluster` installs them.
+These tests use a real Slurm, Open MPI and Ray: `make test-cluster` installs them.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
+import os
+import re
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +19,9 @@ import pytest
 import torch
 
 import commands
+import hosts
+import mpi
+import rays
 import slurm as slurms
 from resuming import losses_of, state_at
 
@@ -27,19 +33,40 @@ TRAIN = [
     "--checkpoint-every", "4", "--set", "training.clip_norm=0.5",
 ]  # fmt: skip
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe"]
-NO_MPI = "" if shutil.which("mpirun") else "mpirun is missing: apt-get install openmpi-bin"
-# Both "nodes" are this machine: they are to use its loopback interface alone.
-ON_LOOPBACK = ["--set", "launch.interface=lo"]
+# A host's name says nothing about its address: the ranks must be told the interface.
+ON_HOSTS = ["--set", f"launch.interface={hosts.DEVICE}"]
 
-needs_mpi = pytest.mark.skipif(bool(NO_MPI), reason=NO_MPI)
+needs_mpi = pytest.mark.skipif(bool(mpi.why_not()), reason=mpi.why_not())
+
+
+# ------------------------------------------------------------------ clusters, each started once
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[hosts.Hosts]:
+    with hosts.made(2) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[slurms.Slurm]:
+    """Two nodes, each a host of its own; not those of ``two``, on which a test ends everything."""
     if reason := slurms.why_not():
         pytest.skip(reason)
-    with slurms.started() as running:
+    with hosts.made(2) as nodes, slurms.started(nodes) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[rays.Ray]:
+    """Two nodes, each a host of its own."""
+    if reason := rays.why_not():
+        pytest.skip(reason)
+    with rays.started() as running:
+        yield running
+
+
+# ------------------------------------------------------------------ on this machine
 
 
 @pytest.fixture(scope="module")
@@ -68,24 +95,6 @@ def test_torchrun(local: Path, tmp_path: Path) -> None:
     command = [*torchrun, "-m", "shardlab", *TRAIN, "--steps", str(STEPS), "--out", "run"]
     done = commands.run(*command, cwd=tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    assert_same(tmp_path / "run", local)
-
-
-@needs_mpi
-def test_mpirun(local: Path, tmp_path: Path) -> None:
-    command = python(*TRAIN, "--steps", str(STEPS), "--out", "run", "--json")
-    done = commands.run(*MPIRUN, "-np", "2", *command, cwd=tmp_path, OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["steps"] == STEPS  # rank 0 alone prints
-    assert_same(tmp_path / "run", local)
-
-
-def test_srun(slurm: slurms.Slurm, local: Path, tmp_path: Path) -> None:
-    """On two nodes, without torchrun: rank 0's address is the first of Slurm's node list."""
-    command = python(*TRAIN, "--steps", str(STEPS), "--out", "run", "--json", *ON_LOOPBACK)
-    done = slurm.run("srun", "-N2", "--ntasks-per-node=1", *command, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["steps"] == STEPS
     assert_same(tmp_path / "run", local)
 
 
@@ -144,7 +153,7 @@ def submitted(slurm: slurms.Slurm, folder: Path) -> tuple[str, Path]:
     """A job that runs on two nodes, has made some steps, and has many before it."""
     name = ["--nodes", "2", "--name", "again", "--run"]
     slow = ["--inject", "slow:rank=1,ms=150"]
-    submit = python("submit", "--to", "slurm", *name, "--", *TRAIN, *LONG, *ON_LOOPBACK, *slow)
+    submit = python("submit", "--to", "slurm", *name, "--", *TRAIN, *LONG, *ON_HOSTS, *slow)
     done = slurm.run(*submit, cwd=folder)
     assert done.returncode == 0, done.stderr
     job = done.stdout.split()[-1]
@@ -187,3 +196,162 @@ def wait_for_steps(run: Path, steps: int, slurm: slurms.Slurm) -> None:
             found = {p: p.read_text()[-2000:] for p in run.parents[1].glob("*.log")}
             raise TimeoutError(f"no {steps} steps in {run}: {found}\n{slurm.logs()}")
         time.sleep(0.1)
+
+
+# ------------------------------------------------------------------ on two hosts
+
+
+def test_torchrun_on_two_hosts(two: hosts.Hosts, local: Path, tmp_path: Path) -> None:
+    train = [*TRAIN, "--steps", str(STEPS), "--out", "run", *ON_HOSTS]
+    for done in two.torchrun("-m", "shardlab", *train, timeout=100, cwd=tmp_path):
+        assert done.returncode == 0, done.stderr
+    assert_same(tmp_path / "run", local)
+
+
+@needs_mpi
+def test_mpirun_on_two_hosts(two: hosts.Hosts, local: Path, tmp_path: Path) -> None:
+    command = python(*TRAIN, "--steps", str(STEPS), "--out", "run", "--json", *ON_HOSTS)
+    command += ["--set", f"launch.address={two.address(0)}"]
+    done = mpi.run(two, *MPIRUN, "-np", "2", "--host", "n1:1,n2:1", *command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == STEPS  # rank 0 alone prints
+    assert_same(tmp_path / "run", local)
+
+
+def test_srun_on_two_hosts(slurm: slurms.Slurm, local: Path, tmp_path: Path) -> None:
+    """Without torchrun: rank 0's address is the first of Slurm's node list."""
+    command = python(*TRAIN, "--steps", str(STEPS), "--out", "run", "--json", *ON_HOSTS)
+    done = slurm.run("srun", "-N2", "--ntasks-per-node=1", *command, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == STEPS
+    assert_same(tmp_path / "run", local)
+
+
+# ------------------------------------------------------------------ Ray, on two hosts
+
+
+def written(folder: Path, *args: str) -> Path:
+    """A job for the two nodes of Ray."""
+    submit = ["submit", "--to", "ray", "--nodes", "2", "--name", "job"]
+    done = commands.here(*submit, "--", *args, *ON_HOSTS, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "job.ray.py"
+
+
+def test_ray(ray: rays.Ray, local: Path, tmp_path: Path) -> None:
+    """Submitted as a job, with a config that lies beside it: the nodes get a copy of the folder."""
+    (tmp_path / "here.yaml").write_text(f"training: {{steps: {STEPS}}}\n")
+    submit = ["submit", "--to", "ray", "--nodes", "2", "--name", "job", "--run"]
+    train = [*TRAIN, "--config", "here.yaml", *ON_HOSTS]
+    done = ray.run(*python(*submit, "--", *train), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert_same(tmp_path / "runs" / "job", local)
+
+
+def test_a_worker_of_ray_that_dies(ray: rays.Ray, undisturbed: Path, tmp_path: Path) -> None:
+    """Its rank dies with it; Ray starts all again, and they go on from the newest checkpoint."""
+    job = written(tmp_path, *TRAIN, *LONG, "--inject", "slow:rank=1,ms=150")
+    running = ray.start(sys.executable, job.name, cwd=tmp_path)
+    run = tmp_path / "runs" / "job"
+    limit = time.monotonic() + 90
+    while not (rows := run / "rank1.jsonl").exists() or len(rows.read_text().splitlines()) < 6:
+        assert time.monotonic() < limit, ray.logs()
+        time.sleep(0.1)
+    ranks = json.loads((run / "status.json").read_text())["pids"]
+    worker = int(Path(f"/proc/{ranks[1]}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(worker, signal.SIGKILL)
+    assert commands.wait_until_gone([ranks[1]]) == []
+    out, _ = running.communicate(timeout=120)
+    assert running.returncode == 0, out
+    (resumed,) = map(json.loads, (run / "resumes.jsonl").read_text().splitlines())
+    assert resumed["step"] >= 4
+    assert_same(run, undisturbed, 40)
+
+
+def test_a_rank_that_dies_under_ray_is_named_once(ray: rays.Ray, tmp_path: Path) -> None:
+    job = written(tmp_path, *TRAIN, "--steps", "8", "--inject", "kill:rank=1,step=6")
+    job.write_text(job.read_text().replace("max_failures=3", "max_failures=0"))
+    done = ray.run(sys.executable, job.name, cwd=tmp_path)
+    assert done.returncode == 1
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("error: "))
+    assert re.fullmatch(r"error: rank 1 on .+ was ended by SIGKILL", line)
+
+
+def test_what_the_ranks_refuse_is_not_tried_again(ray: rays.Ray, tmp_path: Path) -> None:
+    job = written(tmp_path, *TRAIN, "--data", "/on/no/node")
+    done = ray.run(sys.executable, job.name, cwd=tmp_path)
+    assert done.returncode == 2
+    said = [line for line in done.stdout.splitlines() if "error: no such data: /on/no/node" in line]
+    assert len(said) == 2, done.stdout  # once on each node
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_comparison_on_ray(ray: rays.Ray, tmp_path: Path) -> None:
+    """Only a job that trains is started again; this one writes one report, of two nodes."""
+    compare = "compare --strategies pytorch_ddp,zero2 --size tiny --data synthetic --no-prove"
+    job = written(tmp_path, *compare.split(), *FEW)
+    done = ray.run(sys.executable, job.name, cwd=tmp_path, timeout=150)
+    assert done.returncode == 0, done.stdout
+    (report,) = tmp_path.rglob("report.html")
+    assert report.parent == tmp_path / "runs" / "job"
+
+
+# ------------------------------------------------------------------ the commands of the pages
+
+FEW = ["--repeats", "1", "--warmup", "1", "--steps", "2", "--set", "profile.active=1"]
+PAGES = [
+    line
+    for page in ("torchrun", "slurm", "mpi")
+    for line in commands.bash_lines(f"docs/clusters/{page}.md")
+    if not line.startswith("shardlab submit")  # tests/cli/test_submit.py runs those
+]
+
+
+def shortened(line: str) -> list[str]:
+    """The command of a page, all as it is printed but for the interpreter and the time it takes."""
+    words = line.split()
+    at = words.index("shardlab")
+    if "-m" not in words[:at]:
+        words[at:at] = [sys.executable, "-m"]
+    if "network" in words:
+        words += ["--max-size", "64KiB", "--rounds", "2"]
+    if "compare" in words:
+        words += [*FEW, "--no-prove"]
+    return words if "doctor" in words else [*words, *ON_HOSTS]
+
+
+@pytest.mark.parametrize("line", PAGES)
+def test_a_page_shows_what_runs(line: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    first, *words = shortened(line)
+    if first == "srun":
+        many = [request.getfixturevalue("slurm").run(first, *words, cwd=tmp_path)]
+    elif first == "mpirun" and mpi.why_not():
+        pytest.skip(mpi.why_not())
+    elif first == "mpirun":
+        many = [mpi.run(request.getfixturevalue("two"), *MPIRUN, *words, cwd=tmp_path)]
+    else:
+        many = torchruns(request.getfixturevalue("two"), words, tmp_path)
+    assert [done.returncode for done in many] == [0] * len(many), many
+    if "doctor" in words:
+        places = re.findall(r"rank (\d) of (\d), local", "".join(done.stdout for done in many))
+        assert {int(rank) for rank, _ in places} == set(range(int(places[0][1])))
+    else:
+        (folder,) = (tmp_path / "runs").iterdir()
+        made = {path.name for path in folder.iterdir()}
+        assert made >= ({"network.json"} if "network" in words else {"compare.json", "report.html"})
+
+
+def torchruns(
+    two: hosts.Hosts, words: list[str], folder: Path
+) -> list[subprocess.CompletedProcess[str]]:
+    """torchrun as the page says, on this machine or on each of the hosts."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    if "--standalone" in words:
+        return [commands.run(*torchrun, *words, cwd=folder, OMP_NUM_THREADS="1")]
+
+    def agent(host: int) -> list[str]:
+        # The hosts share a name, by which torchrun would know which of them is the first.
+        own = [f"--local-addr={two.address(host)}", f"--rdzv-conf=is_host={int(host == 0)}"]
+        return [*torchrun, *own, *(word.replace("FIRST", two.address(0)) for word in words)]
+
+    return two.everywhere(agent, timeout=150, cwd=folder, OMP_NUM_THREADS="1")

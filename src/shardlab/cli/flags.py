@@ -10,7 +10,7 @@ import functools
 import inspect
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -153,6 +153,17 @@ class Asked:
     def config(self, base: Mapping[str, Any] | None = None) -> Config:
         return config_of(self.file, self.settings, self.flags, base)
 
+    def data_source(self) -> str:
+        """Where the data is, though perhaps not on this machine."""
+        from shardlab.checkpoint import files, start
+        from shardlab.config import AUTO
+
+        key = "data.source"
+        inside = None if self.file is None else files.settings_in(self.file)
+        words = [start.setting(inside or {}, "data", "source", AUTO)]
+        words += [s.partition("=")[2] for s in self.settings if s.startswith(f"{key}=")]
+        return str(self.flags.get(key, words[-1]))
+
     def print(self, result: Any, folder: Any, show: Callable[[], None]) -> None:
         """The result as it was asked for: as JSON, the folder of its files alone, or in words."""
         from shardlab import files
@@ -163,6 +174,19 @@ class Asked:
             print(folder)
         else:
             show()
+
+
+def asked_in(values: Mapping[str, Any], names: Iterable[str]) -> Asked:
+    """What a command's parameters say; ``names`` are those of the shared flags."""
+    given = {FLAGS[name].key: values[name] for name in names}
+    return Asked(
+        file=values["config"],
+        settings=values["settings"] or [],
+        # A switch that is off was not given.
+        flags={k: v for k, v in given.items() if v is not None and v is not False},
+        quiet=values["quiet"],
+        as_json=values["as_json"],
+    )
 
 
 Command = Callable[..., Any]
@@ -192,16 +216,7 @@ def configured(*names: str, **instead: str) -> Callable[[Command], Command]:
 
         @functools.wraps(command)
         def run(**values: Any) -> Any:
-            given = {flag.key: values[name] for name, flag in shared.items()}
-            asked = Asked(
-                file=values["config"],
-                settings=values["settings"] or [],
-                # A switch that is off was not given.
-                flags={k: v for k, v in given.items() if v is not None and v is not False},
-                quiet=values["quiet"],
-                as_json=values["as_json"],
-            )
-            return command(asked, **{p.name: values[p.name] for p in own})
+            return command(asked_in(values, shared), **{p.name: values[p.name] for p in own})
 
         # What typer reads a command's options from.
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

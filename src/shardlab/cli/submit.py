@@ -1,11 +1,12 @@
-"""`shardlab submit`: a training run as a script for Slurm, MPI, torchrun, Ray or Kubernetes."""
+"""`shardlab submit`: a command as a script for Slurm, MPI, torchrun, Ray or Kubernetes."""
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,12 +14,20 @@ from shardlab.cli import flags
 from shardlab.cli import train as training
 from shardlab.errors import UsageError
 
+if TYPE_CHECKING:
+    from shardlab.config import Config
+    from shardlab.run.submit import Job
+
 
 def submit(
     to: Annotated[str, typer.Option(help="slurm, mpi, torchrun, ray or kubernetes.")],
-    train: Annotated[
+    words: Annotated[
         list[str],
-        typer.Argument(help="After --, the command: train, and its flags.", show_default=False),
+        typer.Argument(
+            help="After --, the command (train, compare, network …) and its flags.",
+            metavar="COMMAND",
+            show_default=False,
+        ),
     ],
     nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
     ranks_per_node: Annotated[int, typer.Option(help="Ranks on each machine.")] = 1,
@@ -37,26 +46,32 @@ def submit(
     file: Annotated[str | None, typer.Option(help="Where to write.  (default: by name)")] = None,
     run: Annotated[bool, typer.Option("--run", help="Submit it, too.")] = False,
 ) -> None:
-    """Write a training run as a script or manifest that a cluster runs, and that you can keep.
+    """Write a command as a script or manifest that a cluster runs, and that you can keep.
 
     shardlab submit --to slurm --nodes 2 --ranks-per-node 4 -- train --checkpoint-every 100
     """
     from shardlab import files
+    from shardlab.errors import unknown
     from shardlab.run import submit as submitting
 
     if python is None and to in submitting.USED_BY["python"]:
         python = sys.executable
-    if train[0] != "train":
-        raise UsageError(f"submit writes a training run: -- train …, not '{train[0]}'")
+    command, *args = words
+    if command not in submitting.COMMANDS:
+        raise unknown("command to submit", command, submitting.COMMANDS)
     job = submitting.Job(
-        to, tuple(train[1:]), nodes, ranks_per_node, name, time, partition, account,
-        gpus_per_node, image, hosts, python, folder=_folder(to),
+        to, tuple(args), nodes, ranks_per_node, name, time, partition, account, gpus_per_node,
+        image, hosts, python, _folder(to), command,
     )  # fmt: skip
-    notes = check(job)
+    asked = read(job)
+    notes: list[str] = []
+    if asked is not None:
+        config, notes = check(job, asked)
+        job = dataclasses.replace(job, interface=config.launch.interface)
     path = Path(file or job.file)
     if path.exists():
         raise UsageError(f"{path} exists; choose another --name or --file, or remove it")
-    command = submitting.run_command(job, str(path)) if run else None
+    starting = submitting.run_command(job, str(path)) if run else None
     try:
         files.write_text(path, submitting.script(job))
     except OSError as error:
@@ -64,8 +79,8 @@ def submit(
     print(path)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    if command is not None:
-        raise SystemExit(subprocess.run(command, check=False).returncode)
+    if starting is not None:
+        raise SystemExit(subprocess.run(starting, check=False).returncode)
 
 
 def _folder(engine: str) -> str:
@@ -75,16 +90,32 @@ def _folder(engine: str) -> str:
     return "/runs" if engine == "kubernetes" else "runs"
 
 
-def check(job: Any) -> list[str]:
+def read(job: Job) -> flags.Asked | None:
+    """The flags of the job's command, refused now if it would refuse them; None if it has none."""
+    from shardlab import cli
+
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, typer.core.TyperGroup)
+    command, name = group.commands[job.command], f"shardlab {job.command}"
+    found = command.make_context(name, list(job.args)).params
+    if "settings" not in found:  # doctor
+        return None
+    # What typer would make of it: a flag that may be repeated is a list, or None.
+    values = {n: (list(v) or None) if isinstance(v, tuple) else v for n, v in found.items()}
+    names = (*training.FLAGS, "out") if job.is_training else [n for n in ("data",) if n in values]
+    return flags.asked_in(values, names)
+
+
+def check(job: Job, asked: flags.Asked) -> tuple[Config, list[str]]:
     """Refuse now what the ranks would refuse on the cluster; what else there is to say."""
-    checker = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    checker.command()(flags.configured(*training.FLAGS)(_asked))
-    asked = typer.main.get_command(checker)(
-        list(job.train), prog_name="shardlab train", standalone_mode=False
-    )
-    if not isinstance(asked, flags.Asked):  # --help has been printed
-        raise SystemExit(0)
-    config = training.config_of(asked, keep_world=False)
+    from shardlab.config import SYNTHETIC, is_data_here
+    from shardlab.run import submit as submitting
+
+    notes: list[str] = []
+    if job.engine in submitting.ELSEWHERE and not is_data_here(source := asked.data_source()):
+        notes.append(f"{source} is not on this machine; the nodes must have it")
+        asked = dataclasses.replace(asked, flags={**asked.flags, "data.source": SYNTHETIC})
+    config = training.config_of(asked, keep_world=False) if job.is_training else asked.config()
     launch = config.launch
     if launch.world not in (None, job.ranks):
         raise UsageError(
@@ -96,12 +127,10 @@ def check(job: Any) -> list[str]:
         raise UsageError(training.RESTARTED_BY[launcher])
     if launch.address is not None and launcher == "torchrun":
         raise UsageError(f"launch.address is for slurm and mpi; {job.engine} finds the first node")
-    config.with_overrides({"launch.world": job.ranks})  # can they share the batch?
-    if config.checkpoint.every is None:
-        return ["without --checkpoint-every a run that is started again begins at its first step"]
-    return []
-
-
-def _asked(asked: flags.Asked) -> flags.Asked:
-    """A `train` that only reads its flags."""
-    return asked
+    if job.is_training:
+        config.with_overrides({"launch.world": job.ranks})  # can they share the batch?
+        if config.checkpoint.every is None:
+            notes.append(
+                "without --checkpoint-every a run that is started again begins at its first step"
+            )
+    return config, notes

@@ -1,4 +1,4 @@
-"""A training run as a script or manifest for a cluster's own engine, for people to read and keep.
+"""A command as a script or manifest for a cluster's own engine, for people to read and keep.
 
 Nothing here imports Ray or Kubernetes: what is written is text.
 """
@@ -30,6 +30,10 @@ PROGRAMS = {
     "ray": "ray",
     "kubernetes": "kubectl",
 }
+# Commands that run as ranks of a launcher.
+COMMANDS = ("train", "compare", "prove", "throughput", "memory", "network", "doctor")
+# Their ranks do not start in the folder that this command is given in, nor always on its machines.
+ELSEWHERE = ("ray", "kubernetes")
 # Settings that only some engines can honour.
 USED_BY = {
     "time": ("slurm",),
@@ -48,7 +52,7 @@ WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._,:/@-]*")
 @dataclass(frozen=True)
 class Job:
     engine: str
-    train: tuple[str, ...]  # the arguments of `shardlab train`
+    args: tuple[str, ...]  # of the command
     nodes: int = 1
     ranks_per_node: int = 1
     name: str = "shardlab"
@@ -60,6 +64,8 @@ class Job:
     hosts: str | None = None  # comma-separated; the first is where rank 0 listens
     python: str | None = None
     folder: str = "runs"  # of the run, unless --out names one
+    command: str = "train"
+    interface: str | None = None  # launch.interface
     ranks: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,6 +95,11 @@ class Job:
             raise UsageError("kubernetes needs an image with shardlab in it: --image NAME")
 
     @property
+    def is_training(self) -> bool:
+        """Whether it can be started again, and goes on: only a training run has checkpoints."""
+        return self.command == "train"
+
+    @property
     def file(self) -> str:
         return FILES[self.engine].format(name=self.name)
 
@@ -99,18 +110,23 @@ def script(job: Job) -> str:
 
 
 def arguments(job: Job) -> list[str]:
-    """The arguments of `shardlab train`, with what a job that is started again needs.
+    """The command's arguments, with a folder, and what a training run that is started again needs.
 
     ``--resume auto`` with a folder of its own: it begins there, or goes on from the newest
     checkpoint. A Slurm job keeps its number when it is requeued, so its folder carries it.
     """
-    args = list(job.train)
+    args = list(job.args)
+    if job.command == "doctor":  # it writes nothing
+        return args
     has = {word.partition("=")[0] for word in args}
-    if "--resume" not in has and not any("checkpoint.resume=" in word for word in args):
+    has_folder = has & {"--out", "-o"} or any("output.dir=" in word for word in args)
+    if "--resume" in has or any("checkpoint.resume=" in word for word in args):
+        return args
+    if job.is_training:
         args += ["--resume", "auto"]
-        if not has & {"--out", "-o"} and not any("output.dir=" in word for word in args):
-            number = "-$SLURM_JOB_ID" if job.engine == "slurm" else ""
-            args += ["--out", f"{job.folder}/{job.name}{number}"]
+    if not has_folder:
+        number = "-$SLURM_JOB_ID" if job.engine == "slurm" else ""
+        args += ["--out", f"{job.folder}/{job.name}{number}"]
     return args
 
 
