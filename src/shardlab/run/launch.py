@@ -85,7 +85,7 @@ def launch(
         nonlocal folder
         folder = Path(event["folder"]) if "folder" in event else folder
         if "halted" in event:
-            mark(event["halted"])
+            (mark_unless_told if event.get("unless_told") else mark)(event["halted"])
         else:
             on_event(event)
 
@@ -117,7 +117,7 @@ def launch(
     signals = _Signals(lambda: saves and folder is not None)
     try:
         if place is not None:
-            return joined.run(target, config, args, place, listen, mark, mark_unless_told)
+            return joined.run(target, config, args, place, listen, mark_unless_told)
         assert config.world is not None
         with signals, Ranks(config, config.world) as ranks:
             signals.ranks = ranks

@@ -262,6 +262,10 @@ class Failure:
         return self.suspicion[0] == 3
 
     @property
+    def is_lost_node(self) -> bool:
+        return isinstance(self.error, Halt) and self.error.state == "lost"
+
+    @property
     def exit_code(self) -> int:
         return 2 if isinstance(self.error, UsageError) else 1
 
