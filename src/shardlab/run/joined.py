@@ -105,7 +105,9 @@ def store_of(place: Place, config: LaunchConfig) -> Any:
     if place.is_torchruns:
         store, _, _ = next(rendezvous("env://", place.rank, place.size))
         # After a restart the old world's addresses are still in torchrun's store: a new name space.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # A store that rank 0 opens is new, and a node that joined later counts fewer restarts.
+        is_torchruns_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_torchruns_store else "0"
         return PrefixStore(f"shardlab/{attempt}", store)
     address, port = config.address or place.address, config.port or place.port
     places.refuse_loopback(place.launcher, address, place.nodes, "launch.address")
