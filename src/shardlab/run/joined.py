@@ -20,7 +20,7 @@ from typing import Any
 
 from shardlab.config import LaunchConfig
 from shardlab.errors import Interrupted, RankFailure, UsageError
-from shardlab.guard import stop
+from shardlab.guard import nodes, stop
 from shardlab.run import child
 from shardlab.run import place as places
 from shardlab.run.place import Place
@@ -35,7 +35,6 @@ def run(
     args: tuple[Any, ...],
     place: Place,
     listen: Callable[[Event], None],
-    mark: Callable[[RankFailure], None],
     mark_unless_told: Callable[[RankFailure | str], None],
 ) -> Any:
     """This process as one rank of a launcher's world."""
@@ -44,6 +43,7 @@ def run(
     rank, size = place.rank, place.size
     store = meet(place, config)
     try:
+        nodes.settle(store, place)
         with stop.heard(_JoinedSignals(store, place, mark_unless_told)):
             numbers = rank, size, place.local_rank, place.local_size
             world = worlds.join(config, *numbers, store, tell=listen)
@@ -57,13 +57,15 @@ def run(
         raise
     except Exception as error:
         failure = Failure.of(rank, *child.as_message(error))
-        if failure.is_victim:
-            # torchrun may end us while we wait for the cause to speak: say what we know now.
-            assert isinstance(failure.error, RankFailure)
-            mark(failure.error)
-            time.sleep(GRACE_S)
+        if isinstance(failure.error, RankFailure):
+            nodes.CURRENT.locate(failure.error)
+            if failure.is_victim:
+                # torchrun may end us while we wait for the cause to speak: say what we know now.
+                mark_unless_told(failure.error)
+                time.sleep(GRACE_S)
         with contextlib.suppress(Exception):
-            if _has_been_said(store, place, isinstance(failure.error, UsageError)):
+            is_for_all_nodes = isinstance(failure.error, UsageError) or failure.is_lost_node
+            if _has_been_said(store, place, is_for_all_nodes):
                 raise SystemExit(failure.exit_code) from None
         raise failure.error from None
 
@@ -102,15 +104,15 @@ def store_of(place: Place, config: LaunchConfig) -> Any:
     from torch.distributed import PrefixStore, TCPStore, rendezvous
 
     global _came_together
-    if place.is_torchruns:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store, _, _ = next(rendezvous("env://", place.rank, place.size))
         # After a restart the old world's addresses are still in torchrun's store: a new name space.
-        # A store that rank 0 opens is new, and a node that joined later counts fewer restarts.
-        is_torchruns_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_torchruns_store else "0"
+        # (A store that rank 0 opens is new, and a node that came later counts fewer restarts.)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return PrefixStore(f"shardlab/{attempt}", store)
     address, port = config.address or place.address, config.port or place.port
-    places.refuse_loopback(place.launcher, address, place.nodes, "launch.address")
+    if not place.is_torchruns:
+        places.refuse_loopback(place.launcher, address, place.nodes, "launch.address")
     if not address:
         raise UsageError(
             f"{place.launcher} has started ranks on {place.nodes} nodes and does not say where the "
