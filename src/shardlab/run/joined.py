@@ -111,7 +111,9 @@ def store_of(place: Place, config: LaunchConfig) -> Any:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return PrefixStore(f"shardlab/{attempt}", store)
     address, port = config.address or place.address, config.port or place.port
-    if not place.is_torchruns:
+    if place.is_torchruns:  # set by hand, or by Ray: MASTER_ADDR and MASTER_PORT are for all ranks
+        address, port = place.address, place.port
+    else:
         places.refuse_loopback(place.launcher, address, place.nodes, "launch.address")
     if not address:
         raise UsageError(
