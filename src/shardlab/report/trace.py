@@ -123,7 +123,8 @@ def _slow(traces: TraceSet, ranks: Sequence[model.Breakdown]) -> str:
         waited[rank] = waited.get(rank, 0.0) + straggler.lost_us
         if rank not in worst or straggler.lost_us > worst[rank].lost_us:
             worst[rank] = straggler
-    slow, name = _slowest(waited, _nodes(traces))
+    own = {row.rank: row.wait_us for row in ranks}
+    slow, name = _slowest(waited, own, _nodes(traces))
     total = sum(waited[rank] for rank in slow)
     others = max(len(ranks) - len(slow), 1)
     per_step = total / others / max(_steps(ranks), 1)
@@ -141,14 +142,19 @@ def _slow(traces: TraceSet, ranks: Sequence[model.Breakdown]) -> str:
     return f"{name} is the slow one: {waits}."
 
 
-def _slowest(waited: Mapping[int, float], where: nodes.Nodes) -> tuple[list[int], str]:
-    """The rank that the others waited for longest, or its node if they waited for all of it: the
-    ranks of a slow node are the last ones in turn."""
+def _slowest(
+    waited: Mapping[int, float], own: Mapping[int, float], where: nodes.Nodes
+) -> tuple[list[int], str]:
+    """The rank that the others waited for longest, or its node if no rank of it waited as they did.
+
+    ``waited``: what the others waited for a rank; ``own``: what it waited itself.
+    """
     rank = max(waited, key=lambda r: waited[r])
     if not where.are_several:
         return [rank], f"Rank {rank}"
     on_node = where.on(where.node_of[rank])
-    if min(waited[r] for r in on_node) < 0.25 * waited[rank] or len(on_node) == 1:
+    elsewhere = [wait for r, wait in own.items() if r not in on_node]
+    if len(on_node) == 1 or max(own[r] for r in on_node) > 0.6 * min(elsewhere):
         return [rank], f"Rank {rank} ({where.where(rank)})"
     name = where.named(where.node_of[rank])
     return on_node, name[0].upper() + name[1:]
