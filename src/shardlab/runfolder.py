@@ -38,6 +38,7 @@ README = """\
 | `faults.rank<r>.jsonl` | only with `--inject`: the faults that struck rank r |
 | `crash.txt` | only after a crash: the first failing rank and its traceback |
 | `hang.txt`, `hang.json` | only after a hang: who was missing, and each rank's Python stack |
+| `lost.txt`, `lost.json` | only if ranks of another node were lost: which |
 | `out-of-step.*`, `drifted.*`, `not-finite.*` | only if a guard ended the run: what it found |
 
 Times ending in `_ns` are of the host's monotonic clock. `step_ms` covers forward, backward,
