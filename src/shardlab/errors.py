@@ -48,9 +48,18 @@ class RankFailure(Exception):
         self.rank = rank
         self.message = message
         self.traceback = traceback
+        self.where = ""  # node and host, where a launcher has several nodes
         if traceback:  # for a caller who does not catch this: Python prints it below the message
             self.add_note(f"On rank {rank}:\n{traceback}")
         self.is_final = False  # the run was to end anyway, and is not started again
+
+    @property
+    def name(self) -> str:
+        """``rank 3``; ``rank 3 (node 1, HOST)``."""
+        return f"rank {self.rank} ({self.where})" if self.where else f"rank {self.rank}"
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.message}"
 
 
 class Late(RankFailure):
@@ -73,9 +82,11 @@ class Halt(RankFailure):
         details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(rank, message, report or None)
-        self.args = (message,)
         self.state = state
         self.details = dict(details or {})
+
+    def __str__(self) -> str:
+        return self.message
 
     def __reduce__(self) -> Any:
         report = self.traceback or ""

@@ -39,6 +39,7 @@ README = """\
 | `collected.json` | only if nodes shared no folder: whose files were brought here, and whose not |
 | `crash.txt` | only after a crash: the first failing rank and its traceback |
 | `hang.txt`, `hang.json` | only after a hang: who was missing, and each rank's Python stack |
+| `lost.txt`, `lost.json` | only if ranks of another node were lost: which |
 | `out-of-step.*`, `drifted.*`, `not-finite.*` | only if a guard ended the run: what it found |
 
 Times ending in `_ns` are of the host's monotonic clock. `step_ms` covers forward, backward,
@@ -74,17 +75,20 @@ def mark_crashed(folder: Path, failure: RankFailure) -> None:
     path = folder / f"rank{failure.rank}.jsonl"
     steps = read_jsonl(path) if path.exists() else []
     last = steps[-1]["step"] if steps else None
-    mark(folder, "crashed", rank=failure.rank, last_finished_step=last, reason=failure.message)
+    at = {"where": failure.where} if failure.where else {}
+    step = {"last_finished_step": last}
+    mark(folder, "crashed", rank=failure.rank, **at, **step, reason=failure.message)
     where = "before its first step was finished" if last is None else f"after step {last}"
     text = failure.traceback or "(no traceback: the process was ended from outside)\n"
     (folder / "crash.txt").write_text(
-        f"rank {failure.rank} failed {where}: {failure.message}\n\n{text}", encoding="utf-8"
+        f"{failure.name} failed {where}: {failure.message}\n\n{text}", encoding="utf-8"
     )
 
 
 def _mark_halted(folder: Path, halt: Halt) -> None:
     """The verdict of a guard: its state in the status, and all it knows in two files."""
-    mark(folder, halt.state, rank=halt.rank, reason=halt.message)
+    at = {"where": halt.where} if halt.where else {}
+    mark(folder, halt.state, rank=halt.rank, **at, reason=halt.message)
     name = {"hung": "hang"}.get(halt.state, halt.state.replace(" ", "-"))
     write_json(folder / f"{name}.json", {"schema": 1, "state": halt.state, **halt.details})
     write_text(folder / f"{name}.txt", f"{halt.message}\n\n{halt.traceback or ''}")

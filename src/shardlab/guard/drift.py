@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardlab.errors import Halt
-from shardlab.guard.verdict import names, odd_ones
+from shardlab.guard.nodes import names
+from shardlab.guard.verdict import odd_ones
 from shardlab.strategies.base import Strategy
 from shardlab.world import World
 

@@ -8,8 +8,8 @@ from shardlab import comm
 from shardlab.config import Config
 from shardlab.errors import UsageError
 from shardlab.guard import drift
+from shardlab.guard.nodes import names
 from shardlab.guard.sequence import Sequence
-from shardlab.guard.verdict import names
 from shardlab.strategies.base import Strategy
 from shardlab.workloads.base import Workload
 from shardlab.world import World

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardlab.errors import Halt, UsageError
-from shardlab.guard.verdict import names
+from shardlab.guard.nodes import names
 from shardlab.strategies.base import Strategy
 from shardlab.strategies.update import NotFinite
 from shardlab.workloads.base import Batch

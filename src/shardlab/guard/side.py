@@ -10,3 +10,10 @@ def side_store(purpose: str) -> dist.Store:
     in the shared one would keep its watchdog waiting too."""
     store = dist.distributed_c10d._get_default_store()
     return dist.PrefixStore(f"guard/{purpose}", store.clone())  # type: ignore[attr-defined]
+
+
+def endpoint(store: dist.Store) -> str:
+    """Where a store listens: ``10.0.0.1, port 29500``."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return f"{store.host}, port {store.port}" if isinstance(store, dist.TCPStore) else "its store"

@@ -14,6 +14,7 @@ from typing import Any
 
 from shardlab.errors import Halt
 from shardlab.guard import stacks
+from shardlab.guard.nodes import Nodes, names
 from shardlab.pulse import DATA, LEFT, Call
 
 BUSY = 0.5  # of a core: a rank that computes, and does not wait
@@ -72,17 +73,19 @@ class Seen:
         return None if self.own is None else self.own["entered"]
 
 
-def judge(ranks: Sequence[Seen], stood_s: float) -> Halt:
+def judge(ranks: Sequence[Seen], stood_s: float, nodes: Nodes | None = None) -> Halt:
     """The verdict on ranks of which none has moved for ``stood_s`` seconds."""
+    nodes = nodes or Nodes()
     silent = [r for r in ranks if not r.answers]
     lone = first_difference({r.rank: r.recent for r in ranks})
     if silent:
-        causes, sentence = silent, _about_silent(silent) + _waiters(ranks, silent)
+        causes, sentence = silent, _about_silent(silent, nodes) + _waiters(ranks, silent)
     elif lone is not None:
         causes, sentence = [r for r in ranks if r.rank == lone.rank], lone.sentence
     else:
         causes, sentence = _about_missing(ranks)
     rank = causes[0].rank if causes else ranks[0].rank
+    sentence = nodes.located(sentence)
     return Halt(
         "hung",
         f"hung for {stood_s:.0f} s: {sentence}",
@@ -92,17 +95,28 @@ def judge(ranks: Sequence[Seen], stood_s: float) -> Halt:
             "stood_s": round(stood_s, 1),
             "verdict": sentence,
             "causes": [r.rank for r in causes],
+            **({"nodes": nodes.whole([r.rank for r in causes])} if nodes.are_several else {}),
             "ranks": [_as_row(r) for r in ranks],
         },
     )
 
 
-def _about_silent(silent: Sequence[Seen]) -> str:
+def _about_silent(silent: Sequence[Seen], nodes: Nodes) -> str:
     parts = []
+    whole = nodes.whole([r.rank for r in silent])
+    for node in whole:
+        phases = dict.fromkeys(r.phase for r in silent if nodes.node_of[r.rank] == node)
+        parts.append(
+            f"{nodes.named(node)} does not answer: the machine, or the link to it, may be down; it "
+            f"was last seen in {', '.join(phases)}"
+        )
     for r in silent:
+        if whole and nodes.node_of[r.rank] in whole:
+            continue
         where = f"; {r.doing}" if r.threads else f"; it was last seen in {r.phase}"
         why = r.state or ("Python cannot run there" if r.threads else None)
-        parts.append(f"rank {r.rank} does not answer{f': {why}' if why else ''}{where}")
+        rank = nodes.located(f"rank {r.rank}")
+        parts.append(f"{rank} does not answer{f': {why}' if why else ''}{where}")
     return "; ".join(parts)
 
 
@@ -172,11 +186,6 @@ def _waiters(ranks: Sequence[Seen], causes: Sequence[Seen]) -> str:
         return ""
     it = "it" if len(causes) == 1 else "them"
     return f"; {names(numbers)} {'waits' if len(numbers) == 1 else 'wait'} for {it}"
-
-
-def names(ranks: Sequence[int]) -> str:
-    """``rank 0``; ``ranks 0, 2, 3``."""
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
 # ------------------------------------------------------------------ out of step

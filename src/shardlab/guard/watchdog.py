@@ -21,10 +21,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from shardlab.errors import Halt
-from shardlab.guard import stacks, verdict
+from shardlab.guard import lost, nodes, stacks, verdict
+from shardlab.guard.nodes import Nodes
 from shardlab.guard.verdict import Seen
 from shardlab.pulse import BUILDING, CHECKPOINT, LEFT, PROOF, PULSE
 from shardlab.shapes import convert
@@ -54,7 +56,9 @@ class Monitor:
         limit_s: float | None,
         timeout_s: float,  # after which a collective fails by itself, with a poor message
         clock: Callable[[], float] = time.monotonic,
+        nodes: Nodes | None = None,
     ) -> None:
+        self.nodes = nodes or Nodes()
         self.limit_s = limit_s
         self.most_s = 0.9 * timeout_s
         self.clock = clock
@@ -106,7 +110,17 @@ class Monitor:
         stood_s = self.clock() - self.moved
         if self.last.keys() <= self.ended or stood_s < self.limit + patience_s:
             return None
-        return verdict.judge([self._looked_at(rank) for rank in sorted(self.last)], stood_s)
+        looked_at = [self._looked_at(rank) for rank in sorted(self.last)]
+        return verdict.judge(looked_at, stood_s, self.nodes)
+
+    def gone(self) -> list[int]:
+        """The ranks that have stopped reporting, and did not say that they leave."""
+        now = self.clock()
+        return [
+            rank
+            for rank, seen in sorted(self.last.items())
+            if rank not in self.ended and now - self.heard[rank] > lost.SILENT_TICKS * seen.tick_s
+        ]
 
     def silent(self) -> list[int]:
         """The processes of this host that do not answer."""
@@ -170,6 +184,9 @@ class Reporter(threading.Thread):
         with contextlib.suppress(Exception):
             self.report(None)
 
+    def explain(self, error: Exception) -> None:
+        """Raise what is known about a failure and better than the failure itself."""
+
     def speak(self) -> None:
         """Called by the thread, and by the main thread when the loop begins: from then on silence
         does not mean a long download."""
@@ -217,21 +234,40 @@ class Reporter(threading.Thread):
 
 
 class StoreReporter(Reporter):
-    """Under torchrun every rank reports to all, and every rank decides, the first one for all."""
+    """Under torchrun every rank reports to all, and every rank decides, the first one for all.
+
+    The store is on one of the nodes. A second thread notices when it does not answer.
+    """
 
     def __init__(
         self, world: World, limit_s: float | None, timeout_s: float, fd: int | None
     ) -> None:
         super().__init__(world, limit_s, timeout_s, fd)
-        from shardlab.guard.side import side_store
+        from shardlab.guard.side import endpoint, side_store
 
         # A store of its own: the main thread may be waiting in the other one, holding its lock.
         self.store = side_store("watchdog")
         if limit_s is None or world.size > 64:
             self.tick_s = max(self.tick_s, world.size / 64)  # the store answers size² questions
-        self.monitor = Monitor(limit_s, timeout_s)
+        self.nodes = nodes.CURRENT
+        self.endpoint = endpoint(self.store)
+        self.monitor = Monitor(limit_s, timeout_s, nodes=self.nodes)
         self.others = [rank for rank in range(world.size) if rank != world.rank]
         self.present: set[int] = set()
+        self.answered = time.monotonic()  # when the store last did
+        self.closed = ""  # how the connection to it ended
+        self.ending = threading.Lock()
+
+    def run(self) -> None:
+        if self.nodes.are_several:
+            name = "shardlab-watchdog-link"
+            threading.Thread(target=self._watch_link, name=name, daemon=True).start()
+        try:
+            self.speak()
+            while not self.stopping.wait(self.tick_s):
+                self.speak()
+        except Exception as error:  # the store is gone: so are we, soon
+            self.closed = str(error).partition("\n")[0]
 
     def report(self, seen: Seen | None) -> None:
         text = json.dumps(None if seen is None else asdict(seen))
@@ -252,18 +288,83 @@ class StoreReporter(Reporter):
         halt = self.monitor.hang(patience_s=0.5 * min(self.world.rank, 4))
         if halt is not None or self.store.check(["hung"]):
             self._end(halt)
+        self.answered = time.monotonic()
 
     def _end(self, halt: Halt | None) -> None:
+        """Print the verdict once on each node: whoever found it, and the first of each other."""
+        here = self.nodes.here
         if halt is not None and self.store.add("hung", 1) == 1:
+            self.nodes.locate(halt)
+            self.store.set("verdict", json.dumps([here, str(halt)]))
             self.world.tell({"halted": halt})
             print(f"{halt.traceback}error: {halt}", file=sys.stderr, flush=True)
             for pid in self.monitor.silent():  # torchrun asks politely, for half a minute
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, 9)
+            self._wait_for_nodes()
+        elif self.nodes.are_several:
+            self.store.wait(["verdict"], timedelta(seconds=lost.TELL_S))
+            node, text = json.loads(self.store.get("verdict"))
+            if node != here and self.store.add(f"node {here} has heard", 1) == 1:
+                print(f"error: {text}", file=sys.stderr, flush=True)
+                self.store.add("nodes that have heard", 1)
         with contextlib.suppress(Exception):
             for act in BEFORE_EXIT:
                 act()
         os._exit(1)  # the main thread is stuck: nothing else ends it
+
+    def _wait_for_nodes(self) -> None:
+        """The store may end with this rank, or with its agent: not before all nodes have heard."""
+        gone = self.nodes.whole(self.monitor.gone())
+        others = len(self.nodes.host_of) - len(gone) - 1
+        limit = time.monotonic() + lost.SILENT_TICKS * self.tick_s
+        while others > 0 and time.monotonic() < limit:
+            if self.store.add("nodes that have heard", 0) >= others:
+                return
+            time.sleep(0.05)
+
+    # -------------------------------------------------------------- without the store
+
+    def explain(self, error: Exception) -> None:
+        """A connection to another rank broke: wait until it is known who is gone."""
+        if not self.nodes.are_several or not lost.is_lost_peer(error):
+            return
+        time.sleep((lost.SILENT_TICKS + 1) * self.tick_s)
+        if why := self._why_no_store():
+            self._end_alone(why)
+        if gone := self.monitor.gone():
+            raise lost.of_ranks(gone, self.nodes, error) from error
+
+    def _why_no_store(self) -> str:
+        """Why the store cannot be asked; empty if it can."""
+        if self.closed:
+            return f"the store there is gone ({self.closed})"
+        silent_s = time.monotonic() - self.answered
+        if silent_s > lost.SILENT_TICKS * self.tick_s:
+            return f"the store there has not answered for {silent_s:.0f} s"
+        return ""
+
+    def _watch_link(self) -> None:
+        """End this rank when it stands still and the store, through which it would hear a verdict,
+        has been silent for as long."""
+        beats, moved = -1, time.monotonic()
+        while not self.stopping.wait(self.tick_s):
+            now, before, limit = time.monotonic(), beats, self.monitor.limit
+            beats = PULSE.beats + self.ledger.calls + self.ledger.waited
+            if beats != before:
+                moved = now
+            is_over = self.closed or now - self.answered > limit
+            if is_over and now - moved > limit and (why := self._why_no_store()):
+                self._end_alone(why)
+
+    def _end_alone(self, why: str) -> None:
+        self.ending.acquire()  # for ever: one thread ends the process
+        seen = self.message()
+        stood_s = time.monotonic() - self._moved
+        halt = lost.of_store(self.nodes, self.endpoint, seen, stood_s, why)
+        self.nodes.locate(halt)
+        run = f"{self.endpoint} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        lost.end(halt, run, self.world.local_rank, self.world.tell)
 
 
 @contextmanager
@@ -280,6 +381,9 @@ def watching(world: World, limit_s: float | None, timeout_s: float) -> Iterator[
         PULSE.on_loop = reporter.speak
         try:
             yield
+        except Exception as error:
+            reporter.explain(error)
+            raise
         finally:
             PULSE.on_loop = None
             reporter.stop()

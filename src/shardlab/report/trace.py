@@ -7,13 +7,14 @@ The numbers come from the ``TraceSet``; here they are put into sentences, and in
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardlab import __version__
 from shardlab import numbers as fmt
 from shardlab.files import write_text
+from shardlab.guard import nodes
 from shardlab.report import timeline
 from shardlab.report import trace_charts as charts
 from shardlab.report.page import asset, templates
@@ -122,8 +123,10 @@ def _slow(traces: TraceSet, ranks: Sequence[model.Breakdown]) -> str:
         waited[rank] = waited.get(rank, 0.0) + straggler.lost_us
         if rank not in worst or straggler.lost_us > worst[rank].lost_us:
             worst[rank] = straggler
-    rank, total = max(waited.items(), key=lambda item: item[1])
-    others = max(len(ranks) - 1, 1)
+    own = {row.rank: row.wait_us for row in ranks}
+    slow, name = _slowest(waited, own, _nodes(traces))
+    total = sum(waited[rank] for rank in slow)
+    others = max(len(ranks) - len(slow), 1)
     per_step = total / others / max(_steps(ranks), 1)
     if per_step < NOTABLE * statistics.mean(map(model.Breakdown.per_step, ranks)):
         return "No rank made the others wait for long."
@@ -132,10 +135,37 @@ def _slow(traces: TraceSet, ranks: Sequence[model.Breakdown]) -> str:
         each = fmt.ms(everyone / others / _steps(ranks))
         return f"The ranks waited for each other in turn, {each} ms a step: none is the slow one."
     names = {"forward": "forward", "backward": "backward", "optimizer": "the optimizer"}
-    phase = names.get(worst[rank].phase)
+    worst_of = max((worst[r] for r in slow if r in worst), key=lambda w: w.lost_us)
+    phase = names.get(worst_of.phase)
     where = f", mostly in {phase}" if phase else ""
     waits = f"each other rank waited {fmt.ms(per_step)} ms a step for it{where}"
-    return f"Rank {rank} is the slow one: {waits}."
+    return f"{name} is the slow one: {waits}."
+
+
+def _slowest(
+    waited: Mapping[int, float], own: Mapping[int, float], where: nodes.Nodes
+) -> tuple[list[int], str]:
+    """The rank that the others waited for longest, or its node if no rank of it waited as they did.
+
+    ``waited``: what the others waited for a rank; ``own``: what it waited itself.
+    """
+    rank = max(waited, key=lambda r: waited[r])
+    if not where.are_several:
+        return [rank], f"Rank {rank}"
+    on_node = where.on(where.node_of[rank])
+    elsewhere = [wait for r, wait in own.items() if r not in on_node]
+    if len(on_node) == 1 or max(own[r] for r in on_node) > 0.6 * min(elsewhere):
+        return [rank], f"Rank {rank} ({where.where(rank)})"
+    name = where.named(where.node_of[rank])
+    return on_node, name[0].upper() + name[1:]
+
+
+def _nodes(traces: TraceSet) -> nodes.Nodes:
+    """The nodes that the ranks ran on, if there were several and every rank has a trace."""
+    stamps = {t.rank: (t.shardlab.get("node"), str(t.shardlab.get("host"))) for t in traces.traces}
+    if set(stamps) != set(range(len(stamps))) or None in [node for node, _ in stamps.values()]:
+        return nodes.Nodes()
+    return nodes.of([stamps[rank] for rank in sorted(stamps)], 0)
 
 
 def clocks(traces: TraceSet) -> list[str]:

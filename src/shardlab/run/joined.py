@@ -17,7 +17,7 @@ from typing import Any
 
 from shardlab.config import LaunchConfig
 from shardlab.errors import Interrupted, RankFailure, UsageError
-from shardlab.guard import stop
+from shardlab.guard import nodes, stop
 from shardlab.run import alike as alikes
 from shardlab.run import child, collect, meeting, reach
 from shardlab.run import place as places
@@ -43,6 +43,7 @@ def run(
     rank, size = place.rank, place.size
     store = meet(place, config, args)
     try:
+        nodes.settle(store, place)
         with stop.heard(_JoinedSignals(store, place, mark_unless_told)):
             numbers = rank, size, place.local_rank, place.local_size
             world = worlds.join(config, *numbers, store, tell=listen)
@@ -56,14 +57,16 @@ def run(
         raise
     except Exception as error:
         failure = Failure.of(rank, *child.as_message(error))
-        if failure.is_victim:
-            # torchrun may end us while we wait for the cause to speak: say what we know now.
-            assert isinstance(failure.error, RankFailure)
-            mark_unless_told(failure.error)
-            time.sleep(GRACE_S)
+        if isinstance(failure.error, RankFailure):
+            nodes.CURRENT.locate(failure.error)
+            if failure.is_victim:
+                # torchrun may end us while we wait for the cause to speak: say what we know now.
+                mark_unless_told(failure.error)
+                time.sleep(GRACE_S)
         is_said = False
         with contextlib.suppress(Exception):
-            is_said = _has_been_said(store, place, isinstance(failure.error, UsageError))
+            is_for_all_nodes = isinstance(failure.error, UsageError) or failure.is_lost_node
+            is_said = _has_been_said(store, place, is_for_all_nodes)
         if not is_said and not failure.is_victim and isinstance(failure.error, RankFailure):
             mark(failure.error)  # before it is collected
         collect.after_failure()

@@ -16,7 +16,7 @@ from typing import Any
 from shardlab import runfolder
 from shardlab.config import Config, LaunchConfig
 from shardlab.errors import Interrupted, RankFailure, UsageError
-from shardlab.guard import stop
+from shardlab.guard import nodes, stop
 from shardlab.run import joined, slots
 from shardlab.run import place as places
 from shardlab.run.place import LOOPBACK
@@ -56,6 +56,7 @@ def lead(config: LaunchConfig) -> None:
         return
     # A measurement may use fewer ranks than there are.
     store = joined.meet(place, replace(config, world=None))
+    nodes.settle(store, place)
     if place.rank > 0:
         slots.serve(place, store)
     address = LOOPBACK if place.nodes == 1 else config.address or place.address
@@ -85,7 +86,7 @@ def launch(
         nonlocal folder
         folder = Path(event["folder"]) if "folder" in event else folder
         if "halted" in event:
-            mark(event["halted"])
+            (mark_unless_told if event.get("unless_told") else mark)(event["halted"])
         else:
             on_event(event)
 

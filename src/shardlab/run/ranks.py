@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from shardlab.config import LaunchConfig
 from shardlab.errors import LOST_PEER, Halt, Interrupted, Late, RankFailure, UsageError
-from shardlab.guard import watchdog
+from shardlab.guard import nodes, watchdog
 from shardlab.run import slots
 from shardlab.run.child import Process, Seat, Target
 from shardlab.run.forking import fork_server
@@ -156,7 +156,10 @@ class Ranks:
             limit = time.monotonic() + GRACE_S
             while (left := limit - time.monotonic()) > 0 and len(failures) < self.size:
                 failures += self._listen(left, results, on_event)
-            raise min(failures, key=lambda f: f.suspicion).error
+            error = min(failures, key=lambda f: f.suspicion).error
+            if isinstance(error, RankFailure):
+                nodes.CURRENT.locate(error)
+            raise error
         return [results[rank] for rank in awaited]
 
     def _listen(
@@ -204,7 +207,8 @@ class Ranks:
 
     def _hear(self, message: watchdog.Message) -> None:
         if self._monitor is None and not message.get("end"):
-            self._monitor = watchdog.Monitor(message["limit_s"], message["timeout_s"])
+            limits = message["limit_s"], message["timeout_s"]
+            self._monitor = watchdog.Monitor(*limits, nodes=nodes.CURRENT)
         if self._monitor is not None:
             self._monitor.hear(message)
 
@@ -260,6 +264,10 @@ class Failure:
     @property
     def is_victim(self) -> bool:
         return self.suspicion[0] == 3
+
+    @property
+    def is_lost_node(self) -> bool:
+        return isinstance(self.error, Halt) and self.error.state == "lost"
 
     @property
     def exit_code(self) -> int:

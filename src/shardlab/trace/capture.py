@@ -29,6 +29,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler.profiler import _KinetoProfile
 
 from shardlab.errors import UsageError
+from shardlab.guard import nodes
 from shardlab.trace.clocks import Clocks
 
 if TYPE_CHECKING:
@@ -194,6 +195,7 @@ class Capture:
                     "backend": self.world.backend,
                     "device": self.world.device.type,
                     "host": socket.gethostname(),
+                    **({"node": nodes.CURRENT.here} if nodes.CURRENT.are_several else {}),
                     "pid": os.getpid(),
                     "steps": [first, last],
                     "ledger": [self._opened["seq"], self.ledger.calls - 1],

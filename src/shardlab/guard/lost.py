@@ -1,0 +1,88 @@
+"""When a node is gone, or its link: the words for it, and who says them.
+
+The ranks of a launcher's world watch each other through a store, which lies on the first node. A
+node that is cut off from the store cannot hear the others' verdict, and comes to its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from shardlab.errors import LOST_PEER, Halt
+from shardlab.guard.nodes import Nodes
+from shardlab.guard.verdict import Seen
+
+SILENT_TICKS = 3  # after so many reports that did not come, a rank is gone
+HOLD_S = 2.0  # how long the rank that spoke for its node stays, so that no other speaks too
+TELL_S = 2.0  # how long writing to the run folder may take: it may be on the other side too
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an exception only says that another rank has gone."""
+    return any(words in str(error).lower() for words in LOST_PEER)
+
+
+def of_ranks(gone: Sequence[int], nodes: Nodes, error: BaseException) -> Halt:
+    """Ranks that left without a word, while the others lost their connections to them."""
+    whole = nodes.whole(gone)
+    parts = [nodes.named(node) for node in whole]
+    parts += [nodes.located(f"rank {r}") for r in gone if nodes.node_of[r] not in whole]
+    verb = "is" if len(parts) == 1 else "are"
+    # Gloo names the line of its own code before, and gives advice after.
+    why = re.sub(r"^\[\S+\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
+    text = f"{' and '.join(parts)} {verb} gone without a word: killed, or the machine is down"
+    return _halt(f"{text} ({why})", gone, whole)
+
+
+def of_store(nodes: Nodes, endpoint: str, own: Seen, stood_s: float, why: str) -> Halt:
+    """What a node knows that no longer reaches the store, which is on the node of rank 0."""
+    far = nodes.node_of[0]
+    doing = own.waits_for.full if own.waits_for else own.phase
+    text = (
+        f"{nodes.named(nodes.here)} has lost {nodes.named(far)} at {endpoint}: {why}; rank "
+        f"{own.rank} has been in {doing} for {stood_s:.0f} s"
+    )
+    return _halt(text, nodes.on(far), [far])
+
+
+def _halt(text: str, ranks: Sequence[int], nodes: Sequence[int]) -> Halt:
+    return Halt("lost", text, ranks[0], details={"ranks": list(ranks), "nodes": list(nodes)})
+
+
+# ------------------------------------------------------------------ who says it
+
+_held: socket.socket | None = None
+
+
+def is_first_here(run: str, local_rank: int) -> bool:
+    """Whether this process may speak for its node. It can be asked without the store: the first
+    process that binds a name in the kernel's own name space has it until it ends."""
+    global _held
+    if sys.platform != "linux":
+        return local_rank == 0
+    _held = socket.socket(socket.AF_UNIX)
+    try:
+        _held.bind(f"\0shardlab lost {run}")
+    except OSError:
+        return False
+    return True
+
+
+def end(
+    halt: Halt, run: str, local_rank: int, tell: Callable[[Mapping[str, object]], None]
+) -> None:
+    """Print the verdict once on this node, note it in the run folder, and leave."""
+    if is_first_here(run, local_rank):
+        print(f"{halt.traceback or ''}error: {halt}", file=sys.stderr, flush=True)
+        event = {"halted": halt, "unless_told": True}
+        telling = threading.Thread(target=tell, args=(event,), daemon=True)
+        telling.start()
+        telling.join(TELL_S)
+        time.sleep(HOLD_S)
+    os._exit(1)  # the main thread may be stuck in a collective: nothing else ends it
