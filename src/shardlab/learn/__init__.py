@@ -16,8 +16,10 @@ ORDER = (
     "zero1",
     "zero2",
     "zero3",
+    "fsdp",
     "mixed_precision",
     "checkpoint",
     "read_trace",
+    "memory_estimate",
     "choose_strategy",
 )
