@@ -19,6 +19,7 @@ ORDER = (
     "fsdp",
     "mixed_precision",
     "checkpoint",
+    "trainer",
     "read_trace",
     "memory_estimate",
     "choose_strategy",
