@@ -26,15 +26,15 @@ SMALL = (
 )  # fmt: skip
 WINDOWS = ("--set", "profile.active=1", "--set", "profile.repeat=2", "--steps", "6")
 # What is recorded, by device: the name of the folder, how many ranks, and the flags of `train`.
-RUNS = {
+RUNS: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {
-        "gloo_fsdp": (2, "pytorch_zero3", "--set", "profile.active=1", "--steps", "4"),
-        "gloo_windows": (2, "bucket_ddp_async", *WINDOWS),
+        "gloo_fsdp": ("2", "pytorch_zero3", "--set", "profile.active=1", "--steps", "4"),
+        "gloo_windows": ("2", "bucket_ddp_async", *WINDOWS),
     },
     "cuda": {
-        "h200_nccl": (1, "pytorch_ddp", "--set", "profile.active=2", "--steps", "5"),
+        "h200_nccl": ("1", "pytorch_ddp", "--set", "profile.active=2", "--steps", "5"),
         "h200_gloo": (
-            2, "pytorch_zero3", "--backend", "gloo", "--set", "profile.shapes=true",
+            "2", "pytorch_zero3", "--backend", "gloo", "--set", "profile.shapes=true",
             "--set", "profile.active=1", "--steps", "4",
         ),
     },
@@ -117,7 +117,7 @@ def record(target: Path, device: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for name, (world, strategy, *flags) in RUNS[device].items():
             out = Path(scratch) / name
-            run = ("--strategy", strategy, "--world", str(world), "--device", device, *flags)
+            run = ("--strategy", strategy, "--world", world, "--device", device, *flags)
             command = (sys.executable, "-m", "shardlab", "train", *run, *SMALL, "--out", str(out))
             subprocess.run(command, check=True)
             publish(out, target / name)
