@@ -142,7 +142,7 @@ def test_an_unknown_flag(tmp_path: Path) -> None:
         (["data", "text", "no.txt", "--to", "x"], "no such file or folder: no.txt"),
         (
             ["train", "--log-level", "loud"],
-            "unknown log level 'loud'; known: debug, info, warning, error",
+            "unknown log level 'loud'; known: debug, info",
         ),
         (["--log-level", "infos", "strategies"], "unknown log level 'infos'; did you mean 'info'?"),
     ],
