@@ -47,6 +47,16 @@ def test_the_page_shows_the_difference() -> None:
     assert f"{come} lines come in, {go} go out" in " ".join(PAGE.split())
 
 
+@pytest.mark.long
+def test_compare_measures_the_plain_script(tmp_path: Path) -> None:
+    (line,) = (c for c in commands.bash_lines("docs/own-script.md") if c.startswith("shardlab"))
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    fewer = ["--repeats", "1", "--warmup", "1", "--steps", "1", "--no-prove", "--no-profile"]
+    done = commands.here(*line.split()[1:], *fewer, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "zero2" in done.stdout
+
+
 def in_double(path: Path, target: Path, strategy: str = "zero2") -> Path:
     """The script in float64, where another order of sums shows in the last digits alone."""
     first = "def main():\n"
