@@ -176,7 +176,7 @@ def memory(
     strategies: str | Sequence[str] = (),
     *,
     world: int = 2,
-    batch: int | None = None,
+    micro_batch: int | None = None,
     fits: str | None = None,
     out: str | Path | None = None,
     settings: Settings | None = None,
@@ -185,8 +185,8 @@ def memory(
 ) -> Result:
     """What each rank will hold at the peak of a step, without running it, in a world of any size.
 
-    ``batch``: samples per rank and micro-batch. ``fits``: "24GB", to ask whether a step fits into
-    that, and which batch is the largest that does.
+    ``micro_batch``: samples that a rank takes at a time. ``fits``: "24GB", to ask whether a step
+    fits into that, and which batch is the largest that does.
     """
     from shardlab.measure import estimate
     from shardlab.numbers import parse_bytes
@@ -197,7 +197,7 @@ def memory(
         raise UsageError(f"world must be at least 1, got {world}")
     limit = None if fits is None else parse_bytes(fits, "fits")
     resolved = _config(workload, config, settings, out)
-    size = batch or (1 if config is None else None)
+    size = micro_batch or (1 if config is None else None)
     rows = estimate.rows_of(resolved, _specs(strategies), world, size)
     with console.comparison_progress(enabled=progress) as on_progress:
         found = estimate.estimate(
