@@ -299,6 +299,8 @@ def test_axes_are_multiplied_where_it_makes_sense() -> None:
     bf16 = [(name, world, "bf16", a, mb) for name, world, _, a, mb in fp32]
     assert [point(cell) for cell in found] == fp32 + bf16
     assert len({cell.label for cell in found}) == len(found)
+    assert found[4].label == "pytorch_ddp (bucket_mb=1, world=2, fp32)"
+    assert all(cell.config.training.global_batch == 8 for cell in found)
 
 
 def test_a_micro_batch_is_the_same_in_every_world() -> None:
@@ -312,8 +314,6 @@ def test_a_micro_batch_is_the_same_in_every_world() -> None:
     assert {c.config.training.steps for c in found} == {4}  # and not what 3 epochs would take
     with pytest.raises(UsageError, match=r"leave out training\.accumulate: it would be 1"):
         cells(config, "simple_ddp", world="4", accumulate="2")
-    assert found[4].label == "pytorch_ddp (bucket_mb=1, world=2, fp32)"
-    assert all(cell.config.training.global_batch == 8 for cell in found)
 
 
 def test_an_axis_of_one_value_is_in_no_label() -> None:
