@@ -20,10 +20,11 @@ RESTARTED_BY = {
 
 
 FLAGS = (
-    "strategy", "world", "workload", "size", "data", "seq_len", "steps", "global_batch",
-    "accumulate", "batch_split", "epoch", "audit_data", "optimizer", "learning_rate", "precision",
-    "evaluate_every", "seed", "device", "backend", "port", "profile", "checkpoint_every",
-    "checkpoint_async", "resume", "max_restarts", "min_world", "hang_after", "inject",
+    "strategy", "world", "workload", "size", "data", "seq_len", "steps", "epochs", "global_batch",
+    "micro_batch", "accumulate", "batch_split", "epoch", "audit_data", "optimizer", "learning_rate",
+    "precision", "activation_checkpointing", "compile", "evaluate_every", "seed", "device",
+    "backend", "port", "profile", "checkpoint_every", "checkpoint_async", "resume", "max_restarts",
+    "min_world", "hang_after", "inject",
 )  # fmt: skip
 
 
@@ -54,7 +55,7 @@ def train(asked: flags.Asked) -> None:
         resolved = resolved.with_overrides({"launch.world": launch.default_world(resolved)})
     is_first = place is None or place.rank == 0
     try:
-        with console.training_progress(enabled=is_first and asked.shows) as on_event:
+        with console.training_progress(enabled=is_first and asked.tells) as on_event:
             result = restart.train(resolved, flags.command(), on_event)
     except (RankFailure, Interrupted) as failure:
         if (folder := getattr(failure, "folder", None)) is not None and is_first:
