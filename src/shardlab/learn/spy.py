@@ -129,7 +129,7 @@ class Spy:
                 self._wrappers[name] = self._wrapped(name, original)
                 for module in _MODULES:
                     setattr(module, name, self._wrappers[name])
-        functional.wait_tensor = self._waiting(functional.wait_tensor)  # type: ignore[assignment]
+        functional.wait_tensor = self._waiting(functional.wait_tensor)
 
     def _waiting(self, original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """What a DTensor sends does not pass through ``torch.distributed``, but is waited for

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict  # noqa: F401 - slow to import, so before the forks
-import torch.distributed.fsdp  # noqa: F401
+import torch.distributed.checkpoint.state_dict  # slow to import, so once, before the forks
+import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F

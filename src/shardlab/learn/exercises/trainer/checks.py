@@ -29,8 +29,8 @@ CASES = (
 )
 RUN_SEED = 5  # of the run: what the learner is given
 WIDTH, TARGETS = 6, 3
-# Kept for as long as the process lives. A store, because other ranks may end later; the learner's
-# process group, because torch waits for ever if DistributedDataParallel's death is also the group's.
+# Kept for as long as the process lives: the store, because other ranks may end later; the learner's
+# process group, because torch can hang if DistributedDataParallel was the last to hold it.
 STORES: list[dist.TCPStore] = []
 GROUPS: list[dist.ProcessGroup | None] = []
 
@@ -282,7 +282,7 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 def _update(model: nn.Module, gradient: Tensor) -> None:
     params = _trained(model)
     for p, g in zip(params, gradient.split([p.numel() for p in params]), strict=True):
-        p -= toys.RATE * g.view_as(p)
+        p.sub_(toys.RATE * g.view_as(p))
 
 
 # ------------------------------------------------------------------ what is wrong
