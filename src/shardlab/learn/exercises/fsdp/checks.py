@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict  # slow to import, so once, before the forks
-import torch.distributed.fsdp
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
@@ -47,10 +47,15 @@ def run(at: Stage) -> dict[str, Any]:
     units = _unit_bytes(model, 2 if bf16 else 8)
     group = dist.group.WORLD
     assert group is not None
-    fsdp = at.submission.FSDP(
-        model, factory, _mesh(group, torch.device("cpu")), strategy=at.options["strategy"],
-        bf16=bf16, max_norm=max_norm,
-    )  # fmt: skip
+    try:
+        fsdp = at.submission.FSDP(
+            model, factory, _mesh(group, torch.device("cpu")), strategy=at.options["strategy"],
+            bf16=bf16, max_norm=max_norm,
+        )  # fmt: skip
+    except Exception:
+        if not isinstance(model, FSDPModule) or all(isinstance(b, FSDPModule) for b in blocks):
+            raise
+        raise Rejected(say("root-first")) from None  # torch's own words differ by version
     whole_after: list[int] = []  # blocks that were whole after each forward
     seen = 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -110,6 +110,7 @@ class Rules:
     """How an estimate is made. The defaults are right; each mistake changes one of them."""
 
     master: int = 4
+    always_master: bool = False  # in fp32, too
     moment: int | None = 4  # bytes; None: those of a parameter
     moments: int = 2  # of AdamW
     item: int | None = None  # bytes of a parameter and of a gradient; None: the precision's
@@ -118,6 +119,7 @@ class Rules:
     activations: float = 1.0
     divided: bool = False  # the activations, by the number of ranks
     freed: bool = True  # activations go as backward goes
+    early: bool = False  # a block's activations are gone when its gradients come
     gathered: str = "block"  # "block", "all", "largest" or "": what zero3 has whole
     gathered_item: int | None = None
     whole: bool = True  # a block's whole gradients are counted
@@ -129,6 +131,7 @@ class Rules:
 RIGHT = Rules()
 HELD = {
     "master-forgotten": Rules(master=0),
+    "master-in-fp32": Rules(always_master=True),
     "moments-in-16-bits": Rules(moment=None),
     "one-moment": Rules(moments=1),
     "precision-ignored": Rules(item=4),
@@ -141,6 +144,7 @@ PEAK = {
     "activations-shared-out": Rules(divided=True),
     "all-at-once": Rules(freed=False),
     "all-at-once/largest": Rules(freed=False, gathered="largest"),
+    "activations-gone-early": Rules(early=True),
     "gathered-forgotten": Rules(gathered=""),
     "all-gathered": Rules(gathered="all"),
     "gathered-in-32-bits": Rules(gathered_item=4),
@@ -160,7 +164,8 @@ def estimate(asked: Question, rules: Rules = RIGHT) -> float:
     rung = min(3, max(0, rung + rules.more)) if rung or rules.more > 0 else 0
     ranks = {p: asked.world if rung >= r else 1 for p, r in zip(PARTS, (3, 2, 1), strict=True)}
     moments = rules.moments if asked.optimizer == "adamw" else MOMENTS[asked.optimizer]
-    master = rules.master if asked.precision == "bf16" else 0
+    has_master = asked.precision == "bf16" or rules.always_master
+    master = rules.master if has_master else 0
     size = {
         "parameters": item,
         "gradients": gradient,
@@ -186,7 +191,7 @@ def estimate(asked: Question, rules: Rules = RIGHT) -> float:
         now = held["parameters"] + held["optimizer"] + activations + kept + gathered(block)
         kept += whole / ranks["gradients"] if rules.dropped else whole
         counted = whole if rules.whole else whole / ranks["gradients"]
-        found.append(now + counted)
+        found.append(now + counted - (share * block.activations if rules.early else 0))
         if rules.freed:
             activations -= share * block.activations
     return found[0] if rules.first_only else max(found)
@@ -243,18 +248,21 @@ def _look(case: Case, row: Row) -> Finding | None:
 
 def _mistakes(asked: Question) -> Iterator[tuple[str, float]]:
     """What each mistake gives, where that is not right anyway."""
-    right = estimate(asked)
-    simple: dict[str, Callable[[], float]] = {
-        "megabytes/estimate": lambda: right / 1e6,
-        "megabytes/mebi": lambda: right / 2**20,
-        "all-ranks": lambda: right * asked.world,
-        "resident-not-peak": lambda: sum(estimate(asked._replace(part=p)) for p in PARTS),
+    right, blocks = estimate(asked), MODELS[asked.model]
+    simple = {
+        "megabytes/estimate": right / 1e6,
+        "megabytes/mebi": right / 2**20,
+        "megabytes/giga": right / 1e9,
+        "megabytes/gibi": right / 2**30,
+        "all-ranks": right * asked.world,
     }
-    if asked.part:
-        del simple["resident-not-peak"]
+    if not asked.part:
+        table = sum(estimate(asked._replace(part=part)) for part in PARTS)
+        simple["resident-not-peak"] = table
+        simple["all-at-once/parts"] = table + sum(block.activations for block in blocks)
     rules = HELD if asked.part else PEAK | HELD
-    values = [(key, estimate(asked, each)) for key, each in rules.items()]
-    for key, value in [*[(k, v()) for k, v in simple.items()], *values]:
+    values = {key: estimate(asked, each) for key, each in rules.items()}
+    for key, value in (simple | values).items():
         if not any(_near(value, one) for one in _accepted(asked)):
             yield key, value
 
