@@ -20,6 +20,7 @@ ORDER = (
     "zero3",
     "mixed_precision",
     "checkpoint",
+    "throughput",
     "read_trace",
     "choose_strategy",
 )

@@ -242,7 +242,7 @@ def _inputs(rows: Rows, step: int) -> Finding:
         return say("overlap/steps", **facts)
     lost = next(place for place in _wanted(rows[0]) if place not in places)
     after = next((place for place in places if place > lost), lost)
-    if after in itertools.accumulate(rows[0]["sizes"]):
+    if after in itertools.accumulate(rows[0]["sizes"]) and after - lost < size:
         return say("lost-at-shard-end", lost=lost, to=after - 1, **facts)
     if 0 < after - lost <= (step + 1) * len(rows):
         return say("lost-between", lost=lost, **facts)
