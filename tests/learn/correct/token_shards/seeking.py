@@ -2,7 +2,6 @@
 
 import bisect
 import itertools
-import os
 
 import numpy as np
 import torch
@@ -15,9 +14,9 @@ class TokenLoader:
         self.paths = list(paths)
         counts = []
         for path in self.paths:
-            with open(path, "rb") as file:
+            with path.open("rb") as file:
                 header = np.frombuffer(file.read(HEADER_BYTES), dtype=np.int32)
-            held, odd = divmod(os.path.getsize(path) - HEADER_BYTES, 2)
+            held, odd = divmod(path.stat().st_size - HEADER_BYTES, 2)
             if len(header) != 256 or header[0] != 20240520 or odd or held != header[2]:
                 raise ValueError(f"{path}: not a shard, or damaged")
             counts.append(held)
@@ -28,7 +27,7 @@ class TokenLoader:
     def token(self, place):
         shard = bisect.bisect_right(self.ends, place)
         begin = self.ends[shard - 1] if shard else 0
-        with open(self.paths[shard], "rb") as file:
+        with self.paths[shard].open("rb") as file:
             file.seek(HEADER_BYTES + 2 * (place - begin))
             return int.from_bytes(file.read(2), "little")
 

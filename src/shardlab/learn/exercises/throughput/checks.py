@@ -38,7 +38,8 @@ class Device:
 
     def __init__(self, at: Stage) -> None:
         self.warmup = at.options["warmup"]
-        self.tokens, self.seconds = (at.options[k][at.rank] for k in ("tokens", "seconds"))
+        self.tokens: int = at.options["tokens"][at.rank]
+        self.seconds: float = at.options["seconds"][at.rank]
         self.now = 100.0 + APART_S * at.rank
         self.offset = self.now
         self.busy_until = self.now

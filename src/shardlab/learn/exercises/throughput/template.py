@@ -1,8 +1,8 @@
 """Exercise: measuring throughput.
 
 Contract: ``throughput(step, synchronize, clock, profile, warmup, steps)`` is called on every rank
-and returns the tokens per second of the whole job, one number, the same on every rank: the tokens of
-all ranks in the timed steps, divided by the seconds that the slowest rank took for them.
+and returns the tokens per second of the whole job, one number, the same on every rank: the tokens
+of all ranks in the timed steps, divided by the seconds that the slowest rank took for them.
 
 - ``step()`` runs one training step of this rank and returns how many tokens it was. It returns when
   the work is *launched*, as on a GPU; the ranks may have different numbers of tokens.
@@ -10,8 +10,8 @@ all ranks in the timed steps, divided by the seconds that the slowest rank took 
 - ``clock()`` is the time in seconds (time.perf_counter). Here it is simulated: read no other.
 - ``profile`` is a context manager that records a trace, and slows down what runs in it.
 
-Run ``warmup`` steps that are not timed, then ``steps`` steps that are: all of their time counts, and
-nothing else. Also run one more step under ``profile``, which is not timed and not the first.
+Run ``warmup`` steps that are not timed, then ``steps`` steps that are: all of their time counts,
+and nothing else. Also run one more step under ``profile``, which is not timed and not the first.
 
 Check with:  shardlab learn check throughput
 """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ CASES = (
     Case("not a shard", 2, {"bad": True}),
 )
 SAVED_AFTER = 2  # steps
-DAMAGED = {
+DAMAGED: dict[str, Callable[[bytes], bytes]] = {
     "has another magic number": lambda data: b"\x00" + data[1:],
     "has fewer tokens than its header says": lambda data: data[:-20],
     "has more tokens than its header says": lambda data: data + b"\x07\x07",
