@@ -6,9 +6,11 @@ Importing this costs nothing. What an exercise is: ``exercise.py``; how a file i
 
 ORDER = (
     "sampler",
+    "token_shards",
     "broadcast",
     "simple_ddp",
     "accumulation",
+    "global_loss",
     "hooks",
     "async_allreduce",
     "buckets",
@@ -20,6 +22,7 @@ ORDER = (
     "mixed_precision",
     "checkpoint",
     "trainer",
+    "throughput",
     "read_trace",
     "memory_estimate",
     "choose_strategy",
