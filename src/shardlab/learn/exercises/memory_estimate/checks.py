@@ -151,7 +151,7 @@ PEAK = {
     "gradients-not-dropped": Rules(dropped=False),
     "whole-gradients-forgotten": Rules(whole=False),
     "beginning-only": Rules(first_only=True),
-    "forward-order": Rules(forwards=True),
+    "forward-order/peak": Rules(forwards=True),
 }
 
 

@@ -210,11 +210,11 @@ def _one_process(at: Stage, watched: Watched) -> Iterator[dict[str, Any]]:
         right = _clip(gradient / count, limit)
         wrong = {
             "not-clipped": gradient / count,
-            "not-divided": gradient,
+            "not-divided/gradient": gradient,
             "samples-not-targets": gradient / number,
             "samples-not-targets/nominal": gradient / at.options["batch"],
             "mean-of-means/ranks": torch.stack(rank_means).mean(0),
-            "mean-of-means/micro": torch.stack(micro_means).mean(0),
+            "mean-of-means/micros": torch.stack(micro_means).mean(0),
             "mean-of-means/summed": torch.stack(rank_means).sum(0),
             "averaged-twice/trainer": gradient / count / at.world,
             "not-averaged/trainer": gradient / count * at.world,
@@ -417,7 +417,7 @@ def logged(ranks: Rows) -> Finding | None:
         if mistakes.close(loss, row["loss"], 1e-5):
             continue
         known = (k for k, v in row["losses"].items() if mistakes.close(loss, v, 1e-5))
-        return say(next(known, "wrong-loss"), step=step, loss=loss, right=row["loss"])
+        return say(next(known, "wrong-loss/trainer"), step=step, loss=loss, right=row["loss"])
     return None
 
 
