@@ -32,7 +32,9 @@ def test_what_is_held_is_what_the_strategies_claim(ours: str) -> None:
 def test_the_solution_is_right_for_any_model(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)
     blocks = [
-        Block(draw.randrange(10 ** draw.randrange(1, 9)), draw.randrange(10 ** draw.randrange(1, 9)))
+        Block(
+            draw.randrange(10 ** draw.randrange(1, 9)), draw.randrange(10 ** draw.randrange(1, 9))
+        )
         for _ in range(draw.randrange(1, 12))
     ]
     for name in checks.MODELS:
