@@ -10,6 +10,8 @@ from rich.markup import escape
 from shardlab import numbers as fmt
 from shardlab.report import terminal
 
+IN_JSON = "; --json has all"
+
 
 def show(rows: Sequence[Mapping[str, Any]], tensors: Sequence[Mapping[str, Any]]) -> None:
     out = terminal.out()
@@ -32,13 +34,14 @@ def show(rows: Sequence[Mapping[str, Any]], tensors: Sequence[Mapping[str, Any]]
             fmt.size(row["bytes"]),
             "[green]ok[/]" if row["damage"] is None else "[red]damaged[/]",
         )
-    out.print(table)
+    spare = ("files", "world", "tensors", "optimizer")
+    terminal.show(out, terminal.fit(table, out.width, spare, IN_JSON))
     terminal.say(out, *(row["damage"] for row in rows if row["damage"] is not None))
     if tensors:
         out.print()
-        table = terminal.table("|tensor", "<shape", "<dtype", "parts", "<the optimizer keeps")
+        table = terminal.table("<tensor", "<shape", "<dtype", "parts", "<the optimizer keeps")
         for row in tensors:
             shape = " x ".join(map(str, row["shape"])) or "a number"
             keeps = escape(", ".join(row["optimizer"]) or "–")
             table.add_row(escape(row["name"]), shape, row["dtype"], str(row["chunks"]), keeps)
-        out.print(table)
+        terminal.show(out, terminal.fit(table, out.width, ("parts", "dtype"), IN_JSON))
