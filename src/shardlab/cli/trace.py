@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardlab import output
+from shardlab.cli.common import App
 from shardlab.errors import UsageError
 
 if TYPE_CHECKING:
     from shardlab.trace import TraceSet
 
-app = typer.Typer(
+app = App(
     no_args_is_help=True,
     help="Where the time of each step went: any PyTorch profiler trace, of GPUs or of CPU ranks.",
 )
 
 SELECT = typer.Option(
     "--select", metavar="WHICH",
-    help="latest: the newest run and its last window; all: every one, with a report for each.",
+    help="latest: the newest run and its last window; all: every one (analyze: a report for each).",
 )  # fmt: skip
 JOBS = typer.Option(
     "--jobs", "-j", help="Processes that read files.  (default: one per core)", show_default=False
@@ -53,7 +55,6 @@ def analyze(
 ) -> None:  # fmt: skip
     """Split each step into compute, communication, waiting and idle time; name the stragglers."""
     from shardlab import trace
-    from shardlab.files import json_text
     from shardlab.report import trace_terminal as report
 
     if top < 0:
@@ -61,10 +62,8 @@ def analyze(
     runs = trace.load_runs(paths, select, jobs)
     found: list[tuple[TraceSet, Path]] = []
     for run in runs:
-        folder = _folder(run, out, several=len(runs) > 1)
-        windows = run.windows()
-        several = len(windows) > 1
-        found += [(run, folder / name if several else folder) for name, run in windows.items()]
+        folder, windows = _folder(run, out, several=len(runs) > 1), run.windows()
+        found += [(own, folder / name if own.window else folder) for name, own in windows.items()]
     failures, summaries = [], []
     for i, (traces, folder) in enumerate(found):
         summary = traces.summary(hta_compat)
@@ -86,7 +85,7 @@ def analyze(
         ]
     if as_json:
         several_reports = {"schema": 1, "reports": summaries}
-        print(json_text(summaries[0] if len(summaries) == 1 else several_reports))
+        output.say_json(summaries[0] if len(summaries) == 1 else several_reports)
     if failures:  # the exit code tells a script that the output is incomplete
         raise UsageError(failures[0])
 
@@ -116,7 +115,7 @@ def diff(
     With three runs or more: where a step goes in each of them, in one table.
     """
     from shardlab import trace
-    from shardlab.files import json_text, write_json
+    from shardlab.files import write_json
     from shardlab.report import trace_diff as report
     from shardlab.trace import diff as diffs
 
@@ -133,7 +132,7 @@ def diff(
         except OSError as error:
             raise UsageError(f"cannot write to {out} ({error.strerror})") from None
     if as_json:
-        print(json_text(found.to_dict()))
+        output.say_json(found.to_dict())
     else:
         report.show(found, file)
 

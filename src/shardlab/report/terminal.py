@@ -14,6 +14,8 @@ from rich.style import Style
 from rich.table import Column, Table
 from rich.text import Text
 
+from shardlab import output
+
 # How a column is laid out, by the first character of its heading.
 _ALIGNED = {"<": ("left", False), "|": ("left", True), ">": ("right", False)}
 # Where a name may be folded: after marks, and before a capital letter inside it.
@@ -22,7 +24,7 @@ LONGEST = 24  # characters of a name that is not folded
 
 
 def out() -> Console:
-    return Console(highlight=False)
+    return Console(file=output.stream(), highlight=False)
 
 
 def errors() -> Console:
