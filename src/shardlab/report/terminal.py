@@ -20,7 +20,7 @@ from shardlab import output
 _ALIGNED = {"<": ("left", False), "|": ("left", True), ">": ("right", False)}
 # Where a name may be folded: after marks, and before a capital letter inside it.
 _PIECES = re.compile(r"(?<=[\s_:./,<>(=-])(?=[^\s_:./,<>(=-])|(?<=[a-z0-9])(?=[A-Z])")
-LONGEST = 24  # characters of a name that is not folded
+LONGEST = 16  # characters of a name that is not folded
 
 
 def out() -> Console:
@@ -130,8 +130,14 @@ def _least(column: Column) -> int:
     """What a column needs so that no number and no word is broken; a long name may be folded."""
     if column.no_wrap:
         return _most(column)
-    words = (cell_len(word) for line in _lines(column) for word in line.plain.split())
-    return min(max(words, default=0), LONGEST)
+    words = {word for line in _lines(column) for word in line.plain.split()}
+    return max(map(_unbroken, words), default=0)
+
+
+def _unbroken(word: str) -> int:
+    if cell_len(word) <= LONGEST:
+        return cell_len(word)
+    return max(LONGEST, *map(cell_len, _PIECES.split(word)))
 
 
 def _fold(cell: Text, width: int) -> Text:

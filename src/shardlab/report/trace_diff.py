@@ -22,7 +22,7 @@ GROUPS = {
     "label": ("by bucket or block", 8),
     "operator": ("operators", 12),
 }
-NAME, LEAST = 12, terminal.LONGEST  # characters of a run's name in a line, and of a row's
+NAME, LEAST = 12, 24  # characters of a run's name in a line, and of a row's
 IN_JSON = "; diff.json has all (--out DIR)"
 
 

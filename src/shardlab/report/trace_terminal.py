@@ -74,7 +74,7 @@ def show(traces: TraceSet, *, hta_compat: bool, top: int, first: bool = True) ->
             terminal.show(out, terminal.fit(table, out.width, *spare))
             out.print()
     notes = (f"note: {note}" for note in traces.warnings)
-    terminal.say(out, *page.clocks(traces), *notes, wraps=True)
+    terminal.say(out, *page.clocks(traces), *notes, wraps=out.is_terminal)
 
 
 def show_files(files: Sequence[Path]) -> None:

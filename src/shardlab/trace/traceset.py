@@ -98,9 +98,9 @@ def _load_run(files: Sequence[Path], select: str, jobs: int | None) -> TraceSet:
     if select == "latest" and windows > 1:
         more.append(f"{windows} windows were recorded; this is the last (--select all: every one)")
     if unmarked := [trace for trace in chosen if not trace.marked]:
-        some = "" if len(unmarked) == len(chosen) else f"{len(unmarked)} of "
+        some = "the" if len(unmarked) == len(chosen) else f"{len(unmarked)} of {len(chosen)}"
         more.append(
-            f"{some}the traces have no step markers (ProfilerStep#): the whole of a trace is taken "
+            f"no step markers (ProfilerStep#) in {some} traces: the whole of such a trace is taken "
             "as one window, and counts as one step"
         )
     return TraceSet(tuple(chosen), tuple(warnings + more))
