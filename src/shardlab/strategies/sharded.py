@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from shardlab import comm
 from shardlab.optim import factory
 from shardlab.strategies import base, refusals, steps
-from shardlab.strategies.flat import Piece, Unit
+from shardlab.strategies.flat import Layout, Piece, Unit, deal
+from shardlab.strategies.overlap import buckets_of
 from shardlab.strategies.sharded_state import ShardedState
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}  # that gradients (ZeRO-3: parameters) travel in
@@ -46,14 +47,35 @@ class Sharded(ShardedState):
         self.in_flight: deque[Sent] = deque()
         steps.broadcast_model(self.model, self.group)
 
+    def bucket_units(self, setup: base.Setup, *sizes: Any) -> list[Unit]:
+        """Buckets of parameters, moved into flat buffers, in the reverse of the parameters' order,
+        which is about that in which gradients come. It must be known before the optimizer is built.
+
+        Parameters that the optimizer needs whole (Muon's matrices) have buckets of their own, in
+        which each lies in one rank's shard.
+        """
+        whole = factory.kept_whole(setup.make_optimizer, type(self).__name__.lower())
+        order, ranks = list(reversed(self.params)), self.group.size()
+        cut = buckets_of(self.params, [name for name in order if name not in whole], *sizes)
+        uncut = buckets_of(self.params, [name for name in order if name in whole], *sizes)
+        loads = [0] * ranks
+        dealt = [Layout.dealt(params, deal(params, loads), ranks) for params in uncut]
+        both = [*((params, None) for params in cut), *zip(uncut, dealt, strict=True)]
+        both.sort(key=lambda bucket: order.index(list(bucket[0])[-1]))
+        units = [Unit(f"bucket {i}", params, self.group, at) for i, (params, at) in enumerate(both)]
+        for unit in units:
+            unit.move_in()
+        return units
+
     def own_units(self, setup: base.Setup, units: list[Unit]) -> None:
         """Build the optimizer over this rank's pieces of the units' shards."""
-        factory.check(setup.make_optimizer, factory.FLAT, type(self).__name__.lower())
         self.units = units
         self.pieces: dict[tuple[str, Piece], nn.Parameter] = {}
         for unit in units:
             for piece in unit.layout.pieces(self.rank):
                 part = unit.shard[piece.offset : piece.offset + piece.length]
+                if not unit.layout.is_cut:
+                    part = part.view(unit.layout.shapes[piece.name])
                 is_trained = unit.params[piece.name].requires_grad
                 self.pieces[unit.label, piece] = nn.Parameter(part, requires_grad=is_trained)
         mine = {piece.name: p for (_, piece), p in self.pieces.items() if p.requires_grad}
@@ -72,7 +94,7 @@ class Sharded(ShardedState):
         for unit, piece, parameter in self.trained_pieces():
             if unit.grad is not None and piece.name not in self.unused:
                 part = unit.grad[piece.offset : piece.offset + piece.length]
-                gradients[unit.label][parameter] = part
+                gradients[unit.label][parameter] = part.view_as(parameter)
 
         def apply() -> None:
             by_parts = factory.steps_by_parts(self.optimizer)
@@ -137,7 +159,7 @@ class Sharded(ShardedState):
         while len(self.in_flight) >= self.IN_FLIGHT:
             self.receive()
         full, unit.full_grad = self.filled(unit), None
-        return full, torch.empty(unit.layout.shard, dtype=full.dtype, device=full.device)
+        return full, torch.empty(unit.shard.numel(), dtype=full.dtype, device=full.device)
 
     def receive(self) -> None:
         """Wait for the oldest unit on its way, add it to this rank's shard, free its buffer."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardlab import comm
 from shardlab.strategies import base, overlap, refusals, steps
 from shardlab.strategies.flat import Unit
-from shardlab.strategies.overlap import InOrder, buckets_of
+from shardlab.strategies.overlap import InOrder
 from shardlab.strategies.sharded import Sharded
 from shardlab.workloads.base import Batch
 
@@ -56,10 +56,7 @@ class Zero1(Sharded):
     ) -> None:
         super().__init__(setup)
         sizes = bucket_mb, first_bucket_mb, self.BUCKETS
-        cut = buckets_of(self.params, reversed(self.params), *sizes)
-        units = [Unit(f"bucket {i}", params, self.group) for i, params in enumerate(cut)]
-        for unit in units:
-            unit.move_in()
+        units = self.bucket_units(setup, *sizes)
         self.own_units(setup, units)
         self.is_last = False  # micro-batch of the step
         self.queue = InOrder([dict.fromkeys(unit.params, 1) for unit in units], self._launch)
@@ -90,8 +87,9 @@ class Zero1(Sharded):
         unit.grad = unit.layout.of_rank(full, self.rank)  # in place: the rest is not needed again
         while len(self.scatters) >= self.IN_FLIGHT:  # over Gloo each holds a buffer
             self.scatters.pop(next(iter(self.scatters))).wait()
+        sizes, label = unit.layout.uneven, f"grad {unit.label}"
         self.scatters[unit.label] = comm.reduce_scatter(
-            unit.grad, full, self.group, label=f"grad {unit.label}", async_op=True
+            unit.grad, full, self.group, sizes=sizes, label=label, async_op=True
         )
 
     def await_gradient(self, unit: Unit) -> None:
@@ -140,7 +138,9 @@ class Zero1(Sharded):
 
     def _gather(self, unit: Unit) -> None:
         assert unit.full is not None
-        label = f"params {unit.label}"
+        sizes, label = unit.layout.uneven, f"params {unit.label}"
         self.gathers.append(
-            comm.all_gather(unit.full, unit.shard, self.group, label=label, async_op=True)
+            comm.all_gather(
+                unit.full, unit.shard, self.group, sizes=sizes, label=label, async_op=True
+            )
         )

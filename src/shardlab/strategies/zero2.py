@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardlab import comm
 from shardlab.strategies import base, refusals, steps
 from shardlab.strategies.flat import Unit
-from shardlab.strategies.overlap import InOrder, buckets_of
+from shardlab.strategies.overlap import InOrder
 from shardlab.strategies.sharded import DTYPES, Sent, Sharded
 from shardlab.workloads.base import Batch
 
@@ -53,10 +53,7 @@ class Zero2(Sharded):
         super().__init__(setup)
         self.comm_dtype = refusals.option("zero2's comm_dtype", comm_dtype, DTYPES)
         sizes = bucket_mb, first_bucket_mb, self.BUCKETS
-        cut = buckets_of(self.params, reversed(self.params), *sizes)
-        units = [Unit(f"bucket {i}", params, self.group) for i, params in enumerate(cut)]
-        for unit in units:
-            unit.move_in()
+        units = self.bucket_units(setup, *sizes)
         self.own_units(setup, units)
         self.queue = InOrder([dict.fromkeys(unit.params, 1) for unit in units], self._launch)
         self.gathers: list[comm.Pending] = []
@@ -74,8 +71,10 @@ class Zero2(Sharded):
         """Reduce-scatter the bucket, asynchronously."""
         unit = self.units[bucket]
         full, shard = self.taken(unit)  # (padded,), (shard,)
-        label = f"grad {unit.label}"
-        pending = comm.reduce_scatter(shard, full, self.group, label=label, async_op=True)
+        sizes, label = unit.layout.uneven, f"grad {unit.label}"
+        pending = comm.reduce_scatter(
+            shard, full, self.group, sizes=sizes, label=label, async_op=True
+        )
         self.in_flight.append(Sent(unit, full, shard, pending))
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
@@ -112,9 +111,11 @@ class Zero2(Sharded):
 
     def _gather(self, unit: Unit) -> None:
         assert unit.full is not None
-        label = f"params {unit.label}"
+        sizes, label = unit.layout.uneven, f"params {unit.label}"
         self.gathers.append(
-            comm.all_gather(unit.full, unit.shard, self.group, label=label, async_op=True)
+            comm.all_gather(
+                unit.full, unit.shard, self.group, sizes=sizes, label=label, async_op=True
+            )
         )
 
     def settle(self) -> None:
