@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from shardlab import comm
 from shardlab.optim import factory
 from shardlab.strategies import base, refusals, steps
-from shardlab.strategies.flat import Layout, Piece, Unit, deal
-from shardlab.strategies.overlap import buckets_of
+from shardlab.strategies.flat import Piece, Unit
 from shardlab.strategies.sharded_state import ShardedState
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}  # that gradients (ZeRO-3: parameters) travel in
@@ -31,9 +30,8 @@ class Sent(NamedTuple):
 class Sharded(ShardedState):
     """Owns the shards. The optimizer sees *pieces*: the part of one parameter in this rank's shard.
 
-    Pieces, not whole shards, so that a parameter that nobody used can be skipped, as one
-    process would, and so that optimizer state has names. They are views: nothing is copied.
-    """
+    So a parameter that nobody used can be skipped, as one process would, and optimizer state has
+    names. Pieces are views: nothing is copied."""
 
     IN_FLIGHT = 1  # units whose gradients may be on their way at one time: each holds a buffer
 
@@ -47,37 +45,18 @@ class Sharded(ShardedState):
         self.in_flight: deque[Sent] = deque()
         steps.broadcast_model(self.model, self.group)
 
-    def bucket_units(self, setup: base.Setup, *sizes: Any) -> list[Unit]:
-        """Buckets of parameters, moved into flat buffers, in the reverse of the parameters' order,
-        which is about that in which gradients come. It must be known before the optimizer is built.
-
-        Parameters that the optimizer needs whole (Muon's matrices) have buckets of their own, in
-        which each lies in one rank's shard.
-        """
-        whole = factory.kept_whole(setup.make_optimizer, type(self).__name__.lower())
-        order, ranks = list(reversed(self.params)), self.group.size()
-        cut = buckets_of(self.params, [name for name in order if name not in whole], *sizes)
-        uncut = buckets_of(self.params, [name for name in order if name in whole], *sizes)
-        loads = [0] * ranks
-        dealt = [Layout.dealt(params, deal(params, loads), ranks) for params in uncut]
-        both = [*((params, None) for params in cut), *zip(uncut, dealt, strict=True)]
-        both.sort(key=lambda bucket: order.index(list(bucket[0])[-1]))
-        units = [Unit(f"bucket {i}", params, self.group, at) for i, (params, at) in enumerate(both)]
-        for unit in units:
-            unit.move_in()
-        return units
-
     def own_units(self, setup: base.Setup, units: list[Unit]) -> None:
         """Build the optimizer over this rank's pieces of the units' shards."""
+        if all(unit.layout.is_cut for unit in units):
+            factory.check(setup.make_optimizer, factory.FLAT, type(self).__name__.lower())
         self.units = units
         self.pieces: dict[tuple[str, Piece], nn.Parameter] = {}
         for unit in units:
             for piece in unit.layout.pieces(self.rank):
+                whole = unit.params[piece.name]
                 part = unit.shard[piece.offset : piece.offset + piece.length]
-                if not unit.layout.is_cut:
-                    part = part.view(unit.layout.shapes[piece.name])
-                is_trained = unit.params[piece.name].requires_grad
-                self.pieces[unit.label, piece] = nn.Parameter(part, requires_grad=is_trained)
+                part = part if unit.layout.is_cut else part.view(whole.shape)
+                self.pieces[unit.label, piece] = nn.Parameter(part, whole.requires_grad)
         mine = {piece.name: p for (_, piece), p in self.pieces.items() if p.requires_grad}
         self.own(setup, mine)  # of none, if there are fewer elements than ranks
 
@@ -153,9 +132,8 @@ class Sharded(ShardedState):
         return full
 
     def taken(self, unit: Unit) -> tuple[Tensor, Tensor]:
-        """What is sent, (padded,), and room for what comes back, (shard,); first wait until fewer
-        than IN_FLIGHT are on their way. The buffer is not the unit's any more: a gradient that
-        comes late begins a new one."""
+        """What is sent, (padded,), and room for the result, (shard,), once fewer than IN_FLIGHT
+        are on their way. The unit gives the buffer away: a late gradient begins a new one."""
         while len(self.in_flight) >= self.IN_FLIGHT:
             self.receive()
         full, unit.full_grad = self.filled(unit), None

@@ -8,9 +8,10 @@ from functools import partial
 from torch import Tensor, nn
 
 from shardlab import comm
+from shardlab.optim import factory
 from shardlab.strategies import base, overlap, refusals, steps
 from shardlab.strategies.flat import Unit
-from shardlab.strategies.overlap import InOrder
+from shardlab.strategies.overlap import InOrder, bucket_units
 from shardlab.strategies.sharded import Sharded
 from shardlab.workloads.base import Batch
 
@@ -33,7 +34,8 @@ class Zero1(Sharded):
 
     Cost: Ψ(n-1)/n twice on the wire, together exactly an all-reduce, which is these two halves.
     (To all-reduce the gradients and gather the parameters besides would cost half as much again.)
-    Memory: parameters Ψ, gradients Ψ, and of the optimizer's state one n-th.
+    Memory: parameters Ψ, gradients Ψ, and of the optimizer's state one n-th. What an optimizer
+    needs whole (Muon its matrices) is not cut: each has an owner, in whose shard it lies.
 
     Parameters and gradients live in flat buckets, views of which the model uses (those of the
     gradients from backward to update); a rank's shard is the same slice of each bucket, so both
@@ -56,7 +58,8 @@ class Zero1(Sharded):
     ) -> None:
         super().__init__(setup)
         sizes = bucket_mb, first_bucket_mb, self.BUCKETS
-        units = self.bucket_units(setup, *sizes)
+        whole = factory.kept_whole(setup.make_optimizer, "zero1")
+        units = bucket_units(self.params, self.group, whole, *sizes)
         self.own_units(setup, units)
         self.is_last = False  # micro-batch of the step
         self.queue = InOrder([dict.fromkeys(unit.params, 1) for unit in units], self._launch)

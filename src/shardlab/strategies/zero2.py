@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from shardlab import comm
+from shardlab.optim import factory
 from shardlab.strategies import base, refusals, steps
 from shardlab.strategies.flat import Unit
-from shardlab.strategies.overlap import InOrder
+from shardlab.strategies.overlap import InOrder, bucket_units
 from shardlab.strategies.sharded import DTYPES, Sent, Sharded
 from shardlab.workloads.base import Batch
 
@@ -37,7 +38,8 @@ class Zero2(Sharded):
     Cost: (k+1)Ψ(n-1)/n on the wire: with accumulation the gradients must travel each time, for
     there is no room to add them up. Memory: parameters Ψ; of gradients and optimizer state one
     n-th, plus the buckets under way, of which there are at most ``IN_FLIGHT``. A ZeRO-2 that frees
-    only after backward has ZeRO-1's peak.
+    only after backward has ZeRO-1's peak. What an optimizer needs whole (Muon its matrices) is not
+    cut: each has an owner, in whose shard it lies.
     """
 
     BUCKETS = 16  # smaller than ZeRO-1's: three buffers of a bucket's size are what it saves on
@@ -53,7 +55,8 @@ class Zero2(Sharded):
         super().__init__(setup)
         self.comm_dtype = refusals.option("zero2's comm_dtype", comm_dtype, DTYPES)
         sizes = bucket_mb, first_bucket_mb, self.BUCKETS
-        units = self.bucket_units(setup, *sizes)
+        whole = factory.kept_whole(setup.make_optimizer, "zero2")
+        units = bucket_units(self.params, self.group, whole, *sizes)
         self.own_units(setup, units)
         self.queue = InOrder([dict.fromkeys(unit.params, 1) for unit in units], self._launch)
         self.gathers: list[comm.Pending] = []

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardlab import comm
-from shardlab.optim import factory
 from shardlab.phases import BACKWARD, FORWARD, phase
 from shardlab.strategies import base, refusals, steps
 from shardlab.strategies.agenda import GATHER, Agenda, Op
@@ -73,7 +72,6 @@ class Zero3(Sharded):
         self.comm_dtype = refusals.option("zero3's comm_dtype", comm_dtype, DTYPES)
         self.units: list[Block]  # type: ignore[assignment]
         parts = units_of(self.model, setup.blocks)
-        factory.check(setup.make_optimizer, factory.FLAT, "zero3")
         self.own_units(setup, [Block(*part, self.peers, self.comm_dtype) for part in parts])
         self.agenda = Agenda(len(self.units), self._start, self._agree)
         self.uses = Uses(
