@@ -256,6 +256,12 @@ def test_wrong_input_is_answered_in_a_line(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_terminal_that_is_not_utf8(tmp_path: Path) -> None:
+    listed = commands.shardlab("learn", cwd=tmp_path, PYTHONIOENCODING="ascii")
+    assert listed.returncode == 0, listed.stderr
+    assert "choose_strategy" in listed.stdout
+
+
 def test_a_progress_file_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "learn").mkdir()
     (tmp_path / "learn" / "progress.json").write_text("[1]")
