@@ -19,8 +19,10 @@ SOLUTION = runpy.run_path(str(FOLDER / "memory_estimate" / "solution.py"))
 @pytest.mark.parametrize("ours", ["simple_ddp_ga", "zero1", "zero2", "zero3"])
 def test_what_is_held_is_what_the_strategies_claim(ours: str) -> None:
     sizes = (3200, 6400, 640)  # that 8 ranks share without padding
-    params = tuple(Parameter(f"p{i}", (size,), 4, True, "") for i, size in enumerate(sizes))
-    claimed = CLAIMS[ours].of(Job(params, 0, 8, 1, 2.0))
+    params = tuple(
+        Parameter(f"p{i}", (size,), 4, True, "", state=2) for i, size in enumerate(sizes)
+    )
+    claimed = CLAIMS[ours].of(Job(params, buffers=0, ranks=8, micro=1))
     blocks = [Block(size, 0) for size in sizes]
     held = SOLUTION["held"](blocks, 8, ours.replace("simple_ddp_ga", "ddp"), "fp32", "adamw")
     for what, claim in (("parameters", "params"), ("gradients", "gradients")):
