@@ -248,6 +248,11 @@ def mark(passed: bool | None) -> str:
     return NOTHING if passed is None else "✓" if passed else "✗"
 
 
+def at_least(amount: float | None, known: float) -> str:
+    """A sum of bytes: ``≥`` what is known of it where a part is not, – where nothing is."""
+    return size(amount) if amount is not None or not known else f"≥ {size(known)}"
+
+
 def percent(value: float | None, decimals: int = 0) -> str:
     return NOTHING if value is None else f"{value:.{decimals}f}%"
 
