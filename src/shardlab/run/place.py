@@ -19,6 +19,7 @@ Environment = Mapping[str, str]
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(12000, 32000)  # below the ports that Linux gives to outgoing connections
+MOST_NODES = 2**16  # a range with more is a slip, and would take all memory
 # Steps that run no tasks of the user: Slurm's interactive, batch and external step.
 RESERVED_STEPS = ("4294967290", "4294967291", "4294967292", "4294967293")
 
@@ -49,6 +50,7 @@ def resolve(environ: Environment) -> Place | None:
     """The place that the environment gives this process; None if it is not a rank."""
     place = _of_torchrun(environ) or _of_mpi(environ) or _of_slurm(environ)
     if place is None:
+        _refuse_half_set(environ)
         return None
     for what, number, size in (
         ("rank", place.rank, place.size),
@@ -102,6 +104,8 @@ def _numbers(bracket: str, nodes: str) -> list[str]:
         if match is None:
             raise UsageError(f"Slurm's node list '{nodes}' cannot be read at '{part}'")
         first, last = match[1], match[2] or match[1]
+        if int(last) - int(first) >= MOST_NODES:
+            raise UsageError(f"Slurm's node list '{nodes}' has too many nodes at '{part}'")
         found += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
     return found
 
@@ -113,7 +117,9 @@ def tasks_per_node(text: str) -> list[int]:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
             raise UsageError(f"Slurm's tasks per node '{text}' cannot be read at '{part}'")
-        counts += [int(match[1])] * int(match[2] or 1)
+        if (times := int(match[2] or 1)) > MOST_NODES:
+            raise UsageError(f"Slurm's tasks per node '{text}' has too many nodes at '{part}'")
+        counts += [int(match[1])] * times
     return counts
 
 
@@ -161,6 +167,16 @@ def _of_torchrun(environ: Environment) -> Place | None:
         address=environ["MASTER_ADDR"],
         port=_port(environ, ""),
     )
+
+
+def _refuse_half_set(environ: Environment) -> None:
+    """Several ranks that do not know where to meet would each start a world of their own."""
+    if "RANK" in environ and _number(environ, "WORLD_SIZE", 1) > 1:
+        missing = " and ".join(n for n in ("MASTER_ADDR", "MASTER_PORT") if n not in environ)
+        raise UsageError(
+            f"RANK and WORLD_SIZE {environ['WORLD_SIZE']} are set, but {missing} not: set them as "
+            "torchrun does, or leave all of them out to start ranks here"
+        )
 
 
 def _refuse_against_slurm(
@@ -284,7 +300,7 @@ def _first(environ: Environment, *names: str, default: int | None) -> int:
     if default is None:
         raise UsageError(
             f"this MPI does not say which rank of its node this is; set {names[1]} and the others "
-            "that docs/clusters.md names"
+            "that docs/clusters/mpi.md names"
         )
     return default
 
