@@ -17,11 +17,12 @@ import typer
 from shardlab import output
 from shardlab.cli import flags
 from shardlab.errors import Interrupted, NodeLost, UsageError
+from shardlab.runlock import RunLock
 
 
 @flags.configured(
-    "workload", "size", "data", "seq_len", "global_batch", "batch_split", "seed", "device",
-    "backend", "port",
+    "workload", "size", "data", "seq_len", "global_batch", "micro_batch", "batch_split",
+    "optimizer", "activation_checkpointing", "compile", "seed", "device", "backend", "port",
 )  # fmt: skip
 def compare(
     asked: flags.Asked,
@@ -123,9 +124,13 @@ def compare(
         gate.refuse_others(earlier, cells)
         gate.refuse_unsure(earlier, plan.repeats, limits)
 
+    lock = ctx.with_resource(RunLock())  # while it measures, nobody else may write there
+
     @functools.cache  # created when there is something to write: a refusal leaves nothing behind
     def folder() -> Path:
-        return resume or flags.new_folder(first, "compare")
+        made = resume or flags.new_folder(first, "compare")
+        lock.take(made)
+        return made
 
     try:
         with (
