@@ -671,7 +671,7 @@ def test_the_hint_for_a_laptop_goes_with_a_folder_of_data(path: Path, tmp_path: 
     write_shard(tmp_path / "shard.bin", np.arange(50257 - 1000, 50257).repeat(4))
     overrides = {"model.size": size, "data.seq_len": int(length), "data.source": str(tmp_path)}
     with pytest.raises(UsageError, match=r"larger one \(model\.options\.vocab\)"):
-        assemble.build_workload(configs.load(path, overrides))
+        assemble.build_workload(configs.load(path, overrides)).dataset.batch([0])
     workload = assemble.build_workload(configs.load(path, {**overrides, key: int(value)}))
     assert int(workload.dataset.batch([0]).inputs.max()) > 256
 
