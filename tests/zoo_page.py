@@ -16,8 +16,8 @@ HEAD = """\
 plain process (✓), or the strategy refuses the model in one line, on every rank (–). Nothing else
 may happen: no difference that nobody notices, no hang, no crash. `pytest
 tests/strategies/test_zoo.py --whole` (which is part of `make test`) runs each of them on two real
-ranks; `zero3`, and a part of the other strategies, also run on three. It compares losses, gradients, parameters
-and buffers of {steps} steps of AdamW with a plain loop. The parameters are not read before the
+ranks; `zero3`, and a part of the other strategies, also run on three. It compares losses,
+gradients, parameters and buffers of {steps} steps of AdamW with a plain loop. The parameters are not read before the
 end of the second step, since reading them might hide a bug. Without `--whole` only a part is run,
 which takes a minute and a half; it has every model under `zero3`.
 
