@@ -38,6 +38,7 @@ TOLD = (
     "training.warmup_steps", "training.min_rate", "training.clip_norm", "training.compile",
     "training.activation_checkpointing", "precision.compute", "training.betas", "training.eps",
     "training.optimizer_options", "training.no_decay", "training.clip_value", "training.ema_decay",
+    "training.epochs", "training.micro_batch",
 )  # fmt: skip
 VISIBLE_S = 4.0  # how long a rank looks for a folder that rank 0 has made
 T = TypeVar("T")
@@ -91,6 +92,8 @@ def settings_of(
         base["launch"].pop(key, None)
     for key in ("root", "dir"):
         base.get("output", {}).pop(key, None)
+    if setting(base, "training", "micro_batch", None) is not None:
+        base["training"].pop("accumulate", None)  # it follows from the number of ranks
     for section, key in (("model", "workload"), ("strategy", "name")):
         given, saved = (named or {}).get(section), base.get(section, {}).get(key)
         if given is None and ":" in str(saved):

@@ -20,8 +20,8 @@ from shardlab.errors import Interrupted, NodeLost, UsageError
 
 
 @flags.configured(
-    "workload", "size", "data", "seq_len", "global_batch", "batch_split", "seed", "device",
-    "backend", "port",
+    "workload", "size", "data", "seq_len", "global_batch", "micro_batch", "batch_split",
+    "optimizer", "activation_checkpointing", "compile", "seed", "device", "backend", "port",
 )  # fmt: skip
 def compare(
     asked: flags.Asked,

@@ -30,7 +30,7 @@ from shardlab.guard.numbers import NumbersGuard
 from shardlab.run import boards, collect, evaluate
 from shardlab.run.assemble import build_strategy, build_workload, in_precision, notes
 from shardlab.run.folder import make_folder, ranks_apart
-from shardlab.run.loop import Act, Batches, data_order, prepared, train
+from shardlab.run.loop import Act, Batches, data_order, prepared, train, with_steps
 from shardlab.run.recorder import Recorder
 from shardlab.runfolder import mark
 from shardlab.runlock import RunLock
@@ -65,6 +65,7 @@ def _train_rank(
     apart = ranks_apart(config, world)
     workload = build_workload(config)
     refuse_unequal_data(workload, world)
+    config = with_steps(config, workload)
     order = data_order(workload, config)
     sampler.check_epoch(order.length, order.global_batch, order.mode)
     comm.LEDGER.reset(full_steps=config.profile.ledger_steps)
