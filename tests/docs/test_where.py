@@ -175,3 +175,58 @@ def test_it_runs(line: str, folder: Path) -> None:
         assert done.returncode == 0, said
     for written in re.findall(r"--out (\S+)", line):
         assert any((folder / written).iterdir()), said
+
+
+# ------------------------------------------------------------------ their words, typed here
+
+
+def keys_of_the_lab() -> str:
+    """A config of the keys that the CIFAR-10 lab's has, from the table."""
+    sections: dict[str, dict[str, object]] = {}
+    for row in ROWS:
+        for name in code(row.there):
+            if row.section == "The CIFAR-10 lab" and (
+                found := re.fullmatch(r"(\w+)\.(\w+): (.+)", name)
+            ):
+                sections.setdefault(found[1], {})[found[2]] = yaml.safe_load(found[3])
+    assert {key: len(inside) for key, inside in sections.items()} == {"model": 2, "training": 4}
+    return yaml.safe_dump(sections)
+
+
+WORDS = [(code(row.there)[0], row.here) for row in ROWS if row.section == TYPED]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("line", "answer"), WORDS, ids=[line for line, _ in WORDS])
+def test_their_words_are_understood_or_answered(line: str, answer: str, folder: Path) -> None:
+    (folder / "lab.yaml").write_text(keys_of_the_lab())
+    words = shlex.split(line)[1:]
+    if answer.startswith("runs"):
+        is_image = "resnet" in line or "lab.yaml" in line
+        data = ["--data", "synthetic"] if is_image else ["--seq-len", "16"]
+        run = f"typed/{len(list(folder.glob('typed/*')))}"
+        less = ["--size", "tiny", "--steps", "1", "--world", "2", "--out", run]
+        if "lab.yaml" in line:  # fewer of its images, and not its ten epochs
+            less += ["--batch-size", "2", "--set", "training.epochs=null"]
+        done = commands.here(*words, *data, *less, cwd=folder, OMP_NUM_THREADS="1")
+        assert done.returncode == 0, done.stderr
+        config = yaml.safe_load((folder / run / "config.yaml").read_text())
+        known = [config["strategy"]["name"], config["model"]["workload"]]
+        for name in set(
+            re.findall(r"simple_ddp|pytorch_zero\d|pytorch_ddp|resnet_cifar10", answer)
+        ):
+            assert name in known
+        if "--micro-batch 4" in answer:
+            assert config["training"]["micro_batch"] == 4
+        if "lab.yaml" in line:
+            assert config["model"]["options"] == {"depth": 18}
+            assert (config["training"]["learning_rate"], config["training"]["optimizer"]) == (
+                0.1,
+                "sgd",
+            )
+    else:
+        (told,) = re.findall(r"is told: \*(.+)\*", answer)
+        done = commands.here(*words, cwd=folder)
+        assert done.returncode == 2, done.stdout
+        assert told in done.stderr
+        assert done.stderr.count("\n") == 1
