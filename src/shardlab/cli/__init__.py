@@ -19,6 +19,7 @@ from shardlab.cli import (
     measure,
     network,
     prove,
+    runs,
     submit,
     trace,
     train,
@@ -43,6 +44,7 @@ app.add_typer(data.app, name="data")
 app.add_typer(trace.app, name="trace")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(learn.app, name="learn")
+app.add_typer(runs.app, name="runs")
 
 
 def _print_version(asked: bool) -> None:

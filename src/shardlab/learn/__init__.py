@@ -6,9 +6,11 @@ Importing this costs nothing. What an exercise is: ``exercise.py``; how a file i
 
 ORDER = (
     "sampler",
+    "token_shards",
     "broadcast",
     "simple_ddp",
     "accumulation",
+    "global_loss",
     "hooks",
     "async_allreduce",
     "buckets",
@@ -18,6 +20,7 @@ ORDER = (
     "zero3",
     "mixed_precision",
     "checkpoint",
+    "throughput",
     "read_trace",
     "choose_strategy",
 )

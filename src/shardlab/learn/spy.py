@@ -100,6 +100,7 @@ class Spy:
     def clear(self) -> None:
         """Forget the calls so far."""
         self.calls: list[Row] = []
+        self.before: Callable[[Row], None] = lambda _row: None  # done before each call
         self._models: list[nn.Module] = []
         self.mark("")
 
@@ -140,6 +141,7 @@ class Spy:
             self.calls.append(row)
             self._tell("enter", row)
             with self.paused():
+                self.before(row)
                 handle = original(*args, **kwargs)
             if row["is_async"] and handle is not None:
                 handle = _Handle(handle, self, row, tensor)

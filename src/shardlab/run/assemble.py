@@ -140,7 +140,8 @@ def make_optimizer(
     The model is whole here, before a strategy owns it. ``device``: the run's, if not the model's.
     """
     make, after = workload.optimizer, workload.after_step
-    return factory.plan(training, make, after, model, workload.name, device, measures)
+    blocks = workload.blocks_of(model)
+    return factory.plan(training, make, after, model, workload.name, device, measures, blocks)
 
 
 def make_rule(config: Config, workload: Workload | None = None) -> Rule:
