@@ -79,7 +79,7 @@ def test_there_are_enough_planted_bugs_and_correct_solutions() -> None:
         kinds = [s.kind for s in ALL if s.exercise == name]
         assert kinds.count("mutant") >= 4, name
         assert kinds.count("correct") >= 2, name
-    assert len(MUTANTS) >= 227
+    assert len(MUTANTS) >= 228
     assert len({str(mutant) for mutant in MUTANTS}) == len(MUTANTS)
 
 
@@ -256,6 +256,12 @@ def test_wrong_input_is_answered_in_a_line(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_terminal_that_is_not_utf8(tmp_path: Path) -> None:
+    listed = commands.shardlab("learn", cwd=tmp_path, PYTHONIOENCODING="ascii")
+    assert listed.returncode == 0, listed.stderr
+    assert "choose_strategy" in listed.stdout
+
+
 def test_a_progress_file_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "learn").mkdir()
     (tmp_path / "learn" / "progress.json").write_text("[1]")
@@ -302,4 +308,4 @@ def test_what_was_passed_is_a_list(capsys: pytest.CaptureFixture[str]) -> None:
     cases = ("in order", "in order, with padding")
     report.print_verdict(grade.Verdict("sampler", "sampler.py", (), cases), "")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == ["passed  sampler", "  ✓ in order", "  ✓ in order, with padding"]
+    assert lines[:3] == ["passed  sampler", "  - in order", "  - in order, with padding"]

@@ -82,13 +82,18 @@ def test_within_5_percent_of_the_measured_peak(
 @pytest.mark.long
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize(
-    ("strategy", "world"),
-    [("zero3", 2), ("pytorch_zero3", 2)],
+    ("strategy", "world", "values"),
+    [
+        ("zero3", 2, RESNET),
+        ("pytorch_zero3", 2, RESNET),
+        ("zero1", 3, {**GPT, "training.optimizer": "muon"}),
+        ("zero2", 2, {**GPT, "training.optimizer": "muon"}),
+    ],
 )
-def test_with_convolutions_and_buffers(
-    strategy: str, world: int, simulator: Simulator, ranks: GetRanks
+def test_with_convolutions_and_with_owners(
+    strategy: str, world: int, values: dict[str, Any], simulator: Simulator, ranks: GetRanks
 ) -> None:
-    config = config_of(strategy, world, 8, RESNET)
+    config = config_of(strategy, world, 8, values)
     measured = ranks(world).run(WEIGH, config.to_dict(), deadline_s=60)[0]["step"]
     assert step(simulator, config)["total"] == pytest.approx(measured["total"], rel=0.05)
 

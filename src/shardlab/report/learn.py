@@ -59,7 +59,7 @@ def print_started(exercise: Exercise, path: Path, flag: str) -> None:
     console = _out()
     name, file, flag = exercise.name, escape(str(path)), escape(flag)
     console.print(f"wrote [bold]{file}[/bold]: {escape(exercise.title)}")
-    console.print(f"  read   shardlab learn show {name}")
+    console.print(f"  read   shardlab learn show {name}{flag}")
     console.print(f"  edit   {file}: its docstring is the contract, TODO is yours")
     console.print(f"  check  shardlab learn check {name}{flag}")
     console.print(f"  stuck  shardlab learn hint {name}{flag}")
@@ -91,7 +91,7 @@ def print_verdict(verdict: Verdict, flag: str) -> None:
     if verdict.passed:
         console.print(f"[bold green]passed[/bold green]  {name}")
         for case in verdict.cases:
-            console.print(f"  [dim]✓ {escape(case)}[/dim]")
+            console.print(f"  [dim]- {escape(case)}[/dim]")
         console.print(f"  [dim]compare with ours: shardlab learn solution {name}[/dim]")
     else:
         console.print(f"[bold red]not yet[/bold red]  {name}")
@@ -108,7 +108,7 @@ def print_verdict(verdict: Verdict, flag: str) -> None:
             console.print(f"  [dim]rank {rank} printed:\n{escape(text[-SHOWN:].rstrip())}[/dim]")
     if not verdict.passed:
         console.print(f"  [dim]stuck? shardlab learn hint {name}{escape(flag)}[/dim]")
-        console.print(f"  [dim]pitfalls: shardlab learn show {name} --pitfalls[/dim]")
+        console.print(f"  [dim]what often goes wrong: shardlab learn show {name} --pitfalls[/dim]")
 
 
 def print_hints(exercise: Exercise, seen: int) -> None:

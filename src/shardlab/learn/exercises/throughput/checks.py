@@ -221,6 +221,11 @@ def _candidates(
     yield "one-step", [total / steps / longest] * n
     for units in (1, SLOW):  # of the median step, or the fastest; of the slowest
         yield "median-step", [total / steps / (units * max(case["seconds"]))] * n
+    mean = (steps - 1 + 1 / SLOW) / steps  # of a step's rate, in units of the usual one
+    step_rates = [mean * case["tokens"][r] / case["seconds"][r] for r in every]
+    yield "mean-of-steps", step_rates
+    yield "mean-of-steps", [sum(step_rates)] * n
+    yield "mean-of-steps", [sum(step_rates) / n] * n
     yield "steps-per-second", [steps / longest] * n
     yield "upside-down", [longest / total] * n
     yield "milliseconds", [total / longest / 1000] * n
