@@ -79,7 +79,7 @@ def test_there_are_enough_planted_bugs_and_correct_solutions() -> None:
         kinds = [s.kind for s in ALL if s.exercise == name]
         assert kinds.count("mutant") >= 4, name
         assert kinds.count("correct") >= 2, name
-    assert len(MUTANTS) >= 228
+    assert len(MUTANTS) >= 293
     assert len({str(mutant) for mutant in MUTANTS}) == len(MUTANTS)
 
 
@@ -187,6 +187,13 @@ def test_every_message_is_said_with_what_it_names() -> None:
                 # With ** a row of evidence is given; the sampler's say knows its samples.
                 assert None in given or needed - {"samples"} <= given, (path.name, key, needed)
     assert set(texts) <= said
+
+
+def test_no_message_takes_the_place_of_another() -> None:
+    """YAML takes the last of two entries with one key, without a word."""
+    lines = (exercises.FOLDER.parent / "messages.yaml").read_text().splitlines()
+    keys = [line.partition(":")[0] for line in lines if line[:1].isalpha()]
+    assert len(keys) == len(set(keys)) == len(exercises.messages())
 
 
 # ------------------------------------------------------------------ the commands

@@ -18,9 +18,12 @@ ORDER = (
     "zero1",
     "zero2",
     "zero3",
+    "fsdp",
     "mixed_precision",
     "checkpoint",
+    "trainer",
     "throughput",
     "read_trace",
+    "memory_estimate",
     "choose_strategy",
 )
