@@ -196,13 +196,8 @@ ENVIRONMENT_NAMES = {
     "matmul": "measured matmul rate",
     "platform": "platform",
 }
-ELSEWHERE = {
-    "command",
-    "workload",
-    "parameters",
-    "flops_per_sample",
-    "chosen",
-}  # in other places, or in none
+# Shown in other places, or nowhere.
+ELSEWHERE = {"command", "workload", "parameters", "flops_per_sample", "chosen"}
 
 
 def _environment_rows(env: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

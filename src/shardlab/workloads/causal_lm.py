@@ -181,9 +181,11 @@ def causal_lm(
     dataset = ReviewDataset(train, found.encode, max_length)
     blocks, flops = _structure(found.config)
     lengths = [len(dataset.sample(i)[0]) for i in range(min(64, len(dataset)))]
+    length = sum(lengths) / len(lengths)
     kind = "synthetic reviews" if source == SYNTHETIC else source
     about = f"{kind}: {len(train.texts):,} reviews of {train.classes} ratings, "
-    about += f"{len(test.texts):,} held out" + (f" ({why})" if why else "")
+    about += f"{len(test.texts):,} held out, {length:.0f} tokens on average"
+    about += f" ({why})" if why else ""
     chosen = {"data.source": source} if data.source == sources.AUTO else {}
     return Workload(
         name=f"causal_lm-{found.name}",
@@ -194,7 +196,7 @@ def causal_lm(
         held_out=ReviewDataset(test, found.encode, max_length),
         evaluate=rate(dataset.answers),
         # For a review of average length; padding, which is computed as well, is not counted.
-        flops_per_sample=flops(sum(lengths) / len(lengths)),
+        flops_per_sample=flops(length),
         notes=found.notes,
         data=about,
         chosen={**chosen, **found.chosen},
