@@ -50,9 +50,9 @@ OUTPUTS = {
         0,
     ),
 }
-MEMORY = "memory --size small --seq-len 1024 --batch 1 --world 8"
+MEMORY = "memory --size small --seq-len 1024 --micro-batch 1 --world 8"
 FITS = (
-    "memory --size medium --seq-len 1024 --batch 1 --world 8 "
+    "memory --size medium --seq-len 1024 --micro-batch 1 --world 8 "
     "--strategies simple_ddp_ga,zero1,zero2,zero3"
 )
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 26)

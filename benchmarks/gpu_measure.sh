@@ -13,13 +13,13 @@ lab throughput --device cuda --size small --data synthetic --precision bf16 --sw
 lab throughput --device cuda --size small --data synthetic --precision fp32 --sweep --time-limit 100 \
   --out "$out/throughput-fp32"
 for batch in 1 4 16 64; do
-  lab memory --device cuda --size small --data synthetic --world 1 --batch $batch --measure \
+  lab memory --device cuda --size small --data synthetic --world 1 --micro-batch $batch --measure \
     --strategies single,bucket_ddp_async,zero2,zero3,pytorch_ddp,pytorch_zero3 --quiet --out "$out/memory-w1-b$batch"
-  lab memory --device cuda --size small --data synthetic --world 1 --batch $batch --measure \
+  lab memory --device cuda --size small --data synthetic --world 1 --micro-batch $batch --measure \
     --precision bf16 --strategies single,zero3,pytorch_zero3 --quiet --out "$out/memory-w1-bf16-b$batch"
 done
 for batch in 1 8; do
-  lab memory --device cuda --size small --data synthetic --world 2 --batch $batch --measure \
+  lab memory --device cuda --size small --data synthetic --world 2 --micro-batch $batch --measure \
     --strategies pytorch_zero1,pytorch_zero2,pytorch_zero3,pytorch_hsdp,zero1,zero2,zero3 --quiet --out "$out/memory-w2-b$batch"
 done
 lab compare --device cuda --world 1 --size small --data synthetic --precision fp32,bf16 --global-batch 16 \

@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -60,6 +62,36 @@ def here(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the command line, as the command line itself has it."""
+
+    name: str  # "trace analyze"
+    options: dict[str, Any]  # by name, long and short: the option
+
+    @property
+    def short(self) -> dict[str, str]:
+        """The long name of each flag of one letter."""
+        return {n: o.opts[0] for n, o in self.options.items() if re.fullmatch("-[a-z]", n)}
+
+
+def tree() -> list[Command]:
+    """Every command, and every group that is one."""
+    from typer.main import get_command
+
+    from shardlab import cli
+
+    def walk(command: Any, name: str) -> Iterator[Command]:
+        options = {
+            n: o for o in command.params for n in (*o.opts, *o.secondary_opts) if n[0] == "-"
+        }
+        yield Command(name, options)
+        for word, inner in getattr(command, "commands", {}).items():
+            yield from walk(inner, f"{name} {word}".strip())
+
+    return list(walk(get_command(cli.app), ""))
 
 
 def _hears_ctrl_c() -> None:

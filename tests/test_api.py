@@ -19,8 +19,8 @@ from shardlab.errors import UsageError
 from shardlab.strategies import steps
 
 PUBLIC = [
-    "Batch", "Strategy", "Workload", "__version__", "compare", "load_traces", "memory", "prove",
-    "strategy", "train",
+    "Batch", "Strategy", "Workload", "__version__", "compare", "load_checkpoint", "load_traces",
+    "memory", "prove", "save_checkpoint", "strategy", "train",
 ]  # fmt: skip
 MODEL = f"{ROOT / 'examples' / 'your_model.py'}:workload"
 SMALL = {"training.global_batch": 4}

@@ -10,7 +10,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardlab.api import compare, memory, prove, strategy, train
+    from shardlab.api import (
+        compare,
+        load_checkpoint,
+        memory,
+        prove,
+        save_checkpoint,
+        strategy,
+        train,
+    )
     from shardlab.batch import Batch
     from shardlab.strategies.base import Strategy
     from shardlab.trace.traceset import load as load_traces
@@ -18,12 +26,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Batch", "Strategy", "Workload", "__version__", "compare", "load_traces", "memory", "prove",
-    "strategy", "train",
+    "Batch", "Strategy", "Workload", "__version__", "compare", "load_checkpoint", "load_traces",
+    "memory", "prove", "save_checkpoint", "strategy", "train",
 ]  # fmt: skip
 
 _PLACES = {
     **dict.fromkeys(("compare", "memory", "prove", "strategy", "train"), "shardlab.api"),
+    **dict.fromkeys(("load_checkpoint", "save_checkpoint"), "shardlab.api"),
     "Batch": "shardlab.batch",
     "Strategy": "shardlab.strategies.base",
     "Workload": "shardlab.workloads.base",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardlab import config as configs
 from shardlab import runfolder
-from shardlab.config import Config, LaunchConfig
+from shardlab.config import CheckpointConfig, Config, LaunchConfig
 from shardlab.errors import UsageError
 from shardlab.files import write_json
 from shardlab.naming import STRATEGIES
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from shardlab.batch import Batch
     from shardlab.strategies.base import Strategy
+    from shardlab.world import World
 
 Settings = Mapping[str, Any]  # config keys and values: {"training.global_batch": 16}
 OneOrMore = int | Sequence[int]
@@ -175,7 +176,7 @@ def memory(
     strategies: str | Sequence[str] = (),
     *,
     world: int = 2,
-    batch: int | None = None,
+    micro_batch: int | None = None,
     fits: str | None = None,
     out: str | Path | None = None,
     settings: Settings | None = None,
@@ -184,8 +185,8 @@ def memory(
 ) -> Result:
     """What each rank will hold at the peak of a step, without running it, in a world of any size.
 
-    ``batch``: samples per rank and micro-batch. ``fits``: "24GB", to ask whether a step fits into
-    that, and which batch is the largest that does.
+    ``micro_batch``: samples that a rank takes at a time. ``fits``: "24GB", to ask whether a step
+    fits into that, and which batch is the largest that does.
     """
     from shardlab.measure import estimate
     from shardlab.numbers import parse_bytes
@@ -196,7 +197,7 @@ def memory(
         raise UsageError(f"world must be at least 1, got {world}")
     limit = None if fits is None else parse_bytes(fits, "fits")
     resolved = _config(workload, config, settings, out)
-    size = batch or (1 if config is None else None)
+    size = micro_batch or (1 if config is None else None)
     rows = estimate.rows_of(resolved, _specs(strategies), world, size)
     with console.comparison_progress(enabled=progress) as on_progress:
         found = estimate.estimate(
@@ -218,6 +219,7 @@ def strategy(
     blocks: Sequence[str] | None = None,
     clip_norm: float | None = None,
     schedule: Callable[[int], float] | None = None,
+    ema_decay: float | None = None,
     mesh: DeviceMesh | None = None,
     **options: Any,
 ) -> Strategy:
@@ -231,7 +233,8 @@ def strategy(
     ``loss_fn`` returns the *sum* of the losses of a ``shardlab.Batch``, whose ``count`` says how
     many that are: so the mean over all ranks is exact. ``blocks`` names the modules that zero3 and
     FSDP shard one by one; None lets us look for lists of equal layers. ``schedule`` gives the
-    factor of the learning rate of a step.
+    factor of the learning rate of a step. ``ema_decay`` keeps a moving average of the parameters
+    beside them; ``exchange_averages()`` puts it in their place, and them back.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -251,7 +254,7 @@ def strategy(
             f"make_optimizer is {type(given_for_it).__name__}, not a function that makes the "
             "optimizer from named parameters, as in lambda params: torch.optim.AdamW(params)"
         )
-    training = configs.TrainingConfig()
+    training = configs.TrainingConfig(ema_decay=ema_decay)
     given = configs.load(None, {"strategy.name": name, "strategy.options": options or None})
     make = assemble.resolve_strategy(given)
     if mesh is None:
@@ -277,6 +280,69 @@ def strategy(
     # called first: this, then worlds.leave.
     atexit.register(made.settle)
     return made
+
+
+def save_checkpoint(strategy: Strategy, folder: str | Path, step: int, keep_last: int = 2) -> None:
+    """Save a strategy after ``step`` steps of your own loop, under ``folder``. All ranks call it.
+
+    Each rank writes what it holds: model, optimizer, moving average, schedule and its random
+    state. The newest ``keep_last`` stay. What cannot be written raises ``OSError`` on every rank,
+    and leaves the checkpoint before as it was.
+    """
+    from shardlab.checkpoint import course
+    from shardlab.checkpoint.save import About, Checkpoints
+
+    world = _world_of(strategy)
+    settings = CheckpointConfig(every=1, keep_last=keep_last)
+    about = About({}, _name_of(strategy), None)
+    checkpoints = Checkpoints(Path(folder), settings, world, strategy, about)
+    strategy.settle()
+    checkpoints.save(step, course.own_state(strategy, world.device, None))
+    assert checkpoints.last is not None
+    if checkpoints.last.error is not None:
+        raise OSError(f"the checkpoint of step {step} is not written: {checkpoints.last.error}")
+
+
+def load_checkpoint(strategy: Strategy, folder: str | Path) -> int:
+    """Continue from the newest whole checkpoint under ``folder``, of any strategy and world.
+
+    Returns how many steps it has behind it; 0 if there is none, and nothing is changed. Your data
+    is your own: read on from that step. All ranks call it.
+    """
+    from shardlab.checkpoint import course, files, manifest, start
+
+    world = _world_of(strategy)
+    found = start.newest_good(Path(folder), world)
+    if world.rank == 0:
+        files.sweep(Path(folder))  # what a killed run left half-written
+    if found.manifest is None:
+        if found.notes:
+            raise UsageError(f"no checkpoint of {folder} is whole: {'; '.join(found.notes)}")
+        return 0
+    assert found.checkpoint is not None
+    start.refuse_unseen(found.checkpoint / manifest.NAME, world)
+    config = configs.load(None, {"strategy.name": _name_of(strategy)})
+    course.put_back(found, strategy, world, config)
+    return found.step
+
+
+def _world_of(strategy: Strategy) -> World:
+    """The ranks of a strategy that is in a user's own loop."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardlab.world import World
+
+    group, device = strategy.group, strategy.device
+    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
+    rank = dist.get_rank(group)
+    return World(rank, group.size(), device.index or 0, device, dist.get_backend(group), mesh)
+
+
+def _name_of(strategy: Strategy) -> str:
+    kind = type(strategy)
+    place = f"{kind.__module__}:{kind.__qualname__}"
+    return next((name for name, known in STRATEGIES.items() if known == place), place)
 
 
 def _join() -> Any:

@@ -7,6 +7,7 @@ import resource
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -130,9 +131,70 @@ def test_an_unknown_flag(tmp_path: Path) -> None:
     assert "--stratgy" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["train", "--batch", "4"], "no option --batch: write --global-batch for the samples of a"),
+        (["memory", "-b=4"], "no option -b: it is short for --global-batch on other commands"),
+        (["memory", "--batch", "0"], "error: --micro-batch 0: a batch has at least one sample"),
+        (["throughput", "--max-batch=x"], "--max-micro-batch"),
+        (["learn", "check", "--deadline", "0"], "error: --time-limit 0: a check needs time"),
+        (["data", "text", "no.txt", "--to", "x"], "no such file or folder: no.txt"),
+        (
+            ["train", "--log-level", "loud"],
+            "unknown log level 'loud'; known: debug, info",
+        ),
+        (["--log-level", "infos", "strategies"], "unknown log level 'infos'; did you mean 'info'?"),
+    ],
+)
+def test_old_and_wrong_names_of_flags(args: list[str], message: str, tmp_path: Path) -> None:
+    """An old name is understood, and answered by the new one; what could mean two things is not."""
+    done = commands.here(*args, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.split())
+
+
+def test_a_flag_has_one_name_on_every_command() -> None:
+    """No command may bring back a name for what is called otherwise elsewhere."""
+    options = {name for command in commands.tree() for name in command.options}
+    assert not options & {
+        "--batch",
+        "--max-batch",
+        "--limit",
+        "--deadline",
+        "--output",
+        "--verbose",
+    }
+    by_short: dict[str, set[str]] = {}
+    for command in commands.tree():
+        for short, name in command.short.items():
+            by_short.setdefault(short, set()).add(name)
+    assert {short: names for short, names in by_short.items() if len(names) > 1} == {}
+    # `submit --to slurm` is the only --to: where files go is --out.
+    assert [c.name for c in commands.tree() if "--to" in c.options] == ["submit"]
+
+
+def test_the_version(tmp_path: Path) -> None:
+    for args in (["--version"], ["version"]):
+        assert commands.here(*args, cwd=tmp_path).stdout.strip() == version("shardlab")
+
+
+def test_a_shell_completes_commands_and_flags(tmp_path: Path) -> None:
+    script = "import sys; sys.argv[0] = 'shardlab'; from shardlab.cli import main; main()"
+    for typed, number, found in (
+        ("tr", 1, {"train", "trace"}),
+        ("train --strat", 2, {"--strategy"}),
+    ):
+        done = commands.run(
+            sys.executable, "-c", script, cwd=tmp_path, _SHARDLAB_COMPLETE="complete_bash",
+            COMP_WORDS=f"shardlab {typed}", COMP_CWORD=str(number),
+        )  # fmt: skip
+        assert set(done.stdout.split()) == found, done.stderr
+
+
 def test_lists(tmp_path: Path) -> None:
     for command, known in (("strategies", STRATEGIES), ("workloads", WORKLOADS)):
-        rows = json.loads(commands.here(command, "--json", cwd=tmp_path).stdout)
+        rows = json.loads(commands.here(command, "--json", cwd=tmp_path).stdout)[command]
         assert list(rows) == list(known)
         assert all(rows.values())
         text = commands.here(command, cwd=tmp_path).stdout
@@ -143,7 +205,7 @@ def test_lists(tmp_path: Path) -> None:
 def test_the_doctor(tmp_path: Path) -> None:
     done = commands.shardlab("doctor", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert checks["gloo"]["status"] == "ok"
     assert "all_reduce took" in checks["gloo"]["detail"]
     assert checks["GPU"]["status"] in ("ok", "missing")

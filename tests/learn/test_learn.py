@@ -237,7 +237,7 @@ def test_the_path_of_a_learner(tmp_path: Path) -> None:
         ("learn check nothing.py", "no file nothing.py"),
         ("learn check sampler", "begin with `shardlab learn start sampler`"),
         ("learn check", "begin with `shardlab learn start sampler`"),
-        ("learn check sampler --deadline 0", "a check needs time"),
+        ("learn check sampler --time-limit 0", "a check needs time"),
         ("learn --dir elsewhere check sampler", "put the options after the command"),
         ("learn show nonsense", "known: sampler, broadcast"),
     ],

@@ -391,7 +391,7 @@ def test_the_command(tmp_path: Path) -> None:
     ("command", "words"),
     [
         ("memory --fits lots", "--fits lots: not a size"),
-        ("memory --batch 0", "a batch has at least one sample"),
+        ("memory --micro-batch 0", "a batch has at least one sample"),
         ("memory --strategy zero4", "did you mean 'zero"),
         ("memory --strategy zero1 --snapshot --size tiny --data synthetic", "CUDA allocator"),
     ],

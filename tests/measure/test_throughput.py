@@ -116,7 +116,7 @@ def test_refusals() -> None:
         Plan(warmup=1)
     with pytest.raises(UsageError, match="at least one sample"):
         Plan(batches=(4, 0))
-    with pytest.raises(UsageError, match="give --batch one number"):
+    with pytest.raises(UsageError, match="give --micro-batch one number"):
         Plan(sweep=True)
     with pytest.raises(UsageError, match="--tokens must be above 0"):
         Goal(tokens=0)
@@ -187,7 +187,7 @@ def test_what_fails_for_another_reason_is_raised() -> None:
 
 @pytest.mark.long
 def test_a_size_that_fails_is_a_row_and_the_next_is_tried() -> None:
-    """BatchNorm takes no batch of one sample, which is where --batch begins."""
+    """BatchNorm takes no batch of one sample, which is where --micro-batch begins."""
     workload = f"{Path(__file__).parents[1] / 'people.py'}:batch_norm"
     values = {"model.workload": workload, "launch.world": 1, "strategy.name": "single"}
     config = configs.load(None, {**values, "training.global_batch": 1, "launch.device": "cpu"})
@@ -231,8 +231,8 @@ def test_a_sweep_ends_with_the_largest_batch_that_fits(tmp_path: Path) -> None:
 @pytest.mark.timeout(100)
 def test_the_table(tmp_path: Path) -> None:
     command = (
-        "throughput --size tiny --data synthetic --batch 1,2 --world 2 --strategy zero2 --steps 2 "
-        "--device cpu"
+        "throughput --size tiny --data synthetic --micro-batch 1,2 --world 2 "
+        "--strategy zero2 --steps 2 --device cpu"
     )
     done = commands.shardlab(*command.split(), cwd=tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
@@ -244,9 +244,9 @@ def test_the_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("throughput --batch 1,x", "--batch 1,x: not whole numbers"),
+        ("throughput --micro-batch 1,x", "--micro-batch 1,x: not whole numbers"),
         ("throughput --memory-limit much", "--memory-limit much: not a size"),
-        ("throughput --sweep --batch 1,2", "give --batch one number"),
+        ("throughput --sweep --micro-batch 1,2", "give --micro-batch one number"),
         ("throughput --strategy simple --world 2", "did you mean 'simple_ddp'?"),
         ("throughput --strategy single --world 2", "'single' is one process"),
     ],

@@ -75,7 +75,7 @@ def test_compare_measures_every_strategy(two: Hosts, tmp_path: Path) -> None:
 
 def test_throughput_and_memory(two: Hosts, tmp_path: Path) -> None:
     size = ("--size", "tiny")
-    for r in on_both(two, tmp_path, "throughput", *size, "--batch", "1", "--steps", "2"):
+    for r in on_both(two, tmp_path, "throughput", *size, "--micro-batch", "1", "--steps", "2"):
         assert r.returncode == 0, r.stderr
     record = written(tmp_path, "throughput.json")
     assert (record["world"], ranks_of(record)) == (2, [[0], [1]])

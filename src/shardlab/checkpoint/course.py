@@ -13,7 +13,7 @@ from torch import Tensor
 from shardlab import pulse
 from shardlab import world as worlds
 from shardlab.checkpoint import files, rng
-from shardlab.checkpoint.load import load
+from shardlab.checkpoint.load import Own, load
 from shardlab.checkpoint.manifest import inside
 from shardlab.checkpoint.save import About, Checkpoints, Outcome
 from shardlab.checkpoint.start import Start
@@ -53,6 +53,18 @@ def restore(
         # ranks' gradients are added depends on that: so it makes its first step before the load.
         strategy.gradients(rehearse())
         steps.drop_gradients(strategy.params)
+    own = put_back(start, strategy, world, config)
+    if audit is not None:
+        audit.steps = start.manifest.step
+        for of_rank in own.values():
+            if notes := inside(of_rank, "audit/"):
+                audit.add({name: tensor.numpy() for name, tensor in notes.items()})
+
+
+def put_back(start: Start, strategy: Strategy, world: World, config: Config) -> Own:
+    """Model, optimizer, schedule and scaler as they were; random states, and what belongs to one
+    rank alone, as far as there are the same ranks. A collective."""
+    assert start.manifest is not None
     own = load(start, strategy, world, config)
     if own:
         rng.put(inside(own[min(own)], "rng/"), world.device)
@@ -61,11 +73,7 @@ def restore(
     is_same = (start.manifest.strategy, start.manifest.world) == (config.strategy.name, world.size)
     if is_same:
         strategy.load_own_state(inside(own[world.rank], "strategy/"))
-    if audit is not None:
-        audit.steps = start.manifest.step
-        for of_rank in own.values():
-            if notes := inside(of_rank, "audit/"):
-                audit.add({name: tensor.numpy() for name, tensor in notes.items()})
+    return own
 
 
 def own_state(strategy: Strategy, device: torch.device, audit: Audit | None) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import shardlab
+from shardlab import output
 from shardlab.cli import (
     checkpoint,
     compare,
@@ -23,12 +23,12 @@ from shardlab.cli import (
     trace,
     train,
 )
+from shardlab.cli.common import LOG_LEVEL, App
 from shardlab.cli.flags import JSON
 from shardlab.errors import Interrupted, NodeLost, RankFailure, UsageError
 
-app = typer.Typer(
+app = App(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="A laboratory for distributed training in PyTorch: run every data-parallel strategy on "
@@ -43,6 +43,24 @@ app.add_typer(data.app, name="data")
 app.add_typer(trace.app, name="trace")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(learn.app, name="learn")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        output.say(shardlab.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: bool = typer.Option(
+        False, "--version", help="Print the version.", callback=_print_version, is_eager=True
+    ),
+    log_level: Annotated[str | None, LOG_LEVEL] = None,
+) -> None:
+    del version  # its callback has printed it
+    if log_level is not None:  # for the command that follows, unless it has its own
+        os.environ[output.VARIABLE] = log_level
 
 
 def main() -> None:
@@ -84,7 +102,7 @@ def strategies(as_json: Annotated[bool, JSON] = False) -> None:
     """List the strategies, in the order of the ladder."""
     from shardlab.naming import STRATEGIES
 
-    _list_names(STRATEGIES, "strategy", as_json)
+    _list_names(STRATEGIES, "strategies", as_json)
 
 
 @app.command()
@@ -92,7 +110,7 @@ def workloads(as_json: Annotated[bool, JSON] = False) -> None:
     """List what can be trained."""
     from shardlab.naming import WORKLOADS
 
-    _list_names(WORKLOADS, "workload", as_json)
+    _list_names(WORKLOADS, "workloads", as_json)
 
 
 def _list_names(known: dict[str, str], kind: str, as_json: bool) -> None:
@@ -101,9 +119,9 @@ def _list_names(known: dict[str, str], kind: str, as_json: bool) -> None:
 
     rows = {name: naming.summary(path) for name, path in known.items()}
     if as_json:
-        print(json.dumps(rows))
+        output.say_json({kind: rows})
     else:
-        console.print_names(rows, kind)
+        console.print_names(rows, {"strategies": "strategy"}.get(kind, "workload"))
 
 
 @app.command()
@@ -114,7 +132,7 @@ def doctor(as_json: Annotated[bool, JSON] = False) -> None:
 
     checks = doctor.examine()
     if as_json:
-        print(json.dumps(checks))
+        output.say_json({"checks": checks})
     else:
         console.print_diagnosis(checks)
     if any(check["status"] == "failed" for check in checks):
@@ -124,4 +142,4 @@ def doctor(as_json: Annotated[bool, JSON] = False) -> None:
 @app.command()
 def version() -> None:
     """Print the version."""
-    print(shardlab.__version__)
+    output.say(shardlab.__version__)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from shardlab import output
+from shardlab.cli.common import App
 from shardlab.cli.flags import JSON
 from shardlab.errors import UsageError
 
-app = typer.Typer(
+app = App(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Look into checkpoints, and turn them into safetensors or Hugging Face's GPT-2 and back.",
@@ -34,7 +35,7 @@ def show(path: Annotated[Path, PATH], as_json: Annotated[bool, JSON] = False) ->
     is_one = files.is_checkpoint(found) and "step" in rows[0]
     tensors = showing.tensors(found) if is_one else []
     if as_json:
-        print(json.dumps({"schema": 1, "checkpoints": rows, "tensors": tensors}))
+        output.say_json({"schema": 1, "checkpoints": rows, "tensors": tensors})
     else:
         report.show(rows, tensors)
     if any(row["damage"] is not None for row in rows):
@@ -44,28 +45,32 @@ def show(path: Annotated[Path, PATH], as_json: Annotated[bool, JSON] = False) ->
 @app.command()
 def export(
     path: Annotated[Path, PATH],
-    to: Annotated[Path, typer.Option("--to", help="The file or folder to write; new.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file or folder to write; new.")],
     form: Annotated[str, FORMAT] = "safetensors",
 ) -> None:
     """The model's weights, whole; of a run folder, those of its newest checkpoint."""
     from shardlab.checkpoint import convert
 
     checkpoint = _one(path)
-    count = convert.export(checkpoint, to, form)
-    print(f"{count} tensors of {checkpoint} written to {to}")
+    count = convert.export(checkpoint, out, form)
+    output.say(f"{count} tensors of {checkpoint} written to {out}")
 
 
 @app.command("import")
 def import_(
     source: Annotated[Path, typer.Argument(help="A .safetensors file, or a GPT-2 folder.")],
-    to: Annotated[Path, typer.Option("--to", help="The checkpoint to write; a new folder.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="The checkpoint to write; a new folder.")
+    ],
     form: Annotated[str, FORMAT] = "safetensors",
 ) -> None:
     """A checkpoint of step 0 with these weights: `shardlab train --resume` begins from it."""
     from shardlab.checkpoint import convert
 
-    count = convert.import_(source, to, form)
-    print(f"{count} tensors written to {to}; to train from them: shardlab train --resume {to}")
+    count = convert.import_(source, out, form)
+    output.say(
+        f"{count} tensors written to {out}; to train from them: shardlab train --resume {out}"
+    )
 
 
 def _one(path: Path) -> Path:

@@ -89,7 +89,9 @@ def compare(
     earlier = None if against is None else gate.read(against)
     store = None if resume is None else resuming.Store(resume)
     begun = None if store is None else store.planned()
-    if begun is not None and _only_given(ctx, {"resume", "quiet", "as_json", "against", "fail_if"}):
+    if begun is not None and _only_given(
+        ctx, {"resume", "quiet", "as_json", "against", "fail_if", "log_level"}
+    ):
         cells, plan, command = begun
         first = cells[0].config
     else:
@@ -120,7 +122,7 @@ def compare(
 
     try:
         with (
-            console.comparison_progress(enabled=asked.shows) as on_progress,
+            console.comparison_progress(enabled=asked.tells) as on_progress,
             _interrupted_by_terminate(),
         ):
             result = comparison.compare(cells, plan, command, on_progress, folder)

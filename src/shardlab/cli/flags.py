@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardlab import output
 from shardlab.errors import UsageError
 
 if TYPE_CHECKING:
@@ -142,8 +143,13 @@ class Asked:
 
     @property
     def shows(self) -> bool:
-        """Whether progress and tables are wanted."""
+        """Whether tables are wanted."""
         return not (self.quiet or self.as_json)
+
+    @property
+    def tells(self) -> bool:
+        """Whether progress is wanted."""
+        return output.tells("info", quiet=not self.shows)
 
     @property
     def keys(self) -> set[str]:
@@ -166,12 +172,10 @@ class Asked:
 
     def print(self, result: Any, folder: Any, show: Callable[[], None]) -> None:
         """The result as it was asked for: as JSON, the folder of its files alone, or in words."""
-        from shardlab import files
-
         if self.as_json:
-            print(files.json_text(result))
+            output.say_json(result)
         elif self.quiet:
-            print(folder)
+            output.say(folder)
         else:
             show()
 

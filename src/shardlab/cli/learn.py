@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from shardlab import output
+from shardlab.cli.common import App
 from shardlab.cli.flags import JSON
 from shardlab.errors import UsageError
 from shardlab.learn import ORDER
@@ -21,7 +21,7 @@ DIR = typer.Option("--dir", help="Folder of your files.", metavar="PATH")
 NAME = typer.Argument(help="An exercise; `shardlab learn` lists them.")
 DEFAULT_DIR = Path("learn")
 
-app = typer.Typer(
+app = App(
     help="Exercises for the rungs of the ladder: write a strategy's heart yourself, have it "
     "checked on real ranks, and read what is wrong.",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -44,7 +44,7 @@ def overview(
     done = exercises.progress(folder)
     rows = [{"name": name, "title": Exercise(name).title, **done[name]} for name in ORDER]
     if as_json:
-        print(json.dumps({"schema": 1, "exercises": rows}))
+        output.say_json({"schema": 1, "exercises": rows})
     else:
         report.print_overview(rows, folder)
 
@@ -81,7 +81,7 @@ def check(
         None, "--exercise", help="What FILE solves, if its name does not say.", metavar="NAME"
     ),
     folder: Annotated[Path, DIR] = DEFAULT_DIR,
-    deadline: float | None = typer.Option(
+    time_limit: float | None = typer.Option(
         None, help="Seconds that a check may take before it is stopped.  (default: 30; "
         "choose_strategy, which measures, 120)",
     ),
@@ -94,23 +94,23 @@ def check(
     from shardlab.learn import grade as grading
     from shardlab.report import learn as report
 
-    if deadline is not None and deadline <= 0:
-        raise UsageError(f"--deadline {deadline:g}: a check needs time")
+    if time_limit is not None and time_limit <= 0:
+        raise UsageError(f"--time-limit {time_limit:g}: a check needs time")
     verdicts = []
     for exercise, path in _asked(name, exercise_name, folder):
         with nullcontext() if as_json else report.checking(exercise):
-            verdict = grading.grade(exercise, path, deadline)
+            verdict = grading.grade(exercise, path, time_limit)
         verdicts.append(verdict)
         try:
             exercises.note(verdict.exercise, path, verdict.passed, folder)
         except UsageError as error:  # the verdict is what was asked for
-            print(f"your progress is not kept: {error}", file=sys.stderr)
+            output.note("warning", f"your progress is not kept: {error}")
         if not as_json:
             report.print_verdict(verdict, _dir_flag(folder))
     passed = all(verdict.passed for verdict in verdicts)
     if as_json:
         rows = [verdict.to_dict() for verdict in verdicts]
-        print(json.dumps({"schema": 1, "pass": passed, "verdicts": rows}))
+        output.say_json({"schema": 1, "pass": passed, "verdicts": rows})
     if not passed:
         raise SystemExit(1)
 

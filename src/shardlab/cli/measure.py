@@ -34,8 +34,8 @@ def throughput(
     world: int | None = typer.Option(
         None, "--world", "-w", help="Number of ranks.  (default: 1)"
     ),
-    batch: str | None = typer.Option(
-        None, "--batch", "-b", help="Samples per rank and micro-batch: 1,2,4,8; of a sweep, where "
+    micro_batch: str | None = typer.Option(
+        None, help="Samples per rank and micro-batch: 1,2,4,8; of a sweep, where "
         "it begins.  (default: 1,2,4,8; of a sweep 1)",
     ),
     sweep: bool = typer.Option(
@@ -46,7 +46,7 @@ def throughput(
         None, help="CPU: what a rank's tensors may hold, 2GB or 500MiB.  (default: 90% of the "
         "machine's free memory, shared by the ranks)",
     ),
-    max_batch: int = typer.Option(65536, help="Where a sweep ends."),
+    max_micro_batch: int = typer.Option(65536, help="Where a sweep ends."),
     time_limit: float = typer.Option(
         120.0, help="Seconds after which a sweep tries no further size."
     ),
@@ -69,12 +69,14 @@ def throughput(
 
     launch.lead(asked.config().launch)
     plan = measuring.Plan(
-        batches=_numbers(batch, "--batch") if batch else ((1,) if sweep else (1, 2, 4, 8)),
+        batches=_numbers(micro_batch, "--micro-batch")
+        if micro_batch
+        else ((1,) if sweep else (1, 2, 4, 8)),
         sweep=sweep,
         warmup=warmup,
         steps=steps,
         memory_limit=None if memory_limit is None else parse_bytes(memory_limit, "--memory-limit"),
-        most=max_batch,
+        most=max_micro_batch,
         time_limit_s=time_limit,
     )
     goal = measuring.Goal(model_params, tokens, target_days)
@@ -93,7 +95,7 @@ def throughput(
     elif ranks == 1 and asked.file is None:
         overrides["strategy.name"] = "single"
     resolved = resolved.with_overrides(overrides)
-    with console.comparison_progress(enabled=asked.shows) as on_progress:
+    with console.comparison_progress(enabled=asked.tells) as on_progress:
         result = measuring.measure(resolved, plan, goal, flags.command(), on_progress)
     folder = flags.new_folder(resolved, "throughput")
     files = report.write(folder, result)
@@ -112,8 +114,8 @@ def memory(
         None, "--world", "-w", help="Number of ranks, as many as you like: they are not started.  "
         "(default: 2)",
     ),
-    batch: int | None = typer.Option(
-        None, "--batch", "-b", help="Samples per rank and micro-batch.  (default: that of the "
+    micro_batch: int | None = typer.Option(
+        None, help="Samples per rank and micro-batch.  (default: that of the "
         "config, else 1)",
     ),
     fits: str | None = typer.Option(
@@ -139,14 +141,14 @@ def memory(
 
     launch.lead(asked.config().launch)
     limit = None if fits is None else parse_bytes(fits, "--fits")
-    if batch is not None and batch < 1:
-        raise UsageError(f"--batch {batch}: a batch has at least one sample")
+    if micro_batch is not None and micro_batch < 1:
+        raise UsageError(f"--micro-batch {micro_batch}: a batch has at least one sample")
     resolved = asked.config()
     ranks = resolved.launch.world or launch.default_ranks() if world is None else world
     if ranks < 1:
         raise UsageError(f"--world must be at least 1, got {ranks}")
     rows = estimate.rows_of(
-        resolved, flags.specs_of(strategies), ranks, batch or (None if asked.file else 1)
+        resolved, flags.specs_of(strategies), ranks, micro_batch or (None if asked.file else 1)
     )
 
     @functools.cache
@@ -156,7 +158,7 @@ def memory(
     most = max(row.config.launch.world or 1 for row in rows)
     with (
         RankSet(resolved.launch, most, estimate.LIMIT_S) as rankset,
-        console.comparison_progress(enabled=asked.shows) as on_progress,
+        console.comparison_progress(enabled=asked.tells) as on_progress,
     ):
         weigh = _weigher(rankset) if measure else None
         kind = resolved.launch.device

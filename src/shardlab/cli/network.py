@@ -47,7 +47,7 @@ def network(
     if world == 1:
         raise UsageError("one rank has no network; use --world 2, or more ranks of a launcher")
     is_first = place is None or place.rank == 0
-    with console.comparison_progress(enabled=is_first and asked.shows) as on_progress:
+    with console.comparison_progress(enabled=is_first and asked.tells) as on_progress:
         raw = launch.launch(
             f"{measuring.__name__}:on_rank",
             config.launch,

@@ -23,7 +23,9 @@ def prove(
         None, "--world", "-w", help="Numbers of ranks: 2,4.  (default: 2)"
     ),
     steps: int = typer.Option(3, min=1, help="Optimizer steps."),
-    limit: float = typer.Option(600, min=1, help="Seconds for one strategy; then it has failed."),
+    time_limit: float = typer.Option(
+        600, min=1, help="Seconds for one strategy; then it has failed."
+    ),
 ) -> None:
     """Prove that strategies equal one process, and hold, send and overlap what they claim.
 
@@ -46,8 +48,8 @@ def prove(
     worlds = proofs.worlds_of(world, config)
     resolved = proofs.small(config, steps, worlds, asked.keys)
     cases = proofs.cases_of(resolved, flags.specs_of(strategies), worlds)
-    with console.comparison_progress(enabled=asked.shows) as on_progress:
-        result = proofs.prove(cases, worlds, flags.command(), on_progress, limit)
+    with console.comparison_progress(enabled=asked.tells) as on_progress:
+        result = proofs.prove(cases, worlds, flags.command(), on_progress, time_limit)
     folder = flags.new_folder(resolved, "prove")
     files.write_json(folder / "prove.json", result)
     asked.print(result, folder, lambda: report.show(result, folder / "prove.json"))

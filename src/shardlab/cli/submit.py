@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardlab import output
 from shardlab.cli import flags
 from shardlab.cli import train as training
 from shardlab.errors import UsageError
@@ -76,11 +77,11 @@ def submit(
         files.write_text(path, submitting.script(job))
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from None
-    print(path)
+    output.say(path)
     for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+        output.note("info", f"note: {note}")
     if starting is not None:
-        raise SystemExit(subprocess.run(starting, check=False).returncode)
+        raise SystemExit(subprocess.run(starting, stdout=output.stream(), check=False).returncode)
 
 
 def _folder(engine: str) -> str:

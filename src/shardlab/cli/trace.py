@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardlab import output
+from shardlab.cli.common import App
 from shardlab.errors import UsageError
 
 if TYPE_CHECKING:
     from shardlab.trace import TraceSet
 
-app = typer.Typer(
+app = App(
     no_args_is_help=True,
     help="Where the time of each step went: any PyTorch profiler trace, of GPUs or of CPU ranks.",
 )
@@ -54,7 +56,6 @@ def analyze(
 ) -> None:  # fmt: skip
     """Split each step into compute, communication, waiting and idle time; name the stragglers."""
     from shardlab import trace
-    from shardlab.files import json_text
     from shardlab.report import trace_terminal as report
 
     if top < 0:
@@ -65,7 +66,7 @@ def analyze(
         summary = traces.summary(hta_compat)
         folder = _folder(traces, out, several=len(found) > 1)
         if as_json:
-            print(json_text(summary))
+            output.say_json(summary)
         elif not quiet:
             report.show(traces, hta_compat=hta_compat, top=top, first=i == 0)
         try:
@@ -102,7 +103,7 @@ def diff(
 ) -> None:  # fmt: skip
     """Say what became faster or slower from A to B: by part, phase, collective and operator."""
     from shardlab import trace
-    from shardlab.files import json_text, write_json
+    from shardlab.files import write_json
     from shardlab.report import trace_diff as report
     from shardlab.trace import diff as diffs
 
@@ -117,7 +118,7 @@ def diff(
         except OSError as error:
             raise UsageError(f"cannot write to {out} ({error.strerror})") from None
     if as_json:
-        print(json_text(found.to_dict()))
+        output.say_json(found.to_dict())
     else:
         report.show(found, file)
 

@@ -54,7 +54,7 @@ def train(asked: flags.Asked) -> None:
         resolved = resolved.with_overrides({"launch.world": launch.default_world(resolved)})
     is_first = place is None or place.rank == 0
     try:
-        with console.training_progress(enabled=is_first and asked.shows) as on_event:
+        with console.training_progress(enabled=is_first and asked.tells) as on_event:
             result = restart.train(resolved, flags.command(), on_event)
     except (RankFailure, Interrupted) as failure:
         if (folder := getattr(failure, "folder", None)) is not None and is_first:

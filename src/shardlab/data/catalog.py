@@ -55,7 +55,7 @@ ENTRIES = {
             "FineWeb, 10 B tokens of web text in GPT-2's vocabulary: 103 shards of 100 M",
             ("fineweb_*.bin",),
             kind="tokens",
-            instead="make shards of text that you have: shardlab data text PATH --to DIR",
+            instead="make shards of text that you have: shardlab data text PATH --out DIR",
         ),
         Entry(
             "yelp",

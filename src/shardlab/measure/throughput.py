@@ -72,9 +72,9 @@ class Plan:
             if (value := getattr(self, name)) < least:
                 raise UsageError(f"--{name} must be at least {least}{why}, got {value}")
         if min(self.batches) < 1:
-            raise UsageError(f"--batch {min(self.batches)}: a batch has at least one sample")
+            raise UsageError(f"--micro-batch {min(self.batches)}: a batch has at least one sample")
         if self.sweep and len(self.batches) != 1:
-            raise UsageError("--sweep begins with one size: give --batch one number")
+            raise UsageError("--sweep begins with one size: give --micro-batch one number")
         if self.memory_limit is not None and self.memory_limit < 1:
             raise UsageError("--memory-limit must be above 0")
 

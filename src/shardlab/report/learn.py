@@ -25,7 +25,9 @@ WIDTH = 100
 
 
 def _out() -> Console:
-    return Console(highlight=False, width=min(terminal.out().width, WIDTH))
+    console = terminal.out()
+    console.width = min(console.width, WIDTH)
+    return console
 
 
 def print_overview(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:

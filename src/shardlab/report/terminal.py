@@ -13,12 +13,14 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from shardlab import output
+
 # How a column is laid out, by the first character of its heading.
 _ALIGNED = {"<": ("left", False), "|": ("left", True), ">": ("right", False)}
 
 
 def out() -> Console:
-    return Console(highlight=False)
+    return Console(file=output.stream(), highlight=False)
 
 
 def errors() -> Console:

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from io import BufferedIOBase
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardlab.errors import LOST_PEER, UsageError
 from shardlab.files import write_json
@@ -35,7 +35,9 @@ from shardlab.guard.side import side_store
 from shardlab.run import reach
 from shardlab.runfolder import mark
 from shardlab.runlock import table_in
-from shardlab.world import World
+
+if TYPE_CHECKING:
+    from shardlab.world import World
 
 NAME = "collected.json"
 PART = "run.part"  # in the folder of a part: which rank was the first there

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
+from shardlab import output
 from shardlab.config import LaunchConfig
 from shardlab.errors import UsageError
 from shardlab.run import alike as alikes
@@ -154,7 +154,7 @@ def _reason(error: Exception) -> str:
 
 
 def _notice(text: str) -> None:
-    print(f"waiting: {text}", file=sys.stderr, flush=True)
+    output.note("info", f"waiting: {text}")
 
 
 def own_address(address: str, place: Place, interface: str | None) -> tuple[int, str]:

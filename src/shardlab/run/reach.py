@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardlab import output
 from shardlab.run.place import LOOPBACK
 
 CONNECT_S = 3.0  # for a node to answer another
@@ -96,7 +97,7 @@ def refusal(
     verdict = store.compare_set("reached", "", unreached(found, names) or "all").decode()
     if rank == 0 and verdict == "all":
         for text in clocks_apart(found, names):
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+            output.note("warning", f"warning: {text}")
     return "" if verdict == "all" else str(verdict)
 
 

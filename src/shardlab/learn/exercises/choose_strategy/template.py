@@ -15,7 +15,7 @@ behind backward.
 Estimate before you choose:
 
     shardlab memory --size mini --set model.options.layers=10 --set model.options.dim=160 \\
-        --data synthetic --seq-len 32 --batch 4 --world 2
+        --data synthetic --seq-len 32 --micro-batch 4 --world 2
 
 Check it: shardlab learn check choose_strategy
 """
