@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from book_parts import Missing, Numbers, gpt2_small, part, record, table
 
 from shardlab import numbers as fmt
 from shardlab.comm import wire_bytes
+from shardlab.plan import claims
+
+LADDERS = {"loopback": "ladder-2ranks", "4 Gbit/s": "ladder-2ranks-4gbit"}  # link and record
+TOKENS_PER_S = 33_000  # GPT-2 small on one GPU, as in the assignment's log
 
 
 def collective_costs(_numbers: Numbers) -> str:
@@ -84,16 +89,15 @@ def what_fits(numbers: Numbers) -> str:
 def ladder(names: str, _numbers: Numbers) -> str:
     """Beside PyTorch's own, from the records of the ladder."""
     rows = []
-    for link, file in (("loopback", "ladder-2ranks"), ("4 Gbit/s", "ladder-2ranks-4gbit")):
+    for link, file in LADDERS.items():
         for row in record(file)["pairs"]:
             if row["ours"] in names.split(", "):
-                low, high = row["speed_ratio_95"]
                 rows.append(
                     [
                         f"`{row['ours']}` / `{row['theirs']}`, {link}",
                         f"{fmt.number(row['ours_ms']['median'])} / "
                         f"{fmt.number(row['theirs_ms']['median'])}",
-                        f"{row['speed_ratio']:.2f} [{low:.2f}, {high:.2f}]",
+                        _speed(row),
                         " / ".join(
                             fmt.size(row[f"{who}_peak_bytes"]) for who in ("ours", "theirs")
                         ),
@@ -104,6 +108,43 @@ def ladder(names: str, _numbers: Numbers) -> str:
 
 def ladder_all(_numbers: Numbers) -> str:
     return ladder("bucket_ddp_async, zero1, zero2, zero3", {})
+
+
+def ladder_short(_numbers: Numbers) -> str:
+    """The README's table: the speeds and the memory of the same records."""
+    peaks: dict[tuple[str, str], str] = {}
+    speeds: dict[tuple[str, str], dict[str, str]] = {}
+    for file in LADDERS.values():
+        for row in record(file)["pairs"]:
+            pair = row["ours"], row["theirs"]
+            speeds.setdefault(pair, {})[file] = _speed(row)
+            ours, theirs = (row[f"{who}_peak_bytes"] / 2**20 for who in ("ours", "theirs"))
+            peaks[pair] = f"{ours:.0f} / {theirs:.0f}"
+    rows = [
+        [f"`{ours}` / `{theirs}`", *(found.get(file, "") for file in LADDERS.values()),
+         peaks[ours, theirs]]
+        for (ours, theirs), found in sorted(speeds.items())
+    ]  # fmt: skip
+    return table(["ours / PyTorch's", *LADDERS, "peak MiB, ours / PyTorch's"], rows)
+
+
+def _speed(row: Mapping[str, Any]) -> str:
+    low, high = row["speed_ratio_95"]
+    return f"{row['speed_ratio']:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def amortised(_numbers: Numbers) -> str:
+    """What sending takes of a step if nothing hides it: GPT-2 small on 8 ranks."""
+    sent = sum(claims.CLAIMS["simple_ddp_ga"].of(gpt2_small(8, 1))["moved"].values())
+    rows = []
+    for sequences in (1, 4, 16, 64):
+        computes = sequences * 1024 / TOKENS_PER_S
+        shares = [sent / rate / (computes + sent / rate) for rate in (10e9, 1e9)]
+        rows.append(
+            [str(sequences), f"{1000 * computes:.0f} ms", *(f"{share:.0%}" for share in shares)]
+        )
+    header = ["sequences per rank and step", "computing"]
+    return table([*header, "sending, at 10 GB/s", "at 1 GB/s"], rows)
 
 
 def number_formats(_numbers: Numbers) -> str:
@@ -153,6 +194,8 @@ TABLES: dict[str, Callable[[Numbers], str]] = {
     "memory_by_cause": memory_by_cause,
     "what_fits": what_fits,
     "ladder": ladder_all,
+    "ladder_short": ladder_short,
+    "amortised": amortised,
     "number_formats": number_formats,
     "precisions": precisions,
     "compressions": compressions,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ nitpicky = True
 
 PARTS = {
     "The ladder": "book/0*",
-    "Beyond the ladder": "book/1*",
+    "Beyond the ladder": "book/[12]*",
 }
 FIRST = ["learn", "tutorial", "teaching"]  # of the other pages, if they are there
 CLUSTERS = [
@@ -108,7 +109,7 @@ def prepare(_app: Any, docname: str, content: list[str]) -> None:
         content[0] += "".join(toctree(c, names) for c, names in parts().items() if names)
 
 
-def source_pages(_app: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
+def source_pages(app: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
     """A page for each file that is linked to, and for each folder a list of its files."""
     from markupsafe import escape
 
@@ -119,30 +120,91 @@ def source_pages(_app: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
             continue
         done.add(path)
         target = ROOT / path
+        title = f"<h1>{escape(path)}</h1>"
         if target.is_dir():
             files = [f for f in sorted(target.iterdir()) if f.is_file() and f.name[0] != "."]
             todo += [f.relative_to(ROOT).as_posix() for f in files]
             name = target.name
             items = [f'<li><a href="{name}/{f.name}.html">{escape(f.name)}</a></li>' for f in files]
-            body = f"<ul>{''.join(items)}</ul>"
+            body = f"{title}<ul>{''.join(items)}</ul>"
+        elif target.suffix == ".md":  # it has a heading of its own
+            body = rendered(target, todo, Path(app.outdir))
         else:
-            body = highlighted(target)
-        yield page_of(path), {"title": path, "body": f"<h1>{escape(path)}</h1>{body}"}, "page.html"
+            body = title + highlighted(target.name, text_of(target))
+        yield page_of(path), {"title": path, "body": body}, "page.html"
 
 
-def highlighted(path: Path) -> str:
+def rendered(path: Path, todo: list[str], site: Path) -> str:
+    """Markdown from outside of docs/, such as the README, as HTML. The files of the project that it
+    links to are added to ``todo``, and its pictures are copied into the site."""
+    from markdown_it import MarkdownIt
+    from markupsafe import escape
+    from mdit_py_plugins.anchors import anchors_plugin
+
+    page = page_of(path.relative_to(ROOT).as_posix())
+
+    def lead(match: re.Match[str]) -> str:
+        target, anchor = (path.parent / match[1]).resolve(), match[2] or ""
+        if not target.exists() or not target.is_relative_to(ROOT):
+            return match[0]  # the test of links will name it
+        name = target.relative_to(ROOT).as_posix()
+        if target.suffix in (".svg", ".png"):
+            there = f"source/{name}"
+            (site / there).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(target, site / there)
+        elif target.is_relative_to(DOCS) and target.suffix == ".md":
+            there = f"{target.relative_to(DOCS).as_posix()[:-3]}.html"
+        else:
+            todo.append(name)
+            there = f"{page_of(name)}.html"
+        return f"]({posixpath.relpath(there, posixpath.dirname(page))}{anchor})"
+
+    def fence(_self: Any, tokens: Any, i: int, *_more: Any) -> str:
+        language = tokens[i].info.strip() or "text"
+        return f'<div class="highlight-{language}">{highlighted(language, tokens[i].content)}</div>'
+
+    def code(_self: Any, tokens: Any, i: int, *_more: Any) -> str:
+        return f'<code class="docutils literal notranslate">{escape(tokens[i].content)}</code>'
+
+    text = LINK.sub(lead, text_of(path))
+    external.update(re.findall(r"\]\((https?:[^)\s]+)\)", text))
+    reader = MarkdownIt("commonmark").enable("table").use(anchors_plugin, max_level=4)
+    reader.add_render_rule("fence", fence)
+    reader.add_render_rule("code_inline", code)
+    # The classes by which the theme knows code and tables.
+    opened = '<div class="table-wrapper docutils container"><table class="docutils">'
+    html: str = reader.render(text)
+    return html.replace("<table>", opened).replace("</table>", "</table></div>")
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def highlighted(name: str, text: str) -> str:
+    """Source text in colours. ``name`` is that of a file or of a language."""
     from pygments import highlight
     from pygments.formatters import HtmlFormatter
-    from pygments.lexers import TextLexer, get_lexer_for_filename
+    from pygments.lexers import TextLexer, get_lexer_by_name, get_lexer_for_filename
     from pygments.util import ClassNotFound
 
     try:
-        lexer = get_lexer_for_filename(path.name)
+        lexer = get_lexer_for_filename(name) if "." in name else get_lexer_by_name(name)
     except ClassNotFound:
         lexer = TextLexer()
-    text = path.read_text(encoding="utf-8", errors="replace")
     html: str = highlight(text, lexer, HtmlFormatter(cssclass="highlight", wrapcode=True))
     return html
+
+
+# ------------------------------------------------------------------ pictures
+
+PICTURE = re.compile(r'<img [^>]*src="([^"]+\.(?:svg|png))"[^>]*>')
+
+
+def link_pictures(_app: Any, _page: str, _template: str, context: dict[str, Any], *_: Any) -> None:
+    """A picture is shown as wide as the page, and opens alone, for a reader with a small screen."""
+    if "body" in context:
+        context["body"] = PICTURE.sub(r'<a class="picture" href="\1">\g<0></a>', context["body"])
 
 
 # ------------------------------------------------------------------ links to elsewhere
@@ -174,4 +236,5 @@ def setup(app: Any) -> None:
     app.connect("source-read", prepare)
     app.connect("doctree-read", note_links)
     app.connect("html-collect-pages", source_pages)
+    app.connect("html-page-context", link_pictures)
     app.connect("build-finished", list_links)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from shardlab import config as configs
 from shardlab.config import Config, check_batch
 from shardlab.errors import UsageError
+from shardlab.specs import parse_spec
 
 
 def write(folder: Path, text: str) -> Path:
@@ -154,3 +155,160 @@ def test_the_batch_that_is_suggested_is_accepted(batch: int, world: int, micro: 
             check_batch(configs.TrainingConfig(global_batch=int(number), accumulate=micro), world)
     else:
         assert batch % (world * micro) == 0
+
+
+# ------------------------------------------------------------------ numbers that follow from others
+
+MICRO, BATCH = "training.micro_batch", "training.global_batch"
+TIMES, WORLD = "training.accumulate", "launch.world"
+
+
+@pytest.mark.parametrize(
+    ("given", "batch", "times"),
+    [
+        ({MICRO: 4, BATCH: 32, WORLD: 2}, 32, 4),
+        ({MICRO: 4, WORLD: 2}, 8, 1),  # a batch of each GPU: the global one follows
+        ({MICRO: 4, TIMES: 3, WORLD: 2}, 24, 3),
+        ({MICRO: 4, BATCH: 32, TIMES: 4, WORLD: 2}, 32, 4),
+        ({MICRO: 4, BATCH: 9, WORLD: 2, "training.batch_split": "uneven"}, 9, 2),  # at most 4
+        ({WORLD: 2}, 8, 1),
+    ],
+)
+def test_what_follows_from_the_micro_batch(given: dict[str, Any], batch: int, times: int) -> None:
+    for config in (
+        configs.load(None, given),
+        configs.load(None, {k: v for k, v in given.items() if k != WORLD}).with_overrides(
+            {WORLD: given[WORLD]}  # under torchrun the number of ranks is known later
+        ),
+    ):
+        assert (config.training.global_batch, config.training.accumulate) == (batch, times)
+        assert configs.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {MICRO: 4, BATCH: 32, TIMES: 2, WORLD: 2},
+            "training.global_batch 32 is not 2 ranks x training.micro_batch 4 x "
+            "training.accumulate 2; leave out training.accumulate: it would be 4",
+        ),
+        (
+            {MICRO: 3, BATCH: 32, WORLD: 2},
+            "training.global_batch 32 is no multiple of 2 ranks x training.micro_batch 3; use 30 "
+            "or 36, or training.batch_split: uneven",
+        ),
+        ({MICRO: 9, BATCH: 8, WORLD: 1}, "micro_batch 9; use 9, or"),
+        ({MICRO: 0}, "training.micro_batch must be at least 1, got 0"),
+        ({MICRO: 2.5}, "training.micro_batch must be a whole number"),
+        ({BATCH: 0}, "training.global_batch must be at least 1, got 0"),
+        ({TIMES: -1, MICRO: 2}, "training.accumulate must be at least 1, got -1"),
+        ({"training.epochs": 0}, "training.epochs must be above 0, got 0"),
+        ({"training.epochs": float("nan")}, "training.epochs must be above 0"),
+        ({"training.epochs": float("inf")}, "training.epochs must be above 0"),
+        ({"training.epochs": "ten"}, "training.epochs must be a number, got text"),
+        ({"training.epochs": True}, "training.epochs must be a number, got true or false"),
+    ],
+)
+def test_contradictions_are_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        configs.load(None, given).with_overrides({WORLD: given.get(WORLD, 2)})
+    assert message in str(caught.value)
+
+
+def test_a_later_word_replaces_what_follows_from_it(tmp_path: Path) -> None:
+    """Flags stand above the file: --steps replaces its epochs, and the other way round."""
+    path = write(tmp_path, "training: {epochs: 2, global_batch: 16, micro_batch: 4}")
+    of_file = configs.load(path, {WORLD: 2}).training
+    assert (of_file.epochs, of_file.steps, of_file.accumulate) == (2, 0, 2)
+    by_steps = configs.load(path, {"training.steps": 5, WORLD: 2}).training
+    assert (by_steps.epochs, by_steps.steps) == (None, 5)
+    assert configs.load(path, {BATCH: 32, WORLD: 2}).training.accumulate == 4
+    by_times = configs.load(path, {TIMES: 4, WORLD: 2}).training
+    assert (by_times.micro_batch, by_times.global_batch, by_times.accumulate) == (None, 16, 4)
+    # A run that is resumed, with other ranks: the global batch stays, and accumulation follows.
+    base = configs.load(path, {WORLD: 2}).to_dict()
+    del base["faults"]  # no section
+    assert configs.load(None, {WORLD: 4}, base).training.accumulate == 1
+    assert configs.load(None, {"training.epochs": 3}, base).training.steps == 0
+    path.write_text("training: {epochs: 3}")
+    steps = {"training": {"steps": 7, "seed": 1}}
+    assert configs.load(path, {}, steps).training == configs.TrainingConfig(
+        epochs=3, steps=0, seed=1
+    )
+
+
+# ------------------------------------------------------------------ other people's words
+
+LAB = """
+model:
+  name: "small_resnet"
+  num_layers: 34
+training:
+  batch_size: 128
+  num_epochs: 10
+  learning_rate: 0.1
+  optimizer: "sgd"
+"""
+
+
+def test_the_config_of_the_cifar_lab_is_taken_as_it_is(tmp_path: Path) -> None:
+    config = configs.load(write(tmp_path, LAB), {WORLD: 4, "strategy.name": "fsdp"})
+    assert (config.model.workload, config.model.options) == ("resnet_cifar10", {"depth": 34})
+    training = config.training
+    assert (training.global_batch, training.accumulate) == (512, 1)  # 128 of each GPU
+    assert (training.epochs, training.learning_rate, training.optimizer) == (10, 0.1, "sgd")
+    assert config.strategy.name == "pytorch_zero3"
+    assert configs.load(write(tmp_path, config.to_yaml())) == config
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("ddp", "pytorch_ddp"), ("DDP", "pytorch_ddp"), ("NO_SHARD", "pytorch_ddp"),
+        ("fsdp", "pytorch_zero3"), ("full_shard", "pytorch_zero3"),
+        ("FULL_SHARD", "pytorch_zero3"), ("full-shard", "pytorch_zero3"),
+        ("fsdp_full_shard", "pytorch_zero3"), ("SHARD_GRAD_OP", "pytorch_zero2"),
+        ("fsdp_shard_grad_op", "pytorch_zero2"), ("HYBRID_SHARD", "pytorch_hsdp"),
+        ("baseline", "single"), ("simple_ddp_ga", "simple_ddp_ga"),
+        ("my_file.py:DDP", "my_file.py:DDP"),
+    ],
+)  # fmt: skip
+def test_other_names_of_strategies(theirs: str, ours: str) -> None:
+    assert configs.load(None, {"strategy.name": theirs}).strategy.name == ours
+    assert parse_spec(f"{theirs}:bucket_mb=4") == (ours, {"bucket_mb": 4})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("batch_size: 3", "unknown section 'batch_size'; did you mean 'training.micro_batch'?"),
+        ("training: {world: 2}", "unknown key in training 'world'; did you mean 'launch.world'?"),
+        ("learning_rate: 0.1", "did you mean 'training.learning_rate'?"),
+        ("model: {depth: 18}", "did you mean 'model.options.depth'?"),
+        ("fsdp: {sharding_strategy: FULL_SHARD}", "did you mean 'strategy.name'?"),
+        ("training: {sharding_strategy: x}", "did you mean 'strategy.name'?"),
+        ("precision: fp16", "precision is a section, not a text; its keys: compute, loss_scale"),
+        (
+            "training: {batch_size: 3, micro_batch: 3}",
+            "training.batch_size is training.micro_batch",
+        ),
+        ("training: {lr: 1, learning_rate: 1}", "training.lr is training.learning_rate, which is"),
+        ("model: {workload: cnn_mnist, num_layers: 3}", "the depth of cnn_mnist is set among its"),
+        ("model: {num_layers: 3, options: {layers: 3}}", "depth of gpt2 is model.options.layers"),
+        ("model: {num_layers: [1]}\ntraining: 3", "training is a section"),
+        ("3: {4: 5}", "unknown section '3'"),
+        ("training: {4: 5}", "unknown key in training '4'"),
+    ],
+)
+def test_a_word_in_the_wrong_place_is_answered_with_ours(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        configs.load(write(tmp_path, text))
+    assert message in str(caught.value)
+
+
+def test_words_in_capitals() -> None:
+    config = configs.load(None, {"precision.compute": "FP16", "launch.backend": "Gloo"})
+    assert (config.precision.compute, config.launch.backend) == ("fp16", "gloo")

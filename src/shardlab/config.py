@@ -61,6 +61,8 @@ ABOVE_0 = Limit("above 0", lambda value: 0 < value < math.inf)
 INSIDE = Limit("above 0 and below 1", lambda value: 0 < value < 1)
 FRACTION = Limit("a fraction of the learning rate, 0 to 1", lambda value: 0 <= value <= 1)
 PORT = Limit("0 to 65535", lambda value: 0 <= value < 65536)
+# 0 stands for a number that follows from others, and is refused where nothing says it.
+COUNT = Limit("at least 1", lambda value: value >= 0)
 
 
 def limited(default: Any, limit: Limit) -> Any:
@@ -89,7 +91,9 @@ class Section:
             value = getattr(self, spec.name)
             known: Iterable[str] | None = spec.metadata.get("known")
             if known is not None and value not in known:
-                raise unknown(f"{section}.{spec.name}", value, known)
+                if value.lower() not in known:
+                    raise unknown(f"{section}.{spec.name}", value, known)
+                object.__setattr__(self, spec.name, value.lower())  # FP16
             limit: Limit | None = spec.metadata.get("limit")
             if limit is not None and value is not None and not limit.holds(value):
                 raise UsageError(f"{section}.{spec.name} must be {limit.words}, got {value}")
@@ -124,6 +128,7 @@ class ModelConfig(Section):
     options: dict[str, Any] = field(default_factory=dict)  # passed to the workload by name
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "workload", naming.workload_named(self.workload))
         if ":" not in self.workload and self.workload not in WORKLOADS:
             raise unknown("workload", self.workload, WORKLOADS)
 
@@ -155,9 +160,14 @@ class DataConfig(Section):
 
 @dataclass(frozen=True)
 class TrainingConfig(Section):
-    steps: int = limited(20, AT_LEAST_1)
-    global_batch: int = limited(8, AT_LEAST_1)  # samples per step, over all ranks and micro-batches
-    accumulate: int = limited(1, AT_LEAST_1)  # micro-batches per rank and step
+    steps: int = limited(20, COUNT)
+    # Passes over the data: steps follow from its size, data.epoch and global_batch
+    epochs: float | None = limited(None, ABOVE_0)
+    global_batch: int = limited(8, COUNT)  # samples per step, over all ranks and micro-batches
+    accumulate: int = limited(1, COUNT)  # micro-batches per rank and step
+    # Samples of a rank in a micro-batch; accumulate follows from it and global_batch, or, where
+    # that is not given, global_batch from it and the number of ranks. (uneven: at most so many)
+    micro_batch: int | None = limited(None, AT_LEAST_1)
     batch_split: str = one_of(
         "exact", "uneven"
     )  # uneven: ranks differ by one; the loss stays exact
@@ -201,6 +211,10 @@ class TrainingConfig(Section):
         if not has_own_schedule and self.schedule not in SCHEDULES:
             raise unknown("training.schedule", self.schedule, SCHEDULES)
         _refuse({
+            **{f"training.{name} must be at least 1, got 0": getattr(self, name) == 0 and not said
+               for name, said in (("steps", self.epochs is not None),
+                                  ("global_batch", self.micro_batch is not None),
+                                  ("accumulate", self.micro_batch is not None))},
             "training.evaluate_samples is for a run that evaluates; set training.evaluate_every":
                 self.evaluate_samples is not None and self.evaluate_every is None,
             f"training.no_decay {self.no_decay} is for a run with decay; set training.weight_decay":
@@ -210,7 +224,7 @@ class TrainingConfig(Section):
             f"training.warmup_steps is for a schedule of ours; {self.schedule} says it all itself":
                 self.warmup_steps > 0 and has_own_schedule,
             f"training.warmup_steps {self.warmup_steps} is longer than the run of {self.steps} "
-            "steps": self.warmup_steps > self.steps,
+            "steps": self.warmup_steps > self.steps > 0,
             f"training.min_rate is for the cosine schedule; {self.schedule} does not fall":
                 self.min_rate > 0 and self.schedule != "cosine",
             "training.clip_norm and training.clip_value: which comes first? Set one of them":
@@ -241,9 +255,8 @@ class StrategyConfig(Section):
 
     def __post_init__(self) -> None:
         known = naming.STRATEGIES
-        if self.name in naming.ALIASES:
-            object.__setattr__(self, "name", naming.ALIASES[self.name])
-        elif ":" not in self.name and self.name not in known:
+        object.__setattr__(self, "name", naming.strategy_named(self.name))
+        if ":" not in self.name and self.name not in known:
             raise unknown("strategy", self.name, [*known, *naming.ALIASES])
 
     @property
@@ -386,15 +399,15 @@ class Config:
     faults: list[str] = field(default_factory=list)  # --inject: shardlab.faults lists them
 
     def __post_init__(self) -> None:
-        has_checkpoints = self.checkpoint.every is not None
-        injected.check_steps(self.faults, self.training.steps, has_checkpoints)
+        world, has_checkpoints = self.launch.world, self.checkpoint.every is not None
+        steps = self.training.steps or math.inf  # inf: the data will say how many
+        injected.check_steps(self.faults, steps, has_checkpoints)
         profile, hang_s, timeout_s = self.profile, self.guard.hang_s, self.launch.timeout_s
         needed = profile.repeat * profile.window
-        world = self.launch.world
         _refuse({
             f"the profile needs {needed} steps ({profile.repeat} x {profile.wait} wait + "
             f"{profile.warmup} warmup + {profile.active} active), and training.steps is "
-            f"{self.training.steps}": profile.enabled and self.training.steps < needed,
+            f"{self.training.steps}": profile.enabled and steps < needed,
             "an evaluation between steps would be in the profile; with --profile, evaluate at the "
             "end: training.evaluate_every 0":
                 profile.enabled and bool(self.training.evaluate_every),
@@ -408,7 +421,7 @@ class Config:
         })  # fmt: skip
         self._check_folder()
         if world is not None:
-            check_batch(self.training, world)
+            object.__setattr__(self, "training", share_batch(self.training, world))
 
     def _check_folder(self) -> None:
         """The output folder must be new or empty; with resume: auto it may be a run's."""
@@ -432,11 +445,39 @@ class Config:
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> Config:
         """A copy with ``{"training.steps": 3}`` applied, checked anew."""
-        return from_dict(merged(self.to_dict(), overrides))
+        return from_dict(_merged(self.to_dict(), overrides))
+
+
+def share_batch(training: TrainingConfig, world: int) -> TrainingConfig:
+    """The same, with what follows from ``micro_batch``. A batch that ``world`` ranks cannot share
+    as asked is refused."""
+    micro, given = training.micro_batch, training.accumulate
+    if micro is None:
+        check_batch(training, world)
+        return training
+    part = world * micro  # of a global batch: one micro-batch of each rank
+    batch = training.global_batch or part * (given or 1)
+    needed = -(-batch // part)
+    if batch % part and training.batch_split == "exact":
+        near = batch // part * part
+        raise UsageError(
+            f"training.global_batch {batch} is no multiple of {world} ranks x training.micro_batch "
+            f"{micro}; use {f'{near} or ' if near else ''}{near + part}, or training.batch_split: "
+            "uneven"
+        )
+    if given not in (0, needed):
+        raise UsageError(
+            f"training.global_batch {batch} is not {world} ranks x training.micro_batch {micro} x "
+            f"training.accumulate {given}; leave out training.accumulate: it would be {needed}"
+        )
+    return dataclasses.replace(training, global_batch=batch, accumulate=needed)
 
 
 def check_batch(training: TrainingConfig, world: int) -> None:
     """Refuse a global batch that ``world`` ranks cannot share as asked."""
+    if training.micro_batch is not None:
+        share_batch(dataclasses.replace(training, accumulate=0), world)
+        return
     parts = world * training.accumulate
     batch = training.global_batch
     if training.batch_split == "uneven" or batch % parts == 0:
@@ -522,21 +563,90 @@ def load(
             raise UsageError(f"{path}: a config is a mapping of sections, not a {kind}")
         values = loaded or {}
     sections = {key: dict(value) for key, value in (base or {}).items()}
-    for key, value in values.items():
+    for key, value in _in_our_words(values).items():
         if isinstance(value, Mapping) and key in sections:
-            sections[key].update(value)
+            sections[key] = _over(sections[key], value)
         else:
             sections[key] = value
-    return from_dict(merged(sections, overrides or {}))
+    given = {_our_key(key): value for key, value in (overrides or {}).items()}
+    return from_dict(_with_depth(_merged(sections, given)))
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
+    training = values.get("training")
+    if isinstance(training, Mapping):
+        follow = dict.fromkeys(("steps",) if training.get("epochs") is not None else (), 0)
+        if training.get("micro_batch") is not None:
+            follow |= {"global_batch": 0, "accumulate": 0}
+        values = {**values, "training": {**follow, **training}}
     return _build(Config, values, "")
 
 
-def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _our_key(dotted: str) -> str:
+    return naming.KEY_ALIASES.get(dotted, dotted)
+
+
+def _in_our_words(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A file's sections, with the keys of other people's configs that mean one of ours renamed."""
+    result = {}
+    for section, inside in values.items():
+        if isinstance(inside, Mapping):
+            renamed: dict[str, Any] = {}
+            for key, value in inside.items():
+                ours = _our_key(f"{section}.{key}").removeprefix(f"{section}.")
+                if ours in renamed or (ours != key and ours in inside):
+                    raise UsageError(f"{section}.{key} is {section}.{ours}, which is there as well")
+                renamed[ours] = value
+            inside = renamed
+        result[section] = inside
+    return result
+
+
+def _with_depth(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``model.num_layers`` as the option that the workload has for it."""
+    model = values.get("model")
+    if not isinstance(model, Mapping) or "num_layers" not in model:
+        return values
+    workload = naming.workload_named(str(model.get("workload", ModelConfig.workload)))
+    key, options = naming.LAYERS.get(workload), model.get("options") or {}
+    if key is None or key in options:
+        where = f"model.options.{key}" if key else "set among its model.options"
+        raise UsageError(f"model.num_layers: the depth of {workload} is {where}")
+    rest = {name: value for name, value in model.items() if name != "num_layers"}
+    return {**values, "model": {**rest, "options": {**options, key: model["num_layers"]}}}
+
+
+def _over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """One section, in which ``upper`` has the last word: also on a number that would follow from
+    what only ``lower`` says. Within one of them, both are kept and compared."""
+    merged = {**lower, **upper}
+
+    def says(key: str) -> bool:
+        return bool(upper.get(key))
+
+    for key, rival in (("steps", "epochs"), ("epochs", "steps")):
+        if says(key) and not says(rival):
+            merged.pop(rival, None)
+    if merged.get("micro_batch") is not None:
+        if says("accumulate") and not says("micro_batch") and merged.get("global_batch"):
+            del merged["micro_batch"]
+        elif (says("micro_batch") or says("global_batch")) and not says("accumulate"):
+            merged.pop("accumulate", None)
+    return merged
+
+
+def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """``values`` with each ``section.key`` (or ``section.options.key``) set."""
     result = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+    training, launch = result.get("training"), result.get("launch")
+    if isinstance(training, dict):
+        prefix = "training."
+        above = {k.removeprefix(prefix): v for k, v in overrides.items() if k.startswith(prefix)}
+        result["training"] = training = _over(training, above)
+        was = launch.get("world") if isinstance(launch, dict) else None
+        is_other = was is not None and overrides.get("launch.world", was) != was
+        if is_other and training.get("micro_batch") is not None and "accumulate" not in above:
+            training.pop("accumulate", None)  # it followed from the number of ranks
     for dotted, value in overrides.items():
         *parents, key = dotted.split(".")
         if not parents and key != "faults":
@@ -558,14 +668,32 @@ def _build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     arguments: dict[str, Any] = {}
     for key, value in values.items():
         if key not in names:
-            raise unknown(f"key in {where}" if where else "section", key, names)
+            raise _unknown_key(key, where, names)
         path = f"{where}.{key}" if where else str(key)
         hint = hints[key]
         if dataclasses.is_dataclass(hint):
             value = {} if value is None else value
             if not isinstance(value, Mapping):
-                raise UsageError(f"{path} is a section, not a {kind_of(value)}")
+                keys = ", ".join(f.name for f in dataclasses.fields(cast(Any, hint)))
+                raise UsageError(f"{path} is a section, not a {kind_of(value)}; its keys: {keys}")
             arguments[key] = _build(cast(type[Any], hint), value, path)
         else:
             arguments[key] = typed(value, hint, path)
     return cast(T, cls(**arguments))
+
+
+# Sections with keys that no other section has, where a key in the wrong place is looked for.
+_LOOKED_IN = ("data", "training", "precision", "launch")
+
+
+def _unknown_key(key: object, where: str, names: Iterable[str]) -> UsageError:
+    """A key that stands in the wrong section, or is another's word for ours, is answered with ours;
+    any other with the nearest."""
+    kind, word = f"key in {where}" if where else "section", str(key)
+    found = [ours for theirs, ours in naming.KEY_ALIASES.items() if theirs.endswith(f".{word}")]
+    sections = get_type_hints(Config)
+    found += [f"{s}.{word}" for s in _LOOKED_IN if word in get_type_hints(sections[s])]
+    found += [naming.OTHER_WORDS[word.lower()]] if word.lower() in naming.OTHER_WORDS else []
+    if found:
+        return UsageError(f"unknown {kind} '{word}'; did you mean '{found[0]}'?")
+    return unknown(kind, key, names)

@@ -113,6 +113,7 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UsageError:
     names = list(known)
     given = str(name).replace("\n", "\\n")
     given = given if len(given) <= 80 else f"{given[:79]}…"
-    near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
-    hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(names) or 'none'}"
+    lower = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(given.lower(), lower, n=1, cutoff=0.5)
+    hint = f"did you mean '{lower[near[0]]}'?" if near else f"known: {', '.join(names) or 'none'}"
     return UsageError(f"unknown {kind} '{given}'; {hint}")

@@ -28,8 +28,13 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
-def write_json(path: Path, value: Any) -> None:
-    write_text(path, json_text(value, indent=1) + "\n")
+def with_schema(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a script reads says by which rules it is written: 1, unless it says itself."""
+    return value if "schema" in value else {"schema": 1, **value}
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    write_text(path, json_text(with_schema(value), indent=1) + "\n")
 
 
 def json_text(value: Any, indent: int | None = None) -> str:

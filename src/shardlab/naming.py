@@ -37,12 +37,19 @@ STRATEGIES = {
     "pytorch_zero3": "shardlab.strategies.pytorch_zero3:PyTorchZero3",
     "pytorch_hsdp": "shardlab.strategies.pytorch_hsdp:PyTorchHSDP",
 }
-# The words of PyTorch's first FSDP, for those who know them.
+# What others call them, in any case, with - or _: the words of PyTorch's first FSDP, and the names
+# that scripts and folders of published experiments have.
 ALIASES = {
-    "NO_SHARD": "pytorch_ddp",
-    "SHARD_GRAD_OP": "pytorch_zero2",
-    "FULL_SHARD": "pytorch_zero3",
-    "HYBRID_SHARD": "pytorch_hsdp",
+    "baseline": "single",
+    "ddp": "pytorch_ddp",
+    "no_shard": "pytorch_ddp",
+    "fsdp": "pytorch_zero3",
+    "full_shard": "pytorch_zero3",
+    "fsdp_full_shard": "pytorch_zero3",
+    "shard_grad_op": "pytorch_zero2",
+    "fsdp_shard_grad_op": "pytorch_zero2",
+    "hsdp": "pytorch_hsdp",
+    "hybrid_shard": "pytorch_hsdp",
 }
 
 # What can be trained.
@@ -52,12 +59,50 @@ WORKLOADS = {
     "cnn_mnist": "shardlab.workloads.cnn:cnn_mnist",
     "causal_lm": "shardlab.workloads.causal_lm:causal_lm",
 }
+WORKLOAD_ALIASES = {"small_resnet": "resnet_cifar10", "gpt_2": "gpt2"}
+# Keys of other people's configs that mean exactly one of ours.
+KEY_ALIASES = {
+    "model.name": "model.workload",
+    "training.batch_size": "training.micro_batch",  # of a GPU, as a DataLoader's is
+    "training.global_batch_size": "training.global_batch",
+    "training.gradient_accumulation_steps": "training.accumulate",
+    "training.lr": "training.learning_rate",
+    "training.max_steps": "training.steps",
+    "training.num_epochs": "training.epochs",
+    "launch.num_gpus": "launch.world",
+    "launch.nproc_per_node": "launch.world",
+}
+# Words of theirs that are no key of ours by themselves, and where it is said here.
+OTHER_WORDS = {
+    "depth": "model.options.depth",
+    "width": "model.options.width",
+    "dataset": "data.source",
+    "fsdp": "strategy.name",
+    "sharding": "strategy.name",
+    "sharding_strategy": "strategy.name",
+    "ddp_choice": "strategy.name",
+    "fp16": "precision.compute",
+    "mixed_precision": "precision.compute",
+}
+# A model's depth is the workload's own option, and each calls it as its papers do.
+LAYERS = {"resnet_cifar10": "depth", "gpt2": "layers"}
 _WORDS = {
     int: "whole number", float: "number", str: "text", bool: "true or false", dict: "mapping",
     list: "list",
 }  # fmt: skip
 _TYPES = (int, float, str, bool)
 PLAIN = (*_TYPES, *(kind | None for kind in _TYPES))
+
+
+def strategy_named(name: str) -> str:
+    """Our name of a strategy that others may call otherwise. Import paths and typing errors stay
+    as they are."""
+    return name if name in STRATEGIES else ALIASES.get(name.lower().replace("-", "_"), name)
+
+
+def workload_named(name: str) -> str:
+    word = name.lower().replace("-", "_")
+    return word if word in WORKLOADS else WORKLOAD_ALIASES.get(word, name)
 
 
 def resolve(name: str, known: Mapping[str, str], kind: str) -> Any:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from shardlab.errors import unknown
-from shardlab.files import json_text
+from shardlab.files import json_text, with_schema
 
 LEVELS = ("debug", "info", "warning", "error")
 VARIABLE = "SHARDLAB_LOG_LEVEL"
@@ -80,8 +80,8 @@ def say(text: object) -> None:
 
 
 def say_json(value: Mapping[str, Any]) -> None:
-    """The result as one line of JSON. It carries ``schema``, which is 1 unless it says more."""
-    say(json_text(value if "schema" in value else {"schema": 1, **value}))
+    """The result as one line of JSON."""
+    say(json_text(with_schema(value)))
 
 
 # ------------------------------------------------------------------ how much is said on stderr

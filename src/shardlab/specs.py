@@ -6,6 +6,7 @@ from typing import Any
 
 from shardlab.config import parse_value
 from shardlab.errors import UsageError
+from shardlab.naming import strategy_named
 
 BASELINE = "single"  # one plain process, in a world of any size
 
@@ -21,7 +22,7 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
         if not equals:
             raise UsageError(f"'{part}' in '{spec}' is not option=value")
         options[key] = parse_value(value)
-    return name, options
+    return strategy_named(name), options
 
 
 def parse_list(text: str | None) -> list[str]:

@@ -18,6 +18,7 @@ import toys
 from conformance import REFUSED, arrays
 from conftest import GetRanks
 from resuming import batches, build, losses_of, run, settings, state_at, train
+from shardlab import config as configs
 from shardlab.checkpoint import files
 from shardlab.checkpoint import load as loading
 from shardlab.checkpoint import manifest as manifests
@@ -252,7 +253,29 @@ def test_records_go_on_without_gap_or_repetition(ranks: GetRanks, tmp_path: Path
     assert [row["step"] for row in read_jsonl(folder / "checkpoints.jsonl")] == [3, 6]
     assert not half.exists()
     assert result["steps"] == 6
-    assert json.loads((folder / "status.json").read_text()) == {"state": "finished"}
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+
+
+def test_epochs_and_a_micro_batch_go_on(ranks: GetRanks, tmp_path: Path) -> None:
+    """Steps follow from the data, accumulation from the ranks; a resumed run is asked for more."""
+    base = settings(tmp_path)
+    del base["faults"]  # no section
+    samples = 2048  # of the synthetic data
+    given = {"training.epochs": 3 * 8 / samples, "training.micro_batch": 2}
+    values = configs.load(None, given, base).to_dict()
+    result, folder = train(ranks, 2, values)
+    assert result["steps"] == 3
+    saved = configs.load(folder / "config.yaml", {"data.audit": True})
+    assert (saved.training.steps, saved.training.accumulate) == (3, 2)
+    with pytest.raises(UsageError, match=r"training\.steps is 4; leave out one of them"):
+        train(ranks, 2, saved.with_overrides({"training.steps": 4, **given}).to_dict())
+
+    again = starts.settings_of(str(folder))
+    more = {"checkpoint.resume": str(folder), "launch.world": 1, "training.epochs": 5 * 8 / samples}
+    train(ranks, 1, configs.load(None, more, again).to_dict())
+    assert [row["step"] for row in read_jsonl(folder / "rank0.jsonl")] == list(range(5))
+    saved = configs.load(folder / "config.yaml")
+    assert (saved.training.steps, saved.training.accumulate) == (5, 4)
 
 
 # ------------------------------------------------------------------ the command

@@ -72,6 +72,15 @@ def test_no_command_is_the_help(tmp_path: Path) -> None:
         (["--set", "strategy.options.buckets=3"], "unknown option of strategy simple_ddp"),
         (["--size", "tinny"], "unknown gpt2 size 'tinny'; did you mean 'tiny'?"),
         (["--data", "words.bin"], "words.bin is not a token shard"),
+        # Flags of other people's scripts: those that mean one of ours, and one that does not.
+        (["--ddp-choice", "simple_dpp"], "unknown strategy 'simple_dpp'; did you mean"),
+        (["--nproc_per_node=3", "--batch-size", "0"], "training.micro_batch must be at least 1"),
+        (["--num-epochs", "0"], "training.epochs must be above 0, got 0"),
+        (["--sharding_strategy", "x"], "--sharding-strategy: FULL_SHARD and its like are strat"),
+        (
+            ["--epochs", "0.01", "--set", "training.steps=4", "--data", "synthetic"],
+            "training.epochs 0.01 are 3 steps (2,048 samples, global batch 8) and training.steps",
+        ),
     ],
 )
 def test_wrong_input_is_answered_in_a_line(args: list[str], message: str, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import io
 import re
 import shlex
-import subprocess
+import socket
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -117,6 +117,26 @@ def test_exercises_that_are_named_exist() -> None:
     named = re.findall(r"learn start (\w+)", "\n".join(map(text_of, CHAPTERS)))
     assert set(named) <= set(ORDER)
     assert len(set(named)) >= 13
+
+
+@pytest.mark.long
+def test_messages_of_a_rank_that_is_alone() -> None:
+    """Chapter 20 quotes what PyTorch says when the other rank does not come."""
+    chapter = " ".join(text_of(BOOK / "20-process-groups.md").split())
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    quoted = {
+        "0": "waiting for clients. 1/2 clients joined",
+        "1": "while trying to connect to (127.0.0.1, ",
+    }
+    for rank, words in quoted.items():
+        assert words in chapter
+        done = commands.run(
+            sys.executable, "examples/process_group.py", cwd=ROOT, **env, RANK=rank, TIMEOUT_S="1"
+        )
+        assert done.returncode == 1
+        assert words in done.stderr
 
 
 # ------------------------------------------------------------------ pictures of traces
@@ -241,6 +261,26 @@ def test_source_pages_show_the_source(site: Path) -> None:
     assert 'class="highlight"' in page
 
 
+@pytest.mark.long
+def test_the_readme_is_rendered(site: Path, pages: dict[Path, Page]) -> None:
+    path = site / "source" / "README.md.html"
+    page = text_of(path)
+    assert 'id="two-commands"' in page
+    assert "<td><code" in page  # the table of strategies
+    assert "](" not in re.sub(r"<[^>]*>", "", page)
+    pictures = [p for p in pages[path].loaded if p.endswith(".png")]
+    assert len(pictures) == 2
+    assert all((path.parent / picture).exists() for picture in pictures)
+
+
+@pytest.mark.long
+def test_the_home_page_is_the_way_in(site: Path, pages: dict[Path, Page]) -> None:
+    home = pages[site / "index.html"]
+    assert bash_lines(DOCS / "index.md") == test_docs.README[:2]
+    assert any(picture.endswith("report.png") for picture in home.loaded)
+    assert {"book/index.html", "tutorial.html", "source/README.md.html"} <= set(home.links)
+
+
 def test_make_site_is_what_is_tested() -> None:
     makefile = text_of(ROOT / "Makefile")
     (line,) = re.findall(r"^\t.*sphinx.*$", makefile, flags=re.M)
@@ -258,16 +298,69 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Brows
     opened.close()
 
 
+# What sticks out to the right. Code and tables may be wider: they are scrolled by themselves.
+STICKS_OUT = """[...document.querySelectorAll("article *")]
+  .filter(e => !e.closest("pre, .table-wrapper"))
+  .filter(e => e.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
+  .map(e => e.tagName + " " + (e.src || e.textContent.slice(0, 60)))"""
+BROKEN = "[...document.images].filter(i => !i.naturalWidth).map(i => i.src)"
+
+
+def looked_at() -> list[str]:
+    """Every page that a reader comes to; not those of the source, which are all alike."""
+    return [p.relative_to(DOCS).as_posix()[:-3] for p in DOCS.rglob("*.md")] + ["source/README.md"]
+
+
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_pages_in_a_browser(site: Path, chromium: browser.Browser) -> None:
-    """On a phone nothing sticks out; pictures are there; nothing is asked of a network."""
-    for chapter in CHAPTERS:
-        path = site / "book" / f"{chapter.stem}.html"
-        with chromium.page(path, width=390) as page:
-            assert page.problems == [], chapter
-            assert page.run("document.documentElement.scrollWidth") <= 390, chapter
-            broken = page.run("[...document.images].filter(i => !i.naturalWidth).map(i => i.src)")
-            assert broken == [], chapter
+    """On a phone and on a desk nothing sticks out, and pictures are there, whole. Nothing is asked
+    of a network."""
+    for name in looked_at():
+        with chromium.page(site / f"{name}.html", width=420) as page:
+            assert page.problems == [], name
+            assert page.run(BROKEN) == [], name
+            for width in (420, 1200):
+                page.call("Emulation.setDeviceMetricsOverride", width=width, height=900,
+                          deviceScaleFactor=1, mobile=False)  # fmt: skip
+                page.settle()
+                assert page.run("document.documentElement.scrollWidth") <= width, (name, width)
+                assert page.run(STICKS_OUT) == [], (name, width)
+
+
+@pytest.mark.long
+def test_what_sticks_out_is_noticed(tmp_path: Path, chromium: browser.Browser) -> None:
+    wide = '<p style="width: 600px">far</p><pre style="overflow: auto">' + "code " * 90 + "</pre>"
+    (tmp_path / "page.html").write_text(f"<article style='overflow: auto'>{wide}</article>")
+    with chromium.page(tmp_path / "page.html", width=420) as page:
+        assert page.run(STICKS_OUT) == ["P far"]
+
+
+PICTURES = sorted([*BOOK.glob("figures/*.svg"), *ROOT.glob("src/**/exercises/*/picture.svg")])
+# The picture's own box, as drawn: it is centred in the window, in its own proportions.
+CUT_OFF = """(() => {
+  const view = document.documentElement.viewBox.baseVal;
+  const inner = document.documentElement.getScreenCTM();
+  const inside = (x, y) => x >= -1 && y >= -1 && x <= view.width + 1 && y <= view.height + 1;
+  return [...document.querySelectorAll("text")].filter(text => {
+    const box = text.getBoundingClientRect();
+    return !inside((box.left - inner.e) / inner.a, (box.top - inner.f) / inner.d)
+      || !inside((box.right - inner.e) / inner.a, (box.bottom - inner.f) / inner.d);
+  }).map(text => text.textContent);
+})()"""
+
+
+@pytest.mark.long
+def test_no_word_of_a_picture_is_cut_off(tmp_path: Path, chromium: browser.Browser) -> None:
+    for picture in PICTURES:
+        with chromium.page(picture) as page:
+            assert page.run(CUT_OFF) == [], picture
+    long = '<text x="60" y="20">far too long</text><text x="5" y="20">in</text>'
+    (tmp_path / "long.svg").write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 100 30">{long}</svg>'
+    )
+    with chromium.page(tmp_path / "long.svg") as page:
+        assert page.run(CUT_OFF) == ["far too long"]
 
 
 @pytest.mark.long
@@ -320,7 +413,7 @@ def test_commands_run_as_printed(
         assert set(line.split()[3:]) <= book.PARTS.keys()
         assert set(line.split()[3:]) <= book.read().keys()
     else:
-        done = subprocess.run(["bash", "-ec", line], capture_output=True, text=True, timeout=60)
+        done = commands.run("bash", "-ec", line, cwd=folder)
         assert done.returncode == 0, done.stderr
         assert done.stdout
 

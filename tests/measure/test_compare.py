@@ -303,6 +303,19 @@ def test_axes_are_multiplied_where_it_makes_sense() -> None:
     assert all(cell.config.training.global_batch == 8 for cell in found)
 
 
+def test_a_micro_batch_is_the_same_in_every_world() -> None:
+    """The global batch is that of the first world; accumulation follows in each."""
+    config = configs.load(None, {"training.micro_batch": 2, "training.epochs": 3})
+    found = cells(config, "baseline,simple_ddp", world="4,1,2")
+    assert [(c.world, c.config.training.accumulate) for c in found] == [
+        (1, 4), (4, 1), (1, 4), (2, 2),
+    ]  # fmt: skip
+    assert {c.config.training.global_batch for c in found} == {8}
+    assert {c.config.training.steps for c in found} == {4}  # and not what 3 epochs would take
+    with pytest.raises(UsageError, match=r"leave out training\.accumulate: it would be 1"):
+        cells(config, "simple_ddp", world="4", accumulate="2")
+
+
 def test_an_axis_of_one_value_is_in_no_label() -> None:
     found = cells(configs.Config(), "single,zero1", world="4", accumulate="2")
     assert [cell.label for cell in found] == ["single", "zero1"]

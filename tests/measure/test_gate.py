@@ -127,11 +127,25 @@ def test_the_table_says_what_failed() -> None:
     assert compare_terminal.gate_verdict(passed) == "passed: nothing is surely beyond slower 5%"
 
 
+def test_what_is_not_proved_right() -> None:
+    """Wrong, without a proof, and with one that was refused; what did not run is not judged."""
+    proofs = {"right": True, "wrong": False, "late": None}
+    cells: list[dict[str, Any]] = [
+        {"label": name, "status": "ok", "proof": {"pass": passed, "message": "why"}}
+        for name, passed in proofs.items()
+    ]
+    cells += [{"label": "bare", "status": "ok", "proof": None}]
+    cells += [{"label": "refused", "status": "refused", "proof": None}]
+    found = gate.not_right({"cells": cells})
+    assert found == ["wrong (why)", "late (why)", "bare (there is no proof)"]
+
+
 @pytest.mark.parametrize(
     ("texts", "expected"),
     [
         (["slower=5%"], {"slower": 0.05}),
         (["slower=5%,memory=2.5%"], {"slower": 0.05, "memory": 0.025}),
+        (["slower=5%,wrong"], {"slower": 0.05, "wrong": 0.0}),
         (["slower=5%", "memory=0%"], {"slower": 0.05, "memory": 0.0}),
     ],
 )
@@ -142,7 +156,9 @@ def test_limits(texts: list[str], expected: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--fail-if", "slower=5%"], "--fail-if is for a comparison with an earlier one"),
+        (["--fail-if", "slower=5%"], "--fail-if slower is for a comparison with an earlier one"),
+        (["--fail-if", "wrong", "--no-prove"], "looks at the proofs; leave out --no-prove"),
+        (["--fail-if", "wrong=5%"], "wrong has no share; a strategy is wrong or not"),
         (["--against", "old.json", "--fail-if", "slow=5%"], "did you mean 'slower'"),
         (["--against", "old.json", "--fail-if", "slower=5"], "not a share, as in slower=5%"),
         (["--against", "none.json"], "cannot read none.json"),

@@ -17,7 +17,7 @@ from shardlab import runfolder, runlock
 from shardlab.checkpoint import files
 from shardlab.checkpoint import manifest as manifests
 from shardlab.checkpoint.manifest import Manifest
-from shardlab.config import Config, merged
+from shardlab.config import Config
 from shardlab.errors import UsageError
 from shardlab.files import json_text
 from shardlab.runlock import RunLock
@@ -39,6 +39,7 @@ TOLD = (
     "training.warmup_steps", "training.min_rate", "training.clip_norm", "training.compile",
     "training.activation_checkpointing", "precision.compute", "training.betas", "training.eps",
     "training.optimizer_options", "training.no_decay", "training.clip_value", "training.ema_decay",
+    "training.epochs", "training.micro_batch",
 )  # fmt: skip
 VISIBLE_S = 4.0  # how long a rank looks for a folder that rank 0 has made
 T = TypeVar("T")
@@ -92,6 +93,8 @@ def settings_of(
         base["launch"].pop(key, None)
     for key in ("root", "dir"):
         base.get("output", {}).pop(key, None)
+    if setting(base, "training", "micro_batch", None) is not None:
+        base["training"].pop("accumulate", None)  # it follows from the number of ranks
     for section, key in (("model", "workload"), ("strategy", "name")):
         given, saved = (named or {}).get(section), base.get(section, {}).get(key)
         if given is None and ":" in str(saved):
@@ -176,7 +179,7 @@ def find_run(config: Config, chosen: Mapping[str, Any]) -> Path | None:
         run = Path(config.output.dir)
         return run if (run / "config.yaml").is_file() else None
     for run, values in files.unfinished(Path(config.output.root)):
-        if not differences(merged(values, chosen), config.to_dict(), MUST_MATCH):
+        if not differences(_with(values, chosen), config.to_dict(), MUST_MATCH):
             return run
     return None
 
@@ -295,7 +298,7 @@ def refuse_unfit(
         return
     claimed = [key for key in MUST_MATCH if key.partition(".")[0] in manifest.config]
     untold = {k: v for k, v in (chosen or {}).items() if not _tells(manifest.config, k)}
-    found = differences(merged(manifest.config, untold), config.to_dict(), claimed)
+    found = differences(_with(manifest.config, untold), config.to_dict(), claimed)
     if manifest.samples not in (None, samples):
         found.append(f"the data had {manifest.samples:,} samples, and has {samples:,}")
     if found:
@@ -306,6 +309,19 @@ def refuse_unfit(
             f"{start.checkpoint} is of step {start.step} and training.steps is {steps}: nothing is "
             "left to do; ask for more with --steps"
         )
+
+
+def _with(saved: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved config, with these settings instead of its own."""
+    result = {k: dict(v) if isinstance(v, Mapping) else v for k, v in saved.items()}
+    for key, value in chosen.items():
+        *parents, last = key.split(".")
+        node: Any = result
+        for parent in parents:
+            node[parent] = dict(node.get(parent) or {})
+            node = node[parent]
+        node[last] = value
+    return result
 
 
 def _tells(saved: Any, key: str) -> bool:

@@ -24,13 +24,13 @@ from shardlab.cli import (
     train,
 )
 from shardlab.cli.common import LOG_LEVEL, App
-from shardlab.cli.flags import JSON
+from shardlab.cli.flags import JSON, normalized
 from shardlab.errors import Interrupted, NodeLost, RankFailure, UsageError
 
 app = App(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": normalized},
     help="A laboratory for distributed training in PyTorch: run every data-parallel strategy on "
     "one loop, compare them, and see that they equal one process.",
 )

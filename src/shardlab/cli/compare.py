@@ -14,13 +14,14 @@ from typing import NoReturn
 
 import typer
 
+from shardlab import output
 from shardlab.cli import flags
 from shardlab.errors import Interrupted, NodeLost, UsageError
 
 
 @flags.configured(
-    "workload", "size", "data", "seq_len", "global_batch", "batch_split", "seed", "device",
-    "backend", "port",
+    "workload", "size", "data", "seq_len", "global_batch", "micro_batch", "batch_split",
+    "optimizer", "activation_checkpointing", "compile", "seed", "device", "backend", "port",
 )  # fmt: skip
 def compare(
     asked: flags.Asked,
@@ -67,7 +68,8 @@ def compare(
         None, help="An earlier compare.json to hold this one against.", metavar="FILE"
     ),
     fail_if: list[str] | None = typer.Option(
-        None, help="With --against, exit 1 beyond a limit: slower=5%, memory=10% (repeatable).",
+        None, help="Exit 1: slower=5% or memory=10%, beyond that share more than --against; wrong, "
+        "if one that ran is not proved right, for whatever reason (repeatable).",
         metavar="LIMIT",
     ),
 ) -> None:  # fmt: skip
@@ -81,11 +83,14 @@ def compare(
     from shardlab.run import launch
 
     launch.lead(asked.config().launch)
-    if fail_if and against is None:
-        raise UsageError("--fail-if is for a comparison with an earlier one; add --against FILE")
     if resume is not None and "output.dir" in asked.flags:
         raise UsageError("--resume continues in its own folder; leave out --out")
     limits = gate.limits_of(fail_if or [])
+    must_be_right = limits.pop(gate.WRONG, None) is not None
+    if against is None and limits:
+        raise UsageError(
+            f"--fail-if {min(limits)} is for a comparison with an earlier one; add --against FILE"
+        )
     earlier = None if against is None else gate.read(against)
     store = None if resume is None else resuming.Store(resume)
     begun = None if store is None else store.planned()
@@ -112,6 +117,8 @@ def compare(
             assert resume is not None
             resuming.refuse_others((cells, plan), begun[:2], resume)
             cells, plan, command = begun
+    if must_be_right and not plan.prove:
+        raise UsageError("--fail-if wrong looks at the proofs; leave out --no-prove")
     if earlier is not None:
         gate.refuse_others(earlier, cells)
         gate.refuse_unsure(earlier, plan.repeats, limits)
@@ -139,8 +146,12 @@ def compare(
     asked.print(result, folder(), lambda: console.print_comparison(result, files))
     if earlier is not None and asked.shows:
         console.print_gate(result["gate"])
+    unproved = gate.not_right(result) if must_be_right else []
+    for reason in unproved:
+        output.note("error", f"--fail-if wrong: not proved right: {reason}")
     failed = (
-        all(cell["status"] != "ok" for cell in result["cells"])
+        bool(unproved)
+        or all(cell["status"] != "ok" for cell in result["cells"])
         or any((cell.get("proof") or {}).get("pass") is False for cell in result["cells"])
         or (earlier is not None and not result["gate"]["pass"])
     )

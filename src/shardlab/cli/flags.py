@@ -19,6 +19,7 @@ import typer
 
 from shardlab import output
 from shardlab.errors import UsageError
+from shardlab.naming import KEY_ALIASES
 
 if TYPE_CHECKING:
     from shardlab.config import Config
@@ -62,7 +63,15 @@ FLAGS = {
     ),
     "seq_len": Flag("data.seq_len", int, "Tokens per sample."),
     "steps": Flag("training.steps", int, "Optimizer steps."),
+    "epochs": Flag(
+        "training.epochs", float, "Passes over the data, instead of steps."
+    ),
     "global_batch": Flag("training.global_batch", int, "Samples per step, over all ranks.", "-b"),
+    "micro_batch": Flag(
+        "training.micro_batch", int,
+        "Samples per rank and micro-batch: accumulation follows from the global batch, or that "
+        "from the ranks.",
+    ),
     "accumulate": Flag("training.accumulate", int, "Micro-batches per rank and step."),
     "batch_split": Flag(
         "training.batch_split", str,
@@ -78,6 +87,9 @@ FLAGS = {
     "activation_checkpointing": Flag(
         "training.activation_checkpointing", bool,
         "Blocks are computed again in backward, not kept.",
+    ),
+    "compile": Flag(
+        "training.compile", str, "torch.compile: none, blocks (each by itself) or model (as one)."
     ),
     "evaluate_every": Flag(
         "training.evaluate_every", int,
@@ -131,6 +143,35 @@ FLAGS = {
 }  # fmt: skip
 
 
+# Flags of other people's scripts that mean exactly one of ours. A command that does not have ours
+# does not have theirs.
+ALIASES = {
+    "ddp-choice": "strategy",
+    "nproc-per-node": "world",
+    "num-gpus": "world",
+    "batch-size": "micro-batch",  # of a GPU
+    "global-batch-size": "global-batch",
+    "gradient-accumulation-steps": "accumulate",
+    "max-steps": "steps",
+    "num-epochs": "epochs",
+}
+# And those that are something else here.
+INSTEAD = {
+    "trace-dir": "name the folder itself: shardlab trace analyze DIR",
+    "enable-multiprocessing": "traces are read by a process per core; --jobs N sets another number",
+    "standalone": "that is torchrun's own: torchrun --standalone … -m shardlab train …",
+    "sharding-strategy": "FULL_SHARD and its like are strategies here: --strategy FULL_SHARD",
+}
+
+
+def normalized(word: str) -> str:
+    """The name of a flag, without its dashes, as we write it."""
+    word = word.replace("_", "-")
+    if word in INSTEAD:
+        raise UsageError(f"--{word}: {INSTEAD[word]}")
+    return ALIASES.get(word, word)
+
+
 @dataclass(frozen=True)
 class Asked:
     """What the shared flags of a command were given."""
@@ -154,7 +195,8 @@ class Asked:
     @property
     def keys(self) -> set[str]:
         """The config keys that the command line sets."""
-        return self.flags.keys() | {setting.partition("=")[0] for setting in self.settings}
+        words = (setting.partition("=")[0] for setting in self.settings)
+        return self.flags.keys() | {KEY_ALIASES.get(word, word) for word in words}
 
     def config(self, base: Mapping[str, Any] | None = None) -> Config:
         return config_of(self.file, self.settings, self.flags, base)

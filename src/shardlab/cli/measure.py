@@ -24,7 +24,7 @@ SHARED = (
 MOST_RANKS_PER_CORE = 4  # with more, measuring takes so long that it was hardly meant
 
 
-@flags.configured(*SHARED)
+@flags.configured(*SHARED, "compile")
 def throughput(
     asked: flags.Asked,
     strategy: str | None = typer.Option(
@@ -85,9 +85,12 @@ def throughput(
     ranks = world or resolved.launch.world or (1 if place is None else place.size)
     if ranks < 1:
         raise UsageError(f"--world must be at least 1, got {ranks}")
+    times = resolved.training.accumulate or 1
     overrides: dict[str, Any] = {
         "launch.world": ranks,
-        "training.global_batch": plan.batches[0] * ranks * resolved.training.accumulate,
+        "training.global_batch": plan.batches[0] * ranks * times,
+        "training.accumulate": times,
+        "training.micro_batch": None,
     }
     if strategy is not None:
         name, options = parse_spec(strategy)

@@ -8,8 +8,8 @@ from shardlab.cli import flags
 
 
 @flags.configured(
-    "workload", "size", "data", "seq_len", "global_batch", "accumulate", "seed", "device",
-    "backend", "port",
+    "workload", "size", "data", "seq_len", "global_batch", "micro_batch", "accumulate", "optimizer",
+    "activation_checkpointing", "compile", "seed", "device", "backend", "port",
     accumulate="Micro-batches per rank and step.  (default: 2)",
 )  # fmt: skip
 def prove(

@@ -16,6 +16,7 @@ What the ranks or batches cannot share evenly at an epoch's end is decided by th
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -88,6 +89,13 @@ def rank_ids(
 def steps_per_epoch(length: int, size: int, mode: str) -> int:
     """Batches in an epoch; not for "continuous", where an epoch may end inside one."""
     return -(-epoch_slots(length, size, mode) // size)
+
+
+def steps_of_epochs(epochs: float, size: int, length: int, mode: str) -> int:
+    """Steps after which so many epochs are read; the last may begin the next one."""
+    if mode == CONTINUOUS:
+        return max(1, math.ceil(epochs * length / size))
+    return max(1, math.ceil(epochs * steps_per_epoch(length, size, mode)))
 
 
 def finished_epochs(steps: int, size: int, length: int, mode: str) -> int:

@@ -112,7 +112,7 @@ def _value(text: str, key: str, value: str) -> Any:
     return kind(value)
 
 
-def check_steps(texts: Iterable[str], steps: int, has_checkpoints: bool = True) -> None:
+def check_steps(texts: Iterable[str], steps: float, has_checkpoints: bool = True) -> None:
     """Refuse what is no fault, a fault that would never strike, and one that is named twice."""
     seen = set()
     for text in texts:

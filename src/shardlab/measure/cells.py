@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Annotated, Any, get_type_hints
 
-from shardlab.config import PRECISIONS, Config, ProfileConfig, check_batch, parse_value
+from shardlab.config import PRECISIONS, Config, ProfileConfig, parse_value, share_batch
 from shardlab.errors import UsageError, unknown
 from shardlab.shapes import Meta
 from shardlab.specs import BASELINE, parse_list, parse_spec, whole_numbers
@@ -70,10 +70,12 @@ def axes_of(
             raise UsageError(
                 f"--bucket-mb {bucket_mb}: not sizes in MB above 0, as in 25 or 1,4,25"
             )
+    # 0: what follows from the micro-batch and each world.
+    times = 0 if config.training.micro_batch is not None else config.training.accumulate
     return Axes(
         worlds=whole_numbers("--world", world) or (config.launch.world or default_world,),
         precisions=tuple(precisions) or (config.precision.compute,),
-        accumulates=whole_numbers("--accumulate", accumulate) or (config.training.accumulate,),
+        accumulates=whole_numbers("--accumulate", accumulate) or (times,),
         bucket_mbs=tuple(sizes),
     )
 
@@ -145,8 +147,11 @@ def cells_of(
     arithmetic, so that its loss is the others', with BatchNorm too. Of several worlds it takes the
     fewest parts, in which it is fastest: a slowed reference would flatter the others.
     """
+    if config.training.micro_batch is not None:
+        # The first world decides the global batch, where nobody says it, for all of them.
+        config = config.with_overrides({"launch.world": axes.worlds[0]})
     for world, accumulate in product(axes.worlds, axes.accumulates):
-        check_batch(replace(config.training, accumulate=accumulate), world)
+        share_batch(replace(config.training, accumulate=accumulate), world)
     takes = takes_buckets or _takes_buckets
     cells = []
     first = axes.worlds[0], axes.accumulates[0]
@@ -171,9 +176,8 @@ def cells_of(
 def _takes_buckets(name: str) -> bool:
     """Whether a strategy has buckets whose size can be chosen. Imports it, and torch."""
     from shardlab import naming
-    from shardlab.naming import ALIASES, STRATEGIES
 
-    make = naming.resolve(ALIASES.get(name, name), STRATEGIES, "strategy")
+    make = naming.resolve(name, naming.STRATEGIES, "strategy")
     return "bucket_mb" in inspect.signature(make).parameters
 
 
@@ -215,5 +219,4 @@ def _cell(
             "output.dir": None,
         }
     )
-    name = values.strategy.name  # FSDP's names for strategies become ours
     return Cell(values, f"{name} ({', '.join(parts)})" if parts else name)

@@ -122,9 +122,11 @@ class Row:
 
 
 def with_batch(config: Config, batch: int) -> Config:
-    """``batch`` samples in each micro-batch of each rank."""
+    """``batch`` samples in each micro-batch of each rank, and as many micro-batches as before."""
     parts = (config.launch.world or 1) * config.training.accumulate
-    return config.with_overrides({"training.global_batch": batch * parts})
+    return config.with_overrides(
+        {"training.global_batch": batch * parts, "training.micro_batch": None}
+    )
 
 
 def rows_of(config: Config, specs: Sequence[str], world: int, batch: int | None) -> list[Row]:
@@ -133,9 +135,14 @@ def rows_of(config: Config, specs: Sequence[str], world: int, batch: int | None)
     for spec in specs:
         name, options = parse_spec(spec)
         ranks = 1 if name == BASELINE else world
-        overrides = {"strategy.name": name, "strategy.options": options, "launch.world": ranks}
+        overrides: dict[str, Any] = {
+            "strategy.name": name, "strategy.options": options, "launch.world": ranks,
+        }  # fmt: skip
         if batch is not None:
-            overrides["training.global_batch"] = batch * ranks * config.training.accumulate
+            # Before the ranks are counted: the config's own batch may not be theirs to share.
+            times = config.training.accumulate or 1
+            overrides["training.global_batch"] = batch * ranks * times
+            overrides |= {"training.accumulate": times, "training.micro_batch": None}
         rows.append(Row(config.with_overrides({**overrides, **WEIGHED})))
     return rows
 

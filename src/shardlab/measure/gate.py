@@ -21,6 +21,7 @@ from shardlab.shapes import Mismatch, convert
 
 Limits = Mapping[str, float]  # by what is watched: the share by which it may grow
 WATCHED = ("slower", "memory")
+WRONG = "wrong"  # this word needs no earlier record: it is about the proofs
 BAD = (*WATCHED, "broken")  # verdicts that fail the gate
 MACHINE = {
     "cpu": "the CPU", "cores": "the number of cores", "gpus": "the GPUs", "torch": "PyTorch",
@@ -29,12 +30,17 @@ MACHINE = {
 
 
 def limits_of(texts: Sequence[str]) -> dict[str, float]:
-    """``slower=5%`` or ``slower=5%,memory=10%`` as shares."""
+    """``slower=5%`` or ``slower=5%,memory=10%`` as shares; of ``wrong``, none may be."""
     limits = {}
     for text in [part.strip() for whole in texts for part in whole.split(",")]:
         name, _, value = text.partition("=")
+        if text == WRONG:
+            limits[WRONG] = 0.0
+            continue
+        if name == WRONG:
+            raise UsageError(f"--fail-if {text}: {WRONG} has no share; a strategy is wrong or not")
         if name not in WATCHED:
-            raise unknown("limit of --fail-if", name, WATCHED)
+            raise unknown("limit of --fail-if", name, (*WATCHED, WRONG))
         if not re.fullmatch(r"\d+(\.\d+)?%", value):
             raise UsageError(f"--fail-if {text}: not a share, as in {name}=5%")
         limits[name] = float(value[:-1]) / 100
@@ -134,6 +140,15 @@ def refuse_unsure(old: Mapping[str, Any], repeats: int, limits: Limits) -> None:
     if not numbers.can_tell(*(cell["step_ms_repeats"] for cell in readings.measured(old))):
         raise UsageError("--fail-if slower: --against has one visit to each; measure it again with "
                          "--repeats 2 or more")  # fmt: skip
+
+
+def not_right(result: Mapping[str, Any]) -> list[str]:
+    """What ran and was not proved right: found wrong, or without a proof. Each with the reason."""
+    return [
+        f"{cell['label']} ({proof['message'] if proof else 'there is no proof'})"
+        for cell in result["cells"]
+        if cell["status"] == "ok" and ((proof := cell.get("proof")) or {}).get("pass") is not True
+    ]
 
 
 def _nothing_in_common(old: Mapping[str, Any]) -> UsageError:

@@ -51,6 +51,7 @@ class Store:
         for number, cell in enumerate(cells):
             if (self.folder / f"{number}.json").exists():
                 kept = self._read(f"{number}.json")
+                kept.pop("schema", None)
                 if kept.pop("label") != cell.label:
                     raise ValueError(f"{number}.json is of another strategy")
                 # JSON has no NaN: a loss that was NaN is null there.

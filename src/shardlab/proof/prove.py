@@ -37,9 +37,12 @@ def small(
     training, workload = config.training, config.model.workload
     worlds = worlds or [config.launch.world or launching.default_ranks()]
     wanted: dict[str, Any] = {
-        "training.global_batch": min(training.global_batch, 4 * max(worlds)),
+        "training.global_batch": min(training.global_batch or 4 * max(worlds), 4 * max(worlds)),
         "training.accumulate": max(training.accumulate, 2),
+        "training.micro_batch": None,
     }
+    if "training.micro_batch" in given:
+        del wanted["training.accumulate"]  # it follows
     if workload in SMALLEST and "model.size" not in given:
         wanted["model.size"] = SMALLEST[workload]
         if config.model.size not in (None, SMALLEST[workload]):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -74,10 +76,14 @@ class Process:
     """The process of a rank, which this process has started."""
 
     def __init__(
-        self, line: connection.Connection | Line, launch: LaunchConfig, seat: Seat
+        self,
+        line: connection.Connection | Line,
+        launch: LaunchConfig,
+        seat: Seat,
+        prints_to: connection.Connection | None = None,
     ) -> None:
         self._process = fork_server().Process(
-            target=_rank_main, args=(line, launch, seat), name=f"rank {seat.rank}"
+            target=_rank_main, args=(line, launch, seat, prints_to), name=f"rank {seat.rank}"
         )
         self._process.start()
         assert self._process.pid is not None
@@ -105,8 +111,15 @@ class Process:
         self._process.join()
 
 
-def _rank_main(line: connection.Connection | Line, launch: LaunchConfig, seat: Seat) -> None:
+def _rank_main(
+    line: connection.Connection | Line,
+    launch: LaunchConfig,
+    seat: Seat,
+    prints_to: connection.Connection | None,
+) -> None:
     """A rank: join the world, then run what the parent sends until it sends None."""
+    if prints_to is not None:
+        _print_to(prints_to)
     # A session of its own: Ctrl-C on the terminal reaches the parent alone, which ends us, and
     # what we start (data loaders) ends with our process group.
     os.setsid()
@@ -153,6 +166,17 @@ def _rank_main(line: connection.Connection | Line, launch: LaunchConfig, seat: S
             send(*as_message(error))
             _wait_for_the_end()
         os._exit(1)
+
+
+def _print_to(pipe: connection.Connection) -> None:
+    """What is printed here, also from C, goes to the parent, line by line: a rank that is ended
+    has no time to empty its buffers."""
+    for number in (1, 2):
+        os.dup2(pipe.fileno(), number)
+    pipe.close()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
 
 
 def _wait_for_the_end() -> None:

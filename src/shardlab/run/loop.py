@@ -9,10 +9,12 @@ from torch import Tensor
 
 from shardlab.config import Config
 from shardlab.data import loader, sampler
+from shardlab.errors import UsageError
 from shardlab.faults import inject
 from shardlab.run.recorder import Recorder
 from shardlab.strategies.base import Strategy
 from shardlab.workloads.base import Batch, Workload
+from shardlab.workloads.samples import ENDLESS
 from shardlab.world import World
 
 Check = Callable[[int, Tensor, Sequence[Batch]], None]  # step, loss, micro-batches: before update
@@ -75,6 +77,26 @@ class Batches:
     def close(self) -> None:
         """End its thread, also after a crash."""
         self._steps.close()
+
+
+def with_steps(config: Config, workload: Workload) -> Config:
+    """The config with the steps that its epochs take, which the data's size decides."""
+    training, length = config.training, len(workload.dataset)
+    if training.epochs is None:
+        return config
+    sampler.check_epoch(length, training.global_batch, config.data.epoch)
+    if length == ENDLESS:
+        raise UsageError("training.epochs: the data is a stream, and has no size; use steps")
+    steps = sampler.steps_of_epochs(
+        training.epochs, training.global_batch, length, config.data.epoch
+    )
+    if training.steps not in (0, steps):
+        raise UsageError(
+            f"training.epochs {training.epochs:g} are {steps:,} steps ({length:,} samples, global "
+            f"batch {training.global_batch:,}) and training.steps is {training.steps:,}; leave out "
+            "one of them"
+        )
+    return config.with_overrides({"training.steps": steps, "training.epochs": training.epochs})
 
 
 def data_order(workload: Workload, config: Config) -> loader.Order:

@@ -30,7 +30,7 @@ from shardlab.guard.numbers import NumbersGuard
 from shardlab.run import boards, collect, evaluate
 from shardlab.run.assemble import build_strategy, build_workload, in_precision, notes
 from shardlab.run.folder import make_folder, ranks_apart
-from shardlab.run.loop import Act, Batches, data_order, prepared, train
+from shardlab.run.loop import Act, Batches, data_order, prepared, train, with_steps
 from shardlab.run.recorder import Recorder
 from shardlab.runfolder import mark
 from shardlab.runlock import RunLock
@@ -66,7 +66,7 @@ def _train_rank(
     workload = build_workload(config)
     refuse_unequal_data(workload, world)
     # From here on it says what was chosen: in config.yaml, and in checkpoints.
-    config = config.with_overrides(workload.chosen)
+    config = with_steps(config.with_overrides(workload.chosen), workload)
     order = data_order(workload, config)
     sampler.check_epoch(order.length, order.global_batch, order.mode)
     comm.LEDGER.reset(full_steps=config.profile.ledger_steps)

@@ -24,6 +24,7 @@ from shardlab.errors import LOST_PEER, Halt, Interrupted, Late, RankFailure, Usa
 from shardlab.guard import nodes, watchdog
 from shardlab.run import slots
 from shardlab.run.child import Process, Seat, Target
+from shardlab.run.echo import Echo
 from shardlab.run.forking import fork_server
 from shardlab.run.place import LOOPBACK
 
@@ -45,14 +46,17 @@ class Ranks:
         self._monitor: watchdog.Monitor | None = None  # of the ranks that say where they are
         self._pipes: list[connection.Connection] = []
         self._processes: list[Process | slots.Remote] = []
-        start = _start_here if slots.LEADER is None else slots.LEADER.start
-        if slots.LEADER is None:
+        # What a launcher's ranks print is the launcher's to show.
+        self._echo = Echo(size) if slots.LEADER is None else None
+        if self._echo is not None:
             _refuse_unfit(launch)
         try:
             for rank in range(size):
-                pipe, process = start(launch, rank, size)
+                pipe, process = self._start(rank)
                 self._pipes.append(pipe)
                 self._processes.append(process)
+            if self._echo is not None:
+                self._echo.listen()
             # Rank 0 takes a free port and says which: no other process can take it in between.
             port = self._collect(only=0)[0]
             for pipe in self._pipes[1:]:
@@ -60,6 +64,18 @@ class Ranks:
             self._collect()
         except BaseException as error:
             self._end_with(error)
+
+    def _start(self, rank: int) -> tuple[connection.Connection, Process | slots.Remote]:
+        if self._echo is None:
+            assert slots.LEADER is not None
+            return slots.LEADER.start(self.launch, rank, self.size)
+        ours, theirs = fork_server().Pipe()
+        prints_to = self._echo.pipe(rank)
+        seat = Seat(rank, self.size, rank, self.size, port=self.launch.port)
+        process = Process(theirs, self.launch, seat, prints_to)
+        theirs.close()
+        prints_to.close()
+        return ours, process
 
     def __enter__(self) -> Ranks:
         return self
@@ -126,6 +142,8 @@ class Ranks:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
+        if self._echo is not None:
+            self._echo.close()
 
     def _collect(
         self,
@@ -211,15 +229,6 @@ class Ranks:
             self._monitor = watchdog.Monitor(*limits, nodes=nodes.CURRENT)
         if self._monitor is not None:
             self._monitor.hear(message)
-
-
-def _start_here(
-    launch: LaunchConfig, rank: int, size: int
-) -> tuple[connection.Connection, Process]:
-    ours, theirs = fork_server().Pipe()
-    process = Process(theirs, launch, Seat(rank, size, rank, size, port=launch.port))
-    theirs.close()
-    return ours, process
 
 
 def _refuse_unfit(launch: LaunchConfig) -> None:

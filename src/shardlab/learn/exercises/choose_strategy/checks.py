@@ -24,7 +24,7 @@ from shardlab.config import Config, from_dict
 from shardlab.errors import UsageError, unknown
 from shardlab.learn.exercise import Case, Evidence, Finding, Rejected, Row, Rows, Stage, say
 from shardlab.measure import estimate, memory
-from shardlab.naming import ALIASES, STRATEGIES
+from shardlab.naming import ALIASES, STRATEGIES, strategy_named
 from shardlab.proof import watch
 from shardlab.run import assemble, loop
 from shardlab.workloads import gpt2
@@ -103,7 +103,7 @@ def config_of(choice: Mapping[str, Any], case: Case) -> Config:
         for key in choice:
             if key not in KEYS:
                 raise unknown("key of a choice", key, KEYS)
-        if name not in STRATEGIES and name not in ALIASES:
+        if strategy_named(str(name)) not in STRATEGIES:
             raise unknown("strategy", name, [*STRATEGIES, *ALIASES])
         config = from_dict(case.options["run"]).with_overrides(
             {
