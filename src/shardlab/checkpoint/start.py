@@ -146,7 +146,7 @@ def choose(
     if wanted is None:
         return Start(None)
     if wanted == AUTO:
-        run = agree(world, lambda: taken(find_run(config, chosen or {}), lock))
+        run = agree(world, lambda: taken(find_run(config, chosen), lock))
         return Start(None) if run is None else newest_good(run, world)
     path = agree(world, lambda: taken(files.find(wanted), lock))
     is_checkpoint = agree(world, lambda: files.is_checkpoint(path))
@@ -173,13 +173,13 @@ def taken(run: Path | None, lock: RunLock) -> Path | None:
     return run
 
 
-def find_run(config: Config, chosen: Mapping[str, Any]) -> Path | None:
+def find_run(config: Config, chosen: Mapping[str, Any] | None = None) -> Path | None:
     """The run that "auto" means."""
     if config.output.dir is not None:
         run = Path(config.output.dir)
         return run if (run / "config.yaml").is_file() else None
     for run, values in files.unfinished(Path(config.output.root)):
-        if not differences(_with(values, chosen), config.to_dict(), MUST_MATCH):
+        if not differences(_with(values, chosen or {}), config.to_dict(), MUST_MATCH):
             return run
     return None
 
