@@ -96,11 +96,10 @@ def test_the_four_runs(tmp_path: Path) -> None:
     assert mib["FSDP full shard"] < mib["FSDP grad-op"] < mib["DDP"]
     assert float(said[2].split("baseline's: ")[1].split()[0]) < 1e-3
     sent = {line[:16].strip(): line for line in said[4].splitlines()}
-    assert "nothing is sent" in sent["baseline"]
+    assert sent["baseline"].endswith(" nothing")
     assert "all_reduce" in sent["DDP"]
     gathers = {n: int(re.search(r"(\d+) all_gather", sent[n])[1]) for n in names[2:]}  # type: ignore[index]
     assert gathers["FSDP full shard"] > gathers["FSDP grad-op"]
-    assert said[5].startswith("<Figure")
 
 
 @pytest.mark.parametrize("path", [TRACES, FOUR_RUNS], ids=lambda p: p.stem)
