@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import markupsafe
 import numpy as np
 import pytest
 import torch
@@ -54,7 +55,7 @@ def compare(tmp_path: Path, *args: str) -> dict[str, Any]:
     data = result["env"]["data"]
     assert data.startswith("stdlib: the text of Python's library")
     assert f"data: {data}" in done.stdout
-    assert html.escape(data) in (tmp_path / "out" / "report.html").read_text()
+    assert str(markupsafe.escape(data)) in (tmp_path / "out" / "report.html").read_text()
     assert result["env"]["chosen"] == {"data.source": "stdlib"}
     return result
 
