@@ -49,7 +49,7 @@ def gpt2_small(ranks: int, micro: int) -> claims.Job:
         )
         for name, p in model.named_parameters()
     ]
-    return claims.Job(tuple(params), 0, ranks, micro, 2)
+    return claims.Job(tuple(params), 0, ranks, micro)
 
 
 def part(numbers: Numbers, key: str) -> Any:

@@ -10,9 +10,18 @@ from typing import Any
 
 import pytest
 
-# Real traces with HTA's recorded results lie beside the repository on some machines only.
+# Real traces that we recorded, with HTA's results: tests/trace/recorded/README.md. More, of others,
+# lie beside the repository on some machines only.
+RECORDED = Path(__file__).resolve().parent / "trace" / "recorded"
 REAL = Path(__file__).resolve().parents[2] / "shared" / "traces"
-needs_real = pytest.mark.skipif(not REAL.is_dir(), reason=f"no real traces in {REAL}")
+FOLDERS = [
+    folder
+    for source in (RECORDED, REAL)
+    if source.is_dir()
+    for folder in sorted(source.iterdir())
+    if folder.is_dir()
+]
+every_real = pytest.mark.parametrize("folder", FOLDERS, ids=[folder.name for folder in FOLDERS])
 
 MAIN, ENGINE, GLOO = 100, 101, 200  # threads
 Event = dict[str, Any]

@@ -18,6 +18,7 @@ import torch
 
 import toys
 from shardlab import comm, naming
+from shardlab.config import TrainingConfig
 from shardlab.naming import STRATEGIES
 from shardlab.optim import factory
 from shardlab.run.ranks import Ranks
@@ -52,7 +53,10 @@ class Trajectory:
 ALL_CASES = [Case(*c) for c in itertools.product(toys.TOYS, (1, 2, 3), ("sgd", "adamw"))]
 
 
-def make_optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer]:
+def make_optimizer(name: str, model: torch.nn.Module) -> Callable[[Any], torch.optim.Optimizer]:
+    if name == "muon":  # it needs whole matrices, which is measured
+        training = TrainingConfig(optimizer="muon", learning_rate=0.05, weight_decay=0.1)
+        return factory.plan(training, None, None, model, "a toy")
     if name == "sgd":
         return factory.of_class(torch.optim.SGD, lr=0.1, momentum=0.9)
     # A decay, so that an unused parameter with a zero gradient instead of none would show.
@@ -68,7 +72,7 @@ def reference(case: Case, world: int) -> Trajectory:
     """One plain process. Buffers follow rank 0's, as DDP's do."""
     model = toys.build(case.toy, seed=0)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    optimizer = make_optimizer(case.optimizer)(trained)
+    optimizer = make_optimizer(case.optimizer, model)(trained)
     result = Trajectory()
     for step in range(STEPS):
         share = [[toys.batch(step, r, m) for m in range(case.micro)] for r in range(world)]
@@ -109,7 +113,7 @@ def run_cases(
     results = []
     for case in cases:
         model = toys.build(case.toy, seed=world.rank)
-        optimizer, blocks = make_optimizer(case.optimizer), toys.BLOCKS[case.toy]
+        optimizer, blocks = make_optimizer(case.optimizer, model), toys.BLOCKS[case.toy]
         instance = make(Setup(model, optimizer, toys.loss, world.mesh, blocks=blocks), **options)
         result = Trajectory()
         for step in range(STEPS):

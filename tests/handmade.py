@@ -23,6 +23,8 @@ class HandMade:
     warnings: tuple[str, ...] = ()
     ranks: int = 2
     operators: int = 20  # per step
+    window: str = ""
+    marked: bool = True
     traces: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:

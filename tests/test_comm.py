@@ -55,6 +55,27 @@ def test_results(world: int, async_op: bool, ranks: GetRanks) -> None:
             assert result["scatter"] == inputs.sum(0)[4 * rank : 4 * rank + 4].tolist()
 
 
+def uneven(world: World, sizes: list[int], async_op: bool) -> tuple[list[float], list[float]]:
+    mine = torch.arange(sum(sizes)).double() + 10 * world.rank
+    begin, length = sum(sizes[: world.rank]), sizes[world.rank]
+    shard, gathered = torch.empty(length).double(), torch.zeros(sum(sizes)).double()
+    how: Any = {"sizes": sizes, "async_op": async_op}
+    comm.reduce_scatter(shard, mine, world.group, **how).wait()
+    comm.all_gather(gathered, mine[begin : begin + length], world.group, **how).wait()
+    return shard.tolist(), gathered.tolist()
+
+
+@pytest.mark.parametrize("sizes", [[5], [2, 5], [0, 3], [4, 0], [1, 0, 6], [0, 0, 2]], ids=str)
+def test_parts_of_different_sizes(sizes: list[int], ranks: GetRanks) -> None:
+    world, base = len(sizes), torch.arange(sum(sizes))
+    summed = world * base + 10 * sum(range(world))
+    expected = torch.cat([p + 10 * r for r, p in enumerate(base.split(sizes))]).tolist()
+    for async_op in (False, True):
+        for rank, (shard, gathered) in enumerate(ranks(world).run(uneven, sizes, async_op)):
+            assert shard == summed.split(sizes)[rank].tolist()
+            assert gathered == expected
+
+
 def ledger_of(world: World, async_op: bool) -> list[dict[str, Any]]:
     every_collective(world, torch.float32, async_op)
     return comm.LEDGER.take()

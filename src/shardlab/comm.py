@@ -19,7 +19,7 @@ import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -312,55 +312,73 @@ def broadcast(tensor: Tensor, group: Group, *, label: str = "", async_op: bool =
 
 
 def all_gather(
-    output: Tensor, shard: Tensor, group: Group, *, label: str = "", async_op: bool = False
+    output: Tensor,
+    shard: Tensor,
+    group: Group,
+    *,
+    sizes: Sequence[int] | None = None,
+    label: str = "",
+    async_op: bool = False,
 ) -> Pending:
     """``output`` (ranks * n,) becomes every rank's ``shard`` (n,), in rank order.
 
     Gloo's own goes through a buffer of the output's size and copies. There, each rank broadcasts
-    its part in place: as many bytes, no buffer, and less time.
+    its part in place: as many bytes, no buffer, and less time. ``sizes`` are the elements of each
+    rank's shard where they differ; such parts are broadcast on every backend.
     """
     if intercept is not None and intercept():
         return _left_out("all_gather", group)
     entry = LEDGER.open("all_gather", output, group, label)
-    if group.name() != "gloo":
+    if group.name() != "gloo" and sizes is None:
         return _begin(
             entry, group, async_op, lambda: _gather_into(output, shard, group=group, async_op=True)
         )
-    parts = output.view(group.size(), -1)  # (ranks, n)
+    parts = output.view(-1).split(list(sizes or [shard.numel()] * group.size()))  # (n,) each
     if parts[group.rank()].data_ptr() != shard.data_ptr():
         parts[group.rank()].copy_(shard.flatten())
-    entry.launches = group.size()
+    sources = [source for source, part in enumerate(parts) if part.numel()]
+    entry.launches = len(sources)
     return _begin(
         entry,
         group,
         async_op,
         lambda: [
-            dist.broadcast(part, group=group, group_src=source, async_op=True)
-            for source, part in enumerate(parts)
+            dist.broadcast(parts[source], group=group, group_src=source, async_op=True)
+            for source in sources
         ],
     )
 
 
 def reduce_scatter(
-    shard: Tensor, tensor: Tensor, group: Group, *, label: str = "", async_op: bool = False
+    shard: Tensor,
+    tensor: Tensor,
+    group: Group,
+    *,
+    sizes: Sequence[int] | None = None,
+    label: str = "",
+    async_op: bool = False,
 ) -> Pending:
     """``shard`` (n,) becomes this rank's part of the sum of all ranks' ``tensor`` (ranks * n,).
 
     Gloo's own is an all-reduce in disguise: twice the bytes. There, each rank sends each
-    other the part that is theirs (all-to-all), and sums what it received.
+    other the part that is theirs (all-to-all), and sums what it received. ``sizes`` are the
+    elements of each rank's shard where they differ; such parts are sent so on every backend.
     """
     if intercept is not None and intercept():
         return _left_out("reduce_scatter", group)
     entry = LEDGER.open("reduce_scatter", tensor, group, label)
-    if group.name() != "gloo":
+    if group.name() != "gloo" and sizes is None:
         return _begin(
             entry, group, async_op, lambda: _scatter_into(shard, tensor, group=group, async_op=True)
         )
-    received = torch.empty_like(tensor)  # the price: a buffer of the full size while it runs
     ranks = group.size()
+    # The price: a buffer of the full size while it runs.
+    received = torch.empty(ranks * shard.numel(), dtype=tensor.dtype, device=tensor.device)
+    there = None if sizes is None else list(sizes)
+    here = None if sizes is None else [shard.numel()] * ranks
 
     def add_up() -> None:
-        first, *rest = received.view(ranks, -1)  # (n,) each
+        first, *rest = received.view(ranks, shard.numel())  # (n,) each
         total = shard.view(-1)
         if not rest:
             total.copy_(first)
@@ -371,7 +389,7 @@ def reduce_scatter(
         entry,
         group,
         async_op,
-        lambda: dist.all_to_all_single(received, tensor, group=group, async_op=True),
+        lambda: dist.all_to_all_single(received, tensor, here, there, group, async_op=True),
         add_up,
     )
 

@@ -380,6 +380,9 @@ class GuardConfig(Section):
 class OutputConfig(Section):
     dir: str | None = None  # this run's folder; None: runs/<time>-<workload>-<strategy>-w<world>
     root: str = "runs"
+    # Steps between two lines of a log, where stderr is no terminal. None: a tenth of the run, at
+    # most 100
+    log_every: int | None = limited(None, AT_LEAST_1)
     tensorboard: bool = False  # train also writes its numbers to <dir>/tensorboard
     wandb: bool = False  # and to Weights & Biases, by its own settings (WANDB_MODE=offline …)
 

@@ -217,6 +217,17 @@ def parse_bytes(text: str, flag: str) -> int:
     return amount
 
 
+def duration(seconds: float) -> str:
+    """``0.4 s``, ``58.3 s``, ``12 min 5 s``, ``3 h 2 min``, ``2 d 4 h``."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    seconds = round(seconds)
+    for unit, one, part, smaller in (("d", 86400, "h", 3600), ("h", 3600, "min", 60)):
+        if seconds >= one:
+            return f"{seconds // one:.0f} {unit} {seconds % one // smaller:.0f} {part}"
+    return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+
+
 def p10_p90(step_ms: Mapping[str, float]) -> str:
     return f"{number(step_ms['p10'], like=step_ms['p90'])}–{number(step_ms['p90'])}"
 
@@ -235,6 +246,16 @@ def interval(values: Sequence[float] | None) -> str:
 def mark(passed: bool | None) -> str:
     """✓ proved, ✗ found wrong, – not proved."""
     return NOTHING if passed is None else "✓" if passed else "✗"
+
+
+def at_least(amount: float | None, known: float) -> str:
+    """A sum of bytes: ``≥`` what is known of it where a part is not, – where nothing is."""
+    return size(amount) if amount is not None or not known else f"≥ {size(known)}"
+
+
+def gbps(value: float | None) -> str:
+    """A bandwidth. That of a few bytes that took milliseconds is not worth its digits."""
+    return "<0.001" if value is not None and value < 0.001 else number(value)
 
 
 def percent(value: float | None, decimals: int = 0) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import shlex
+import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from shardlab.errors import UsageError
 from shardlab.learn import ORDER, grade, mistakes
 from shardlab.learn import exercise as exercises
 from shardlab.learn.exercise import Exercise
+from shardlab.report import learn as report
 
 sys.path.insert(0, str(Path(__file__).parent))
 import kill_rate
@@ -76,7 +79,7 @@ def test_there_are_enough_planted_bugs_and_correct_solutions() -> None:
         kinds = [s.kind for s in ALL if s.exercise == name]
         assert kinds.count("mutant") >= 4, name
         assert kinds.count("correct") >= 2, name
-    assert len(MUTANTS) >= 172
+    assert len(MUTANTS) >= 293
     assert len({str(mutant) for mutant in MUTANTS}) == len(MUTANTS)
 
 
@@ -186,6 +189,13 @@ def test_every_message_is_said_with_what_it_names() -> None:
     assert set(texts) <= said
 
 
+def test_no_message_takes_the_place_of_another() -> None:
+    """YAML takes the last of two entries with one key, without a word."""
+    lines = (exercises.FOLDER.parent / "messages.yaml").read_text().splitlines()
+    keys = [line.partition(":")[0] for line in lines if line[:1].isalpha()]
+    assert len(keys) == len(set(keys)) == len(exercises.messages())
+
+
 # ------------------------------------------------------------------ the commands
 
 
@@ -239,7 +249,7 @@ def test_the_path_of_a_learner(tmp_path: Path) -> None:
         ("learn check", "begin with `shardlab learn start sampler`"),
         ("learn check sampler --time-limit 0", "a check needs time"),
         ("learn --dir elsewhere check sampler", "put the options after the command"),
-        ("learn show nonsense", "known: sampler, broadcast"),
+        ("learn show nonsense", "known: sampler, token_shards"),
     ],
 )
 def test_wrong_input_is_answered_in_a_line(
@@ -253,6 +263,12 @@ def test_wrong_input_is_answered_in_a_line(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_terminal_that_is_not_utf8(tmp_path: Path) -> None:
+    listed = commands.shardlab("learn", cwd=tmp_path, PYTHONIOENCODING="ascii")
+    assert listed.returncode == 0, listed.stderr
+    assert "choose_strategy" in listed.stdout
+
+
 def test_a_progress_file_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "learn").mkdir()
     (tmp_path / "learn" / "progress.json").write_text("[1]")
@@ -263,8 +279,40 @@ def test_a_progress_file_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ORDER)
-def test_shown_on_a_terminal(name: str) -> None:
-    shown = CliRunner().invoke(cli.app, ["learn", "show", name], catch_exceptions=False)
-    assert "Pitfalls" in shown.stdout
+def test_shown_on_a_terminal(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "60")
+    exercise = Exercise(name)
+    words = ["learn", "show", name]
+    shown = CliRunner().invoke(cli.app, words, catch_exceptions=False).stdout
+    assert str(exercise.picture) in shown.splitlines()  # in one piece
+    pitfalls = shown.partition("Pitfalls")[2].partition("What it costs")[0]
+    assert "After your first" in pitfalls
+    assert " •" not in pitfalls
+    exercises.keep(tmp_path / "learn", name, checks=1)
+    for more in (words, [*words, "--dir", "elsewhere", "--pitfalls"]):
+        shown = CliRunner().invoke(cli.app, more, catch_exceptions=False).stdout
+        assert " •" in shown.partition("Pitfalls")[2].partition("What it costs")[0]
     ours = CliRunner().invoke(cli.app, ["learn", "solution", name], catch_exceptions=False)
-    assert f"in the package: src/shardlab/{Exercise(name).corresponds_to}" in ours.stdout
+    assert f"in the package: src/shardlab/{exercise.corresponds_to}" in ours.stdout
+
+
+def test_a_template_run_as_a_script_says_what_to_do(tmp_path: Path) -> None:
+    folder = tmp_path / "a folder"
+    for name in ORDER:
+        source = exercises.start(Exercise(name), folder).read_text()
+        assert source.endswith(exercises.RUN_AS_A_SCRIPT)
+        compile(source, name, "exec")
+    path = folder / "choose_strategy.py"  # it does not import torch: quick
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    proposed = shlex.split(done.stdout.splitlines()[-1])
+    assert proposed == ["shardlab", "learn", "check", str(path)]
+
+
+def test_what_was_passed_is_a_list(capsys: pytest.CaptureFixture[str]) -> None:
+    """The names of cases have commas in them."""
+    cases = ("in order", "in order, with padding")
+    report.print_verdict(grade.Verdict("sampler", "sampler.py", (), cases), "")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["passed  sampler", "  - in order", "  - in order, with padding"]

@@ -59,7 +59,16 @@ def test_a_trillion_parameters() -> None:
     assert told["mfu"] == 0.5
     lines = list(report._extrapolation(told))
     assert "1T parameters on 10T tokens: 1,736,111 days (4,753 years)" in lines[0]
+    assert "which is 66.7 tokens/s; for 90 days 19,291 of them" in lines[0]
     assert "6 FLOPs per parameter and token" in lines[1]
+    assert told["cost"] is None
+    priced = extrapolate(Goal(price_per_hour=2.5), 4e14, {"flops_per_s": 8e14})
+    assert priced["cost"] == pytest.approx(24 * told["days"] * 2.5)
+    assert list(report._extrapolation(priced))[1] == (
+        "  at 2.5 per device and hour that costs 104,166,667"
+    )
+    with pytest.raises(UsageError, match="--price-per-hour must be above 0, got 0"):
+        Goal(price_per_hour=0)
 
 
 def _result(rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:

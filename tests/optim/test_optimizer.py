@@ -8,18 +8,21 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
 import toys
 from conformance import Arrays, arrays
 from conftest import GetRanks, long_unless
+from shardlab import comm, naming
 from shardlab import config as configs
-from shardlab import naming
 from shardlab.checkpoint import load as loading
 from shardlab.checkpoint import manifest as manifests
 from shardlab.checkpoint.course import own_state
@@ -29,7 +32,9 @@ from shardlab.config import OPTIMIZERS, CheckpointConfig, Config, TrainingConfig
 from shardlab.errors import UsageError
 from shardlab.naming import STRATEGIES
 from shardlab.optim import factory
+from shardlab.optim.muon import Muon, matrices
 from shardlab.run import assemble, loop
+from shardlab.strategies import flat
 from shardlab.strategies.base import Setup
 from shardlab.strategies.update import Rule
 from shardlab.workloads.base import AfterStep, MakeUsers, Workload
@@ -215,6 +220,15 @@ def by_name(named: Named) -> torch.optim.Optimizer:
     )
 
 
+def by_muon(named: Named) -> torch.optim.Optimizer:
+    """Muon for two matrices, one of them higher than wide, and AdamW for the rest."""
+    params = dict(named)
+    mine = [p for n, p in params.items() if n in ("inlet.weight", "middle.weight")]
+    rest = [p for n, p in params.items() if n not in ("inlet.weight", "middle.weight")]
+    groups = [{"params": rest}, {"params": mine, "by_muon": True}]
+    return Muon(groups, lr=0.02, weight_decay=0.1)
+
+
 def named_pairs(named: Named) -> torch.optim.Optimizer:
     """PyTorch takes the pairs as they are."""
     return torch.optim.Adam(named, lr=0.02)
@@ -274,7 +288,12 @@ CASES = {
     "clip norm": Case(by_name, Rule(clip_norm=0.05)),
     "average": Case(no_decay, ema=0.7),
     "after step": Case(by_name, after=keeps_largest),
+    "muon": Case(by_muon),
+    "muon clipped": Case(by_muon, Rule(clip_norm=0.05, schedule=halves)),
+    "muon averaged": Case(by_muon, ema=0.7),
+    "by tensor": Case(of(Normed)),
 }
+WHOLE = ("muon", "muon clipped", "muon averaged", "by tensor")  # they need whole parameters
 AGAIN = ("adamw", "nadam", "asgd", "adagrad", "counts", "by name", "average", "after step")
 
 
@@ -363,7 +382,8 @@ def close(actual: Arrays, expected: Arrays, what: str) -> None:
 @pytest.mark.parametrize("strategy", long_unless(lambda name: name == "zero2", KINDS))
 def test_every_optimizer_equals_one_process(strategy: str, world: int, ranks: GetRanks) -> None:
     # PyTorch's DTensor cannot do what Rprop does: refused, see below.
-    names = [name for name in CASES if (strategy, name) != ("pytorch_zero3", "rprop")]
+    refused = {"pytorch_zero3": ("rprop", *WHOLE), "zero3": WHOLE}.get(strategy, ())
+    names = [name for name in CASES if name not in refused]
     for results in ranks(world).run(run, strategy, names, deadline_s=200):
         for name in names:
             history, kept = reference(name, world)
@@ -372,10 +392,15 @@ def test_every_optimizer_equals_one_process(strategy: str, world: int, ranks: Ge
             close(results[name][1], kept, f"{name}, kept:")
 
 
+def again(*strategies: str) -> list[str]:
+    """The cases that all of the strategies can take."""
+    return [*AGAIN, *(() if set(strategies) & set(BY_BLOCK) else ("muon", "muon averaged"))]
+
+
 def hand_over(world: World, giver: str, takers: list[str]) -> dict[str, dict[str, Arrays]]:
     """Two steps by one strategy, the last by others, from its state."""
     results: dict[str, dict[str, Arrays]] = {}
-    for name in AGAIN:
+    for name in again(giver, *takers):
         first = build(world, giver, name, world.rank)
         for step in range(STEPS - 1):
             first.gradients([toys.batch(step, world.rank, 0)])
@@ -401,6 +426,7 @@ def hand_over(world: World, giver: str, takers: list[str]) -> dict[str, dict[str
     [
         ("zero2", ["bucket_ddp_async", "pytorch_zero1", "zero3", "pytorch_zero3"]),
         ("pytorch_zero1", ["zero1"]),
+        ("zero1", ["zero2", "bucket_ddp_async"]),
         ("bucket_ddp_async", ["zero3"]),
         ("pytorch_zero3", ["zero2", "bucket_ddp_async"]),
     ],
@@ -409,15 +435,15 @@ def test_the_state_goes_from_one_strategy_to_another(
     giver: str, takers: list[str], ranks: GetRanks
 ) -> None:
     for results in ranks(2).run(hand_over, giver, takers, deadline_s=200):
-        for name in AGAIN:
+        for name in again(giver, *takers):
             history, kept = reference(name, 2)
             expected = {**history[-1], **{f"kept {n}": a for n, a in kept.items()}}
             for taker in takers:
                 close(results[name][taker], expected, f"{name}, {giver} to {taker}:")
 
 
-def saved(world: World, strategy: str, folder: str) -> None:
-    for name in AGAIN:
+def saved(world: World, strategy: str, folder: str, names: list[str]) -> None:
+    for name in names:
         instance = build(world, strategy, name, world.rank)
         for step in range(STEPS - 1):
             instance.gradients([toys.batch(step, world.rank, 0)])
@@ -430,9 +456,9 @@ def saved(world: World, strategy: str, folder: str) -> None:
         assert checkpoints.last.error is None
 
 
-def went_on(world: World, strategy: str, folder: str) -> dict[str, Arrays]:
+def went_on(world: World, strategy: str, folder: str, names: list[str]) -> dict[str, Arrays]:
     ends = {}
-    for name in AGAIN:
+    for name in names:
         instance = build(world, strategy, name, 10 + world.rank)
         path = Path(folder) / name / "checkpoints" / f"step-{STEPS - 1:06d}"
         loading.load(Start(None, path, manifests.read(path)), instance, world, Config())
@@ -446,17 +472,147 @@ def went_on(world: World, strategy: str, folder: str) -> dict[str, Arrays]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("giver", "taker"),
-    [("zero2", "pytorch_zero1"), ("pytorch_zero3", "zero3"), ("bucket_ddp_async", "pytorch_zero3")],
+    [
+        ("zero2", "pytorch_zero1"),
+        ("pytorch_zero3", "zero3"),
+        ("bucket_ddp_async", "pytorch_zero3"),
+        ("zero1", "zero2"),
+    ],
 )
 def test_a_checkpoint_has_all_that_an_optimizer_keeps(
     giver: str, taker: str, ranks: GetRanks, tmp_path: Path
 ) -> None:
-    ranks(2).run(saved, giver, str(tmp_path), deadline_s=100)
-    for ends in ranks(2).run(went_on, taker, str(tmp_path), deadline_s=100):
-        for name in AGAIN:
+    names = again(giver, taker)
+    ranks(2).run(saved, giver, str(tmp_path), names, deadline_s=100)
+    for ends in ranks(2).run(went_on, taker, str(tmp_path), names, deadline_s=100):
+        for name in names:
             history, kept = reference(name, 2)
             expected = {**history[-1], **{f"kept {n}": a for n, a in kept.items()}}
             close(ends[name], expected, f"{name}, {giver} to {taker}:")
+
+
+def loaded(world: World, folder: str) -> Arrays:
+    """Parameters and Muon's state as a checkpoint gives them to this world."""
+    path = Path(folder) / "muon" / "checkpoints" / f"step-{STEPS - 1:06d}"
+    instance = build(world, "zero2", "muon", 10 + world.rank)
+    loading.load(Start(None, path, manifests.read(path)), instance, world, Config())
+    state = instance.state_dict()
+    kept = {f"{n} {k}": t for n, held in state["optimizer"].items() for k, t in held.items()}
+    return arrays(state["model"]) | arrays(kept)
+
+
+@pytest.mark.long
+def test_owners_may_change_with_the_world(ranks: GetRanks, tmp_path: Path) -> None:
+    ranks(2).run(saved, "zero1", str(tmp_path), ["muon"], deadline_s=60)
+    expected, *_ = ranks(2).run(loaded, str(tmp_path), deadline_s=60)
+    assert expected["inlet.weight momentum_buffer"].shape == (7, 6)
+    close(reference("muon", 2)[0][STEPS - 2], {n: expected[n] for n in Net().state_dict()}, "")
+    for size in (1, 3):
+        for found in ranks(size).run(loaded, str(tmp_path), deadline_s=60):
+            close(found, expected, f"world {size}")
+
+
+def test_our_muon_is_pytorchs_beside_its_adamw() -> None:
+    """One optimizer with groups of both kinds does what two separate ones do."""
+    ours, theirs = build_net(0), build_net(0)
+    one = by_muon(ours.named_parameters())
+    names = ("inlet.weight", "middle.weight")
+    mine = [p for n, p in theirs.named_parameters() if n in names]
+    rest = [p for n, p in theirs.named_parameters() if n not in names]
+    settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
+    muon = torch.optim.Muon(mine, adjust_lr_fn="match_rms_adamw", **settings)
+    two = [muon, torch.optim.AdamW(rest, **settings)]
+    for step in range(STEPS):
+        for model, optimizers in ((ours, [one]), (theirs, two)):
+            toys.loss(model, toys.batch(step, 0, 0)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad()
+    for (name, p), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(p, other), name
+
+
+def test_muon_takes_the_matrices_of_the_blocks() -> None:
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(11, 4)
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.head = nn.Linear(4, 11)
+
+    inside = {"blocks.0.weight", "blocks.1.weight"}
+    assert matrices(Language(), ["blocks.0", "blocks.1"]) == inside
+    assert matrices(Language(), ()) == inside | {"head.weight"}
+    with pytest.raises(UsageError, match="no matrix that Muon could update"):
+        matrices(nn.LayerNorm(3), ())
+
+
+def planted(world: World, bug: str) -> Arrays:
+    """Two steps of zero1 with Muon, and something wrong in how owners are treated."""
+    plain_scatter, plain_gather = comm.reduce_scatter, comm.all_gather
+
+    def drop_momentum(instance: Any) -> None:
+        for state in instance.optimizer.state.values():
+            if "momentum_buffer" in state:
+                state["momentum_buffer"].zero_()
+
+    def own_gradient(shard: Tensor, tensor: Tensor, *args: Any, **how: Any) -> Any:
+        before = shard.clone() if how["sizes"] is not None else None
+        pending = plain_scatter(shard, tensor, *args, **how)
+        if bug == "not summed" and before is not None:
+            pending.wait()
+            shard.copy_(before)
+        return pending
+
+    def stale(output: Tensor, shard: Tensor, *args: Any, **how: Any) -> Any:
+        before = output.clone() if how["sizes"] is not None else None
+        pending = plain_gather(output, shard, *args, **how)
+        if bug == "not sent back" and before is not None:
+            pending.wait()
+            output.copy_(before)
+        return pending
+
+    with (
+        mock.patch.object(comm, "reduce_scatter", own_gradient),
+        mock.patch.object(comm, "all_gather", stale),
+    ):
+        instance = build(world, "zero1", "muon", world.rank)
+        for step in range(2):
+            instance.gradients([toys.batch(step, world.rank, 0)])
+            instance.step()
+            instance.settle()
+            if bug == "momentum is lost":
+                drop_momentum(instance)
+            if bug == "transposed":
+                for p in instance.optimizer.state:
+                    if p.dim() == 2 and p.shape[0] > p.shape[1]:
+                        p.data.copy_(p.data.T.reshape(p.shape))
+    return arrays(dict(instance.model.named_parameters()))
+
+
+@pytest.mark.parametrize("bug", ["not summed", "not sent back", "momentum is lost", "transposed"])
+def test_a_bug_in_the_owners_shows(bug: str, ranks: GetRanks) -> None:
+    expected = reference("muon", 2)[0][1]
+    close(ranks(2).run(planted, "", deadline_s=60)[0], expected, "without a bug")
+    ends = ranks(2).run(planted, bug, deadline_s=60)
+    assert any(not np.allclose(end[n], expected[n], atol=1e-10) for end in ends for n in expected)
+
+
+@given(st.lists(st.integers(1, 500), max_size=40), st.integers(1, 9))
+def test_whole_parameters_are_dealt_evenly(sizes: list[int], ranks: int) -> None:
+    params = {str(i): torch.empty(size, device="meta") for i, size in enumerate(sizes)}
+    loads = [0] * ranks
+    layout = flat.Layout.dealt(params, flat.deal(params, loads), ranks)
+    assert layout.sizes == tuple(loads)
+    assert layout.padded == layout.size == sum(sizes)
+    assert max(loads) <= sum(sizes) / ranks + max(sizes, default=0)
+    dealt = [piece for rank in range(ranks) for piece in layout.pieces(rank)]
+    assert sorted((p.name, p.start, p.length) for p in dealt) == sorted(
+        (name, 0, p.numel()) for name, p in params.items()
+    )
+    for rank in range(ranks):
+        covered = sorted((p.offset, p.offset + p.length) for p in layout.pieces(rank))
+        assert [low for low, _ in covered] == [0, *(high for _, high in covered)][: len(covered)]
 
 
 def exchanged(world: World, strategy: str) -> list[Arrays]:
@@ -513,7 +669,7 @@ def refusals(world: World, make: MakeUsers, after: AfterStep | None) -> dict[str
 @pytest.mark.parametrize(
     ("make", "after", "refusing", "reason"),
     [
-        (of(Normed), None, (*FLAT, "pytorch_zero3"), "Normed does not update each element by it"),
+        (of(Normed), None, BY_BLOCK, "Normed does not update each element by it"),
         (
             of(torch.optim.Adafactor), None, (*FLAT, "pytorch_zero3"),
             "Adafactor does not update each element by itself",
@@ -523,13 +679,13 @@ def refusals(world: World, make: MakeUsers, after: AfterStep | None) -> dict[str
             "Coupled updates a parameter from what it knows of others",
         ),
         (
-            of(torch.optim.SGD, lr=0.1), normalizes, (*FLAT, "pytorch_zero3"),
+            of(torch.optim.SGD, lr=0.1), normalizes, BY_BLOCK,
             "after_step does not update each element by itself",
         ),
         (of(torch.optim.Rprop), None, ("pytorch_zero3",), "Rprop fails on it (RuntimeError"),
         (of(Noisy), None, (*KINDS, "simple_ddp"), ""),
         (
-            of(Remembers), None, (*FLAT, "pytorch_zero3"),
+            of(Remembers), None, BY_BLOCK,
             "Remembers keeps parameters in 'own' beside its groups",
         ),
     ],
@@ -631,7 +787,6 @@ def test_a_wrong_optimizer_is_refused_in_a_line(make: MakeUsers, message: str) -
         ({"clip_value": 0.0}, "training.clip_value must be above 0"),
         ({"ema_decay": 1.0}, "training.ema_decay must be above 0 and below 1"),
         ({"optimizer": "torch.nn:Linear"}, "is no class of torch.optim.Optimizer's kind"),
-        ({"optimizer": "muon"}, "Muon only supports 2D parameters"),
         ({"schedule": "test_optimizer:halves", "warmup_steps": 2}, "says it all itself"),
     ],
 )
@@ -685,10 +840,11 @@ def test_the_configs_keys_are_the_classes_arguments() -> None:
 
 def test_state_is_counted_by_measuring() -> None:
     sizes = {n: p.numel() for n, p in build_net(0).named_parameters() if p.requires_grad}
-    counted = {
-        name: plan_of(CASES[name].make, ema_decay=CASES[name].ema).state_per_parameter(sizes)
-        for name in ("sgd", "adam", "adamw", "adagrad", "lion", "counts", "average", "by name")
-    }
+    counted = {}
+    for name in ("sgd", "adam", "adamw", "adagrad", "lion", "counts", "average", "by name"):
+        tensors = plan_of(CASES[name].make, ema_decay=CASES[name].ema).state_tensors()
+        kept = sum(count * sizes[n] for n, count in tensors.items())
+        counted[name] = kept / sum(sizes.values())
     left_out = 1 - (sizes["inlet.weight"] + sizes["inlet.bias"]) / sum(sizes.values())
     assert counted == {
         "sgd": 1, "adam": 3, "adamw": 2, "adagrad": 1, "lion": 1, "counts": 0, "average": 3,

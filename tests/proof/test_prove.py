@@ -414,7 +414,7 @@ def job(ranks: int, micro: int, **options: Any) -> claims.Job:
         *(claims.Parameter(f"b{i}", (10, 20), 8, True, f"b{i}") for i in range(4)),
         claims.Parameter("frozen", (5,), 8, False, ""),
     ]
-    return claims.Job(tuple(params), 0, ranks, micro, 2, options)
+    return claims.Job(tuple(params), 0, ranks, micro, options)
 
 
 def test_every_strategy_has_a_claim() -> None:

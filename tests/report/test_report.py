@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from chrome import REAL, needs_real
+from chrome import FOLDERS
 from results import PARTS, cell, drawn_table, explained, proof, result_of, without_numbers
 from shardlab import numbers as fmt
 from shardlab import trace as traces
@@ -465,14 +465,14 @@ def profiles() -> Iterator[Any]:
     """A profiled step with memory copies, as GPUs have them; and those of real traces."""
     parts = {f"{part}_ms": float(i) for i, part in enumerate(PARTS, start=1)}
     yield pytest.param({**explained(0.0), **parts, "wall_ms": 21.0}, id="by hand")
-    for name in ("dlrm_kineto", "gloo2", "nccl_parser_config", "ns_resolution", "trace_filter"):
-        yield pytest.param(name, marks=needs_real, id=name)
+    for folder in FOLDERS:
+        yield pytest.param(folder, id=folder.name)
 
 
 @pytest.mark.parametrize("profile", list(profiles()))
 def test_terminal_and_page_agree_on_where_a_step_goes(profile: Any) -> None:
-    if isinstance(profile, str):
-        profile = traces.load(REAL / profile).mean_step()
+    if isinstance(profile, Path):
+        profile = traces.load(profile).mean_step()
     result = result_of(cell("single", 200, profile=profile, traces={"folder": "/nowhere"}))
     table = compare_terminal.explained_table(result)
     assert table is not None

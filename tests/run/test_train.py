@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import yaml
 import commands
 from conftest import GetRanks
 from shardlab import config as configs
+from shardlab import numbers
 from shardlab.errors import UsageError
 from shardlab.files import read_jsonl
+from shardlab.report import console
 from shardlab.run import assemble, loop
 from shardlab.runfolder import mark_crashed, new_folder
 from shardlab.world import World
@@ -56,6 +59,8 @@ def test_a_run_leaves_a_folder_that_explains_itself(tmp_path: Path) -> None:
         assert all(row["step_ms"] > 0 and row["data_ms"] >= 0 for row in rows)
         assert all(row["samples"] == 4 and row["targets"] == 4 * 64 for row in rows)
         assert all(row["rss_bytes"] > 50 << 20 for row in rows)
+        assert [row["learning_rate"] for row in rows] == [1e-3] * 6
+    assert result["seconds"] > sum(row["step_ms"] for row in ranks[0]) / 1e3
     assert [r["loss"] for r in ranks[0]] == [r["loss"] for r in ranks[1]]
     assert result["loss"] == ranks[0][-1]["loss"] < result["first_loss"]
     assert result["first_loss"] == pytest.approx(math.log(256), rel=0.1)
@@ -116,6 +121,58 @@ def test_one_global_batch_whatever_the_world(ranks: GetRanks) -> None:
         overrides = {**common, "strategy.name": strategy, "training.accumulate": micro}
         for got in ranks(world).run(losses, overrides):
             assert got == pytest.approx(reference, abs=1e-12)
+
+
+def told(world: World, steps: int, every: int | None) -> list[dict[str, Any]]:
+    """What rank 0 tells of steps that are too quick to be told one by one."""
+    from shardlab.comm import LEDGER
+    from shardlab.run.recorder import Recorder
+
+    events: list[Any] = []
+    world = replace(world, tell=events.append)
+    with Recorder(None, world, LEDGER, steps, rate=lambda: 0.25, log_every=every) as recorder:
+        for step in range(steps):
+            with recorder.step(step, []):
+                pass
+            recorder.loss(step, torch.zeros(()))
+    return [event for event in events if event["logged"]]
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "logged"),
+    [
+        (250, None, [0, *range(24, 250, 25)]),
+        (2000, None, [0, *range(99, 2000, 100)]),
+        (7, None, list(range(7))),
+        (25, 10, [0, 9, 19, 24]),
+        (1, None, [0]),
+    ],
+)
+def test_a_log_has_regular_steps(
+    steps: int, every: int | None, logged: list[int], ranks: GetRanks
+) -> None:
+    """However quick they are; progress is told ten times a second at most."""
+    (events,) = ranks(1).run(told, steps, every)
+    assert [event["step"] for event in events] == logged
+    assert all(event["learning_rate"] == 0.25 and event["seconds"] >= 0 for event in events)
+
+
+def test_a_line_of_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    event = {"step": 9, "steps": 20, "loss": 7.9564, "learning_rate": 1.44e-4, "step_ms": 5612.34}
+    with console.training_progress(enabled=True) as on_event:
+        on_event({**event, "logged": True, "seconds": 62.6})
+        on_event({**event, "logged": False, "seconds": 62.6})
+    line = "step 10/20  loss 7.9564  lr 0.000144  5612.3 ms  after 1 min 3 s\n"
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (59.9, "59.9 s"), (59.97, "1 min 0 s"), (119.7, "2 min 0 s"),
+     (7325, "2 h 2 min"), (200_000, "2 d 7 h")],
+)  # fmt: skip
+def test_a_duration(seconds: float, text: str) -> None:
+    assert numbers.duration(seconds) == text
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])

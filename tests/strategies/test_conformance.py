@@ -35,6 +35,15 @@ def test_equals_one_process(
     assert conform(ranks(world), strategy, cases, options) == []
 
 
+@pytest.mark.parametrize("world", long_unless(lambda world: world == 2, [2, 3, 4]))
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_muons_matrices_stay_whole(strategy: str, world: int, ranks: GetRanks) -> None:
+    """Of tied, frozen and unused ones too, and with several buckets."""
+    cases = [Case(c.toy, c.micro, "muon") for c in (SOME_CASES if world < 4 else FEW_CASES)]
+    buckets = {"bucket_mb": 1e-4, "first_bucket_mb": 1e-4}
+    assert conform(ranks(world), strategy, cases, buckets) == []
+
+
 def test_pytorch_ddp_as_recommended(ranks: GetRanks) -> None:
     """Without the search for unused parameters, which the comparison does not pay for."""
     cases = [c for c in FEW_CASES if c.toy not in ("unused", "branches")]

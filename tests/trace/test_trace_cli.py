@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -120,18 +121,16 @@ def test_json_on_stdout_is_the_file(folder: Path) -> None:
     assert printed == json.loads((folder / "summary.json").read_text())
 
 
-@chrome.needs_real
 def test_hta_compat_gives_htas_numbers(tmp_path: Path) -> None:
     """What the command writes, for a real trace that HTA rounds."""
-    source = chrome.REAL / "nccl_parser_config"
     out = {}
     for flag in ("--hta-compat", "--quiet"):
-        analyze(source, "--out", tmp_path / flag, flag)
-        [row] = json.loads((tmp_path / flag / "summary.json").read_text())["ranks"]
-        out[flag] = row["hta"]
-    assert out["--hta-compat"]["idle_time_us"] == 338_781
-    assert out["--hta-compat"]["comm_comp_overlap_pctg"] == pytest.approx(14.31, abs=0.005)
-    assert out["--quiet"]["idle_time_us"] == pytest.approx(336_419.715, abs=0.01)
+        analyze(chrome.RECORDED / "h200_gloo", "--out", tmp_path / flag, flag)
+        rows = json.loads((tmp_path / flag / "summary.json").read_text())["ranks"]
+        out[flag] = rows[0]["hta"]
+    assert out["--hta-compat"]["idle_time_us"] == 36_448
+    assert out["--hta-compat"]["comm_comp_overlap_pctg"] is None  # HTA knows NCCL alone
+    assert out["--quiet"]["idle_time_us"] == pytest.approx(36_323.654, abs=0.01)
 
 
 def test_names_from_a_file_are_only_names(tmp_path: Path) -> None:
@@ -195,10 +194,116 @@ def test_processes_give_the_same(folder: Path) -> None:
     assert one.summary() == two.summary()
 
 
-def test_whole_takes_a_trace_without_steps_as_one(tmp_path: Path) -> None:
+def test_a_trace_without_step_markers_is_one_window(tmp_path: Path) -> None:
     path = write(tmp_path / "t.json", document([operator("aten::mm", 10, 30)]))
-    [row] = traces.load(path, whole=True).breakdown()
+    found = traces.load(path)
+    [row] = found.breakdown()
     assert (row.wall_us, row.compute_us) == (30, 30)
+    assert not found.marked
+    write(tmp_path / "u.json", rank_trace(1))
+    both = traces.load(tmp_path)
+    assert any("in 1 of 2 traces" in note for note in both.warnings)
+    assert [row.steps for row in both.breakdown(per="rank")] == [1, 2]
+
+
+def test_a_recorded_trace_without_step_markers(tmp_path: Path) -> None:
+    """Two updates of two ranks under a plain profiler, as HTA's users have them."""
+    done = commands.here(
+        "trace", "analyze", str(chrome.RECORDED / "gloo_unmarked"), "--out", "out", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 ranks · the whole trace · ms of the CPU")
+    assert "note: no step markers (ProfilerStep#) in the traces: the whole of such" in done.stdout
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["marked"], summary["window"]) == (False, None)
+    assert [row["steps"] for row in summary["ranks"]] == [1, 1]
+    for row in summary["ranks"]:
+        assert sum(row[part] for part in PARTS) == pytest.approx(row["wall_us"])
+    reduces = [c for c in summary["collectives"] if c["kind"] == "all_reduce"]
+    # The two updates tell the phases: the second forward is not a part of the first backward.
+    assert [(c["phase"], c["matched_by"]) for c in reduces] == [("backward", "order")] * 2
+    page = (tmp_path / "out" / "summary.html").read_text()
+    assert "where the whole trace on 2 ranks went" in page
+    assert "The whole trace is" in page
+
+
+def test_every_window_has_a_report(tmp_path: Path) -> None:
+    source = chrome.RECORDED / "gloo_windows"
+    done = commands.here(
+        "trace", "analyze", str(source), "--select", "all", "--out", "out", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("step 2, window 1 of 2\n")
+    assert "\nstep 5, window 2 of 2\n" in done.stdout
+    for name, number in (("steps2-2", 2), ("steps5-5", 5)):
+        folder = tmp_path / "out" / name
+        assert {path.name for path in folder.iterdir()} == {
+            "summary.json", "summary.csv", "summary.html"
+        }  # fmt: skip
+        summary = json.loads((folder / "summary.json").read_text())
+        assert {row["step"] for row in summary["steps"]} == {number}
+        assert f"step {number}, window" in (folder / "summary.html").read_text()
+    printed = json.loads(analyze(source, "--select", "all", "--out", tmp_path / "json", "--json"))
+    assert printed["schema"] == 1
+    assert [report["window"] for report in printed["reports"]] == [
+        "step 2, window 1 of 2", "step 5, window 2 of 2"
+    ]  # fmt: skip
+    latest = json.loads(analyze(source, "--out", tmp_path / "latest", "--json"))
+    assert latest["ranks"] == printed["reports"][1]["ranks"]
+
+
+def test_an_operator_is_listed_once(tmp_path: Path) -> None:
+    """Over several windows, and with the span that the autograd engine puts around it."""
+    found = traces.load(chrome.RECORDED / "gloo_windows", select="all").kernels(top=10_000)
+    first, second = traces.load(chrome.RECORDED / "gloo_windows", select="all").windows().values()
+    names = [(row.rank, row.name) for row in found]
+    assert len(names) == len(set(names)) > 100
+    [addmm] = [row for row in found if (row.rank, row.name) == (0, "aten::addmm")]
+    parts = [r for w in (first, second) for r in w.kernels(10_000) if (r.rank, r.name) == names[0]]
+    assert addmm.count == 8
+    assert found[0].sum_us == pytest.approx(sum(row.sum_us for row in parts))
+    engine = "autograd::engine::evaluate_function: "
+    events = [
+        step(1, 0, 500),
+        operator(f"{engine}MmBackward0", 10, 100), operator("MmBackward0", 20, 80),
+        operator("aten::mm", 30, 60), operator(f"{engine}Other", 200, 50),
+    ]  # fmt: skip
+    rows = traces.load(write(tmp_path / "t.json", document(events))).kernels()
+    assert [(row.name, row.count, row.sum_us) for row in rows] == [
+        ("aten::mm", 1, 60), ("Other", 1, 50), ("MmBackward0", 1, 40)
+    ]  # fmt: skip
+    assert sum(row.sum_us for row in rows) == 150  # all time is there, once
+
+
+def test_glooes_reduce_scatter_is_called_what_it_is() -> None:
+    """An all-reduce and a copy: on CPU ranks, and on ranks whose tensors are on a GPU."""
+    for name in ("gloo_fsdp", "h200_gloo"):
+        found = traces.load(chrome.RECORDED / name)
+        rows = {row.name: row for row in found.collective_summary()}
+        assert set(rows) == {"all_gather", "all_reduce", "reduce_scatter (all_reduce + copy)"}
+        assert rows["reduce_scatter (all_reduce + copy)"].count == 2
+        assert rows["all_reduce"].count == 3
+        emulated = [c for c in found.collectives() if c.emulates]
+        assert {(c.kind, c.emulates) for c in emulated} == {("all_reduce", "reduce_scatter")}
+    assert rows["reduce_scatter (all_reduce + copy)"].bytes == 4 * (49_984 + 20_608)
+
+
+def test_a_sum_with_unknown_bytes_is_not_a_sum(tmp_path: Path) -> None:
+    """Two all-reduces, of which the trace knows one's size: at least that much."""
+    shapes = {"Input Dims": [[250]], "Input type": ["float"]}
+    events = [step(1, 0, 500)]
+    for at, args in ((100, shapes), (200, {})):
+        events += [
+            operator("c10d::allreduce_", at, 5),
+            span("gloo:all_reduce", at, 50, GLOO, **args),
+        ]
+    write(tmp_path / "rank0.json", document(events))
+    [row] = traces.load(tmp_path).collective_summary()
+    assert (row.bytes, row.bytes_at_least) == (None, 1000)
+    assert "≥ 1,000 B" in analyze(tmp_path)
+    assert "≥ 1,000 B" in (tmp_path / "summary.html").read_text()
+    unknown = analyze(chrome.RECORDED / "gloo_unmarked", "--out", tmp_path / "out")
+    assert re.search(r"^all_reduce +2 +– ", unknown, re.MULTILINE)
 
 
 # ------------------------------------------------------------------ what it refuses
@@ -229,18 +334,23 @@ def test_cut_in_the_middle(tmp_path: Path) -> None:
     assert "ends in the middle" in refused(path)
 
 
-def test_no_steps(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.json", document([operator("aten::mm", 10, 30)]))
-    message = refused(path)
-    assert "has no steps" in message
-    assert "--whole" in message
-
-
 def test_two_ranks_with_the_same_number(folder: Path) -> None:
     shutil.copy(folder / "rank0.json.gz", folder / "copy.json.gz")
     message = refused(folder)
     assert "two ranks with the same number" in message
     assert "copy.json.gz and rank0.json.gz" in message
+
+
+def test_traces_without_markers_are_of_one_run_only_if_they_are_of_one_time(tmp_path: Path) -> None:
+    """Their steps all have the number 0, which says nothing."""
+    for rank, minutes in ((0, 0), (1, 5)):
+        events = [operator("aten::mm", 60_000_000 * minutes, 30)]
+        write(tmp_path / f"r{rank}.json", document(events, rank))
+    assert "5 minutes apart" in refused(tmp_path)
+    write(tmp_path / "r1.json", document([operator("aten::mm", 50, 30)], rank=0))
+    found = traces.load(tmp_path, select="all")  # one rank that was recorded twice
+    assert list(found.windows()) == ["window1", "window2"]
+    assert [w.window for w in found.windows().values()] == ["window 1 of 2", "window 2 of 2"]
 
 
 @pytest.mark.parametrize(

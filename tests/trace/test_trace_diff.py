@@ -1,20 +1,23 @@
-"""Two runs side by side: the numbers, the sentence, the command."""
+"""Runs side by side: the numbers, the sentence, the command."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_capture import captured
 
+import chrome
 import commands
 from conftest import GetRanks
 from handmade import HandMade
 from shardlab.report import trace_diff as report
 from shardlab.trace import model
-from shardlab.trace.diff import Diff, diff, sentence
+from shardlab.trace.diff import Diff, diff, names_of, sentence
 
 
 class Slower(HandMade):
@@ -41,7 +44,7 @@ class Slower(HandMade):
 
 
 def of(a: HandMade, b: HandMade) -> Diff:
-    return diff(a, b, ("before", "after"))  # type: ignore[arg-type]
+    return diff(a, b, names=("before", "after"))  # type: ignore[arg-type]
 
 
 def test_what_changed_is_per_step_and_rank() -> None:
@@ -126,3 +129,51 @@ def test_the_command_refuses_what_is_no_trace(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert len(done.stderr.splitlines()) == 1
+
+
+# ------------------------------------------------------------------ three runs and more
+
+
+def test_three_runs_are_ranked_and_stand_in_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = (HandMade(), Slower(), HandMade(kernel="aten::other"))
+    found = diff(*runs, names=("first", "slow", "third"))  # type: ignore[arg-type]
+    assert sentence(found) == (
+        "first takes the least time, 10 ms a step; third as long and slow 40% more."
+    )
+    result = found.to_dict()
+    assert result["runs"] == ["first", "slow", "third"]
+    assert "a" not in result
+    [compute] = [row for row in result["rows"] if row["name"] == "compute"]
+    assert [value["us"] for value in compute["values"]] == [6000, 11000, 6000]
+    report.show(found)
+    lines = capsys.readouterr().out.splitlines()
+    table = {line.split()[0]: line.split()[1:] for line in lines if line[:5].strip()}
+    assert table["slow"][:3] == ["14.0", "1.40×", "11.0"]
+    assert table["third"][:3] == ["10.0", "1.00×", "6.00"]
+    assert table["aten::addmm"] == ["5.00", "10.0", "–"]
+
+
+def test_the_command_takes_three_runs(tmp_path: Path) -> None:
+    paths = [str(chrome.RECORDED / name) for name in ("gloo_windows", "gloo_fsdp", "gloo_unmarked")]
+    done = commands.here("trace", "diff", *paths, "--out", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out" / "diff.json").read_text())
+    assert result["runs"] == ["gloo_windows", "gloo_fsdp", "gloo_unmarked"]
+    printed = commands.here("trace", "diff", *paths, "--json", cwd=tmp_path)
+    assert json.loads(printed.stdout) == result
+    one = commands.here("trace", "diff", paths[0], cwd=tmp_path)
+    assert one.returncode == 2
+    assert "Give two runs, or more" in one.stderr
+
+
+def test_runs_are_called_by_what_sets_them_apart(tmp_path: Path) -> None:
+    def names(*paths: str, strategies: tuple[str, ...]) -> tuple[str, ...]:
+        runs: Any = [
+            SimpleNamespace(traces=[SimpleNamespace(shardlab={"strategy": s})]) for s in strategies
+        ]
+        return names_of(runs, [tmp_path / path for path in paths])
+
+    assert names("x", "y", "z", strategies=("a", "b", "c")) == ("a", "b", "c")
+    assert names("x", "y", "z", strategies=("a", "b", "a")) == ("x", "y", "z")
+    assert names("1/x", "2/x", "1/y", strategies=("", "", "")) == ("1/x", "2/x", "1/y")
+    assert names("x", "x", "y", strategies=("", "", "")) == ("x (A)", "x (B)", "y (C)")

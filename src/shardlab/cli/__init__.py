@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from shardlab.cli import (
     measure,
     network,
     prove,
+    runs,
     submit,
     trace,
     train,
@@ -43,6 +45,7 @@ app.add_typer(data.app, name="data")
 app.add_typer(trace.app, name="trace")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(learn.app, name="learn")
+app.add_typer(runs.app, name="runs")
 
 
 def _print_version(asked: bool) -> None:
@@ -72,6 +75,9 @@ def main() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     # We report a lost peer in one line; c10d would add a page of its C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # "?" where a terminal does not know UTF-8
     try:
         Path.cwd()
     except OSError:

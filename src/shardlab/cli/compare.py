@@ -17,6 +17,7 @@ import typer
 from shardlab import output
 from shardlab.cli import flags
 from shardlab.errors import Interrupted, NodeLost, UsageError
+from shardlab.runlock import RunLock
 
 
 @flags.configured(
@@ -123,9 +124,13 @@ def compare(
         gate.refuse_others(earlier, cells)
         gate.refuse_unsure(earlier, plan.repeats, limits)
 
+    lock = ctx.with_resource(RunLock())  # while it measures, nobody else may write there
+
     @functools.cache  # created when there is something to write: a refusal leaves nothing behind
     def folder() -> Path:
-        return resume or flags.new_folder(first, "compare")
+        made = resume or flags.new_folder(first, "compare")
+        lock.take(made)
+        return made
 
     try:
         with (

@@ -63,11 +63,19 @@ def start(
 
 
 @app.command()
-def show(name: Annotated[str, NAME]) -> None:
-    """Show an exercise: why it matters, the task, how it is checked, pitfalls, what it costs."""
+def show(
+    name: Annotated[str, NAME],
+    folder: Annotated[Path, DIR] = DEFAULT_DIR,
+    pitfalls: bool = typer.Option(False, "--pitfalls", help="Also before your first check."),
+) -> None:
+    """Show an exercise: why it matters, the task, how it is checked, what it costs.
+
+    Pitfalls are shown after your first check.
+    """
     from shardlab.report import learn as report
 
-    report.print_readme(exercises.find(name))
+    exercise = exercises.find(name)
+    report.print_readme(exercise, pitfalls or exercises.progress(folder)[name]["checks"] > 0)
 
 
 @app.command()

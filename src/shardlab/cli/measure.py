@@ -56,7 +56,10 @@ def throughput(
         1e12, help="Extrapolate to a model of this many parameters …"
     ),
     tokens: float = typer.Option(1e13, help="… trained on this many tokens …"),
-    target_days: float = typer.Option(90.0, help="… in this many days."),
+    target_days: float = typer.Option(90.0, help="… in this many days …"),
+    price_per_hour: float | None = typer.Option(
+        None, help="… at this price of a device's hour, in any currency."
+    ),
 ) -> None:  # fmt: skip
     """Measure tokens/s, MFU and peak memory for each batch size, until memory runs out."""
     from shardlab.measure import throughput as measuring
@@ -79,7 +82,7 @@ def throughput(
         most=max_micro_batch,
         time_limit_s=time_limit,
     )
-    goal = measuring.Goal(model_params, tokens, target_days)
+    goal = measuring.Goal(model_params, tokens, target_days, price_per_hour)
     resolved = asked.config()
     place = places.joined()
     ranks = world or resolved.launch.world or (1 if place is None else place.size)
@@ -183,8 +186,9 @@ def _weigher(ranks: RankSet) -> Callable[[Config], dict[str, Any]]:
         asked, cores = config.launch.world or 1, os.cpu_count() or 1
         if config.launch.device != "cuda" and asked > MOST_RANKS_PER_CORE * cores:
             raise UsageError(f"{asked} ranks are too many to run on {cores} cores")
-        found: dict[str, Any] = ranks.run(f"{estimate.__name__}:weigh", config.to_dict())[0]
-        return found
+        here, values = estimate.__name__, config.to_dict()
+        found: dict[str, Any] = ranks.run(f"{here}:weigh", values)[0]
+        return {**found, "reserved": ranks.run(f"{here}:reserved", values)[0]}
 
     return weigh
 

@@ -20,14 +20,14 @@ app = App(
 )
 
 SELECT = typer.Option(
-    "--select", help="latest: the newest run and its last window; all: every one.", metavar="WHICH"
-)
+    "--select", metavar="WHICH",
+    help="latest: the newest run and its last window; all: every one (analyze: a report for each).",
+)  # fmt: skip
 JOBS = typer.Option(
     "--jobs", "-j", help="Processes that read files.  (default: one per core)", show_default=False
 )
-WHOLE = typer.Option("--whole", help="Take a trace without step markers as one step.")
 QUIET = typer.Option("--quiet", "-q", help="No tables: only where the files are.")
-JSON = typer.Option("--json", help="Print summary.json, and nothing else, on stdout.")
+JSON = typer.Option("--json", help="Print summary.json (of several: a list), and nothing else.")
 
 
 @app.command()
@@ -46,7 +46,6 @@ def analyze(
         None, "--out", "-o", help="Folder for the files.  (default: beside the traces)",
         metavar="DIR",
     ),
-    whole: Annotated[bool, WHOLE] = False,
     hta_compat: bool = typer.Option(
         False, "--hta-compat", help="HTA's numbers by HTA's own rules, its errors included."
     ),
@@ -60,14 +59,16 @@ def analyze(
 
     if top < 0:
         raise UsageError(f"--top {top}: how many to list cannot be negative")
-    found = trace.load_runs(paths, select, jobs, whole)
-    failures = []
-    for i, traces in enumerate(found):
+    runs = trace.load_runs(paths, select, jobs)
+    found: list[tuple[TraceSet, Path]] = []
+    for run in runs:
+        folder, windows = _folder(run, out, several=len(runs) > 1), run.windows()
+        found += [(own, folder / name if own.window else folder) for name, own in windows.items()]
+    failures, summaries = [], []
+    for i, (traces, folder) in enumerate(found):
         summary = traces.summary(hta_compat)
-        folder = _folder(traces, out, several=len(found) > 1)
-        if as_json:
-            output.say_json(summary)
-        elif not quiet:
+        summaries.append(summary)
+        if not as_json and not quiet:
             report.show(traces, hta_compat=hta_compat, top=top, first=i == 0)
         try:
             files = report.write(folder, traces, summary)
@@ -82,33 +83,46 @@ def analyze(
             for cut in traces.traces
             if cut.truncated
         ]
+    if as_json:
+        several_reports = {"schema": 1, "reports": summaries}
+        output.say_json(summaries[0] if len(summaries) == 1 else several_reports)
     if failures:  # the exit code tells a script that the output is incomplete
         raise UsageError(failures[0])
 
 
 @app.command()
 def diff(
-    a: Annotated[Path, typer.Argument(help="A run folder, or a folder of traces.", metavar="A")],
-    b: Annotated[Path, typer.Argument(help="Another, to compare with it.", metavar="B")],
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Run folders, or folders of traces: two, or more side by side.",
+            metavar="A B...",
+            show_default=False,
+        ),
+    ],
     select: Annotated[str, SELECT] = "latest",
     jobs: Annotated[int | None, JOBS] = None,
     out: Path | None = typer.Option(
         None, "--out", "-o", help="Folder for diff.json.  (default: none is written)",
         metavar="DIR",
     ),
-    whole: Annotated[bool, WHOLE] = False,
     as_json: bool = typer.Option(
         False, "--json", help="Print diff.json, and nothing else, on stdout."
     ),
 ) -> None:  # fmt: skip
-    """Say what became faster or slower from A to B: by part, phase, collective and operator."""
+    """Say what became faster or slower from A to B: by part, phase, collective and operator.
+
+    With three runs or more: where a step goes in each of them, in one table.
+    """
     from shardlab import trace
     from shardlab.files import write_json
     from shardlab.report import trace_diff as report
     from shardlab.trace import diff as diffs
 
-    sides = trace.load(a, select, jobs, whole), trace.load(b, select, jobs, whole)
-    found = diffs.diff(*sides, diffs.names_of(*sides, (a, b)))
+    if len(paths) < 2:
+        raise UsageError(f"trace diff {paths[0]}: with what? Give two runs, or more")
+    runs = [trace.load(path, select, jobs) for path in paths]
+    found = diffs.diff(*runs, names=diffs.names_of(runs, paths))
     file = None
     if out is not None:
         try:

@@ -6,9 +6,11 @@ Importing this costs nothing. What an exercise is: ``exercise.py``; how a file i
 
 ORDER = (
     "sampler",
+    "token_shards",
     "broadcast",
     "simple_ddp",
     "accumulation",
+    "global_loss",
     "hooks",
     "async_allreduce",
     "buckets",
@@ -16,8 +18,12 @@ ORDER = (
     "zero1",
     "zero2",
     "zero3",
+    "fsdp",
     "mixed_precision",
     "checkpoint",
+    "trainer",
+    "throughput",
     "read_trace",
+    "memory_estimate",
     "choose_strategy",
 )

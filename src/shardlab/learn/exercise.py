@@ -33,6 +33,13 @@ if TYPE_CHECKING:
     from shardlab.learn.spy import Spy
 
 FOLDER = Path(__file__).parent / "exercises"
+# Ends every file that ``start`` writes: run as a script, it would do nothing, without a word.
+RUN_AS_A_SCRIPT = """
+
+if __name__ == "__main__":
+    print("An exercise runs on several ranks, so Python alone does nothing with it. Check it with:")
+    print(f"  shardlab learn check {__file__!r}")
+"""
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]  # by rank
@@ -146,6 +153,7 @@ class Exercise:
             (self.folder / file).read_text(encoding="utf-8") for file in files
         )
         self.title = self.readme.partition("\n")[0].removeprefix("#").strip()
+        self.picture = self.folder / "picture.svg"
         self.hints = [hint.strip() for hint in re.split(r"^---+$", hints, flags=re.M)]
         # The solution's docstring begins with the file of the package that does the same.
         found = re.search(r"[\w/]+\.py", self.solution)
@@ -226,5 +234,5 @@ def start(exercise: Exercise, folder: Path) -> Path:
         )
     keep(folder, exercise.name, started=now())
     with writable(folder):
-        path.write_text(exercise.template, encoding="utf-8")
+        path.write_text(exercise.template + RUN_AS_A_SCRIPT, encoding="utf-8")
     return path

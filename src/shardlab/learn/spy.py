@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 
 Row = dict[str, Any]
@@ -100,6 +101,7 @@ class Spy:
     def clear(self) -> None:
         """Forget the calls so far."""
         self.calls: list[Row] = []
+        self.before: Callable[[Row], None] = lambda _row: None  # done before each call
         self._models: list[nn.Module] = []
         self.mark("")
 
@@ -128,6 +130,20 @@ class Spy:
                 self._wrappers[name] = self._wrapped(name, original)
                 for module in _MODULES:
                     setattr(module, name, self._wrappers[name])
+        functional.wait_tensor = self._waiting(functional.wait_tensor)
+
+    def _waiting(self, original: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """What a DTensor sends does not pass through ``torch.distributed``, but is waited for
+        here. No row is kept; the guard hears of it, to tell a rank that waits from a busy one."""
+
+        def wait(tensor: Tensor) -> Tensor:
+            row = {"op": "a collective of a DTensor", "what": "", "line": self._line()}
+            self._tell("wait", row)
+            result = original(tensor)
+            self._tell("leave", None)
+            return result
+
+        return wait
 
     def _wrapped(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         names = list(inspect.signature(original).parameters)
@@ -140,6 +156,7 @@ class Spy:
             self.calls.append(row)
             self._tell("enter", row)
             with self.paused():
+                self.before(row)
                 handle = original(*args, **kwargs)
             if row["is_async"] and handle is not None:
                 handle = _Handle(handle, self, row, tensor)

@@ -106,7 +106,7 @@ class Row:
     device: str = "auto"  # what the estimate is for
     kernels: str | None = None  # the device whose operators were asked
     estimate: dict[str, dict[str, int]] | None = None
-    measured: dict[str, dict[str, int]] | None = None
+    measured: dict[str, Any] | None = None  # the same; and "reserved" bytes, on a GPU
     assumed: Sequence[str] = ()  # lines of the model that asked a tensor for its value
     about: Mapping[str, Any] = field(default_factory=dict)  # the data, and notes on the workload
     largest_batch: int | None = None  # samples of a rank's micro-batch that fit; 0: not even one
@@ -261,11 +261,16 @@ def _row(row: Row, limit: int | None) -> dict[str, Any]:
         "status": row.status,
         "reason": row.reason,
         "step_bytes": step,
+        "update_bytes": estimate.get("update"),
+        "between_bytes": estimate.get("between"),
         "building_bytes": estimate["building"]["total"] if estimate else None,
         "fits": None if limit is None or step is None else step["total"] <= limit,
         "largest_batch": row.largest_batch,
         "measured_step_bytes": measured.get("step"),
+        "measured_update_bytes": measured.get("update"),
+        "measured_between_bytes": measured.get("between"),
         "measured_building_bytes": measured["building"]["total"] if measured else None,
+        "measured_reserved_bytes": measured.get("reserved"),
         "unmeasured": row.unmeasured,
         "assumed": list(row.assumed),
         "error": errors(step, measured.get("step")),
@@ -323,10 +328,15 @@ def _answer(pipe: Any) -> None:
 @on_its_ranks
 def weigh(world: World, config: Config) -> dict[str, Any]:
     """The same, measured: the fullest rank at each of the two peaks."""
+    import torch
+
     from shardlab.measure import memory
     from shardlab.run import assemble, loop
 
     causes = memory.Causes()
+    if world.device.type == "cuda":  # what the allocator has reserved until now is not this run's
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(world.device)
     workload = assemble.build_workload(config)
     built, allocations = memory.trace(
         world.device, lambda: memory.run_steps(workload, config, world, causes, loop.Batches)
@@ -334,6 +344,16 @@ def weigh(world: World, config: Config) -> dict[str, Any]:
     own = memory.weights(allocations, causes, built)
     ranks = world.gather(own)
     return {part: fullest(rank[part] for rank in ranks) for part in own}
+
+
+@on_its_ranks
+def reserved(world: World, _config: Config) -> int | None:
+    """Bytes that PyTorch's allocator took of a GPU at most, since these ranks were last weighed."""
+    import torch
+
+    if world.device.type != "cuda":
+        return None
+    return int(max(world.gather(torch.cuda.max_memory_reserved(world.device))))
 
 
 @on_its_ranks

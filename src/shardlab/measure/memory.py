@@ -154,6 +154,10 @@ def at_peak(
         inside = (since is None or now >= since) and (until is None or now < until)
         if inside and total > most:
             most, when = total, now
+    return held_at(allocations, when)
+
+
+def held_at(allocations: Sequence[Allocation], when: int) -> list[Allocation]:
     return [a for a in allocations if a.begin <= when and (a.end is None or a.end > when)]
 
 
@@ -170,6 +174,8 @@ class Causes:
 
     looks: list[tuple[int, str, set[int]]] = field(default_factory=list)  # (time, cause, addresses)
     forwards: list[tuple[int, int]] = field(default_factory=list)  # begin and end
+    # Of the last step: "update", when backward is done, and "between", when the update is.
+    moments: dict[str, int] = field(default_factory=dict)
     address: Callable[[Tensor], int] = data_address
 
     def look(self, *, with_gradients: bool) -> None:
@@ -264,8 +270,10 @@ def run_steps(
             with causes.step():
                 strategy.gradients(microbatches)
             causes.look(with_gradients=True)
+            causes.moments["update"] = time.time_ns()
             strategy.step()
             causes.look(with_gradients=False)
+            causes.moments["between"] = time.time_ns()
         # A collective that ends after the profiler has crashes the process (torch 2.13).
         strategy.settle()
     finally:
@@ -276,8 +284,10 @@ def run_steps(
 def weights(
     allocations: Sequence[Allocation], causes: Causes, built: int
 ) -> dict[str, dict[str, int]]:
-    """Bytes by cause at two peaks: while model and strategy are built, and in the steps after."""
+    """Bytes by cause at two peaks, while model and strategy are built and in the steps after, and
+    at two moments of a step: before the update, and between two steps."""
     return {
         "building": causes.of(at_peak(allocations, until=built)),
         "step": causes.of(at_peak(allocations, since=built)),
+        **{name: causes.of(held_at(allocations, when)) for name, when in causes.moments.items()},
     }

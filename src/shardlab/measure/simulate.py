@@ -41,6 +41,7 @@ from shardlab.errors import UsageError
 from shardlab.measure import memory
 from shardlab.measure.memory import Allocation, Causes
 from shardlab.measure.values import GUESSES, NO_VALUES, Values, in_a_line
+from shardlab.optim import factory
 from shardlab.run import assemble, loop
 from shardlab.run import place as places
 from shardlab.strategies.base import MakeOptimizer
@@ -424,8 +425,9 @@ def _simulate(config: Config, device: str, here: bool, values: Values) -> dict[s
     def optimizer_there(
         training: TrainingConfig, workload: Workload, model: nn.Module
     ) -> MakeOptimizer:
-        there = torch.device(device)
-        return make_optimizer(training, workload, model, there, measures=False)  # no values here
+        plan = make_optimizer(training, workload, model, torch.device(device), measures=False)
+        with _disable_current_modes():  # there are no values in a simulation
+            return factory.knows_what_is_whole(plan)
 
     with ExitStack() as stack:
         stack.enter_context(without_peers())

@@ -86,11 +86,15 @@ class Goal:
     params: float = 1e12
     tokens: float = 1e13
     days: float = 90.0
+    price_per_hour: float | None = None  # of a device; None: it is not asked for
 
     def __post_init__(self) -> None:
-        flags = {"model-params": self.params, "tokens": self.tokens, "target-days": self.days}
+        flags = {
+            "model-params": self.params, "tokens": self.tokens, "target-days": self.days,
+            "price-per-hour": self.price_per_hour,
+        }  # fmt: skip
         for flag, value in flags.items():
-            if not 0 < value < math.inf:
+            if value is not None and not 0 < value < math.inf:
                 raise UsageError(f"--{flag} must be above 0, got {value:g}")
 
 
@@ -288,10 +292,13 @@ def extrapolate(goal: Goal, flops_per_s: float, peak: Mapping[str, Any]) -> dict
         "flops": flops,
         "flops_per_s": flops_per_s,
         "mfu": flops_per_s / peak["flops_per_s"],
+        "tokens_per_s": flops_per_s / (6 * goal.params),
         "days": days,
         "years": days / YEAR_DAYS,
         "target_days": goal.days,
         "devices": math.ceil(days / goal.days),
+        "price_per_hour": goal.price_per_hour,
+        "cost": None if goal.price_per_hour is None else 24 * days * goal.price_per_hour,
         "assumption": "6 FLOPs per parameter and token; a device does as many per second as in the "
         "best row, with the larger model too; devices add up without loss",
     }

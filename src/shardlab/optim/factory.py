@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from shardlab import naming
 from shardlab.config import NO_DECAY, OPTIMIZERS, TrainingConfig
 from shardlab.errors import UsageError, unknown
+from shardlab.optim import muon
 from shardlab.optim.traits import Traits, fails_on_rows, measured, name_of
 from shardlab.workloads.base import AfterStep, MakeUsers
 from shardlab.workloads.blame import blame
@@ -191,15 +192,18 @@ class Plan:
         first = value.reshape(-1)[:1]
         return first.expand(held.numel()).clone().view(held.shape)
 
-    def state_per_parameter(self, sizes: Mapping[str, int]) -> float:
-        """State tensors that are kept for a parameter, on average over the given bytes."""
+    def state_tensors(self) -> dict[str, float]:
+        """Tensors of its size that the optimizer keeps for each parameter that it updates."""
         assert self.traits is not None
-        total = sum(
-            count * sizes.get(name, 0)
-            for names, count in zip(self.groups(), self.traits.state, strict=True)
-            for name in names
-        )
-        return total / max(1, sum(sizes.values()))
+        groups = zip(self.groups(), self.traits.state, strict=True)
+        return {name: count for names, count in groups for name in names}
+
+    def whole_names(self) -> frozenset[str]:
+        """The parameters that the optimizer must be given whole."""
+        if self.traits is None or self.traits.flat is None:
+            return frozenset()
+        groups = zip(self.groups(), self.traits.whole, strict=True)
+        return frozenset(name for names, is_whole in groups if is_whole for name in names)
 
 
 # ------------------------------------------------------------------ what may be done with it
@@ -218,10 +222,29 @@ def check(make_optimizer: Any, how: str, strategy: str, mesh: DeviceMesh | None 
     if reason is None and mesh is not None:
         reason = fails_on_rows(plan, mesh)
     if reason is not None:
-        raise UsageError(
-            f"{strategy} {how}, and {reason}; use a strategy with whole parameters, such as "
-            "bucket_ddp_async or pytorch_ddp"
-        )
+        raise _refused(strategy, how, reason)
+
+
+def kept_whole(make_optimizer: Any, strategy: str) -> frozenset[str]:
+    """The parameters that the optimizer must be given whole, for a strategy that may cut them.
+
+    An optimizer that needs several of them at once, or whose state has other shapes, is refused.
+    """
+    plan = make_optimizer
+    if not isinstance(plan, Plan) or not (whole := plan.whole_names()):
+        return frozenset()
+    traits = plan.traits or Traits()
+    if traits.dealt or traits.reshaped:
+        reasons = (traits.flat, traits.reshaped if not traits.dealt else None)
+        raise _refused(strategy, FLAT, ", and ".join(reason for reason in reasons if reason))
+    return whole
+
+
+def _refused(strategy: str, how: str, reason: str) -> UsageError:
+    return UsageError(
+        f"{strategy} {how}, and {reason}; use a strategy with whole parameters, such as "
+        "bucket_ddp_async or pytorch_ddp"
+    )
 
 
 def _known(optimizer: Optimizer) -> tuple[Traits, After | None]:
@@ -341,19 +364,34 @@ def plan(
     label: str,
     device: torch.device | None = None,
     measures: bool = True,
+    blocks: Sequence[str] = (),
 ) -> Plan:
-    """How to make the optimizer of a run. ``device`` is the run's, where it is not the model's."""
+    """How to make the optimizer of a run. ``device`` is the run's, where it is not the model's.
+    ``blocks``: the names of the model's, whose matrices are Muon's."""
     if make is not None:
         _refuse_both(training, label)
     else:
         device = device or next(model.parameters()).device
-        make, label = named_by(training, device), f"training.optimizer {training.optimizer}"
+        is_muon = training.optimizer == "muon"
+        make = named_by(training, device, muon.matrices(model, blocks) if is_muon else frozenset())
+        label = f"training.optimizer {training.optimizer}"
     functions: tuple[AfterStep, ...] = () if after is None else (after,)
     if training.ema_decay is not None:
         functions += (moving_average(training.ema_decay),)
     whole = {name: _stand_in(p) for name, p in model.named_parameters()}
     made = Plan(make, label, whole, functions)
     return replace(made, traits=measured(made)) if measures else made
+
+
+def knows_what_is_whole(plan: Plan) -> Plan:
+    """For a simulation without values: the plan with what was measured on small tensors of the CPU,
+    if the optimizer needs whole parameters. Otherwise nothing of it matters there."""
+    whole = {
+        name: nn.Parameter(torch.zeros((), dtype=p.dtype).expand(p.shape), p.requires_grad)
+        for name, p in plan.whole.items()
+    }
+    traits = measured(replace(plan, whole=whole))
+    return plan if traits.flat is None else replace(plan, traits=traits)
 
 
 # The settings of the config that are arguments of an optimizer's class, under its names.
@@ -374,8 +412,10 @@ def _refuse_both(training: TrainingConfig, label: str) -> None:
             )
 
 
-def named_by(training: TrainingConfig, device: torch.device) -> MakeUsers:
-    """The class that the config names, with its settings as arguments."""
+def named_by(
+    training: TrainingConfig, device: torch.device, matrices: frozenset[str] = frozenset()
+) -> MakeUsers:
+    """The class that the config names, with its settings as arguments. ``matrices``: Muon's."""
     kind = _resolved(training.optimizer)
     parameters = inspect.signature(kind).parameters.values()
     takes = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -404,19 +444,26 @@ def named_by(training: TrainingConfig, device: torch.device) -> MakeUsers:
         options["fused"] = True if device.type == "cuda" else None
 
     def make(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-        params = [p for _, p in named]
-        groups: list[dict[str, Any]] = [{"params": params}]
-        if training.no_decay != NO_DECAY[0]:
-            groups = [
-                {"params": [p for p in params if p.dim() > 1]},
-                {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
-            ]
-        return cast(Optimizer, kind([group for group in groups if group["params"]], **options))
+        groups: list[dict[str, Any]] = []
+        by_kind: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        for name, p in named:
+            decays = training.no_decay == NO_DECAY[0] or p.dim() > 1
+            by_kind.setdefault((name not in matrices, not decays), []).append(p)
+        for (is_others, no_decay), params in sorted(by_kind.items(), key=lambda item: item[0]):
+            group: dict[str, Any] = {"params": params}
+            if matrices:
+                group["by_muon"] = not is_others
+            if no_decay:
+                group["weight_decay"] = 0.0
+            groups.append(group)
+        return cast(Optimizer, kind(groups, **options))
 
     return make
 
 
 def _resolved(name: str) -> Any:
+    if name == "muon":
+        return muon.Muon
     if ":" not in name:
         classes = {n.lower(): c for n, c in vars(torch.optim).items() if isinstance(c, type)}
         kind = classes.get(name)

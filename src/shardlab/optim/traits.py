@@ -34,6 +34,8 @@ class Traits:
     dealt: str | None = None  # why it cannot update some parameters without the others
     by_parts: bool = True  # step() may be called for some of the parameters at a time
     is_random: bool = False
+    whole: tuple[bool, ...] = ()  # by group: it needs whole parameters, where pieces will not do
+    reshaped: str | None = None  # why its state cannot be gathered as its parameters are
     unsaved: str | None = None  # why a run with it cannot be resumed from a checkpoint
     state: tuple[float, ...] = ()  # by group: state tensors for each parameter
     numbers: Mapping[str, Any] = field(default_factory=dict)  # state that is one number: its type
@@ -128,6 +130,8 @@ def _measure(plan: Plan, samples: list[list[str]], name: str) -> Traits:
         traits,
         flat=flat,
         dealt=dealt,
+        # Each group by itself: Muon's matrices must be whole, what AdamW updates beside them not.
+        whole=tuple(bool(fails([{n: p[n] for n in group} for p in cut])) for group in samples),
         by_parts=not is_alone and fails(whole, by_parts=True) is None,
         is_random=fails(whole, seed=1) is not None,
     )
@@ -257,7 +261,7 @@ def _of_state(trial: _Trial, samples: list[list[str]], name: str) -> Traits:
     """What the optimizer keeps: tensors, numbers, and whether a checkpoint can hold them."""
     counts: list[float] = []
     numbers: dict[str, Any] = {}
-    unsaved = None
+    unsaved = reshaped = None
     for names in samples:
         params = [trial.ends[0][n] for n in names]
         kept = 0
@@ -265,6 +269,8 @@ def _of_state(trial: _Trial, samples: list[list[str]], name: str) -> Traits:
             for key, value in trial.optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor) and value.dim():  # of any shape: see Adafactor's
                     kept += value.numel()
+                    if value.shape != p.shape:
+                        reshaped = f"{name} keeps '{key}' of another shape than the parameter's"
                 elif isinstance(value, Tensor) and not p.dim():
                     kept += key != "step"
                 elif isinstance(value, Tensor):
@@ -280,7 +286,13 @@ def _of_state(trial: _Trial, samples: list[list[str]], name: str) -> Traits:
         for key, value in _plain(group).items()
         if options.get(key) != value
     )
-    return Traits(state=tuple(counts), numbers=numbers, unsaved=unsaved, counters=changed)
+    return Traits(
+        state=tuple(counts),
+        numbers=numbers,
+        reshaped=reshaped,
+        unsaved=unsaved,
+        counters=changed,
+    )
 
 
 def name_of(optimizer: Optimizer) -> str:

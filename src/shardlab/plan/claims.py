@@ -22,6 +22,8 @@ class Parameter:
     itemsize: int
     trains: bool
     block: str  # the block it lies in; "" outside of all
+    state: float = 2.0  # tensors of its size that the optimizer keeps for it: two for Adam
+    is_whole: bool = False  # the optimizer must be given all of it at once, as Muon its matrices
 
     @property
     def bytes(self) -> int:
@@ -41,7 +43,6 @@ class Job:
     buffers: int  # bytes
     ranks: int
     micro: int
-    state: float  # tensors that the optimizer keeps for each parameter: two for Adam
     options: Mapping[str, Any] = field(default_factory=dict)  # of the strategy
     ranks_per_node: int = 0  # 0: there is one node, or it is not known
 
@@ -54,6 +55,11 @@ class Job:
     def psi(self) -> int:
         """Ψ: bytes of those that train."""
         return sum(p.bytes for p in self.params if p.trains)
+
+    @property
+    def state(self) -> float:
+        """Bytes of the optimizer's state for all that trains."""
+        return sum(p.bytes * p.state for p in self.params if p.trains)
 
 
 Bytes = Callable[[Job], float]
@@ -68,7 +74,7 @@ class Claim:
     overlap: str = "none"  # or "some": whether gradients are sent before backward has ended
     params: Bytes = lambda job: job.held
     gradients: Bytes = lambda job: job.psi
-    optimizer: Bytes = lambda job: job.state * job.psi
+    optimizer: Bytes = lambda job: job.state
     keeps_gradients: bool = False  # their buffers stay allocated from step to step
     # The most that gradients() may hold beyond what is there between steps; None: no promise.
     peak: Bytes | None = None
@@ -122,6 +128,17 @@ def one_nth(size: Bytes) -> Bytes:
     return lambda job: size(job) / job.ranks
 
 
+def at_most_one_more(size: Bytes, of: Callable[[Parameter], float]) -> Bytes:
+    """One n-th; but what the optimizer needs whole is dealt out, each to the rank that has least.
+    The fullest then has the average and at most one more of them."""
+
+    def fullest(job: Job) -> float:
+        largest = max((of(p) for p in job.params if p.is_whole and p.trains), default=0.0)
+        return (size(job) + (job.ranks - 1) * largest) / job.ranks
+
+    return fullest
+
+
 def a_few_units(job: Job) -> float:
     """This rank's gradients, and what is on its way: some blocks or buckets. All parameters, or
     all gradients, would be the whole of ``held``; in a model of many blocks some are much less."""
@@ -155,10 +172,13 @@ def trained_part(job: Job) -> float:
 def dealt_out(job: Job) -> float:
     """ZeroRedundancyOptimizer gives each parameter, the largest first, to the rank with the least:
     the share of the fullest."""
-    shares = [0] * job.ranks
-    for size in sorted((p.bytes for p in job.params if p.trains), reverse=True):
-        shares[shares.index(min(shares))] += size
-    return job.state * max(shares)
+    shares, states = [0] * job.ranks, [0.0] * job.ranks
+    trained = (p for p in job.params if p.trains)
+    for p in sorted(trained, key=lambda p: p.bytes, reverse=True):
+        least = shares.index(min(shares))
+        shares[least] += p.bytes
+        states[least] += p.bytes * p.state
+    return max(states)
 
 
 def all_ranks(job: Job) -> int:
@@ -217,7 +237,9 @@ def fully_sharded(
         "some",
         params=lambda job: padded(job) / parts(job),
         gradients=lambda job: padded(job, only_trained=True) / parts(job),
-        optimizer=lambda job: job.state * padded(job, only_trained=True) / parts(job),
+        optimizer=lambda job: sum(
+            p.state * p.padded(parts(job)) / parts(job) for p in job.params if p.trains
+        ),
         peak=peak,
         groups=groups,
         if_irregular=8.0,  # each call of a block gathers it anew
@@ -247,14 +269,16 @@ CLAIMS: dict[str, Claim] = {
     "zero1": Claim(
         {"reduce_scatter": once, "all_gather": once},
         "some",
-        optimizer=one_nth(FULL.optimizer),
+        optimizer=at_most_one_more(FULL.optimizer, lambda p: p.bytes * p.state),
+        least_optimizer=one_nth(FULL.optimizer),
         keeps_gradients=True,
     ),
     "zero2": Claim(
         {"reduce_scatter": each_time, "all_gather": once},
         "some",
-        gradients=one_nth(FULL.gradients),
-        optimizer=one_nth(FULL.optimizer),
+        gradients=at_most_one_more(FULL.gradients, lambda p: p.bytes),
+        optimizer=at_most_one_more(FULL.optimizer, lambda p: p.bytes * p.state),
+        least_optimizer=one_nth(FULL.optimizer),
         peak=a_few_units,
     ),
     "zero3": Claim(
@@ -266,8 +290,8 @@ CLAIMS: dict[str, Claim] = {
         "some",
         params=lambda job: job.held / sharing(job),
         gradients=trained_part,
-        optimizer=lambda job: job.state * trained_part(job),
-        least_optimizer=lambda job: job.state * job.psi / sharing(job),
+        optimizer=lambda job: job.state / max(1, job.psi) * trained_part(job),
+        least_optimizer=lambda job: job.state / sharing(job),
         peak=a_few_units_of_zero3,
         groups=two_levels(sharing),
         # The root and the last block too are gathered again if the model comes back to them; what

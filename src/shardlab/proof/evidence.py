@@ -397,7 +397,7 @@ def _full(job: claims.Job) -> dict[str, float]:
     return {
         "params": job.held,
         "gradients": job.psi,
-        "optimizer": round(job.state * job.psi),
+        "optimizer": round(job.state),
         "buffers": job.buffers,
         "tensors": len(job.params),
     }

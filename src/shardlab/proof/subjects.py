@@ -51,17 +51,22 @@ class Subject:
         for name, p in model.named_parameters(remove_duplicate=False):
             block = next((b for b in blocks if name.startswith(f"{b}.")), "")
             inside.setdefault(p, set()).add(block)
+        plan = assemble.make_optimizer(config.training, self.workload, model)
+        state, whole = plan.state_tensors(), plan.whole_names()
         params = []
         for name, p in model.named_parameters():
             block = inside[p].pop() if len(inside[p]) == 1 else ""  # tied across blocks: of none
             trains = p.requires_grad and name not in without
-            params.append(claims.Parameter(name, tuple(p.shape), p.element_size(), trains, block))
+            params.append(
+                claims.Parameter(
+                    name, tuple(p.shape), p.element_size(), trains, block,
+                    state.get(name, 0.0), name in whole,
+                )
+            )  # fmt: skip
         buffers = sum(b.numel() * b.element_size() for b in model.buffers())
         ranks, micro = len(self.steps[0]), len(self.steps[0][0])
-        plan = assemble.make_optimizer(config.training, self.workload, model)
-        state = plan.state_per_parameter({p.name: p.bytes for p in params if p.trains})
         options, nodes = config.strategy.options, self.ranks_per_node
-        return claims.Job(tuple(params), buffers, ranks, micro, state, options, nodes)
+        return claims.Job(tuple(params), buffers, ranks, micro, options, nodes)
 
 
 # ------------------------------------------------------------------ the stack

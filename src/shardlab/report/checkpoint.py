@@ -10,12 +10,14 @@ from rich.markup import escape
 from shardlab import numbers as fmt
 from shardlab.report import terminal
 
+IN_JSON = "; --json has all"
+
 
 def show(rows: Sequence[Mapping[str, Any]], tensors: Sequence[Mapping[str, Any]]) -> None:
     out = terminal.out()
     table = terminal.table(
-        "step", "<strategy", "world", "tensors", "parameters", "optimizer", "files", "size",
-        "<checksums",
+        "step", "<strategy", "world", "model\ntensors", "parameters", "optimizer\ntensors", "files",
+        "size", "<check-\nsums",
     )  # fmt: skip
     for row in rows:
         if "step" not in row:
@@ -27,18 +29,19 @@ def show(rows: Sequence[Mapping[str, Any]], tensors: Sequence[Mapping[str, Any]]
             str(row["world"]),
             str(row["model_tensors"]),
             f"{row['parameters']:,}",
-            f"{row['optimizer_tensors']} tensors",
+            str(row["optimizer_tensors"]),
             str(row["files"]),
             fmt.size(row["bytes"]),
             "[green]ok[/]" if row["damage"] is None else "[red]damaged[/]",
         )
-    out.print(table)
+    spare = ("files", "model\ntensors", "optimizer\ntensors", "world")
+    terminal.show(out, terminal.fit(table, out.width, spare, IN_JSON))
     terminal.say(out, *(row["damage"] for row in rows if row["damage"] is not None))
     if tensors:
         out.print()
-        table = terminal.table("|tensor", "<shape", "<dtype", "parts", "<the optimizer keeps")
+        table = terminal.table("<tensor", "|shape", "<dtype", "parts", "<the optimizer keeps")
         for row in tensors:
             shape = " x ".join(map(str, row["shape"])) or "a number"
             keeps = escape(", ".join(row["optimizer"]) or "–")
             table.add_row(escape(row["name"]), shape, row["dtype"], str(row["chunks"]), keeps)
-        out.print(table)
+        terminal.show(out, terminal.fit(table, out.width, ("parts", "dtype"), IN_JSON))

@@ -43,7 +43,10 @@ def training_progress(enabled: bool) -> Iterator[Callable[[Mapping[str, Any]], N
         def on_event(event: Mapping[str, Any]) -> None:
             _announce(progress.console, event)
             if "step" in event:
-                text = f"loss {event['loss']:.4f}  {event['step_ms']:.0f} ms/step"
+                text = (
+                    f"loss {event['loss']:.4f}  lr {event['learning_rate']:.3g}  "
+                    f"{event['step_ms']:.0f} ms/step"
+                )
                 progress.update(
                     task, description=text, completed=event["step"] + 1, total=event["steps"]
                 )
@@ -80,14 +83,12 @@ def _announce(console: Console, event: Mapping[str, Any]) -> None:
 
 
 def _log_line(console: Console, event: Mapping[str, Any]) -> None:
-    """The first step, every tenth part of the run, and the last."""
     _announce(console, event)
-    if "step" not in event:
-        return
-    step, steps = event["step"], event["steps"]
-    if step in (0, steps - 1) or (step + 1) % max(1, steps // 10) == 0:
+    if event.get("logged"):
         console.print(
-            f"step {step + 1}/{steps}  loss {event['loss']:.4f}  {event['step_ms']:.1f} ms"
+            f"step {event['step'] + 1}/{event['steps']}  loss {event['loss']:.4f}  "
+            f"lr {event['learning_rate']:.3g}  {event['step_ms']:.1f} ms  "
+            f"after {fmt.duration(event['seconds'])}"
         )
 
 
@@ -130,6 +131,8 @@ def print_training(result: Mapping[str, Any]) -> None:
         f"waiting for data: {wait['median']:.2f} ms/step (p10–p90 {wait['p10']:.2f}–"
         f"{wait['p90']:.2f}), beside the step"
     )
+    since = "the first step" if not result["first_step"] else f"step {result['first_step'] + 1}"
+    out.print(f"total time: {fmt.duration(result['seconds'])}, from {since} to the end")
     if evaluations := result["evaluations"]:
         out.print(f"held out: {evaluation_text(evaluations[-1])}")
     terminal.say(out, *(audit.sentences(result["audit"]) if result["audit"] else ()))

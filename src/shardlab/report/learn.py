@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
 from rich.console import Console
 from rich.markdown import Markdown
@@ -57,16 +59,25 @@ def print_started(exercise: Exercise, path: Path, flag: str) -> None:
     console = _out()
     name, file, flag = exercise.name, escape(str(path)), escape(flag)
     console.print(f"wrote [bold]{file}[/bold]: {escape(exercise.title)}")
-    console.print(f"  read   shardlab learn show {name}")
+    console.print(f"  read   shardlab learn show {name}{flag}")
     console.print(f"  edit   {file}: its docstring is the contract, TODO is yours")
     console.print(f"  check  shardlab learn check {name}{flag}")
     console.print(f"  stuck  shardlab learn hint {name}{flag}")
 
 
-def print_readme(exercise: Exercise) -> None:
+def print_readme(exercise: Exercise, with_pitfalls: bool) -> None:
+    """In place of the picture, what it shows and where it is: a path in one piece, to be copied."""
     console = _out()
-    console.print(Markdown(exercise.readme))
-    console.print(f"\n[dim]{escape(str(exercise.folder / 'picture.svg'))}[/dim]")
+    readme = exercise.readme
+    if not with_pitfalls:
+        later = f"After your first `shardlab learn check {exercise.name}`, or with `--pitfalls`."
+        readme = re.sub(r"(?ms)^## Pitfalls$.*?(?=^## |\Z)", f"## Pitfalls\n\n{later}\n\n", readme)
+    before, _, after = re.split(r"(!\[.*\]\(picture\.svg\))", readme)
+    console.print(Markdown(before))
+    shows = ElementTree.parse(exercise.picture).findtext("{*}title") or ""
+    console.print(f"\n[italic]Picture:[/italic] {escape(shows)}")
+    console.print(f"[dim]{escape(str(exercise.picture))}[/dim]\n", soft_wrap=True)
+    console.print(Markdown(after))
 
 
 def checking(exercise: Exercise) -> AbstractContextManager[Any]:
@@ -78,8 +89,9 @@ def print_verdict(verdict: Verdict, flag: str) -> None:
     console = _out()
     name = verdict.exercise
     if verdict.passed:
-        cases = ", ".join(verdict.cases)
-        console.print(f"[bold green]passed[/bold green]  {name}  [dim]{escape(cases)}[/dim]")
+        console.print(f"[bold green]passed[/bold green]  {name}")
+        for case in verdict.cases:
+            console.print(f"  [dim]- {escape(case)}[/dim]")
         console.print(f"  [dim]compare with ours: shardlab learn solution {name}[/dim]")
     else:
         console.print(f"[bold red]not yet[/bold red]  {name}")
@@ -96,6 +108,7 @@ def print_verdict(verdict: Verdict, flag: str) -> None:
             console.print(f"  [dim]rank {rank} printed:\n{escape(text[-SHOWN:].rstrip())}[/dim]")
     if not verdict.passed:
         console.print(f"  [dim]stuck? shardlab learn hint {name}{escape(flag)}[/dim]")
+        console.print(f"  [dim]what often goes wrong: shardlab learn show {name} --pitfalls[/dim]")
 
 
 def print_hints(exercise: Exercise, seen: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from shardlab.report import terminal
 Result = Mapping[str, Any]  # the content of memory.json
 Row = Mapping[str, Any]
 _SHOWN = ("total", *CAUSES)
+_KEPT = ("parameters", "gradients", "optimizer")
 _SHORT = {
     "parameters": "params", "gradients": "grads", "optimizer": "optim.", "activations": "activ.",
 }  # fmt: skip
@@ -25,6 +26,9 @@ def show(result: Result, path: Path) -> None:
     out = terminal.out()
     out.print(table(result))
     out.print()
+    if any(row["step_bytes"] for row in result["rows"]):
+        out.print(kept_table(result))
+        out.print()
     if any(row["error"] is not None for row in result["rows"]):
         out.print(error_table(result))
         out.print()
@@ -42,9 +46,7 @@ def _columns(*before: str) -> list[str]:
 def table(result: Result) -> Table:
     """One row per strategy: bytes of one rank at the peak of a step, in one unit for all."""
     rows = result["rows"]
-    totals = [row["step_bytes"]["total"] for row in rows if row["step_bytes"]]
-    units = {unit: fmt.BYTES[unit] for unit in ("GiB", "MiB", "KiB")}
-    unit, divisor = fmt.unit_of(max(totals, default=0), units)
+    unit, divisor = _unit(rows, "step_bytes")
     config, limit = result["config"], result["limit_bytes"]
     size = config["model"]["size"]
     name = config["model"]["workload"] + (f" {size}" if size else "")
@@ -69,6 +71,30 @@ def table(result: Result) -> Table:
                 Text(f"{row['largest_batch']:,}"),
             ]
         shown.add_row(*cells)
+    return shown
+
+
+def _unit(rows: Sequence[Row], key: str) -> tuple[str, float]:
+    totals = [row[key]["total"] for row in rows if row[key]]
+    units = {unit: fmt.BYTES[unit] for unit in ("GiB", "MiB", "KiB")}
+    return fmt.unit_of(max(totals, default=0), units)
+
+
+def kept_table(result: Result) -> Table:
+    """What is held when the activations are gone: before the update, and after it."""
+    unit, divisor = _unit(result["rows"], "update_bytes")
+    shown = terminal.table(
+        "<strategy", *(_SHORT[cause] for cause in _KEPT), "rest", "total", "between\nsteps",
+        title=f"what it holds after backward, and between steps, {unit}",
+        least=10,
+    )  # fmt: skip
+    for row in result["rows"]:
+        if row["step_bytes"] is None:
+            continue
+        held, between = row["update_bytes"], row["between_bytes"]["total"]
+        kept = [held[cause] for cause in _KEPT]
+        values = (*kept, held["total"] - sum(kept), held["total"], between)
+        shown.add_row(Text(row["label"]), *(Text(amount(value / divisor)) for value in values))
     return shown
 
 
@@ -121,6 +147,12 @@ def sentences(result: Result) -> Iterator[str]:
             f"more than in a step is held while the model is built, before it is sharded, by "
             f"{fmt.names([row['label'] for row in builds])}: {fmt.size(most)}"
         )
+    for row in rows:
+        if (size := row["measured_reserved_bytes"]) is not None:
+            yield (
+                f"{row['label']}: PyTorch's allocator reserved {fmt.size(size)} of the GPU for the "
+                f"{fmt.size(row['measured_step_bytes']['total'])} that tensors held"
+            )
     if result["limit_bytes"] is not None:
         yield (
             f"fits: into {fmt.size(result['limit_bytes'])} per rank at this batch; up to: the "

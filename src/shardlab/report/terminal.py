@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.style import Style
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from shardlab import output
 
 # How a column is laid out, by the first character of its heading.
 _ALIGNED = {"<": ("left", False), "|": ("left", True), ">": ("right", False)}
+# Where a name may be folded: after marks, and before a capital letter inside it.
+_PIECES = re.compile(r"(?<=[\s_:./,<>(=-])(?=[^\s_:./,<>(=-])|(?<=[a-z0-9])(?=[A-Z])")
+LONGEST = 16  # characters of a name that is not folded
 
 
 def out() -> Console:
@@ -59,6 +64,112 @@ def table(
             min_width=least if i == 0 else None,
         )
     return made
+
+
+def fit(made: Table, width: int, spare: Sequence[str] = (), where: str = "") -> Table:
+    """The table, changed so that it is no wider than ``width`` and breaks no word and no number.
+
+    As long as it is too wide, a column of ``spare`` (headings, the first to go first) is left out,
+    and a line below names it and says ``where`` it can be read. Texts fold between words, names
+    that are too long after ``_``, ``::`` and the like. What does not fit even so makes long lines.
+    """
+    kept, missing = made.columns, []
+    for heading in spare:
+        if _together(map(_least, kept)) <= width:
+            break
+        if any(column.header == escape(heading) for column in kept):
+            kept = [column for column in kept if column.header != escape(heading)]
+            missing.append(heading.replace("-\n", "").replace("\n", " "))
+    least, widths = [_least(column) for column in kept], [_most(column) for column in kept]
+    while _together(widths) > width:
+        wide = [i for i, own in enumerate(widths) if own > least[i]]
+        if not wide:
+            made.width = _together(widths)
+            break
+        widths[max(wide, key=lambda i: widths[i])] -= 1
+    made.columns, made.rows = [], []
+    for column, own in zip(kept, widths, strict=True):
+        made.add_column(
+            column.header, style=column.style, justify=column.justify, no_wrap=column.no_wrap,
+            overflow=column.overflow, width=own,
+        )  # fmt: skip
+    for cells in zip(*(column.cells for column in kept), strict=True):
+        made.add_row(
+            *(
+                cell if column.no_wrap else _fold(_text(cell), own)
+                for cell, column, own in zip(cells, kept, widths, strict=True)
+            )
+        )
+    if missing:
+        said = Text(f"left out for want of width: {', '.join(missing)}{where}", "dim")
+        made.caption = Text("\n").join(
+            [Text.assemble(made.caption), said] if made.caption else [said]
+        )
+    return made
+
+
+def _together(widths: Iterable[int]) -> int:
+    """The width of columns and of the space between them, two characters each."""
+    widths = list(widths)
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _text(cell: RenderableType) -> Text:
+    return cell if isinstance(cell, Text) else Text.from_markup(str(cell))
+
+
+def _lines(column: Column) -> list[Text]:
+    cells = (column.header, *column.cells)
+    return [line for cell in cells for line in _text(cell).split("\n")]
+
+
+def _most(column: Column) -> int:
+    return max((line.cell_len for line in _lines(column)), default=0)
+
+
+def _least(column: Column) -> int:
+    """What a column needs so that no number and no word is broken; a long name may be folded."""
+    if column.no_wrap:
+        return _most(column)
+    words = {word for line in _lines(column) for word in line.plain.split()}
+    return max(map(_unbroken, words), default=0)
+
+
+def _unbroken(word: str) -> int:
+    if cell_len(word) <= LONGEST:
+        return cell_len(word)
+    return max(LONGEST, *map(cell_len, _PIECES.split(word)))
+
+
+def _fold(cell: Text, width: int) -> Text:
+    text = folded(cell.plain, width)
+    return cell if text == cell.plain else Text(text, cell.style)
+
+
+def folded(text: str, width: int) -> str:
+    """Long names on several lines, each ending after a mark that belongs to such names."""
+    if all(cell_len(word) <= width for word in text.split()):
+        return text  # rich folds it between words
+    lines = [""]
+    for piece in _PIECES.split(text):
+        if cell_len((lines[-1] + piece).rstrip()) > width and lines[-1]:
+            lines.append(piece)
+        else:
+            lines[-1] += piece
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def short(name: str, most: int = 96) -> str:
+    """A long name without its end, which is cut where one of its parts ends."""
+    if len(name) <= most:
+        return name
+    ends = [found.end() for found in re.finditer(r"[\s_:./,<>(]+", name[:most])]
+    return name[: ends[-1] if ends and ends[-1] > most // 2 else most - 1].rstrip(" _:./,<>(") + "…"
+
+
+def show(console: Console, made: Table) -> None:
+    """Print a table as wide as it is: a line that is too long is the terminal's to wrap."""
+    console.print(made, crop=False)
 
 
 def say(console: Console, *lines: str, wraps: bool = False) -> None:

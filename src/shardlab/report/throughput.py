@@ -114,10 +114,17 @@ def _extrapolation(row: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"a model of {scale(row['params'])} parameters on {scale(row['tokens'])} tokens: "
         f"{fmt.number(row['days'])} days ({fmt.number(row['years'])} years) on one such device "
-        f"at {flops(row['flops_per_s'])} (MFU {row['mfu']:.1%}); for {row['target_days']:g} "
-        f"days {row['devices']:,} of them"
+        f"at {flops(row['flops_per_s'])} (MFU {row['mfu']:.1%}), which is "
+        f"{rate(row['tokens_per_s'])}; for {row['target_days']:g} days {row['devices']:,} of them"
     )
+    if row["cost"] is not None:
+        yield f"  at {row['price_per_hour']:g} per device and hour that costs {row['cost']:,.0f}"
     yield f"  assumed: {row['assumption']}"
+
+
+def rate(tokens_per_s: float) -> str:
+    """``4.06 tokens/s``; ``0.000021 tokens/s``."""
+    return f"{fmt.number(tokens_per_s) if tokens_per_s >= 1 else f'{tokens_per_s:.2g}'} tokens/s"
 
 
 def flops(rate: float) -> str:

@@ -125,7 +125,7 @@ def _collective_lanes(traces: TraceSet) -> Iterable[Lane]:
     """Collectives with their names; those at work at the same time on lanes of their own."""
     parts: dict[int, list[tuple[int, int, str]]] = {}
     for c in traces.collectives():
-        name = f"{c.kind} {c.label}".rstrip()
+        name = f"{c.called} {c.label}".rstrip()
         for p in c.participants:
             parts.setdefault(p.rank, []).append((p.start_ns, p.end_ns, name))
     for rank, spans in parts.items():

@@ -82,22 +82,22 @@ def html(traces: TraceSet) -> str:
 def title(traces: TraceSet, ranks: Sequence[model.Breakdown]) -> str:
     stamps = {str(t.shardlab.get("strategy", "")) for t in traces.traces} - {""}
     name = fmt.names(sorted(stamps)) if stamps else traces.traces[0].path.parent.name or "Traces"
-    return (
-        f"{name}: where {fmt.count(_steps(ranks), 'step')} on {fmt.count(len(ranks), 'rank')} went"
-    )
+    what = fmt.count(_steps(ranks), "step") if traces.marked else "the whole trace"
+    window = f" ({traces.window})" if traces.window else ""
+    return f"{name}: where {what} on {fmt.count(len(ranks), 'rank')} went{window}"
 
 
 def verdict(traces: TraceSet) -> str:
     """Where a step's time went, who was slow, and what was hidden: the answer, in words."""
     ranks = traces.breakdown(per="rank")
-    return " ".join(filter(None, (_went(ranks), _slow(traces, ranks), _hidden(ranks))))
+    return " ".join(filter(None, (_went(traces, ranks), _slow(traces, ranks), _hidden(ranks))))
 
 
 def _steps(ranks: Sequence[model.Breakdown]) -> int:
     return max((row.steps for row in ranks), default=0)
 
 
-def _went(ranks: Sequence[model.Breakdown]) -> str:
+def _went(traces: TraceSet, ranks: Sequence[model.Breakdown]) -> str:
     wall = sum(row.wall_us for row in ranks)
     if not wall:
         return "The traces hold no time at all."
@@ -106,6 +106,8 @@ def _went(ranks: Sequence[model.Breakdown]) -> str:
     texts = [f"{100 * share:.0f}% {name}" for share, name in largest if share >= 0.005]
     listed = fmt.names(texts, at_most=len(texts))
     took = f"{fmt.ms(statistics.mean(map(model.Breakdown.per_step, ranks)))} ms"
+    if not traces.marked:
+        return f"The whole trace is {took} long: {listed}."
     if len(ranks) == 1 and _steps(ranks) == 1:
         return f"The step took {took}: {listed}."
     return f"A step took {took} on average: {listed}."
@@ -130,15 +132,15 @@ def _slow(traces: TraceSet, ranks: Sequence[model.Breakdown]) -> str:
     per_step = total / others / max(_steps(ranks), 1)
     if per_step < NOTABLE * statistics.mean(map(model.Breakdown.per_step, ranks)):
         return "No rank made the others wait for long."
-    everyone = sum(waited.values())
+    everyone, a_step = sum(waited.values()), " a step" if traces.marked else ""
     if total < 0.6 * everyone:
         each = fmt.ms(everyone / others / _steps(ranks))
-        return f"The ranks waited for each other in turn, {each} ms a step: none is the slow one."
+        return f"The ranks waited for each other in turn, {each} ms{a_step}: none is the slow one."
     names = {"forward": "forward", "backward": "backward", "optimizer": "the optimizer"}
     worst_of = max((worst[r] for r in slow if r in worst), key=lambda w: w.lost_us)
     phase = names.get(worst_of.phase)
     where = f", mostly in {phase}" if phase else ""
-    waits = f"each other rank waited {fmt.ms(per_step)} ms a step for it{where}"
+    waits = f"each other rank waited {fmt.ms(per_step)} ms{a_step} for it{where}"
     return f"{name} is the slow one: {waits}."
 
 

@@ -103,7 +103,7 @@ def buckets(
         last = f", rank {c.last_rank} last" if c.last_rank is not None and c.skew_us > 0 else ""
         text = f"transfer {fmt.ms(c.transfer_us)} ms, waits {fmt.ms(c.wait_us)} ms{last}"
         rows.append(
-            BucketRow(c.kind, c.label, c.id, tracks, min(12, max(3, 120 / len(tracks))), text)
+            BucketRow(c.called, c.label, c.id, tracks, min(12, max(3, 120 / len(tracks))), text)
         )
     return Buckets(step, rows, len(chosen) - len(kept), ticks(0, (high - low) / 1e6))
 

@@ -13,21 +13,25 @@ from shardlab import numbers as fmt
 from shardlab.files import write_json, write_text
 from shardlab.report import terminal
 from shardlab.report.page import csv_text
-from shardlab.trace.model import PARTS, Breakdown, row
+from shardlab.trace.model import PARTS, Breakdown, CollectiveSummary, row
 
 if TYPE_CHECKING:
     from shardlab.trace import TraceSet
 
-_SHORT = {
-    "exposed_comm_us": "exposed\ncomm", "wait_us": "wait for\nslower", "memory_us": "cop-\nies",
+SHORT = {
+    "exposed_comm_us": "exposed\ncomm", "wait_us": "wait for\nslower", "memory_us": "copies",
     "idle_host_us": "host\nidle", "idle_us": "other\nidle",
 }  # fmt: skip
+# What a table leaves out first where the terminal is narrow.
+SPARE = ("hidden", "copies", "overlap", "other\nidle", "host\nidle")
+IN_CSV, IN_JSON = "; summary.csv has all", "; summary.json has all"
+_COLLECTIVES = (("algorithm\nGB/s", "transfer\nms", "all ranks\nwaited ms"), IN_JSON)
 
 MOST = 12  # rows of a table that may be long
 
 
 def write(folder: Path, traces: TraceSet, summary: Mapping[str, Any]) -> list[Path]:
-    """summary.json, summary.csv and summary.html."""
+    """Writes summary.json, summary.csv and summary.html."""
     from shardlab.report import trace as page
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,21 +57,24 @@ def show(traces: TraceSet, *, hta_compat: bool, top: int, first: bool = True) ->
     out = terminal.out()
     if not first:
         out.print()
+    if traces.window:
+        terminal.say(out, traces.window)
     is_labelled = any(item.label for item in traces.collectives())
-    for table in (
-        _breakdown(traces),
-        _hta(traces, hta_compat),
-        _collectives(traces, "kind"),
-        _collectives(traces, "label") if is_labelled else None,
-        _stragglers(traces),
-        _memory(traces),
-        _kernels(traces, top),
-        _what_if(traces),
+    for table, *spare in (
+        (_breakdown(traces), SPARE, IN_CSV),
+        (_hta(traces, hta_compat), ("non-\ncompute", "compute"), IN_JSON),
+        (_collectives(traces, "kind"), *_COLLECTIVES),
+        (_collectives(traces, "label") if is_labelled else None, *_COLLECTIVES),
+        (_stragglers(traces), ("collectives", "worst ms"), IN_JSON),
+        (_memory(traces), ("p50", "p95", "phase"), IN_JSON),
+        (_kernels(traces, top), ("max µs", "mean µs"), IN_JSON),
+        (_what_if(traces), ()),
     ):
         if table is not None and table.row_count:
-            out.print(table)
+            terminal.show(out, terminal.fit(table, out.width, *spare))
             out.print()
-    terminal.say(out, *page.clocks(traces), *(f"note: {note}" for note in traces.warnings))
+    notes = (f"note: {note}" for note in traces.warnings)
+    terminal.say(out, *page.clocks(traces), *notes, wraps=out.is_terminal)
 
 
 def show_files(files: Sequence[Path]) -> None:
@@ -77,19 +84,21 @@ def show_files(files: Sequence[Path]) -> None:
 def _breakdown(traces: TraceSet) -> Table:
     rows = traces.breakdown(per="rank")
     where = "GPU" if traces.device == "gpu" else "CPU"
+    steps = fmt.count(rows[0].steps, "step") if traces.marked else "the whole trace"
     title = (
-        traces.traces[0].shardlab.get("strategy"), fmt.count(len(rows), "rank"),
-        fmt.count(rows[0].steps, "step"), f"milliseconds per step of the {where} and its share",
+        traces.traces[0].shardlab.get("strategy"), fmt.count(len(rows), "rank"), steps,
+        f"ms {'per step ' if traces.marked else ''}of the {where}, and its share",
     )  # fmt: skip
-    heads = (_SHORT.get(part, name) for part, name in PARTS.items())
+    parts = [part for part in PARTS if traces.device == "gpu" or part != "memory_us"]
+    heads = (SHORT.get(part, PARTS[part]) for part in parts)
     table = terminal.table(
-        "|rank", "wall", *heads, "hid-\nden", "over-\nlap", title=" · ".join(filter(None, title))
+        "|rank", "wall", *heads, "hidden", "overlap", title=" · ".join(filter(None, title))
     )
     for item in rows:
         table.add_row(
             str(item.rank),
             fmt.ms(item.per_step()),
-            *(_part(item, name) for name in PARTS),
+            *(_part(item, name) for name in parts),
             fmt.ms(item.per_step("hidden_comm_us")) if item.comm_us else fmt.NOTHING,
             fmt.percent(item.overlap_pct, 1),
         )
@@ -99,15 +108,16 @@ def _breakdown(traces: TraceSet) -> Table:
 def _part(item: Breakdown, name: str) -> str:
     value: float = getattr(item, name)
     share = 100 * value / item.wall_us if item.wall_us else 0.0
-    return f"{fmt.ms(item.per_step(name))} {share:.0f}%" if value else "0"
+    text = fmt.ms(item.per_step(name)) if value else "0"
+    return f"{text} {share:.0f}%" if share >= 0.5 else text
 
 
 def _hta(traces: TraceSet, compat: bool) -> Table | None:
     rows = [item for item in traces.hta(compat) if item.kernel_time_us is not None]
     how = "by its own rules" if compat else "exact"
     table = terminal.table(
-        "<rank", "kernel\ntime ms", "idle", "compute", "non-\ncompute", "overlap",
-        "HTA's rules\nthat differ",
+        "|rank", "kernel\ntime ms", "idle", "compute", "non-\ncompute", "overlap",
+        "<HTA's rules\nthat differ",
         title=f"as HTA counts ({how}): without the last of several steps, % of kernel time",
     )  # fmt: skip
     for item in rows:
@@ -128,17 +138,22 @@ def _collectives(traces: TraceSet, by: str) -> Table:
     more = f"and {len(rows) - MOST} more in summary.json" if len(rows) > MOST else ""
     table = terminal.table(
         "<kind" if by == "kind" else "<kind and label", "count", "bytes", "ms", "transfer\nms",
-        "waited\nms, all ranks", "algorithm\nGB/s", "bus\nGB/s",
+        "all ranks\nwaited ms", "algorithm\nGB/s", "bus\nGB/s",
         title="collectives" if by == "kind" else "collectives by label",
         caption=Text(more, "dim") if more else None,
     )  # fmt: skip
     for item in rows[:MOST]:
         table.add_row(
-            Text(item.name), f"{item.count:,}", fmt.size(item.bytes), fmt.ms(item.time_us),
-            fmt.ms(item.transfer_us), fmt.ms(item.wait_us), fmt.number(item.algorithm_gbps),
-            fmt.number(item.bus_gbps),
+            Text(item.name), f"{item.count:,}", _bytes(item), fmt.ms(item.time_us),
+            fmt.ms(item.transfer_us), fmt.ms(item.wait_us), fmt.gbps(item.algorithm_gbps),
+            fmt.gbps(item.bus_gbps),
         )  # fmt: skip
     return table
+
+
+def _bytes(item: CollectiveSummary) -> str:
+    """With ``≥`` where the trace does not say the size of all of them."""
+    return fmt.at_least(item.bytes, item.bytes_at_least)
 
 
 def _stragglers(traces: TraceSet) -> Table:
@@ -156,7 +171,7 @@ def _stragglers(traces: TraceSet) -> Table:
 
 def _memory(traces: TraceSet) -> Table:
     table = terminal.table(
-        "<rank", "<device", "peak", "in step", "phase", "p50", "p95", "never less", title="memory"
+        "|rank", "|device", "peak", "in step", "phase", "p50", "p95", "never less", title="memory"
     )
     for item in traces.memory():
         step = fmt.NOTHING if item.peak_step is None else str(item.peak_step)
@@ -175,16 +190,15 @@ def _kernels(traces: TraceSet, top: int) -> Table:
     table = terminal.table("<name", "count", "sum ms", "mean µs", "max µs", title=title)
     for item in traces.kernels(top):
         if item.rank == rank:
-            name = item.name if len(item.name) <= 72 else item.name[:71] + "…"
             table.add_row(
-                Text(name), f"{item.count:,}", fmt.ms(item.sum_us), fmt.number(item.mean_us),
-                fmt.number(item.max_us),
+                Text(terminal.short(item.name)), f"{item.count:,}", fmt.ms(item.sum_us),
+                fmt.number(item.mean_us), fmt.number(item.max_us),
             )  # fmt: skip
     return table
 
 
 def _what_if(traces: TraceSet) -> Table:
-    heads = ("<if", "a step would take ms", "faster", "<assuming")
+    heads = ("<if", "a step would\ntake ms", "faster", "<assuming")
     table = terminal.table(*heads, title="what if …")
     for item in traces.what_if():
         table.add_row(item.question, fmt.ms(item.step_us), fmt.speed(item.speedup), item.assumption)

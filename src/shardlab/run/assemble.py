@@ -15,6 +15,7 @@ from shardlab.config import LOSS_SCALE, Config, TrainingConfig
 from shardlab.errors import UsageError
 from shardlab.faults import inject
 from shardlab.naming import STRATEGIES, WORKLOADS
+from shardlab.numbers import count
 from shardlab.optim import factory
 from shardlab.optim.schedule import learning_rate_factor
 from shardlab.strategies.base import Infer, Setup, Strategy, T
@@ -108,6 +109,18 @@ def notes(config: Config, workload: Workload) -> list[str]:
     found = list(workload.notes)
     if resolve_strategy(config).WORKS_BY_BLOCK and workload.blocks == ():
         found.append(nothing_to_shard_by(config.strategy.name))
+    training, world = config.training, config.launch.world
+    if training.micro_batch is not None and world is not None:
+        found.append(
+            f"a step takes {training.global_batch:,} samples: {count(world, 'rank')} x "
+            f"{count(training.accumulate, 'micro-batch', 'micro-batches')} of "
+            f"{training.micro_batch:,}"
+        )
+    if training.epochs is not None and training.steps:
+        found.append(
+            f"{training.epochs:g} epochs of {len(workload.dataset):,} samples are "
+            f"{training.steps:,} steps"
+        )
     return found
 
 
@@ -140,7 +153,8 @@ def make_optimizer(
     The model is whole here, before a strategy owns it. ``device``: the run's, if not the model's.
     """
     make, after = workload.optimizer, workload.after_step
-    return factory.plan(training, make, after, model, workload.name, device, measures)
+    blocks = workload.blocks_of(model)
+    return factory.plan(training, make, after, model, workload.name, device, measures, blocks)
 
 
 def make_rule(config: Config, workload: Workload | None = None) -> Rule:

@@ -12,6 +12,7 @@ from shardlab.errors import UsageError
 
 TAGS = {
     "loss": "train/loss",
+    "learning_rate": "train/learning_rate",
     "step_ms": "time/step_ms",
     "data_ms": "time/waiting_for_data_ms",
     "collectives": "communication/collectives",

@@ -94,9 +94,20 @@ def _train_rank(
     shown_on = boards.of_run(config, folder, start.step) if world.rank == 0 else []
     steps = range(start.step, config.training.steps)
     finite = NumbersGuard(strategy, world, config.training.on_nonfinite)
+    recorder = Recorder(
+        folder,
+        world,
+        comm.LEDGER,
+        steps.stop,
+        traces,
+        shown_on,
+        start.step,
+        rate=lambda: strategy.update.learning_rate,
+        log_every=config.output.log_every,
+    )
     with (
         closing(Batches(workload, config, world, start.step)) as feed,
-        Recorder(folder, world, comm.LEDGER, steps.stop, traces, shown_on, start.step) as recorder,
+        recorder,
         finite.explaining(),
     ):
         if start.keeps_rows(world.size):
@@ -139,6 +150,8 @@ def _train_rank(
         "folder": str(folder),
         "data": workload.data,
         **summary(rows_of_ranks, workload),
+        "seconds": recorder.seconds,
+        "first_step": start.step,
         "evaluations": recorder.evaluations,
         "audit": audited,
         "checkpoint": saving.last(),

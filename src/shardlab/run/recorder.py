@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,9 +55,16 @@ class Recorder:
         capture: Capture | None = None,
         shown_on: Sequence[Board] = (),
         first: int = 0,
+        rate: Callable[[], float] | None = None,
+        log_every: int | None = None,
     ) -> None:
-        """``first``: the step that a resumed run begins with; the files are gone on with."""
+        """``first``: the step that a resumed run begins with; the files are gone on with.
+        ``rate``: the learning rate of the step just made. ``log_every``: steps whose numbers are
+        told in any case; None: ten times in a run, and at least every hundredth step.
+        """
         self.world = world
+        self.rate = rate
+        self.log_every = log_every or min(100, max(1, total_steps // 10))
         self.first = first
         self.boards = shown_on
         self.capture = capture
@@ -72,14 +79,18 @@ class Recorder:
         self._under_way: deque[_Step] = deque()
         self._last_end = time.perf_counter_ns()
         self._last_told = 0.0
+        self._began = time.monotonic()
+        self.seconds = 0.0  # from the first step to the last, with all that is between them
 
     def __enter__(self) -> Recorder:
+        self._began = time.monotonic()
         self._between_steps(self.first)
         PULSE.begin_loop()
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Also after a crash: what was measured is kept. A trace under way is not."""
+        self.seconds = time.monotonic() - self._began
         if error is None:
             PULSE.enter(LEFT)
         if self.capture is not None:
@@ -122,6 +133,7 @@ class Recorder:
         self._row = {
             "step": number,
             "loss": None,
+            **({} if self.rate is None else {"learning_rate": self.rate()}),
             "step_ms": (end - start) / 1e6,
             "data_ms": (start - self._last_end) / 1e6,
             "samples": sum(b.samples for b in microbatches),
@@ -206,12 +218,14 @@ class Recorder:
             self._ledger_file.flush()
 
     def _tell(self, row: Mapping[str, Any]) -> None:
-        """Progress, from rank 0, ten times a second at most, and the last step always."""
-        now = time.monotonic()
-        is_last = row["step"] == self.total_steps - 1
-        if self.world.rank == 0 and (is_last or now - self._last_told > 0.1):
+        """Progress, from rank 0, ten times a second at most, and always what belongs in a log: the
+        first step, the last and those at regular distances."""
+        now, step = time.monotonic(), row["step"]
+        is_logged = step in (self.first, self.total_steps - 1) or (step + 1) % self.log_every == 0
+        if self.world.rank == 0 and (is_logged or now - self._last_told > 0.1):
             self._last_told = now
-            self.world.tell({**row, "steps": self.total_steps})
+            about = {"steps": self.total_steps, "logged": is_logged, "seconds": now - self._began}
+            self.world.tell({**row, **about})
 
     def _cuda_events(self) -> tuple[Any, Any] | None:
         if self.world.device.type != "cuda":

@@ -23,33 +23,49 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each parameter lies in a flat buffer of ``ranks`` equal shards.
+    """Where each parameter lies in a flat buffer, and which shard of the buffer is which rank's.
 
-    Shards cut through parameters wherever they must, so any world size divides any model (a
-    vocabulary of 50257 too); the padding at the end is less than one element per rank.
+    Equal shards cut through parameters wherever they must, so any world size divides any model (a
+    vocabulary of 50257 too); the padding at the end is less than one element per rank. Where the
+    optimizer needs whole parameters (Muon), each lies in its owner's shard, and shards differ.
     """
 
     shapes: dict[str, torch.Size]
     starts: dict[str, int]
     size: int  # elements, without the padding
-    ranks: int
+    sizes: tuple[int, ...]  # elements of each rank's shard
+    is_cut: bool = True  # equal shards, which cut through parameters
 
     @classmethod
     def of(cls, params: Mapping[str, Tensor], ranks: int) -> Layout:
-        starts, size = {}, 0
-        for name, p in params.items():
-            starts[name] = size
-            size += p.numel()
-        return cls({n: p.shape for n, p in params.items()}, starts, size, ranks)
+        starts, size = _end_to_end(params)
+        shard = -(-size // ranks)
+        return cls({n: p.shape for n, p in params.items()}, starts, size, (shard,) * ranks)
 
-    @property
-    def shard(self) -> int:
-        """Elements of one rank."""
-        return -(-self.size // self.ranks)
+    @classmethod
+    def dealt(cls, params: Mapping[str, Tensor], owners: Mapping[str, int], ranks: int) -> Layout:
+        """Every parameter lies whole in the shard of its owner."""
+        ordered = {name: params[name] for name in sorted(params, key=owners.__getitem__)}
+        starts, size = _end_to_end(ordered)
+        sizes = [0] * ranks
+        for name, p in params.items():
+            sizes[owners[name]] += p.numel()
+        shapes = {n: p.shape for n, p in ordered.items()}
+        return cls(shapes, starts, size, tuple(sizes), is_cut=False)
 
     @property
     def padded(self) -> int:
-        return self.shard * self.ranks
+        return sum(self.sizes)
+
+    @property
+    def uneven(self) -> tuple[int, ...] | None:
+        """What a collective must know about the shards: their sizes, or None if they are equal."""
+        return None if self.is_cut else self.sizes
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """Where a rank's shard begins and ends in the buffer."""
+        begin = sum(self.sizes[:rank])
+        return begin, begin + self.sizes[rank]
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """A parameter inside a full buffer (padded,)."""
@@ -58,11 +74,12 @@ class Layout:
 
     def of_rank(self, flat: Tensor, rank: int) -> Tensor:
         """The shard of a rank inside a full buffer: (shard,)."""
-        return flat[rank * self.shard : (rank + 1) * self.shard]
+        begin, end = self.bounds(rank)
+        return flat[begin:end]
 
     def pieces(self, rank: int) -> list[Piece]:
         """What of which parameter lies in a rank's shard."""
-        low, high = rank * self.shard, (rank + 1) * self.shard
+        low, high = self.bounds(rank)
         pieces = []
         for name, start in self.starts.items():
             begin, end = max(start, low), min(start + self.shapes[name].numel(), high)
@@ -71,16 +88,41 @@ class Layout:
         return pieces
 
 
-LARGEST_BUCKET_MB = 25.0  # beyond, a message's latency no longer matters (DDP's size)
+def _end_to_end(params: Mapping[str, Tensor]) -> tuple[dict[str, int], int]:
+    """Where each of them begins if they lie one behind the other, and where the last ends."""
+    starts, size = {}, 0
+    for name, p in params.items():
+        starts[name] = size
+        size += p.numel()
+    return starts, size
+
+
+def deal(params: Mapping[str, Tensor], loads: list[int]) -> dict[str, int]:
+    """An owner for each parameter: the largest first, each to the rank that has the least so far.
+
+    ``loads`` are the elements that each rank has from before; they grow by what is dealt here. No
+    rank ends with more than the average and one parameter.
+    """
+    owners = {}
+    for name, p in sorted(params.items(), key=lambda item: -item[1].numel()):
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += p.numel()
+    return owners
 
 
 class Unit:
     """Parameters that are sharded and sent together: a bucket (ZeRO-1, 2) or a block (ZeRO-3)."""
 
-    def __init__(self, label: str, params: Mapping[str, nn.Parameter], group: Group) -> None:
+    def __init__(
+        self,
+        label: str,
+        params: Mapping[str, nn.Parameter],
+        group: Group,
+        layout: Layout | None = None,
+    ) -> None:
         self.label = label
         self.params = dict(params)
-        self.layout = Layout.of(params, group.size())
+        self.layout = layout or Layout.of(params, group.size())
         self.rank = group.rank()
         first = next(iter(params.values()))
         self.like: dict[str, Any] = {"dtype": first.dtype, "device": first.device}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from shardlab import comm
 from shardlab.errors import UsageError
 from shardlab.phases import BACKWARD, FORWARD, phase
+from shardlab.strategies.flat import Layout, Unit, deal
 from shardlab.strategies.steps import backward
 from shardlab.workloads.base import Batch, LossFn
 
@@ -49,6 +51,27 @@ def buckets_of(
         buckets[-1][name] = p
         held += p.numel() * p.element_size()
     return buckets
+
+
+def bucket_units(
+    params: Mapping[str, nn.Parameter], group: comm.Group, whole: Collection[str], *sizes: Any
+) -> list[Unit]:
+    """Buckets of parameters, moved into flat buffers, in the reverse of the parameters' order,
+    which is about that in which gradients come. ``sizes``: the last arguments of ``buckets_of``.
+
+    The parameters in ``whole``, which the optimizer needs uncut (Muon's matrices), have buckets of
+    their own, in which each lies in one rank's shard.
+    """
+    order, loads = list(params)[::-1], [0] * group.size()
+    cut = buckets_of(params, [name for name in order if name not in whole], *sizes)
+    uncut = buckets_of(params, [name for name in order if name in whole], *sizes)
+    dealt = [Layout.dealt(bucket, deal(bucket, loads), group.size()) for bucket in uncut]
+    both = [*((bucket, None) for bucket in cut), *zip(uncut, dealt, strict=True)]
+    both.sort(key=lambda pair: order.index(list(pair[0])[-1]))
+    units = [Unit(f"bucket {i}", bucket, group, at) for i, (bucket, at) in enumerate(both)]
+    for unit in units:
+        unit.move_in()
+    return units
 
 
 class InOrder:

@@ -30,9 +30,8 @@ class Sent(NamedTuple):
 class Sharded(ShardedState):
     """Owns the shards. The optimizer sees *pieces*: the part of one parameter in this rank's shard.
 
-    Pieces, not whole shards, so that a parameter that nobody used can be skipped, as one
-    process would, and so that optimizer state has names. They are views: nothing is copied.
-    """
+    So a parameter that nobody used can be skipped, as one process would, and optimizer state has
+    names. Pieces are views: nothing is copied."""
 
     IN_FLIGHT = 1  # units whose gradients may be on their way at one time: each holds a buffer
 
@@ -48,14 +47,16 @@ class Sharded(ShardedState):
 
     def own_units(self, setup: base.Setup, units: list[Unit]) -> None:
         """Build the optimizer over this rank's pieces of the units' shards."""
-        factory.check(setup.make_optimizer, factory.FLAT, type(self).__name__.lower())
+        if all(unit.layout.is_cut for unit in units):
+            factory.check(setup.make_optimizer, factory.FLAT, type(self).__name__.lower())
         self.units = units
         self.pieces: dict[tuple[str, Piece], nn.Parameter] = {}
         for unit in units:
             for piece in unit.layout.pieces(self.rank):
+                whole = unit.params[piece.name]
                 part = unit.shard[piece.offset : piece.offset + piece.length]
-                is_trained = unit.params[piece.name].requires_grad
-                self.pieces[unit.label, piece] = nn.Parameter(part, requires_grad=is_trained)
+                part = part if unit.layout.is_cut else part.view(whole.shape)
+                self.pieces[unit.label, piece] = nn.Parameter(part, whole.requires_grad)
         mine = {piece.name: p for (_, piece), p in self.pieces.items() if p.requires_grad}
         self.own(setup, mine)  # of none, if there are fewer elements than ranks
 
@@ -72,7 +73,7 @@ class Sharded(ShardedState):
         for unit, piece, parameter in self.trained_pieces():
             if unit.grad is not None and piece.name not in self.unused:
                 part = unit.grad[piece.offset : piece.offset + piece.length]
-                gradients[unit.label][parameter] = part
+                gradients[unit.label][parameter] = part.view_as(parameter)
 
         def apply() -> None:
             by_parts = factory.steps_by_parts(self.optimizer)
@@ -131,13 +132,12 @@ class Sharded(ShardedState):
         return full
 
     def taken(self, unit: Unit) -> tuple[Tensor, Tensor]:
-        """What is sent, (padded,), and room for what comes back, (shard,); first wait until fewer
-        than IN_FLIGHT are on their way. The buffer is not the unit's any more: a gradient that
-        comes late begins a new one."""
+        """What is sent, (padded,), and room for the result, (shard,), once fewer than IN_FLIGHT
+        are on their way. The unit gives the buffer away: a late gradient begins a new one."""
         while len(self.in_flight) >= self.IN_FLIGHT:
             self.receive()
         full, unit.full_grad = self.filled(unit), None
-        return full, torch.empty(unit.layout.shard, dtype=full.dtype, device=full.device)
+        return full, torch.empty(unit.shard.numel(), dtype=full.dtype, device=full.device)
 
     def receive(self) -> None:
         """Wait for the oldest unit on its way, add it to this rank's shard, free its buffer."""

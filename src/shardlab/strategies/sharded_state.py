@@ -51,7 +51,8 @@ class ShardedState(base.Strategy):
     def gather(self, unit: Unit, shard: Tensor, label: str) -> dict[str, Tensor]:
         """Every rank's part of the unit, put together and split by parameter."""
         full = torch.empty(unit.layout.padded, dtype=shard.dtype, device=shard.device)
-        comm.all_gather(full, shard, self.peers, label=f"{label} {unit.label}")
+        sizes = unit.layout.uneven
+        comm.all_gather(full, shard, self.peers, sizes=sizes, label=f"{label} {unit.label}")
         return unit.split(full)
 
     def full_params(self) -> dict[str, Tensor]:
@@ -114,7 +115,7 @@ class ShardedState(base.Strategy):
 
     def _gather_state(self, unit: Unit, key: str, dtype: torch.dtype) -> dict[str, Any]:
         """One state tensor of each parameter of the unit; a number per parameter stays one."""
-        shard = torch.zeros(unit.layout.shard, dtype=dtype, device=self.device)
+        shard = torch.zeros_like(unit.shard, dtype=dtype)
         present, numbers = torch.zeros(2, len(unit.params), dtype=torch.float64)
         index = {name: i for i, name in enumerate(unit.params)}
         for owner, piece, parameter in self.trained_pieces():
@@ -125,7 +126,7 @@ class ShardedState(base.Strategy):
                 if is_number:
                     numbers[index[piece.name]] = float(value)
                 else:
-                    shard[piece.offset : piece.offset + piece.length] = value
+                    shard[piece.offset : piece.offset + piece.length] = value.reshape(-1)
         both = torch.cat([present, numbers]).to(self.device)
         comm.all_reduce(both, self.group, op="max", label=f"state {key}")
         kinds, values = both.cpu().view(2, -1)
@@ -151,7 +152,7 @@ class ShardedState(base.Strategy):
         for _, piece, parameter in self.trained_pieces():
             if piece.name in state["optimizer"]:
                 self.optimizer.state[parameter] = {
-                    key: _cut(key, value, piece, len(self.params[piece.name].shape))
+                    key: _cut(key, value, piece, parameter, len(self.params[piece.name].shape))
                     for key, value in state["optimizer"][piece.name].items()
                 }
         self.update.load_state_dict(state["update"])
@@ -163,7 +164,8 @@ class ShardedState(base.Strategy):
             if unit.is_whole:
                 assert unit.full is not None
                 label = f"params {unit.label}"
-                comm.all_gather(unit.full, unit.shard, self.peers, label=label)
+                sizes = unit.layout.uneven
+                comm.all_gather(unit.full, unit.shard, self.peers, sizes=sizes, label=label)
 
     def exchange_averages(self) -> None:
         self.settle()
@@ -178,10 +180,11 @@ class ShardedState(base.Strategy):
         return result
 
 
-def _cut(key: str, value: Any, piece: Piece, dimensions: int) -> Any:
+def _cut(key: str, value: Any, piece: Piece, parameter: Tensor, dimensions: int) -> Any:
     """The piece's part of a parameter's state. A number, such as Adam's step, has no parts."""
     if not isinstance(value, Tensor):
         return value
     if value.dim() == 0 and (key == "step" or dimensions > 0):
         return value.clone()
-    return value.reshape(-1)[piece.start : piece.start + piece.length].clone()
+    part = value.reshape(-1)[piece.start : piece.start + piece.length]
+    return part.clone().view(parameter.shape)

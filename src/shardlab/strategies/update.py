@@ -79,6 +79,11 @@ class Update:
         is_scaled = rule.clip_norm is not None or rule.loss_scale is not None
         return is_scaled or rule.on_nonfinite == "skip"
 
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the last update: that of the first group, if there are several."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
     def divisor(self, total: Tensor) -> Tensor:
         """What a loss is divided by before backward: the global count, less the loss scale."""
         return total / self.scale

@@ -8,9 +8,10 @@ from functools import partial
 from torch import Tensor, nn
 
 from shardlab import comm
+from shardlab.optim import factory
 from shardlab.strategies import base, overlap, refusals, steps
 from shardlab.strategies.flat import Unit
-from shardlab.strategies.overlap import InOrder, buckets_of
+from shardlab.strategies.overlap import InOrder, bucket_units
 from shardlab.strategies.sharded import Sharded
 from shardlab.workloads.base import Batch
 
@@ -33,7 +34,8 @@ class Zero1(Sharded):
 
     Cost: Ψ(n-1)/n twice on the wire, together exactly an all-reduce, which is these two halves.
     (To all-reduce the gradients and gather the parameters besides would cost half as much again.)
-    Memory: parameters Ψ, gradients Ψ, and of the optimizer's state one n-th.
+    Memory: parameters Ψ, gradients Ψ, and of the optimizer's state one n-th. What an optimizer
+    needs whole (Muon its matrices) is not cut: each has an owner, in whose shard it lies.
 
     Parameters and gradients live in flat buckets, views of which the model uses (those of the
     gradients from backward to update); a rank's shard is the same slice of each bucket, so both
@@ -56,10 +58,8 @@ class Zero1(Sharded):
     ) -> None:
         super().__init__(setup)
         sizes = bucket_mb, first_bucket_mb, self.BUCKETS
-        cut = buckets_of(self.params, reversed(self.params), *sizes)
-        units = [Unit(f"bucket {i}", params, self.group) for i, params in enumerate(cut)]
-        for unit in units:
-            unit.move_in()
+        whole = factory.kept_whole(setup.make_optimizer, "zero1")
+        units = bucket_units(self.params, self.group, whole, *sizes)
         self.own_units(setup, units)
         self.is_last = False  # micro-batch of the step
         self.queue = InOrder([dict.fromkeys(unit.params, 1) for unit in units], self._launch)
@@ -90,8 +90,9 @@ class Zero1(Sharded):
         unit.grad = unit.layout.of_rank(full, self.rank)  # in place: the rest is not needed again
         while len(self.scatters) >= self.IN_FLIGHT:  # over Gloo each holds a buffer
             self.scatters.pop(next(iter(self.scatters))).wait()
+        sizes, label = unit.layout.uneven, f"grad {unit.label}"
         self.scatters[unit.label] = comm.reduce_scatter(
-            unit.grad, full, self.group, label=f"grad {unit.label}", async_op=True
+            unit.grad, full, self.group, sizes=sizes, label=label, async_op=True
         )
 
     def await_gradient(self, unit: Unit) -> None:
@@ -140,7 +141,9 @@ class Zero1(Sharded):
 
     def _gather(self, unit: Unit) -> None:
         assert unit.full is not None
-        label = f"params {unit.label}"
+        sizes, label = unit.layout.uneven, f"params {unit.label}"
         self.gathers.append(
-            comm.all_gather(unit.full, unit.shard, self.group, label=label, async_op=True)
+            comm.all_gather(
+                unit.full, unit.shard, self.group, sizes=sizes, label=label, async_op=True
+            )
         )

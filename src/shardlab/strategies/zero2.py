@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from shardlab import comm
+from shardlab.optim import factory
 from shardlab.strategies import base, refusals, steps
 from shardlab.strategies.flat import Unit
-from shardlab.strategies.overlap import InOrder, buckets_of
+from shardlab.strategies.overlap import InOrder, bucket_units
 from shardlab.strategies.sharded import DTYPES, Sent, Sharded
 from shardlab.workloads.base import Batch
 
@@ -37,7 +38,8 @@ class Zero2(Sharded):
     Cost: (k+1)Ψ(n-1)/n on the wire: with accumulation the gradients must travel each time, for
     there is no room to add them up. Memory: parameters Ψ; of gradients and optimizer state one
     n-th, plus the buckets under way, of which there are at most ``IN_FLIGHT``. A ZeRO-2 that frees
-    only after backward has ZeRO-1's peak.
+    only after backward has ZeRO-1's peak. What an optimizer needs whole (Muon its matrices) is not
+    cut: each has an owner, in whose shard it lies.
     """
 
     BUCKETS = 16  # smaller than ZeRO-1's: three buffers of a bucket's size are what it saves on
@@ -53,10 +55,8 @@ class Zero2(Sharded):
         super().__init__(setup)
         self.comm_dtype = refusals.option("zero2's comm_dtype", comm_dtype, DTYPES)
         sizes = bucket_mb, first_bucket_mb, self.BUCKETS
-        cut = buckets_of(self.params, reversed(self.params), *sizes)
-        units = [Unit(f"bucket {i}", params, self.group) for i, params in enumerate(cut)]
-        for unit in units:
-            unit.move_in()
+        whole = factory.kept_whole(setup.make_optimizer, "zero2")
+        units = bucket_units(self.params, self.group, whole, *sizes)
         self.own_units(setup, units)
         self.queue = InOrder([dict.fromkeys(unit.params, 1) for unit in units], self._launch)
         self.gathers: list[comm.Pending] = []
@@ -74,8 +74,10 @@ class Zero2(Sharded):
         """Reduce-scatter the bucket, asynchronously."""
         unit = self.units[bucket]
         full, shard = self.taken(unit)  # (padded,), (shard,)
-        label = f"grad {unit.label}"
-        pending = comm.reduce_scatter(shard, full, self.group, label=label, async_op=True)
+        sizes, label = unit.layout.uneven, f"grad {unit.label}"
+        pending = comm.reduce_scatter(
+            shard, full, self.group, sizes=sizes, label=label, async_op=True
+        )
         self.in_flight.append(Sent(unit, full, shard, pending))
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
@@ -112,9 +114,11 @@ class Zero2(Sharded):
 
     def _gather(self, unit: Unit) -> None:
         assert unit.full is not None
-        label = f"params {unit.label}"
+        sizes, label = unit.layout.uneven, f"params {unit.label}"
         self.gathers.append(
-            comm.all_gather(unit.full, unit.shard, self.group, label=label, async_op=True)
+            comm.all_gather(
+                unit.full, unit.shard, self.group, sizes=sizes, label=label, async_op=True
+            )
         )
 
     def settle(self) -> None:

@@ -5,11 +5,12 @@
     traces = shardlab.trace.load("runs/my-run")      # or a folder of anybody's traces
     traces.breakdown()                               # rank by rank and step by step
 
-``load(paths, select="latest", jobs=None, whole=False)`` returns a ``TraceSet`` with:
+``load(paths, select="latest", jobs=None)`` returns a ``TraceSet`` with:
 ``.traces`` (one ``Trace`` per rank and window), ``.breakdown(per="step" | "rank")``,
 ``.collectives()``, ``.collective_summary(by="kind" | "label")``, ``.stragglers()``, ``.clocks()``,
 ``.memory()``, ``.what_if()``, ``.kernels(top=10)``, ``.hta(compat=False)``, ``.lanes()``,
-``.summary(hta_compat=False)`` (the content of summary.json) and ``.warnings``.
+``.summary(hta_compat=False)`` (the content of summary.json), ``.windows()`` (each window by itself)
+and ``.warnings``.
 The rows are described in ``shardlab.trace.model``.
 """
 

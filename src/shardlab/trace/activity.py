@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -162,20 +163,23 @@ class Phases:
                 engine = (events.kind == RUNTIME) & (events.tid != trace.main_thread)
             else:
                 engine = named(trace, "autograd::engine::evaluate_function")
-            self._parts["backward"] = self._hulls(trace, engine)
+            self._parts["backward"] = self._hulls(trace, engine, self._parts["optimizer"].end)
         self._steps = trace.steps
         self._starts = np.array([step.start_ns for step in trace.steps], np.int64)
 
     @staticmethod
-    def _hulls(trace: Trace, rows: Bools) -> Intervals:
-        """From the first of these events to the last, in each step."""
+    def _hulls(trace: Trace, rows: Bools, updates: Ints) -> Intervals:
+        """From the first of these events to the last, in each step, and in each part of it that
+        ends with an update: a trace without step markers may hold several."""
         starts, ends = [], []
         begin, end = trace.events.start_ns[rows], trace.events.end_ns[rows]
         for step in trace.steps:
-            inside = (begin >= step.start_ns) & (begin < step.end_ns)
-            if inside.any():
-                starts.append(int(begin[inside].min()))
-                ends.append(int(end[inside].max()))
+            updated = updates[(updates > step.start_ns) & (updates < step.end_ns)].tolist()
+            for low, high in pairwise((step.start_ns, *updated, step.end_ns)):
+                inside = (begin >= low) & (begin < high)
+                if inside.any():
+                    starts.append(int(begin[inside].min()))
+                    ends.append(int(end[inside].max()))
         return union(np.array(starts, np.int64), np.array(ends, np.int64))
 
     def at(self, moment: int) -> str:

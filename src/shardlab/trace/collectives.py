@@ -62,6 +62,7 @@ class Part:
     dtype: str = ""
     step: int | None = None  # the step's number
     phase: str = "other"
+    emulates: str = ""  # what was asked of Gloo, where it does something else for it
 
 
 def kind_of(name: str) -> str:
@@ -94,10 +95,14 @@ def parts_of(trace: Trace) -> list[Part]:
         launch = launches.get(row)
         about, kind, span = trace.comm_args.get(row), kind_of(trace.names[events.name[row]]), None
         if launch is not None:
-            span = ours.around(*launch)
-            if (call := nccl.around(*launch)) is not None and events.kind[row] == model.KERNEL:
+            span = ours.around(*launch[:2])
+            if (call := nccl.around(*launch[:2])) is not None and events.kind[row] == model.KERNEL:
                 about = about or trace.comm_args.get(call)
                 kind = kind_of(trace.names[events.name[call]])
+        emulates = ""
+        if launch is not None and events.kind[row] == model.ANNOTATION and kind == "all_reduce":
+            asked = kind_of(trace.names[events.name[launch[2]]].removeprefix("c10d::"))
+            emulates = asked if asked == "reduce_scatter" else ""
         moment = int(events.start_ns[row]) if launch is None else launch[0]
         step = phases.step_at(moment)
         part = Part(
@@ -108,6 +113,7 @@ def parts_of(trace: Trace) -> list[Part]:
             kind=kind,
             step=None if step is None else step.number,
             phase=phases.at(moment),
+            emulates=emulates,
         )
         part = _described(part, about, trace)
         found = _LEDGER.match(trace.names[events.name[span]]) if span is not None else None
@@ -138,8 +144,8 @@ class _Spans:
         return None
 
 
-def _launches(trace: Trace, rows: Ints) -> dict[int, tuple[int, int]]:
-    """For each collective, when and on which thread the host launched it."""
+def _launches(trace: Trace, rows: Ints) -> dict[int, tuple[int, int, int]]:
+    """For each collective, when and on which thread the host launched it, and by which event."""
     events = trace.events
     calls = activity.launch_rows(trace)
     gloo = rows[(calls[rows] < 0) & (events.kind[rows] == model.ANNOTATION)]
@@ -149,7 +155,8 @@ def _launches(trace: Trace, rows: Ints) -> dict[int, tuple[int, int]]:
         calls[gloo] = enqueued
     rows = rows[calls[rows] >= 0]
     when, thread = events.start_ns[calls[rows]].tolist(), events.tid[calls[rows]].tolist()
-    return dict(zip(rows.tolist(), zip(when, thread, strict=True), strict=True))
+    launched = zip(when, thread, calls[rows].tolist(), strict=True)
+    return dict(zip(rows.tolist(), launched, strict=True))
 
 
 def _described(part: Part, about: model.CommArgs | None, trace: Trace) -> Part:
@@ -189,6 +196,7 @@ def _from_ledger(part: Part, found: re.Match[str], rows: Mapping[int, Mapping[st
     return replace(
         part,
         kind=found[1],
+        emulates="" if found[1] == part.emulates else part.emulates,
         ledger=int(found[2]),
         label=found[3],
         bytes=row.get("bytes", part.bytes if found[1] == part.kind else None),
@@ -428,6 +436,7 @@ def _collective(
         wait_us=sum(end - start for start, end in late.values()) / 1000,
         algorithm_gbps=algorithm,
         bus_gbps=bus,
+        emulates=first.emulates,
     ), late
 
 
@@ -451,10 +460,11 @@ def summarize(
     """Totals by kind, or by kind and label; the longest first."""
     groups: dict[str, list[model.Collective]] = defaultdict(list)
     for row in collectives:
-        groups[row.kind if by == "kind" else f"{row.kind} {row.label}".strip()].append(row)
+        groups[row.called if by == "kind" else f"{row.called} {row.label}".strip()].append(row)
     result = []
     for name, rows in groups.items():
         known = [row for row in rows if row.bytes is not None]
+        at_least = sum(row.bytes or 0 for row in known)
         transfer = sum(row.transfer_us for row in known if row.bus_gbps is not None)
         moved = sum(row.bytes or 0 for row in known if row.bus_gbps is not None)
         carried = sum((row.bus_gbps or 0) * row.transfer_us for row in known)
@@ -462,12 +472,13 @@ def summarize(
             model.CollectiveSummary(
                 name,
                 len(rows),
-                sum(row.bytes or 0 for row in known) if known else None,
+                at_least if len(known) == len(rows) else None,
                 sum(row.skew_us + row.transfer_us for row in rows),
                 sum(row.transfer_us for row in rows),
                 sum(row.wait_us for row in rows),
                 moved / transfer / 1000 if transfer and moved else None,
                 carried / transfer if transfer and carried else None,
+                at_least,
             )
         )
     return tuple(sorted(result, key=lambda row: -row.time_us))
@@ -501,7 +512,7 @@ def stragglers(
                 lost_us=lost[rank, phase] / 1000,
                 worst_us=max(p.wait_us for p in worst.participants),
                 worst_collective=worst.id,
-                worst_label=f"{worst.kind} {worst.label}".strip(),
+                worst_label=f"{worst.called} {worst.label}".strip(),
             )
         )
     return tuple(sorted(result, key=lambda row: -row.others_waited_us))

@@ -357,15 +357,22 @@ class Columns:
         """Whether anything ran on a GPU."""
         return any(part.on_gpu.any() for part, _ in self._parts)
 
+    @property
+    def needs_operators(self) -> bool:
+        """A CPU's are what it computed. A GPU run needs them only if Gloo sent its tensors: they
+        say what was asked of Gloo."""
+        return not self.on_gpu or any(name.startswith("gloo:") for name in self.names)
+
     def events(self) -> tuple[Events, dict[int, CommArgs]]:
         """The rows, and the descriptions of collectives, by row.
 
-        On a GPU run operators on the host are not kept, but for those that name a stream.
+        Where they are not needed, operators on the host are not kept, but for those that name a
+        stream.
         """
-        parts, on_gpu, rows = [], self.on_gpu, 0
+        parts, unneeded, rows = [], not self.needs_operators, 0
         described: dict[int, CommArgs] = {}
         for part, about in self._parts:
-            if on_gpu and len(part) and part.kind[0] == CPU_OP and part.stream[0] < 0:
+            if unneeded and len(part) and part.kind[0] == CPU_OP and part.stream[0] < 0:
                 continue
             parts.append(part)
             described |= {rows + i: args for i, args in about.items()}

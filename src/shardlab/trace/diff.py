@@ -1,19 +1,20 @@
-"""Two runs side by side: what became faster or slower, by part, phase, collective and operator.
+"""Runs side by side: what became faster or slower, by part, phase, collective and operator.
 
 All times are per step and per rank, so that runs of different length and size can be compared.
-Pure: two ``TraceSet``s in, plain rows out.
+Pure: ``TraceSet``s in, plain rows out.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardlab import numbers
+from shardlab.trace.breakdown import mean_step
 from shardlab.trace.model import ANNOTATION, PARTS, PHASES
 
 if TYPE_CHECKING:
@@ -34,16 +35,28 @@ class Value:
 
 @dataclass(frozen=True)
 class Row:
-    """One thing in both runs; zero time where a run does not have it."""
+    """One thing in all runs; zero time where a run does not have it."""
 
     group: str  # part, phase, collective, label, operator or step
     name: str
-    a: Value
-    b: Value
+    values: tuple[Value, ...]  # one for each run
+
+    @property
+    def a(self) -> Value:
+        return self.values[0]
+
+    @property
+    def b(self) -> Value:
+        return self.values[-1]
 
     @property
     def change_us(self) -> float:
+        """From the first run to the last: of two runs, from one to the other."""
         return self.b.us - self.a.us
+
+    @property
+    def spread_us(self) -> float:
+        return max(value.us for value in self.values) - min(value.us for value in self.values)
 
     @property
     def ratio(self) -> float | None:
@@ -52,37 +65,44 @@ class Row:
 
 @dataclass(frozen=True)
 class Diff:
-    a: str  # what the runs are called
-    b: str
+    runs: tuple[str, ...]  # what they are called
     step: Row
     rows: tuple[Row, ...]  # in each group the largest change first
+    overlaps: tuple[float | None, ...]  # of each run: how much communication was hidden, percent
     notes: tuple[str, ...]  # what makes the comparison unequal
-    steps_overlap: bool  # a step of the slower run was shorter than one of the faster
+    steps_overlap: bool  # a step of the slower run was shorter than one of the faster (of two runs)
 
     def of(self, group: str) -> list[Row]:
         return [row for row in self.rows if row.group == group]
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of diff.json."""
+        """The content of diff.json: of two runs as a and b, of more as a list of values."""
+        two = len(self.runs) == 2
         return {
             "schema": SCHEMA,
-            "a": self.a,
-            "b": self.b,
+            **(dict(zip("ab", self.runs, strict=True)) if two else {}),
+            "runs": list(self.runs),
             "sentence": sentence(self),
             "notes": list(self.notes),
-            "steps_overlap": self.steps_overlap,
+            **({"steps_overlap": self.steps_overlap} if two else {}),
+            "overlap_pct": list(self.overlaps),
             "step": _plain(self.step),
             "rows": [_plain(row) for row in self.rows],
         }
 
 
 def _plain(row: Row) -> dict[str, Any]:
-    return {**asdict(row), "change_us": row.change_us, "ratio": row.ratio}
+    found: dict[str, Any] = {"group": row.group, "name": row.name}
+    values = [asdict(value) for value in row.values]
+    if len(values) == 2:
+        change = {"change_us": row.change_us, "ratio": row.ratio}
+        return {**found, "a": values[0], "b": values[1], **change}
+    return {**found, "values": values}
 
 
-def diff(a: TraceSet, b: TraceSet, names: tuple[str, str] = ("A", "B")) -> Diff:
-    """What changed from ``a`` to ``b``."""
-    sides: dict[str, Callable[[TraceSet], Mapping[str, Value]]] = {
+def diff(*runs: TraceSet, names: Sequence[str]) -> Diff:
+    """What differs between runs. Of two: what changed from the first to the second."""
+    groups: dict[str, Callable[[TraceSet], Mapping[str, Value]]] = {
         "part": lambda traces: {name: _mean(traces, part) for part, name in PARTS.items()},
         "phase": _phases,
         "collective": lambda traces: _collectives(traces, "kind"),
@@ -90,42 +110,47 @@ def diff(a: TraceSet, b: TraceSet, names: tuple[str, str] = ("A", "B")) -> Diff:
         "operator": _operators,
     }
     rows: list[Row] = []
-    for group, side in sides.items():
-        left, right = side(a), side(b)
-        both = [
-            Row(group, name, left.get(name, Value()), right.get(name, Value()))
-            for name in {**left, **right}
+    for group, values_of in groups.items():
+        sides = [values_of(traces) for traces in runs]
+        every = [
+            Row(group, name, tuple(side.get(name, Value()) for side in sides))
+            for name in {name: None for side in sides for name in side}
         ]
-        rows += sorted(both, key=lambda row: abs(row.change_us), reverse=True)
-    step = Row("step", "step", _mean(a, "wall_us"), _mean(b, "wall_us"))
-    faster, slower = sorted((_walls(a), _walls(b)), key=statistics.mean)
-    overlap = max(faster) > min(slower)
-    notes = _notes(a, b, rows)
-    for name, traces in zip(names, (a, b), strict=True):
+        rows += sorted(every, key=lambda row: row.spread_us, reverse=True)
+    step = Row("step", "step", tuple(_mean(traces, "wall_us") for traces in runs))
+    *_, faster, slower = sorted(map(_walls, runs), key=statistics.mean)
+    overlaps = tuple(mean_step(traces.breakdown(per="rank"))["overlap_pct"] for traces in runs)
+    notes = _notes(runs, rows)
+    for name, traces in zip(names, runs, strict=True):
         notes += [f"{name}: {warning}" for warning in traces.warnings]
-    return Diff(*names, step, tuple(rows), tuple(notes), overlap)
+    overlap = max(faster) > min(slower)
+    return Diff(tuple(names), step, tuple(rows), overlaps, tuple(notes), overlap)
 
 
-def names_of(a: TraceSet, b: TraceSet, paths: tuple[Path, Path]) -> tuple[str, str]:
-    """What to call two runs: by strategy if that sets them apart, else by as much of the path."""
-    left, right = (str(side.traces[0].shardlab.get("strategy") or "") for side in (a, b))
-    if left and right and left != right:
-        return left, right
-    first, second = (path.resolve().parts for path in paths)
-    for length in range(1, max(len(first), len(second)) + 1):
-        if first[-length:] != second[-length:]:
-            return str(Path(*first[-length:])), str(Path(*second[-length:]))
-    return f"{paths[0].name} (A)", f"{paths[1].name} (B)"
+def names_of(runs: Sequence[TraceSet], paths: Sequence[Path]) -> tuple[str, ...]:
+    """What to call runs: by strategy if that sets them apart, else by as much of the path."""
+    strategies = [str(traces.traces[0].shardlab.get("strategy") or "") for traces in runs]
+    if all(strategies) and len(set(strategies)) == len(runs):
+        return tuple(strategies)
+    parts = [path.resolve().parts for path in paths]
+    for length in range(1, max(map(len, parts)) + 1):
+        ends = [str(Path(*own[-length:])) for own in parts]
+        if len(set(ends)) == len(ends):
+            return tuple(ends)
+    return tuple(f"{path.name} ({chr(ord('A') + i)})" for i, path in enumerate(paths))
 
 
 def sentence(diff: Diff) -> str:
     """The answer in words: how much, and what most of it is."""
+    if len(diff.runs) > 2:
+        return _ranking(diff)
     change, was = diff.step.change_us, diff.step.a.us
+    a, b = diff.runs
     both = f"{diff.step.b.us / 1000:.3g} ms a step against {was / 1000:.3g} ms"
     if abs(change) < NOISE * was:
-        return f"{diff.b} and {diff.a} take the same time: {both}."
+        return f"{b} and {a} take the same time: {both}."
     word = "less" if change < 0 else "more"
-    first = f"{diff.b} takes {100 * abs(change) / was:.0f}% {word} time than {diff.a}: {both}"
+    first = f"{b} takes {100 * abs(change) / was:.0f}% {word} time than {a}: {both}"
     first += ", though single steps of the two overlap." if diff.steps_overlap else "."
     reasons: list[str] = []  # parts that changed the same way as the step
     against: list[str] = []
@@ -138,6 +163,19 @@ def sentence(diff: Diff) -> str:
     if second and against:
         second += f", but {numbers.names(against, len(against))}"
     return first + (second + "." if second else "")
+
+
+def _ranking(diff: Diff) -> str:
+    """Of three runs and more: the fastest, and how much more time the others take."""
+    took = sorted(zip((value.us for value in diff.step.values), diff.runs, strict=True))
+    (least, best), others = took[0], took[1:]
+    more = [
+        f"{name} as long" if us - least < NOISE * least else
+        f"{name} {100 * (us - least) / least:.0f}% more"
+        for us, name in others
+    ]  # fmt: skip
+    rest = numbers.names(more, len(more))
+    return f"{best} takes the least time, {least / 1000:.3g} ms a step; {rest}."
 
 
 # ------------------------------------------------------------------ one side
@@ -176,7 +214,7 @@ def _collectives(traces: TraceSet, by: str) -> dict[str, Value]:
     found = (
         (name, (part.end_ns - part.start_ns) / 1000, 1, collective.bytes)
         for collective in traces.collectives()
-        if (name := getattr(collective, by))
+        if (name := collective.called if by == "kind" else collective.label)
         for part in collective.participants
     )
     return _per_step(found, _rank_steps(traces))
@@ -205,17 +243,22 @@ def _per_step(found: Iterable[tuple[str, float, int, int | None]], steps: int) -
     }
 
 
-def _notes(a: TraceSet, b: TraceSet, rows: list[Row]) -> list[str]:
+def _notes(runs: Sequence[TraceSet], rows: list[Row]) -> list[str]:
     """What a reader must know before believing the numbers."""
-    sides = [(len({t.rank for t in x.traces}), x.traces[0].device) for x in (a, b)]
+    facts: dict[str, list[Any]] = {
+        "ranks": [len({t.rank for t in traces.traces}) for traces in runs],
+        "device": [traces.traces[0].device for traces in runs],
+    }
     notes = [
-        f"the runs differ in {what}: {left} and {right}"
-        for what, left, right in zip(("ranks", "device"), *sides, strict=True)
-        if left != right
+        f"the runs differ in {what}: {numbers.names(list(map(str, found)), len(found))}"
+        for what, found in facts.items()
+        if len(set(found)) > 1
     ]
-    if not set(_operators(a)) & set(_operators(b)) and any(r.group == "operator" for r in rows):
+    operators = [row for row in rows if row.group == "operator"]
+    if operators and not any(all(value.us for value in row.values) for row in operators):
         notes.append("the runs have no operator in common: are they the same model?")
-    few = min(row.steps for t in (a, b) for row in t.breakdown(per="rank"))
+    few = min(row.steps for traces in runs for row in traces.breakdown(per="rank"))
     if few < 3:
-        notes.append(f"a rank has {few} steps only: small differences are chance")
+        only = numbers.count(few, "step")
+        notes.append(f"a rank has {only} only: small differences are chance")
     return notes

@@ -9,49 +9,56 @@ import numpy as np
 
 from shardlab.trace import activity, hta, model
 from shardlab.trace.intervals import Intervals
-from shardlab.trace.model import Bools, Ints, Trace
+from shardlab.trace.model import Bools, Floats, Ints, Trace
 
+_ENGINE = "autograd::engine::evaluate_function: "
 BETWEEN_KERNELS_NS = 30_000  # HTA: a shorter gap is what it takes to start the next kernel
 
 
-def longest(trace: Trace, top: int) -> list[model.Kernel]:
-    """The kernels that take the most time in the steps, with true statistics of each launch.
-
-    (HTA's become sums of sums once there are more than it shows.)
+def longest(windows: Sequence[Trace], top: int) -> list[model.Kernel]:
+    """The kernels of one rank that take the most time in its steps, over all of its windows, with
+    true statistics of each launch. (HTA's become sums of sums once there are more than it shows.)
     """
+    kinds: dict[str, str] = {}
+    launched = [_launched(trace, kinds) for trace in windows]
+    names, times = (np.concatenate(column) for column in zip(*launched, strict=True))
+    count, total = np.bincount(names), np.bincount(names, times)
+    by_name, ends = np.argsort(names, kind="stable"), np.cumsum(count)
+    result = []
+    for i, (name, kind) in enumerate(kinds.items()):
+        us = times[by_name[ends[i] - count[i] : ends[i]]]
+        result.append(
+            model.Kernel(
+                windows[0].rank, name, kind, len(us), float(us.sum()), float(us.mean()),
+                float(us.min()), float(us.max()), float(us.std(ddof=1)) if len(us) > 1 else 0.0,
+            )
+        )  # fmt: skip
+    return [result[i] for i in np.argsort(-total, kind="stable")[:top].tolist()]
+
+
+def _launched(trace: Trace, kinds: dict[str, str]) -> tuple[Ints, Floats]:
+    """For each kernel (on a CPU: operator) in the steps, the place of its name in ``kinds``, which
+    grows by new names with what they are, and its time in microseconds."""
     events = trace.events
     if trace.device == "gpu":
         rows = np.flatnonzero(events.on_gpu & _in_steps(trace))
         times = events.dur_ns[rows]
     else:
-        rows = np.flatnonzero((events.kind == model.CPU_OP) & _in_steps(trace))
-        times = _own_time(trace, rows)
-    if not len(rows):
-        return []
-    names = events.name[rows]
-    count = np.bincount(names, minlength=len(trace.names))
-    total = np.bincount(names, times, minlength=len(trace.names))
+        operators = np.flatnonzero((events.kind == model.CPU_OP) & _in_steps(trace))
+        rows, times = _own_time(trace, operators)
     communicates = activity.communication_rows(trace)
-    result = []
-    for name in np.argsort(-total)[:top].tolist():
-        if not count[name]:
-            break
-        mine = times[names == name] / 1000
-        first = rows[names == name][0]
-        text = trace.names[name]
-        kind = "compute"
-        if communicates[first] or text.startswith("c10d::"):
-            kind = "communication"
-        elif trace.device == "gpu" and events.kind[first] != model.KERNEL:
-            kind = "memory"
-        result.append(
-            model.Kernel(
-                trace.rank, text, kind, int(count[name]), float(mine.sum()), float(mine.mean()),
-                float(mine.min()), float(mine.max()),
-                float(mine.std(ddof=1)) if len(mine) > 1 else 0.0,
-            )
-        )  # fmt: skip
-    return result
+    places = {name: i for i, name in enumerate(kinds)}
+    place_of = np.zeros(len(trace.names), np.int64)
+    for number, first in zip(*np.unique(events.name[rows], return_index=True), strict=True):
+        name, row = trace.names[number].removeprefix(_ENGINE), rows[first]
+        place_of[number] = places.setdefault(name, len(places))
+        if communicates[row] or name.startswith("c10d::"):
+            kinds.setdefault(name, "communication")
+        elif trace.device == "gpu" and events.kind[row] != model.KERNEL:
+            kinds.setdefault(name, "memory")
+        else:
+            kinds.setdefault(name, "compute")
+    return place_of[events.name[rows]], times / 1000
 
 
 def _in_steps(trace: Trace) -> Bools:
@@ -59,21 +66,34 @@ def _in_steps(trace: Trace) -> Bools:
     return result
 
 
-def _own_time(trace: Trace, rows: Ints) -> Ints:
-    """Durations without the operators inside: each moment belongs to the innermost."""
+def _own_time(trace: Trace, rows: Ints) -> tuple[Ints, Ints]:
+    """Rows and durations without the operators inside: each moment belongs to the innermost.
+
+    The autograd engine puts a span of its own around each node: the two are one row, the node's.
+    """
     events = trace.events
     own = events.dur_ns[rows].copy()
     order = np.lexsort((-events.dur_ns[rows], events.start_ns[rows], events.tid[rows]))
-    thread = events.tid[rows].tolist()
+    thread, names = events.tid[rows].tolist(), events.name[rows].tolist()
     starts, ends = events.start_ns[rows].tolist(), events.end_ns[rows].tolist()
     around: list[int] = []
+    nodes: dict[int, int] = {}  # the engine's span to the node in it
     for i in order.tolist():
         while around and (thread[around[-1]] != thread[i] or ends[around[-1]] <= starts[i]):
             around.pop()
         if around:
-            own[around[-1]] -= ends[i] - starts[i]
+            outer = around[-1]
+            own[outer] -= ends[i] - starts[i]
+            is_node = trace.names[names[outer]] == _ENGINE + trace.names[names[i]]
+            if is_node and outer not in nodes:
+                nodes[outer] = i
         around.append(i)
-    return np.maximum(own, 0)
+    own = np.maximum(own, 0)
+    for outer, inner in nodes.items():
+        own[inner] += own[outer]
+    kept = np.ones(len(rows), bool)
+    kept[list(nodes)] = False
+    return rows[kept], own[kept]
 
 
 def together(

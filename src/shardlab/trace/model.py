@@ -34,8 +34,9 @@ PHASES = ("forward", "backward", "optimizer", "other")
 class Events:
     """One row per complete event that was kept: columns of equal length, in no order.
 
-    On a GPU run the operators on the host are not kept: nothing that is computed needs them, and
-    they are most of the file. Python's call stacks and the arrows between events never are.
+    On a GPU run the operators on the host are not kept, unless Gloo sent its tensors: nothing else
+    that is computed needs them, and they are most of the file. Python's call stacks and the arrows
+    between events never are.
     """
 
     name: NDArray[np.int32]  # index into Trace.names
@@ -114,7 +115,7 @@ class Trace:
     events: Events
     names: tuple[str, ...]
     threads: tuple[int | str, ...]  # as the trace calls them; a GPU's are its streams
-    main_thread: int  # index into threads: the one with the step markers; -1 if there are none
+    main_thread: int  # index into threads: the one with the step markers, else the first; -1: none
     pid: int | str | None  # of the process that marked the steps
     steps: tuple[Step, ...]
     comm_args: Mapping[int, CommArgs]  # by row of events
@@ -124,6 +125,7 @@ class Trace:
     rounded: bool  # timestamps are floats in the file: HTA rounds them to microseconds
     truncated: bool
     warnings: tuple[str, ...]
+    marked: bool = True  # its steps are; else it is one step as a whole
     clock: Clock | None = None  # how its times were corrected; None: they are as in the file
 
     @property
@@ -212,6 +214,13 @@ class Collective:
     wait_us: float  # summed over ranks
     algorithm_gbps: float | None  # bytes / transfer
     bus_gbps: float | None  # corrected by (n-1)/n, as nccl-tests do
+    emulates: str = ""  # what was asked for, where the backend does not have it (see ``called``)
+
+    @property
+    def called(self) -> str:
+        """Its kind in tables. Gloo has no reduce-scatter: it all-reduces the whole tensor, and each
+        rank copies its part."""
+        return f"{self.emulates} ({self.kind} + copy)" if self.emulates else self.kind
 
 
 @dataclass(frozen=True)
@@ -220,12 +229,13 @@ class CollectiveSummary:
 
     name: str
     count: int
-    bytes: int | None
+    bytes: int | None  # of all of them; None: of some it is not known
     time_us: float  # summed over collectives: from the first in to the last out
     transfer_us: float
     wait_us: float
     algorithm_gbps: float | None
     bus_gbps: float | None
+    bytes_at_least: int = 0  # of those whose bytes are known
 
 
 @dataclass(frozen=True)

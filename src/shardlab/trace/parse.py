@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from shardlab.trace.decode import Columns, Mode, ReadAgain
-from shardlab.trace.model import ANNOTATION, RUNTIME, Events, Step, Trace
+from shardlab.trace.model import ANNOTATION, CPU_OP, RUNTIME, Events, Step, Trace
 from shardlab.trace.stream import EventText
 
 _STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,15})")
@@ -22,15 +22,15 @@ _WORLD = re.compile(rb'"world_size"\s*:\s*(\d{1,9})')
 PAUSE = 0.5  # of a step: a longer gap between two markers is the profiler's pause, not the step's
 
 
-def parse(path: Path, *, whole: bool = False) -> Trace:
-    """Read a trace. ``whole``: take one without step markers as one step.
+def parse(path: Path) -> Trace:
+    """Read a trace. One without step markers is one step, from its first event to its last.
 
     Operators on the host are most of a GPU trace and not needed there; if it turns out that the
-    GPU did nothing, the file is read again with them.
+    GPU did nothing, or that Gloo sent its tensors, the file is read again with them.
     """
     text, columns = _read(path)
     on_gpu = columns.on_gpu
-    if not on_gpu and not columns.mode.operators:
+    if columns.needs_operators and not columns.mode.operators:
         text, columns = _read(path, replace(columns.mode, operators=True))
     events, comm_args = columns.events()
     names = tuple(columns.names)
@@ -40,8 +40,10 @@ def parse(path: Path, *, whole: bool = False) -> Trace:
     if text.unreadable:
         warnings.append(f"{path.name}: {text.unreadable:,} events are not valid JSON, left out")
     steps, marker = _steps(events, names, on_gpu)
-    if not steps and whole and len(events):
+    marked = bool(steps)
+    if not marked and len(events):
         steps = (Step(0, int(events.start_ns.min()), int(events.end_ns.max())),)
+        marker = _first_on_host(events)
     rank, world = _identity(metadata, path)
     return Trace(
         path=path,
@@ -54,6 +56,7 @@ def parse(path: Path, *, whole: bool = False) -> Trace:
         main_thread=-1 if marker is None else int(events.tid[marker]),
         pid=None if marker is None else columns.pids.get(names[events.name[marker]]),
         steps=steps,
+        marked=marked,
         comm_args=comm_args,
         memory=columns.memory(),
         metadata=metadata,
@@ -156,6 +159,12 @@ def _steps(
             end = end if follows is None else min(end, follows)
         steps.append(Step(numbers[int(events.name[row])], start, end))
     return tuple(steps), int(rows[0]) if len(rows) else None
+
+
+def _first_on_host(events: Events) -> int | None:
+    """Its thread is taken for the main one where no step is marked: a loop begins there."""
+    rows = events.in_order(np.isin(events.kind, (ANNOTATION, RUNTIME, CPU_OP)))
+    return int(rows[0]) if len(rows) else None
 
 
 def _gpu_end(events: Events, start: int, end: int) -> int:

@@ -38,15 +38,14 @@ def load(
     paths: str | Path | Sequence[str | Path],
     select: str = "latest",
     jobs: int | None = None,
-    whole: bool = False,
 ) -> TraceSet:
     """The traces of one run: a run folder, a folder of traces, or files.
 
     ``select``: ``latest`` takes each rank's last window (of the newest run, if there are
     several), ``all`` every window. ``jobs``: processes that read files; None: as many as there
-    are cores. ``whole``: take a trace without step markers as one step.
+    are cores. A trace without step markers is one window, and one step.
     """
-    found = load_runs(paths, select, jobs, whole)
+    found = load_runs(paths, select, jobs)
     if len(found) > 1:
         raise UsageError(
             f"{len(found)} runs there; load one of them, or all with shardlab.trace.load_runs"
@@ -64,19 +63,18 @@ def load_runs(
     paths: str | Path | Sequence[str | Path],
     select: str = "latest",
     jobs: int | None = None,
-    whole: bool = False,
 ) -> list[TraceSet]:
     """As ``load``, for every run that is found."""
     if isinstance(paths, str | Path):
         paths = [paths]
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs {jobs}: at least one process must read")
-    return [_load_run(files, select, jobs, whole) for files in find.runs(paths, select)]
+    return [_load_run(files, select, jobs) for files in find.runs(paths, select)]
 
 
-def _load_run(files: Sequence[Path], select: str, jobs: int | None, whole: bool) -> TraceSet:
+def _load_run(files: Sequence[Path], select: str, jobs: int | None) -> TraceSet:
     traces, warnings = [], []
-    for path, trace in zip(files, _parse_all(files, jobs, whole), strict=True):
+    for path, trace in zip(files, _parse_all(files, jobs), strict=True):
         if isinstance(trace, stream.NotATrace):
             if len(files) == 1:
                 raise trace
@@ -89,12 +87,7 @@ def _load_run(files: Sequence[Path], select: str, jobs: int | None, whole: bool)
         warnings += trace.warnings
         if not trace.steps:
             why = f" ({trace.warnings[0]})" if trace.truncated else ""
-            if not len(trace.events):
-                raise UsageError(f"{trace.path} has no steps: it has no events of any use{why}")
-            raise UsageError(
-                f"{trace.path} has no steps: it has no ProfilerStep# markers{why}; to take it "
-                "whole as one step, give --whole"
-            )
+            raise UsageError(f"{trace.path} has no steps: it has no events of any use{why}")
     traces, more = find.numbered(traces)
     traces = _on_one_clock(traces)
     by_rank = find.one_run(traces)
@@ -104,6 +97,12 @@ def _load_run(files: Sequence[Path], select: str, jobs: int | None, whole: bool)
     chosen = [trace for rank in sorted(by_rank) for trace in by_rank[rank]]
     if select == "latest" and windows > 1:
         more.append(f"{windows} windows were recorded; this is the last (--select all: every one)")
+    if unmarked := [trace for trace in chosen if not trace.marked]:
+        some = "the" if len(unmarked) == len(chosen) else f"{len(unmarked)} of {len(chosen)}"
+        more.append(
+            f"no step markers (ProfilerStep#) in {some} traces: the whole of such a trace is taken "
+            "as one window, and counts as one step"
+        )
     return TraceSet(tuple(chosen), tuple(warnings + more))
 
 
@@ -114,20 +113,19 @@ def _on_one_clock(traces: Sequence[Trace]) -> list[Trace]:
     return [clocks.corrected(t, nodes[folders[t.path]]) if t.path in folders else t for t in traces]
 
 
-def _parse_all(files: Sequence[Path], jobs: int | None, whole: bool) -> list[Any]:
+def _parse_all(files: Sequence[Path], jobs: int | None) -> list[Any]:
     """Each file's Trace, or why it is not one. In processes, if the files are large."""
-    read = functools.partial(_parse_one, whole=whole)
     size = sum(path.stat().st_size * (10 if path.suffix == ".gz" else 1) for path in files)
     workers = min(jobs or os.cpu_count() or 1, len(files))
     if workers == 1 or (jobs is None and size < SMALL):
-        return [read(path) for path in files]
+        return [_parse_one(path) for path in files]
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        return list(pool.map(read, files))
+        return list(pool.map(_parse_one, files))
 
 
-def _parse_one(path: Path, whole: bool) -> Trace | stream.NotATrace:
+def _parse_one(path: Path) -> Trace | stream.NotATrace:
     try:
-        return parse.parse(path, whole=whole)
+        return parse.parse(path)
     except stream.NotATrace as error:
         return error
 
@@ -135,8 +133,11 @@ def _parse_one(path: Path, whole: bool) -> Trace | stream.NotATrace:
 class TraceSet:
     """One run's traces, one per rank and window. Each answer is computed once, when asked for."""
 
-    def __init__(self, traces: tuple[Trace, ...], warnings: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, traces: tuple[Trace, ...], warnings: tuple[str, ...] = (), window: str = ""
+    ) -> None:
         self.traces = traces
+        self.window = window  # which of several windows it is: ``steps 2-4, window 1 of 2``
         self._warnings = warnings
 
     @property
@@ -151,6 +152,28 @@ class TraceSet:
     def device(self) -> str:
         """``gpu`` or ``cpu``."""
         return self.traces[0].device
+
+    @property
+    def marked(self) -> bool:
+        """Whether the steps are marked; else everything that was recorded is one."""
+        return any(trace.marked for trace in self.traces)
+
+    def windows(self) -> dict[str, TraceSet]:
+        """Each window by itself, by a name that can be a folder's: ``steps2-4``, or ``window1``
+        where the steps do not tell them apart."""
+        count = len(self._windows)
+        steps = [
+            (min(t.steps[0].number for t in own), max(t.steps[-1].number for t in own))
+            for own in self._windows
+        ]
+        told_apart = self.marked and len(set(steps)) == count
+        found = {}
+        for i, ((first, last), own) in enumerate(zip(steps, self._windows, strict=True), start=1):
+            name = f"steps{first}-{last}" if told_apart else f"window{i}"
+            steps_of = f"step {first}, " if first == last else f"steps {first} to {last}, "
+            said = f"{steps_of if told_apart else ''}window {i} of {count}" if count > 1 else ""
+            found[name] = TraceSet(tuple(own), self._warnings, said)
+        return found
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -256,7 +279,8 @@ class TraceSet:
 
     def kernels(self, top: int = 10) -> tuple[model.Kernel, ...]:
         """Each rank's longest kernels; on a CPU its operators, by the time in them alone."""
-        return tuple(found for trace in self.traces for found in kernels.longest(trace, top))
+        by_rank = ([t for t in self.traces if t.rank == rank] for rank in self.ranks)
+        return tuple(found for windows in by_rank for found in kernels.longest(windows, top))
 
     def kernel_types(self) -> tuple[model.KernelType, ...]:
         """HTA's: time in computation, communication, memory and their overlaps, over all ranks."""
@@ -314,6 +338,8 @@ class TraceSet:
             "world": self.world,
             "device": self.device,
             "strategy": self.traces[0].shardlab.get("strategy"),
+            "window": self.window or None,
+            "marked": self.marked,
             "hta_compat": hta_compat,
             "hta_rules": {str(rank): list(exact[rank].rules) for rank in sorted(exact)},
             "steps": [row(item) for item in self.breakdown()],

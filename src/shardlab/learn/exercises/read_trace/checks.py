@@ -15,7 +15,7 @@ import numpy as np
 
 from shardlab.learn.exercise import Case, Evidence, Finding, Rows, Stage, say
 from shardlab.trace.intervals import Intervals, union
-from shardlab.trace.model import Collective
+from shardlab.trace.model import CPU_OP, Collective
 
 CASES = (Case("questions", 1),)
 # How near an answer must be: relative, and absolute.
@@ -135,8 +135,9 @@ def mistakes() -> Iterator[tuple[str, str, Any]]:
     one = next(t for t in traces.traces if t.rank == FAST)
     own = {k.name: k.sum_us * 1000 for k in traces.kernels(top=len(one.names)) if k.rank == FAST}
     total = np.bincount(one.events.name, one.events.dur_ns, minlength=len(one.names))
+    operators = set(one.events.name[one.events.kind == CPU_OP].tolist())
     for i, operator in enumerate(one.names):
-        if operator in own and total[i] > 2 * own[operator]:
+        if i in operators and total[i] > 2 * own.get(operator, 0.0):
             yield "TOP_OPERATOR", "not-own-time", operator
 
     lengths: dict[str, float] = defaultdict(float)
