@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from shardlab import config as configs
 from shardlab.config import DataConfig
 from shardlab.data import catalog, obtaining, reviews
 from shardlab.data.images import ImageSet
+from shardlab.data.tokens import write_shard
 from shardlab.errors import UsageError
 from shardlab.naming import WORKLOADS
 from shardlab.run import assemble, loop, rank
@@ -637,6 +639,24 @@ def test_there_is_a_config_for_each_experiment() -> None:
         "resnet_cifar10_fsdp": "pytorch_zero3",
         "cnn_mnist": "simple_ddp",
     }
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in EXPERIMENTS if "gpt2" in path.stem], ids=lambda p: p.stem
+)
+def test_the_hint_for_a_laptop_goes_with_a_folder_of_data(path: Path, tmp_path: Path) -> None:
+    """The tokens of GPT-2 do not fit into the vocabulary of its small sizes, which is a byte's."""
+    hint = path.read_text().partition("To try it on a laptop, add: ")[2].partition("\nmodel:")[0]
+    words = r"--size (\w+) --seq-len (\d+); if FOLDER .*, also\n#   --set (\S+)=(\d+)"
+    found = re.fullmatch(words, hint)
+    assert found is not None, hint
+    size, length, key, value = found.groups()
+    write_shard(tmp_path / "shard.bin", np.arange(50257 - 1000, 50257).repeat(4))
+    overrides = {"model.size": size, "data.seq_len": int(length), "data.source": str(tmp_path)}
+    with pytest.raises(UsageError, match=r"larger one \(model\.options\.vocab\)"):
+        assemble.build_workload(configs.load(path, overrides)).dataset.batch([0])
+    workload = assemble.build_workload(configs.load(path, {**overrides, key: int(value)}))
+    assert int(workload.dataset.batch([0]).inputs.max()) > 256
 
 
 SMALL: dict[str, dict[str, Any]] = {
