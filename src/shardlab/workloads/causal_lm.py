@@ -7,9 +7,6 @@ longest. transformers is imported when a model is asked for, not before.
 from __future__ import annotations
 
 import os
-import socket
-import urllib.parse
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -22,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from shardlab.config import SYNTHETIC, DataConfig
-from shardlab.data import reviews, sources
+from shardlab.data import download, reviews, sources
 from shardlab.data.reviews import Reviews
 from shardlab.errors import UsageError, unknown
 from shardlab.workloads import synthetic
@@ -351,14 +348,10 @@ def _fetch(kind: Any, source: str, **options: Any) -> Any:
 
 def _refuse_without_network() -> None:
     """The hub's own client tries for half a minute before it says so."""
-    if urllib.request.getproxies():
-        return  # the proxy alone knows
-    address = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    port = address.port or (80 if address.scheme == "http" else 443)
     try:
-        socket.create_connection((address.hostname or "", port), timeout=10).close()
-    except OSError as error:
-        raise ConnectionError(f"{address.hostname} cannot be reached ({error})") from None
+        download.refuse_unreachable(os.environ.get(download.HUB, "https://huggingface.co"))
+    except download.Unreachable as reason:
+        raise ConnectionError(str(reason)) from None
 
 
 def _trained_on(model: nn.Module) -> nn.Module:
