@@ -147,6 +147,18 @@ def test_how_much_stderr_says(tmp_path: Path) -> None:
         assert bool(done.stderr) == speaks
 
 
+@pytest.mark.long
+def test_the_page_for_scripts(tmp_path: Path) -> None:
+    for line in commands.bash_lines("docs/scripts.md"):
+        command = line.replace("shardlab ", f"{sys.executable} -m shardlab ", 1)
+        done = commands.run("bash", "-ec", command, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "result.json").read_text())["steps"] == 2
+    page = (commands.ROOT / "docs" / "scripts.md").read_text()
+    for name in {*OF_A_MODEL, *OTHERS} - {n for n in OTHERS if n.startswith("data ")}:
+        assert f"`{name}`" in page
+
+
 def test_a_reader_that_leaves(tmp_path: Path) -> None:
     """`shardlab strategies --json | true` ends without a traceback."""
     done = commands.run(
