@@ -53,8 +53,12 @@ class Trajectory:
 ALL_CASES = [Case(*c) for c in itertools.product(toys.TOYS, (1, 2, 3), ("sgd", "adamw"))]
 
 
-def make_optimizer(name: str, model: torch.nn.Module) -> Callable[[Any], torch.optim.Optimizer]:
+def make_optimizer(
+    name: str, model: torch.nn.Module | None = None
+) -> Callable[[Any], torch.optim.Optimizer]:
+    """``model``: Muon alone needs it."""
     if name == "muon":  # it needs whole matrices, which is measured
+        assert model is not None
         training = TrainingConfig(optimizer="muon", learning_rate=0.05, weight_decay=0.1)
         return factory.plan(training, None, None, model, "a toy")
     if name == "sgd":

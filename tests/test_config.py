@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commands import ROOT
 from shardlab import config as configs
+from shardlab import naming
+from shardlab.cli.flags import ALIASES
 from shardlab.config import Config, check_batch
 from shardlab.errors import UsageError
 from shardlab.specs import parse_spec
@@ -312,3 +316,17 @@ def test_a_word_in_the_wrong_place_is_answered_with_ours(
 def test_words_in_capitals() -> None:
     config = configs.load(None, {"precision.compute": "FP16", "launch.backend": "Gloo"})
     assert (config.precision.compute, config.launch.backend) == ("fp16", "gloo")
+
+
+def test_the_page_has_every_word_that_is_taken() -> None:
+    page = (ROOT / "docs" / "workloads.md").read_text()
+    table = (
+        page.partition("## Words that others use")[2]
+        .partition("\n## ")[0]
+        .replace("gpt-2", "gpt_2")
+    )
+    words = set(re.findall(r"`([^`]+)`", table))
+    flags = {f"--{flag}" for flag in (*ALIASES, *ALIASES.values())}
+    keys = {*naming.KEY_ALIASES, "model.num_layers"}
+    for known in (naming.ALIASES, naming.WORKLOAD_ALIASES, keys, flags):
+        assert set(known) - words == set()

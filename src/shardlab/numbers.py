@@ -253,6 +253,11 @@ def at_least(amount: float | None, known: float) -> str:
     return size(amount) if amount is not None or not known else f"≥ {size(known)}"
 
 
+def gbps(value: float | None) -> str:
+    """A bandwidth. That of a few bytes that took milliseconds is not worth its digits."""
+    return "<0.001" if value is not None and value < 0.001 else number(value)
+
+
 def percent(value: float | None, decimals: int = 0) -> str:
     return NOTHING if value is None else f"{value:.{decimals}f}%"
 

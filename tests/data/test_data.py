@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import pickle
+import stat
 import struct
 import zlib
 from collections import Counter
@@ -21,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.data import image_files, images, reviews, sampler, sources
+from shardlab.data.text import make_shards
 from shardlab.data.tokens import HEADER, MAGIC, TokenDataset, open_shard, write_shard
 from shardlab.errors import UsageError
 
@@ -524,6 +526,23 @@ def test_wrong_reviews_are_refused_by_name(tmp_path: Path) -> None:
 def test_reviews_that_were_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDLAB_CACHE", str(tmp_path))
     with pytest.raises(UsageError, match="run `shardlab data yelp`"):
-        reviews.load()
+        reviews.load("yelp")
     with pytest.raises(UsageError, match="run `shardlab data cifar10`"):
         images.load("cifar10")
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_shards_have_the_users_permissions(mask: int, mode: int, tmp_path: Path) -> None:
+    """A colleague of the same group trains on them, too."""
+    text = tmp_path / "text.txt"
+    text.write_text("some words")
+    before = os.umask(mask)
+    try:
+        write_shard(tmp_path / "one.bin", [1, 2, 3])
+        make_shards([text], tmp_path / "shards", tokenizer="bytes")
+    finally:
+        os.umask(before)
+    files = [tmp_path / "one.bin", *(tmp_path / "shards").iterdir()]
+    assert len(files) == 3
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {mode}
+    assert stat.S_IMODE((tmp_path / "shards").stat().st_mode) == 0o777 & ~mask

@@ -179,3 +179,26 @@ def test_a_rank_reads_the_same_by_sample_and_by_batch() -> None:
 def test_an_empty_data_set_has_no_batches() -> None:
     with pytest.raises(UsageError, match="no samples"):
         sampler.check_epoch(0, 4, "continuous")
+
+
+@given(
+    epochs=st.integers(1, 7),
+    size=st.integers(1, 40),
+    length=st.integers(1, 300),
+    mode=st.sampled_from(EPOCHS),
+)
+def test_steps_of_epochs_read_them_and_no_more(
+    epochs: int, size: int, length: int, mode: str
+) -> None:
+    if mode == "dropped" and length < size:
+        return  # refused: nothing is left of an epoch
+    steps = sampler.steps_of_epochs(epochs, size, length, mode)
+    assert sampler.finished_epochs(steps, size, length, mode) >= epochs
+    assert sampler.finished_epochs(steps - 1, size, length, mode) < epochs
+
+
+def test_a_part_of_an_epoch() -> None:
+    assert sampler.steps_of_epochs(0.1, 1, 30, "continuous") == 3
+    assert sampler.steps_of_epochs(0.5, 8, 60, "exact") == 4
+    assert sampler.steps_of_epochs(1e-9, 8, 60, "continuous") == 1
+    assert sampler.steps_of_epochs(10, 512, 50_000, "continuous") == 977

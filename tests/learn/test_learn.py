@@ -166,6 +166,15 @@ def test_close_is_relative_and_refuses_nan() -> None:
     assert not mistakes.close([1.0], [1.0, 1.0])
 
 
+def test_a_message_in_between_is_not_a_gradient_that_is_missing() -> None:
+    call = {"op": "all_reduce", "dtype": "float64", "shape": [3], "line": 1}
+    loss = call | {"bytes": 8, "what": ""}
+    weight, bias = (call | {"bytes": n, "what": f"grad:{n}"} for n in (24, 16))
+    assert "no gradient" not in mistakes.difference([loss], [weight], 0, 1)
+    skipped = mistakes.difference([weight, bias], [bias], 0, 1)
+    assert "the parameter `24` has no gradient on rank 1" in skipped
+
+
 # ------------------------------------------------------------------ messages
 
 

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import commands
+import toys
 from conftest import GetRanks
+from shardlab import naming
 from shardlab.errors import UsageError
+from shardlab.naming import STRATEGIES
 from shardlab.optim import factory
 from shardlab.strategies import refusals
 from shardlab.strategies.base import Setup
@@ -94,6 +97,30 @@ def test_state_in_plain_attributes_is_noted_once() -> None:
         watched(model, BATCH)
     assert len(notes) == 1
     assert "changes 'last', 'layer.calls' in every forward" in notes[0]
+
+
+def notes_of(world: World) -> dict[str, list[str]]:
+    """What is noted of a plain model under each strategy."""
+    found: dict[str, list[str]] = {}
+    for name in STRATEGIES:
+        if name == "single" and world.size > 1:
+            continue
+        make = naming.resolve(name, STRATEGIES, "strategy")
+        watched = watch_first_calls(toys.loss, found.setdefault(name, []).append)
+        optimizer = factory.of_class(torch.optim.SGD, lr=0.1)
+        setup = Setup(toys.build("mlp", seed=0), optimizer, watched, world.mesh)
+        instance = make(setup)
+        for step in range(3):
+            instance.gradients([toys.batch(step, world.rank, 0)])
+            instance.step()
+        instance.settle()
+    return found
+
+
+def test_what_a_strategy_counts_is_not_the_models(ranks: GetRanks) -> None:
+    for found in ranks(2).run(notes_of, deadline_s=60):
+        assert len(found) == len(STRATEGIES) - 1
+        assert {name: notes for name, notes in found.items() if notes} == {}
 
 
 def test_a_hook_after_accumulation_sees_a_part_only() -> None:

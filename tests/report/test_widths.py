@@ -10,7 +10,7 @@ from rich.cells import cell_len
 
 import chrome
 import commands
-from shardlab.report import terminal
+from shardlab.report import checkpoint, terminal
 
 MESSAGES = ("note:", "left out for", "  /")  # text that may be as long as it is
 
@@ -51,6 +51,28 @@ def test_runs_side_by_side_fit(width: int, tmp_path: Path) -> None:
     table = lines[lines.index("where the step went, in each run") :]
     first_words = [line.split()[0] for line in table if line]
     assert [word for word in first_words if word in names][: len(names)] == names
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_checkpoints_fit(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    whole = {
+        "step": 100_000, "strategy": "pytorch_zero3", "world": 16, "model_tensors": 580,
+        "parameters": 1_557_611_200, "optimizer_tensors": 1160, "files": 32, "bytes": 18 << 30,
+        "damage": None,
+    }  # fmt: skip
+    tensors = [
+        {"name": "transformer.blocks.47.attention.projection.weight", "shape": (1600, 1600),
+         "dtype": "float32", "chunks": 16, "optimizer": ["exp_avg", "exp_avg_sq", "step"]},
+    ]  # fmt: skip
+    checkpoint.show([whole, {"damage": "cut"}], tensors)
+    text = capsys.readouterr().out
+    assert not too_long(text.splitlines(), width)
+    for words in ("100000", "1,557,611,200", "18.0 GiB", "damaged", "1600 x 1600", "exp_avg_sq"):
+        assert words in text
+    assert "…" not in text
 
 
 def test_what_does_not_fit_is_said_and_the_rest_is_whole() -> None:

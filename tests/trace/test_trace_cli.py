@@ -341,6 +341,18 @@ def test_two_ranks_with_the_same_number(folder: Path) -> None:
     assert "copy.json.gz and rank0.json.gz" in message
 
 
+def test_traces_without_markers_are_of_one_run_only_if_they_are_of_one_time(tmp_path: Path) -> None:
+    """Their steps all have the number 0, which says nothing."""
+    for rank, minutes in ((0, 0), (1, 5)):
+        events = [operator("aten::mm", 60_000_000 * minutes, 30)]
+        write(tmp_path / f"r{rank}.json", document(events, rank))
+    assert "5 minutes apart" in refused(tmp_path)
+    write(tmp_path / "r1.json", document([operator("aten::mm", 50, 30)], rank=0))
+    found = traces.load(tmp_path, select="all")  # one rank that was recorded twice
+    assert list(found.windows()) == ["window1", "window2"]
+    assert [w.window for w in found.windows().values()] == ["window 1 of 2", "window 2 of 2"]
+
+
 @pytest.mark.parametrize(
     ("other", "why"),
     [

@@ -153,6 +153,15 @@ def test_three_runs_are_ranked_and_stand_in_one_table(capsys: pytest.CaptureFixt
     assert table["aten::addmm"] == ["5.00", "10.0", "–"]
 
 
+def test_runs_without_any_time_are_compared_too(tmp_path: Path) -> None:
+    """A trace of one event of no length, twice and three times."""
+    chrome.write(tmp_path / "t.json", chrome.document([chrome.operator("aten::mm", 5, 0)]))
+    for times in (2, 3):
+        done = commands.here("trace", "diff", *["t.json"] * times, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "0 ms a step" in done.stdout
+
+
 def test_the_command_takes_three_runs(tmp_path: Path) -> None:
     paths = [str(chrome.RECORDED / name) for name in ("gloo_windows", "gloo_fsdp", "gloo_unmarked")]
     done = commands.here("trace", "diff", *paths, "--out", "out", cwd=tmp_path)

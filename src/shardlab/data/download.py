@@ -17,14 +17,15 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from shardlab.errors import UsageError
 
 MIRROR = "SHARDLAB_MIRROR"  # https://host/path is read from $SHARDLAB_MIRROR/host/path
 HUB = "HF_ENDPOINT"  # stands for https://huggingface.co, as in Hugging Face's own tools
 ATTEMPTS = 4  # each continues where the last connection broke
-TIMEOUT_S = 30.0
+CONNECT_S = 5.0  # for a connection, through a proxy if there is one
+TIMEOUT_S = 10.0  # for the answer, and for each part of it
 BLOCK = 1 << 20
 
 Progress = Callable[[str, int, int | None], None]  # file, bytes so far, bytes in all if known
@@ -72,7 +73,9 @@ def fetch(
         except (http.client.HTTPException, OSError) as error:
             problem = _reason(error)
             is_final = isinstance(error, urllib.error.HTTPError) and error.code < 500
-            if is_final or (attempt and before == _size(part) == 0):
+            # Whoever says nothing at all will not do so a second time.
+            is_silent = before == _size(part) == 0 and (attempt or _is_timeout(error))
+            if is_final or is_silent:
                 break
         if is_whole:
             break
@@ -92,6 +95,54 @@ def fetch(
     return found
 
 
+def refuse_unreachable(url: str) -> None:
+    """Raise ``Unreachable`` in seconds if nobody answers there, or at the proxy on the way."""
+    try:
+        _open(urllib.request.Request(resolve(url), method="HEAD")).close()
+    except urllib.error.HTTPError:
+        return  # it answers
+    except (http.client.HTTPException, OSError) as error:
+        raise Unreachable(f"{resolve(url)}: {_reason(error)}") from None
+
+
+class _Http(http.client.HTTPConnection):
+    def connect(self) -> None:
+        _soon(self, super().connect)
+
+
+class _Https(http.client.HTTPSConnection):
+    def connect(self) -> None:
+        _soon(self, super().connect)
+
+
+def _soon(line: http.client.HTTPConnection, connect: Callable[[], None]) -> None:
+    """It is there soon, or not at all. urllib has one limit for everything."""
+    line.timeout = CONNECT_S
+    connect()
+    line.sock.settimeout(TIMEOUT_S)
+
+
+class _HttpHandler(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Http, req)
+
+
+class _HttpsHandler(urllib.request.HTTPSHandler):
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Https, req)
+
+
+def _open(request: urllib.request.Request) -> Any:
+    opener = urllib.request.build_opener(_HttpHandler, _HttpsHandler)
+    return opener.open(request, timeout=TIMEOUT_S)
+
+
+def _is_timeout(error: Exception) -> bool:
+    return isinstance(error, TimeoutError) or isinstance(
+        getattr(error, "reason", None), TimeoutError
+    )
+
+
 def _receive(address: str, part: Path, name: str, on_progress: Progress) -> bool:
     """Receive the file, or what is missing of it. False if it ended before it was complete."""
     have = _size(part)
@@ -102,12 +153,12 @@ def _receive(address: str, part: Path, name: str, on_progress: Progress) -> bool
         headers |= {"Range": f"bytes={have}-", "If-Range": tag.read_text(encoding="ascii")}
     request = urllib.request.Request(address, headers=headers)
     try:
-        response = urllib.request.urlopen(request, timeout=TIMEOUT_S)
+        response = _open(request)
     except urllib.error.HTTPError as error:
         if error.code != 416:  # what we have is as long as the file, or longer: from the start
             raise
         _forget(part)
-        response = urllib.request.urlopen(address, timeout=TIMEOUT_S)
+        response = _open(urllib.request.Request(address))
     with response:
         # It begins where our part ends only if the server says so.
         content_range = response.headers.get("Content-Range", "")
@@ -147,6 +198,8 @@ def _forget(part: Path) -> None:
 def _reason(error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError):
         return f"the server answers {error.code} {error.reason}"
+    if _is_timeout(error):
+        return "no answer in time"
     if isinstance(error, urllib.error.URLError):
         return f"cannot be reached ({error.reason})"
     return f"the connection broke ({type(error).__name__}: {error})"

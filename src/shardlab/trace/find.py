@@ -137,8 +137,7 @@ def _same_time(by_rank: dict[int, list[Trace]]) -> None:
     """Ranks of one run record the same steps, or at least in the same minutes."""
     ranks = list(by_rank.values())
     for windows in ranks[1:]:
-        numbers = {s.number for t in windows for s in t.steps}
-        shared = numbers & {s.number for t in ranks[0] for s in t.steps}
+        shared = _numbers(windows) & _numbers(ranks[0])
         apart = max(
             _begin(windows[0]) - _end(ranks[0][-1]), _begin(ranks[0][0]) - _end(windows[-1])
         )
@@ -147,6 +146,11 @@ def _same_time(by_rank: dict[int, list[Trace]]) -> None:
                 f"mixed runs in one folder: {ranks[0][0].path.name} and {windows[0].path.name} "
                 f"were recorded {apart / 6e10:,.0f} minutes apart"
             )
+
+
+def _numbers(windows: Sequence[Trace]) -> set[int]:
+    """The numbers of the steps that are marked. (A trace without markers is one step, number 0.)"""
+    return {step.number for trace in windows if trace.marked for step in trace.steps}
 
 
 def _begin(trace: Trace) -> int:

@@ -19,26 +19,26 @@ def longest(windows: Sequence[Trace], top: int) -> list[model.Kernel]:
     """The kernels of one rank that take the most time in its steps, over all of its windows, with
     true statistics of each launch. (HTA's become sums of sums once there are more than it shows.)
     """
-    found = [_launched(trace) for trace in windows]
+    kinds: dict[str, str] = {}
+    launched = [_launched(trace, kinds) for trace in windows]
+    names, times = (np.concatenate(column) for column in zip(*launched, strict=True))
+    count, total = np.bincount(names), np.bincount(names, times)
+    by_name, ends = np.argsort(names, kind="stable"), np.cumsum(count)
     result = []
-    for name in {name: None for kinds, _, _ in found for name in kinds}:
-        times = np.concatenate(
-            [us[np.isin(numbers, kinds[name][1])] for kinds, numbers, us in found if name in kinds]
-        )
-        kind = next(kinds[name][0] for kinds, _, _ in found if name in kinds)
+    for i, (name, kind) in enumerate(kinds.items()):
+        us = times[by_name[ends[i] - count[i] : ends[i]]]
         result.append(
             model.Kernel(
-                windows[0].rank, name, kind, len(times), float(times.sum()), float(times.mean()),
-                float(times.min()), float(times.max()),
-                float(times.std(ddof=1)) if len(times) > 1 else 0.0,
+                windows[0].rank, name, kind, len(us), float(us.sum()), float(us.mean()),
+                float(us.min()), float(us.max()), float(us.std(ddof=1)) if len(us) > 1 else 0.0,
             )
         )  # fmt: skip
-    return sorted(result, key=lambda row: -row.sum_us)[:top]
+    return [result[i] for i in np.argsort(-total, kind="stable")[:top].tolist()]
 
 
-def _launched(trace: Trace) -> tuple[dict[str, tuple[str, list[int]]], Ints, Floats]:
-    """Kernels (on a CPU operators) in the steps: by name the kind and its numbers in the trace, and
-    for each launch its number and its time in microseconds."""
+def _launched(trace: Trace, kinds: dict[str, str]) -> tuple[Ints, Floats]:
+    """For each kernel (on a CPU: operator) in the steps, the place of its name in ``kinds``, which
+    grows by new names with what they are, and its time in microseconds."""
     events = trace.events
     if trace.device == "gpu":
         rows = np.flatnonzero(events.on_gpu & _in_steps(trace))
@@ -47,16 +47,18 @@ def _launched(trace: Trace) -> tuple[dict[str, tuple[str, list[int]]], Ints, Flo
         operators = np.flatnonzero((events.kind == model.CPU_OP) & _in_steps(trace))
         rows, times = _own_time(trace, operators)
     communicates = activity.communication_rows(trace)
-    kinds: dict[str, tuple[str, list[int]]] = {}
+    places = {name: i for i, name in enumerate(kinds)}
+    place_of = np.zeros(len(trace.names), np.int64)
     for number, first in zip(*np.unique(events.name[rows], return_index=True), strict=True):
         name, row = trace.names[number].removeprefix(_ENGINE), rows[first]
-        kind = "compute"
+        place_of[number] = places.setdefault(name, len(places))
         if communicates[row] or name.startswith("c10d::"):
-            kind = "communication"
+            kinds.setdefault(name, "communication")
         elif trace.device == "gpu" and events.kind[row] != model.KERNEL:
-            kind = "memory"
-        kinds.setdefault(name, (kind, []))[1].append(int(number))
-    return kinds, events.name[rows].astype(np.int64), times / 1000
+            kinds.setdefault(name, "memory")
+        else:
+            kinds.setdefault(name, "compute")
+    return place_of[events.name[rows]], times / 1000
 
 
 def _in_steps(trace: Trace) -> Bools:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from shardlab.errors import UsageError
 from shardlab.workloads.base import Batch, LossFn
@@ -24,10 +25,12 @@ def watch_first_calls(loss: LossFn, say: Callable[[str], None]) -> LossFn:
     def watched(model: nn.Module, batch: Batch) -> Tensor:
         if len(changed) == 2:
             return loss(model, batch)
-        tensors, attributes = registered(model), _attributes(model)
+        # DDP counts and keeps things of its own: look at the user's model inside it.
+        users = model.module if isinstance(model, DistributedDataParallel) else model
+        tensors, attributes = registered(users), _attributes(users)
         result = loss(model, batch)
-        refuse_new_tensors(tensors, registered(model))
-        after = _attributes(model)
+        refuse_new_tensors(tensors, registered(users))
+        after = _attributes(users)
         changed.append({name for name in after if _differs(attributes.get(name), after[name])})
         always = changed[0] & changed[-1]
         if len(changed) == 2 and always:
