@@ -50,7 +50,6 @@ def resolve(environ: Environment) -> Place | None:
     """The place that the environment gives this process; None if it is not a rank."""
     place = _of_torchrun(environ) or _of_mpi(environ) or _of_slurm(environ)
     if place is None:
-        _refuse_half_set(environ)
         return None
     for what, number, size in (
         ("rank", place.rank, place.size),
@@ -167,16 +166,6 @@ def _of_torchrun(environ: Environment) -> Place | None:
         address=environ["MASTER_ADDR"],
         port=_port(environ, ""),
     )
-
-
-def _refuse_half_set(environ: Environment) -> None:
-    """Several ranks that do not know where to meet would each start a world of their own."""
-    if "RANK" in environ and _number(environ, "WORLD_SIZE", 1) > 1:
-        missing = " and ".join(n for n in ("MASTER_ADDR", "MASTER_PORT") if n not in environ)
-        raise UsageError(
-            f"RANK and WORLD_SIZE {environ['WORLD_SIZE']} are set, but {missing} not: set them as "
-            "torchrun does, or leave all of them out to start ranks here"
-        )
 
 
 def _refuse_against_slurm(
