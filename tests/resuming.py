@@ -30,7 +30,7 @@ def build(world: World, strategy: str, toy: str, seed: int, optimizer: str) -> A
     rule = Rule(clip_norm=0.5, schedule=lambda step: 1 / (1 + step))
     model = toys.build(toy, seed=seed)
     blocks = toys.BLOCKS[toy]
-    setup = Setup(model, make_optimizer(optimizer), toys.loss, world.mesh, rule, blocks)
+    setup = Setup(model, make_optimizer(optimizer, model), toys.loss, world.mesh, rule, blocks)
     return make(setup, **options)
 
 

@@ -17,9 +17,9 @@ plain process (✓), or the strategy refuses the model in one line, on every ran
 may happen: no difference that nobody notices, no hang, no crash. `pytest
 tests/strategies/test_zoo.py --whole` (which is part of `make test`) runs each of them on two real
 ranks; `zero3`, and a part of the other strategies, also run on three. It compares losses,
-gradients, parameters and buffers of {steps} steps of AdamW with a plain loop. The parameters are not read before the
-end of the second step, since reading them might hide a bug. Without `--whole` only a part is run,
-which takes a minute and a half; it has every model under `zero3`.
+gradients, parameters and buffers of {steps} steps of AdamW with a plain loop. The parameters
+are not read before the end of the second step, since reading them might hide a bug. Without
+`--whole` only a part is run, which takes a minute and a half; it has every model under `zero3`.
 
 `pytorch_ddp` and `pytorch_zero1` run with `find_unused_parameters: true`. Frozen parameters and
 buffers that forward changes must equal those of rank 0, as buffers do in DDP.

@@ -79,7 +79,7 @@ class Result:
 
 def train(
     workload: str | Callable[..., Any] = "gpt2",
-    strategy: str = "simple_ddp",
+    strategy: str | None = None,
     *,
     world: int | None = None,
     steps: int | None = None,
@@ -88,14 +88,19 @@ def train(
     config: str | Path | None = None,
     progress: bool = False,
 ) -> Result:
-    """Train with one strategy on ranks of this machine; the rows are rank 0's steps."""
+    """Train with one strategy on ranks of this machine; the rows are rank 0's steps.
+
+    Without ``strategy``, with the one of the config file; without that, with simple_ddp.
+    """
     from shardlab import specs
     from shardlab.files import read_jsonl
-    from shardlab.report import console
+    from shardlab.report import console, terminal
     from shardlab.run import restart
 
-    name, options = specs.parse_spec(strategy)
-    named = {"strategy.name": name, "strategy.options": options or None, "training.steps": steps}
+    named: dict[str, Any] = {"training.steps": steps}
+    if strategy is not None:
+        named["strategy.name"], options = specs.parse_spec(strategy)
+        named["strategy.options"] = options or None
     resolved = _config(workload, config, settings, out, {**named, "launch.world": world})
     if resolved.launch.world is None:
         resolved = resolved.with_overrides({"launch.world": launch.default_world(resolved)})
@@ -103,7 +108,7 @@ def train(
         summary = restart.train(resolved, "shardlab.train()", on_event)
     folder = Path(summary["folder"])
     rows = read_jsonl(folder / "rank0.jsonl")
-    text = (console.training_line(summary), f"files: {folder}")
+    text = (console.training_line(summary), *terminal.about(summary), f"files: {folder}")
     is_saved = not (summary["checkpoint"] or {}).get("error")
     return Result(summary, folder, rows, text, is_saved)
 
@@ -126,7 +131,7 @@ def compare(
     from shardlab.measure import compare as comparison
     from shardlab.measure.cells import Plan, axes_of, cells_of
     from shardlab.report import compare as report
-    from shardlab.report import compare_terminal, console
+    from shardlab.report import compare_terminal, console, terminal
 
     resolved = _config(workload, config, settings, out)
     plan = Plan(repeats=repeats, warmup=warmup, steps=steps, prove=prove, profile=None)
@@ -136,7 +141,8 @@ def compare(
         found = comparison.compare(cells, plan, "shardlab.compare()", on_progress)
     folder = _folder(resolved, "compare")
     report.write(folder, found)
-    text = (compare_terminal.compare_table(found), *compare_terminal.verdict_lines(found))
+    lines = *compare_terminal.verdict_lines(found), *terminal.about(found["env"])
+    text = (compare_terminal.compare_table(found), *lines)
     is_right = all((cell.get("proof") or {}).get("pass") is not False for cell in found["cells"])
     some_ran = any(cell["status"] == "ok" for cell in found["cells"])
     return Result(found, folder, found["cells"], text, is_right and some_ran)
@@ -190,7 +196,7 @@ def memory(
     """
     from shardlab.measure import estimate
     from shardlab.numbers import parse_bytes
-    from shardlab.report import console
+    from shardlab.report import console, terminal
     from shardlab.report import memory as report
 
     if world < 1:
@@ -205,7 +211,7 @@ def memory(
         )
     folder = _folder(resolved, "memory")
     write_json(folder / "memory.json", found)
-    text = (report.table(found), *report.sentences(found))
+    text = (report.table(found), *report.sentences(found), *terminal.about(found))
     some_ran = any(row["status"] == "ok" for row in found["rows"])
     return Result(found, folder, found["rows"], text, some_ran)
 

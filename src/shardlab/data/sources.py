@@ -12,11 +12,11 @@ import tempfile
 from pathlib import Path
 from typing import Any, TypedDict
 
-from shardlab.config import AUTO, STDLIB, located
+from shardlab.config import AUTO, DATA_WORDS, STDLIB, SYNTHETIC, located
 from shardlab.errors import UsageError
 from shardlab.shapes import convert
 
-__all__ = ["AUTO", "STDLIB", "located"]
+__all__ = ["AUTO", "STDLIB", "SYNTHETIC", "located"]
 DESCRIPTION = "dataset.json"
 STDLIB_BYTES = 8 << 20
 _NOT_TEXT = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib", "lib2to3"}
@@ -63,6 +63,35 @@ def cache_folder() -> Path:
 def cached(name: str) -> Path:
     """Where `shardlab data NAME` puts a data set, and "auto" looks for it."""
     return cache_folder() / "data" / name
+
+
+def is_downloaded(name: str) -> bool:
+    return described(cached(name)) is not None
+
+
+def downloaded(name: str) -> Path:
+    """The folder of a data set that was asked for by its name."""
+    if is_downloaded(name):
+        return cached(name)
+    here = f" (for the {name} in this folder, write ./{name})" if Path(name).exists() else ""
+    raise UsageError(
+        f"{name} has not been downloaded: run `shardlab data {name}`, or name a file or folder of "
+        f"it with data.source, or use data.source=synthetic{here}"
+    )
+
+
+def absent(name: str) -> str:
+    """Why "auto" stands for something else than a data set."""
+    return f"{name} has not been downloaded: shardlab data {name}"
+
+
+def refuse_other_words(source: str, known: tuple[str, ...], workload: str) -> None:
+    """Refuse a word for data of another kind, such as images for a language model."""
+    if source in DATA_WORDS and source not in (AUTO, SYNTHETIC, *known):
+        raise UsageError(
+            f"{workload} does not read '{source}'; its data.source is a file or folder, or one of "
+            f"{', '.join((AUTO, SYNTHETIC, *known))}"
+        )
 
 
 class _File(TypedDict, total=False):

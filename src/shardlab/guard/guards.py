@@ -71,8 +71,16 @@ def refuse_unequal_data(workload: Workload, world: World) -> None:
             "data": len(workload.dataset),
             "held-out data": None if workload.held_out is None else len(workload.held_out),
             "identity": getattr(workload.dataset, "identity", None),  # of iterable data
+            "chosen": dict(workload.chosen),
         }
     )
+    for rank, row in enumerate(lengths):
+        for key, value in lengths[0]["chosen"].items():
+            if row["chosen"].get(key) != value:
+                raise UsageError(
+                    f"nobody set {key}, and the ranks chose differently by what their nodes have: "
+                    f"{value} on rank 0, {row['chosen'].get(key)} on rank {rank}; set it"
+                )
     if len({row["identity"] for row in lengths}) > 1:
         raise UsageError(
             "the ranks' data or losses differ: iterable data begin with other samples, or the loss "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +108,7 @@ class Row:
     estimate: dict[str, dict[str, int]] | None = None
     measured: dict[str, Any] | None = None  # the same; and "reserved" bytes, on a GPU
     assumed: Sequence[str] = ()  # lines of the model that asked a tensor for its value
+    about: Mapping[str, Any] = field(default_factory=dict)  # the data, and notes on the workload
     largest_batch: int | None = None  # samples of a rank's micro-batch that fit; 0: not even one
     status: str = "ok"
     reason: str | None = None
@@ -167,6 +168,7 @@ def estimate(
                 found = simulator.run(row.config, device, here=measure is not None)
                 row.device, row.kernels = found["device"], found["kernels"]
                 row.estimate, row.assumed = found["weights"], found["assumed"]
+                row.about = found["about"]
                 if limit is not None:
                     row.largest_batch = _largest(simulator, row, limit, measure is not None)
             except (RankFailure, UsageError) as error:
@@ -238,6 +240,8 @@ def summarize(rows: Sequence[Row], limit: int | None, command: str) -> dict[str,
         "kernels": known.kernels,
         "limit_bytes": limit,
         "not_counted": NOT_COUNTED[device],
+        "data": known.about.get("data", ""),
+        "notes": known.about.get("notes", []),
         "config": rows[0].config.to_dict(),
         "rows": [_row(row, limit) for row in rows],
     }

@@ -231,3 +231,5 @@ def _other_machine(new: Mapping[str, Any], old: Mapping[str, Any]) -> Iterator[s
     for key, name in MACHINE.items():
         if new.get(key) != old.get(key):
             yield f"{name} was {old.get(key)}, now {new.get(key)}: times may differ for that alone"
+    if new.get("data") != old.get("data", new.get("data")):  # earlier versions did not tell
+        yield f"the data was {old['data']}, now {new['data']}: times and losses may differ for that"

@@ -443,7 +443,8 @@ def _simulate(config: Config, device: str, here: bool, values: Values) -> dict[s
         stack.enter_context(tracker.tracking())
         built = memory.run_steps(workload, config, world, causes, batches)
         weights = memory.weights(tracker.allocations(), causes, built)
-        return {"device": device, "kernels": where.type, "weights": weights}
+        about = {"data": workload.data, "notes": list(workload.notes)}
+        return {"device": device, "kernels": where.type, "weights": weights, "about": about}
 
 
 def _faked(batch: Batch, fake: FakeTensorMode, device: torch.device, tracker: Tracker) -> Batch:

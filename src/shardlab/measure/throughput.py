@@ -33,7 +33,7 @@ SCHEMA = 1
 KEEP_FREE = 0.1  # share of the machine's free memory that is left alone, if no limit is given
 SLACK = 256 << 20  # bytes beside tensors that a rank may take: kernels, the profiler, Gloo, gaps
 ATTEMPT_S = 600.0  # for one size, or for looking at the machine: what takes longer has failed
-OF_WORKLOAD = ("peak", "flops_per_sample", "notes", "normalizes_batches")  # not the environment
+OF_WORKLOAD = ("peak", "flops_per_sample", "normalizes_batches")  # not the environment
 # What a row has only if its size fits.
 NUMBERS = (
     "step_ms", "steps_per_s", "samples_per_s", "tokens_per_s", "flops_per_s", "mfu", "peak_bytes",

@@ -178,6 +178,7 @@ def _shown_first(result: Result, timelines: Sequence[Timeline]) -> Cell | None:
 
 
 ENVIRONMENT_NAMES = {
+    "data": "data",
     "time": "measured at",
     "device": "device",
     "gpus": "GPUs",
@@ -195,7 +196,8 @@ ENVIRONMENT_NAMES = {
     "matmul": "measured matmul rate",
     "platform": "platform",
 }
-ELSEWHERE = {"command", "workload", "parameters", "flops_per_sample"}  # in other places, or in none
+# Shown in other places, or nowhere.
+ELSEWHERE = {"command", "workload", "parameters", "flops_per_sample", "chosen"}
 
 
 def _environment_rows(env: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -68,7 +68,7 @@ def _announce(console: Console, event: Mapping[str, Any]) -> None:
     if "trace_bytes_estimated" in event:
         size = fmt.size(event["trace_bytes_estimated"])
         lines.append(f"recording: the traces will take about {size} per rank")
-    lines += [f"{kind}: {event[kind]}" for kind in ("warning", "note") if kind in event]
+    lines += [f"{kind}: {event[kind]}" for kind in ("warning", "data", "note") if kind in event]
     if "resumed" in event:
         lines += resumption(event["resumed"])
     if "restart" in event:
@@ -132,6 +132,8 @@ def training_line(result: Mapping[str, Any]) -> str:
 def print_training(result: Mapping[str, Any]) -> None:
     out = terminal.out()
     out.print(training_line(result))
+    if result["data"]:
+        terminal.say(out, f"data: {result['data']}", wraps=True)
     wait = result["data_ms"]
     out.print(
         f"waiting for data: {wait['median']:.2f} ms/step (p10–p90 {wait['p10']:.2f}–"
@@ -185,7 +187,7 @@ def print_comparison(result: Mapping[str, Any], files: Mapping[str, Path]) -> No
     terminal.say(out, *compare_terminal.verdict_lines(result), wraps=True)
     if len(result["env"].get("nodes", ())) > 1:
         terminal.say(out, f"measured on {fmt.nodes(result['env']['nodes'])}", wraps=True)
-    terminal.say(out, *(f"note: {note}" for note in result["env"].get("notes", ())))
+    terminal.say(out, *terminal.about(result["env"]), wraps=True)
     terminal.say_paths(out, files.values())
     found = {cell["label"]: cell["traces"] for cell in result["cells"] if cell.get("traces")}
     size = sum(traces.get("bytes", 0) for traces in found.values())

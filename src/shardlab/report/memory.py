@@ -32,7 +32,7 @@ def show(result: Result, path: Path) -> None:
     if any(row["error"] is not None for row in result["rows"]):
         out.print(error_table(result))
         out.print()
-    terminal.say(out, *sentences(result), wraps=True)
+    terminal.say(out, *sentences(result), *terminal.about(result), wraps=True)
     snapshots = result.get("snapshots") or []
     if snapshots:
         terminal.say(out, "drop a snapshot on https://pytorch.org/memory_viz to see it", wraps=True)

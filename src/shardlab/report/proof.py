@@ -24,7 +24,7 @@ def show(result: Result, path: Path) -> None:
     out.print()
     for line in reasons(result):
         out.print(line)
-    terminal.say(out, *notes(result), summary(result), wraps=True)
+    terminal.say(out, *notes(result), summary(result), *terminal.about(result["env"]), wraps=True)
     if len(result["env"]["nodes"]) > 1:
         terminal.say(out, f"Proved on {fmt.nodes(result['env']['nodes'])}.", wraps=True)
     terminal.say_paths(out, [path])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.cells import cell_len
@@ -175,6 +176,16 @@ def say(console: Console, *lines: str, wraps: bool = False) -> None:
     """Lines as they are: brackets are no markup. ``wraps``: at the terminal's width."""
     for line in lines:
         console.print(line, markup=False, soft_wrap=not wraps)
+
+
+def about(env: Mapping[str, Any]) -> Iterator[str]:
+    """What was measured, as far as it is not in the numbers: the data, and what there is to note.
+
+    Records of earlier versions have neither.
+    """
+    if env.get("data"):
+        yield f"data: {env['data']}"
+    yield from (f"note: {note}" for note in env.get("notes", ()))
 
 
 def say_paths(console: Console, paths: Iterable[Path | str]) -> None:

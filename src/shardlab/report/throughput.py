@@ -43,7 +43,7 @@ def show(result: Result, files: Mapping[str, Path]) -> None:
     out = terminal.out()
     out.print(table(result))
     out.print()
-    terminal.say(out, *sentences(result), wraps=True)
+    terminal.say(out, *sentences(result), *terminal.about(result["env"]), wraps=True)
     terminal.say_paths(out, files.values())
 
 

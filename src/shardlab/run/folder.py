@@ -38,12 +38,11 @@ def make_folder(
     ``apart``: ranks that will not see it, and write their part to their own disks.
     """
     pids = world.gather(os.getpid())  # for a debugger, or for a person who must end a rank by hand
-    said = notes(config, workload)
     folder = Path(_agreed(world, lambda: str(_take_folder(config, workload, world, start, lock))))
     try:
         if apart:
             _take_parts(folder, world, apart)
-        _agreed(world, lambda: _fill_folder(folder, config, world, command, start, pids, said))
+        _agreed(world, lambda: _fill_folder(folder, config, workload, world, command, start, pids))
     except UsageError:
         if start.run is None:
             lock.discard()
@@ -90,18 +89,19 @@ def _take_folder(
 def _fill_folder(
     folder: Path,
     config: Config,
+    workload: Workload,
     world: World,
     command: str,
     start: Start,
     pids: list[int],
-    said: list[str],
 ) -> None:
     """Runs on rank 0: writes what is in the folder before the first step."""
     if start.run is not None:
         starts.clear(start)
     else:
         described = environment.describe(world.device, command)
-        write_json(folder / "env.json", {**described, "notes": said})
+        about = {"data": workload.data, "notes": notes(config, workload)}
+        write_json(folder / "env.json", {**described, **about})
         readme = README.format(title=folder.name)
         (folder / "README.md").write_text(readme, encoding="utf-8")
     again = config.with_overrides({"output.dir": None, "checkpoint.resume": None})

@@ -25,6 +25,8 @@ def describe(world: World, values: dict[str, Any], command: str) -> dict[str, An
         "nodes": environment.nodes_of(world),
         "workload": workload.name,
         "parameters": sum(p.numel() for p in model.parameters()),
+        "data": workload.data,
+        "chosen": dict(workload.chosen),
         "notes": [*workload.notes, *no_blocks],
         # A sample's loss then depends on the others in its micro-batch.
         "normalizes_batches": any(

@@ -65,7 +65,8 @@ def _train_rank(
     apart = ranks_apart(config, world)
     workload = build_workload(config)
     refuse_unequal_data(workload, world)
-    config = with_steps(config, workload)
+    # From here on it says what was chosen: in config.yaml, and in checkpoints.
+    config = with_steps(config.with_overrides(workload.chosen), workload)
     order = data_order(workload, config)
     sampler.check_epoch(order.length, order.global_batch, order.mode)
     comm.LEDGER.reset(full_steps=config.profile.ledger_steps)
@@ -74,8 +75,8 @@ def _train_rank(
     if config.training.evaluate_every is not None:
         evaluate.held_out_of(workload)
     boards.check(config.output)
-    start = starts.choose(config, world, lock)
-    refuse_unfit(start, config, len(workload.dataset))
+    start = starts.choose(config, world, lock, workload.chosen)
+    refuse_unfit(start, config, len(workload.dataset), workload.chosen)
     audit = Audit() if config.data.audit else None
     strategy = build_strategy(config, workload, world)
     if start.manifest is not None:
@@ -84,6 +85,8 @@ def _train_rank(
     inject.arm(config.faults, world, config.strategy.name, folder)
     stop.is_on = config.checkpoint.every is not None
     world.tell({"folder": str(folder)})
+    if world.rank == 0 and workload.data:
+        world.tell({"data": workload.data})
     if world.rank == 0 and not start.is_resumed:
         for note in notes(config, workload):
             world.tell({"note": note})
@@ -145,6 +148,7 @@ def _train_rank(
         mark(folder, "finished")
     return {
         "folder": str(folder),
+        "data": workload.data,
         **summary(rows_of_ranks, workload),
         "seconds": recorder.seconds,
         "first_step": start.step,

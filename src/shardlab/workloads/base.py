@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,9 @@ class Workload:
     # The loss looks at a micro-batch's samples together (contrastive, dice), and that is meant.
     couples_samples: bool = False
     notes: tuple[str, ...] = ()  # findings about it, to be printed once
+    data: str = ""  # where its samples come from, in words; empty: nobody says
+    # What it decided because nobody did, by the config's key: what data.source "auto" stands for.
+    chosen: Mapping[str, Any] = field(default_factory=dict)
 
     def blocks_of(self, model: nn.Module) -> tuple[str, ...]:
         """The names of the blocks: as given, or guessed from ``model``."""

@@ -7,8 +7,9 @@ longest. transformers is imported when a model is asked for, not before.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,33 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from shardlab.config import SYNTHETIC, DataConfig
-from shardlab.data import download, reviews
+from shardlab.data import download, reviews, sources
 from shardlab.data.reviews import Reviews
 from shardlab.errors import UsageError, unknown
 from shardlab.workloads import synthetic
 from shardlab.workloads.base import Batch, Sums, Workload
 from shardlab.workloads.samples import IGNORED
 
-TINY = "tiny"  # random weights, a byte is a token: needs no download
+TINY = "tiny"  # for a CPU: has no published weights
 SIZES = {
     TINY: None,
     "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
     "smollm2-360m": "HuggingFaceTB/SmolLM2-360M-Instruct",
     "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
 }
+# The architecture of each, as published in its config.json: layers, heads, heads of keys and
+# values, width, width of the MLP, vocabulary, context, base of the rotary positions.
+SHAPES = {
+    TINY: (2, 4, 2, 64, 128, 256, 512, 10_000.0),
+    "smollm2-135m": (30, 9, 3, 576, 1536, 49152, 8192, 100_000.0),  # 134,515,008 parameters
+    "smollm2-360m": (32, 15, 5, 960, 2560, 49152, 8192, 100_000.0),  # 361,821,120
+    "smollm2-1.7b": (24, 32, 32, 2048, 8192, 49152, 8192, 130_000.0),  # 1,711,376,384
+}
+OWN, BYTES = "own", "bytes"
+TOKENIZERS = (OWN, BYTES)
+# Files of a model, on the hub and in a folder, of which one is enough.
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 BEFORE, AFTER = "Review: ", "\nStars:"  # around the text; then the answer, " 1" to " 5"
 
 Encode = Callable[[str], list[int]]
@@ -135,34 +149,54 @@ def rate(made: Sequence[Sequence[int]]) -> Callable[[nn.Module, Batch], Sums]:
 
 
 def causal_lm(
-    data: DataConfig, *, size: str = "smollm2-360m", model: str | None = None
+    data: DataConfig,
+    *,
+    size: str = "smollm2-360m",
+    model: str | None = None,
+    pretrained: bool | None = None,
+    tokenizer: str | None = None,
 ) -> Workload:
     """A Hugging Face language model that learns to rate reviews; SmolLM2-360M-Instruct by default.
 
-    ``model`` is a name on the hub or a local folder. The size ``tiny`` needs no download.
+    A size has its published weights if they are in the hub's cache, else random ones; the option
+    ``pretrained`` asks for either. ``model`` is a name on the hub or a local folder, with its
+    weights unless ``pretrained`` is false. ``tokenizer`` is "own" or "bytes" (a byte is a token).
     """
     if size not in SIZES:
         raise unknown("causal_lm size", size, SIZES)
-    name = model or SIZES[size]
-    if data.source == SYNTHETIC:
+    if tokenizer is not None and tokenizer not in TOKENIZERS:
+        raise unknown("option tokenizer", tokenizer, TOKENIZERS)
+    sources.refuse_other_words(data.source, reviews.DOWNLOADED, "causal_lm")
+    source, why = reviews.choose() if data.source == sources.AUTO else (data.source, "")
+    if source == SYNTHETIC:
         train, test = synthetic.reviews("train"), synthetic.reviews("test")
     else:
-        train, test = _load(data.source, "train"), _load(data.source, "test")
-    config, encode, make = _tiny() if name is None else _from_hub(name)
-    max_length = min(data.seq_len or 256, getattr(config, "max_position_embeddings", 1 << 30))
-    dataset = ReviewDataset(train, encode, max_length)
-    blocks, flops = _structure(config)
+        train, test = _load(source, "train"), _load(source, "test")
+    found = _find(size, model, pretrained, tokenizer)
+    longest = getattr(found.config, "max_position_embeddings", 1 << 30)
+    max_length = min(data.seq_len or 256, longest)
+    dataset = ReviewDataset(train, found.encode, max_length)
+    blocks, flops = _structure(found.config)
     lengths = [len(dataset.sample(i)[0]) for i in range(min(64, len(dataset)))]
+    length = sum(lengths) / len(lengths)
+    kind = "synthetic reviews" if source == SYNTHETIC else source
+    about = f"{kind}: {len(train.texts):,} reviews of {train.classes} ratings, "
+    about += f"{len(test.texts):,} held out, {length:.0f} tokens on average"
+    about += f" ({why})" if why else ""
+    chosen = {"data.source": source} if data.source == sources.AUTO else {}
     return Workload(
-        name=f"causal_lm-{Path(name).name if name else TINY}",
-        make_model=make,
+        name=f"causal_lm-{found.name}",
+        make_model=found.make,
         loss=answer_loss,
         dataset=dataset,
         blocks=blocks,
-        held_out=ReviewDataset(test, encode, max_length),
+        held_out=ReviewDataset(test, found.encode, max_length),
         evaluate=rate(dataset.answers),
         # For a review of average length; padding, which is computed as well, is not counted.
-        flops_per_sample=flops(sum(lengths) / len(lengths)),
+        flops_per_sample=flops(length),
+        notes=found.notes,
+        data=about,
+        chosen={**chosen, **found.chosen},
     )
 
 
@@ -178,27 +212,118 @@ def _transformers() -> Any:
     return transformers
 
 
+# ------------------------------------------------------------------ which model, and whose weights
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    config: Any
+    encode: Encode
+    make: Callable[[], nn.Module]
+    notes: tuple[str, ...] = ()
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+
+
 @lru_cache(maxsize=1)
-def _from_hub(name: str) -> tuple[Any, Encode, Callable[[], nn.Module]]:
-    """Config, tokenizer and maker of a model on the hub or in a folder."""
+def _find(size: str, model: str | None, pretrained: bool | None, tokenizer: str | None) -> Model:
+    """The model that the options name; what they leave open is decided by what is on this machine.
+
+    Only a model that was named is fetched from the hub, or one whose weights were asked for.
+    """
     library = _transformers()
-    local = Path(name).expanduser()
-    source = str(local) if local.is_dir() else name
-    if not local.is_dir() and name.startswith((".", "/", "~")):
+    source = model or SIZES[size]
+    if source is None:
+        if pretrained or tokenizer == OWN:
+            raise UsageError(f"causal_lm's size {TINY} has random weights, and a byte is a token")
+        return Model(TINY, _built_in(size), encode_bytes, _maker(_built_in(size)))
+    local = Path(source).expanduser()
+    if local.is_dir():
+        source = str(local)
+    elif source.startswith((".", "/", "~")):
         raise UsageError(f"no folder {local} with a model")
-    config, tokenizer = (
-        _fetch(kind, source) for kind in (library.AutoConfig, library.AutoTokenizer)
+    name, notes = Path(source).name, list[str]()
+    chosen: dict[str, Any] = {}
+    make: Callable[[], nn.Module]
+    if pretrained is None:
+        pretrained = model is not None or _is_here(source, WEIGHTS)
+        if model is None:
+            chosen["model.options.pretrained"] = pretrained
+    if tokenizer is None:
+        tokenizer = OWN if pretrained or _is_here(source, TOKENIZER) else BYTES
+        if not pretrained:
+            chosen["model.options.tokenizer"] = tokenizer
+    if pretrained:
+        if tokenizer == BYTES:
+            raise UsageError(
+                "the weights of a model know its own tokens alone: leave out the option tokenizer, "
+                "or take random weights (model.options.pretrained=false)"
+            )
+        config = _fetch(library.AutoConfig, source)
+        make = partial(_fetch, library.AutoModelForCausalLM, source, dtype=torch.float32)
+    else:
+        config = _fetch(library.AutoConfig, source) if model else _built_in(size)
+        make = _maker(config)
+        why = ""
+        if chosen.get("model.options.pretrained") is False:
+            why = f": {source} is not in the hub's cache (hf download {source})"
+        notes.append(f"{name} begins with random weights{why}")
+    if tokenizer == BYTES:
+        if config.vocab_size < 256:
+            raise UsageError(f"{name} knows {config.vocab_size} tokens, and there are 256 bytes")
+        notes.append(
+            f"a byte is a token, of {name}'s vocabulary of {config.vocab_size:,}: a text has some "
+            "four times as many tokens as in its own, and more of it is cut off at data.seq_len"
+        )
+        encode: Encode = encode_bytes
+    else:
+        encode = _encoder(_fetch(library.AutoTokenizer, source))
+    return Model(name, config, encode, lambda: _trained_on(make()), tuple(notes), chosen)
+
+
+def _is_here(source: str, names: Sequence[str]) -> bool:
+    """Whether a model's folder, or the hub's cache, has one of these files."""
+    if Path(source).is_dir():
+        return any((Path(source) / name).is_file() for name in names)
+    from huggingface_hub import try_to_load_from_cache  # transformers needs it: it is there
+
+    return any(isinstance(try_to_load_from_cache(source, name), str) for name in names)
+
+
+def _built_in(size: str) -> Any:
+    """The configuration of a size, for transformers' own Llama."""
+    layers, heads, kv_heads, width, mlp, vocab, context, base = SHAPES[size]
+    return _transformers().LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=context,
+        rope_parameters={"rope_type": "default", "rope_theta": base},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
     )
 
+
+def _maker(config: Any) -> Callable[[], nn.Module]:
+    """What makes the model of a configuration, with random weights."""
+    return lambda: _trained_on(_transformers().AutoModelForCausalLM.from_config(config))
+
+
+def encode_bytes(text: str) -> list[int]:
+    return list(text.encode(errors="replace"))  # JSON may hold half of a surrogate pair
+
+
+def _encoder(tokenizer: Any) -> Encode:
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    def make() -> nn.Module:
-        model: nn.Module = _fetch(library.AutoModelForCausalLM, source, dtype=torch.float32)
-        return _trained_on(model)
-
-    return config, encode, make
+    return encode
 
 
 def _fetch(kind: Any, source: str, **options: Any) -> Any:
@@ -232,34 +357,6 @@ def _refuse_without_network() -> None:
 def _trained_on(model: nn.Module) -> nn.Module:
     model.config.use_cache = False  # type: ignore[union-attr]  # keys and values are for generation
     return model.train()
-
-
-# ------------------------------------------------------------------ a model that needs nothing
-
-
-def _tiny() -> tuple[Any, Encode, Callable[[], nn.Module]]:
-    """Config, tokenizer and maker of a small Llama with random weights; a byte is a token."""
-    library = _transformers()
-    config = library.LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-
-    def encode(text: str) -> list[int]:
-        return list(text.encode("utf-8"))
-
-    def make() -> nn.Module:
-        return _trained_on(library.AutoModelForCausalLM.from_config(config))
-
-    return config, encode, make
 
 
 # ------------------------------------------------------------------ what the model is made of

@@ -37,15 +37,16 @@ def cnn_mnist(data: DataConfig, *, dataset: str | None = None, dropout: bool = F
 
     Dropout is off unless asked for: ranks drop other elements than one process would.
     """
-    name = dataset or images.default_dataset("mnist", data.source)
-    train, test = images.datasets(name, data, SHAPE, augment=False)
+    found = images.datasets("cnn_mnist", "mnist", dataset, data, SHAPE)
     return Workload(
-        name=f"cnn-{name}",
+        name=f"cnn-{found.name}",
         make_model=lambda: CNN(dropout),
         loss=classification_loss,
-        dataset=train,
+        dataset=found.train,
         blocks=("conv1", "conv2", "fc1", "fc2"),
-        held_out=test,
+        held_out=found.test,
         evaluate=classify,
         flops_per_sample=images.flops(CNN, SHAPE),
+        data=found.about,
+        chosen=found.chosen,
     )

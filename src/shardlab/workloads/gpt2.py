@@ -181,7 +181,8 @@ def gpt2(
         raise UsageError(
             f"data.seq_len {seq_len} is longer than the model's context {shape.context}"
         )
-    train, test = _split(data.source, seq_len, shape.vocab, held_out)
+    source, why = _choose(data.source, shape.vocab)
+    train, test, about = _split(source, seq_len, shape.vocab, held_out)
     return Workload(
         name=f"gpt2-{size or ('mini' if folder is None else folder.name)}",
         make_model=lambda: GPT2(shape) if folder is None else load_model(folder),
@@ -193,25 +194,52 @@ def gpt2(
         held_out=test,
         evaluate=next_token_sums,
         flops_per_sample=seq_len * flops_per_token(shape, seq_len),
+        data=about + (f" ({why})" if why else ""),
+        chosen={"data.source": source} if data.source == sources.AUTO else {},
     )
+
+
+FINEWEB, FINEWEB_VOCAB = "fineweb", 50257
+
+
+def _choose(source: str, vocab: int) -> tuple[str, str]:
+    """Where the tokens are read from, and why not from FineWeb: "auto" prefers it, but its tokens
+    need GPT-2's whole vocabulary, which the small sizes do not have."""
+    sources.refuse_other_words(source, (sources.STDLIB, FINEWEB), "gpt2")
+    if source != sources.AUTO:
+        return source, ""
+    is_there = sources.is_downloaded(FINEWEB)
+    if vocab < FINEWEB_VOCAB:
+        too_large = f"fineweb's {FINEWEB_VOCAB:,} tokens do not fit this model's {vocab:,}"
+        return sources.STDLIB, too_large if is_there else ""
+    return (FINEWEB, "") if is_there else (sources.STDLIB, sources.absent(FINEWEB))
 
 
 def _split(
     source: str, seq_len: int, vocab: int, fraction: float
-) -> tuple[Dataset, Dataset | None]:
-    """To train on, and to evaluate on: the shards called ``_val_``, or the end of the stream."""
+) -> tuple[Dataset, Dataset | None, str]:
+    """To train on, and to evaluate on: the shards called ``_val_``, or the end of the stream; and
+    what they are, in words."""
     if not 0 <= fraction <= 0.5:
         raise UsageError(f"gpt2's held_out is a fraction of the data, 0 to 0.5, got {fraction}")
     if source == SYNTHETIC:
-        return Tokens(seq_len, vocab, "train"), Tokens(seq_len, vocab, "test")
-    embedded = source in (sources.AUTO, sources.STDLIB)
-    shards = [sources.stdlib_shard()] if embedded else sources.find_shards(source)
+        return Tokens(seq_len, vocab, "train"), Tokens(seq_len, vocab, "test"), "synthetic tokens"
+    if source == sources.STDLIB:
+        shards = [sources.stdlib_shard()]
+        about = "stdlib: the text of Python's library, a byte is a token"
+    else:
+        folder = str(sources.downloaded(FINEWEB)) if source == FINEWEB else source
+        shards = sources.find_shards(folder)
+        about = f"{source}: {len(shards):,} token shard{'s' if len(shards) > 1 else ''}"
+        tokenizer = (sources.described(shards[0].parent) or {}).get("tokenizer")
+        about += f", tokenizer {tokenizer}" if tokenizer else ""
     validation = [path for path in shards if "_val_" in path.name]
     if validation and len(validation) < len(shards):
         training = [path for path in shards if path not in validation]
-        return TokenDataset(training, seq_len, vocab), TokenDataset(validation, seq_len, vocab)
+        train, test = (TokenDataset(part, seq_len, vocab) for part in (training, validation))
+        return train, test, about
     whole = TokenDataset(shards, seq_len, vocab)
-    return hold_out(whole, fraction) if fraction else (whole, None)
+    return (*(hold_out(whole, fraction) if fraction else (whole, None)), about)
 
 
 # ------------------------------------------------------------------ Hugging Face's format

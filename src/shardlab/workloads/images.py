@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -22,26 +22,67 @@ from shardlab.workloads.base import classification_loss, count_flops
 Shape = tuple[int, int, int]  # channels, height, width
 
 
-def datasets(name: str, data: DataConfig, shape: Shape, augment: bool) -> tuple[ImageSet, ImageSet]:
-    """The images to train on, and those held out."""
+@dataclass(frozen=True)
+class Found:
+    """The images that a workload is given, and what is said about them."""
+
+    name: str  # of the data set
+    train: ImageSet
+    test: ImageSet
+    about: str
+    chosen: dict[str, str]
+
+
+def datasets(
+    workload: str,
+    default: str,
+    dataset: str | None,
+    data: DataConfig,
+    shape: Shape,
+    augments: Callable[[str, bool], bool] = lambda _name, _is_synthetic: False,
+) -> Found:
+    """The images to train on, and those held out.
+
+    ``dataset`` is the option of that name, ``default`` the workload's own. ``augments`` tells for a
+    data set, and whether it is synthetic, if its images are cropped and mirrored.
+    """
     if data.seq_len is not None:
         raise UsageError("data.seq_len is for tokens; images have none")
-    if name not in images.KINDS:
-        raise unknown("option dataset", name, images.KINDS)
+    if dataset is not None and dataset not in images.KINDS:
+        raise unknown("option dataset", dataset, images.KINDS)
+    sources.refuse_other_words(data.source, tuple(images.KINDS), workload)
+    name, source, why = _choose(default, dataset, data.source)
+    is_made = source == SYNTHETIC
 
     def read(split: str) -> ImageSet:
-        is_made = data.source == SYNTHETIC
-        found = synthetic.images(name, split) if is_made else images.load(name, data.source, split)
+        where = sources.AUTO if source == name else source
+        found = synthetic.images(name, split) if is_made else images.load(name, where, split)
         return fit(found, shape)
 
-    return replace(read("train"), augment=augment), read("test")
+    train, test = replace(read("train"), augment=augments(name, is_made)), read("test")
+    label = f"synthetic images in the shape of {name}" if is_made else name
+    about = f"{label if source in (name, SYNTHETIC) else f'{source}, as {name}'}: "
+    about += f"{len(train):,} images, {len(test):,} held out"
+    if name == "digits" and not is_made:
+        about += ", of 8 x 8, enlarged"
+    chosen = {"data.source": source} if data.source == sources.AUTO else {}
+    return Found(name, train, test, about + (f" ({why})" if why else ""), chosen)
 
 
-def default_dataset(name: str, source: str) -> str:
-    """``name``, or scikit-learn's digits where nothing else can be had without a download."""
-    if source != sources.AUTO or sources.described(sources.cached(name)) is not None:
-        return name
-    return "digits" if importlib.util.find_spec("sklearn") else name
+def _choose(default: str, dataset: str | None, source: str) -> tuple[str, str, str]:
+    """The name of the data set; where it is read from, by its name if it was downloaded; and why
+    it is not the workload's own. "auto" prefers the real data set, then scikit-learn's digits."""
+    if source in images.KINDS:
+        if dataset not in (None, source):
+            raise UsageError(f"data.source is {source} and the option dataset {dataset}: which?")
+        return source, source, ""
+    if source != sources.AUTO:
+        return dataset or default, source, ""
+    if dataset is not None or images.is_here(default):
+        name = dataset or default
+        return name, name, ""
+    why = sources.absent(default)
+    return ("digits", "digits", why) if images.is_here("digits") else (default, SYNTHETIC, why)
 
 
 @lru_cache  # a comparison builds its workload many times

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardlab.config import SYNTHETIC, DataConfig
+from shardlab.config import DataConfig
 from shardlab.errors import UsageError, unknown
 from shardlab.workloads import images
 from shardlab.workloads.base import Workload, classification_loss, classify
@@ -119,7 +119,7 @@ def resnet_cifar10(
     width: int | None = None,
     stem: str = "cifar",
     sync_batchnorm: bool = False,
-    dataset: str = "cifar10",
+    dataset: str | None = None,
     augment: bool | None = None,
 ) -> Workload:
     """ResNet-18, 34 or 50 on CIFAR-10; BatchNorm for each rank, or with sync_batchnorm for all."""
@@ -132,19 +132,23 @@ def resnet_cifar10(
         raise UsageError(f"resnet_cifar10's width must be at least 1, got {width}")
     if stem not in STEMS:
         raise unknown("resnet_cifar10 stem", stem, STEMS)
-    if augment is None:
-        augment = dataset == "cifar10" and data.source != SYNTHETIC
-    train, test = images.datasets(dataset, data, SHAPE, augment)
+
+    def augments(name: str, is_synthetic: bool) -> bool:
+        return (name == "cifar10" and not is_synthetic) if augment is None else augment
+
+    found = images.datasets("resnet_cifar10", "cifar10", dataset, data, SHAPE, augments)
     norm: Norm = SyncBatchNorm2d if sync_batchnorm else nn.BatchNorm2d
     stages = enumerate(DEPTHS[depth], start=1)
     return Workload(
-        name=f"resnet{depth}{'' if width == 64 else f'w{width}'}-{dataset}",
+        name=f"resnet{depth}{'' if width == 64 else f'w{width}'}-{found.name}",
         make_model=lambda: ResNet(depth, width, stem=stem, norm=norm),
         loss=classification_loss,
-        dataset=train,
+        dataset=found.train,
         blocks=tuple(f"layer{stage}.{i}" for stage, blocks in stages for i in range(blocks)),
-        held_out=test,
+        held_out=found.test,
         evaluate=classify,
         flops_per_sample=images.flops(ResNet, SHAPE, depth, width, CLASSES, stem),
         couples_ranks="sync_batchnorm" if sync_batchnorm else None,
+        data=found.about,
+        chosen=found.chosen,
     )

@@ -63,11 +63,12 @@ def images(name: str, split: str) -> ImageSet:
 
 
 def reviews(split: str) -> Reviews:
-    """Sentences whose words tell the stars."""
+    """Sentences whose words tell the stars, as long in bytes (20 to 300) as Yelp's reviews are in
+    tokens: where a byte is a token, speed and memory are like those of the real ones."""
     random = np.random.default_rng(3 if split == "train" else 4)
     labels = random.integers(0, len(_WORDS), SIZES[split]).tolist()
     texts = []
     for label in labels:
-        things = random.permutation(_THINGS)[: random.integers(1, 5)]
+        things = random.choice(_THINGS, random.integers(1, 13))
         texts.append(" ".join(f"The {thing} was {_WORDS[label]}." for thing in things))
     return Reviews(texts, labels, len(_WORDS))
