@@ -75,6 +75,14 @@ def stream() -> TextIO:
     return _result or sys.stdout
 
 
+def descriptor() -> int | None:
+    """The same for a program that is started; None, which is its own stdout, if that is no file."""
+    try:
+        return stream().fileno()
+    except (OSError, ValueError):
+        return None
+
+
 def say(text: object) -> None:
     """A line of the result. It is written at once, so that a closed pipe is noticed here."""
     try:
