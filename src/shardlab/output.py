@@ -7,6 +7,7 @@ process and all that it starts, and the result alone goes to what stdout was.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from shardlab.errors import unknown
+from shardlab.errors import UsageError, unknown
 from shardlab.files import json_text, with_schema
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -74,9 +75,24 @@ def stream() -> TextIO:
     return _result or sys.stdout
 
 
+def descriptor() -> int | None:
+    """The same for a program that is started; None, which is its own stdout, if that is no file."""
+    try:
+        return stream().fileno()
+    except (OSError, ValueError):
+        return None
+
+
 def say(text: object) -> None:
     """A line of the result. It is written at once, so that a closed pipe is noticed here."""
-    print(text, file=stream(), flush=True)
+    try:
+        print(text, file=stream(), flush=True)
+    except BrokenPipeError:
+        raise  # the reader has left: the command ends without a word
+    except OSError as error:
+        with contextlib.suppress(OSError, ValueError):  # what is left would fail again at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream().fileno())
+        raise UsageError(f"the result cannot be written to stdout: {error.strerror}") from None
 
 
 def say_json(value: Mapping[str, Any]) -> None:

@@ -256,6 +256,7 @@ def test_records_go_on_without_gap_or_repetition(ranks: GetRanks, tmp_path: Path
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
 
 
+@pytest.mark.long
 def test_epochs_and_a_micro_batch_go_on(ranks: GetRanks, tmp_path: Path) -> None:
     """Steps follow from the data, accumulation from the ranks; a resumed run is asked for more."""
     base = settings(tmp_path)

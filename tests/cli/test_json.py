@@ -166,3 +166,12 @@ def test_a_reader_that_leaves(tmp_path: Path) -> None:
     )
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m shardlab strategies --json > /dev/full"
+    done = commands.run("bash", "-c", command, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the result cannot be written to stdout: No space left")
+    assert len(done.stderr.splitlines()) == 1

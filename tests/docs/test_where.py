@@ -157,6 +157,16 @@ def test_there_is_much_to_type() -> None:
         assert here.count("`shardlab ") >= 5, source
 
 
+def makers(line: str) -> Iterator[tuple[str, str]]:
+    """The commands before it whose files this one reads, and these files."""
+    for earlier in LINES[: LINES.index(line)]:
+        start = re.fullmatch(r"shardlab learn start (\w+) --dir (\S+)", earlier)
+        out = re.search(r"--out (\S+)", earlier)
+        made = f"{start[2]}/{start[1]}.py" if start else out[1] if out else ""
+        if made and made in line.split():
+            yield earlier, made
+
+
 @pytest.mark.long
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("line", LINES)
@@ -164,6 +174,9 @@ def test_it_runs(line: str, folder: Path) -> None:
     test_site.parse(line)  # each command and option of it exists
     if FETCHES.match(line):
         return  # from a network, which tests do not use
+    for earlier, made in makers(line):  # this test may have been asked for alone
+        if not (folder / made).exists():
+            commands.here(*smaller(earlier), cwd=folder, OMP_NUM_THREADS="1")
     done = commands.here(*smaller(line), cwd=folder, OMP_NUM_THREADS="1")
     said = f"{line}\n{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr, said

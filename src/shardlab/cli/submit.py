@@ -81,7 +81,9 @@ def submit(
     for note in notes:
         output.note("info", f"note: {note}")
     if starting is not None:
-        raise SystemExit(subprocess.run(starting, stdout=output.stream(), check=False).returncode)
+        raise SystemExit(
+            subprocess.run(starting, stdout=output.descriptor(), check=False).returncode
+        )
 
 
 def _folder(engine: str) -> str:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from shardlab import output
 from shardlab.errors import UsageError
 
 MIRROR = "SHARDLAB_MIRROR"  # https://host/path is read from $SHARDLAB_MIRROR/host/path
@@ -68,6 +69,7 @@ def fetch(
         if attempt:
             time.sleep(0.1 * 4**attempt)
         before = _size(part)
+        output.debug(f"asks {address}, from byte {before} on")
         try:
             is_whole = _receive(address, part, path.name, on_progress)
         except (http.client.HTTPException, OSError) as error:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from shardlab import numbers as fmt
+from shardlab import output
 from shardlab.report import audit, compare_terminal, terminal
 
 
@@ -31,10 +32,10 @@ def _bar(description: str) -> Iterator[tuple[Progress, Any]]:
 @contextmanager
 def training_progress(enabled: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """A bar on a terminal; in a log, a line now and then."""
-    if not enabled:
-        yield lambda _event: None
-        return
     console = terminal.errors()
+    if not enabled:
+        yield lambda event: _warn(console, event)
+        return
     if not console.is_terminal:
         yield lambda event: _log_line(console, event)
         return
@@ -52,6 +53,13 @@ def training_progress(enabled: bool) -> Iterator[Callable[[Mapping[str, Any]], N
                 )
 
         yield on_event
+
+
+def _warn(console: Console, event: Mapping[str, Any]) -> None:
+    """What must be known also by who wants no progress."""
+    if output.tells("warning", quiet=True):
+        kinds = ("warning", "restart", "checkpoint")
+        _announce(console, {k: v for k, v in event.items() if k in kinds or "restart" in event})
 
 
 def _announce(console: Console, event: Mapping[str, Any]) -> None:

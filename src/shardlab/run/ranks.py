@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any, NoReturn
 
+from shardlab import output
 from shardlab.config import LaunchConfig
 from shardlab.errors import LOST_PEER, Halt, Interrupted, Late, RankFailure, UsageError
 from shardlab.guard import nodes, watchdog
@@ -62,6 +63,7 @@ class Ranks:
             for pipe in self._pipes[1:]:
                 pipe.send(port)
             self._collect()
+            output.debug(f"{size} ranks are ready: processes {', '.join(map(str, self.pids))}")
         except BaseException as error:
             self._end_with(error)
 
@@ -106,6 +108,7 @@ class Ranks:
         A ``UsageError`` of any rank is raised here as it is; anything else that ends a rank,
         and a deadline that passes, as a ``RankFailure``. After either, all ranks are gone.
         """
+        output.debug(f"the ranks run {target if isinstance(target, str) else target.__name__}")
         try:
             for pipe in self._pipes:
                 with contextlib.suppress(OSError):  # a dead rank: found out below
