@@ -155,6 +155,7 @@ def test_a_folder_that_was_named_stays(tmp_path: Path) -> None:
     (["--to", "slrum", *TRAIN], "unknown engine for --to 'slrum'; did you mean 'slurm'?"),
     (["--to", "slurm", "--", "compar"], "unknown command to submit 'compar'; did you mean 'comp"),
     (["--to", "slurm", "--", "compare", "--stpes", "4"], "No such option: --stpes"),
+    (["--to", "slurm", "--", "compare", "--strategies", "zero1,zero9"], "unknown strategy 'zero9'"),
     (["--to", "slurm", "--", "network", "--set", "launch.prot=4"], "did you mean 'port'?"),
     (["--to", "slurm", "--", "train", "--stpes", "4"], "No such option: --stpes"),
     (["--to", "slurm", "--", "train", "--set", "training.stesp=4"], "did you mean 'steps'?"),

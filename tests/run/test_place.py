@@ -96,6 +96,8 @@ def test_places(environ: dict[str, str], want: Place | None) -> None:
     (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(y3)"}, r"tasks per node '2\(y3\)' cannot be read"),
     ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "this MPI does not say which rank of its node this is"),
     ({"PMI_RANK": "0"}, "PMI_SIZE is not set"),
+    (SLURM | {"SLURM_STEP_NODELIST": "n[0-99999999999]"}, "too many nodes at '0-99999999999'"),
+    (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x999999999999)"}, "too many nodes at '2"),
     ({k: v for k, v in SLURM.items() if "NODELIST" not in k}, "SLURM_STEP_NODELIST is not set"),
 ])  # fmt: skip
 def test_contradictions_are_named(environ: dict[str, str], words: str) -> None:

@@ -96,6 +96,8 @@ def _folder(engine: str) -> str:
 def read(job: Job) -> flags.Asked | None:
     """The flags of the job's command, refused now if it would refuse them; None if it has none."""
     from shardlab import cli
+    from shardlab.config import StrategyConfig
+    from shardlab.specs import parse_spec
 
     group = typer.main.get_command(cli.app)
     assert isinstance(group, typer.core.TyperGroup)
@@ -103,6 +105,10 @@ def read(job: Job) -> flags.Asked | None:
     found = command.make_context(name, list(job.args)).params
     if "settings" not in found:  # doctor
         return None
+    if found.get("strategies") is not None:
+        for spec in flags.specs_of(found["strategies"]):
+            name, options = parse_spec(spec)
+            StrategyConfig(name=name, options=options)  # refuses a name that is unknown
     # What typer would make of it: a flag that may be repeated is a list, or None.
     values = {n: (list(v) or None) if isinstance(v, tuple) else v for n, v in found.items()}
     names = (*training.FLAGS, "out") if job.is_training else [n for n in ("data",) if n in values]

@@ -19,6 +19,7 @@ Environment = Mapping[str, str]
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(12000, 32000)  # below the ports that Linux gives to outgoing connections
+MOST_NODES = 2**16  # a range with more is a slip, and would take all memory
 # Steps that run no tasks of the user: Slurm's interactive, batch and external step.
 RESERVED_STEPS = ("4294967290", "4294967291", "4294967292", "4294967293")
 
@@ -102,6 +103,8 @@ def _numbers(bracket: str, nodes: str) -> list[str]:
         if match is None:
             raise UsageError(f"Slurm's node list '{nodes}' cannot be read at '{part}'")
         first, last = match[1], match[2] or match[1]
+        if int(last) - int(first) >= MOST_NODES:
+            raise UsageError(f"Slurm's node list '{nodes}' has too many nodes at '{part}'")
         found += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
     return found
 
@@ -113,7 +116,9 @@ def tasks_per_node(text: str) -> list[int]:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
             raise UsageError(f"Slurm's tasks per node '{text}' cannot be read at '{part}'")
-        counts += [int(match[1])] * int(match[2] or 1)
+        if (times := int(match[2] or 1)) > MOST_NODES:
+            raise UsageError(f"Slurm's tasks per node '{text}' has too many nodes at '{part}'")
+        counts += [int(match[1])] * times
     return counts
 
 
@@ -284,7 +289,7 @@ def _first(environ: Environment, *names: str, default: int | None) -> int:
     if default is None:
         raise UsageError(
             f"this MPI does not say which rank of its node this is; set {names[1]} and the others "
-            "that docs/clusters.md names"
+            "that docs/clusters/mpi.md names"
         )
     return default
 
