@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import inspect
 import io
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -279,13 +280,23 @@ def strategy(
     per_node = 0
     if place is not None and place.size == mesh.size():
         per_node = worlds.ranks_per_node(group, place.local_rank, place.local_size)
+    # Nobody reads the ledger of a loop of one's own: an entry for each collective would fill the
+    # memory in a long run.
+    comm.LEDGER.reset(full_steps=0)
+    comm.LEDGER.step = 0
     comm.LEDGER.ranks_per_node = per_node
     setup = Setup(model, plan, loss_fn, mesh, rule, named, per_node)
     made = make(setup, **given.strategy.options)
-    # A process that ends while a message is under way is aborted. What is registered last is
-    # called first: this, then worlds.leave.
-    atexit.register(made.settle)
+    atexit.register(_end, made)  # what is registered last is called first: worlds.leave comes after
     return made
+
+
+def _end(strategy: Strategy) -> None:
+    """Before Python ends: a process that ends while a message is under way is aborted."""
+    strategy.settle()
+    # Gloo's threads still let go of the tensors of messages that have arrived. They need Python's
+    # lock for that, and one that asks for it after Python's end aborts the process.
+    time.sleep(0.2)
 
 
 def save_checkpoint(strategy: Strategy, folder: str | Path, step: int, keep_last: int = 2) -> None:
