@@ -34,7 +34,7 @@ from shardlab.errors import LOST_PEER, RankFailure, UsageError
 from shardlab.naming import STRATEGIES
 from shardlab.optim import factory
 from shardlab.run.ranks import Ranks
-from shardlab.strategies import pytorch_hsdp
+from shardlab.strategies import groups
 from shardlab.strategies.base import Setup
 from shardlab.world import World
 from zoo import MICRO, STEPS, Animal
@@ -251,7 +251,8 @@ def _apart(world: World) -> World:
             )
         return marked(made[0])
 
-    pytorch_hsdp.init_device_mesh = init_device_mesh  # type: ignore[assignment]
+    groups._meshes.clear()  # those that were made on connections which are cut now
+    groups.init_device_mesh = init_device_mesh  # type: ignore[assignment]
     return replace(world, mesh=marked(worlds._mesh(group, world.device)))
 
 

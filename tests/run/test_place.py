@@ -45,6 +45,8 @@ ON_ONE_NODE = {"SLURM_STEP_NODELIST": "n08", "SLURM_STEP_TASKS_PER_NODE": "3", "
 @pytest.mark.parametrize(("environ", "want"), [
     ({}, None),
     ({"RANK": "0", "WORLD_SIZE": "2"}, None),  # as our own ranks have them
+    (SLURM | {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "n08"},
+     Place("srun", 2, 3, 0, 1, 1, 2, "n08", port_of("slurm 17.0"))),
     (TORCHRUN, Place("torchrun", 3, 4, 1, 2, 1, 2, "n1", 29500)),
     ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
      Place("torchrun", 1, 2, 1, 2, 0, 1, "localhost", 1)),
@@ -80,6 +82,9 @@ def test_places(environ: dict[str, str], want: Place | None) -> None:
     (TORCHRUN | {"RANK": "4"}, "torchrun says that this is rank 4 of 4: ranks go from 0 to 3"),
     (TORCHRUN | {"LOCAL_RANK": "2"}, "this is local rank 2 of 2"),
     (TORCHRUN | {"RANK": "x"}, "RANK is 'x', which is no whole number"),
+    (TORCHRUN | {"WORLD_SIZE": "0"}, "torchrun says that there are 0 ranks in all"),
+    ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n1"},
+     "RANK 1 of WORLD_SIZE 4 is set and MASTER_PORT is not: ranks that are started by hand"),
     (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000; a port is 1 to 65535"),
     (MPICH | {"PMI_SIZE": "1", "PMI_RANK": "0"}, "this is local rank 1 of 2|2 ranks are on this"),
     (SLURM | {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "n08", "MASTER_PORT": "1"},
@@ -202,21 +207,6 @@ def test_one_task_starts_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     in_environment(monkeypatch, ONE_TASK)
     assert place.joined() is None
     assert launch.default_world(configs.Config()) == 1
-
-
-@pytest.mark.parametrize(
-    ("environ", "launcher"), [(SLURM, "srun"), (OPEN_MPI | {"PMIX_NAMESPACE": "x"}, "mpirun")]
-)
-@pytest.mark.parametrize("command", ["compare", "prove", "throughput", "memory"])
-def test_commands_that_start_ranks_say_who_has(
-    environ: dict[str, str], launcher: str, command: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(meeting, "came_together", True)  # no other rank is there to be told
-    done = commands.here(command, cwd=tmp_path, **environ)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {command} starts its own ")
-    assert f"run it without {launcher}" in done.stderr
 
 
 def test_the_doctor_tells_the_place(monkeypatch: pytest.MonkeyPatch) -> None:

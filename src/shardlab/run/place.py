@@ -51,6 +51,8 @@ def resolve(environ: Environment) -> Place | None:
     place = _of_torchrun(environ) or _of_mpi(environ) or _of_slurm(environ)
     if place is None:
         return None
+    if place.size < 1:
+        raise UsageError(f"{place.launcher} says that there are {place.size} ranks in all")
     for what, number, size in (
         ("rank", place.rank, place.size),
         ("local rank", place.local_rank, place.local_size),
@@ -144,8 +146,17 @@ def refuse_loopback(launcher: str, address: str, nodes: int, source: str) -> Non
 
 def _of_torchrun(environ: Environment) -> Place | None:
     """The variables that torchrun sets, and Ray Train, and people by hand."""
-    if not all(name in environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+    if not all(name in environ for name in ("RANK", "WORLD_SIZE")):
         return None
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    others = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    if len(missing) == 2 or (missing and (_in_step(environ) or any(n in environ for n in others))):
+        return None  # ranks that we, srun or mpirun have started
+    if missing:  # each process would train a world of its own
+        raise UsageError(
+            f"RANK {environ['RANK']} of WORLD_SIZE {environ['WORLD_SIZE']} is set and {missing[0]} "
+            "is not: ranks that are started by hand need both to find each other"
+        )
     rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     local_size = _number(environ, "LOCAL_WORLD_SIZE", size)
     is_own = "TORCHELASTIC_RUN_ID" in environ  # torchrun itself
