@@ -674,13 +674,6 @@ def test_wrong_input(args: list[str], message: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_not_under_torchrun(tmp_path: Path) -> None:
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    done = commands.here("prove", cwd=tmp_path, **rank)
-    assert done.returncode == 2
-    assert "prove starts its own ranks" in done.stderr
-
-
 def test_the_table_reads_names_as_they_are() -> None:
     checks = judge.failed("no [bold] reason")
     row = {"label": "mine (a=[1])", "world": 2, "pass": False, "checks": checks}
