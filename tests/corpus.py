@@ -353,7 +353,7 @@ def read_traces(folder: Path, out: Path) -> None:
 
 def read_traces_as_hta(folder: Path, out: Path) -> None:
     command("trace", "analyze", folder, "--out", out / "analysis", "--jobs", 1, "--select", "all",
-            "--hta-compat", "--whole")  # fmt: skip
+            "--hta-compat")  # fmt: skip
 
 
 def diff_traces(folder: Path, out: Path) -> None:

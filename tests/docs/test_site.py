@@ -459,7 +459,7 @@ def parse_one(line: str) -> None:
 
     from shardlab import cli
 
-    words = shlex.split(line.replace("...", ""))[1:]
+    words = shlex.split(line.replace("...", "").partition(" > ")[0])[1:]
     context = typer.main.get_command(cli.app).make_context("shardlab", words)
     while hasattr(context.command, "commands"):
         rest = [*context._protected_args, *context.args]
