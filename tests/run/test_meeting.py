@@ -381,7 +381,8 @@ def test_rank_0_raises(failing: Runs) -> None:
 def test_a_node_that_is_gone_is_missing(failing: Runs) -> None:
     folder, status = ended(failing, "killed", [1, -9])
     assert collected(folder) == [("n2", [1], False)]
-    assert status["state"] == "crashed"
+    assert status["state"] == "lost"
+    assert "n2" in status["reason"]
 
 
 def test_a_run_that_hangs(failing: Runs) -> None:
