@@ -57,7 +57,7 @@ def explained_table(result: Result) -> Table | None:
         table.add_row(
             Text(cell["label"]),
             *(_profile(cell) * has_profile),
-            fmt.number(round(cell["skew_ms"], 1)),
+            f"{cell['skew_ms']:.1f}" if cell["skew_ms"] else "0",
             *([fmt.interval(cell["speed_interval"]) or fmt.NOTHING] * is_sure),
             *([fmt.percent(readings.percent_of_peak(cell))] * has_mfu),
         )
