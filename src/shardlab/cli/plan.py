@@ -87,8 +87,6 @@ def plan(
         tuple(planning.change_of(text) for text in what_if or []),
         fits,
     )
-    if price_per_hour is not None and tokens is None:
-        raise UsageError("--price-per-hour is the price of a budget; add --tokens, as in 300B")
     if check:
         _refuse_beside_check(question, explain)
     with (

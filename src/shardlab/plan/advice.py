@@ -27,7 +27,8 @@ def answered(rows: Sequence[Row]) -> dict[str, Any]:
     """The rows to choose, by their numbers: for each place, and of all. ``why`` has a sentence for
     each; ``otherwise`` is what would change it, as far as the rows tell."""
     by_place: dict[str, int] = {}
-    why, otherwise = [], []
+    why: list[str] = []
+    otherwise: list[str] = []
     for place in dict.fromkeys(row["place"] for row in rows):
         own = [i for i, row in enumerate(rows) if row["place"] == place and row["step_s"]]
         can = [i for i in own if rows[i]["fits"] is not False]
@@ -126,7 +127,7 @@ def _overlap(row: Row, faster: Row) -> bool:
     """Whether one may be as fast as the other, as far as the intervals tell."""
     best = rate(row) * row["step_s"] / row["low_s"]
     worst = rate(faster) * faster["step_s"] / faster["high_s"]
-    return best >= worst
+    return bool(best >= worst)
 
 
 def _rung(row: Row) -> tuple[int, float]:

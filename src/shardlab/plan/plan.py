@@ -82,6 +82,10 @@ class Question:
     changes: tuple[Change, ...] = ()
     fits_only: bool = False
 
+    def __post_init__(self) -> None:
+        if self.prices and self.tokens is None:
+            raise UsageError("--price-per-hour is the price of a budget; add --tokens, as in 300B")
+
 
 def devices_of(text: str | None) -> tuple[str, ...]:
     """``h100,a100,this`` by the names that the datasheets have."""

@@ -96,9 +96,8 @@ def places(result: Result) -> list[str]:
 
 
 def subject(result: Result) -> str:
-    config = result["config"]
-    size = config["model"]["size"]
-    return config["model"]["workload"] + (f" {size}" if size else "")
+    model = result["config"]["model"]
+    return f"{model['workload']} {model['size'] or ''}".rstrip()
 
 
 def title(result: Result) -> str:
