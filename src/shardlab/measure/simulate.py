@@ -231,19 +231,30 @@ def _moved(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Mod
 
 @contextmanager
 def without_peers() -> Iterator[None]:
-    """PyTorch is content with a rank whose peers do not exist, and tensors without content."""
-    mesh_maker = device_mesh.init_device_mesh
+    """PyTorch is content with a rank whose peers do not exist."""
     patches: list[tuple[Any, str, Any]] = [
-        (assemble, "cast_model", _moved),
-        (torch, "tensor", _tensor),
-        (FakeTensor, "tolist", _tolist),
-        (dist, "Reducer", _Reducer),
         (dist, "Logger", _Logger),
         (dist, "all_gather_object", _gather_alone),
         (dist, "broadcast_object_list", _nothing),
         (comm, "host_group", lambda group: group),
         (Lockstep, "_agree", _nothing),
         (ddp, "_verify_param_shape_across_processes", _nothing),
+    ]
+    with ExitStack() as stack:
+        for where, name, value in patches:
+            stack.enter_context(mock.patch.object(where, name, value))
+        yield
+
+
+@contextmanager
+def without_content() -> Iterator[None]:
+    """And with tensors that have none."""
+    mesh_maker = device_mesh.init_device_mesh
+    patches: list[tuple[Any, str, Any]] = [
+        (assemble, "cast_model", _moved),
+        (torch, "tensor", _tensor),
+        (FakeTensor, "tolist", _tolist),
+        (dist, "Reducer", _Reducer),
         (DeviceMesh, "__init__", _unfaked(DeviceMesh.__init__)),
     ]
     # Strategies have imported it by its name.
@@ -449,6 +460,7 @@ def _simulate(
 
     with ExitStack() as stack:
         stack.enter_context(without_peers())
+        stack.enter_context(without_content())
         size = config.launch.world or 1
         stands_for_gpu, nodes = device == "cuda", _per_node(size)
         solo = solo_world(size, where, backend, on_gpu=stands_for_gpu, ranks_per_node=nodes)
