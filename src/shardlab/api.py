@@ -1,8 +1,8 @@
 """The lab from Python: what the commands do, as functions that return objects.
 
 ``train``, ``compare``, ``prove``, ``memory`` and ``predict`` start processes of their own, which
-import your workload by its path: in a script, call them below ``if __name__ == "__main__":``. ``strategy`` is
-for your own training loop, under torchrun.
+import your workload by its path: in a script, call them below ``if __name__ == "__main__":``.
+``strategy`` is for your own training loop, under torchrun.
 """
 
 from __future__ import annotations

@@ -432,7 +432,7 @@ def place_of(cell: Cell) -> str:
 
 
 def mfu(found: Prediction) -> float | None:
-    if found.peak_flops_per_s <= 0 or found.flops <= 0:
+    if not found.peak_flops_per_s or found.flops <= 0:
         return None
     return found.flops / found.step_s / found.peak_flops_per_s
 
