@@ -43,6 +43,9 @@ class Fortune:
         work = change.slow_rank * FLOPS * batch / SPEED[device]
         sends, hides = SENDS[name]
         comm = sends * PSI * (world - 1) / world / (self.rate * change.bandwidth)
+        if size := config.strategy.options.get("bucket_mb"):
+            # A message more costs 1 ms, and the last of them is hidden by nothing.
+            comm += 1e-3 * PSI / (size * 1e6) + size * 1e6 / self.rate
         wait = max(0.0, comm - (hides * work if change.overlap else 0.0))
         step, half = work + wait, 0.04 if device == "this" else 0.2
         spans = [

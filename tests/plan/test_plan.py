@@ -14,7 +14,7 @@ import commands
 from fortune import Fortune
 from shardlab import config as configs
 from shardlab.errors import UsageError
-from shardlab.plan import advice, check, plan
+from shardlab.plan import advice, buckets, check, plan
 from shardlab.plan import predict as engine
 from shardlab.plan.plan import Question, change_of
 from shardlab.report import plan as report
@@ -182,9 +182,32 @@ def test_a_bucket_size_concerns_those_that_have_buckets() -> None:
     fortune = Fortune()
     found = planned(fortune, changes=(change_of("bucket-mb=4"),), ranks=(8,))
     steps = found["what_if"][0]["step_s"]
-    assert steps[0] == found["rows"][0]["step_s"]
     assert [step is None for step in steps] == [False, False, True]  # zero3 has none
     assert any("bucket_mb=4" in asked[0] for asked in fortune.asked)
+
+
+def test_the_best_bucket_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """sqrt(1 ms x 500 MB x 2 GB/s) = 32 MB; 25 is nearer than 50."""
+    slow = Fortune(rate=2e9)
+    found = planned(slow, changes=(change_of("bucket-mb=best"),), ranks=(8,))
+    assert found["what_if"][0]["bucket_mb"] == [25.0, 25.0, None]
+    said = "The best bucket size of pytorch_ddp on 8 ranks of h100 over ndr is 25 MB."
+    assert said in report.what_if_sentences(found)
+    # As an option of a run it is settled before the ranks are started.
+    monkeypatch.setattr(engine, "Predictor", lambda: slow)
+    options = {"strategy.options": {"bucket_mb": "auto"}, "launch.world": 2}
+    auto = configs.load(None, {"strategy.name": "pytorch_ddp", **options})
+    plain = configs.load(None, {"strategy.name": "zero3"})
+    chosen, other = buckets.settled([auto, plain])
+    assert chosen.strategy.options == {"bucket_mb": 1.0}  # of eight that hide all, the smallest
+    assert other is plain
+    with pytest.raises(UsageError, match="zero3 has no buckets whose size could be chosen"):
+        buckets.settled([configs.load(None, {"strategy.name": "zero3", **options})])
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="is settled before ranks are started, and torchrun has"):
+        buckets.settled([auto])
 
 
 @pytest.mark.parametrize(

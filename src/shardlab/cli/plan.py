@@ -49,8 +49,9 @@ def plan(
         False, "--fits", help="Only what fits the memory of the device."
     ),
     what_if: list[str] | None = typer.Option(
-        None, help="The same after a change: bandwidth=2, slow-rank=1.3, overlap=off, bucket-mb=4, "
-        "checkpointing=on; several at once with commas (repeatable).", metavar="CHANGE",
+        None, help="The same after a change: bandwidth=2, slow-rank=1.3, overlap=off, "
+        "checkpointing=on, bucket-mb=4 or best; several at once with commas (repeatable).",
+        metavar="CHANGE",
     ),
     explain: bool = typer.Option(
         False, "--explain", help="Where the predicted step goes, for what is chosen."

@@ -7,6 +7,7 @@ change that. The numbers are the ``Predictor``'s; nothing is simulated and nothi
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from shardlab import numbers
 from shardlab.config import Config, StrategyConfig
 from shardlab.errors import RankFailure, UsageError, unknown
 from shardlab.measure.cells import has_buckets
-from shardlab.plan import advice, devices
+from shardlab.plan import advice, buckets, devices
 from shardlab.plan.predict import Prediction, WhatIf
 from shardlab.run.launch import DEFAULT_WORLD
 from shardlab.specs import BASELINE, parse_spec
@@ -52,8 +53,12 @@ class Change:
 
     text: str
     machine: WhatIf = field(default_factory=WhatIf)
-    bucket_mb: float | None = None
+    bucket_mb: float | None = None  # inf: the best
     checkpointing: bool | None = None
+
+    @property
+    def wants_best(self) -> bool:
+        return self.bucket_mb == math.inf
 
     def of(self, config: Config) -> Config | None:
         """The config with the change; None if it does not concern it."""
@@ -61,8 +66,9 @@ class Change:
         if self.bucket_mb is not None:
             if not has_buckets(config.strategy.name):
                 return None
-            options = {**config.strategy.options, "bucket_mb": self.bucket_mb}
-            overrides["strategy.options"] = options
+            if not self.wants_best:
+                options = {**config.strategy.options, "bucket_mb": self.bucket_mb}
+                overrides["strategy.options"] = options
         if self.checkpointing is not None:
             overrides["training.activation_checkpointing"] = self.checkpointing
         return config.with_overrides(overrides) if overrides else config
@@ -158,7 +164,9 @@ def change_of(text: str) -> Change:
                 number = float(value)
             except ValueError:
                 number = -1.0
-            if not least <= number < float("inf") or number == 0:
+            if (key, value) == ("bucket-mb", "best"):
+                number = math.inf
+            elif not least <= number < math.inf or number == 0:
                 words = "of at least 1" if least else "above 0"
                 raise UsageError(f"--what-if {part.strip()}: write {key}= and a number {words}")
             where = run if key == "bucket-mb" else machine
@@ -223,6 +231,7 @@ class Cell:
     status: str = "ok"
     reason: str | None = None
     changed: list[Prediction | None] = field(default_factory=list)  # one for each what-if
+    buckets: dict[str, float] = field(default_factory=dict)  # the best size in MB, by what-if
 
 
 def cells_of(question: Question) -> list[Cell]:
@@ -340,7 +349,11 @@ def _predicted(
         config = change.of(cell.config)
         if config is None:
             return None
-        return predictor.predict(config, cell.device, cell.link, change.machine)
+        where = cell.device, cell.link, change.machine
+        if change.wants_best:
+            cell.buckets[change.text], found = buckets.best(predictor, config, *where)
+            return found
+        return predictor.predict(config, *where)
     except (UsageError, RankFailure) as error:
         if is_first:
             cell.status = "skipped" if isinstance(error, UsageError) else "failed"
@@ -480,4 +493,5 @@ def _what_if(
     steps = [None if cell.changed[number] is None else row["step_s"]
              for cell, row in zip(cells, after, strict=True)]  # fmt: skip
     by_place = advice.chosen_by_place(after)
-    return {"change": change.text, "step_s": steps, "by_place": by_place}
+    sizes = [cell.buckets.get(change.text) for cell in cells]
+    return {"change": change.text, "step_s": steps, "bucket_mb": sizes, "by_place": by_place}

@@ -228,6 +228,13 @@ def changes(result: Result) -> Iterator[tuple[str, Row, float | None]]:
 
 def what_if_sentences(result: Result) -> Iterator[str]:
     for change in result["what_if"]:
+        for size, row in zip(change["bucket_mb"], result["rows"], strict=True):
+            if size is not None:
+                ranks = fmt.count(row["world"], "rank")
+                yield (
+                    f"The best bucket size of {row['label']} on {ranks} of {row['place']} is "
+                    f"{size:g} MB."
+                )
         for place, before in result["answer"]["by_place"].items():
             after = change["by_place"].get(place)
             if after is None:
