@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from shardlab.plan import advice, buckets, check, plan
 from shardlab.plan import predict as engine
 from shardlab.plan.plan import Question, change_of
 from shardlab.report import plan as report
+from shardlab.run import place
 
 THREE = ("pytorch_ddp", "zero1", "zero3")
 
@@ -203,9 +205,7 @@ def test_the_best_bucket_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert other is plain
     with pytest.raises(UsageError, match="zero3 has no buckets whose size could be chosen"):
         buckets.settled([configs.load(None, {"strategy.name": "zero3", **options})])
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(place, "joined", lambda: SimpleNamespace(launcher="torchrun"))
     with pytest.raises(UsageError, match="is settled before ranks are started, and torchrun has"):
         buckets.settled([auto])
 
