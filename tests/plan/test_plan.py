@@ -18,6 +18,7 @@ from shardlab.errors import UsageError
 from shardlab.plan import advice, buckets, check, plan
 from shardlab.plan import predict as engine
 from shardlab.plan.plan import Question, change_of
+from shardlab.report import charts
 from shardlab.report import plan as report
 from shardlab.run import place
 
@@ -357,6 +358,15 @@ def test_the_page_in_a_browser(chromium: browser.Browser, page_file: Path, width
         options = page.run("[...document.querySelectorAll('#which option')].map(o => o.text)")
         assert len(options) == 2
         assert "this machine" in options[1]
+
+
+def test_an_axis_has_round_numbers() -> None:
+    for low, high in ((60, 70), (0.1, 0.9), (1, 9), (3, 3e7), (0.148, 0.246), (5, 5)):
+        made = charts.Log(low, high).round_ticks(lambda value: f"{value:.4g}")
+        assert len(made) <= 9
+        assert len(made) >= 2 or low == high
+        assert all(-0.01 <= tick.at <= 100.01 for tick in made)
+        assert all(len(tick.text.strip("0.")) <= 4 or "e" in tick.text for tick in made), made
 
 
 def test_one_number_of_ranks_has_no_curves() -> None:

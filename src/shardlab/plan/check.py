@@ -33,10 +33,10 @@ def check(
             if cell.config is not None:
                 cell.found = predictor.predict(cell.config, cell.device, cell.link)
         except (UsageError, RankFailure) as error:
-            cell.status, cell.reason = "skipped", str(error)
+            cell.error = error
     able = [cell for cell in cells if cell.found is not None]
-    if not able:
-        raise UsageError(str(cells[0].reason))
+    if not able and cells[0].error is not None:
+        raise cells[0].error
     measured = measure(
         [cell.config for cell in able if cell.config], on_progress, len(cells), total
     )
@@ -88,7 +88,7 @@ def _row(cell: Cell, times: list[float] | str | None) -> dict[str, Any]:
         "error": None,
         "naive_error": None,
         "inside": None,
-        "reason": times if isinstance(times, str) else cell.reason,
+        "reason": times if isinstance(times, str) else cell.error and str(cell.error),
     }
     if found is not None and isinstance(times, list) and times:
         took = statistics.median(times)

@@ -228,10 +228,15 @@ class Cell:
     link: str | None
     config: Config | None = None
     found: Prediction | None = None
-    status: str = "ok"
-    reason: str | None = None
+    error: UsageError | RankFailure | None = None  # why nothing is found
     changed: list[Prediction | None] = field(default_factory=list)  # one for each what-if
     buckets: dict[str, float] = field(default_factory=dict)  # the best size in MB, by what-if
+
+    @property
+    def status(self) -> str:
+        if self.error is None:
+            return "ok"
+        return "failed" if isinstance(self.error, RankFailure) else "skipped"
 
 
 def cells_of(question: Question) -> list[Cell]:
@@ -251,15 +256,15 @@ def cells_of(question: Question) -> list[Cell]:
         try:
             cell.config = config_at(question, cell.spec, cell.world)
         except UsageError as error:
-            cell.status, cell.reason = "skipped", str(error)
+            cell.error = error
     _refuse_if_all([*cells.values()])
     return list(cells.values())
 
 
 def _refuse_if_all(cells: Sequence[Cell]) -> None:
     """What is said of every row is not about one of them."""
-    if len({cell.reason for cell in cells}) == 1 and cells[0].reason is not None:
-        raise UsageError(cells[0].reason)
+    if len({str(cell.error) for cell in cells}) == 1 and cells[0].error is not None:
+        raise cells[0].error
 
 
 def plan(
@@ -282,14 +287,7 @@ def plan(
             else:
                 cell.changed.append(found)
     on_progress("done", total, total)
-    reasons = {cell.reason for cell in cells}
-    if all(cell.found is None for cell in cells) and len(reasons) == 1:
-        failed = next(cell for cell in cells)
-        raise (
-            UsageError(str(failed.reason))
-            if failed.status == "skipped"
-            else RankFailure(0, str(failed.reason))
-        )
+    _refuse_if_all(cells)
     known = [cell.found for cell in cells if cell.found is not None]
     if question.tokens is not None and known and not any(found.tokens for found in known):
         name = question.config.model.workload
@@ -356,8 +354,7 @@ def _predicted(
         return predictor.predict(config, *where)
     except (UsageError, RankFailure) as error:
         if is_first:
-            cell.status = "skipped" if isinstance(error, UsageError) else "failed"
-            cell.reason = str(error)
+            cell.error = error
         return None
 
 
@@ -392,7 +389,7 @@ def _row(cell: Cell, question: Question) -> dict[str, Any]:
         "accumulate": None if config is None else config.training.accumulate,
         "precision": question.config.precision.compute,
         "status": cell.status,
-        "reason": cell.reason,
+        "reason": None if cell.error is None else str(cell.error),
         **dict.fromkeys(NUMBERS),
     }
     if found is None:

@@ -56,13 +56,17 @@ class Log:
         return [Tick(self.at(value), text(value)) for value in values]
 
     def round_ticks(self, text: Callable[[float], str]) -> list[Tick]:
-        """At 1, 2 and 5 times powers of ten; at the powers alone if these are enough."""
-        first = math.floor(math.log10(self.low))
-        last = math.ceil(math.log10(self.high))
-        values = [factor * 10.0**power for power in range(first, last + 1) for factor in (1, 2, 5)]
+        """At 1, 2 and 5 times powers of ten: at the powers alone if they are enough, and at other
+        round numbers where there are too few of them."""
+        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+        powers = [10.0**power for power in range(first, last + 1)]
+        values = [factor * power for power in powers for factor in (1, 2, 5)]
         inside = [value for value in values if self.low <= value <= self.high]
         if len(inside) > 7:
-            inside = [value for value in inside if math.log10(value) % 1 < 1e-9]
+            inside = [value for value in powers if self.low <= value <= self.high]
+        elif len(inside) < 3:
+            span = self.high - self.low
+            inside = [self.low + tick.at / 100 * span for tick in ticks(self.low, self.high, 4)]
         return [Tick(self.at(value), text(value)) for value in inside]
 
 

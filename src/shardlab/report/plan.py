@@ -375,7 +375,7 @@ def scaling(result: Result) -> list[Scaling]:
 
 def _time(seconds: float) -> str:
     unit, one = fmt.unit_of(seconds, SECONDS)
-    return f"{seconds / one:g} {unit}"
+    return f"{seconds / one:.4g} {unit}"
 
 
 def _band(row: Row, key: str) -> tuple[float, float]:
@@ -485,6 +485,7 @@ def html(result: Result) -> str:
         rows=known,
         unit=unit,
         chosen=[rows[i] for i in result["answer"]["by_place"].values()],
+        has_places=len(places(result)) > 1,
         has_tokens=any(row["tokens_per_s"] for row in known),
         stacks=stacks(result),
         timelines=timelines(result),
