@@ -194,8 +194,8 @@ def fit_compute(runs: Sequence[Run]) -> Compute:
 
 
 def naive(calibration: Sequence[Run], runs: Sequence[Run], by_model: bool) -> list[float]:
-    """Constant MFU: of a GPU and a type of numbers, or of these, checkpointing and model, where there
-    is such a run, else without the model."""
+    """Constant MFU: of a GPU and a type of numbers, or of these, checkpointing and model, where
+    there is such a run, else without the model."""
     keys: list[Callable[[Run], tuple[str, ...]]] = [
         lambda r: (r.gpu, r.layout.dtype, r.layout.checkpointing, r.name),
         lambda r: (r.gpu, r.layout.dtype, r.layout.checkpointing),
@@ -301,6 +301,12 @@ def summary(found: Floats) -> dict[str, float]:
             "p90": float(np.percentile(off, 90)), "max": float(off.max())}  # fmt: skip
 
 
+def covered(found: Floats, margin: str) -> float:
+    """The share of errors that the interval of that name, as shipped, contains."""
+    low, high = transformer.MARGINS[margin]
+    return float(np.mean((found >= low) & (found <= high)))
+
+
 def held_out_foundry(runs: Sequence[Run]) -> Floats:
     """Each model's errors with the constants of the other models."""
     found = []
@@ -329,13 +335,13 @@ def report(runs: Sequence[Run], left: Sequence[str]) -> dict[str, Any]:
     for title, by_model in (("GPU", False), ("GPU, checkpointing and model", True)):
         guessed = errors(naive(known, more, by_model), more)
         of[f"64 GPUs, constant MFU by {title}"] = summary(guessed)
-    low, high = np.percentile(apart, [5, 95])
-    of["interval"] = [float(low), float(high)]
-    of["64-GPU runs in the interval"] = float(np.mean((tested >= low) & (tested <= high)))
+    of["5% and 95% of each model held out"] = [float(v) for v in np.percentile(apart, [5, 95])]
+    of["in the interval, each model held out"] = covered(apart, "sharded")
+    of["in the interval, 64 GPUs"] = covered(tested, "sharded")
     other = {"ampere": "hopper", "hopper": "ampere"}
     swapped = errors((fitted.rate(r, other[r.machine.device.family]) for r in known), known)
     of["each GPU with the other's constants"] = summary(swapped)
-    of["interval of a device without runs"] = [float(v) for v in np.percentile(swapped, [5, 95])]
+    of["5% and 95% of that"] = [float(v) for v in np.percentile(swapped, [5, 95])]
 
     titan = [r for r in runs if r.source == "torchtitan"]
     speeds = [r for r in titan if r.metric == "tokens_per_s_per_gpu"]
@@ -348,9 +354,14 @@ def report(runs: Sequence[Run], left: Sequence[str]) -> dict[str, Any]:
         "with tensor parallelism": [r for r in speeds if r.layout.tp > 1],
     }.items():
         part_of[title] = summary(errors(map(fitted.rate, chosen), chosen))
-    part_of["all, constant MFU of llm-foundry's H100"] = summary(errors(
-        (np.mean([k.value * k.model.flops_per_token for k in known if k.gpu == "h100_80gb"])
-         / r.model.flops_per_token for r in speeds), speeds))  # fmt: skip
+    rate = float(np.mean([r.value * r.model.flops_per_token for r in known
+                          if r.gpu == "h100_80gb" and r.layout.dtype == "bf16"]))  # fmt: skip
+    guessed = errors((rate / r.model.flops_per_token for r in speeds), speeds)
+    part_of["all, constant MFU of llm-foundry's H100"] = summary(guessed)
+    for title, margin, is_tp in (("without", "sharded", False), ("with", "parallel", True)):
+        chosen = [r for r in speeds if (r.layout.tp > 1) == is_tp]
+        share = covered(errors(map(fitted.rate, chosen), chosen), margin)
+        part_of[f"in the interval, {title} tensor parallelism"] = share
     peaks = [r for r in titan if r.metric == "peak_memory"]
     sizes = [transformer.memory(r.model, r.layout) / 2**30 for r in peaks]
     part_of["memory"] = summary(errors(sizes, peaks))
@@ -384,7 +395,8 @@ def report_nanotron(runs: Sequence[Run]) -> dict[str, Any]:
         "all": float(np.mean(right[0] + right[1])),
         "that ran": float(np.mean(right[0])), "that ended": float(np.mean(right[1])),
     }  # fmt: skip
-    table, apart = [], []
+    table: list[dict[str, Any]] = []
+    apart = []
     for group in sorted({r.group for r in runs}):
         inside = [r for r in ran + ended if r.group == group]
         others = fit_parallel([r for r in good if r.group != group])
@@ -403,7 +415,9 @@ def report_nanotron(runs: Sequence[Run]) -> dict[str, Any]:
         out[f"groups within 10%, {key}"] = float(np.mean([row[key] >= WITHIN for row in table]))
     held_out = np.concatenate(apart)
     out["near the best, group held out"] = summary(held_out)
-    out["interval"] = [float(value) for value in np.percentile(held_out, [5, 95])]
+    out["5% and 95% of that"] = [float(value) for value in np.percentile(held_out, [5, 95])]
+    out["in the interval, near the best, group held out"] = covered(held_out, "parallel")
+    out["in the interval, all that ran"] = covered(errors(map(fitted.rate, ran), ran), "parallel")
     return out
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlab.errors import UsageError, unknown
-from shardlab.plan.devices import ITEMSIZE, Machine, Shares, price, shares
+from shardlab.plan.devices import FITTED, ITEMSIZE, Machine, Shares, price, shares
 from shardlab.plan.graph import Group, Work
 from shardlab.plan.nccl import cost
 
@@ -322,6 +322,19 @@ def memory(model: Transformer, layout: Layout, held: Held = HELD) -> float:
 
 
 CALIBRATION = Calibration()
+# How far published runs lie from their prediction, as logarithms of the step time: all but about a
+# tenth of those that the constants were not fitted to. docs/plan_published.md says of which.
+MARGINS = {"sharded": (-0.17, 0.17), "parallel": (-0.35, 0.45), "no runs": (-0.50, 0.42)}
+
+
+def interval(layout: Layout, machine: Machine) -> tuple[float, float]:
+    """The least and the most that a step may well take, as multiples of the predicted time."""
+    is_sharded = layout.zero == 3 and layout.tp == layout.pp == 1
+    of = [MARGINS["sharded" if is_sharded or layout.gpus == 1 else "parallel"]]
+    if machine.device.family not in FITTED:
+        of.append(MARGINS["no runs"])
+    low, high = (math.hypot(*(margin[end] for margin in of)) for end in (0, 1))
+    return math.exp(-low), math.exp(high)
 
 
 @dataclass(frozen=True)
