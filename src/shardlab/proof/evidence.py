@@ -545,11 +545,10 @@ def _by_op(
         sent[message.op][f"{kind}messages"] += 1
     sent.pop("barrier", None)
     steps = watched.steps  # a whole number stays one, for people
-    per_step = {
+    return {
         op: {k: v / steps if v % steps else v // steps for k, v in found.items()}
         for op, found in sent.items()
     }
-    return per_step
 
 
 def _overlap(watched: Watched, small: int) -> dict[str, Any]:

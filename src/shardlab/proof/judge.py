@@ -59,7 +59,7 @@ def equal(ranks: Sequence[Evidence]) -> Check:
     error = "to the last bit" if found["ulp"] == 0 else f"within {numbers.number(found['ulp'])} ulp"
     of = "one process"
     if users["every"] is not None:
-        of = f"one process that plays {len(ranks)} workers, who exchange every {users['every']} steps"
+        of += f" that plays {len(ranks)} workers, which exchange every {users['every']} steps"
     parts = (f"{error} of {of}, {steps} of {models}", *how(users))
     return _check(True, claimed, measured, "; ".join(parts))
 

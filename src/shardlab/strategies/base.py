@@ -56,7 +56,7 @@ class Rounds:
 
     After every ``every`` steps the difference between the anchor (what all workers had after the
     last exchange) and each worker's parameters is averaged. A worker weighs as much as the targets
-    that it has seen since. The average is the gradient of an outer SGD with Nesterov momentum, which
+    that it has seen since. The average is the gradient of an outer SGD with Nesterov momentum. It
     moves the anchor, and all workers continue from there. With rate 1 and no momentum the anchor
     becomes the average of the workers. Buffers follow worker 0's.
     """

@@ -11,7 +11,7 @@ from shardlab.strategies.workers import Workers
 
 
 class DiLoCo(Workers):
-    """Each rank takes ``every`` steps from the anchor; then the average of where they went moves it.
+    """Each rank takes ``every`` steps of its own; an outer optimizer moves what all start from.
 
     Schedule, for n ranks and Ψ bytes of parameters that train:
 
@@ -25,8 +25,8 @@ class DiLoCo(Workers):
 
     Cost: Ψ / every in a step on average, all of it exposed, and 2Ψ of memory for the anchor and the
     outer momentum. The inner optimizer is the user's (AdamW in the paper, arXiv 2311.08105), and
-    keeps its state over exchanges. The outer one is SGD with Nesterov momentum, whose gradient is the
-    average of the differences. A worker's share is that of the targets that it has seen since the
+    keeps its state over exchanges. The outer one is SGD with Nesterov momentum; the average of the
+    differences is its gradient. A worker's share is that of the targets that it has seen since the
     last exchange. With ``outer_lr=1`` and ``outer_momentum=0`` this is ``local_sgd``.
     """
 

@@ -107,9 +107,10 @@ class Workers(base.Strategy):
         for (name, p), is_used in zip(self.params.items(), used, strict=True):
             found[name] = None
             if is_used:
-                mine = torch.zeros_like(p) if p.grad is None else p.grad / self.update.scale
-                found[name] = mine.detach() * self.share(self.count)
-                comm.all_reduce(found[name], self.group, label=f"average of grad {name}")
+                own = torch.zeros_like(p) if p.grad is None else p.grad / self.update.scale
+                mean = own.detach() * self.share(self.count)
+                comm.all_reduce(mean, self.group, label=f"average of grad {name}")
+                found[name] = mean
         return found
 
     @contextmanager
