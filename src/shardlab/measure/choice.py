@@ -1,7 +1,8 @@
 """The answer of a comparison in words: which to choose, why, and what would change that.
 
 Pure: from the rows of ``compare.json``. A strategy that was found wrong (its proof failed, or its
-loss is not that of ``single``) is never chosen. Strategies whose difference is within the noise are
+loss is not that of ``single``) is never chosen, nor one that trains otherwise than one process:
+its steps are worth something else. Strategies whose difference is within the noise are
 taken as equally fast if they are close, and then one that needs notably less memory is better; then
 the simpler one.
 """
@@ -24,6 +25,8 @@ CLOSE = 0.10  # a step that is slower by more is not taken as equal, however noi
 def answer(result: Mapping[str, Any]) -> dict[str, Any]:
     """``choice`` (a label or None), ``why`` in a sentence, and ``otherwise``: what changes it."""
     cells = readings.measured(result)
+    others = [cell["label"] for cell in cells if cell.get("every")]
+    cells = [cell for cell in cells if not cell.get("every")]
     right = [cell for cell in cells if not _wrong(cell, result)]
     excluded = [f"{cell['label']} ({_wrong(cell, result)})" for cell in cells if cell not in right]
     if not right:
@@ -41,6 +44,12 @@ def answer(result: Mapping[str, Any]) -> dict[str, Any]:
     choice = min(_lean(equal), key=_difficulty)
     why = _why(choice, fastest, equal, right)
     otherwise = [*_otherwise(choice, unsure, right, result), *_left_out(excluded)]
+    if others:
+        verb = "trains" if len(others) == 1 else "train"
+        otherwise.append(
+            f"{numbers.names(others)} {verb} otherwise than one process: their time per step alone "
+            "does not rank them."
+        )
     return {"choice": choice["label"], "why": why, "otherwise": otherwise}
 
 
