@@ -17,7 +17,7 @@ from shardlab.report import charts, page, terminal, timeline
 Result = Mapping[str, Any]  # the content of plan.json, or of plan-check.json
 Row = Mapping[str, Any]
 SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
-GIB = fmt.BYTES["GiB"]
+HELD = {unit: fmt.BYTES[unit] for unit in ("GiB", "MiB", "KiB")}
 PARTS = {"k-compute": "work", "k-comm": "communication that nothing hides"}
 PHASES = {
     "forward": "forward", "backward": "backward", "update": "update", "other": "other work",
@@ -123,6 +123,11 @@ def unit_for(rows: Sequence[Row]) -> tuple[str, float]:
     return fmt.unit_of(max((row["step_s"] or 0 for row in rows), default=0), SECONDS)
 
 
+def memory_unit(rows: Sequence[Row]) -> tuple[str, float]:
+    """The unit of the largest memory of a rank."""
+    return fmt.unit_of(max((row["memory_bytes"] or 0 for row in rows), default=0), HELD)
+
+
 def spread(row: Row) -> str:
     """Half of the interval, as a part of the step."""
     return f"±{100 * (row['high_s'] - row['low_s']) / 2 / row['step_s']:.0f}%"
@@ -136,10 +141,11 @@ def table(result: Result, place: str) -> Table:
     """One row for each strategy and number of ranks on one kind of machine."""
     rows = [row for row in result["rows"] if row["place"] == place]
     unit, one = unit_for(rows)
+    held, size = memory_unit(rows)
     has_tokens = any(row["tokens_per_s"] for row in rows)
     made = terminal.table(
         "<strategy", "ranks", f"step\n{unit}", "90%", "naive",
-        f"{'tokens' if has_tokens else 'samples'}\nper s", "MFU", "exposed\ncomm.", "GiB per\nrank",
+        f"{'tokens' if has_tokens else 'samples'}\nper s", "MFU", "exposed\ncomm.", f"{held} per\nrank",
         title=f"{title(result)}\n{place}, {source(rows)}",
         least=10,
     )  # fmt: skip
@@ -159,14 +165,14 @@ def table(result: Result, place: str) -> Table:
             fmt.compact(row["tokens_per_s"] or row["samples_per_s"]),
             share(row["mfu"], 1),
             share(row["exposed_s"], row["step_s"]),
-            memory_cell(row),
+            memory_cell(row, size),
         )
     return made
 
 
-def memory_cell(row: Row) -> Text:
+def memory_cell(row: Row, unit: float) -> Text:
     mark = {True: (" ✓", "green"), False: (" ✗", "red"), None: ("  ", "")}[row["fits"]]
-    return Text.assemble(fmt.number(row["memory_bytes"] / GIB), mark)
+    return Text.assemble(fmt.number(row["memory_bytes"] / unit), mark)
 
 
 def budget_table(result: Result) -> Table:
@@ -493,7 +499,7 @@ def html(result: Result) -> str:
         money=money,
         spread=spread,
         share=share,
-        gib=GIB,
+        held=memory_unit(known),
         fmt=fmt,
     )  # fmt: skip
 
