@@ -145,7 +145,8 @@ def table(result: Result, place: str) -> Table:
     has_tokens = any(row["tokens_per_s"] for row in rows)
     made = terminal.table(
         "<strategy", "ranks", f"step\n{unit}", "90%", "naive",
-        f"{'tokens' if has_tokens else 'samples'}\nper s", "MFU", "exposed\ncomm.", f"{held} per\nrank",
+        f"{'tokens' if has_tokens else 'samples'}\nper s", "MFU", "exposed\ncomm.",
+        f"{held} per\nrank",
         title=f"{title(result)}\n{place}, {source(rows)}",
         least=10,
     )  # fmt: skip
