@@ -221,7 +221,7 @@ def _explained(ranks: Rows, rows: Rows, wrong: list[tuple[int, str]], step: int)
             )
         return say("overwritten", name=lost[0][1], owner=lost[0][0])
     if step > 0 and max(rank["made"] for rank in ranks) > 1:
-        return say("state-lost", step=step, made=max(rank["made"] for rank in ranks))
+        return say("state-lost/muon", step=step, made=max(rank["made"] for rank in ranks))
     if step > 0 and any(row["left"] for row in (rank["steps"][step - 1] for rank in ranks)):
         return say("gradients-left", rank=0, names="those of the matrices that it does not own")
     alone = all(
