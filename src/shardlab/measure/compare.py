@@ -188,6 +188,7 @@ def _time(ranks: RankSet, warmup: int, cell: Cell) -> None:
     cell.losses = cell.losses or result["losses"]
     cell.changes = result["changes"]
     cell.samples, cell.tokens_per_sample = result["samples"], result["tokens_per_sample"]
+    cell.every = result["every"]
 
 
 def _weigh(ranks: RankSet, cell: Cell) -> None:
@@ -326,6 +327,7 @@ def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
         "proof": cell.proof,
         "profile": cell.profile,
         "sent": cell.sent,
+        "every": cell.every,
         "traces": cell.traces,
     }
     if cell.status != "ok" or not cell.times_ms:
@@ -349,9 +351,10 @@ def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
         elif numbers.can_tell(*repeats):
             row["speed_interval"] = list(numbers.ratio_interval(*repeats, paired=True))
         # Without single there is no reference to differ from; and where forward is random, or
-        # BatchNorm saw other micro-batches than single's, another loss is right.
+        # BatchNorm saw other micro-batches than single's, another loss is right. So is that of
+        # workers, which train otherwise than one process.
         same_batches = cell.parts == baseline.parts or not env.get("normalizes_batches")
-        comparable = cell is baseline or not env.get("loss_not_compared")
+        comparable = cell is baseline or not (env.get("loss_not_compared") or cell.every)
         if baseline.is_reference and same_batches and comparable:
             differences = [abs(a - b) for a, b in zip(cell.losses, baseline.losses, strict=True)]
             row["loss_difference"] = differences[-1]
@@ -398,7 +401,11 @@ def profile_cell(world: World, config: Config, folder: str, label: str) -> dict[
 
 @on_its_ranks
 def time_cell(world: World, config: Config) -> dict[str, Any]:
-    """Build the cell's strategy from the seed and run warm-up and timed steps."""
+    """Build the cell's strategy from the seed and run warm-up and timed steps.
+
+    Workers exchange in some steps only: of them a whole round is timed, after the others, and its
+    mean stands for each step.
+    """
     from shardlab.comm import LEDGER
     from shardlab.guard import watchdog
     from shardlab.run import assemble, loop
@@ -407,6 +414,10 @@ def time_cell(world: World, config: Config) -> dict[str, Any]:
     LEDGER.reset(full_steps=0)
     workload = assemble.build_workload(config)
     strategy = assemble.build_strategy(config, workload, world)
+    asked, every = config.training.steps, None
+    if strategy.rounds is not None:
+        every = strategy.rounds.every
+        config = config.with_overrides({"training.steps": asked + every})
     with (
         watchdog.watching(world, config.guard.hang_s, config.launch.timeout_s),
         Recorder(None, world, LEDGER, config.training.steps) as recorder,
@@ -414,11 +425,15 @@ def time_cell(world: World, config: Config) -> dict[str, Any]:
         steps = range(config.training.steps)
         loop.train(strategy, loop.Batches(workload, config, world), recorder, steps)
     times = list(zip(*world.gather([row["step_ms"] for row in recorder.rows]), strict=True))
+    slowest, skews = [max(ranks) for ranks in times], [max(ranks) - min(ranks) for ranks in times]
+    if every is not None:
+        slowest, skews = ([statistics.mean(ms[-every:])] * asked for ms in (slowest, skews))
     return {
-        "slowest_ms": [max(ranks) for ranks in times],
-        "skew_ms": [max(ranks) - min(ranks) for ranks in times],
-        "losses": [row["loss"] for row in recorder.rows],
+        "slowest_ms": slowest,
+        "skew_ms": skews,
+        "every": every,
         "changes": prove.changes(config.strategy.options, strategy),
+        "losses": [row["loss"] for row in recorder.rows][:asked],
         "samples": config.training.global_batch,
         "tokens_per_sample": workload.tokens_per_sample,
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardlab.config import Config
 from shardlab.errors import RankFailure, UsageError
@@ -19,6 +19,9 @@ from shardlab.proof import TIMEOUT_S, judge
 from shardlab.run import launch as launching
 from shardlab.run.rankset import RankSet
 from shardlab.specs import BASELINE, parse_spec, whole_numbers
+
+if TYPE_CHECKING:
+    from shardlab.strategies.base import Strategy
 
 SCHEMA = 1
 # The size that is proved on, unless another is asked for.
@@ -102,13 +105,12 @@ def rounding(options: Mapping[str, Any]) -> str | None:
     return None
 
 
-def changes(options: Mapping[str, Any], strategy: Any) -> str | None:
+def changes(options: Mapping[str, Any], strategy: Strategy) -> str | None:
     """How the steps of a strategy differ from one process's, which ms per step says nothing about;
     None: they are the same."""
-    rounds = getattr(strategy, "rounds", None)
-    if rounds is None:
+    if strategy.rounds is None:
         return rounding(options)
-    return f"its ranks take {count(rounds.every, 'step')} of their own between exchanges"
+    return f"its ranks take {count(strategy.rounds.every, 'step')} of their own between exchanges"
 
 
 def refuse_rounding(options: Mapping[str, Any]) -> None:
