@@ -169,7 +169,7 @@ class Log:
         self._events: list[tuple[float, Event]] = []  # by their place
         self._lanes: dict[Any, Lane] = {}
         self._entry: tuple[comm.Entry, list[Call]] | None = None
-        self._of_computing: Any = None  # the key of its stream
+        self._of_computing: Any = None  # the key of the computation's stream
 
     def begin_step(self) -> None:
         self.step += 1
@@ -245,8 +245,6 @@ class Log:
         if not self.has_streams:
             return None
         key = _key(_current()) if key is None else key
-        if self._of_computing is None:
-            self._of_computing = key
         return None if key == self._of_computing else self._lanes.setdefault(key, Lane())
 
     def now(self) -> float:
@@ -274,6 +272,7 @@ class Log:
     def following(self) -> Iterator[Log]:
         """Inside, our collectives are known by their ledger entries, and streams are followed."""
         begin = comm._begin
+        self._of_computing = _key(_current())
 
         def noted(entry: comm.Entry, group: Any, async_op: bool, start: Any, *rest: Any) -> Any:
             def within() -> Any:
@@ -335,7 +334,7 @@ def _current() -> Any:
 
 
 def _key(stream: Any) -> Any:
-    return getattr(stream, "cuda_stream", None) or id(stream)
+    return getattr(stream, "cuda_stream", id(stream))
 
 
 def _group(group: dist.ProcessGroup) -> Group:

@@ -160,8 +160,12 @@ def emulate(config: Config, seconds: float = 1.5) -> Step:
     world.prepare(config.launch, device)
     comm.LEDGER.reset(full_steps=0)
     workload = assemble.build_workload(config)
+    gc.collect()  # a model and its hooks are a ring: the last one's may still be here
+    before = 0
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
     with ExitStack() as stack:
         stack.enter_context(simulate.without_peers())
         solo = simulate.solo_world(size, device, backend, on_gpu=device.type == "cuda")
@@ -191,10 +195,8 @@ def emulate(config: Config, seconds: float = 1.5) -> Step:
         peak = 0
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-            peak = torch.cuda.max_memory_allocated(device)
+            peak = torch.cuda.max_memory_allocated(device) - before
         events, totals = typical([_measured(step) for step in clock.timed[WARMUP:]])
-    del strategy, batches
-    gc.collect()  # a model and its hooks are a ring, and the process goes on
     return simulate.step_of(config, workload, events, peak, totals_s=totals)
 
 
