@@ -190,13 +190,17 @@ def slow_link(_numbers: Numbers) -> str:
     found = record("slow-link-100mbit")["to_loss"]
     rows = []
     for cell in found["cells"]:
+        if not cell["ranked"]:
+            there = f"{cell['reached']} of {fmt.count(len(found['seeds']), 'seed')} got there"
+            rows.append([f"`{cell['label']}`", "", "", there, "not ranked", ""])
+            continue
         ratio, time = cell["seconds_ratio"], cell["seconds"]
         low, high = ratio["interval"]
         is_baseline = cell["label"] == found["baseline"]
         rows.append(
             [
                 f"`{cell['label']}`",
-                f"{cell['steps']['median']:g}",
+                f"{cell['steps']['median']:g} ({cell['steps']['low']}–{cell['steps']['high']})",
                 fmt.number(cell["step_ms"]["median"]),
                 f"{fmt.number(time['median'])} ({fmt.number(time['low'], like=time['high'])}–"
                 f"{fmt.number(time['high'])})",

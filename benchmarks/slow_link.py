@@ -17,12 +17,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-STRATEGIES = "pytorch_ddp,local_sgd:every=10,diloco:every=10"
+STRATEGIES = "pytorch_ddp,local_sgd:every=10,diloco:every=10,diloco:every=10:outer_momentum=0.5"
 COMPARE = [
     "compare", "--strategies", STRATEGIES, "--to-loss", "3.2", "--max-steps", "150",
     "--size", "tiny", "--set", "model.options.dim=128", "--global-batch", "16",
-    "--set", "training.learning_rate=0.003", "--set", "training.evaluate_every=5",
-    "--set", "training.evaluate_samples=128", "--out", "found",
+    "--set", "training.learning_rate=0.001", "--set", "training.evaluate_every=5",
+    "--set", "training.evaluate_samples=64", "--out", "found",
 ]  # fmt: skip
 
 

@@ -135,9 +135,12 @@ def sentences(result: Result) -> Iterator[str]:
     for cell in result["cells"]:
         if why := not_ranked(result, cell):
             yield f"{cell['label']} is not ranked: {why}."
-    changed = [cell for cell in result["cells"] if cell["changes"]]
+    changed: dict[str, list[str]] = {}
+    for cell in result["cells"]:
+        if cell["changes"]:
+            changed.setdefault(cell["changes"], []).append(cell["label"])
     if changed:
-        reasons = "; ".join(f"{cell['label']}: {cell['changes']}" for cell in changed)
+        reasons = "; ".join(f"{fmt.names(labels)}: {why}" for why, labels in changed.items())
         yield f"* takes other steps than one process would ({reasons})."
         yield "Milliseconds per step alone do not rank these: what they reach, and when, does."
     else:
