@@ -136,7 +136,7 @@ def run(
     model = toys.build(toys.TOYS[at.options["toy"]])
     at.spy.watch(model)
     learner = make(model, toys.Factory(at.options["kind"])(trained(model)))
-    first, rows = len(at.spy.calls), []
+    rows: list[dict[str, Any]] = []
     at.spy.mark("made")
     for step in range(steps_of(at)):
         toys.loss(model, batch_of(at, at.rank, step)).backward()
