@@ -259,7 +259,6 @@ def html(result: Result) -> str:
         result=result,
         title=title(result),
         css=page.asset("trace.css"),
-        js=page.asset("tables.js"),
         verdict=verdict,
         sentences=others,
         facts=[
