@@ -351,8 +351,8 @@ class TakesWhatIsThere(StreamingDiLoCo):
     """The difference is read again when it arrives, from parameters that have gone on."""
 
     def _merge(self, names: list[str]) -> None:
+        self.settle()
         for name in names:
-            self.under_way.pop(name).wait()
             self.sent[name] = self.anchor[name] - self.params[name].detach()
             comm.all_reduce(self.sent[name].div_(self.group.size()), self.group)
         super()._merge(names)
