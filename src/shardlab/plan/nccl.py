@@ -50,7 +50,7 @@ def cost(op: str, size: float, group: Group, machine: Machine) -> Cost:
     local, nodes = spread(group, machine.per_node)
     is_far = nodes > 1
     inside = machine.inside.bytes_per_s * machine.inside.reached
-    of_one = machine.between.of_node(machine.per_node, nodes) / machine.per_node
+    of_one = machine.between.of_node(machine.per_node) / machine.per_node
     if op == "send":
         return Cost(BASE[2] + _hop(machine, is_far, 2), 0.0, size / (of_one if is_far else inside))
     if op == "all_to_all":
