@@ -136,9 +136,9 @@ def now_and_then(job: Job) -> float:
 def in_fragments(job: Job) -> float:
     """streaming_diloco: the anchor, the outer momentum, and the fragments that are on their way."""
     sizes = {p.name: p.bytes for p in job.params if p.trains}
-    options = job.options
-    cut = cut_evenly(sizes, options["fragments"])
-    together = -(-options["delay"] * options["fragments"] // options["every"])
+    fragments, delay, every = (int(job.options[k]) for k in ("fragments", "delay", "every"))
+    cut = cut_evenly(sizes, fragments)
+    together = -(-delay * fragments // every)
     largest = max(sum(sizes[name] for name in names) for names in cut)
     return 2.0 * job.psi + min(job.psi, together * largest)
 
