@@ -70,7 +70,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, dim)
         x = x + self.attention(self.ln_1(x))
-        out: Tensor = x + self.down(kernels.gelu(self.up(self.ln_2(x))))
+        out: Tensor = x + self.down(kernels.linear_gelu(self.ln_2(x), self.up))
         return out
 
 
