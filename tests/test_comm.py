@@ -55,24 +55,6 @@ def test_results(world: int, async_op: bool, ranks: GetRanks) -> None:
             assert result["scatter"] == inputs.sum(0)[4 * rank : 4 * rank + 4].tolist()
 
 
-def in_pieces(world: World) -> tuple[list[float], int]:
-    """As a GPU's tensors go over Gloo: three elements at a time."""
-    whole, comm._pieces = comm._pieces, lambda tensor, _group: tensor.view(-1).split(3)
-    try:
-        mine = (torch.arange(10.0) + 10 * world.rank).view(5, 2)
-        pending = comm.all_reduce(mine.t(), world.group, async_op=True)  # not contiguous
-        pending.wait()
-    finally:
-        comm._pieces = whole
-    return mine.flatten().tolist(), pending.entry.launches
-
-
-def test_a_sum_in_pieces(ranks: GetRanks) -> None:
-    for result, launches in ranks(2).run(in_pieces):
-        assert result == [10 + 2 * i for i in range(10)]
-        assert launches == 4
-
-
 def uneven(world: World, sizes: list[int], async_op: bool) -> tuple[list[float], list[float]]:
     mine = torch.arange(sum(sizes)).double() + 10 * world.rank
     begin, length = sum(sizes[: world.rank]), sizes[world.rank]

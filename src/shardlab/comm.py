@@ -287,28 +287,13 @@ def all_reduce(
         return _left_out("all_reduce", group)
     entry = LEDGER.open("all_reduce", tensor, group, label, "" if op == "sum" else f"({op})")
     reduction, (dense, finish) = _REDUCTIONS[op], _dense(tensor)
-    pieces = _pieces(dense, group)
-    entry.launches = len(pieces)
     return _begin(
         entry,
         group,
         async_op,
-        lambda: [dist.all_reduce(piece, reduction, group, async_op=True) for piece in pieces],
+        lambda: dist.all_reduce(dense, reduction, group, async_op=True),
         finish,
     )
-
-
-PIECE = 16 * 2**20  # bytes
-
-
-def _pieces(tensor: Tensor, group: Group) -> Sequence[Tensor]:
-    """What is all-reduced by itself. Gloo copies a GPU's tensor to the host, sums it there and
-    copies it back, on one of its two threads. In pieces, one is summed while another is copied, and
-    a large tensor does not leave the other thread idle.
-    """
-    if group.name() != "gloo" or not tensor.is_cuda:
-        return [tensor]
-    return tensor.view(-1).split(PIECE // tensor.element_size())
 
 
 def broadcast(tensor: Tensor, group: Group, *, label: str = "", async_op: bool = False) -> Pending:

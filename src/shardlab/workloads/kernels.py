@@ -186,7 +186,9 @@ SCALE, CUBIC = 1.5957691216057308, 0.044715  # 2·√(2/π), and GELU's own cons
 def gelu(x: Tensor) -> Tensor:
     """x·sigmoid(2u), where its usual form is x·(1 + tanh(u))/2: the same, without the slow tanh."""
     z = _wide(x)
-    return (z * torch.sigmoid(SCALE * (z + CUBIC * z * z * z))).to(x.dtype)
+    out = z * torch.sigmoid(SCALE * (z + CUBIC * z * z * z))
+    # Compiled by torch 2.11, a Function that ends with a cast to the same dtype gets no gradient.
+    return out if out.dtype == x.dtype else out.to(x.dtype)
 
 
 def gelu_gradient(gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
