@@ -2,7 +2,8 @@
 
 ``conform`` runs the strategy on real ranks, each initialised differently, on every toy, and
 returns what differs from the reference: a plain loop that sees all ranks' micro-batches one
-after another and knows nothing of shardlab's strategies.
+after another and knows nothing of shardlab's strategies. Where a strategy's ranks take steps of
+their own, the loop plays them as workers one after another.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from shardlab.config import TrainingConfig
 from shardlab.naming import STRATEGIES
 from shardlab.optim import factory
 from shardlab.run.ranks import Ranks
-from shardlab.strategies.base import Setup
+from shardlab.strategies.base import Rounds, Setup
 from shardlab.workloads.base import Batch
 from shardlab.world import World
 
 STEPS = 3
+STEPS_OF_WORKERS = 5  # two rounds of two, and a step of the third
 TOLERANCE = 1e-10
 SUMS = ("all_reduce", "reduce_scatter")  # gathered parameters may travel on until they are used
 
@@ -48,6 +50,7 @@ class Trajectory:
     grads: list[Arrays | None] = field(default_factory=list)  # none: not looked at
     params: list[Arrays] = field(default_factory=list)
     unfinished: list[str] = field(default_factory=list)  # sums still under way after step()
+    rounds: Rounds | None = None  # of a strategy whose ranks are workers
 
 
 ALL_CASES = [Case(*c) for c in itertools.product(toys.TOYS, (1, 2, 3), ("sgd", "adamw"))]
@@ -72,8 +75,10 @@ def arrays(tensors: dict[str, torch.Tensor | None]) -> Arrays:
 
 
 @functools.cache
-def reference(case: Case, world: int) -> Trajectory:
+def reference(case: Case, world: int, rounds: Rounds | None = None) -> Trajectory:
     """One plain process. Buffers follow rank 0's, as DDP's do."""
+    if rounds is not None:
+        return played(case, world, rounds)
     model = toys.build(case.toy, seed=0)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = make_optimizer(case.optimizer, model)(trained)
@@ -101,6 +106,56 @@ def reference(case: Case, world: int) -> Trajectory:
     return result
 
 
+def played(case: Case, world: int, rounds: Rounds) -> Trajectory:
+    """One process that plays the workers one after another, in the words of the DiLoCo paper."""
+    models = [toys.build(case.toy, seed=0) for _ in range(world)]
+    workers = [{n: p for n, p in m.named_parameters() if p.requires_grad} for m in models]
+    inner = [make_optimizer(case.optimizer, m)(p) for m, p in zip(models, workers, strict=True)]
+    anchor = {n: p.detach().clone() for n, p in workers[0].items()}
+    momentum = {n: torch.zeros_like(p) for n, p in anchor.items()}
+    seen = [0] * world
+    result = Trajectory(rounds=rounds)
+    for step in range(STEPS_OF_WORKERS):
+        total, counts = 0.0, []
+        for rank, model in enumerate(models):
+            batches = [toys.batch(step, rank, m) for m in range(case.micro)]
+            counts.append(sum(b.count for b in batches))
+            for b in batches:
+                loss = toys.loss(model, b)
+                (loss / max(1, counts[-1])).backward()
+                total += float(loss.detach())
+        result.losses.append(total / sum(counts))
+        result.grads.append(arrays({
+            n: None if all(w[n].grad is None for w in workers)
+            else sum(c * w[n].grad for c, w in zip(counts, workers, strict=True)
+                     if w[n].grad is not None) / sum(counts)
+            for n in anchor
+        }))  # fmt: skip
+        for optimizer in inner:
+            optimizer.step()
+            optimizer.zero_grad()
+        seen = [a + b for a, b in zip(seen, counts, strict=True)]
+        with torch.no_grad():
+            mean = {
+                n: sum(c * w[n] for c, w in zip(seen, workers, strict=True)) / sum(seen)
+                for n in anchor
+            }
+            if (step + 1) % rounds.every == 0:
+                for n, start in anchor.items():
+                    outer = start - mean[n]
+                    momentum[n] = rounds.outer_momentum * momentum[n] + outer
+                    start -= rounds.outer_lr * (outer + rounds.outer_momentum * momentum[n])
+                    mean[n] = start.clone()
+                    for worker in workers:
+                        worker[n].copy_(start)
+                for model in models:
+                    _set_buffers(model, {n: b.clone() for n, b in models[0].named_buffers()})
+                seen = [0] * world
+        tensors = (*models[0].named_parameters(), *models[0].named_buffers())
+        result.params.append(arrays({**dict(tensors), **mean}))
+    return result
+
+
 @torch.no_grad()
 def _set_buffers(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
     for name, buffer in model.named_buffers():
@@ -119,21 +174,27 @@ def run_cases(
         model = toys.build(case.toy, seed=world.rank)
         optimizer, blocks = make_optimizer(case.optimizer, model), toys.BLOCKS[case.toy]
         instance = make(Setup(model, optimizer, toys.loss, world.mesh, blocks=blocks), **options)
-        result = Trajectory()
-        for step in range(STEPS):
+        result = Trajectory(rounds=instance.rounds)
+        steps = steps_of(result.rounds)
+        for step in range(steps):
             microbatches: list[Batch] = [toys.batch(step, world.rank, m) for m in range(case.micro)]
             comm.LEDGER.reset()
             result.losses.append(float(instance.gradients(microbatches)))
             # To look at gradients is to wait for them: step() must do so too, where nobody looks.
-            looks = step + 1 < STEPS
+            looks = step + 1 < steps
             result.grads.append(arrays(instance.full_grads()) if looks else None)
             instance.step()
-            result.unfinished += [
-                e.label for e in comm.LEDGER.entries if e.op in SUMS and e.ready_ns is None
-            ]
+            if instance.rounds is None:  # what workers exchange may travel during their next step
+                result.unfinished += [
+                    e.label for e in comm.LEDGER.entries if e.op in SUMS and e.ready_ns is None
+                ]
             result.params.append(arrays(instance.full_params()))
         results.append(result)
     return results
+
+
+def steps_of(rounds: Rounds | None) -> int:
+    return STEPS if rounds is None else STEPS_OF_WORKERS
 
 
 def conform(
@@ -146,7 +207,7 @@ def conform(
     by_rank = ranks.run(run_cases, strategy, cases, options or {}, deadline_s=100)
     complaints = []
     for i, case in enumerate(cases):
-        expected = reference(case, ranks.size)
+        expected = reference(case, ranks.size, by_rank[0][i].rounds)
         for rank, results in enumerate(by_rank):
             if results[i].unfinished:
                 label = results[i].unfinished[0]
@@ -160,7 +221,7 @@ def conform(
 
 
 def first_difference(actual: Trajectory, expected: Trajectory) -> str | None:
-    for step in range(STEPS):
+    for step in range(steps_of(actual.rounds)):
         error = abs(actual.losses[step] - expected.losses[step])
         if not error <= TOLERANCE:
             return f"step {step}: the loss is off by {error:.1e}"
@@ -189,8 +250,14 @@ def _identical(trajectories: list[Trajectory]) -> bool:
     return all(np.array_equal(first[n], t.params[-1][n]) for t in trajectories[1:] for n in first)
 
 
+# Strategies whose ranks take steps of their own, and those whose ranks act as one process.
+WORKERS = ("local_sgd", "diloco")
+AS_ONE = [name for name in STRATEGIES if name not in WORKERS]
 FSDP = ("pytorch_zero2", "pytorch_zero3", "pytorch_hsdp")
-OPTIONS = {name: {"find_unused_parameters": True} for name in ("pytorch_ddp", "pytorch_zero1")}
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{name: {"find_unused_parameters": True} for name in ("pytorch_ddp", "pytorch_zero1")},
+    **{name: {"every": 2} for name in WORKERS},  # the tests take few steps
+}
 # What FSDP2's twins refuse: parameters without dimensions, and, in "unused", a model that returns
 # its block's own output on some ranks only: there backward gathers the two in another order.
 REFUSED = {name: ("scalar", "unused") for name in STRATEGIES if name in FSDP}

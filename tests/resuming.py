@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import toys
-from conformance import OPTIONS, make_optimizer
+from conformance import OPTIONS, WORKERS, make_optimizer
 from conftest import GetRanks
 from shardlab import naming
 from shardlab.checkpoint import manifest as manifests
@@ -25,6 +25,8 @@ TRAIN_RANK = "shardlab.run.rank:train_rank"
 def build(world: World, strategy: str, toy: str, seed: int, optimizer: str) -> Any:
     make = naming.resolve(strategy, STRATEGIES, "strategy")
     options: dict[str, Any] = dict(OPTIONS.get(strategy, {}))
+    if strategy in WORKERS:
+        options["every"] = 3  # so that the checkpoint of step 2 lies between two exchanges
     if strategy == "pytorch_hsdp":
         options["shards"] = 2 if world.size % 2 == 0 else 1
     rule = Rule(clip_norm=0.5, schedule=lambda step: 1 / (1 + step))

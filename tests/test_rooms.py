@@ -15,7 +15,8 @@ ORDER = (
     "pulse", "phases", "comm", "optim.schedule", "faults.spec", "config", "specs", "world",
     "data", "workloads", "optim", "strategies",
     "guard", "faults", "checkpoint", "trace.clocks", "trace.capture", "run",
-    "plan.claims", "plan.graph", "trace", "proof", "measure", "plan", "report", "api", "learn", "cli", "__init__", "__main__",
+    "plan.claims", "plan.graph", "trace", "proof", "measure", "plan", "report", "api", "learn",
+    "cli", "__init__", "__main__",
 )  # fmt: skip
 
 

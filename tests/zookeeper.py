@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from conformance import WORKERS
 from shardlab import naming
 from shardlab import world as worlds
 from shardlab.errors import LOST_PEER, RankFailure, UsageError
@@ -45,7 +46,13 @@ STOPPED = 77  # exit code of a rank that was stopped after CELL_S
 
 # The large epsilon: where the true gradient is zero, AdamW would make 1 of a rounding error.
 OPTIMIZER = factory.of_class(torch.optim.AdamW, lr=0.05, weight_decay=0.1, eps=1e-3)
-OPTIONS = {name: {"find_unused_parameters": True} for name in ("pytorch_ddp", "pytorch_zero1")}
+# Workers that exchange after every step of plain SGD are data parallelism.
+PLAIN = factory.of_class(torch.optim.SGD, lr=0.05)
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{name: {"find_unused_parameters": True} for name in ("pytorch_ddp", "pytorch_zero1")},
+    "local_sgd": {"every": 1},
+    "diloco": {"every": 1, "outer_lr": 1.0, "outer_momentum": 0.0},
+}
 
 _numbers = itertools.count(1)
 
@@ -99,7 +106,11 @@ def _plain(tensor: Tensor) -> Tensor:
 # ------------------------------------------------------------------ one process
 
 
-def reference(animal: Animal, world: int) -> Course:
+def optimizer_of(strategy: str) -> Any:
+    return PLAIN if strategy in WORKERS else OPTIMIZER
+
+
+def reference(animal: Animal, world: int, make_optimizer: Any = OPTIMIZER) -> Course:
     """A plain loop that sees every rank's micro-batches one after another.
 
     What forward changes beside the gradients (buffers, parameters, which of them train) it changes
@@ -107,7 +118,7 @@ def reference(animal: Animal, world: int) -> Course:
     """
     model = animal.build(seed=0)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    optimizer = OPTIMIZER(trained)
+    optimizer = make_optimizer(trained)
     course = Course()
     for step in range(STEPS):
         if step == STEPS - 1 and animal.evaluate is not None:
@@ -190,7 +201,7 @@ def _make(animal: Animal, strategy: str, model: nn.Module, world: World) -> Any:
     options: dict[str, Any] = dict(OPTIONS.get(strategy, {}))
     if strategy == "pytorch_hsdp":
         options["shards"] = world.size
-    setup = Setup(model, OPTIMIZER, animal.loss, world.mesh, blocks=animal.blocks)
+    setup = Setup(model, optimizer_of(strategy), animal.loss, world.mesh, blocks=animal.blocks)
     return make(setup, **options)
 
 
@@ -324,7 +335,9 @@ def run(
         if len(heard[number]) == size:
             animal, outcomes = find(cells[number][0]), heard.pop(number)
             ordered = [outcomes[r] for r in range(size)]
-            verdicts[number] = judge(animal, ordered, refer(animal, size))
+            verdicts[number] = judge(
+                animal, ordered, refer(animal, size, optimizer_of(cells[number][1]))
+            )
             on_verdict(number, verdicts[number])
 
     while left := [(i, *cell) for i, cell in enumerate(cells) if i not in verdicts]:
@@ -343,11 +356,11 @@ def run(
 
 
 @functools.lru_cache(maxsize=1000)
-def refer(animal: Animal, size: int) -> Course | Exception:
+def refer(animal: Animal, size: int, optimizer: Any = OPTIMIZER) -> Course | Exception:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return reference(animal, size)
+            return reference(animal, size, optimizer)
         except Exception as error:  # one process cannot do it either
             return error
 

@@ -36,6 +36,8 @@ STRATEGIES = {
     "pytorch_zero2": "shardlab.strategies.pytorch_zero2:PyTorchZero2",
     "pytorch_zero3": "shardlab.strategies.pytorch_zero3:PyTorchZero3",
     "pytorch_hsdp": "shardlab.strategies.pytorch_hsdp:PyTorchHSDP",
+    "local_sgd": "shardlab.strategies.local_sgd:LocalSGD",
+    "diloco": "shardlab.strategies.diloco:DiLoCo",
 }
 # What others call them, in any case, with - or _: the words of PyTorch's first FSDP, and the names
 # that scripts and folders of published experiments have.

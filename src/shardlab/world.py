@@ -90,11 +90,7 @@ def join(
     # events when it stops: a comparison of all strategies took 48 s longer.)
     warnings.filterwarnings("ignore", "Warning: Profiler clears events at the end of each cycle")
     device, backend = choose(launch, local_rank, local_size)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(launch.threads_per_rank)
-        _keep_freed_memory()
+    prepare(launch, device)
     dist.init_process_group(
         backend,
         store=store,
@@ -108,6 +104,15 @@ def join(
     per_node = ranks_per_node(group, local_rank, local_size)
     mesh = _mesh(group, device)
     return World(rank, size, local_rank, device, backend, mesh, tell, pulse, per_node)
+
+
+def prepare(launch: LaunchConfig, device: torch.device) -> None:
+    """Make this process one that a rank may run in."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(launch.threads_per_rank)
+        _keep_freed_memory()
 
 
 def ranks_per_node(group: dist.ProcessGroup, local_rank: int, local_size: int) -> int:

@@ -15,12 +15,11 @@ import torch
 
 import commands
 import toys
-from conformance import REFUSED, arrays
+from conformance import AS_ONE, REFUSED, arrays
 from conftest import GetRanks
 from resuming import batches, build, losses_of, run, settings, state_at, train
 from shardlab import config as configs
-from shardlab.checkpoint import files
-from shardlab.checkpoint import load as loading
+from shardlab.checkpoint import course, files
 from shardlab.checkpoint import manifest as manifests
 from shardlab.checkpoint import show as showing
 from shardlab.checkpoint import start as starts
@@ -34,7 +33,7 @@ from shardlab.naming import STRATEGIES
 from shardlab.runlock import RunLock
 from shardlab.world import World
 
-DISTRIBUTED = [name for name in STRATEGIES if name != "single"]
+DISTRIBUTED = [name for name in AS_ONE if name != "single"]
 SAVED, STEPS = 2, 4
 
 
@@ -66,7 +65,7 @@ def load_and_go_on(
         for parameter in instance.params.values():
             parameter.grad = None
     start = Start(None, path, manifests.read(path))
-    loading.load(start, instance, world, Config())
+    course.put_back(start, instance, world, configs.load(None, {"strategy.name": strategy}))
     losses = run(instance, world, range(SAVED, STEPS), of_world)
     return losses, arrays(instance.full_params())
 

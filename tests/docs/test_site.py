@@ -103,10 +103,14 @@ def test_a_rungs_chapter_has_all_its_parts(chapter: Path) -> None:
 
 
 def test_the_ladder_is_complete() -> None:
+    """Its rungs act as one process; workers that take steps of their own are no rungs."""
+    from conformance import WORKERS
     from shardlab.naming import STRATEGIES
 
-    text = "\n".join(text_of(path) for path in LADDER)
+    text = "\n".join(text_of(path) for path in CHAPTERS)
     for name, place in STRATEGIES.items():
+        if name in WORKERS:
+            continue
         module = place.partition(":")[0].rpartition(".")[2]
         assert f"`{name}`" in text or f"strategies/{module}.py:" in text, name
 
@@ -116,7 +120,7 @@ def test_exercises_that_are_named_exist() -> None:
 
     named = re.findall(r"learn start (\w+)", "\n".join(map(text_of, CHAPTERS)))
     assert set(named) <= set(ORDER)
-    assert len(set(named)) >= 13
+    assert len(set(named)) >= 16
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import toys
-from conformance import Arrays, arrays
+from conformance import AS_ONE, Arrays, arrays
 from conftest import GetRanks, long_unless
 from shardlab import config as configs
 from shardlab import naming
@@ -35,9 +35,9 @@ from shardlab.world import World
 STEPS = 4
 RATE = 0.1
 COSINE = functools.partial(learning_rate_factor, total=STEPS, warmup=2, kind="cosine", floor=0.1)
-WORLDS = [(name, world) for name in STRATEGIES for world in ((1,) if name == "single" else (2, 3))]
+WORLDS = [(name, world) for name in AS_ONE for world in ((1,) if name == "single" else (2, 3))]
 WORLDS.append(("pytorch_hsdp", 4))  # two copies of the shards: their squares count once
-PARALLEL = [name for name in STRATEGIES if name != "single"]
+PARALLEL = [name for name in AS_ONE if name != "single"]
 QUICK = ("bucket_ddp_async", "zero3")
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import toys
-from conformance import arrays, make_optimizer
+from conformance import AS_ONE, OPTIONS, WORKERS, arrays, make_optimizer
 from conftest import GetRanks
 from shardlab import comm, naming
 from shardlab.errors import RankFailure, UsageError
@@ -26,7 +26,7 @@ from shardlab.strategies import base
 from shardlab.strategies.base import Setup, Strategy
 from shardlab.world import World
 
-PARALLEL = [name for name in STRATEGIES if name != "single"]
+PARALLEL = [name for name in AS_ONE if name != "single"]
 
 
 def build(name: str, toy: str, world: World, seed: int = 0, **options: Any) -> Any:
@@ -91,7 +91,8 @@ def told(docstring: str) -> Calls:
 
 def rows_of(world: World, name: str, **options: Any) -> list[dict[str, Any]]:
     """The ledger of a strategy's second step, when it has learnt what it learns."""
-    strategy = build(name, "buffers", world, **options)
+    of_workers = OPTIONS[name] if name in WORKERS else {}  # they exchange in the second step
+    strategy = build(name, "buffers", world, **of_workers, **options)
     for step in range(2):
         comm.LEDGER.reset()
         strategy.gradients(microbatches(step, world.rank, 2))
@@ -106,7 +107,7 @@ def made(world: World, name: str) -> Calls:
     return list(dict.fromkeys((row["op"], kind_of(row["label"])) for row in rows))
 
 
-FROM_SCRATCH = [n for n in PARALLEL if not n.startswith("pytorch_")]
+FROM_SCRATCH = [*(n for n in PARALLEL if not n.startswith("pytorch_")), *WORKERS]
 
 
 @pytest.mark.parametrize("name", FROM_SCRATCH)
@@ -124,6 +125,7 @@ READ = {
     "bucket_ddp_async": ("bucket_ddp_async", "steps", "overlap"),
     "zero2": ("zero2", "steps", "sharded"),
     "zero3": ("zero3", "steps", "sharded"),
+    "diloco": ("diloco", "steps", "workers"),
 }
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardlab import config as configs
 from shardlab.checkpoint import parts, storage
-from shardlab.checkpoint.manifest import MODEL, OWN, Manifest, inside
+from shardlab.checkpoint.manifest import MODEL, OWN, SHARED, Manifest, inside
 from shardlab.checkpoint.start import Start, together
 from shardlab.config import Config
 from shardlab.errors import UsageError
@@ -32,17 +32,25 @@ def load(start: Start, strategy: Strategy, world: World, config: Config) -> Own:
     refuse_other_model(start, strategy)
     places = parts.Places(strategy, manifest)
     wanted = dict(places.parts)
+    is_same = manifest.strategy == config.strategy.name
+    shared = _to_fill(manifest, SHARED, wanted) if is_same else {}
     own: Own = {}
     for rank in range(world.rank, manifest.world, world.size):
-        prefix = f"{OWN}{rank}/"
-        own[rank] = {
-            name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-            for name, entry in inside(manifest.tensors, prefix).items()
-        }
-        wanted |= {prefix + n: parts.Part(t.shape, 0, t.view(-1)) for n, t in own[rank].items()}
+        own[rank] = _to_fill(manifest, f"{OWN}{rank}/", wanted)
     together(world.gather, lambda: storage.fill(folder, manifest, wanted))
     places.settle(_update_of(manifest, config))
+    strategy.load_shared_state(shared)
     return own
+
+
+def _to_fill(manifest: Manifest, prefix: str, wanted: parts.Parts) -> dict[str, Tensor]:
+    """Empty tensors for all that has the prefix; they are added to what is ``wanted``."""
+    made = {
+        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        for name, entry in inside(manifest.tensors, prefix).items()
+    }
+    wanted |= {prefix + n: parts.Part(t.shape, 0, t.view(-1)) for n, t in made.items()}
+    return made
 
 
 def refuse_other_model(start: Start, strategy: Strategy) -> None:

@@ -20,7 +20,7 @@ from shardlab.shapes import Meta, convert
 SCHEMA = 1
 NAME = "checkpoint.json"
 # The prefixes of tensor names. Own tensors belong to one rank: own/<rank>/rng/torch.
-MODEL, OPTIMIZER, OWN = "model/", "optimizer/", "own/"
+MODEL, OPTIMIZER, SHARED, OWN = "model/", "optimizer/", "shared/", "own/"
 Count = Annotated[int, Meta(ge=0)]
 FileName = Annotated[str, Meta(pattern=r"^rank\d+\.safetensors\Z")]
 Dtype = Literal[

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardlab.checkpoint.manifest import MODEL, OPTIMIZER, Chunk, Manifest
+from shardlab.checkpoint.manifest import MODEL, OPTIMIZER, SHARED, Chunk, Manifest
 from shardlab.checkpoint.manifest import Tensor as Entry
 from shardlab.errors import UsageError
-from shardlab.strategies import steps
 from shardlab.strategies.base import Strategy
 from shardlab.strategies.slots import Slot
 from shardlab.workloads import huggingface
@@ -127,8 +126,7 @@ def share_out(held: Sequence[Mapping[str, tuple[int, int]]]) -> list[list[Span]]
 
 def held_by(strategy: Strategy) -> tuple[Parts, Numbers, dict[str, Any]]:
     """This rank's parts of tensors, the optimizer's numbers and the update's. A collective."""
-    slots = strategy.slots()
-    steps.broadcast_buffers(strategy.model, strategy.group)  # rank 0's are right
+    slots = strategy.saved()
     parts = {MODEL + s.name: Part(s.shape, s.start, _flat(s.tensor)) for s in slots.model}
     numbers: Numbers = {}
     for parameter, slot in slots.trained.items():
@@ -143,6 +141,8 @@ def held_by(strategy: Strategy) -> tuple[Parts, Numbers, dict[str, Any]]:
             else:  # a factor of it, for example, which is whole where the parameter is
                 _refuse_cut(slot, parameter, name)
                 parts[name] = Part(value.shape, 0, _flat(value))
+    for name, tensor in strategy.shared_state().items():
+        parts[SHARED + name] = Part(tensor.shape, 0, _flat(tensor))
     return parts, numbers, strategy.update.state_dict()
 
 

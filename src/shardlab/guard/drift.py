@@ -2,6 +2,8 @@
 
 Whole parameters on every rank must stay equal bit for bit: all start from rank 0's and get the same
 update. Buffers are left out, since each rank's own forward changes them until the next broadcast.
+Workers that take steps of their own differ until they exchange; their anchor and outer momentum
+must not.
 Sharded parameters have no replica to differ from, but those of hybrid sharding have, and those of
 zero3 in groups: ranks that hold the same shard are compared.
 """
@@ -36,7 +38,10 @@ def check(strategy: Strategy, world: World, step: int) -> None:
     """Stop if a parameter differs between ranks that should hold the same. A collective."""
     if world.size > 1:
         strategy.settle()
-        _compare([*checksums(strategy.model), *_freed(strategy)], world, step)
+        found = sums_of((name, "whole", t) for name, t in strategy.shared_state().items())
+        if strategy.in_step():
+            found += [*checksums(strategy.model), *_freed(strategy)]
+        _compare(found, world, step)
 
 
 def check_saved(parts: Parts, numbers: Numbers, world: World, step: int) -> None:

@@ -70,9 +70,10 @@ class NumbersGuard:
             return
         self.seen_skipped = skipped
         self.in_a_row += 1
-        found = self.explain()
-        why = sentence(found)
-        if self.world.rank == 0:
+        is_alone = self.strategy.rounds is not None  # the other workers know nothing of it
+        found = [] if is_alone else self.explain()
+        why = f"it is that of worker {self.world.rank} alone" if is_alone else sentence(found)
+        if self.world.rank == 0 or is_alone:
             skip = f"update of step {self.number} skipped: its gradient is not finite; {why}"
             self.world.tell({"warning": skip})
         if self.in_a_row >= SKIPS:
@@ -125,6 +126,8 @@ class NumbersGuard:
         where, ranks = "", []
         if self.strategy.KEEPS_PARTS:
             where = f"in the shard of rank {self.world.rank} "
+        elif self.strategy.rounds is not None:
+            where = f"on worker {self.world.rank}, whose gradient is its own, "
         elif not found.was_updated:
             alone = self.world.gather(self._is_bad_alone())
             ranks = [rank for rank, is_bad in enumerate(alone) if is_bad]

@@ -10,6 +10,7 @@ import contextlib
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,11 +55,25 @@ class Simulator:
             self._pipe.close()
 
     def run(
-        self, config: Config, device: str, here: bool = False, limit_s: float = LIMIT_S
+        self,
+        config: Config,
+        device: str,
+        here: bool = False,
+        limit_s: float = LIMIT_S,
+        events: bool = False,
     ) -> dict[str, Any]:
         """``device``, ``kernels``, and ``weights`` at two peaks: ``building`` and ``step``.
 
         ``here``: for the ranks that this machine would start, which may have to share a GPU.
+        ``events``: the last step's events as well, under ``step`` (``plan.graph.Step``).
+        """
+        function = "shardlab.measure.simulate:simulate"
+        found: dict[str, Any] = self.ask(function, limit_s, config, device, here, events)
+        return found
+
+    def ask(self, function: str, limit_s: float, config: Config, *args: Any) -> Any:
+        """The result of ``module:function`` for a config, in the process.
+
         After ``limit_s`` seconds without an answer the process is ended, and the error names the
         line it stood at.
         """
@@ -66,7 +81,7 @@ class Simulator:
             if self._process is None:
                 self._start()
                 self._stacks = self._receive(limit_s)
-            self._pipe.send((config.to_dict(), device, here))
+            self._pipe.send((function, config.to_dict(), args))
             kind, value = self._receive(limit_s)
         except (EOFError, ConnectionResetError, BrokenPipeError):
             self.__exit__()
@@ -77,8 +92,7 @@ class Simulator:
             message, trace = value
             self.__exit__()  # the next has a new process, in which nothing has failed
             raise RankFailure(0, f"the estimate failed: {message}", trace)
-        simulation: dict[str, Any] = value
-        return simulation
+        return value
 
     def _start(self) -> None:
         context = fork_server()
@@ -305,15 +319,18 @@ def _answer(pipe: Any) -> None:
     """Estimate what the parent asks for, until it is gone."""
     from shardlab import config as configs
     from shardlab.guard import stacks
-    from shardlab.measure import simulate
 
     with contextlib.suppress(EOFError, BrokenPipeError), stacks.Answering() as answering:
         pipe.send(answering.fd)  # the file that the stack is written to, if asked for
         while True:
-            values, device, here = pipe.recv()
+            name, values, args = pipe.recv()
             answer: tuple[str, Any]
             try:
-                answer = "result", simulate.simulate(configs.from_dict(values), device, here)
+                module, _, function = name.partition(":")
+                answer = (
+                    "result",
+                    getattr(import_module(module), function)(configs.from_dict(values), *args),
+                )
             except UsageError as error:
                 answer = "usage", str(error)
             except Exception as error:

@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -39,9 +39,11 @@ from shardlab import comm
 from shardlab.config import Config, LaunchConfig, TrainingConfig
 from shardlab.errors import UsageError
 from shardlab.measure import memory
+from shardlab.measure.events import Log
 from shardlab.measure.memory import Allocation, Causes
 from shardlab.measure.values import GUESSES, NO_VALUES, Values, in_a_line
 from shardlab.optim import factory
+from shardlab.plan.graph import Event, Step
 from shardlab.run import assemble, loop
 from shardlab.run import place as places
 from shardlab.strategies.base import MakeOptimizer
@@ -50,11 +52,24 @@ from shardlab.workloads.base import Batch, Workload
 from shardlab.world import World, choose
 
 BACKEND = "shardlab_solo"
-_c10d: Any = torch._C._distributed_c10d
 CUDA_BLOCK = 512  # bytes: PyTorch's CUDA allocator gives out multiples of it
 
 
 # ------------------------------------------------------------------ a world of one
+
+
+def _imitation(op: str, whole: int | None = 0, copied: bool = False) -> Any:
+    """A collective without peers. ``whole``: the argument that holds what all ranks' parts are."""
+
+    def collective(self: Solo, *args: Any, **_: Any) -> Any:
+        tensors = _tensors(args)
+        moved = [] if whole is None else _tensors(args[whole])
+        if copied and self.copies:
+            [torch.empty_like(t) for t in moved]  # all at once, and freed
+        self.on_tensors(tensors)
+        return self.log.started(self, op, moved, tensors)
+
+    return collective
 
 
 class Solo(dist.ProcessGroup):
@@ -63,6 +78,7 @@ class Solo(dist.ProcessGroup):
     kind = "gloo"  # whose ways it imitates: strategies and FSDP ask
     copies = True  # in the memory that is looked at; Gloo copies a GPU's tensors to the host
     on_tensors: Callable[[list[Tensor]], None] = staticmethod(lambda _tensors: None)
+    log = Log()  # is told of every collective
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -88,38 +104,20 @@ class Solo(dist.ProcessGroup):
     def group_name(self) -> Any:
         return self.pg_name
 
-    def _gather(self, output: Any, *rest: Any, **_: Any) -> Any:
-        """Gloo receives into a flat buffer of the output's size, and copies."""
-        self._copy(output)
-        return self._done(output, *rest)
-
-    def _scatter(self, part: Any, whole: Any, *_: Any, **__: Any) -> Any:
-        """Gloo all-reduces a copy of the whole, and copies a part of that."""
-        self._copy(whole)
-        return self._done(part, whole)
-
-    def _copy(self, tensors: Any) -> None:
-        """Make copies of all tensors at once, and free them."""
-        if self.copies:
-            [torch.empty_like(t) for t in _tensors(tensors)]
-
-    def _done(self, *args: Any, **_: Any) -> Any:
-        tensors = _tensors(args)
-        self.on_tensors(tensors)
-        future: Any = torch.futures.Future()
-        future.set_result(tensors)
-        return _c10d._create_work_from_future(future)
-
-    broadcast = allreduce = allreduce_coalesced = _done
-    all_to_all_single = alltoall = barrier = _done
-    allgather = allgather_coalesced = _gather  # type: ignore[assignment]
-    all_gather_single = all_gather_single_coalesced = _gather  # type: ignore[assignment]
-    reduce_scatter = reduce_scatter_single = _scatter  # type: ignore[assignment]
-    reduce_scatter_single_coalesced = _scatter  # type: ignore[assignment]
+    broadcast = _imitation("broadcast")
+    allreduce = allreduce_coalesced = _imitation("all_reduce")
+    all_to_all_single = alltoall = _imitation("all_to_all", 1)
+    barrier = _imitation("barrier", None)
+    # Gloo receives into a flat buffer of the output's size, and copies.
+    allgather = allgather_coalesced = _imitation("all_gather", copied=True)
+    all_gather_single = all_gather_single_coalesced = allgather
+    # Gloo all-reduces a copy of the whole, and copies a part of that.
+    reduce_scatter = reduce_scatter_single = _imitation("reduce_scatter", 1, copied=True)
+    reduce_scatter_single_coalesced = reduce_scatter
     # The same, by the names of torch 2.11.
-    _allgather_base = allgather_into_tensor_coalesced = _gather  # type: ignore[assignment]
-    _reduce_scatter_base = reduce_scatter_tensor_coalesced = _scatter  # type: ignore[assignment]
-    alltoall_base = _done
+    _allgather_base = allgather_into_tensor_coalesced = allgather
+    _reduce_scatter_base = reduce_scatter_tensor_coalesced = reduce_scatter
+    alltoall_base = all_to_all_single
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -133,15 +131,20 @@ def _make_solo(_store: Any, rank: int, size: int, _timeout: Any) -> Solo:
 class _Reducer(dist.Reducer):
     """DDP's reducer, which would lay its buckets out anew after a step as rank 0, not here, says.
 
-    The buckets stay in the order of the parameters. Their sizes, and so the memory, are the same.
-    But over NCCL the first step's lie beside the new ones in the second step: PyTorch lets go of
-    what DDP has sent when a thread that looks every 100 ms has seen it arrive and something else is
-    sent, which is in the second backward.
+    They are laid out so from the beginning, for gradients that come in the reverse order of the
+    parameters. But over NCCL the first step's lie beside the new ones in the second step: PyTorch
+    lets go of what DDP has sent when a thread that looks every 100 ms has seen it arrive and
+    something else is sent, which is in the second backward.
     """
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(params, *args, **kwargs)
         is_laid_out_anew = not args[5]  # find_unused_parameters
+        if is_laid_out_anew:
+            sparse, caps, last = args[3], [args[8], args[4]], len(params) - 1
+            found = dist._compute_bucket_assignment_by_size(params[::-1], caps, sparse[::-1])
+            buckets = [[last - i for i in bucket] for bucket in found[0]]
+            args = (buckets, found[1], *args[2:])
+        super().__init__(params, *args, **kwargs)
         self._of_gradients = list(params) if is_laid_out_anew else []
         self._steps = 0
         self._first_buckets: list[Tensor] = []
@@ -228,19 +231,30 @@ def _moved(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Mod
 
 @contextmanager
 def without_peers() -> Iterator[None]:
-    """PyTorch is content with a rank whose peers do not exist, and tensors without content."""
-    mesh_maker = device_mesh.init_device_mesh
+    """PyTorch is content with a rank whose peers do not exist."""
     patches: list[tuple[Any, str, Any]] = [
-        (assemble, "cast_model", _moved),
-        (torch, "tensor", _tensor),
-        (FakeTensor, "tolist", _tolist),
-        (dist, "Reducer", _Reducer),
         (dist, "Logger", _Logger),
         (dist, "all_gather_object", _gather_alone),
         (dist, "broadcast_object_list", _nothing),
         (comm, "host_group", lambda group: group),
         (Lockstep, "_agree", _nothing),
         (ddp, "_verify_param_shape_across_processes", _nothing),
+    ]
+    with ExitStack() as stack:
+        for where, name, value in patches:
+            stack.enter_context(mock.patch.object(where, name, value))
+        yield
+
+
+@contextmanager
+def without_content() -> Iterator[None]:
+    """And with tensors that have none."""
+    mesh_maker = device_mesh.init_device_mesh
+    patches: list[tuple[Any, str, Any]] = [
+        (assemble, "cast_model", _moved),
+        (torch, "tensor", _tensor),
+        (FakeTensor, "tolist", _tolist),
+        (dist, "Reducer", _Reducer),
         (DeviceMesh, "__init__", _unfaked(DeviceMesh.__init__)),
     ]
     # Strategies have imported it by its name.
@@ -291,8 +305,11 @@ def _per_node(size: int) -> int:
 class Tracker(TorchDispatchMode):
     """Notes when the storage of each fake tensor on one device is made, resized and let go."""
 
-    def __init__(self, device: str, block: int, values: Values | None = None) -> None:
+    def __init__(
+        self, device: str, block: int, values: Values | None = None, log: Log | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.log = log or Log()
         self.values = values or Values()
         self.device = device
         self.block = block  # bytes: the allocator gives out multiples of it
@@ -306,6 +323,8 @@ class Tracker(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             self.note(getattr(tensor, "_local_tensor", tensor))
+        if self.log.is_on:
+            self.log.operator(func, args, kwargs, result)
         return result
 
     def note(self, tensor: Tensor) -> None:
@@ -361,11 +380,14 @@ def backend_of(launch: LaunchConfig, device: str, here: bool) -> str:
     return "gloo" if device == "cpu" else "nccl"
 
 
-def simulate(config: Config, device: str, here: bool = False) -> dict[str, Any]:
+def simulate(
+    config: Config, device: str, here: bool = False, events: bool = False
+) -> dict[str, Any]:
     """What rank 0 of the config's world would hold on such a device.
 
     ``device`` is what the estimate is for, ``kernels`` the device whose operators were asked what
-    they make, ``weights`` the bytes at the two peaks. If the model asks its tensors for values
+    they make, ``weights`` the bytes at the two peaks, ``step`` the last step's events if they are
+    asked for. If the model asks its tensors for values
     (``assumed`` has the lines), it is the larger of what two answers lead to.
     """
     found: list[dict[str, Any]] = []
@@ -374,7 +396,7 @@ def simulate(config: Config, device: str, here: bool = False) -> dict[str, Any]:
     for guess in GUESSES:
         values = Values(guess)
         try:
-            found.append(_simulate(config, device, here, values))
+            found.append(_simulate(config, device, here, values, events))
         except UsageError as error:
             refusal = refusal or error
         asked |= values.questions
@@ -389,7 +411,9 @@ def simulate(config: Config, device: str, here: bool = False) -> dict[str, Any]:
     raise UsageError(f"{refusal}. {next(iter(asked))} asks a tensor for its value, and {NO_VALUES}")
 
 
-def _simulate(config: Config, device: str, here: bool, values: Values) -> dict[str, Any]:
+def _simulate(
+    config: Config, device: str, here: bool, values: Values, events: bool
+) -> dict[str, Any]:
     """With one answer to all questions for values.
 
     PyTorch without CUDA refuses fake tensors on a GPU. There, the CPU's operators stand in, with
@@ -399,7 +423,9 @@ def _simulate(config: Config, device: str, here: bool, values: Values) -> dict[s
         device = "cuda" if torch.cuda.device_count() else "cpu"
     where = torch.device(device if torch.cuda.is_available() else "cpu")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    tracker = Tracker(where.type, CUDA_BLOCK if device == "cuda" else 1, values)
+    backend = backend_of(config.launch, device, here)
+    log = Log(backend)
+    tracker = Tracker(where.type, CUDA_BLOCK if device == "cuda" else 1, values, log)
     causes = Causes(address=storage_number)
     assemble.resolve_strategy(config)  # imported with PyTorch as it is
     workload = assemble.build_workload(config)  # with real samples: a user's is tried out on some
@@ -419,7 +445,10 @@ def _simulate(config: Config, device: str, here: bool, values: Values) -> dict[s
             with _disable_current_modes():
                 real = next(steps, None)
             if real is None:
+                log.is_on = False
                 return
+            log.begin_step()
+            log.is_on = events and log.step == config.training.steps
             yield [_faked(batch, fake, where, tracker) for batch in real]
 
     def optimizer_there(
@@ -431,20 +460,35 @@ def _simulate(config: Config, device: str, here: bool, values: Values) -> dict[s
 
     with ExitStack() as stack:
         stack.enter_context(without_peers())
-        backend = backend_of(config.launch, device, here)
+        stack.enter_context(without_content())
         size = config.launch.world or 1
         stands_for_gpu, nodes = device == "cuda", _per_node(size)
         solo = solo_world(size, where, backend, on_gpu=stands_for_gpu, ranks_per_node=nodes)
         world = stack.enter_context(solo)
         note = staticmethod(causes.note_collective)
         stack.enter_context(mock.patch.object(Solo, "on_tensors", note))
+        stack.enter_context(mock.patch.object(Solo, "log", log))
+        stack.enter_context(log.following())
         stack.enter_context(mock.patch.object(assemble, "make_optimizer", optimizer_there))
         stack.enter_context(fake)
         stack.enter_context(tracker.tracking())
         built = memory.run_steps(workload, config, world, causes, batches)
         weights = memory.weights(tracker.allocations(), causes, built)
         about = {"data": workload.data, "notes": list(workload.notes)}
-        return {"device": device, "kernels": where.type, "weights": weights, "about": about}
+        found: dict[str, Any] = {"device": device, "kernels": where.type}
+        found |= {"weights": weights, "about": about}
+        if events:
+            peak = max(weights[part]["total"] for part in ("building", "step"))
+            found["step"] = step_of(config, workload, log.events(), peak)
+        return found
+
+
+def step_of(
+    config: Config, workload: Workload, events: Sequence[Event], peak: int, **more: Any
+) -> Step:
+    samples = config.training.global_batch
+    tokens = samples * (workload.tokens_per_sample or 0)
+    return Step(config.launch.world or 1, events, samples, tokens, peak, **more)
 
 
 def _faked(batch: Batch, fake: FakeTensorMode, device: torch.device, tracker: Tracker) -> Batch:

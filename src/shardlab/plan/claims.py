@@ -1,7 +1,8 @@
 """What each strategy claims to hold, to send and to overlap. Formulas, nothing measured.
 
 In the notation of the papers: Ψ bytes of parameters that train, and as many of gradients,
-n ranks, k micro-batches in a step. A strategy of your own claims what one of these does with
+n ranks, k micro-batches in a step. What is not sent in every step counts with its average over
+the steps of a round. A strategy of your own claims what one of these does with
 a class attribute: ``claim = "zero1"``.
 """
 
@@ -76,6 +77,7 @@ class Claim:
     gradients: Bytes = lambda job: job.psi
     optimizer: Bytes = lambda job: job.state
     keeps_gradients: bool = False  # their buffers stay allocated from step to step
+    beside: Bytes = lambda _job: 0.0  # held all the time beside parameters and optimizer state
     # The most that gradients() may hold beyond what is there between steps; None: no promise.
     peak: Bytes | None = None
     groups: Callable[[Job], Mapping[str, int]] = lambda _job: {}  # ranks, where not all take part
@@ -90,7 +92,7 @@ class Claim:
     def of(self, job: Job) -> dict[str, Any]:
         """The claim in numbers."""
         among = self.groups(job)
-        gradients = self.gradients(job)
+        gradients, beside = self.gradients(job), self.beside(job)
 
         def on_the_wire(moved: Mapping[str, Bytes]) -> dict[str, float]:
             return {
@@ -101,10 +103,10 @@ class Claim:
 
         return {
             "params": self.params(job),
-            "gradients": gradients,
+            "gradients": gradients + beside,
             "optimizer": self.optimizer(job),
             "least_optimizer": (self.least_optimizer or self.optimizer)(job),
-            "kept": gradients if self.keeps_gradients else 0,
+            "kept": beside + (gradients if self.keeps_gradients else 0),
             "peak": None if self.peak is None else self.peak(job),
             "moved": on_the_wire(self.moved),
             "most": on_the_wire({**self.moved, **self.most}),
@@ -122,6 +124,11 @@ def once(job: Job) -> float:
 
 def each_time(job: Job) -> float:
     return job.micro * job.psi
+
+
+def now_and_then(job: Job) -> float:
+    """Workers that take steps of their own: all of it once in a round, on average in a step."""
+    return job.psi / float(job.options["every"])
 
 
 def one_nth(size: Bytes) -> Bytes:
@@ -319,5 +326,10 @@ CLAIMS: dict[str, Claim] = {
         parts=within_group,
         moved={"all_reduce": lambda job: job.micro * job.psi / within_group(job)},
         groups=two_levels(within_group),
+    ),
+    "local_sgd": Claim({"all_reduce": now_and_then}),
+    "diloco": Claim(
+        {"all_reduce": now_and_then},
+        beside=lambda job: 2.0 * job.psi,  # the anchor, and the outer momentum
     ),
 }

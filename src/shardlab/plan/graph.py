@@ -20,7 +20,8 @@ class Work:
     bytes: float  # that it reads and writes
     shapes: str = ""  # of its tensors with their types, as in "f32[8,128] f32[128,512]"
     seconds: float | None = None  # as it was measured on this machine; None: it needs a price
-    phase: str = ""  # "forward", "backward" or "update"
+    phase: str = ""  # "forward", "backward" or "update"; "" between them
+    host_s: float | None = None  # seconds that the host took for it, if a GPU's were measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,18 @@ class Start:
     bytes: int  # of the whole tensor, as in the ledger: of all ranks' shards together
     group: Group
     label: str = ""
+    # What the backend is given for it: our reduce_scatter over Gloo is an all_to_all, our
+    # all_gather there a broadcast by each rank.
+    sent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The thread stops until a collective is done."""
+    """The thread stops until a collective is done.
+
+    If it stands before the Start of this number, it waits for that call of the step before: a
+    strategy may leave a gather under way, and wait for it in the next forward.
+    """
 
     call: int
 
@@ -61,6 +69,7 @@ class Step:
     samples: int = 0  # of the whole global batch
     tokens: int = 0  # likewise; 0 if the data has no tokens
     peak_bytes: int = 0  # what the rank holds at the fullest moment
+    totals_s: tuple[float, ...] = ()  # the rank's own work in each step that was timed
     notes: tuple[str, ...] = field(default=())
 
     @property

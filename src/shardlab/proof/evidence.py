@@ -13,7 +13,7 @@ import itertools
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,12 +37,14 @@ from shardlab.proof.subjects import Subject
 from shardlab.proof.watch import Message
 from shardlab.run import assemble
 from shardlab.run.rankset import on_its_ranks
-from shardlab.strategies.base import Strategy
+from shardlab.strategies.base import Rounds, Strategy
 from shardlab.trace.intervals import union
 from shardlab.workloads.base import Batch
 from shardlab.world import World
 
-WATCHED = -1  # the ledger's number for the step that is watched
+WATCHED = -1  # the ledger's number for the steps that are watched
+SHORT_ROUND = 2  # steps that workers take between two exchanges, in a proof
+MOST_STEPS = 65
 SETTLE_S = 5.0
 GRADIENT_OPS = ("all_reduce", "reduce_scatter", "all_to_all")
 Work = Callable[[], Any]
@@ -55,9 +57,11 @@ class Prepared:
     subject: Subject
     reference: Reference
     outside: watch.Held  # what the plain model itself keeps, beyond parameters and buffers
+    rounds: Rounds | None = None  # the process played workers that exchange so
 
 
-_prepared: dict[str, tuple[str, Prepared]] = {}  # "stack" and "users": of which config, and it
+# "stack" and "users", by the rounds that were played: of which config, and it.
+_prepared: dict[tuple[str, Rounds | None], tuple[str, Prepared]] = {}
 
 
 @on_its_ranks
@@ -69,7 +73,8 @@ def prepare(world: World, config: Config) -> None:
 @on_its_ranks
 def examine(world: World, config: Config) -> dict[str, Any]:
     """Everything that is measured of one strategy on this rank, as plain values."""
-    stack, users = (_prepare(which, world, config) for which in ("stack", "users"))
+    config, rounds = _telling(config, world)
+    stack, users = (_prepare(which, world, config, rounds) for which in ("stack", "users"))
     claim = claim_of(config)
     timeout_s = min(config.launch.timeout_s, TIMEOUT_S)
     with watch.Alive() as alive, watchdog.watching(world, None, timeout_s), _eager_chance(config):
@@ -97,8 +102,8 @@ def _examine_users(
         held[what] = alive.weigh(model)
 
     trail = _run(strategy, subject, world.rank, Trail(reference), after=weigh)
-    replica = _digest(model)
-    source, messages, _ = _watch(strategy, subject.steps[0][world.rank])
+    replica = _digest(model) if strategy.in_step() else None
+    watched = _watch(strategy, subject.steps[0][world.rank])
     groups = {} if claim is None else claim.groups(job)
     del strategy, model, weigh
     strategy, _ = _build(subject, config, world)
@@ -119,8 +124,8 @@ def _examine_users(
             "kept": held["step"].rest,
         },
         "outside": {"params": prepared.outside.params, "rest": prepared.outside.rest},
-        "sent": _by_op(messages, _small(job), world.size, groups),
-        "source": source,
+        "sent": _by_op(watched, _small(job), world.size, groups),
+        "source": watched.source,
         "model": _model(prepared, trail, again, config, world),
     }
 
@@ -134,7 +139,7 @@ def _examine_stack(
     config = _with_small_buckets(config, job.held)
     strategy, _ = _build(subject, config, world)
     trail = _run(strategy, subject, world.rank, Trail(reference))
-    overlap = _overlap(*_watch(strategy, subject.steps[0][world.rank][:1]), _small(job))
+    overlap = _overlap(_watch(strategy, subject.steps[0][world.rank][:1]), _small(job))
     del strategy
     memory = watch.Memory()
     phases: list[watch.Phase] = []
@@ -170,28 +175,49 @@ def claim_of(config: Config) -> claims.Claim | None:
     return None if name is None else claims.CLAIMS[name]
 
 
-def _prepare(which: str, world: World, config: Config) -> Prepared:
-    """The stack or the user's model, once for all strategies of a config."""
-    key = json.dumps({**config.to_dict(), "strategy": None})
-    if which not in _prepared or _prepared[which][0] != key:
-        _prepared.pop(which, None)  # it was made for another world size
+def _telling(config: Config, world: World) -> tuple[Config, Rounds | None]:
+    """For workers: rounds of two steps, unless they were asked for, and steps for two rounds and
+    the beginning of a third. In the first a momentum that is not kept would look right."""
+    strategy, _ = _build(subjects.stack(world.size, 0, world.device, 1), config, world)
+    rounds = strategy.rounds
+    if rounds is None:
+        return config, None
+    if "every" not in config.strategy.options:
+        options = {**config.strategy.options, "every": SHORT_ROUND}
+        config = config.with_overrides({"strategy.options": options})
+        rounds = replace(rounds, every=SHORT_ROUND)
+    steps = max(config.training.steps, 2 * rounds.every + 1)
+    if steps > MOST_STEPS:
+        raise UsageError(
+            f"a proof is of two rounds and a step: with every={rounds.every} that takes {steps} "
+            f"steps; leave it out, and it is made with every={SHORT_ROUND}"
+        )
+    return config.with_overrides({"training.steps": steps}), rounds
+
+
+def _prepare(which: str, world: World, config: Config, rounds: Rounds | None = None) -> Prepared:
+    """The stack or the user's model, once for all strategies of a config that obey one law."""
+    key, place = json.dumps({**config.to_dict(), "strategy": None}), (which, rounds)
+    if place not in _prepared or _prepared[place][0] != key:
+        _prepared.pop(place, None)  # it was made for another world size
         if which == "users":
-            made = _prepare_users(config, world)
+            made = _prepare_users(config, world, rounds)
         else:
-            stack = subjects.stack(world.size, config.training.seed, world.device)
-            made = _run_plain(stack, config, world)
-        _prepared[which] = (key, made)
-    return _prepared[which][1]
+            steps = 3 if rounds is None else config.training.steps
+            stack = subjects.stack(world.size, config.training.seed, world.device, steps)
+            made = _run_plain(stack, config, world, rounds)
+        _prepared[place] = (key, made)
+    return _prepared[place][1]
 
 
-def _prepare_users(config: Config, world: World) -> Prepared:
+def _prepare_users(config: Config, world: World, rounds: Rounds | None) -> Prepared:
     """In float64, or in float32 if the plain model cannot be run in float64 here."""
     why = None
     for dtype in (torch.float64, torch.float32):
         subject = subjects.users(config, world.size, world.device, dtype)
         subject.why_dtype = why and f"it does not run in float64 ({why})"
         try:
-            return _run_plain(subject, config, world)
+            return _run_plain(subject, config, world, rounds)
         except UsageError:
             raise
         except Exception as error:
@@ -199,7 +225,7 @@ def _prepare_users(config: Config, world: World) -> Prepared:
     raise UsageError(f"one process by itself fails on {subject.workload.name}: {why}")
 
 
-def _run_plain(subject: Subject, config: Config, world: World) -> Prepared:
+def _run_plain(subject: Subject, config: Config, world: World, rounds: Rounds | None) -> Prepared:
     """What a plain process does, and what its model keeps."""
     build = partial(plain.build, subject)
     assert isinstance(subject.workload.loss, chance.Seeded)
@@ -221,7 +247,7 @@ def _run_plain(subject: Subject, config: Config, world: World) -> Prepared:
         held = alive.weigh(model)
         held.params -= sum(p.numel() * p.element_size() for p in model.parameters())
         del model
-    return Prepared(subject, plain.refer(subject, config), held)
+    return Prepared(subject, plain.refer(subject, config, rounds), held, rounds)
 
 
 def _in_dtype(config: Config, prepared: Prepared) -> Config:
@@ -311,15 +337,24 @@ def _run(
         comm.LEDGER.step = step
         around(strategy.step)
         comm.LEDGER.step = None
-        trail.unwaited += [
-            f"{entry.op} '{entry.label}'"
-            for entry in comm.LEDGER.entries
-            if entry.step == step and entry.op in GRADIENT_OPS and entry.ready_ns is None
-        ]
+        if strategy.rounds is None:  # what workers exchange may travel during their next step
+            trail.unwaited += _unwaited(step)
         after("step")
         if looks or step == last:
             trail.tensors(step, strategy.full_params())
+    if strategy.rounds is not None:
+        strategy.settle()
+        trail.unwaited += [what for step in range(len(shares_of_steps)) for what in _unwaited(step)]
     return trail
+
+
+def _unwaited(step: int) -> list[str]:
+    """The sums of a step that nobody has waited for yet."""
+    return [
+        f"{entry.op} '{entry.label}'"
+        for entry in comm.LEDGER.entries
+        if entry.step == step and entry.op in GRADIENT_OPS and entry.ready_ns is None
+    ]
 
 
 def _model(
@@ -355,6 +390,7 @@ def _model(
         "why_precision": subject.why_dtype,
         "noise": reference.noise,
         "random": "seeded alike" if subject.draws else "none",
+        "every": None if prepared.rounds is None else prepared.rounds.every,
     }
 
 
@@ -368,7 +404,7 @@ def _locate(
     if config.training.compile != "none":  # a compiled module's parts cannot be looked into
         return None
     mine, theirs = locate.Probe(loss, world.rank), locate.Probe(loss, world.rank)
-    plain.run(subject, config, steps=step + 1, attach=theirs.attach)
+    plain.run(subject, config, steps=step + 1, attach=theirs.attach, rounds=prepared.rounds)
     strategy, _ = _build(subject, config, world, mine)
     _run(strategy, subject, world.rank, Trail(None), steps=step + 1, looks=not unwatched)
     return locate.first_difference(mine, theirs, subject.dtype)
@@ -403,17 +439,31 @@ def _full(job: claims.Job) -> dict[str, float]:
     }
 
 
-def _watch(
-    strategy: Strategy, microbatches: Sequence[Batch]
-) -> tuple[str, list[Message], watch.Sent]:
-    """The collectives of one more step, in the ledger's words if it has them all."""
+@dataclass
+class Watched:
+    """The collectives of one more step, in the ledger's words if it has them all; of workers, those
+    of a whole round."""
+
+    source: str
+    messages: list[Message]
+    sent: watch.Sent
+    steps: int
+    travelling: int | None  # bytes of what workers exchange, on their way when a step had ended
+
+
+def _watch(strategy: Strategy, microbatches: Sequence[Batch]) -> Watched:
     comm.LEDGER.check = None  # it would be in the times
+    rounds = strategy.rounds
+    steps = 1 if rounds is None else rounds.every
+    travelling: dict[int, int] = {}
 
     def step() -> None:
-        comm.LEDGER.step = WATCHED
-        strategy.gradients(microbatches)
-        strategy.step()
-        comm.LEDGER.step = None
+        for _ in range(steps):
+            comm.LEDGER.step = WATCHED
+            strategy.gradients(microbatches)
+            strategy.step()
+            comm.LEDGER.step = None
+            travelling.update({e.seq: e.bytes for e in comm.LEDGER.entries if e.ready_ns is None})
 
     def settle() -> None:
         strategy.full_params()  # a strategy that has sent for parameters waits for them here
@@ -426,48 +476,49 @@ def _watch(
 
     sent = watch.sent_by(step, settle)
     entries = [entry for entry in comm.LEDGER.entries if entry.step == WATCHED]
+    on_their_way = None if rounds is None else sum(travelling.values())
     if sum(entry.launches for entry in entries) != len(sent.messages):
-        return "profiler", sent.messages, sent
+        return Watched("profiler", sent.messages, sent, steps, on_their_way)
     launched = iter(sent.messages)
     messages = []
     for entry in entries:
         first, *_ = itertools.islice(launched, entry.launches)
         messages.append(Message(entry.op, entry.bytes, first.launched_ns, entry.ranks))
-    return "ledger", messages, sent
+    return Watched("ledger", messages, sent, steps, on_their_way)
 
 
 def sent_per_step(
     strategy: Strategy, subject: Subject, config: Config, world: World
 ) -> dict[str, Any]:
-    """What each rank sends in one more step of a strategy, in bytes: all of it, by collective."""
+    """What each rank sends in one more step of a strategy, in bytes: all of it, by collective. Of
+    workers it is the average over a round."""
     job, claim = subject.job(config), claim_of(config)
-    source, messages, _ = _watch(strategy, subject.steps[0][world.rank])
+    watched = _watch(strategy, subject.steps[0][world.rank])
     groups = {} if claim is None else claim.groups(job)
-    by_op = _by_op(messages, 0, world.size, groups)
+    by_op = _by_op(watched, 0, world.size, groups)
     found = {
-        "source": source,
+        "source": watched.source,
         "bytes": sum(found["bytes"] for found in by_op.values()),
         "messages": sum(found["messages"] for found in by_op.values()),
         "by_op": {op: found["bytes"] for op, found in by_op.items()},
     }
     if world.ranks_per_node:
-        own = world.gather(_sent_between(source, messages, world, groups))
+        own = world.gather(_sent_between(watched, world, groups))
         found["between_nodes"] = sum(own) / (world.size // world.ranks_per_node)
     return found
 
 
-def _sent_between(
-    source: str, messages: Iterable[Message], world: World, groups: Mapping[str, int]
-) -> float:
-    """Bytes that this rank sends to other nodes.
+def _sent_between(watched: Watched, world: World, groups: Mapping[str, int]) -> float:
+    """Bytes that this rank sends to other nodes in a step.
 
     The profiler does not say who takes part in a collective. In the groups of hybrid sharding
     neighbours gather and scatter, and ranks with the same place in each group sum.
     """
-    if source == "ledger":
-        return sum(e.sent_between for e in comm.LEDGER.entries if e.step == WATCHED)
+    if watched.source == "ledger":
+        sent = sum(e.sent_between for e in comm.LEDGER.entries if e.step == WATCHED)
+        return sent / watched.steps
     total = 0.0
-    for op, size in ((m.op, m.bytes) for m in messages):
+    for op, size in ((m.op, m.bytes) for m in watched.messages):
         among = groups.get(op, world.size)
         stride = world.size // among if op == "all_reduce" else 1
         first = world.rank % stride if stride > 1 else world.rank // among * among
@@ -475,17 +526,17 @@ def _sent_between(
         nodes = tuple(rank // world.ranks_per_node for rank in members)
         place = members.index(world.rank)
         total += size * numbers.link_shares(op, nodes, place, world.backend, ours=False)[1]
-    return total
+    return total / watched.steps
 
 
 def _by_op(
-    messages: Iterable[Message], small: int, ranks: int, groups: Mapping[str, int]
+    watched: Watched, small: int, ranks: int, groups: Mapping[str, int]
 ) -> dict[str, dict[str, float]]:
-    """Bytes on the wire and number of messages, by collective; the small ones apart."""
+    """Bytes on the wire and number of messages in a step, by collective; the small ones apart."""
     sent: dict[str, dict[str, float]] = defaultdict(
         lambda: {"bytes": 0.0, "messages": 0, "small_bytes": 0.0, "small_messages": 0}
     )
-    for message in messages:
+    for message in watched.messages:
         # Our reduce-scatter over Gloo is an all-to-all, among the same ranks.
         op = "reduce_scatter" if message.op == "all_to_all" else message.op
         among = message.ranks or groups.get(op, ranks)
@@ -493,15 +544,22 @@ def _by_op(
         sent[message.op][f"{kind}bytes"] += comm.wire_bytes(op, message.bytes, among)
         sent[message.op][f"{kind}messages"] += 1
     sent.pop("barrier", None)
-    return dict(sent)
+    steps = watched.steps  # a whole number stays one, for people
+    return {
+        op: {k: v / steps if v % steps else v // steps for k, v in found.items()}
+        for op, found in sent.items()
+    }
 
 
-def _overlap(
-    source: str, messages: Sequence[Message], sent: watch.Sent, small: int
-) -> dict[str, Any]:
+def _overlap(watched: Watched, small: int) -> dict[str, Any]:
     """Which part of the gradients was launched before backward ended, and what came after it."""
-    gradients = [m for m in messages if m.op in GRADIENT_OPS and m.bytes >= small]
+    source, sent = watched.source, watched.sent
+    gradients = [m for m in watched.messages if m.op in GRADIENT_OPS and m.bytes >= small]
     total = sum(m.bytes for m in gradients)
+    if watched.travelling is not None:
+        share = watched.travelling / total if total else None
+        found = {"source": source, "messages": len(gradients), "share": share}
+        return {**found, "exposed_ms": None, "of_workers": True}
     if sent.backward_ns is None:  # it was not torch.autograd.backward
         return {"source": source, "messages": len(gradients), "share": None, "exposed_ms": None}
     begin, end = sent.backward_ns

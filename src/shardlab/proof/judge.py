@@ -57,7 +57,10 @@ def equal(ranks: Sequence[Evidence]) -> Check:
     models = numbers.names([m["label"] for m in ranks[0]["models"]])
     steps = numbers.count(ranks[0]["models"][0]["steps"], "step")
     error = "to the last bit" if found["ulp"] == 0 else f"within {numbers.number(found['ulp'])} ulp"
-    parts = (f"{error} of one process, {steps} of {models}", *how(users))
+    of = "one process"
+    if users["every"] is not None:
+        of += f" that plays {len(ranks)} workers, which exchange every {users['every']} steps"
+    parts = (f"{error} of {of}, {steps} of {models}", *how(users))
     return _check(True, claimed, measured, "; ".join(parts))
 
 
@@ -266,6 +269,8 @@ def overlap(ranks: Sequence[Evidence]) -> Check:
     share = measured["share"]
     if share is None:
         text = "backward was not seen" if measured["messages"] else "no gradients were sent"
+    elif measured.get("of_workers"):
+        text = f"{share:.0%} of what workers exchange was still on its way when its step had ended"
     else:
         text = f"{share:.0%} of the gradients' bytes launched before backward ended"
         if measured["exposed_ms"] is not None:

@@ -1,7 +1,8 @@
 """What one plain process makes of a subject, and how far from it another order of summation ends.
 
 The loop knows nothing of shardlab's strategies: it sees every rank's micro-batches one after
-another, and clips, schedules and updates in PyTorch's own words. It is run twice. The second run
+another, and clips, schedules and updates in PyTorch's own words. Of a strategy whose ranks take
+steps of their own it plays the workers one after another. It is run twice. The second run
 (the *twin*) scales its losses and adds its micro-batches up in another order, which is all that a
 right strategy may do differently. What the two disagree in is rounding, measured where it arises:
 a bias before a normalisation has a true gradient of zero, and all of what is computed is rounding.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +24,7 @@ from shardlab.errors import UsageError
 from shardlab.proof.chance import put_back, untrained
 from shardlab.proof.subjects import Subject, sample
 from shardlab.run import assemble
+from shardlab.strategies.base import Rounds
 from shardlab.workloads.base import cast_model
 
 Gradients = dict[str, Tensor | None]
@@ -79,6 +81,9 @@ class Reference:
     units: list[dict[tuple[str, str], Tensor]] = field(default_factory=list)  # [step][kind, name]
     noise: float = 0.0  # the twin's largest error, as a part of the gradient's largest value
     runs_again: bool = False  # a block runs more than once in a micro-batch
+    # What was updated by, [step][worker], and each worker's count; without rounds there is one.
+    own: list[list[Gradients]] = field(default_factory=list)
+    counts: list[list[int]] = field(default_factory=list)
 
     def unit(self, step: int | None, kind: str, name: str) -> Tensor:
         """What the errors of a tensor are measured in."""
@@ -94,7 +99,7 @@ class Reference:
         return {n for part in self.parts[0] for n in names if n not in part}
 
 
-def refer(subject: Subject, config: Config) -> Reference:
+def refer(subject: Subject, config: Config, rounds: Rounds | None = None) -> Reference:
     """One process, with the units that a strategy's errors are to be measured in."""
     calls: Counter[str] = Counter()  # of each block
 
@@ -103,11 +108,11 @@ def refer(subject: Subject, config: Config) -> Reference:
             block = model.get_submodule(name)
             block.register_forward_pre_hook(lambda _m, _i, name=name: calls.update([name]))
 
-    reference = run(subject, config, attach=count)
+    reference = run(subject, config, attach=count, rounds=rounds)
     micro_batches = sum(len(share) for shares in subject.steps for share in shares)
     reference.runs_again = max(calls.values(), default=0) > micro_batches
-    twin = run(subject, config, scale=TWIN, backwards=True)
-    measure(reference, twin, subject, config)
+    twin = run(subject, config, scale=TWIN, backwards=True, rounds=rounds)
+    measure(reference, twin, subject, config, rounds)
     return reference
 
 
@@ -144,6 +149,60 @@ class Update:
         self.model.zero_grad()  # of all, also those that the optimizer leaves out
 
 
+class Workers:
+    """The models that one process updates: each worker's, or without rounds the only one."""
+
+    def __init__(
+        self, models: Sequence[nn.Module], subject: Subject, config: Config, rounds: Rounds | None
+    ) -> None:
+        self.models = models
+        self.updates = [Update(model, subject, config) for model in models]
+        self.rounds = rounds
+        self.since, self.seen = 0, [0] * len(models)  # steps and targets, since the last exchange
+        if rounds is not None:
+            start = copies_of(self.updates[0].trained)
+            self.anchor = {name: nn.Parameter(tensor) for name, tensor in start.items()}
+            has_momentum = rounds.outer_momentum > 0
+            self.outer = torch.optim.SGD(
+                self.anchor.values(), rounds.outer_lr, rounds.outer_momentum, nesterov=has_momentum
+            )
+
+    def __call__(self, step: int, gradients: Sequence[Gradients], counts: Sequence[int]) -> None:
+        for update, own in zip(self.updates, gradients, strict=True):
+            update(step, own)
+        if self.rounds is None:
+            return
+        self.since += 1
+        self.seen = [seen + count for seen, count in zip(self.seen, counts, strict=True)]
+        if self.since == self.rounds.every:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        average = self.average()
+        for name, anchor in self.anchor.items():
+            anchor.grad = anchor - average[name]
+        self.outer.step()
+        buffers = copies_of(dict(self.models[0].named_buffers()))
+        for update in self.updates:
+            for name, p in update.trained.items():
+                p.copy_(self.anchor[name])
+            for name, buffer in update.model.named_buffers():
+                buffer.copy_(buffers[name])
+        self.since, self.seen = 0, [0] * len(self.models)
+
+    @torch.no_grad()
+    def average(self) -> dict[str, Tensor]:
+        """The workers' parameters, each by the targets that it has seen, and worker 0's buffers."""
+        tensors = copies_of(named_tensors(self.models[0]))
+        if self.since:
+            weights = self.seen if any(self.seen) else [1] * len(self.models)
+            for name in self.updates[0].trained:
+                parts = [w * u.trained[name] for w, u in zip(weights, self.updates, strict=True)]
+                tensors[name] = torch.stack(parts).sum(0) / sum(weights)
+        return tensors
+
+
 def run(
     subject: Subject,
     config: Config,
@@ -151,43 +210,56 @@ def run(
     backwards: bool = False,
     steps: int | None = None,
     attach: Callable[[nn.Module], None] = lambda _model: None,
+    rounds: Rounds | None = None,
 ) -> Reference:
     """A plain loop over every rank's micro-batches. Buffers follow rank 0's, as in DDP.
 
     ``backwards``: gradients are added up from the last micro-batch to the first. ``attach`` may
-    hang hooks on the model, or on each of them.
+    hang hooks on the model, or on each of them. With ``rounds`` each rank is a worker with a model
+    of its own, whose loss is divided by its own count.
     """
     # A model that remembers what it has seen has seen, on a rank, that rank's samples alone.
     ranks = len(subject.steps[0])
     model = build(subject)
-    models = [build(subject) if subject.remembers and r else model for r in range(ranks)]
+    is_apart = subject.remembers or rounds is not None
+    models = [build(subject) if is_apart and r else model for r in range(ranks)]
     for each in dict.fromkeys(models):
         attach(each)
-    update = Update(model, subject, config)
-    trained = update.trained
+    workers = Workers([model] if rounds is None else models, subject, config, rounds)
+    trained = workers.updates[0].trained
     result = Reference(copies_of(named_tensors(model)), SCALES[subject.dtype])
     order: list[str] = []  # in which backward makes the gradients
     for name, p in trained.items():
         p.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
     for step, shares in enumerate(subject.steps[:steps]):
-        count = max(1, sum(batch.count for share in shares for batch in share))
+        counts = [sum(batch.count for batch in share) for share in shares]
+        count = max(1, sum(counts))
         start = after = copies_of(untrained(model))
-        losses, parts = [], []
+        losses, parts, of_worker = [], [], []
         for rank, share in enumerate(shares):
-            own = models[rank]
-            if own is not model:
-                with torch.no_grad():
-                    for theirs, p in zip(own.parameters(), model.parameters(), strict=True):
-                        theirs.copy_(p)
-            put_back(own, start)
+            own, divisor = models[rank], count if rounds is None else max(1, counts[rank])
+            if rounds is None:
+                if own is not model:
+                    with torch.no_grad():
+                        for theirs, p in zip(own.parameters(), model.parameters(), strict=True):
+                            theirs.copy_(p)
+                put_back(own, start)
+            mine = []
             for batch in share:
                 loss = subject.workload.loss(own, batch)
-                (loss / (count / scale)).backward()
+                (loss / (divisor / scale)).backward()
                 losses.append(loss.detach().double())
-                parts.append(_take_gradients(own, scale))
+                mine.append(_take_gradients(own, scale))
+            added = _add_up(mine[::-1] if backwards else mine)
+            of_worker.append({name: added.get(name) for name in trained})
+            parts += mine
+            if rounds is not None:  # as parts of the mean over the global batch
+                part_of_all = divisor / count
+                parts[-len(mine) :] = [{n: g * part_of_all for n, g in m.items()} for m in mine]
             if rank == 0:
                 after = copies_of(untrained(own))
-        put_back(model, after)
+        if rounds is None:
+            put_back(model, after)
         if backwards:
             losses.reverse()
         whole = _add_up(parts[::-1] if backwards else parts)
@@ -196,8 +268,10 @@ def run(
         _refuse_nonfinite(subject.workload.name, step, result.losses[-1], gradients)
         result.gradients.append(gradients)
         result.parts.append([{n: sample(g) for n, g in part.items()} for part in parts])
-        update(step, gradients)
-        result.tensors.append(copies_of(named_tensors(model)))
+        result.own.append([gradients] if rounds is None else of_worker)
+        result.counts.append(counts)
+        workers(step, result.own[-1], counts)
+        result.tensors.append(workers.average())
     return result
 
 
@@ -241,7 +315,13 @@ def copies_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # ------------------------------------------------------------------ what is rounding
 
 
-def measure(reference: Reference, twin: Reference, subject: Subject, config: Config) -> None:
+def measure(
+    reference: Reference,
+    twin: Reference,
+    subject: Subject,
+    config: Config,
+    rounds: Rounds | None = None,
+) -> None:
     """The units of every tensor, from what the twin found.
 
     A parameter's error comes from a gradient's, through the update: Adam divides by the gradient's
@@ -273,7 +353,7 @@ def measure(reference: Reference, twin: Reference, subject: Subject, config: Con
             )
         reference.units.append(units)
         rounding.append(moved)
-    lower, upper = (_moved(reference, rounding, sign, subject, config) for sign in (-1, 1))
+    lower, upper = (_moved(reference, rounding, sign, subject, config, rounds) for sign in (-1, 1))
     for step, tensors in enumerate(reference.tensors):
         top = max((largest(t) for t in tensors.values() if t.is_floating_point()), default=0.0)
         for name, tensor in tensors.items():
@@ -297,15 +377,23 @@ def _moved(
     sign: int,
     subject: Subject,
     config: Config,
+    rounds: Rounds | None,
 ) -> list[Mapping[str, Tensor]]:
     """The trained parameters of each step, had every gradient been moved by its rounding."""
-    update = Update(build(subject), subject, config)
+    models = [build(subject) for _ in reference.own[0]]
+    workers = Workers(models, subject, config, rounds)
     reached: list[Mapping[str, Tensor]] = []
-    for step, gradients in enumerate(reference.gradients):
-        known = {n: g for n, g in gradients.items() if g is not None}
-        moved = {n: g + sign * rounding[step][n] for n, g in known.items()}
-        update(step, {**gradients, **moved})
-        reached.append(copies_of(update.trained))
+    for step, (of_worker, counts) in enumerate(zip(reference.own, reference.counts, strict=True)):
+        moved = []
+        for gradients, count in zip(of_worker, counts, strict=False):
+            # A worker divides by its own count, and its rounding is larger by as much.
+            times = sign if rounds is None else sign * sum(counts) / max(1, count)
+            known = {n: g for n, g in gradients.items() if g is not None}
+            shifted = {n: g + times * rounding[step][n] for n, g in known.items()}
+            moved.append({**gradients, **shifted})
+        workers(step, moved, counts)
+        average = workers.average()
+        reached.append({name: average[name] for name in workers.updates[0].trained})
     return reached
 
 

@@ -65,7 +65,7 @@ class Subject:
             )  # fmt: skip
         buffers = sum(b.numel() * b.element_size() for b in model.buffers())
         ranks, micro = len(self.steps[0]), len(self.steps[0][0])
-        options, nodes = config.strategy.options, self.ranks_per_node
+        options, nodes = assemble.options_of(config), self.ranks_per_node
         return claims.Job(tuple(params), buffers, ranks, micro, options, nodes)
 
 
@@ -116,7 +116,7 @@ class _StackData:
         return Batch(inputs=x, targets=x[:, :3].cos(), count=len(rows), samples=len(rows))
 
 
-def stack(ranks: int, seed: int, device: torch.device) -> Subject:
+def stack(ranks: int, seed: int, device: torch.device, steps: int = 3) -> Subject:
     """Even in step 0, where a wrong factor shows plainly; then ragged; then one rank has none."""
     data = _StackData()
     micro = 3 if ranks == 2 else 2  # not the number of ranks, so that a factor says which it is
@@ -128,7 +128,7 @@ def stack(ranks: int, seed: int, device: torch.device) -> Subject:
         first = ((step * ranks + rank) * micro + part) * 4
         return data.batch(range(first, first + rows)).to(device)
 
-    batches = [[[share(s, r, m) for m in range(micro)] for r in range(ranks)] for s in range(3)]
+    batches = [[[share(s, r, m) for m in range(micro)] for r in range(ranks)] for s in range(steps)]
     blocks = tuple(f"blocks.{i}" for i in range(Stack.BLOCKS))
     workload = Workload("stack", Stack, _squares, data, blocks=blocks)
     return Subject(_seeded(workload, seed, batches), seed, batches, device=device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -210,8 +210,19 @@ def _memory(result: Result) -> str:
 
 
 def _agreement(result: Result) -> str:
-    reference = readings.baseline(result)
     others = [cell for cell in readings.measured(result) if not readings.is_baseline(result, cell)]
+    workers = [cell["label"] for cell in others if cell.get("every")]
+    others = [cell for cell in others if not cell.get("every")]
+    if workers:
+        verb = "trains" if len(workers) == 1 else "train"
+        apart = f"{fmt.names(workers)} {verb} otherwise than one process, to another loss"
+        rest = _agreement_of(result, others)
+        return f"{rest}; {apart}" if rest else apart
+    return _agreement_of(result, others)
+
+
+def _agreement_of(result: Result, others: Sequence[Cell]) -> str:
+    reference = readings.baseline(result)
     if not others:
         return ""
     if reference["loss_difference"] is None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,6 +57,13 @@ def resolve_strategy(config: Config) -> type[Strategy]:
         )
     naming.check_options(make, config.strategy.options, f"strategy {name}")
     return make
+
+
+def options_of(config: Config) -> dict[str, Any]:
+    """The strategy's options as they are in force: those that nobody set have their defaults."""
+    parameters = inspect.signature(resolve_strategy(config)).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return {**defaults, **config.strategy.options}
 
 
 def build_strategy(config: Config, workload: Workload, world: World) -> Strategy:

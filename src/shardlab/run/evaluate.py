@@ -22,7 +22,6 @@ from shardlab import comm
 from shardlab.data import loader
 from shardlab.errors import UsageError
 from shardlab.pulse import PULSE
-from shardlab.strategies import steps
 from shardlab.strategies.base import Strategy
 from shardlab.workloads.base import Batch, Dataset, Evaluate, Sums, Workload
 from shardlab.world import World
@@ -91,10 +90,10 @@ class Evaluation:
         if self.of_average:
             strategy.exchange_averages()
         modes = {module: module.training for module in model.modules()}
-        steps.broadcast_buffers(model, self.world.group)  # as before every step: rank 0's
-        model.eval()
         try:
-            yield
+            with strategy.as_one():
+                model.eval()
+                yield
         finally:
             for module, was_training in modes.items():
                 module.training = was_training

@@ -4,12 +4,18 @@ N ranks act as one. The gradient of a step is the sum of the losses of all targe
 ranks and in all micro-batches, divided by their number. The number is agreed on before
 forward (it is known from the data), so unequal micro-batches, ragged labels and a rank with
 no samples at all come out exact; a mean of per-rank means would not.
+
+Some strategies change the mathematics: their ranks are workers that take steps of their own, and
+exchange what they have learnt now and then. They say so with ``rounds``, and then another law
+holds: N ranks are what one process would hold had it played the N workers one after another
+(docs/decisions/0011).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -44,6 +50,28 @@ class Setup:
     ranks_per_node: int = 0  # neighbours in the mesh; 0: there is one node, or it is not known
 
 
+@dataclass(frozen=True)
+class Rounds:
+    """When workers that take steps of their own exchange what they have learnt, and how.
+
+    After every ``every`` steps the difference between the anchor (what all workers had after the
+    last exchange) and each worker's parameters is averaged. A worker weighs as much as the targets
+    that it has seen since. The average is the gradient of an outer SGD with Nesterov momentum. It
+    moves the anchor, and all workers continue from there. With rate 1 and no momentum the anchor
+    becomes the average of the workers. Buffers follow worker 0's.
+    """
+
+    every: int
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        refusals.refuse_number("every", self.every, self.every >= 1, "1 or more")
+        refusals.refuse_number("outer_lr", self.outer_lr, self.outer_lr > 0, "above 0")
+        is_right = 0 <= self.outer_momentum < 1
+        refusals.refuse_number("outer_momentum", self.outer_momentum, is_right, "from 0 to below 1")
+
+
 class Strategy(ABC):
     """N ranks acting as one. It owns the model and the optimizer from its construction on.
 
@@ -63,6 +91,10 @@ class Strategy(ABC):
     WORKS_BY_BLOCK = False  # it uses Setup.blocks
     KEEPS_PARTS = False  # a rank keeps a part of the parameters or gradients; nobody has the whole
     LEARNS_LAYOUT = False  # its first step lays out buckets, so a resumed run rehearses one step
+
+    # None: N ranks act as one. Else they are workers, equal only right after an exchange; `shardlab
+    # prove` compares with one process that plays them. Set it in __init__.
+    rounds: Rounds | None = None
 
     optimizer: torch.optim.Optimizer
     update: Update  # step() must call it: it clips, follows the schedule, and skips bad gradients
@@ -115,7 +147,19 @@ class Strategy(ABC):
         rows. Override it where parameters must be gathered first."""
         return function(self.model, batch)
 
+    @contextmanager
+    def as_one(self) -> Iterator[None]:
+        """Inside, every rank's model is the one that ``full_params()`` gives: it is evaluated. A
+        collective. Override it where ranks have models of their own between steps."""
+        steps.broadcast_buffers(self.model, self.group)  # as before every step: rank 0's
+        yield
+
     # ------------------------------------------------------------ what it holds
+
+    def in_step(self) -> bool:
+        """Whether ranks that hold the same parameter must hold the same values of it now. Override
+        it where they are workers."""
+        return True
 
     def full_params(self) -> dict[str, Tensor]:
         """Copies of every parameter and buffer, whole, by name. A collective.
@@ -134,6 +178,22 @@ class Strategy(ABC):
         """Where this rank keeps which part of the model and of the optimizer's state: checkpoints
         are written from it and read into it. Override it where a rank keeps parts."""
         return whole_slots(self.model, self.params, self.optimizer)
+
+    def saved(self) -> Slots:
+        """What a checkpoint is written from: the same values wherever ranks hold the same elements.
+        A collective. Override it where ranks have models of their own between steps."""
+        slots = self.slots()
+        steps.broadcast_buffers(self.model, self.group)  # rank 0's are right
+        return slots
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold beside model and optimizer, the same on every rank. It is
+        given back to the same strategy in a world of any size."""
+        return {}
+
+    def load_shared_state(self, state: dict[str, Tensor]) -> None:  # noqa: B027
+        """What ``shared_state()`` gave; nothing, if another strategy made the checkpoint. Model and
+        optimizer are in place."""
 
     def own_state(self) -> dict[str, Tensor]:
         """What a checkpoint must hold beside model and optimizer, for this rank alone. It is given

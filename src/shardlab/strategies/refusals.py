@@ -90,3 +90,8 @@ def refuse_sparse_gradients(params: Mapping[str, nn.Parameter]) -> None:
             handles.pop(name).remove()
 
         handles[name] = p.register_hook(look)
+
+
+def refuse_number(name: str, value: float, is_right: bool, wanted: str) -> None:
+    if not is_right:
+        raise UsageError(f"{name} must be {wanted}, got {value}")

@@ -1,0 +1,75 @@
+"""The constants that we ship are those that the published runs give, and predict as the docs say.
+
+The runs are not part of the project: SHARDLAB_PUBLISHED names the file, or it lies beside the
+checkout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardlab.plan import transformer
+from shardlab.plan.devices import FITTED
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import plan_published as published  # noqa: E402
+
+BESIDE = ROOT.parent / "shared" / "published" / "runs.csv"
+FILE = Path(os.environ.get("SHARDLAB_PUBLISHED", BESIDE))
+RECORD = json.loads((ROOT / "benchmarks/records/plan-published.json").read_text(encoding="utf-8"))
+needs_runs = pytest.mark.skipif(not FILE.is_file(), reason="the published runs are not here")
+
+
+def test_what_is_shipped_is_what_was_recorded() -> None:
+    fitted, nanotron = RECORD["constants"], RECORD["nanotron"]["constants"]
+    for family in FITTED:
+        for name, value in dataclasses.asdict(FITTED[family]).items():
+            assert value == pytest.approx(fitted[family][name], rel=0.01)
+    shipped = transformer.CALIBRATION
+    for name in ("traffic", "beside"):
+        assert getattr(shipped, name) == pytest.approx(fitted[name], rel=0.01)
+    for name in ("summed_beside", "tp_host_s", "hand_s", "hand_grows"):
+        assert getattr(shipped, name) == pytest.approx(nanotron[name], rel=0.02)
+    for name, value in nanotron["memory"].items():
+        assert getattr(transformer.HELD, name) == pytest.approx(value, rel=0.02)
+
+
+@pytest.mark.long
+@needs_runs
+def test_64_gpus_from_8() -> None:
+    runs, _ = published.read(FILE)
+    foundry = [run for run in runs if run.source == "llm-foundry"]
+    known = [run for run in foundry if run.layout.gpus == 8]
+    more = [run for run in foundry if run.layout.gpus > 8]
+    fitted = published.fit_compute(known)
+    for family, shares in fitted.families.items():
+        assert shares.products == pytest.approx(FITTED[family].products, rel=0.01)
+        assert shares.attention == pytest.approx(FITTED[family].attention, rel=0.01)
+    ours, *guesses = (
+        published.summary(published.errors(rates, more))["mean"]
+        for rates in (
+            map(fitted.rate, more),
+            published.naive(known, more, by_model=False),
+            published.naive(known, more, by_model=True),
+        )
+    )
+    assert ours <= 0.05
+    assert ours < min(guesses)
+
+
+@needs_runs
+def test_what_fits() -> None:
+    runs, _ = published.read(FILE)
+    ours = [run for run in runs if run.source.startswith("nanotron")]
+    right = [published.says_fits(run) != (run.metric == "fits")
+             for run in ours if run.metric != "peak_memory"]  # fmt: skip
+    assert np.mean(right) >= 0.9
