@@ -128,6 +128,18 @@ def wire_bytes(op: str, size: int, ranks: int) -> float:
     return factor[op] * size
 
 
+def cut_evenly(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
+    """Names in their order, cut into runs of about the same size: each goes where its middle lies.
+    A run may be empty."""
+    total, before = max(1, sum(sizes.values())), 0
+    runs: list[list[str]] = [[] for _ in range(parts)]
+    for name, size in sizes.items():
+        middle = min(before + size / 2, total * (1 - 1e-9))
+        runs[int(parts * middle / total)].append(name)
+        before += size
+    return runs
+
+
 def ranks_per_node(places: Sequence[tuple[int, int]]) -> int:
     """From each rank's (local rank, ranks on its node): how many ranks each node has.
 

@@ -145,8 +145,9 @@ def sentences(result: Result) -> Iterator[str]:
         yield "Milliseconds per step alone do not rank these: what they reach, and when, does."
     else:
         yield "Every strategy here takes one process's steps, so ms per step would rank them too."
+    every = result["evaluate_every"]
     yield (
-        f"Evaluated every {fmt.count(result['evaluate_every'], 'step')} on "
+        f"Evaluated after {'each step' if every == 1 else f'every {every:,} steps'} on "
         f"{result['evaluate_samples']:,} held-out samples, which is in no time; steps and times "
         "are known to within one such stretch. Every strategy had the same seeds"
         + (", and is compared seed by seed." if seeds > 1 else "; one seed has no interval.")
@@ -178,7 +179,7 @@ def _sure(cell: Cell, result: Result) -> str:
     if interval is None:
         return text
     text += f" (95% {fmt.interval(interval)})"
-    return text if interval[1] < 1 else text + ", which these seeds cannot tell from none"
+    return text if interval[1] < 1 else text + ", which may be chance"
 
 
 def _by(cell: Cell, result: Result) -> str:
@@ -258,7 +259,6 @@ def html(result: Result) -> str:
         result=result,
         title=title(result),
         css=page.asset("trace.css"),
-        js=page.asset("tables.js"),
         verdict=verdict,
         sentences=others,
         facts=[
