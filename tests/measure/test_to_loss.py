@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
+import browser
 import commands
 import results
 from shardlab import config as configs
@@ -213,6 +214,32 @@ def test_one_seed_short_is_not_ranked() -> None:
     assert report.not_ranked(result, zero2) == "its held-out loss was no longer a number"
     assert next(report.sentences(result)).startswith("simple_ddp reached 3.2")
     assert "not ranked: its held-out loss" in report.html(result)
+
+
+EVIL = "<img src=x onerror=alert(1)>"
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_page_opens_without_a_complaint(
+    chromium: browser.Browser, dark: bool, tmp_path: Path
+) -> None:
+    result = summarized(
+        Goal(loss=3.2, seeds=2),
+        simple_ddp=[run_of(9), run_of(8)],
+        zero1=[run_of(1), run_of(1, reached=False, loss=math.nan)],
+    )
+    result["cells"][1] |= {"label": EVIL, "status": "failed", "reason": EVIL, "changes": EVIL}
+    files = report.write(tmp_path, result)
+    json.loads(files["json"].read_text())  # a loss that is no number is null there
+    with chromium.page(files["html"], dark=dark) as page:
+        assert page.run("document.images.length") == 0
+        widths = page.run(
+            "[...document.querySelectorAll('path.curve')].map(p => p.getBoundingClientRect().width)"
+        )
+        assert len(widths) == 2 * 4  # charts, runs
+        assert min(widths) >= 0
+        assert max(widths) > 100
+        assert page.problems == []
 
 
 def test_a_baseline_that_does_not_get_there_has_no_ratios() -> None:

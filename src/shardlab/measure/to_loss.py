@@ -167,7 +167,7 @@ def summarize(
 
 
 def _row(row: Row, baseline: Row, goal: Goal) -> dict[str, Any]:
-    runs = row.runs
+    runs, losses = row.runs, [point["loss"] for run in row.runs for point in run["points"]]
     ended = [r for r in runs if r["reached"] or (goal.loss is None and math.isfinite(r["loss"]))]
     is_ranked = row.cell.status == "ok" and len(ended) == goal.seeds
     result: dict[str, Any] = {
@@ -178,7 +178,7 @@ def _row(row: Row, baseline: Row, goal: Goal) -> dict[str, Any]:
         "changes": _changes(row, baseline),
         "reached": len(ended),
         "ranked": is_ranked,
-        "lowest_loss": min((p["loss"] for r in runs for p in r["points"]), default=None),
+        "lowest_loss": min(filter(math.isfinite, losses), default=None),
         "runs": runs,
     }
     for name in ("steps", "seconds", "bytes", "loss", "step_ms"):

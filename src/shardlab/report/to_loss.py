@@ -179,7 +179,7 @@ def _sure(cell: Cell, result: Result) -> str:
     if interval is None:
         return text
     text += f" (95% {fmt.interval(interval)})"
-    return text if interval[1] < 1 else text + ", which these seeds cannot tell from none"
+    return text if interval[1] < 1 else text + ", which may be chance"
 
 
 def _by(cell: Cell, result: Result) -> str:
@@ -259,7 +259,6 @@ def html(result: Result) -> str:
         result=result,
         title=title(result),
         css=page.asset("trace.css"),
-        js=page.asset("tables.js"),
         verdict=verdict,
         sentences=others,
         facts=[
