@@ -185,6 +185,60 @@ def compressions(_numbers: Numbers) -> str:
     return table(["", "bytes per step", "loss, AdamW", "loss, SGD"], rows)
 
 
+def slow_link(_numbers: Numbers) -> str:
+    """Time to a held-out loss, from the record of ``slow_link.py``."""
+    found = record("slow-link-100mbit")["to_loss"]
+    rows = []
+    for cell in found["cells"]:
+        if not cell["ranked"]:
+            there = f"{cell['reached']} of {fmt.count(len(found['seeds']), 'seed')} got there"
+            rows.append([f"`{cell['label']}`", "", "", there, "not ranked", ""])
+            continue
+        ratio, time = cell["seconds_ratio"], cell["seconds"]
+        low, high = ratio["interval"]
+        is_baseline = cell["label"] == found["baseline"]
+        rows.append(
+            [
+                f"`{cell['label']}`",
+                f"{cell['steps']['median']:g} ({cell['steps']['low']}–{cell['steps']['high']})",
+                fmt.number(cell["step_ms"]["median"]),
+                f"{fmt.number(time['median'])} ({fmt.number(time['low'], like=time['high'])}–"
+                f"{fmt.number(time['high'])})",
+                "1" if is_baseline else f"{ratio['mean']:.2f} [{low:.2f}, {high:.2f}]",
+                fmt.size(cell["bytes"]["median"]),
+            ]
+        )
+    goal = f"to a loss of {found['goal']['loss']:g}, {fmt.count(len(found['seeds']), 'seed')}"
+    header = [goal, "steps", "ms per step", "seconds", "time to the first", "sent by a rank"]
+    return table(header, rows)
+
+
+def muon(_numbers: Numbers) -> str:
+    rows = [
+        [
+            f"`{cell['label']}`",
+            f"{fmt.number(cell['step_ms']['median'])} ({fmt.p10_p90(cell['step_ms'])})",
+            f"{cell['speed_to_baseline']:.2f} "
+            f"[{cell['speed_interval'][0]:.2f}, {cell['speed_interval'][1]:.2f}]",
+            fmt.size(cell["peak_bytes"]["optimizer"]),
+            fmt.size(cell["peak_bytes"]["total"]),
+        ]
+        for cell in record("muon-2ranks")["cells"]
+    ]
+    header = ["with Muon", "ms per step (p10–p90)", "speed, 95%", "optimizer state", "peak memory"]
+    return table(header, rows)
+
+
+def muon_proved(_numbers: Numbers) -> str:
+    wanted = ("zero1", "zero2", "pytorch_ddp")
+    found = [v for v in record("h200-muon-w2")["verdicts"] if v["strategy"] in wanted]
+    rows = [
+        [f"`{v['strategy']}`", v["checks"]["equal"]["message"], v["checks"]["state"]["message"]]
+        for v in found
+    ]
+    return table(["", "equal", "what a rank holds"], rows)
+
+
 TABLES: dict[str, Callable[[Numbers], str]] = {
     "collective_costs": collective_costs,
     "message_sizes": message_sizes,
@@ -199,6 +253,9 @@ TABLES: dict[str, Callable[[Numbers], str]] = {
     "number_formats": number_formats,
     "precisions": precisions,
     "compressions": compressions,
+    "slow_link": slow_link,
+    "muon": muon,
+    "muon_proved": muon_proved,
 }
 
 

@@ -113,7 +113,9 @@ def played(case: Case, world: int, rounds: Rounds) -> Trajectory:
     inner = [make_optimizer(case.optimizer, m)(p) for m, p in zip(models, workers, strict=True)]
     anchor = {n: p.detach().clone() for n, p in workers[0].items()}
     momentum = {n: torch.zeros_like(p) for n, p in anchor.items()}
-    seen = [0] * world
+    fragments = rounds.cut(anchor)
+    sent: dict[int, dict[str, Any]] = {}
+    seen = [[0] * world for _ in fragments]
     result = Trajectory(rounds=rounds)
     for step in range(STEPS_OF_WORKERS):
         total, counts = 0.0, []
@@ -134,26 +136,38 @@ def played(case: Case, world: int, rounds: Rounds) -> Trajectory:
         for optimizer in inner:
             optimizer.step()
             optimizer.zero_grad()
-        seen = [a + b for a, b in zip(seen, counts, strict=True)]
+        seen = [[a + b for a, b in zip(of, counts, strict=True)] for of in seen]
+        now = step + 1
         with torch.no_grad():
-            mean = {
-                n: sum(c * w[n] for c, w in zip(seen, workers, strict=True)) / sum(seen)
-                for n in anchor
-            }
-            if (step + 1) % rounds.every == 0:
-                for n, start in anchor.items():
-                    outer = start - mean[n]
-                    momentum[n] = rounds.outer_momentum * momentum[n] + outer
-                    start -= rounds.outer_lr * (outer + rounds.outer_momentum * momentum[n])
-                    mean[n] = start.clone()
-                    for worker in workers:
-                        worker[n].copy_(start)
+            for number, names in enumerate(fragments):
+                first = rounds.due(number)  # then after every round
+                if now >= first and (now - first) % rounds.every == 0:
+                    mean = mean_of(workers, names, seen[number])
+                    sent[number] = {n: anchor[n] - mean[n] for n in names}
+                    seen[number] = [0] * world
+                was = now - rounds.delay
+                if was >= first and (was - first) % rounds.every == 0:
+                    for n, outer in sent.pop(number).items():
+                        momentum[n] = rounds.outer_momentum * momentum[n] + outer
+                        move = outer + rounds.outer_momentum * momentum[n]
+                        anchor[n] -= rounds.outer_lr * move
+                        for worker in workers:
+                            worker[n].mul_(rounds.mix).add_((1 - rounds.mix) * anchor[n])
+            if now % rounds.every == 0:
                 for model in models:
                     _set_buffers(model, {n: b.clone() for n, b in models[0].named_buffers()})
-                seen = [0] * world
+            mean = {}
+            for names, of in zip(fragments, seen, strict=True):
+                mean |= mean_of(workers, names, of)
         tensors = (*models[0].named_parameters(), *models[0].named_buffers())
         result.params.append(arrays({**dict(tensors), **mean}))
     return result
+
+
+def mean_of(workers: Sequence[Any], names: Sequence[str], seen: Sequence[int]) -> dict[str, Any]:
+    weights = seen if any(seen) else [1] * len(workers)
+    total = sum(weights)
+    return {n: sum(c * w[n] for c, w in zip(weights, workers, strict=True)) / total for n in names}
 
 
 @torch.no_grad()
@@ -251,7 +265,7 @@ def _identical(trajectories: list[Trajectory]) -> bool:
 
 
 # Strategies whose ranks take steps of their own, and those whose ranks act as one process.
-WORKERS = ("local_sgd", "diloco")
+WORKERS = ("local_sgd", "diloco", "streaming_diloco")
 AS_ONE = [name for name in STRATEGIES if name not in WORKERS]
 FSDP = ("pytorch_zero2", "pytorch_zero3", "pytorch_hsdp")
 OPTIONS: dict[str, dict[str, Any]] = {

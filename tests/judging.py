@@ -32,7 +32,8 @@ def examine_users(world: World, values: dict[str, Any]) -> dict[str, Any] | None
     member = world.first(config.launch.world or 1)
     if member is None:
         return None
-    users = evidence._prepare("users", member, config)
+    config, rounds = evidence._telling(config, member)
+    users = evidence._prepare("users", member, config, rounds)
     with watch.Alive() as alive, watchdog.watching(member, None, 60):
         pulse.PULSE.enter(pulse.PROOF)
         claim, own = evidence.claim_of(config), evidence._in_dtype(config, users)
@@ -42,8 +43,8 @@ def examine_users(world: World, values: dict[str, Any]) -> dict[str, Any] | None
 
 def examine_equal(world: World, values: dict[str, Any]) -> dict[str, Any]:
     """On a rank: of what ``evidence.examine`` finds out on the stack, only what is not equal."""
-    config = configs.from_dict(values)
-    stack = evidence._prepare("stack", world, config)
+    config, rounds = evidence._telling(configs.from_dict(values), world)
+    stack = evidence._prepare("stack", world, config, rounds)
     config = evidence._with_small_buckets(config, stack.subject.job(config).held)
     with watchdog.watching(world, None, 60):
         pulse.PULSE.enter(pulse.PROOF)

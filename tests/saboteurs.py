@@ -13,11 +13,15 @@ from shardlab import comm
 from shardlab.strategies import base, steps
 from shardlab.strategies.bucket_ddp_async import BucketDDPAsync
 from shardlab.strategies.compress import Compressor
+from shardlab.strategies.diloco import DiLoCo
+from shardlab.strategies.local_sgd import LocalSGD
 from shardlab.strategies.overlap import InOrder
 from shardlab.strategies.simple_ddp import all_reduce_gradients
 from shardlab.strategies.simple_ddp_async import SimpleDDPAsync
 from shardlab.strategies.simple_ddp_ga import SimpleDDPGradientAccumulation as Right
 from shardlab.strategies.simple_ddp_hook import SimpleDDPHook
+from shardlab.strategies.streaming_diloco import StreamingDiLoCo
+from shardlab.strategies.workers import Workers
 from shardlab.strategies.zero1 import Zero1
 from shardlab.workloads.base import Batch
 
@@ -191,3 +195,171 @@ class ForgetsToGather(Zero1):
 
 
 RUNG_SABOTEURS = [BucketTooEarly, NobodyWaits, EveryMicrobatch, ShardOffByOne, ForgetsToGather]
+
+
+# ------------------------------------------------------------------ workers
+
+
+class WrongAnchor(DiLoCo):
+    """The next difference is taken from where this worker was, not from the moved anchor."""
+
+    def exchange(self) -> None:
+        before = {name: p.detach().clone() for name, p in self.params.items()}
+        super().exchange()
+        self.anchor = before
+
+
+class AnchorNotMoved(DiLoCo):
+    """The workers continue from the moved anchor, and the anchor stays."""
+
+    def _move(self, name: str, outer_gradient: Tensor) -> None:
+        before = self.anchor[name].clone()
+        super()._move(name, outer_gradient)
+        self.anchor[name].copy_(before)
+
+
+class WrongSign(DiLoCo):
+    """The outer gradient is parameters less anchor: the anchor goes away from the workers."""
+
+    def _move(self, name: str, outer_gradient: Tensor) -> None:
+        super()._move(name, outer_gradient.neg_())
+
+
+class MomentumNotKept(DiLoCo):
+    """The outer momentum begins anew in each round."""
+
+    def exchange(self) -> None:
+        super().exchange()
+        for momentum in self.momentum.values():
+            momentum.zero_()
+
+
+class NoNesterov(DiLoCo):
+    """Plain momentum."""
+
+    def _move(self, name: str, outer_gradient: Tensor) -> None:
+        anchor, momentum = self.anchor[name], self.momentum[name]
+        momentum.mul_(self.rounds.outer_momentum).add_(outer_gradient)
+        anchor.sub_(momentum, alpha=self.rounds.outer_lr)
+        outer_gradient.copy_(anchor)
+
+
+class EqualWeights(LocalSGD):
+    """Every worker weighs the same, though they have seen different numbers of targets."""
+
+    def share(self, counts: Tensor) -> Tensor:
+        del counts
+        return torch.tensor(1 / self.group.size(), dtype=torch.float64)
+
+
+class OneStepEarly(LocalSGD):
+    """The first round is one step short."""
+
+    def __init__(self, setup: base.Setup, *, every: int = 10) -> None:
+        super().__init__(setup, every=every)
+        self.since = 1
+
+
+class CountsAllSteps(LocalSGD):
+    """The counts go on over exchanges: a worker that had much once weighs more for ever."""
+
+    def exchange(self) -> None:
+        kept = self.seen.clone()
+        super().exchange()
+        self.total = kept
+
+    def exchange_what_is_due(self) -> None:
+        super().exchange_what_is_due()
+        if self.since == 0:
+            self.seen += self.total
+
+
+class InnerStateReset(DiLoCo):
+    """The inner optimizer begins anew with each round."""
+
+    def exchange(self) -> None:
+        super().exchange()
+        self.optimizer.state.clear()
+
+
+class BuffersForgotten(LocalSGD):
+    """Parameters are averaged, running statistics are not."""
+
+    def exchange(self) -> None:
+        share = self.share(self.seen)
+        for p in self.params.values():
+            comm.all_reduce(p.data.mul_(share), self.group)
+
+
+class TiedTwice(LocalSGD):
+    """A tied parameter is met under both of its names, and shared out twice."""
+
+    def exchange(self) -> None:
+        names = [
+            n for n, p in self.model.named_parameters(remove_duplicate=False) if p.requires_grad
+        ]
+        for name in names:
+            if name not in self.params:  # another name of one that is
+                self.model.get_parameter(name).data.mul_(self.share(self.seen))
+        super().exchange()
+
+
+class DividesByAll(LocalSGD):
+    """A worker's loss is divided by the count of all workers, as in data parallelism."""
+
+    def step(self) -> None:
+        for p in self.params.values():
+            if p.grad is not None:
+                p.grad *= self.share(self.count)
+        super().step()
+
+
+class OwnLoss(LocalSGD):
+    """Each worker reports its own loss."""
+
+    def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
+        return super().gradients(microbatches) * (1 + self.group.rank())
+
+
+class FragmentSkipped(StreamingDiLoCo):
+    """The last fragment is never sent."""
+
+    def __init__(self, setup: base.Setup, *, every: int = 10) -> None:
+        super().__init__(setup, every=every)
+        self.fragments = [*self.fragments[:-1], []]
+
+
+class DelayIgnored(StreamingDiLoCo):
+    """What was sent is waited for at once."""
+
+    def _send(self, number: int, names: list[str]) -> None:
+        super()._send(number, names)
+        self._merge(names)
+
+
+class MixIgnored(StreamingDiLoCo):
+    """A worker forgets what it has done since the fragment was sent."""
+
+    def _merge(self, names: list[str]) -> None:
+        super()._merge(names)
+        with torch.no_grad():
+            for name in names:
+                self.params[name].copy_(self.anchor[name])
+
+
+class TakesWhatIsThere(StreamingDiLoCo):
+    """The difference is read again when it arrives, from parameters that have gone on."""
+
+    def _merge(self, names: list[str]) -> None:
+        self.settle()
+        for name in names:
+            self.sent[name] = self.anchor[name] - self.params[name].detach()
+            comm.all_reduce(self.sent[name].div_(self.group.size()), self.group)
+        super()._merge(names)
+
+
+WORKER_SABOTEURS: list[type[Workers]] = [
+    WrongAnchor, AnchorNotMoved, WrongSign, MomentumNotKept, NoNesterov, EqualWeights, OneStepEarly,
+    CountsAllSteps, InnerStateReset, BuffersForgotten, TiedTwice, DividesByAll, OwnLoss,
+    FragmentSkipped, DelayIgnored, MixIgnored, TakesWhatIsThere,
+]  # fmt: skip

@@ -21,8 +21,8 @@ gradients, parameters and buffers of {steps} steps of AdamW with a plain loop. T
 are not read before the end of the second step, since reading them might hide a bug. Without
 `--whole` only a part is run, which takes a minute and a half; it has every model under `zero3`.
 
-`local_sgd` and `diloco` exchange after every step of plain SGD here, with an outer rate of 1: so
-they too must equal one process. `pytorch_ddp` and `pytorch_zero1` run with
+`local_sgd`, `diloco` and `streaming_diloco` exchange after every step of plain SGD here, with an
+outer rate of 1: so they too must equal one process. `pytorch_ddp` and `pytorch_zero1` run with
 `find_unused_parameters: true`. Frozen parameters and buffers that forward changes must equal those
 of rank 0, as buffers do in DDP.
 

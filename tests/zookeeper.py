@@ -52,6 +52,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {"find_unused_parameters": True} for name in ("pytorch_ddp", "pytorch_zero1")},
     "local_sgd": {"every": 1},
     "diloco": {"every": 1, "outer_lr": 1.0, "outer_momentum": 0.0},
+    "streaming_diloco": {
+        "every": 1,
+        "outer_lr": 1.0,
+        "outer_momentum": 0.0,
+        "fragments": 1,
+        "delay": 0,
+    },
 }
 
 _numbers = itertools.count(1)

@@ -38,6 +38,7 @@ STRATEGIES = {
     "pytorch_hsdp": "shardlab.strategies.pytorch_hsdp:PyTorchHSDP",
     "local_sgd": "shardlab.strategies.local_sgd:LocalSGD",
     "diloco": "shardlab.strategies.diloco:DiLoCo",
+    "streaming_diloco": "shardlab.strategies.streaming_diloco:StreamingDiLoCo",
 }
 # What others call them, in any case, with - or _: the words of PyTorch's first FSDP, and the names
 # that scripts and folders of published experiments have.

@@ -84,10 +84,22 @@ def ratio_interval(
     second = first if paired else draw.integers(len(below), size=(DRAWS, len(below)))
     ratios = np.log(_medians(above, first, draw)) - np.log(_medians(below, second, draw))
     center = np.log(ratio(above, below))
-    fewest = min(len(above), len(below))
-    widening = STUDENT.get(fewest, 1 + 1.3 / (fewest - 1)) if fewest > 1 else 1.0
+    widening = _widening(min(len(above), len(below)))
     low, high = np.exp(center + widening * (np.percentile(ratios, [2.5, 97.5]) - center))
     return float(low), float(high)
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Student's 95% interval of the mean; None for one value, which says nothing of the next."""
+    if len(values) < 2:
+        return None
+    center, error = float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    half = 1.96 * _widening(len(values)) * error
+    return center - half, center + half
+
+
+def _widening(repeats: int) -> float:
+    return STUDENT.get(repeats, 1 + 1.3 / (repeats - 1)) if repeats > 1 else 1.0
 
 
 def _median(repeats: Repeats) -> float:
@@ -114,6 +126,18 @@ def wire_bytes(op: str, size: int, ranks: int) -> float:
         "barrier": 0.0,
     }
     return factor[op] * size
+
+
+def cut_evenly(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
+    """Names in their order, cut into runs of about the same size: each goes where its middle lies.
+    A run may be empty."""
+    total, before = max(1, sum(sizes.values())), 0
+    runs: list[list[str]] = [[] for _ in range(parts)]
+    for name, size in sizes.items():
+        middle = min(before + size / 2, total * (1 - 1e-9))
+        runs[int(parts * middle / total)].append(name)
+        before += size
+    return runs
 
 
 def ranks_per_node(places: Sequence[tuple[int, int]]) -> int:

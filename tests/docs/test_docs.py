@@ -48,6 +48,8 @@ FEW = ["--repeats", "1", "--warmup", "1", "--steps", "2", "--set", "profile.acti
 def fewer(line: str) -> list[str]:
     """Flags that shorten a command, all else as it is: it must work, and what it measures and
     proves is tested where it costs less (tests/measure, tests/proof/test_prove.py)."""
+    if "--to-loss" in line:  # short as they are
+        return []
     if line.startswith("shardlab compare"):
         flags = [*FEW, "--no-prove"]
         if line == "shardlab compare":  # all strategies

@@ -627,7 +627,7 @@ def test_single_has_every_ranks_microbatches() -> None:
 
 @given(cells=st.integers(1, 20), repeats=st.integers(1, 50))
 def test_the_schedule_varies_what_follows_what(cells: int, repeats: int) -> None:
-    orders = list(comparison._schedule(cells, repeats))
+    orders = list(comparison.schedule(cells, repeats))
     assert len(orders) == repeats
     assert all(sorted(order) == list(range(cells)) for order in orders)  # each once in a repeat
     follows = [set(itertools.pairwise(order)) for order in orders]
@@ -648,7 +648,7 @@ def test_the_schedule_varies_what_follows_what(cells: int, repeats: int) -> None
 
 def test_four_repeats_have_four_predecessors() -> None:
     """With as many repeats as usual, and all strategies: nobody follows the same one twice."""
-    orders = comparison._schedule(len(STRATEGIES), Plan.repeats)
+    orders = comparison.schedule(len(STRATEGIES), Plan.repeats)
     pairs = [pair for order in orders for pair in itertools.pairwise(order)]
     assert len(pairs) == len(set(pairs))
 

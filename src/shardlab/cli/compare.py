@@ -42,7 +42,23 @@ def compare(
     ),
     repeats: int = typer.Option(4, help="Interleaved visits to each strategy."),
     warmup: int = typer.Option(2, help="Steps before the clock counts, per visit."),
-    steps: int = typer.Option(2, help="Timed steps per visit."),
+    steps: int = typer.Option(
+        2,
+        help="Timed steps per visit; with --to-loss the most steps of a run, where --max-steps "
+        "says the same and 500 is the default.",
+    ),
+    to_loss: float | None = typer.Option(
+        None,
+        help="Train each strategy until this held-out loss instead, and compare time, bytes and "
+        "steps: for what changes the mathematics, such as compression and local_sgd.",
+        metavar="LOSS",
+    ),
+    tokens: int | None = typer.Option(
+        None, help="Train each strategy on so many tokens instead, and compare the held-out loss."
+    ),
+    seeds: int | None = typer.Option(
+        None, help="Runs of each strategy with --to-loss or --tokens.  (default: 3)"
+    ),
     prove: bool = typer.Option(
         True,
         help="After the timing, prove each strategy on your model (of ours, on the smallest size) "
@@ -84,6 +100,11 @@ def compare(
     from shardlab.report import console
     from shardlab.run import launch
 
+    if to_loss is not None or tokens is not None:
+        _reach(asked, ctx, to_loss, tokens)
+        return
+    if seeds is not None:
+        raise UsageError("--seeds is for --to-loss and --tokens; --repeats sets visits to time")
     launch.lead(asked.config().launch)
     if resume is not None and "output.dir" in asked.flags:
         raise UsageError("--resume continues in its own folder; leave out --out")
@@ -164,6 +185,65 @@ def compare(
         or (earlier is not None and not result["gate"]["pass"])
     )
     if failed:
+        raise SystemExit(1)
+
+
+# What times steps, and what looks at them afterwards.
+OF_STEPS = ("repeats", "prove", "profile", "resume", "against", "fail_if")
+
+
+def _reach(asked: flags.Asked, ctx: typer.Context, loss: float | None, tokens: int | None) -> None:
+    """Strategies by what they reach, and when: ``--to-loss`` and ``--tokens``."""
+    from shardlab.measure import to_loss
+    from shardlab.measure.cells import Plan, axes_of, cells_of
+    from shardlab.report import console
+    from shardlab.report import to_loss as report
+    from shardlab.run import launch
+
+    given = ctx.params
+    is_given = {name: not _only_given(ctx, given.keys() - {name}) for name in given}
+    flag = "--to-loss" if tokens is None else "--tokens"
+    for name in OF_STEPS:
+        if is_given[name]:
+            raise UsageError(
+                f"--{name.replace('_', '-')} is for comparing steps, and {flag} trains to a goal; "
+                "leave out one of them"
+            )
+    if given["strategies"] is None:
+        raise UsageError(
+            f"{flag} trains each strategy several times; say which: --strategies pytorch_ddp,zero2"
+        )
+    if tokens is not None and is_given["steps"]:
+        raise UsageError("--tokens says how many steps there are; leave out --max-steps")
+    base = asked.config()
+    goal = to_loss.Goal(
+        loss=loss,
+        tokens=tokens,
+        max_steps=given["steps"] if is_given["steps"] else to_loss.MAX_STEPS,
+        seeds=to_loss.Goal.seeds if given["seeds"] is None else given["seeds"],
+        warmup=given["warmup"],
+        time_limit_s=given["time_limit"],
+    )
+    launch.lead(base.launch)
+    axes = axes_of(
+        base, given["world"], given["precision"], given["accumulate"], given["bucket_mb"],
+        launch.default_ranks(),
+    )  # fmt: skip
+    plan = Plan(repeats=1, warmup=0, steps=goal.max_steps)
+    cells = cells_of(base, flags.specs_of(given["strategies"]), axes, plan)
+    try:
+        with (
+            console.comparison_progress(enabled=asked.tells) as on_progress,
+            _interrupted_by_terminate(),
+        ):
+            result = to_loss.run(cells, goal, base, flags.command(), on_progress)
+    except KeyboardInterrupt:
+        raise Interrupted from None
+    folder = flags.new_folder(base, "to-loss")
+    files = report.write(folder, result)
+    asked.print(result, folder, lambda: report.show(result, files))
+    if not any(cell["ranked"] for cell in result["cells"]):
+        output.note("error", report.nothing_reached(result))
         raise SystemExit(1)
 
 

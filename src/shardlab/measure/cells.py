@@ -97,6 +97,7 @@ class Cell:
     traces: dict[str, Any] | None = None  # files and bytes, or why there are none
     profile: dict[str, Any] | None = None  # where a profiled step went, in ms
     sent: dict[str, Any] | None = None  # by each rank in a step
+    changes: str | None = None  # how its steps differ from one process's, if they do
     every: int | None = None  # steps of a round, if its ranks are workers with steps of their own
     status: str = "ok"
     reason: str | None = None

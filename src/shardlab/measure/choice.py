@@ -1,10 +1,10 @@
 """The answer of a comparison in words: which to choose, why, and what would change that.
 
 Pure: from the rows of ``compare.json``. A strategy that was found wrong (its proof failed, or its
-loss is not that of ``single``) is never chosen, nor one that trains otherwise than one process:
-its steps are worth something else. Strategies whose difference is within the noise are
-taken as equally fast if they are close, and then one that needs notably less memory is better; then
-the simpler one.
+loss is not that of ``single``) is never chosen; nor is one that takes other steps than one process
+would, as its time says nothing about how many it needs. Strategies whose difference is within the
+noise are taken as equally fast if they are close, and then one that needs notably less memory is
+better; then the simpler one.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ CLOSE = 0.10  # a step that is slower by more is not taken as equal, however noi
 def answer(result: Mapping[str, Any]) -> dict[str, Any]:
     """``choice`` (a label or None), ``why`` in a sentence, and ``otherwise``: what changes it."""
     cells = readings.measured(result)
-    others = [cell["label"] for cell in cells if cell.get("every")]
-    cells = [cell for cell in cells if not cell.get("every")]
-    right = [cell for cell in cells if not _wrong(cell, result)]
-    excluded = [f"{cell['label']} ({_wrong(cell, result)})" for cell in cells if cell not in right]
+    others = [cell for cell in cells if cell.get("changes") and readings.proved(cell) is not False]
+    judged = [cell for cell in cells if cell not in others]
+    right = [cell for cell in judged if not _wrong(cell, result)]
+    excluded = [f"{cell['label']} ({_wrong(cell, result)})" for cell in judged if cell not in right]
+    if not right and others and not excluded:
+        return {"choice": None, "why": _not_ranked(others), "otherwise": []}
     if not right:
         why = f"none is right: {numbers.names(excluded)}" if excluded else "nothing was measured"
         return {"choice": None, "why": f"{why[0].upper()}{why[1:]}.", "otherwise": []}
@@ -37,19 +39,13 @@ def answer(result: Mapping[str, Any]) -> dict[str, Any]:
             "Nothing is chosen: one visit to each says nothing about how much the next would "
             "differ (--repeats 2 or more)."
         )
-        return {"choice": None, "why": why, "otherwise": _left_out(excluded)}
+        return {"choice": None, "why": why, "otherwise": _left_out(excluded, others)}
     fastest = min(right, key=_ms)
     unsure = [cell for cell in right if cell is fastest or _tied(cell, fastest)]
     equal = [cell for cell in unsure if _ms(cell) <= (1 + CLOSE) * _ms(fastest)]
     choice = min(_lean(equal), key=_difficulty)
     why = _why(choice, fastest, equal, right)
-    otherwise = [*_otherwise(choice, unsure, right, result), *_left_out(excluded)]
-    if others:
-        verb = "trains" if len(others) == 1 else "train"
-        otherwise.append(
-            f"{numbers.names(others)} {verb} otherwise than one process: their time per step alone "
-            "does not rank them."
-        )
+    otherwise = [*_otherwise(choice, unsure, right, result), *_left_out(excluded, others)]
     return {"choice": choice["label"], "why": why, "otherwise": otherwise}
 
 
@@ -59,8 +55,19 @@ def _ms(cell: Row) -> float:
     return median
 
 
-def _left_out(wrong: Sequence[str]) -> list[str]:
-    return [f"Left out, as they are wrong: {numbers.names(wrong)}."] if wrong else []
+def _left_out(wrong: Sequence[str], others: Sequence[Row]) -> list[str]:
+    found = [f"Left out, as they are wrong: {numbers.names(wrong)}."] if wrong else []
+    return found + ([_not_ranked(others)] if others else [])
+
+
+def _not_ranked(others: Sequence[Row]) -> str:
+    """Of strategies that change the mathematics."""
+    labels = numbers.names([cell["label"] for cell in others])
+    what = "it takes" if len(others) == 1 else "they take"
+    return (
+        f"Ms per step does not rank {labels}, as {what} other steps than one process would: "
+        "compare the time to a held-out loss (--to-loss)."
+    )
 
 
 def _wrong(cell: Row, result: Mapping[str, Any]) -> str:

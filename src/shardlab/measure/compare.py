@@ -62,10 +62,10 @@ def compare(
         # What is wrong with any cell is wrong input, and refused before anything is measured.
         for cell in cells:
             if not cell.times_ms and cell.status == "ok":
-                _look(ranks, "shardlab.run.preflight:check", cell)
-        env = _look(ranks, "shardlab.run.preflight:describe", cells[0], command)
+                look(ranks, "shardlab.run.preflight:check", cell)
+        env = look(ranks, "shardlab.run.preflight:describe", cells[0], command)
         losses = "shardlab.proof.chance:why_losses_differ"
-        env["loss_not_compared"] = _look(ranks, losses, cells[0])
+        env["loss_not_compared"] = look(ranks, losses, cells[0])
         if env["device"] == "cuda":
             env |= _calibrate(ranks, cells, command)
         store = None if folder is None else Store(folder())
@@ -121,7 +121,7 @@ def _jobs(
 ) -> Iterator[Job]:
     """All there is to do, in order: nothing that slows a step comes before the last is timed."""
     time = functools.partial(_time, ranks, plan.warmup)
-    for repeat, order in enumerate(_schedule(len(cells), plan.repeats)):
+    for repeat, order in enumerate(schedule(len(cells), plan.repeats)):
         for place, index in enumerate(order):
             cell, what = cells[index], f"repeat {repeat + 1} of {plan.repeats}"
             yield Job(cell, what, time, len(cell.times_ms) > repeat, repeat > 0 and place == 0)
@@ -141,7 +141,7 @@ def _jobs(
             yield Job(cell, what, run, getattr(cell, result) is not None)
 
 
-def _schedule(cells: int, repeats: int) -> Iterator[list[int]]:
+def schedule(cells: int, repeats: int) -> Iterator[list[int]]:
     """The cells in the order of each repeat: what follows what changes from one to the next.
 
     A strategy may suffer from what the one before it has left behind (caches, memory, heat). In a
@@ -155,7 +155,7 @@ def _schedule(cells: int, repeats: int) -> Iterator[list[int]]:
         yield order[::-1] if mirrored else order
 
 
-def _look(ranks: RankSet, function: str, cell: Cell, *args: Any) -> Any:
+def look(ranks: RankSet, function: str, cell: Cell, *args: Any) -> Any:
     """Rank 0's result of a function, before anything is measured: a failure ends the comparison."""
     try:
         return ranks.run(function, cell.config.to_dict(), *args)[0]
@@ -170,11 +170,11 @@ def _try_on_ranks(ranks: RankSet, function: str, cell: Cell) -> Any:
         return ranks.run(f"{__name__}:{function}", cell.config.to_dict())[0]
     except (RankFailure, UsageError) as error:
         cell.status = "failed" if isinstance(error, RankFailure) else "skipped"
-        cell.reason = _reason(error, "a visit" if function == "time_cell" else "weighing it")
+        cell.reason = reason_of(error, "a visit" if function == "time_cell" else "weighing it")
         return None
 
 
-def _reason(error: Exception, what: str) -> str:
+def reason_of(error: Exception, what: str) -> str:
     """Why something failed; if it took too long, ``what`` did."""
     return f"{what} took too long (--time-limit): {error}" if type(error) is Late else str(error)
 
@@ -186,6 +186,7 @@ def _time(ranks: RankSet, warmup: int, cell: Cell) -> None:
     cell.times_ms.append(result["slowest_ms"][warmup:])
     cell.skews_ms += result["skew_ms"][warmup:]
     cell.losses = cell.losses or result["losses"]
+    cell.changes = result["changes"]
     cell.samples, cell.tokens_per_sample = result["samples"], result["tokens_per_sample"]
     cell.every = result["every"]
 
@@ -232,7 +233,7 @@ def _prove(ranks: RankSet, cells: Sequence[Cell], cell: Cell) -> None:
         evidence = ranks.run("shardlab.proof.evidence:examine", config.to_dict())
         checks = judge.judge([e for e in evidence if e is not None])
     except (UsageError, Late) as refusal:  # neither says that anything is wrong
-        cell.proof = {"pass": None, "message": _reason(refusal, "the proof"), "checks": {}}
+        cell.proof = {"pass": None, "message": reason_of(refusal, "the proof"), "checks": {}}
         return
     except RankFailure as failure:
         checks = judge.failed(f"it did not get through: {failure}")
@@ -276,7 +277,7 @@ def _profile(ranks: RankSet, profile: ProfileConfig, folder: Path, cell: Cell) -
         cell.traces = found
         cell.profile = trace.load_once(Path(found["folder"])).mean_step()
     except (RankFailure, UsageError) as error:
-        cell.traces = (cell.traces or {}) | {"reason": _reason(error, "profiling it")}
+        cell.traces = (cell.traces or {}) | {"reason": reason_of(error, "profiling it")}
 
 
 # ------------------------------------------------------------------ numbers
@@ -318,6 +319,7 @@ def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
         "baseline": baseline.label,
         "status": cell.status,
         "reason": cell.reason,
+        "changes": cell.changes,
         **dict.fromkeys(NUMBERS),
         "step_ms_repeats": cell.times_ms,
         "estimated_bytes": cell.estimated_bytes,
@@ -430,6 +432,7 @@ def time_cell(world: World, config: Config) -> dict[str, Any]:
         "slowest_ms": slowest,
         "skew_ms": skews,
         "every": every,
+        "changes": prove.changes(config.strategy.options, strategy),
         "losses": [row["loss"] for row in recorder.rows][:asked],
         "samples": config.training.global_batch,
         "tokens_per_sample": workload.tokens_per_sample,

@@ -181,6 +181,8 @@ def flips(rows: Sequence[Row], chosen: int, at_rate: AtRate) -> Iterator[str]:
             f"On {row['place']}, {numbers.names(near)} {'lies' if len(near) == 1 else 'lie'} "
             f"within the interval of {row['label']}: only a measurement there would tell."
         )
+    if row["link"] is None:  # the ranks share one machine
+        return
     for factor in RATES:
         times = {i: seconds for i in (chosen, *rivals) if (seconds := at_rate(i, factor))}
         best = min(times, key=lambda i: times[i], default=chosen)

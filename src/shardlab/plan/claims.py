@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardlab.numbers import wire_bytes
+from shardlab.numbers import cut_evenly, wire_bytes
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ class Claim:
     about; what that makes on the wire follows from the collective and the ranks that take part."""
 
     moved: Mapping[str, Bytes] = field(default_factory=dict)
-    overlap: str = "none"  # or "some": whether gradients are sent before backward has ended
+    # "none" or "some": whether gradients are sent before backward has ended. Of workers: whether
+    # what they exchange is still on its way when a step has ended.
+    overlap: str | Callable[[Job], str] = "none"
     params: Bytes = lambda job: job.held
     gradients: Bytes = lambda job: job.psi
     optimizer: Bytes = lambda job: job.state
@@ -111,7 +113,7 @@ class Claim:
             "moved": on_the_wire(self.moved),
             "most": on_the_wire({**self.moved, **self.most}),
             "if_irregular": self.if_irregular,
-            "overlap": self.overlap,
+            "overlap": self.overlap if isinstance(self.overlap, str) else self.overlap(job),
         }
 
 
@@ -129,6 +131,16 @@ def each_time(job: Job) -> float:
 def now_and_then(job: Job) -> float:
     """Workers that take steps of their own: all of it once in a round, on average in a step."""
     return job.psi / float(job.options["every"])
+
+
+def in_fragments(job: Job) -> float:
+    """streaming_diloco: the anchor, the outer momentum, and the fragments that are on their way."""
+    sizes = {p.name: p.bytes for p in job.params if p.trains}
+    fragments, delay, every = (int(job.options[k]) for k in ("fragments", "delay", "every"))
+    cut = cut_evenly(sizes, fragments)
+    together = -(-delay * fragments // every)
+    largest = max(sum(sizes[name] for name in names) for names in cut)
+    return 2.0 * job.psi + min(job.psi, together * largest)
 
 
 def one_nth(size: Bytes) -> Bytes:
@@ -331,5 +343,10 @@ CLAIMS: dict[str, Claim] = {
     "diloco": Claim(
         {"all_reduce": now_and_then},
         beside=lambda job: 2.0 * job.psi,  # the anchor, and the outer momentum
+    ),
+    "streaming_diloco": Claim(
+        {"all_reduce": now_and_then},
+        lambda job: "some" if job.options["delay"] else "none",
+        beside=in_fragments,
     ),
 }

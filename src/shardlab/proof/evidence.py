@@ -43,7 +43,6 @@ from shardlab.workloads.base import Batch
 from shardlab.world import World
 
 WATCHED = -1  # the ledger's number for the steps that are watched
-SHORT_ROUND = 2  # steps that workers take between two exchanges, in a proof
 MOST_STEPS = 65
 SETTLE_S = 5.0
 GRADIENT_OPS = ("all_reduce", "reduce_scatter", "all_to_all")
@@ -176,21 +175,21 @@ def claim_of(config: Config) -> claims.Claim | None:
 
 
 def _telling(config: Config, world: World) -> tuple[Config, Rounds | None]:
-    """For workers: rounds of two steps, unless they were asked for, and steps for two rounds and
-    the beginning of a third. In the first a momentum that is not kept would look right."""
+    """For workers: short rounds, unless they were asked for, and steps for two rounds and the
+    beginning of a third. In the first a momentum that is not kept would look right."""
     strategy, _ = _build(subjects.stack(world.size, 0, world.device, 1), config, world)
     rounds = strategy.rounds
     if rounds is None:
         return config, None
     if "every" not in config.strategy.options:
-        options = {**config.strategy.options, "every": SHORT_ROUND}
+        rounds = replace(rounds, every=rounds.shortest)
+        options = {**config.strategy.options, "every": rounds.every}
         config = config.with_overrides({"strategy.options": options})
-        rounds = replace(rounds, every=SHORT_ROUND)
-    steps = max(config.training.steps, 2 * rounds.every + 1)
+    steps = max(config.training.steps, 2 * rounds.every + rounds.delay + 1)
     if steps > MOST_STEPS:
         raise UsageError(
             f"a proof is of two rounds and a step: with every={rounds.every} that takes {steps} "
-            f"steps; leave it out, and it is made with every={SHORT_ROUND}"
+            f"steps; leave it out, and it is made with every={rounds.shortest}"
         )
     return config.with_overrides({"training.steps": steps}), rounds
 

@@ -10,14 +10,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardlab.config import Config
 from shardlab.errors import RankFailure, UsageError
+from shardlab.numbers import count
 from shardlab.proof import TIMEOUT_S, judge
 from shardlab.run import launch as launching
 from shardlab.run.rankset import RankSet
 from shardlab.specs import BASELINE, parse_spec, whole_numbers
+
+if TYPE_CHECKING:
+    from shardlab.strategies.base import Strategy
 
 SCHEMA = 1
 # The size that is proved on, unless another is asked for.
@@ -93,14 +97,28 @@ def cases_of(config: Config, specs: Sequence[str], worlds: Sequence[int]) -> lis
     return cases
 
 
-def refuse_rounding(options: Mapping[str, Any]) -> None:
-    """There is nothing to prove of a strategy that was asked to round."""
+def rounding(options: Mapping[str, Any]) -> str | None:
+    """Which option makes a strategy round what it sends, and that it does; None: no option."""
     for key, exact in (("compress", "none"), ("comm_dtype", "fp32")):
         if options.get(key, exact) != exact:
-            raise UsageError(
-                f"{key}={options[key]} rounds what is sent: it cannot equal one process, "
-                "and there is nothing to prove; leave it out"
-            )
+            return f"{key}={options[key]} rounds what is sent"
+    return None
+
+
+def changes(options: Mapping[str, Any], strategy: Strategy) -> str | None:
+    """How the steps of a strategy differ from one process's, which ms per step says nothing about;
+    None: they are the same."""
+    if strategy.rounds is None:
+        return rounding(options)
+    return f"its ranks take {count(strategy.rounds.every, 'step')} of their own between exchanges"
+
+
+def refuse_rounding(options: Mapping[str, Any]) -> None:
+    """There is nothing to prove of a strategy that was asked to round."""
+    if found := rounding(options):
+        raise UsageError(
+            f"{found}: it cannot equal one process, and there is nothing to prove; leave it out"
+        )
 
 
 def cases_in(size: int, cases: Sequence[Config], worlds: Sequence[int]) -> list[Config]:

@@ -158,46 +158,68 @@ class Workers:
         self.models = models
         self.updates = [Update(model, subject, config) for model in models]
         self.rounds = rounds
-        self.since, self.seen = 0, [0] * len(models)  # steps and targets, since the last exchange
-        if rounds is not None:
-            start = copies_of(self.updates[0].trained)
-            self.anchor = {name: nn.Parameter(tensor) for name, tensor in start.items()}
-            has_momentum = rounds.outer_momentum > 0
-            self.outer = torch.optim.SGD(
-                self.anchor.values(), rounds.outer_lr, rounds.outer_momentum, nesterov=has_momentum
+        self.step = 0
+        if rounds is None:
+            return
+        start = copies_of(self.updates[0].trained)
+        self.anchor = {name: nn.Parameter(tensor) for name, tensor in start.items()}
+        self.fragments = rounds.cut(start)
+        self.seen = [[0] * len(models) for _ in self.fragments]  # targets, since it was sent
+        self.fresh = set(start)  # what all workers hold alike
+        self.outer = {
+            name: torch.optim.SGD(
+                [p], rounds.outer_lr, rounds.outer_momentum, nesterov=rounds.outer_momentum > 0
             )
+            for name, p in self.anchor.items()
+        }
 
     def __call__(self, step: int, gradients: Sequence[Gradients], counts: Sequence[int]) -> None:
         for update, own in zip(self.updates, gradients, strict=True):
             update(step, own)
-        if self.rounds is None:
-            return
-        self.since += 1
-        self.seen = [seen + count for seen, count in zip(self.seen, counts, strict=True)]
-        if self.since == self.rounds.every:
-            self._exchange()
+        if self.rounds is not None:
+            self.step += 1
+            self.fresh.clear()
+            for seen in self.seen:
+                seen[:] = [n + count for n, count in zip(seen, counts, strict=True)]
+            self._exchange(self.rounds)
 
     @torch.no_grad()
-    def _exchange(self) -> None:
-        average = self.average()
-        for name, anchor in self.anchor.items():
-            anchor.grad = anchor - average[name]
-        self.outer.step()
-        buffers = copies_of(dict(self.models[0].named_buffers()))
-        for update in self.updates:
-            for name, p in update.trained.items():
-                p.copy_(self.anchor[name])
-            for name, buffer in update.model.named_buffers():
-                buffer.copy_(buffers[name])
-        self.since, self.seen = 0, [0] * len(self.models)
+    def _exchange(self, rounds: Rounds) -> None:
+        """What is due after this step: fragments are sent, or arrive."""
+        for number, names in enumerate(self.fragments):
+            sent_at = self.step - rounds.delay  # what was sent then arrives now
+            if self._is_due(number, self.step):
+                average = self.average()
+                for name in names:
+                    self.anchor[name].grad = self.anchor[name] - average[name]
+                self.seen[number] = [0] * len(self.models)
+            if sent_at > 0 and self._is_due(number, sent_at):
+                for name in names:
+                    self.outer[name].step()
+                    for update in self.updates:
+                        p, anchor = update.trained[name], self.anchor[name]
+                        p.copy_(rounds.mix * p + (1 - rounds.mix) * anchor)
+                if rounds.delay == 0:
+                    self.fresh.update(names)
+        if self.step % rounds.every == 0:
+            buffers = copies_of(dict(self.models[0].named_buffers()))
+            for model in self.models:
+                for name, buffer in model.named_buffers():
+                    buffer.copy_(buffers[name])
+
+    def _is_due(self, fragment: int, step: int) -> bool:
+        assert self.rounds is not None
+        return (step - self.rounds.due(fragment)) % self.rounds.every == 0
 
     @torch.no_grad()
     def average(self) -> dict[str, Tensor]:
         """The workers' parameters, each by the targets that it has seen, and worker 0's buffers."""
         tensors = copies_of(named_tensors(self.models[0]))
-        if self.since:
-            weights = self.seen if any(self.seen) else [1] * len(self.models)
-            for name in self.updates[0].trained:
+        if self.rounds is None:
+            return tensors
+        for seen, names in zip(self.seen, self.fragments, strict=True):
+            weights = seen if any(seen) else [1] * len(self.models)
+            for name in set(names) - self.fresh:
                 parts = [w * u.trained[name] for w, u in zip(weights, self.updates, strict=True)]
                 tensors[name] = torch.stack(parts).sum(0) / sum(weights)
         return tensors

@@ -142,7 +142,7 @@ def _page(result: Result, timelines: Sequence[Timeline]) -> str:
             checks=CHECKS,
             proofs=[cell for cell in result["cells"] if cell.get("proof")],
             loss_chart=charts.loss_chart(result) if has_numbers else None,
-            environment_rows=list(_environment_rows(result["env"])),
+            environment_rows=list(environment_rows(result["env"])),
         )
     )
 
@@ -200,7 +200,7 @@ ENVIRONMENT_NAMES = {
 ELSEWHERE = {"command", "workload", "parameters", "flops_per_sample", "chosen"}
 
 
-def _environment_rows(env: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def environment_rows(env: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Name and text, in our order; then what a later version may have added."""
     for key in dict.fromkeys((*ENVIRONMENT_NAMES, *env)):
         value = env.get(key)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardlab import numbers
 from shardlab.optim import factory
 from shardlab.strategies import refusals, steps
 from shardlab.strategies.slots import Slots, whole_slots
@@ -58,18 +59,50 @@ class Rounds:
     last exchange) and each worker's parameters is averaged. A worker weighs as much as the targets
     that it has seen since. The average is the gradient of an outer SGD with Nesterov momentum. It
     moves the anchor, and all workers continue from there. With rate 1 and no momentum the anchor
-    becomes the average of the workers. Buffers follow worker 0's.
+    becomes the average of the workers. Buffers follow worker 0's at the end of a round.
+
+    With several ``fragments`` the parameters are cut into so many parts of about the same size, in
+    the model's order. They are exchanged in turn during a round, each by itself. What is sent after
+    a step may arrive ``delay`` steps later. The anchor moves then, and a worker keeps ``mix`` of
+    its own parameters beside what the anchor has become.
     """
 
     every: int
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
+    fragments: int = 1
+    delay: int = 0
+    mix: float = 0.0
 
     def __post_init__(self) -> None:
         refusals.refuse_number("every", self.every, self.every >= 1, "1 or more")
         refusals.refuse_number("outer_lr", self.outer_lr, self.outer_lr > 0, "above 0")
         is_right = 0 <= self.outer_momentum < 1
         refusals.refuse_number("outer_momentum", self.outer_momentum, is_right, "from 0 to below 1")
+        is_right = 1 <= self.fragments <= self.every
+        within = f"from 1 to every, which is {self.every}"
+        refusals.refuse_number("fragments", self.fragments, is_right, within)
+        is_right = 0 <= self.delay < self.every
+        refusals.refuse_number(
+            "delay", self.delay, is_right, f"from 0 to below {self.every} (every)"
+        )
+        is_right = 0 <= self.mix < 1 if self.delay else self.mix == 0
+        wanted = "from 0 to below 1" if self.delay else "0 without a delay"
+        refusals.refuse_number("mix", self.mix, is_right, wanted)
+
+    @property
+    def shortest(self) -> int:
+        """The fewest steps of a round that shows everything which this one does."""
+        return max(2, self.fragments, self.delay + 1)
+
+    def due(self, fragment: int) -> int:
+        """After which step of a round a fragment is sent, from 1 to ``every``."""
+        return (fragment + 1) * self.every // self.fragments
+
+    def cut(self, params: Mapping[str, Tensor]) -> list[list[str]]:
+        """The names of the parameters in each fragment."""
+        sizes = {name: p.numel() * p.element_size() for name, p in params.items()}
+        return numbers.cut_evenly(sizes, self.fragments)
 
 
 class Strategy(ABC):

@@ -41,14 +41,14 @@ class Workers(base.Strategy):
         super().__init__(setup)
         self.rounds = rounds
         steps.broadcast_model(self.model, self.group)
-        self.since = 0  # steps that were taken since the last exchange
+        self.since = 0  # steps of the round under way
         # Targets of this worker and of all, in the last step and since the last exchange: (2,)
         self.count = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.seen = torch.zeros_like(self.count)
 
     @abstractmethod
     def exchange(self) -> None:
-        """Make the workers' models one. A collective."""
+        """Make the workers' models one. A collective, at the end of a round."""
 
     # ------------------------------------------------------------ a step
 
@@ -69,12 +69,19 @@ class Workers(base.Strategy):
 
     def step(self) -> None:
         super().step()
-        self.since += 1
+        self.since = (self.since + 1) % self.rounds.every
         self.seen += self.count
-        if self.since == self.rounds.every:
+        self.exchange_what_is_due()
+
+    def exchange_what_is_due(self) -> None:
+        """After each step. Override it where something is exchanged during a round."""
+        if self.since == 0:
             self.exchange()
-            self.since = 0
             self.seen.zero_()
+
+    def seen_of(self, _name: str) -> Tensor:
+        """The targets, of this worker and of all, since this parameter was exchanged: (2,)."""
+        return self.seen
 
     def share(self, counts: Tensor) -> Tensor:
         """This worker's part of the targets that were counted; if there are none, all weigh the
@@ -93,7 +100,7 @@ class Workers(base.Strategy):
         tensors = {n: t.detach().clone() for n, t in self._named_tensors()}
         if not self.in_step():
             for name in self.params:
-                tensors[name] *= self.share(self.seen)
+                tensors[name] *= self.share(self.seen_of(name))
                 comm.all_reduce(tensors[name], self.group, label=f"average of {name}")
         for name, _ in self.model.named_buffers():
             comm.broadcast(tensors[name], self.group, label=f"buffer {name}")
@@ -156,7 +163,12 @@ class Workers(base.Strategy):
                 if value is not None:
                     own[f"{INNER}{name}/{key}"] = torch.as_tensor(value)
         update = self.update.state_dict()
-        numbers = [update["steps"], update["scale"], update["good_steps"], *self.seen.tolist()]
+        numbers = [
+            update["steps"],
+            update["scale"],
+            update["good_steps"],
+            *self.seen.flatten().tolist(),
+        ]
         return own | {"numbers": torch.tensor(numbers, dtype=torch.float64)}
 
     @torch.no_grad()
@@ -175,7 +187,7 @@ class Workers(base.Strategy):
         done, scale, good_steps, *seen = state["numbers"].tolist()
         own = {"steps": int(done), "scale": scale, "good_steps": int(good_steps)}
         self.update.load_state_dict({**self.update.state_dict(), **own})
-        self.seen.copy_(torch.tensor(seen))
+        self.seen.copy_(torch.tensor(seen).view_as(self.seen))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

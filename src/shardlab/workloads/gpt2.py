@@ -15,7 +15,7 @@ from shardlab.config import SYNTHETIC, DataConfig
 from shardlab.data import sources
 from shardlab.data.tokens import TokenDataset
 from shardlab.errors import UsageError, unknown
-from shardlab.workloads import huggingface
+from shardlab.workloads import huggingface, kernels
 from shardlab.workloads.base import Batch, Dataset, Sums, Workload, hold_out
 from shardlab.workloads.synthetic import Tokens
 
@@ -70,19 +70,19 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, seq, dim)
         x = x + self.attention(self.ln_1(x))
-        out: Tensor = x + self.down(F.gelu(self.up(self.ln_2(x)), approximate="tanh"))
+        out: Tensor = x + self.down(kernels.linear_gelu(self.ln_2(x), self.up))
         return out
 
 
 class Head(nn.Linear):
     """The logits of each position; or, given the targets, the sum of their losses."""
 
-    TILE = 64  # GPU matrix products are fast on multiples of it, and 50257 is prime
-
     def forward(self, input: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:
             return F.linear(input, self.weight)  # (batch, seq, vocab)
-        padding = -self.out_features % self.TILE
+        if kernels.is_fused(input, self.weight):
+            return kernels.head_loss(input.flatten(0, 1), self.weight, targets.flatten())
+        padding = -self.out_features % kernels.TILE
         if not (padding and input.is_cuda and torch.compiler.is_compiling()):
             logits = F.linear(input, self.weight)
         else:  # compiled, the padding's columns cost nothing: they are masked on the fly

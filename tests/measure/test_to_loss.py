@@ -1,0 +1,270 @@
+"""Time, bytes and steps to a held-out loss: what is measured, ranked, drawn and refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+import browser
+import commands
+import results
+from shardlab import config as configs
+from shardlab import numbers
+from shardlab.measure import choice, to_loss
+from shardlab.measure.cells import Cell
+from shardlab.measure.to_loss import Goal, Row
+from shardlab.report import to_loss as report
+
+RUN = ["compare", "--size", "tiny", "--world", "2", "--out", "out"]
+PAIR = ["--strategies", "simple_ddp_ga,simple_ddp_ga:compress=powersgd"]
+
+
+def found(done: Any, tmp_path: Path) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads((tmp_path / "out" / "to_loss.json").read_text())
+    return result
+
+
+@pytest.mark.long
+def test_to_a_loss(tmp_path: Path) -> None:
+    words = [*PAIR, "--to-loss", "4.9", "--max-steps", "40", "--seeds", "2"]
+    done = commands.shardlab(*RUN, *words, cwd=tmp_path, COLUMNS="80")
+    result = found(done, tmp_path)
+    plain, compressed = result["cells"]
+    assert result["seeds"] == [0, 1]
+    for cell in (plain, compressed):
+        assert (cell["ranked"], cell["reached"]) == (True, 2)
+        first, second = (run["points"] for run in cell["runs"])
+        assert first[0]["loss"] != second[0]["loss"], "the seed must change the initial weights"
+        for run in cell["runs"]:
+            steps, seconds = ([p[k] for p in run["points"]] for k in ("steps", "seconds"))
+            assert steps == list(range(len(steps)))  # 40 steps: one evaluation after each
+            assert seconds == sorted(seconds)
+            assert run["loss"] <= 4.9 < run["points"][-2]["loss"]
+    # The same seeds for all of them: before the first step they are the same model.
+    starts = [[run["points"][0]["loss"] for run in cell["runs"]] for cell in result["cells"]]
+    assert starts[0] == starts[1]
+    # Gradients of 120,576 parameters in float32, and a loss with its count, by two ranks.
+    steps = plain["runs"][0]["steps"]
+    assert plain["runs"][0]["bytes"] == pytest.approx(steps * 4 * 120_576, rel=1e-3)
+    assert compressed["bytes"]["median"] < plain["bytes"]["median"] / 5
+    assert plain["changes"] is None
+    assert "rounds what is sent" in compressed["changes"]
+    low, high = compressed["seconds_ratio"]["interval"]
+    assert low < compressed["seconds_ratio"]["mean"] < high
+    text = done.stdout
+    assert "Milliseconds per step alone do not rank these" in text
+    table = text[: text.index("reached 4.9")]
+    assert max(cell_len(line) for line in table.splitlines()) <= 80
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count('<path class="curve') == 2 * 2 * 2  # charts, strategies, seeds
+    assert "Loss against time" in page
+    assert "Loss against tokens" in page
+    assert not re.search(r"(src|href)=\"(?!data:)", page)
+
+
+@pytest.mark.long
+def test_after_tokens_on_the_ranks_of_torchrun(tmp_path: Path) -> None:
+    """8 samples of 64 tokens a step: 1,500 tokens are three steps. PyTorch's own bytes are seen."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    words = [*RUN, "--strategies", "single,pytorch_ddp", "--tokens", "1500", "--seeds", "1"]
+    done = commands.run(*torchrun, "-m", "shardlab", *words, cwd=tmp_path)
+    single, ddp = found(done, tmp_path)["cells"]
+    assert [cell["steps"]["median"] for cell in (single, ddp)] == [3, 3]
+    assert ddp["loss"]["median"] == pytest.approx(single["loss"]["median"], rel=1e-5)
+    assert ddp["bytes"]["median"] == pytest.approx(3 * 4 * 120_576, rel=1e-2)
+    assert single["bytes"]["median"] == 0
+    assert "one seed has no interval" in done.stdout
+
+
+@pytest.mark.long
+def test_what_is_not_reached_is_not_ranked(tmp_path: Path) -> None:
+    words = ["--strategies", "simple_ddp", "--to-loss", "1", "--max-steps", "2", "--seeds", "1"]
+    done = commands.here(*RUN, *words, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "simple_ddp is not ranked: reached it with 0 of 1 seed in 2 steps" in done.stdout
+    assert "No strategy reached 1 with every seed within 2 steps" in done.stderr
+
+
+@pytest.mark.long
+def test_a_model_that_is_there_already_is_refused(tmp_path: Path) -> None:
+    done = commands.here(*RUN, "--strategies", "simple_ddp", "--to-loss", "9", cwd=tmp_path)
+    assert (done.returncode, (tmp_path / "out").exists()) == (2, False)
+    assert "--to-loss 9 is nothing to train for: the untrained model's held-out loss" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--to-loss", "3", "--tokens", "9"], "give one of them"),
+        (["--to-loss", "nan"], "--to-loss nan: not a loss"),
+        (["--tokens", "0"], "--tokens must be at least 1, got 0"),
+        (["--tokens", "9", "--max-steps", "9"], "leave out --max-steps"),
+        (["--to-loss", "3", "--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["--to-loss", "3", "--max-steps", "0"], "--max-steps must be at least 1, got 0"),
+        (["--to-loss", "3", "--time-limit", "0"], "--time-limit must be above 0 s"),
+        (["--to-loss", "3", "--resume", "x"], "--resume is for comparing steps, and --to-loss"),
+        (["--tokens", "9", "--against", "x"], "--against is for comparing steps, and --tokens"),
+        (["--to-loss", "3", "--fail-if", "wrong"], "--fail-if is for comparing steps"),
+        (["--to-loss", "3", "--repeats", "2"], "--repeats is for comparing steps"),
+        (["--to-loss", "3", "--profile"], "--profile is for comparing steps"),
+        (["--to-loss", "3", "--no-prove"], "--prove is for comparing steps"),
+        (["--seeds", "2"], "--seeds is for --to-loss and --tokens"),
+    ],
+)
+def test_what_does_not_go_together(words: list[str], said: str, tmp_path: Path) -> None:
+    done = commands.here(*RUN, "--strategies", "simple_ddp", *words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_strategies_must_be_named(tmp_path: Path) -> None:
+    done = commands.here(*RUN, "--to-loss", "3", cwd=tmp_path)
+    assert (done.returncode, "say which: --strategies" in done.stderr) == (2, True)
+
+
+NO_HELD_OUT = """
+import torch
+from torch import nn
+
+def workload():
+    return nn.Linear(3, 1), [(torch.ones(3), torch.ones(1))] * 32, nn.MSELoss()
+"""
+
+
+@pytest.mark.long
+def test_goals_that_a_workload_cannot_have(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(NO_HELD_OUT)
+    words = ["compare", "--strategies", "simple_ddp", "--workload"]
+    done = commands.shardlab(*words, "mine.py:workload", "--to-loss", "3", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "holds no samples out, and --to-loss" in done.stderr
+    for flags, said in (
+        (["gpt2", "--size", "tiny", "--to-loss", "0"], "--to-loss 0 is never reached"),
+        (["resnet_cifar10", "--tokens", "9"], "are no tokens; use --to-loss"),
+    ):
+        done = commands.here(*words, *flags, cwd=tmp_path)
+        assert done.returncode == 2
+        assert said in done.stderr
+
+
+# ------------------------------------------------------------------ numbers and words, by hand
+
+
+def run_of(seconds: float, reached: bool = True, loss: float = 3.1) -> dict[str, Any]:
+    points = [
+        {"steps": 0, "seconds": 0.0, "bytes": 0.0, "loss": 5.0},
+        {"steps": 40, "seconds": seconds, "bytes": 1e6, "loss": loss},
+    ]
+    last = {**points[-1], "step_ms": 25 * seconds}
+    return {"seed": 0, "reached": reached, "changes": None, **last, "points": points}
+
+
+def summarized(goal: Goal, **runs: list[dict[str, Any]]) -> dict[str, Any]:
+    rows = [
+        Row(Cell(configs.load(None, {"strategy.name": name, "launch.world": 2}), name), each)
+        for name, each in runs.items()
+    ]
+    env = {"workload": "toy", "parameters": 5, "shardlab": "1", "device": "cpu"}
+    overrides = {"training.steps": 50, "training.evaluate_every": 5, "training.evaluate_samples": 9}
+    known = {"tokens_per_sample": 8, "held_out": 4}
+    base = configs.load(None, {})
+    return to_loss.summarize(rows, goal, overrides, base, 64, known, env, "shardlab compare")
+
+
+def test_ratios_are_paired_by_seed() -> None:
+    """Half the time with each seed is half the time, however much the seeds differ."""
+    times = [10.0, 40.0, 90.0]
+    result = summarized(
+        Goal(loss=3.2),
+        simple_ddp=[run_of(t) for t in times],
+        zero1=[run_of(t / 2) for t in times],
+        zero2=[run_of(t * factor) for t, factor in zip(times, (0.5, 1, 2), strict=True)],
+    )
+    _, half, noisy = result["cells"]
+    assert half["seconds_ratio"] == {"mean": pytest.approx(0.5), "interval": [
+        pytest.approx(0.5), pytest.approx(0.5)]}  # fmt: skip
+    assert noisy["seconds_ratio"]["mean"] == pytest.approx(1)
+    low, high = noisy["seconds_ratio"]["interval"]
+    assert high == pytest.approx(1 / low)
+    assert math.log(high) == pytest.approx(4.303 * math.log(2) / math.sqrt(3), rel=0.01)
+    first = next(report.sentences(result))
+    assert first.startswith("zero1 reached 3.2 in the least time, 20.0 s and 40 steps: 0.50× the")
+
+
+def test_one_seed_short_is_not_ranked() -> None:
+    short = [run_of(1), run_of(1, reached=False, loss=3.3)]
+    broken = [run_of(1), run_of(1, reached=False, loss=math.nan)]
+    result = summarized(
+        Goal(loss=3.2, seeds=2), simple_ddp=[run_of(9)] * 2, zero1=short, zero2=broken
+    )
+    _, zero1, zero2 = result["cells"]
+    assert (zero1["ranked"], zero1["reached"], zero1["seconds"]) == (False, 1, None)
+    assert report.not_ranked(result, zero1) == (
+        "reached it with 1 of 2 seeds in 50 steps; the lowest was 3.1000"
+    )
+    assert report.not_ranked(result, zero2) == "its held-out loss was no longer a number"
+    assert next(report.sentences(result)).startswith("simple_ddp reached 3.2")
+    assert "not ranked: its held-out loss" in report.html(result)
+
+
+EVIL = "<img src=x onerror=alert(1)>"
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_page_opens_without_a_complaint(
+    chromium: browser.Browser, dark: bool, tmp_path: Path
+) -> None:
+    result = summarized(
+        Goal(loss=3.2, seeds=2),
+        simple_ddp=[run_of(9), run_of(8)],
+        zero1=[run_of(1), run_of(1, reached=False, loss=math.nan)],
+    )
+    result["cells"][1] |= {"label": EVIL, "status": "failed", "reason": EVIL, "changes": EVIL}
+    files = report.write(tmp_path, result)
+    json.loads(files["json"].read_text())  # a loss that is no number is null there
+    with chromium.page(files["html"], dark=dark) as page:
+        assert page.run("document.images.length") == 0
+        widths = page.run(
+            "[...document.querySelectorAll('path.curve')].map(p => p.getBoundingClientRect().width)"
+        )
+        assert len(widths) == 2 * 4  # charts, runs
+        assert min(widths) >= 0
+        assert max(widths) > 100
+        assert page.problems == []
+
+
+def test_a_baseline_that_does_not_get_there_has_no_ratios() -> None:
+    result = summarized(
+        Goal(loss=3.2, seeds=1), simple_ddp=[run_of(1, reached=False)], zero1=[run_of(1)]
+    )
+    assert result["cells"][1]["ranked"]
+    assert result["cells"][1]["seconds_ratio"] is None
+    assert " – " in results.drawn_table(report.table(result))
+
+
+def test_an_interval_of_the_mean() -> None:
+    assert numbers.mean_interval([1.0]) is None
+    assert numbers.mean_interval([2.0, 2.0]) == (2.0, 2.0)
+    low, high = numbers.mean_interval([1.0, 2.0, 3.0]) or (0, 0)
+    assert (low, high) == (pytest.approx(2 - 2.484, abs=0.02), pytest.approx(2 + 2.484, abs=0.02))
+
+
+def test_ms_per_step_does_not_choose_what_changes_the_mathematics() -> None:
+    """The fastest step is not the answer if it is another step."""
+    cells = [results.cell("single", 200), results.cell("pytorch_ddp", 100)]
+    fast = results.cell("zero1", 50, changes="its ranks take 10 steps of their own")
+    answer = choice.answer(results.result_of(*cells, fast))
+    assert answer["choice"] == "pytorch_ddp"
+    assert answer["otherwise"][-1].startswith("Ms per step does not rank zero1, as it takes other")
+    alone = choice.answer(results.result_of(fast))
+    assert alone["choice"] is None
+    assert "--to-loss" in alone["why"]

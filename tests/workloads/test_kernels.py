@@ -1,0 +1,352 @@
+"""GPT-2's fused head and GELU: equal to PyTorch's own operations, under every strategy too."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from conformance import Arrays, arrays
+from conftest import GetRanks, long_unless
+from shardlab import config as configs
+from shardlab.naming import STRATEGIES
+from shardlab.run import assemble
+from shardlab.workloads import kernels
+from shardlab.workloads.base import Batch
+from shardlab.workloads.gpt2 import GPT2, SIZES, next_token_loss
+from shardlab.world import World
+
+# What a relative error may be; the products of bf16 are rounded to 8 bits.
+EXACT = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+IGNORED = kernels.IGNORED
+
+
+@pytest.fixture
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five rows of logits at a time, so that small inputs are cut into several parts."""
+    monkeypatch.setattr(kernels, "ROWS", 5)
+
+
+def error(actual: Tensor | None, expected: Tensor | None) -> float:
+    assert actual is not None
+    assert expected is not None
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def head_by(loss: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> list[Tensor]:
+    """The loss, divided as a strategy divides it, and its two gradients."""
+    leaves = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
+    value = loss(*leaves, targets)
+    (value / torch.tensor(7.0, dtype=torch.float64, device=value.device)).backward()
+    return [value.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def plain_head(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(hidden @ weight.t(), targets, reduction="sum")
+
+
+def a_head(
+    rows: int, vocab: int, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Every third target is ignored. The hidden states are in ``dtype``; the weight is wide."""
+    make = torch.Generator().manual_seed(rows * vocab)
+    wide = torch.promote_types(dtype, torch.float32)
+    hidden = torch.randn(rows, 24, generator=make, dtype=torch.float64)
+    weight = torch.randn(vocab, 24, generator=make, dtype=torch.float64)
+    targets = torch.randint(0, vocab, (rows,), generator=make)
+    targets[1::3] = IGNORED
+    return hidden.to(device, dtype), weight.to(device, wide), targets.to(device)
+
+
+@pytest.mark.usefixtures("few_rows")
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+@pytest.mark.parametrize("vocab", [37, 64, 129])  # with padding and without
+@pytest.mark.parametrize("rows", [1, 5, 13])  # less than a part, one, and a ragged last one
+def test_the_head_equals_cross_entropy(rows: int, vocab: int, dtype: torch.dtype) -> None:
+    hidden, weight, targets = a_head(rows, vocab, dtype)
+    ours = head_by(kernels.head_loss, hidden, weight, targets)
+    rounded = weight.to(dtype).double()  # the products see it so
+    theirs = head_by(plain_head, hidden.double(), rounded, targets)
+    assert [t.dtype for t in ours] == [weight.dtype, dtype, weight.dtype]
+    assert max(map(error, ours, theirs)) < EXACT[dtype]
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_a_row_that_is_left_out_is_noticed() -> None:
+    """The comparison above can fail."""
+    hidden, weight, targets = a_head(13, 37, torch.float64)
+    fewer = targets.clone()
+    fewer[-1] = IGNORED
+    ours = head_by(kernels.head_loss, hidden, weight, fewer)
+    assert min(map(error, ours, head_by(plain_head, hidden, weight, targets))) > 1e-3
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_large_logits_overflow_nothing() -> None:
+    hidden, weight, targets = a_head(13, 37, torch.float32)
+    ours = head_by(kernels.head_loss, hidden * 100, weight * 10, targets)
+    theirs = head_by(plain_head, hidden.double() * 100, weight.double() * 10, targets)
+    assert max(map(error, ours, theirs)) < 1e-5
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_nothing_to_learn_from() -> None:
+    hidden, weight, targets = a_head(6, 37, torch.float64)
+    for rows in (0, 6):
+        loss, *gradients = head_by(
+            kernels.head_loss, hidden[:rows], weight, torch.full_like(targets[:rows], IGNORED)
+        )
+        assert loss == 0
+        assert [bool(g.any()) for g in gradients] == [False, False]
+
+
+@pytest.mark.usefixtures("few_rows")
+@pytest.mark.parametrize("wrong", [37, 50, -1])
+def test_a_target_outside_of_the_vocabulary_is_not_a_number(wrong: int) -> None:
+    """A kernel cannot raise. 37 would be the padding's first column."""
+    hidden, weight, targets = a_head(13, 37, torch.float64)
+    targets[6] = wrong
+    loss, of_hidden, _ = head_by(kernels.head_loss, hidden, weight, targets)
+    assert loss.isnan()
+    assert of_hidden.isnan().any(1).nonzero().tolist() == [[6]]
+
+
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+def test_gelu_equals_pytorchs(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, gradient = (3 * torch.randn(2, 9, 20, dtype=torch.float64).to(dtype) for _ in range(2))
+    ours, theirs = x.clone().requires_grad_(), x.double().requires_grad_()
+    bias = torch.zeros(20, dtype=torch.promote_types(dtype, torch.float32), requires_grad=True)
+    out = kernels._GELU.apply(ours, bias)
+    out.backward(gradient)
+    expected = F.gelu(theirs, approximate="tanh")
+    expected.backward(gradient.double())
+    assert theirs.grad is not None
+    assert out.dtype == dtype
+    assert error(out, expected) < EXACT[dtype]
+    assert error(ours.grad, theirs.grad) < EXACT[dtype]
+    assert error(bias.grad, theirs.grad.sum((0, 1))) < EXACT[dtype]
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_pytorch_finds_no_fault_with_the_operations() -> None:
+    """Shapes without content, autograd, and what compiling makes of them."""
+    hidden, weight, targets = a_head(13, 37, torch.float32)
+    of_head = hidden.requires_grad_(), weight.requires_grad_(), targets
+    torch.library.opcheck(torch.ops.shardlab.head_loss.default, of_head)
+    of_gelu = torch.randn(2, 9, 20), torch.randn(2, 9, 20)
+    torch.library.opcheck(torch.ops.shardlab.gelu_backward.default, of_gelu)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    hidden, weight, targets = a_head(5, 37, torch.float64)
+    losses = (
+        kernels.head_loss(hidden.requires_grad_(), weight, targets),
+        kernels._GELU.apply(hidden, weight[0]).sum(),
+    )
+    for loss in losses:
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+# ------------------------------------------------------------------ where they serve
+
+
+def test_where_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled model on a GPU that computes in bf16 or fp32, with gradients, and with Triton."""
+    gpu = SimpleNamespace(type="cuda")
+
+    def asks(dtype: torch.dtype = torch.float32, weights: torch.dtype = torch.float32) -> bool:
+        x: Any = SimpleNamespace(is_cuda=True, device=gpu, dtype=dtype)
+        return kernels.is_fused(x, torch.empty(1, dtype=weights))
+
+    monkeypatch.setattr(kernels, "HAS_TRITON", True)
+    assert not asks(), "not compiled"
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert asks()
+    assert not asks(torch.float64, torch.float64)
+    assert not kernels.is_fused(torch.empty(1), torch.empty(1)), "on a CPU"
+    with torch.no_grad():
+        assert not asks(), "evaluation"
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _device: True)
+    for dtype, serves in ((torch.bfloat16, True), (torch.float16, False)):
+        monkeypatch.setattr(torch, "get_autocast_dtype", lambda _device, dtype=dtype: dtype)
+        assert asks() == serves
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(kernels, "HAS_TRITON", False)
+    assert not asks()
+
+
+# ------------------------------------------------------------------ in the model
+
+
+@contextmanager
+def everywhere() -> Any:
+    """The operations serve every call, also on a CPU, with few rows of logits at a time."""
+    calls = []
+    was, rows = kernels.is_fused, kernels.ROWS
+    kernels.is_fused = lambda x, _weight: calls.append(x.shape) or True  # type: ignore[func-returns-value]
+    kernels.ROWS = 50
+    try:
+        yield calls
+    finally:
+        kernels.is_fused, kernels.ROWS = was, rows
+
+
+def ragged(rank: int, micro: int) -> Batch:
+    """One to three sequences, of whose targets some are ignored; or nothing at all."""
+    make = torch.Generator().manual_seed(10 * rank + micro)
+    samples = 0 if (rank, micro) == (1, 1) else 1 + (rank + micro) % 3
+    tokens, targets = (torch.randint(0, 256, (samples, 24), generator=make) for _ in range(2))
+    targets[torch.rand(targets.shape, generator=make) < 0.3 + 0.2 * rank] = IGNORED
+    return Batch(tokens, targets, int((targets != IGNORED).sum()), samples)
+
+
+def gradients(world: World, name: str) -> tuple[float, Arrays, int]:
+    """Of a step with two micro-batches, with the fused operations; and how often they served."""
+    overrides = {"model.size": "tiny", "strategy.name": name, "precision.compute": "fp64"}
+    standing = {"training.optimizer": "sgd", "training.learning_rate": 1e-30}
+    config = configs.load(None, {**overrides, **standing})
+    workload = assemble.build_workload(config)
+    strategy = assemble.build_strategy(config, workload, world)
+    with everywhere() as calls:
+        for _ in range(2):  # the first step lays out buckets
+            loss = float(strategy.gradients([ragged(world.rank, micro) for micro in range(2)]))
+            found = arrays(strategy.full_grads())
+            strategy.step()
+    return loss, found, len(calls)
+
+
+def plain_gradients(world: int) -> tuple[float, Arrays]:
+    """One process that sees every micro-batch, with PyTorch's own operations."""
+    config = configs.load(None, {"model.size": "tiny"})
+    torch.manual_seed(config.training.seed)
+    model = assemble.build_workload(config).make_model().double()
+    batches = [ragged(rank, micro) for rank in range(world) for micro in range(2)]
+    count = sum(batch.count for batch in batches)
+    loss = torch.stack([next_token_loss(model, batch) for batch in batches]).sum() / count
+    loss.backward()
+    return float(loss.detach()), arrays({n: p.grad for n, p in model.named_parameters()})
+
+
+CASES = [(name, 1 if name == "single" else 2) for name in STRATEGIES]
+
+
+@pytest.mark.parametrize(("name", "world"), long_unless(lambda name, _: name == "zero3", CASES))
+def test_under_every_strategy(name: str, world: int, ranks: GetRanks) -> None:
+    """The tied head's gradient is the sum of two; ranks and micro-batches count differently."""
+    loss, found, calls = ranks(world).run(gradients, name)[0]
+    expected_loss, expected = plain_gradients(world)
+    assert calls == 2 * 2 * (SIZES["tiny"].layers + 1)
+    assert loss == pytest.approx(expected_loss, rel=1e-12)
+    assert found.keys() == expected.keys()
+    for parameter, gradient in expected.items():
+        np.testing.assert_allclose(found[parameter], gradient, rtol=0, atol=1e-12)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function'> should not be instantiated")
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+def test_compiled_as_one_graph(dtype: torch.dtype) -> None:
+    """On a CPU, by PyTorch's tracer alone: no code is generated. In fp32 and fp64, torch 2.11
+    would drop the MLP's gradients if GELU ended with a cast."""
+    torch.manual_seed(0)
+    model, batch = GPT2(SIZES["tiny"]), ragged(0, 1)
+    model.to(torch.promote_types(dtype, torch.float32))
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    loss = assemble.in_precision(next_token_loss, "bf16" if dtype == torch.bfloat16 else "")
+
+    def of(run: nn.Module) -> dict[str, Tensor]:
+        model.zero_grad()
+        loss(run, batch).backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    expected = of(model)
+    with everywhere() as calls:
+        found = of(compiled)
+    torch._dynamo.reset()
+    assert calls
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert error(found[name], gradient) < 5 * EXACT[dtype], name
+
+
+# ------------------------------------------------------------------ on a GPU
+
+needs_gpu = pytest.mark.skipif(
+    not (torch.cuda.is_available() and kernels.HAS_TRITON), reason="needs a GPU and Triton"
+)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [37, 1024, 50257])
+def test_the_loss_kernel_equals_its_reference(vocab: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = 5 * torch.randn(9, vocab + -vocab % kernels.TILE, device="cuda", dtype=dtype)
+    targets = torch.randint(0, vocab, (9,), device="cuda")
+    targets[1], targets[2], targets[3], targets[4] = IGNORED, vocab, 0, vocab - 1
+    results = []
+    for function in (kernels.loss_to_gradient, kernels._triton_loss_to_gradient):
+        written, losses = logits.clone(), torch.full((9,), 7.0, device="cuda")
+        function(written, targets, losses, vocab)
+        results.append((losses, written))
+    for theirs, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours[2].isnan().any(), theirs[2].isnan().any())
+        kept = [i for i in range(9) if i != 2]  # a wrong target: not a number
+        torch.testing.assert_close(ours[kept], theirs[kept], atol=1e-5, rtol=1e-2)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(3, 700, 100), (1, 1, 3072), (0, 5, 64)], ids=str)
+def test_the_gelu_kernel_equals_its_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gradient, x = (3 * torch.randn(shape, device="cuda", dtype=dtype) for _ in range(2))
+    of_x, of_bias = torch.ops.shardlab.gelu_backward(gradient, x)
+    columns = shape[-1]
+    expected = kernels.gelu_gradient(gradient.view(-1, columns), x.view(-1, columns))
+    torch.testing.assert_close(of_x.view(-1, columns), expected[0], atol=1e-5, rtol=1e-2)
+    torch.testing.assert_close(of_bias, expected[1], atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("few_rows")
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [0, 4, 13])
+def test_the_head_on_a_gpu(rows: int, dtype: torch.dtype) -> None:
+    hidden, weight, targets = a_head(rows, 37, dtype, "cuda")
+    ours = head_by(kernels.head_loss, hidden, weight, targets)
+    theirs = head_by(plain_head, hidden.double(), weight.to(dtype).double(), targets)
+    assert max(map(error, ours, theirs)) < EXACT[dtype]
+
+
+@needs_gpu
+@pytest.mark.filterwarnings("ignore")  # what a compiler says of its own making
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_a_compiled_model_on_a_gpu(compute: str) -> None:
+    """The gradients of bf16 are as near to those of fp64 as an uncompiled model's are."""
+    torch.manual_seed(0)
+    model = GPT2(SIZES["tiny"]).cuda()
+    batch = ragged(0, 1).to(torch.device("cuda"))
+    loss = assemble.in_precision(next_token_loss, compute)
+
+    def of(run: nn.Module, loss: Any = next_token_loss) -> dict[str, Tensor]:
+        run.zero_grad()
+        loss(run, batch).backward()
+        return {n.removeprefix("_orig_mod."): p.grad.double() for n, p in run.named_parameters()}
+
+    eager, compiled = of(model, loss), of(torch.compile(model), loss)  # type: ignore[arg-type]
+    exact = of(model.double())
+    for name, gradient in exact.items():
+        allowed = 1e-5 if compute == "fp32" else 1.5 * error(eager[name], gradient) + 1e-3
+        assert error(compiled[name], gradient) < allowed, name
