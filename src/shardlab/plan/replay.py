@@ -6,7 +6,7 @@ they leave it. On a GPU a collective has an engine of its own, but takes some of
 bandwidth: work beside it is slower by a factor.
 
 All ranks of a data-parallel world do the same at the same time, so one is played back for all of
-them. What makes one rank later than another is in the price of waiting (``late_s``).
+them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ class Lanes:
     cores: float | None = None  # of one rank; None: collectives do not need the cores
     channels: int = 1  # collectives that are under way at once; the others wait for their turn
     slowdown: float = 1.0  # times that work takes longer while a collective is under way
-    late_s: float = 0.0  # by which the last rank comes later to a collective that all wait for
+    # Until a thread that has woken up gets a core which the rank's work keeps busy. If the rank
+    # waits, its core is free at once.
+    delay_s: float = 0.0
+    late_s: float = 0.0  # by which the last rank comes later to what all of them wait for
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +57,13 @@ class Played:
 def replay(
     step: Step,
     work: Callable[[Work], float],
-    cost: Callable[[Start], Cost],
+    cost: Callable[[Start, bool], Cost],
     lanes: Lanes,
 ) -> Played:
-    """The second of two steps in a row: what the first leaves under way, the second waits for."""
+    """The second of two steps in a row: what the first leaves under way, the second waits for.
+
+    ``cost`` is told whether a collective begins while others are under way.
+    """
     events = merged(step.events, work)
     player = _Player(lanes, cost)
     player.play(events)
@@ -99,22 +105,27 @@ def _covered(spans: Sequence[Span], length: float) -> float:
 class _Collective:
     """One that is under way: first its latency passes, then its share of cores and link does."""
 
-    def __init__(self, start: Start, cost: Cost) -> None:
+    def __init__(self, start: Start, cost: Cost, delay: float) -> None:
         self.start = start
+        self.delay = delay
         self.latency = cost.latency_s
         self.host, self.wire = cost.host_s, cost.wire_s
         self.left = 1.0 if cost.host_s > 0 or cost.wire_s > 0 else 0.0
         self.begin: float | None = None  # when it got a channel
 
     @property
+    def is_done(self) -> bool:
+        return self.delay <= TINY and self.latency <= TINY and self.left <= TINY
+
+    @property
     def moves(self) -> bool:
-        return self.latency <= TINY and self.left > 0
+        return self.delay <= TINY and self.latency <= TINY and self.left > 0
 
 
 class _Player:
     """The two lanes, and the clock that both have."""
 
-    def __init__(self, lanes: Lanes, cost: Callable[[Start], Cost]) -> None:
+    def __init__(self, lanes: Lanes, cost: Callable[[Start, bool], Cost]) -> None:
         self.lanes, self.cost = lanes, cost
         self.now = 0.0
         self.spans: list[Span] = []
@@ -125,7 +136,7 @@ class _Player:
     def play(self, events: Sequence[tuple[str, float] | Start | Wait]) -> None:
         for event in events:
             if isinstance(event, Start):
-                one = _Collective(event, self.cost(event))
+                one = _Collective(event, self.cost(event, bool(self._active)), self.lanes.delay_s)
                 self._under_way[event.call] = one
                 self._queue.append(one)
                 self._let_in()
@@ -147,6 +158,8 @@ class _Player:
     def _wait(self, one: _Collective) -> None:
         begin = self.now
         while one in self._active or one in self._queue:
+            for other in self._active:
+                other.delay = 0.0
             self._advance(float("inf"), self._speeds(works=False)[1])
         if self.now > begin:
             self.now += self.lanes.late_s
@@ -177,18 +190,22 @@ class _Player:
         """Let time pass until something ends, and say how much."""
         passes = at_most
         for one, rate in zip(self._active, rates, strict=True):
-            if one.latency > TINY:
+            if one.delay > TINY:
+                passes = min(passes, one.delay)
+            elif one.latency > TINY:
                 passes = min(passes, one.latency)
             elif rate > 0:
                 passes = min(passes, one.left / rate)
         assert passes < float("inf"), "a collective is waited for that does not move"
         self.now += passes
         for one, rate in zip(self._active, rates, strict=True):
-            if one.latency > TINY:
+            if one.delay > TINY:
+                one.delay -= passes
+            elif one.latency > TINY:
                 one.latency -= passes
             else:
                 one.left -= rate * passes
-        for one in [o for o in self._active if o.latency <= TINY and o.left <= TINY]:
+        for one in [o for o in self._active if o.is_done]:
             self._active.remove(one)
             name = one.start.label or one.start.op
             self.spans.append(Span("comm", name, one.begin or 0.0, self.now))
@@ -199,9 +216,8 @@ class _Player:
         while self._queue and len(self._active) < self.lanes.channels:
             one = self._queue.popleft()
             one.begin = self.now
-            self._active.append(one)
-            if one.latency <= TINY and one.left <= 0:  # it costs nothing
-                self._active.remove(one)
+            if one.latency > TINY or one.left > 0:  # else it costs nothing, and is done
+                self._active.append(one)
 
 
 def _fairly(wanted: Sequence[float], cores: float) -> list[float]:
