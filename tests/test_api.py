@@ -20,7 +20,7 @@ from shardlab.strategies import steps
 
 PUBLIC = [
     "Batch", "Strategy", "Workload", "__version__", "compare", "load_checkpoint", "load_traces",
-    "memory", "prove", "save_checkpoint", "strategy", "train",
+    "memory", "predict", "prove", "save_checkpoint", "strategy", "train",
 ]  # fmt: skip
 MODEL = f"{ROOT / 'examples' / 'your_model.py'}:workload"
 SMALL = {"training.global_batch": 4}

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         compare,
         load_checkpoint,
         memory,
+        predict,
         prove,
         save_checkpoint,
         strategy,
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Batch", "Strategy", "Workload", "__version__", "compare", "load_checkpoint", "load_traces",
-    "memory", "prove", "save_checkpoint", "strategy", "train",
+    "memory", "predict", "prove", "save_checkpoint", "strategy", "train",
 ]  # fmt: skip
 
 _PLACES = {
-    **dict.fromkeys(("compare", "memory", "prove", "strategy", "train"), "shardlab.api"),
+    **dict.fromkeys(("compare", "memory", "predict", "prove", "strategy", "train"), "shardlab.api"),
     **dict.fromkeys(("load_checkpoint", "save_checkpoint"), "shardlab.api"),
     "Batch": "shardlab.batch",
     "Strategy": "shardlab.strategies.base",

@@ -1,8 +1,8 @@
 """The lab from Python: what the commands do, as functions that return objects.
 
-``train``, ``compare``, ``prove`` and ``memory`` start processes of their own, which import your
-workload by its path: in a script, call them below ``if __name__ == "__main__":``. ``strategy`` is
-for your own training loop, under torchrun.
+``train``, ``compare``, ``prove``, ``memory`` and ``predict`` start processes of their own, which
+import your workload by its path: in a script, call them below ``if __name__ == "__main__":``.
+``strategy`` is for your own training loop, under torchrun.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardlab import config as configs
-from shardlab import runfolder
+from shardlab import runfolder, specs
 from shardlab.config import CheckpointConfig, Config, LaunchConfig
 from shardlab.errors import UsageError
 from shardlab.files import write_json
@@ -93,7 +93,6 @@ def train(
 
     Without ``strategy``, with the one of the config file; without that, with simple_ddp.
     """
-    from shardlab import specs
     from shardlab.files import read_jsonl
     from shardlab.report import console, terminal
     from shardlab.run import restart
@@ -215,6 +214,64 @@ def memory(
     text = (report.table(found), *report.sentences(found), *terminal.about(found))
     some_ran = any(row["status"] == "ok" for row in found["rows"])
     return Result(found, folder, found["rows"], text, some_ran)
+
+
+def predict(
+    workload: str | Callable[..., Any] = "gpt2",
+    strategies: str | Sequence[str] = (),
+    *,
+    ranks: OneOrMore = 2,
+    devices: str | Sequence[str] = "this",
+    links: Sequence[str] = (),
+    global_batch: int | None = None,
+    micro_batch: int | None = None,
+    tokens: float | str | None = None,
+    price_per_hour: float | Mapping[str, float] | None = None,
+    fits: bool = False,
+    what_if: Sequence[str] = (),
+    out: str | Path | None = None,
+    settings: Settings | None = None,
+    config: str | Path | None = None,
+    progress: bool = False,
+) -> Result:
+    """What ``shardlab plan`` says: the step on machines that are not here, with its interval.
+
+    ``devices``: "h100,a100,this"; ``links``: between nodes, as in ["ndr", "25gbit,50us"].
+    ``global_batch`` stays the same on any number of ranks; without it a rank's samples do.
+    ``tokens``: a budget, 1e12 or "1T"; ``price_per_hour``: of a device, for all or by name.
+    (It is not called ``plan``: that is the package in which it is made.)
+    """
+    from shardlab.plan import plan as planning
+    from shardlab.plan.predict import Predictor
+    from shardlab.report import console
+    from shardlab.report import plan as report
+
+    named = {"training.global_batch": global_batch, "training.micro_batch": micro_batch}
+    resolved = _config(workload, config, settings, out, named)
+    names = planning.devices_of(devices if isinstance(devices, str) else ",".join(devices))
+    prices = None if price_per_hour is None else str(price_per_hour)
+    if isinstance(price_per_hour, Mapping):
+        prices = ",".join(f"{name}={price}" for name, price in price_per_hour.items())
+    fixes_batch = global_batch is not None or "training.global_batch" in (settings or {})
+    question = planning.Question(
+        resolved,
+        tuple(_specs(strategies)) if strategies else planning.DEFAULT,
+        specs.whole_numbers("ranks", _worlds(ranks)),
+        names,
+        planning.links_of(links),
+        planning.keeps_global_batch(resolved, fixes_batch),
+        planning.tokens_of(None if tokens is None else str(tokens)),
+        planning.prices_of(prices, names),
+        tuple(planning.change_of(text) for text in what_if),
+        fits,
+    )
+    with Predictor() as predictor, console.comparison_progress(enabled=progress) as on_progress:
+        found = planning.plan(question, predictor, "shardlab.predict()", on_progress)
+    folder = _folder(resolved, "plan")
+    report.write(folder, found)
+    text = (*report.tables(found, explain=False), *report.sentences(found))
+    some_are = any(row["status"] == "ok" for row in found["rows"])
+    return Result(found, folder, found["rows"], text, some_are)
 
 
 def strategy(

@@ -28,6 +28,7 @@ OF_A_MODEL = {
     "prove": f"{LOUD} --strategies zero1",
     "throughput": f"{LOUD} --micro-batch 2 --world 2 {FEW}",
     "memory": f"{LOUD} --strategies zero1 --measure",
+    "plan": f"{LOUD} --strategies zero1 --ranks 4 --device h100",
 }
 # What looks at files, or at the machine.
 OTHERS = {

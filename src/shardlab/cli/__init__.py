@@ -19,6 +19,7 @@ from shardlab.cli import (
     learn,
     measure,
     network,
+    plan,
     prove,
     runs,
     submit,
@@ -38,7 +39,7 @@ app = App(
 )
 for command in (
     train.train, compare.compare, prove.prove, measure.throughput, measure.memory, network.network,
-    submit.submit,
+    plan.plan, submit.submit,
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(data.app, name="data")

@@ -95,6 +95,7 @@ def compare(
     from shardlab.measure import gate
     from shardlab.measure import resume as resuming
     from shardlab.measure.cells import Plan, axes_of, cells_of
+    from shardlab.plan import buckets
     from shardlab.report import compare as report
     from shardlab.report import console
     from shardlab.run import launch
@@ -135,6 +136,8 @@ def compare(
         )
         axes = axes_of(first, world, precision, accumulate, bucket_mb, launch.default_ranks())
         cells = cells_of(first, flags.specs_of(strategies), axes, plan)
+        for cell, config in zip(cells, buckets.settled([c.config for c in cells]), strict=True):
+            cell.config = config
         if begun is not None:
             assert resume is not None
             resuming.refuse_others((cells, plan), begun[:2], resume)

@@ -41,6 +41,7 @@ def config_of(asked: flags.Asked, keep_world: bool) -> Config:
 def train(asked: flags.Asked) -> None:
     """Train with one strategy; the run folder keeps every step and every collective."""
     from shardlab.checkpoint import start as starts
+    from shardlab.plan import buckets
     from shardlab.report import console
     from shardlab.run import launch, restart
     from shardlab.run import place as places
@@ -53,6 +54,7 @@ def train(asked: flags.Asked) -> None:
         raise UsageError(RESTARTED_BY[place.launcher])
     if place is None and resolved.launch.world is None:
         resolved = resolved.with_overrides({"launch.world": launch.default_world(resolved)})
+    (resolved,) = buckets.settled([resolved])
     is_first = place is None or place.rank == 0
     try:
         with console.training_progress(enabled=is_first and asked.tells) as on_event:

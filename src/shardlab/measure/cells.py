@@ -154,7 +154,7 @@ def cells_of(
         config = config.with_overrides({"launch.world": axes.worlds[0]})
     for world, accumulate in product(axes.worlds, axes.accumulates):
         share_batch(replace(config.training, accumulate=accumulate), world)
-    takes = takes_buckets or _takes_buckets
+    takes = takes_buckets or has_buckets
     cells = []
     first = axes.worlds[0], axes.accumulates[0]
     points = product(axes.precisions, axes.worlds, axes.accumulates, specs)
@@ -175,7 +175,7 @@ def cells_of(
     return cells
 
 
-def _takes_buckets(name: str) -> bool:
+def has_buckets(name: str) -> bool:
     """Whether a strategy has buckets whose size can be chosen. Imports it, and torch."""
     from shardlab import naming
 

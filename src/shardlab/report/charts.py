@@ -37,6 +37,39 @@ def line(points: Iterable[tuple[float, float]]) -> str:
     return "M" + " L".join(f"{x:.2f} {y:.2f}" for x, y in points)
 
 
+class Log:
+    """A logarithmic axis of 0 to 100 percent."""
+
+    def __init__(self, low: float, high: float) -> None:
+        self.low, self.high = low, max(high, low * 1.01)
+
+    def at(self, value: float) -> float:
+        part = math.log(value / self.low) / math.log(self.high / self.low)
+        return min(max(100 * part, 0.0), 100.0)
+
+    def ticks(self, text: Callable[[float], str], one: float, base: float) -> list[Tick]:
+        """At powers of a base, times ``one``; at most twelve of them."""
+        first = math.ceil(math.log(self.low / one, base) - 1e-9)
+        last = math.floor(math.log(self.high / one, base) + 1e-9)
+        every = max(1, -(-(last - first + 1) // 12))
+        values = [one * base**i for i in range(first, last + 1, every)]
+        return [Tick(self.at(value), text(value)) for value in values]
+
+    def round_ticks(self, text: Callable[[float], str]) -> list[Tick]:
+        """At 1, 2 and 5 times powers of ten: at the powers alone if they are enough, and at other
+        round numbers where there are too few of them."""
+        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+        powers = [10.0**power for power in range(first, last + 1)]
+        values = [factor * power for power in powers for factor in (1, 2, 5)]
+        inside = [value for value in values if self.low <= value <= self.high]
+        if len(inside) > 7:
+            inside = [value for value in powers if self.low <= value <= self.high]
+        elif len(inside) < 3:
+            span = self.high - self.low
+            inside = [self.low + tick.at / 100 * span for tick in ticks(self.low, self.high, 4)]
+        return [Tick(self.at(value), text(value)) for value in inside]
+
+
 class Segment(NamedTuple):
     kind: str  # a class of the style sheet
     name: str

@@ -141,8 +141,8 @@ def chart(result: Result) -> Chart:
     points = [point for point in result["points"] if point["op"] != "barrier"]
     sizes = [point["bytes"] for point in points]
     times = [point["ms"][key] for point in points for key in ("p10", "p90")]
-    wide = _Log(min(sizes), max(sizes))
-    high = _Log(min(times) / 1.3, max(times) * 1.3)
+    wide = charts.Log(min(sizes), max(sizes))
+    high = charts.Log(min(times) / 1.3, max(times) * 1.3)
     fits = {found["op"]: found for found in result["fits"]}
     curves = []
     for op in COLLECTIVES:
@@ -163,7 +163,7 @@ def chart(result: Result) -> Chart:
     return Chart(curves, wide.ticks(fmt.size, 1024, 4), high.ticks(lambda ms: f"{ms:g} ms", 1, 10))
 
 
-def _fitted(mine: list[Any], found: Fit | None, wide: _Log, high: _Log) -> str:
+def _fitted(mine: list[Any], found: Fit | None, wide: charts.Log, high: charts.Log) -> str:
     if found is None:
         return ""
     first, last = mine[0], mine[-1]
@@ -173,25 +173,6 @@ def _fitted(mine: list[Any], found: Fit | None, wide: _Log, high: _Log) -> str:
     return charts.line(
         (wide.at(size), 100 - high.at(ms)) for size, ms in zip(steps, model, strict=True) if ms > 0
     )
-
-
-class _Log:
-    """A logarithmic axis of 0 to 100 percent."""
-
-    def __init__(self, low: float, high: float) -> None:
-        self.low, self.high = low, max(high, low * 1.01)
-
-    def at(self, value: float) -> float:
-        part = math.log(value / self.low) / math.log(self.high / self.low)
-        return min(max(100 * part, 0.0), 100.0)
-
-    def ticks(self, text: Any, one: float, base: float) -> list[charts.Tick]:
-        """At powers of a base, times ``one``; at most twelve of them."""
-        first = math.ceil(math.log(self.low / one, base) - 1e-9)
-        last = math.floor(math.log(self.high / one, base) + 1e-9)
-        every = max(1, -(-(last - first + 1) // 12))
-        values = [one * base**i for i in range(first, last + 1, every)]
-        return [charts.Tick(self.at(value), text(value)) for value in values]
 
 
 def html(result: Result) -> str:

@@ -26,8 +26,13 @@ MAX_NAME = 160  # characters: names of templated kernels are longer than a scree
 
 
 def timeline(traces: TraceSet, max_spans: int = MAX_SPANS) -> dict[str, Any]:
+    shown = len(_shown(traces))
+    left_out = len({trace.rank for trace in traces.traces}) - shown
+    return {**columns(list(_lanes(traces)), max_spans), "ranks_left_out": left_out}
+
+
+def columns(lanes: Sequence[Lane], max_spans: int = MAX_SPANS) -> dict[str, Any]:
     """Spans as columns: for each lane start and length (32 bits) and the number of its name."""
-    lanes = list(_lanes(traces))
     spans = sum(len(lane.start_ns) for lane in lanes)
     keeps, longest_left_out = _longest(lanes, max_spans)
     low = min((int(lane.start_ns.min()) for lane in lanes), default=0)
@@ -56,7 +61,7 @@ def timeline(traces: TraceSet, max_spans: int = MAX_SPANS) -> dict[str, Any]:
         "names": list(names),
         "spans": drawn,
         "left_out": spans - drawn,
-        "ranks_left_out": len({trace.rank for trace in traces.traces}) - len(_shown(traces)),
+        "ranks_left_out": 0,
         "longest_left_out_us": longest_left_out / 1000,
     }
 
@@ -129,18 +134,23 @@ def _collective_lanes(traces: TraceSet) -> Iterable[Lane]:
         for p in c.participants:
             parts.setdefault(p.rank, []).append((p.start_ns, p.end_ns, name))
     for rank, spans in parts.items():
-        lanes: list[list[tuple[int, int, str]]] = []
-        for span in sorted(spans):
-            free = (lane for lane in lanes if lane[-1][1] <= span[0])
-            lane = next(free, None)
-            if lane is not None:
-                lane.append(span)
-            elif len(lanes) < 4:
-                lanes.append([span])
-        for number, lane in enumerate(lanes):
-            start, end, names = zip(*lane, strict=True)
-            title = "comm" if number == 0 else f"comm {number + 1}"
-            yield Lane(rank, title, np.array(start), np.array(end), names)
+        yield from side_by_side(rank, "comm", spans)
+
+
+def side_by_side(rank: int, title: str, spans: Iterable[tuple[int, int, str]]) -> Iterable[Lane]:
+    """Spans (begin, end, name) on lanes of that title; those at the same time on the next one."""
+    lanes: list[list[tuple[int, int, str]]] = []
+    for span in sorted(spans):
+        free = (lane for lane in lanes if lane[-1][1] <= span[0])
+        lane = next(free, None)
+        if lane is not None:
+            lane.append(span)
+        elif len(lanes) < 4:
+            lanes.append([span])
+    for number, lane in enumerate(lanes):
+        start, end, names = zip(*lane, strict=True)
+        own = title if number == 0 else f"{title} {number + 1}"
+        yield Lane(rank, own, np.array(start), np.array(end), names)
 
 
 def _extra(trace: model.Trace, shift: int) -> Iterable[Lane]:

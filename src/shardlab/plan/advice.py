@@ -1,0 +1,226 @@
+"""What to choose of the rows of a plan, in words, and what would change that.
+
+The fastest that fits is chosen; of those that a prediction cannot tell apart, the one with the
+fewest ranks, then the simplest. What would change the choice is found by predicting again, with a
+link that is faster or slower and with a larger batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from shardlab import numbers
+from shardlab.measure.choice import NOTABLE
+from shardlab.naming import STRATEGIES
+
+Row = Mapping[str, Any]
+# The step of a row at another rate of its link, in times of that; None if it cannot be predicted.
+AtRate = Callable[[int, float], float | None]
+# The numbers of a row with twice its global batch; likewise.
+Doubled = Callable[[int], Row | None]
+RATES = (0.5, 0.25, 0.125, 2.0, 4.0, 8.0)
+RIVALS = 2  # how many others are tried
+
+
+def answered(rows: Sequence[Row]) -> dict[str, Any]:
+    """The rows to choose, by their numbers: for each place, and of all. ``why`` has a sentence for
+    each; ``otherwise`` is what would change it, as far as the rows tell."""
+    by_place: dict[str, int] = {}
+    why: list[str] = []
+    otherwise: list[str] = []
+    for place in dict.fromkeys(row["place"] for row in rows):
+        own = [i for i, row in enumerate(rows) if row["place"] == place and row["step_s"]]
+        can = [i for i in own if rows[i]["fits"] is not False]
+        if not can:
+            if own:
+                least = min(own, key=lambda i: rows[i]["memory_bytes"])
+                why.append(f"On {place} nothing fits: the least is {rows[least]['label']} with "
+                           f"{numbers.size(rows[least]['memory_bytes'])} per rank, of "
+                           f"{numbers.size(rows[least]['memory_limit'])}.")  # fmt: skip
+            continue
+        chosen, reason = _choose(rows, can)
+        by_place[place] = chosen
+        why.append(f"On {place}: {reason}")
+        otherwise += _from_rows(rows, own, chosen)
+    overall = next(iter(by_place.values()), None)
+    able = [i for i, row in enumerate(rows) if row["cost"] is not None and row["fits"] is not False]
+    cheapest = _cheapest(rows, able)
+    if len(by_place) > 1 and cheapest is not None:
+        overall = cheapest
+        why.append(f"Cheapest of all: {_named(rows[overall])}, {_budget(rows[overall])}.")
+    elif len(by_place) > 1:
+        overall = max(by_place.values(), key=lambda i: rate(rows[i]))
+        why.append(f"Fastest of all: {_named(rows[overall])}.")
+    elif overall is not None and cheapest is not None:
+        less = 1 - rows[cheapest]["cost"] / rows[overall]["cost"] if rows[overall]["cost"] else 0
+        if less > NOTABLE:
+            otherwise.insert(0, f"If money matters more than time: {_named(rows[cheapest])}, "
+                                f"{_budget(rows[cheapest])}, {100 * less:.0f}% less.")  # fmt: skip
+    if not why:
+        why = ["Nothing could be predicted."]
+    return {"choice": overall, "by_place": by_place, "why": why, "otherwise": otherwise}
+
+
+def _cheapest(rows: Sequence[Row], able: Sequence[int]) -> int | None:
+    """The cheapest; of those that hardly cost more, the one that would be chosen for its speed."""
+    if not able:
+        return None
+    least = min(rows[i]["cost"] for i in able)
+    return _choose(rows, [i for i in able if rows[i]["cost"] <= (1 + NOTABLE) * least])[0]
+
+
+def _budget(row: Row) -> str:
+    return f"{numbers.number(row['days'])} days for {row['cost']:,.0f}"
+
+
+def _named(row: Row) -> str:
+    where = row["place"]
+    return f"{row['label']} on {numbers.count(row['world'], 'rank')} of {where}"
+
+
+def rate(row: Row) -> float:
+    value: float = row["samples_per_s"]
+    return value
+
+
+def rate_words(row: Row) -> str:
+    if row["tokens_per_s"]:
+        return f"{numbers.compact(row['tokens_per_s'])} tokens/s"
+    return f"{numbers.compact(row['samples_per_s'])} samples/s"
+
+
+def _choose(rows: Sequence[Row], can: Sequence[int]) -> tuple[int, str]:
+    """The fastest. Of those that are equally fast as far as the intervals tell: the fewest ranks,
+    then the simplest. All of them fit, so that less memory is no reason by itself."""
+    fastest = max(can, key=lambda i: rate(rows[i]))
+    equal = [i for i in can if i == fastest or _tied(rows[i], rows[fastest])]
+    fewest = min(rows[i]["world"] for i in equal)
+    few = [i for i in equal if rows[i]["world"] == fewest]
+    chosen = min(few, key=lambda i: _rung(rows[i]))
+    row = rows[chosen]
+    what = f"{row['label']} on {numbers.count(row['world'], 'rank')}, {rate_words(row)}"
+    if len(can) == 1:
+        return chosen, f"{what}: the only one that can be run and fits."
+    if equal == [fastest]:
+        return chosen, f"{what}: it is the fastest that fits."
+    rivals = numbers.names([_short(rows[i], row) for i in equal if i != chosen])
+    reason = "it is the simplest of them"
+    if len(few) < len(equal):
+        also = " and is the simplest with so few" if len(few) > 1 else ""
+        reason = f"it needs the fewest ranks{also}"
+    return chosen, f"{what}: as fast as {rivals} within the interval, and {reason}."
+
+
+def _short(row: Row, beside: Row) -> str:
+    if row["world"] == beside["world"]:
+        return str(row["label"])
+    return f"{row['label']} on {numbers.count(row['world'], 'rank')}"
+
+
+def _tied(row: Row, fastest: Row) -> bool:
+    """Whether two that are close cannot be told apart."""
+    return rate(row) * (1 + NOTABLE) >= rate(fastest) and _overlap(row, fastest)
+
+
+def _overlap(row: Row, faster: Row) -> bool:
+    """Whether one may be as fast as the other, as far as the intervals tell."""
+    best = rate(row) * row["step_s"] / row["low_s"]
+    worst = rate(faster) * faster["step_s"] / faster["high_s"]
+    return bool(best >= worst)
+
+
+def _rung(row: Row) -> tuple[int, float]:
+    """The place in the ladder; the user's own come first."""
+    ladder = list(STRATEGIES)
+    place = ladder.index(row["strategy"]) if row["strategy"] in ladder else -1
+    return place, -rate(row)
+
+
+def _from_rows(rows: Sequence[Row], own: Sequence[int], chosen: int) -> Iterator[str]:
+    """What would change the choice at one place, as far as its rows tell."""
+    row = rows[chosen]
+    large = [
+        i for i in own if rows[i]["fits"] is False and rate(rows[i]) > (1 + NOTABLE) * rate(row)
+    ]
+    if large:
+        best = max(large, key=lambda i: rate(rows[i]))
+        other = rows[best]
+        yield (
+            f"With more memory: {_named(other)} would be {rate(other) / rate(row):.2f} times as "
+            f"fast, but needs {numbers.size(other['memory_bytes'])} per rank, of "
+            f"{numbers.size(other['memory_limit'])}."
+        )
+    able = [i for i in own if rows[i]["fits"] is not False]
+    worlds = sorted({rows[i]["world"] for i in able})
+    best_of = {w: _choose(rows, [i for i in able if rows[i]["world"] == w])[0] for w in worlds}
+    if len({rows[i]["label"] for i in best_of.values()}) > 1:
+        texts = [f"{rows[i]['label']} at {numbers.count(w, 'rank')}" for w, i in best_of.items()]
+        yield f"On {row['place']}, by the number of ranks: {numbers.names(texts, at_most=8)}."
+
+
+def _rivals(rows: Sequence[Row], chosen: int) -> list[int]:
+    """The fastest others at the same point."""
+    row = rows[chosen]
+    same = [
+        i for i, other in enumerate(rows)
+        if i != chosen and other["step_s"] and other["fits"] is not False
+        and (other["place"], other["world"]) == (row["place"], row["world"])
+    ]  # fmt: skip
+    return sorted(same, key=lambda i: -rate(rows[i]))[:RIVALS]
+
+
+def flips(rows: Sequence[Row], chosen: int, at_rate: AtRate) -> Iterator[str]:
+    """Who cannot be told from the choice, and which rate of the link makes another the fastest."""
+    row, rivals = rows[chosen], _rivals(rows, chosen)
+    if row["world"] == 1 or not rivals:
+        return
+    near = [rows[i]["label"] for i in rivals if _overlap(rows[i], row)]
+    if near:
+        yield (
+            f"On {row['place']}, {numbers.names(near)} {'lies' if len(near) == 1 else 'lie'} "
+            f"within the interval of {row['label']}: only a measurement there would tell."
+        )
+    if row["link"] is None:  # the ranks share one machine
+        return
+    for factor in RATES:
+        times = {i: seconds for i in (chosen, *rivals) if (seconds := at_rate(i, factor))}
+        best = min(times, key=lambda i: times[i], default=chosen)
+        if chosen in times and times[chosen] > (1 + NOTABLE) * times[best]:
+            yield (
+                f"With {factor:g} times the bandwidth on {row['place']}, {rows[best]['label']} "
+                f"would be {100 * (times[chosen] / times[best] - 1):.0f}% faster than "
+                f"{row['label']}."
+            )
+            return
+    yield (
+        f"On {row['place']}, no link from {min(RATES):g} to {max(RATES):g} times as fast changes "
+        "the choice."
+    )
+
+
+def if_batch_grows(rows: Sequence[Row], chosen: int, doubled: Doubled) -> Iterator[str]:
+    """What twice the global batch would do to the choice, and to the nearest other."""
+    row, found = rows[chosen], doubled(chosen)
+    if found is None:
+        return
+    what = f"With twice the global batch on {row['place']}, {row['label']}"
+    if found["fits"] is False:
+        size = numbers.size(found["memory_bytes"])
+        yield f"{what} would no longer fit: it needs {size} per rank."
+        return
+    line = f"{what} would do {rate(found) / rate(row):.2f} times as many samples a second"
+    for i in _rivals(rows, chosen)[:1]:
+        other = doubled(i)
+        if other and other["fits"] is not False and rate(other) > (1 + NOTABLE) * rate(found):
+            line += f", and {rows[i]['label']} would be faster"
+    yield f"{line}."
+
+
+def chosen_by_place(rows: Sequence[Row]) -> dict[str, int]:
+    """The row to choose on each kind of machine; none where nothing fits."""
+    can: dict[str, list[int]] = {}
+    for i, row in enumerate(rows):
+        if row["step_s"] and row["fits"] is not False:
+            can.setdefault(row["place"], []).append(i)
+    return {place: _choose(rows, able)[0] for place, able in can.items()}
