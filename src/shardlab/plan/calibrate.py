@@ -69,7 +69,7 @@ def _digest() -> str:
 
 def on_rank(world: World) -> list[dict[str, Any]]:
     """The points, by two ranks together: op, bytes, and seconds."""
-    points = []
+    points: list[dict[str, Any]] = []
     for size in SIZES:
         pool = _pool(world, size)
         for op in OPS:

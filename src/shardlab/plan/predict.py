@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -143,6 +144,25 @@ def _waited_at_once(step: Step) -> Iterator[Event]:
             yield Wait(event.call)
 
 
+def on_this_machine(here: Here, step: Step, change: WhatIf = AS_IT_IS) -> Prediction:
+    """From a step that was emulated here. Its memory is not looked at."""
+    played = here.play(step, change)
+    share = played.wait_s / max(played.step_s, 1e-12)
+    off = math.hypot(HERE_OWN, HERE_WAIT * share, _spread(step.totals_s))
+    return Prediction(
+        **_times(played, 1 - off, 1 + off),
+        naive_s=sum(work.seconds or 0.0 for work in step.works()),
+        flops=step.flops,
+        samples=step.samples,
+        tokens=step.tokens,
+        memory_bytes=step.peak_bytes,
+        memory_limit=None,
+        is_measured=True,
+        peak_flops_per_s=None,
+        notes=step.notes,
+    )
+
+
 class Predictor:
     """Answers one question after another. It owns the process that simulates and emulates."""
 
@@ -190,23 +210,12 @@ class Predictor:
             joined = devices.link(link)
             here = Here(self._gloo, cores, joined.bytes_per_s, joined.latency_s)
             sharing = 1
-        played = here.play(step, change)
-        share = played.wait_s / played.step_s
-        spread = _spread(step.totals_s)
-        off = (HERE_OWN**2 + (HERE_WAIT * share) ** 2 + spread**2) ** 0.5
         free = throughput.free_bytes()
-        own = sum(work.seconds or 0.0 for work in step.works())
-        return Prediction(
-            **_times(played, 1 - off, 1 + off),
-            naive_s=own,
+        return dataclasses.replace(
+            on_this_machine(here, step, change),
             flops=simulated.flops,
-            samples=step.samples,
-            tokens=step.tokens,
             memory_bytes=peak,
             memory_limit=None if free is None else free // sharing,
-            is_measured=True,
-            peak_flops_per_s=None,
-            notes=step.notes,
         )
 
     def _emulated(self, config: Config) -> Step:

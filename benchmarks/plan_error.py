@@ -1,0 +1,213 @@
+"""How far the planner is off on this machine, at points that it was not calibrated with.
+
+    python benchmarks/plan_error.py [--rounds 2] [--only loop2,4gbit] [--out FILE]
+
+Needs root: links are those of network namespaces (tests/hosts.py), one rank on each, and all of
+them share this machine's cores. Calibrated: what Gloo's collectives cost two ranks on one machine
+and over 1 Gbit/s, and a rank's own work, which is emulated alone for every point. Held out: steps of
+more ranks, over other links, at other batch sizes and sequence lengths. Every point is predicted
+from the calibration, then measured as `shardlab compare` measures it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+OWN = f"{ROOT / 'benchmarks' / 'plan_model.py'}:workload"
+GPT = {"model.workload": "gpt2", "model.size": "mini"}
+RESNET = {"model.workload": "resnet_cifar10", "model.options": {"width": 16}}
+# Workloads with the samples of a rank.
+SHAPES: dict[str, tuple[dict[str, Any], int]] = {
+    "gpt": ({**GPT, "data.seq_len": 128}, 6),
+    "gpt-short": ({**GPT, "data.seq_len": 64}, 16),
+    "resnet": (RESNET, 32),
+    "resnet-24": (RESNET, 24),
+    "own": ({"model.workload": OWN}, 256),
+    "own-128": ({"model.workload": OWN}, 128),
+}
+USUAL = ("gpt", "resnet", "own")
+OTHERS = ("gpt-short", "resnet-24", "own-128")
+FEW = "bucket_ddp_async,zero1,zero2,zero3,pytorch_ddp,pytorch_zero3".split(",")
+ALL = "simple_ddp,simple_ddp_ga,simple_ddp_hook,simple_ddp_async,pytorch_zero1,pytorch_zero2"
+ALL_STRATEGIES = [*FEW, *ALL.split(",")]
+# Name: ranks, rate of the links, delay in seconds, shapes.
+CONDITIONS: dict[str, tuple[int, str | None, float, tuple[str, ...]]] = {
+    "loop2": (2, None, 0.0, USUAL),
+    "1gbit": (2, "1gbit", 0.0, USUAL),
+    "0.5gbit": (2, "500mbit", 0.0, USUAL),
+    "2gbit": (2, "2gbit", 0.0, USUAL),
+    "4gbit": (2, "4gbit", 0.0, USUAL),
+    "1gbit+5ms": (2, "1gbit", 0.005, USUAL),
+    "loop3": (3, None, 0.0, USUAL),
+    "loop4": (4, None, 0.0, USUAL),
+    "loop2-others": (2, None, 0.0, OTHERS),
+}
+CALIBRATED = ("loop2", "1gbit")
+RATES = {"500mbit": 0.5e9 / 8, "1gbit": 1e9 / 8, "2gbit": 2e9 / 8, "4gbit": 4e9 / 8}
+WARMUP, STEPS = 2, 6
+
+
+def config_of(shape: str, strategy: str, ranks: int) -> Any:
+    from shardlab import config as configs
+
+    settings, samples = SHAPES[shape]
+    more = {"strategy.name": strategy, "launch.world": ranks, "training.steps": WARMUP + STEPS}
+    return configs.load(None, {**settings, **more, "training.global_batch": samples * ranks})
+
+
+def cells(condition: str) -> list[tuple[str, str]]:
+    shapes = CONDITIONS[condition][3]
+    return [(s, t) for s in shapes for t in (ALL_STRATEGIES if s == shapes[0] else FEW)]
+
+
+# ------------------------------------------------------------------ in the ranks
+
+
+def on_rank(task: str, out: Path) -> None:
+    """``task``: "calibrate", or the name of a condition and how many rounds, as in "loop2 2"."""
+    from shardlab import config as configs
+    from shardlab import world as worlds
+    from shardlab.measure import compare
+    from shardlab.plan import calibrate
+
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
+    launch = configs.load(None, {}).launch
+    world: Any = worlds.join(launch, rank, size, local_rank, local_size)
+    found: Any
+    if task == "calibrate":
+        found = calibrate.on_rank(world)
+    else:
+        condition, rounds = task.split()
+        found = []
+        for number in range(int(rounds)):
+            for shape, strategy in cells(condition)[:: 1 if number % 2 else -1]:
+                values = config_of(shape, strategy, world.size).to_dict()
+                result = compare.time_cell(world, values)
+                assert result is not None
+                found.append([shape, strategy, statistics.median(result["slowest_ms"][WARMUP:])])
+                if world.rank == 0:
+                    print(*found[-1], flush=True)
+    if world.rank == 0:
+        out.write_text(json.dumps(found))
+    del world
+    worlds.leave()
+
+
+def run(task: str, ranks: int, rate: str | None, delay_s: float) -> Any:
+    """The task's result, from that many ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        words = [str(Path(__file__).resolve()), "--on-rank", task, "--out", str(out)]
+        if rate is None:
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command = [*launcher, f"--nproc-per-node={ranks}", *words]
+            variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+            subprocess.run(command, env=variables, check=True, cwd=folder, timeout=1500)
+        else:
+            sys.path.insert(0, str(ROOT / "tests"))
+            hosts: Any = importlib.import_module("hosts")
+            with hosts.made(ranks, rate=rate, delay_s=delay_s) as made:
+                for done in made.torchrun(*words, timeout=1500, cwd=Path(folder)):
+                    if done.returncode:
+                        raise RuntimeError(done.stderr)
+        return json.loads(out.read_text())
+
+
+# ------------------------------------------------------------------ here
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", default=",".join(CONDITIONS))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--on-rank", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.on_rank is not None:
+        on_rank(given.on_rank, given.out)
+        return
+    import torch
+
+    from shardlab.measure.estimate import Simulator
+    from shardlab.plan import gloo, predict
+    from shardlab.run import environment
+
+    begin = time.monotonic()
+    near = [point for _ in range(2) for point in run("calibrate", 2, None, 0.0)]
+    far = [point for _ in range(2) for point in run("calibrate", 2, "1gbit", 0.0)]
+    prices = gloo.Gloo(gloo.measured(near), gloo.measured(far, RATES["1gbit"]))
+    cores = len(os.sched_getaffinity(0))
+    steps: dict[tuple[str, str, int], Any] = {}
+    rows: list[dict[str, Any]] = []
+    for condition in given.only.split(","):
+        ranks, rate, delay_s, _ = CONDITIONS[condition]
+        with Simulator() as simulator:
+            for shape, strategy in cells(condition):
+                if (shape, strategy, ranks) not in steps:
+                    config = config_of(shape, strategy, ranks)
+                    step = simulator.ask(predict.EMULATE, 120.0, config, 1.0)
+                    steps[shape, strategy, ranks] = step
+        times: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for shape, strategy, ms in run(f"{condition} {given.rounds}", ranks, rate, delay_s):
+            times[shape, strategy].append(ms)
+        here = predict.Here(prices, cores / ranks, RATES[rate] if rate else None, delay_s)
+        for (shape, strategy), measured in times.items():
+            prediction = predict.on_this_machine(here, steps[shape, strategy, ranks])
+            ms = statistics.median(measured)
+            row = {"condition": condition, "shape": shape, "strategy": strategy, "ranks": ranks}
+            row |= {"predicted_ms": prediction.step_s * 1e3, "measured_ms": ms, "rounds": measured}
+            row |= {"error": prediction.step_s * 1e3 / ms - 1}
+            row |= {"inside": prediction.low_s * 1e3 <= ms <= prediction.high_s * 1e3}
+            rows.append(row)
+            print(f"{condition:13}{shape:10}{strategy:18}{row['predicted_ms']:8.1f} ms predicted "
+                  f"{ms:8.1f} measured {row['error']:+.1%}", flush=True)  # fmt: skip
+    summary = {
+        name: summary_of([row for row in rows if (row["condition"] in CALIBRATED) == is_calibrated])
+        for name, is_calibrated in (("calibrated", True), ("held_out", False))
+    }
+    for name, numbers in summary.items():
+        print(name, numbers)
+    print(f"{time.monotonic() - begin:.0f} s")
+    if given.out is not None:
+        command = f"python benchmarks/plan_error.py --rounds {given.rounds}"
+        found = environment.describe(torch.device("cpu"), command)
+        record = {"command": command, "environment": found, "summary": summary, "rows": rows}
+        given.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def summary_of(rows: list[dict[str, Any]]) -> dict[str, float]:
+    if not rows:
+        return {"points": 0}
+    errors = sorted(abs(row["error"]) for row in rows)
+    # Where two strategies differ by more than a tenth, is the faster one said to be?
+    right = total = 0
+    for one in rows:
+        for other in rows:
+            same = all(one[key] == other[key] for key in ("condition", "shape"))
+            if same and one["measured_ms"] * 1.1 < other["measured_ms"]:
+                total += 1
+                right += one["predicted_ms"] < other["predicted_ms"]
+    return {
+        "points": len(rows),
+        "mean_error": statistics.mean(errors),
+        "p95_error": errors[int(0.95 * (len(errors) - 1))],
+        "inside_interval": statistics.mean(row["inside"] for row in rows),
+        "order_right": right / total if total else 1.0,
+    }
+
+
+if __name__ == "__main__":
+    main()

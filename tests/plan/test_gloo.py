@@ -1,0 +1,91 @@
+"""Gloo's prices: what was measured between two ranks comes back, and is carried over from there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardlab.errors import UsageError
+from shardlab.plan import gloo
+from shardlab.plan.graph import Group, Start
+
+TWO = Group(2)
+
+
+def points(fixed: float, per_byte: float) -> list[dict[str, Any]]:
+    """Every collective costs the same for what a rank sends; queued ones have half the fixed."""
+    found = []
+    for op in gloo.OPS:
+        for size in (256, 2**20, 2**24):
+            seconds = per_byte * gloo.sent_by(op, size, 2)
+            row = {"op": op, "bytes": size}
+            for kind, part in (("", fixed), ("queued_", fixed / 2)):
+                row[f"{kind}wall_s"] = part + seconds
+                row[f"{kind}host_s"] = (part + seconds) / 2
+            found.append(row)
+    return found
+
+
+NEAR = gloo.measured(points(1e-3, 1e-9))
+HERE = gloo.Gloo(NEAR, gloo.measured(points(2e-3, 8e-9), rate=125e6))
+
+
+def test_two_ranks_pay_what_was_measured() -> None:
+    found = HERE.cost("all_reduce", 2**20, TWO)
+    assert found.wire_s == pytest.approx(1e-3 + 2**20 * 1e-9)
+    assert found.host_s == pytest.approx(found.wire_s / 2)
+    queued = HERE.cost("all_reduce", 2**20, TWO, is_queued=True)
+    assert queued.wire_s == pytest.approx(0.5e-3 + 2**20 * 1e-9)
+
+
+def test_between_and_beyond_the_sizes_it_is_a_line() -> None:
+    for size in (2**22, 2**26):
+        found = HERE.cost("all_reduce", size, TWO).wire_s
+        assert found == pytest.approx(1e-3 + size * 1e-9, rel=1e-6)
+
+
+def test_more_ranks_send_more_in_more_rounds() -> None:
+    two, four = (HERE.cost("all_reduce", 2**24, Group(n)).wire_s for n in (2, 4))
+    assert four == pytest.approx(3 * 1e-3 + 1.5 * 2**24 * 1e-9, rel=1e-3)
+    assert two < four
+
+
+def test_one_rank_pays_nothing() -> None:
+    assert HERE.cost("all_reduce", 2**20, Group(1)).wire_s == 0.0
+
+
+def test_a_link_of_another_rate_changes_its_part_alone() -> None:
+    slow = HERE.cost("all_reduce", 2**24, TWO, rate=62.5e6)
+    fast = HERE.cost("all_reduce", 2**24, TWO, rate=250e6)
+    assert slow.wire_s == pytest.approx(2e-3 + 2**24 * 16e-9, rel=1e-3)
+    assert fast.wire_s == pytest.approx(2e-3 + 2**24 * 4e-9, rel=1e-3)
+    assert slow.host_s == fast.host_s
+
+
+def test_latency_counts_as_often_as_gloo_waits_for_it() -> None:
+    """Measured over a link of 5 ms: 21 ms for two ranks, 42 for three."""
+    two, three = (
+        HERE.cost("all_reduce", 1024, Group(n), rate=125e6, latency_s=0.005).latency_s
+        for n in (2, 3)
+    )
+    assert (two, three) == pytest.approx((0.020, 0.040))
+
+
+def test_a_gather_of_ours_is_priced_as_broadcasts() -> None:
+    ours = Start(0, "all_gather", 8, TWO, sent="broadcast")
+    theirs = Start(0, "all_gather", 8, TWO, sent="all_gather")
+    assert gloo.kind_of(ours) == "broadcasts"
+    assert gloo.kind_of(theirs) == "all_gather"
+    assert gloo.kind_of(Start(0, "reduce_scatter", 8, TWO, sent="all_to_all")) == "all_to_all"
+
+
+def test_a_link_that_was_not_measured_has_prices_too() -> None:
+    made = gloo.Gloo(NEAR, gloo.over_a_link(NEAR))
+    found = made.cost("all_reduce", 2**24, TWO, rate=125e6)
+    assert found.wire_s == pytest.approx(2**24 / 125e6, rel=0.05)
+
+
+def test_an_unknown_collective_is_named() -> None:
+    with pytest.raises(UsageError, match="no cost of gossip over Gloo"):
+        HERE.cost("gossip", 8, TWO)

@@ -1,0 +1,115 @@
+"""From measured and simulated steps to worlds and batches that nobody ran."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from shardlab import config as configs
+from shardlab.errors import UsageError
+from shardlab.plan import predict
+from shardlab.plan.graph import Event, Group, Start, Step, Wait, Work
+
+
+def in_world(ranks: int, size: float = 1.0) -> Step:
+    """A sharded step: whole tensors in forward, a shard in the update."""
+    events: list[Event] = [
+        Work("aten.mm", 600.0 * size, 100.0, phase="forward"),
+        Start(0, "all_reduce", 4096, Group(ranks)),
+        Wait(0),
+        Work("aten.add_", 0.0, 64.0 / ranks, phase="update"),
+    ]
+    return Step(ranks, events, samples=4 * ranks, peak_bytes=round(100 + 6400 / ranks))
+
+
+def test_a_world_follows_from_two_smaller_ones() -> None:
+    found = predict.at_world(in_world(8), in_world(16), 1024)
+    expected = in_world(1024)
+    assert found is not None
+    for event, other in zip(found.events, expected.events, strict=True):
+        if isinstance(event, Work):
+            assert isinstance(other, Work)
+            assert event.bytes == pytest.approx(other.bytes)
+        else:
+            assert event == other
+    assert found.samples == 4096
+    assert found.peak_bytes == pytest.approx(expected.peak_bytes, abs=2)
+
+
+def test_a_group_inside_a_node_stays_as_it_is() -> None:
+    small, large = (
+        dataclasses.replace(in_world(n), events=[Start(0, "all_gather", 64, Group(4)), Wait(0)])
+        for n in (8, 16)
+    )
+    found = predict.at_world(small, large, 64)
+    assert found is not None
+    assert next(found.starts()).group == Group(4)
+
+
+def test_steps_that_do_different_things_have_nothing_in_between() -> None:
+    other = dataclasses.replace(in_world(16), events=in_world(16).events[1:])
+    assert predict.at_world(in_world(8), other, 64) is None
+
+
+def measured(*seconds: float) -> Step:
+    works = [Work("measured", 0, 0, seconds=s) for s in seconds]
+    return Step(1, works, samples=1, totals_s=(sum(seconds),))
+
+
+def total(step: Step) -> float:
+    return sum(work.seconds or 0.0 for work in step.works())
+
+
+def test_a_batch_lies_on_the_line_of_its_neighbours() -> None:
+    known = [(4, measured(1.0, 3.0)), (8, measured(2.0, 5.0)), (16, measured(4.0, 9.0))]
+    assert total(predict.at_batch(known, 12)) == pytest.approx(10.0)
+    assert total(predict.at_batch(known, 6)) == pytest.approx(5.5)
+    assert total(predict.at_batch(known, 32)) == pytest.approx(25.0)
+
+
+def test_small_batches_take_the_time_of_the_host() -> None:
+    """1 s for any batch up to 10, then 0.1 s a sample."""
+    known = [(1, measured(1.0)), (20, measured(2.0)), (40, measured(4.0))]
+    assert total(predict.at_batch(known, 5)) == pytest.approx(1.0)
+    assert total(predict.at_batch(known, 15)) == pytest.approx(1.5)
+
+
+def test_one_batch_is_not_enough() -> None:
+    with pytest.raises(UsageError, match="two batches or more"):
+        predict.at_batch([(1, measured(1.0))], 2)
+
+
+def tiny(**more: object) -> configs.Config:
+    return configs.load(
+        None,
+        {
+            "model.size": "tiny",
+            "strategy.name": "zero1",
+            "launch.world": 2,
+            "training.global_batch": 8,
+            "training.steps": 3,
+            **{key.replace("__", "."): value for key, value in more.items()},
+        },
+    )
+
+
+def test_a_device_that_is_not_here() -> None:
+    """1,024 ranks follow from 8 and 16, and every time adds up."""
+    with predict.Predictor() as predictor:
+        found = predictor.predict(tiny(), "h100")
+        assert found.step_s == pytest.approx(found.work_s + found.wait_s)
+        assert found.low_s < found.step_s < found.high_s
+        assert not found.is_measured
+        many = tiny(launch__world=1024, training__global_batch=4096)
+        large = predictor.predict(many, "h100", "ndr")
+        assert large.samples == 4096
+        assert large.comm_s > found.comm_s
+        half = predictor.predict(many, "h100", "ndr", predict.WhatIf(bandwidth=0.5))
+        assert half.comm_s > large.comm_s
+        slow = predictor.predict(many, "h100", "ndr", predict.WhatIf(slow_rank=2.0))
+        assert slow.work_s > 1.5 * large.work_s
+        exposed = predictor.predict(many, "h100", "ndr", predict.WhatIf(overlap=False))
+        assert exposed.wait_s >= large.wait_s
+        with pytest.raises(UsageError, match="h1000"):
+            predictor.predict(tiny(), "h1000")
