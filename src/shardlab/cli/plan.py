@@ -62,7 +62,7 @@ def plan(
 ) -> None:  # fmt: skip
     """Predict the step on machines that you do not have: time, memory, days and cost.
 
-    Each number has its 90% interval, and the guess of a constant MFU beside it.
+    Each number has its 90% interval, and a naive guess, in which nothing is sent, beside it.
     """
     from shardlab.plan import check as checking
     from shardlab.plan import plan as planning

@@ -337,7 +337,8 @@ def check_sentences(result: Result) -> Iterator[str]:
         f"{100 * result['coverage']:.0f}% of them lie inside the 90% interval."
     )
     if result["naive_mean_error"] is not None:
-        yield f"The naive guess (a constant MFU) is {100 * result['naive_mean_error']:.1f}% off."
+        naive = 100 * result["naive_mean_error"]
+        yield f"The naive guess (a rank's own work, nothing sent) is {naive:.1f}% off."
 
 
 # ------------------------------------------------------------------ the page
