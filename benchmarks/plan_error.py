@@ -4,8 +4,8 @@
 
 Needs root: links are those of network namespaces (tests/hosts.py), one rank on each, and all of
 them share this machine's cores. Calibrated: what Gloo's collectives cost two ranks on one machine
-and over 1 Gbit/s, and a rank's own work, which is emulated alone for every point. Held out: steps of
-more ranks, over other links, at other batch sizes and sequence lengths. Every point is predicted
+and over 1 Gbit/s, and a rank's own work, which is emulated alone for every point. Held out: steps
+of more ranks, over other links, at other batch sizes and sequence lengths. Every point is predicted
 from the calibration, then measured as `shardlab compare` measures it.
 """
 
@@ -39,9 +39,9 @@ SHAPES: dict[str, tuple[dict[str, Any], int]] = {
 }
 USUAL = ("gpt", "resnet", "own")
 OTHERS = ("gpt-short", "resnet-24", "own-128")
-FEW = "bucket_ddp_async,zero1,zero2,zero3,pytorch_ddp,pytorch_zero3".split(",")
-ALL = "simple_ddp,simple_ddp_ga,simple_ddp_hook,simple_ddp_async,pytorch_zero1,pytorch_zero2"
-ALL_STRATEGIES = [*FEW, *ALL.split(",")]
+FEW = ["bucket_ddp_async", "zero1", "zero2", "zero3", "pytorch_ddp", "pytorch_zero3"]
+SIMPLE = ["simple_ddp", "simple_ddp_ga", "simple_ddp_hook", "simple_ddp_async"]
+ALL_STRATEGIES = [*FEW, *SIMPLE, "pytorch_zero1", "pytorch_zero2"]
 # Name: ranks, rate of the links, delay in seconds, shapes.
 CONDITIONS: dict[str, tuple[int, str | None, float, tuple[str, ...]]] = {
     "loop2": (2, None, 0.0, USUAL),
@@ -92,14 +92,14 @@ def on_rank(task: str, out: Path) -> None:
     else:
         condition, rounds = task.split()
         found = []
-        for number in range(int(rounds)):
+        for number in range(1 + int(rounds)):  # the first round warms up, and does not count
             for shape, strategy in cells(condition)[:: 1 if number % 2 else -1]:
                 values = config_of(shape, strategy, world.size).to_dict()
                 result = compare.time_cell(world, values)
                 assert result is not None
-                found.append([shape, strategy, statistics.median(result["slowest_ms"][WARMUP:])])
-                if world.rank == 0:
-                    print(*found[-1], flush=True)
+                if number:
+                    ms = statistics.median(result["slowest_ms"][WARMUP:])
+                    found.append([shape, strategy, ms])
     if world.rank == 0:
         out.write_text(json.dumps(found))
     del world

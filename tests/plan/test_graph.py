@@ -10,12 +10,15 @@ import pytest
 
 from conftest import long_unless
 from shardlab import config as configs
+from shardlab.errors import UsageError
 from shardlab.measure.estimate import WEIGHED, Simulator
 from shardlab.naming import STRATEGIES
 from shardlab.plan.claims import CLAIMS, Job, Parameter
 from shardlab.plan.graph import Event, Start, Step, Wait, Work
 
 TINY = {"model.size": "tiny", "data.source": "synthetic", "training.accumulate": 2}
+WORKERS = ("local_sgd", "diloco", "streaming_diloco")  # they send in some steps only
+ALIKE = [strategy for strategy in STRATEGIES if strategy not in WORKERS]
 MESSAGES = 200  # bytes, at most: numbers of targets, losses, masks
 
 
@@ -76,7 +79,7 @@ def job_of(world: int) -> Job:
     ("strategy", "world"),
     long_unless(
         lambda strategy, world: world == 2 and strategy in ("zero1", "pytorch_ddp"),
-        [(strategy, world) for strategy in STRATEGIES for world in (2, 64)],
+        [(strategy, world) for strategy in ALIKE for world in (2, 64)],
     ),
 )
 def test_every_strategy_sends_what_it_claims_and_waits_once(
@@ -158,3 +161,9 @@ def test_groups_have_a_stride(simulator: Simulator) -> None:
 
 def test_events_are_only_noted_if_asked_for(simulator: Simulator) -> None:
     assert "step" not in simulator.run(config_of("single", 1), "cpu")
+
+
+@pytest.mark.parametrize("strategy", WORKERS)
+def test_steps_that_differ_have_no_plan(strategy: str, simulator: Simulator) -> None:
+    with pytest.raises(UsageError, match="exchange every 10 steps"):
+        step_of(simulator, strategy)

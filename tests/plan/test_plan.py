@@ -181,6 +181,15 @@ def test_changes_of_the_machine_and_of_the_run() -> None:
     assert found["what_if"][0]["by_place"] == {"h100 over ndr": 0}
 
 
+def test_bandwidth_needs_a_link() -> None:
+    changes = (change_of("bandwidth=2"),)
+    with pytest.raises(UsageError, match="there is no link; name one with --link"):
+        planned(changes=changes, devices=("this",), links=(None,), ranks=(2,))
+    both = planned(changes=changes, devices=("this", "h100"), links=(None,), ranks=(8,))
+    steps = both["what_if"][0]["step_s"]
+    assert [step is None for step in steps] == [row["device"] == "this" for row in both["rows"]]
+
+
 def test_a_bucket_size_concerns_those_that_have_buckets() -> None:
     fortune = Fortune()
     found = planned(fortune, changes=(change_of("bucket-mb=4"),), ranks=(8,))

@@ -23,6 +23,7 @@ from shardlab.proof import watch
 
 if TYPE_CHECKING:
     from shardlab.config import Config
+    from shardlab.strategies.base import Strategy
     from shardlab.workloads.base import Batch, Workload
     from shardlab.world import World
 
@@ -257,7 +258,12 @@ Batches = Callable[["Workload", "Config", "World"], Iterable[list["Batch"]]]
 
 
 def run_steps(
-    workload: Workload, config: Config, world: World, causes: Causes, batches: Batches
+    workload: Workload,
+    config: Config,
+    world: World,
+    causes: Causes,
+    batches: Batches,
+    on_built: Callable[[Strategy], None] = lambda _: None,
 ) -> int:
     """Build the config's strategy, run its steps, note what is held. Returns when it was built."""
     from shardlab.run import assemble
@@ -265,6 +271,7 @@ def run_steps(
     gc.freeze()  # a look passes over what is here already: half a million objects of PyTorch's
     try:
         strategy = assemble.build_strategy(config, workload, world)
+        on_built(strategy)
         built = time.time_ns()
         for microbatches in batches(workload, config, world):
             with causes.step():

@@ -46,7 +46,7 @@ from shardlab.optim import factory
 from shardlab.plan.graph import Event, Step
 from shardlab.run import assemble, loop
 from shardlab.run import place as places
-from shardlab.strategies.base import MakeOptimizer
+from shardlab.strategies.base import MakeOptimizer, Strategy
 from shardlab.strategies.lockstep import Lockstep
 from shardlab.workloads.base import Batch, Workload
 from shardlab.world import World, choose
@@ -472,7 +472,8 @@ def _simulate(
         stack.enter_context(mock.patch.object(assemble, "make_optimizer", optimizer_there))
         stack.enter_context(fake)
         stack.enter_context(tracker.tracking())
-        built = memory.run_steps(workload, config, world, causes, batches)
+        on_built = refuse_rounds if events else _nothing
+        built = memory.run_steps(workload, config, world, causes, batches, on_built)
         weights = memory.weights(tracker.allocations(), causes, built)
         about = {"data": workload.data, "notes": list(workload.notes)}
         found: dict[str, Any] = {"device": device, "kernels": where.type}
@@ -481,6 +482,16 @@ def _simulate(
             peak = max(weights[part]["total"] for part in ("building", "step"))
             found["step"] = step_of(config, workload, log.events(), peak)
         return found
+
+
+def refuse_rounds(strategy: Strategy) -> None:
+    """One step stands for all of them only if all send the same."""
+    if strategy.rounds is not None:
+        every = strategy.rounds.every
+        raise UsageError(
+            f"its ranks exchange every {every} steps, and a plan is made from one step that is "
+            "like all others; `shardlab compare --to-loss` measures such a strategy"
+        )
 
 
 def step_of(

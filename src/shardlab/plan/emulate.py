@@ -175,6 +175,7 @@ def emulate(config: Config, seconds: float = 1.5) -> Step:
         stack.enter_context(mock.patch.object(simulate.Solo, "log", clock))
         stack.enter_context(clock.following())
         strategy = assemble.build_strategy(config, workload, alone)
+        simulate.refuse_rounds(strategy)
         batches = stack.enter_context(closing(loop.Batches(workload, config, alone)))
         ends: list[Stamp] = []
         began = 0.0

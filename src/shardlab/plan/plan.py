@@ -233,6 +233,11 @@ class Cell:
     buckets: dict[str, float] = field(default_factory=dict)  # the best size in MB, by what-if
 
     @property
+    def has_link(self) -> bool:
+        """On this machine ranks share its memory, unless a link is named."""
+        return self.device != HERE or self.link is not None
+
+    @property
     def status(self) -> str:
         if self.error is None:
             return "ok"
@@ -276,6 +281,11 @@ def plan(
     """The content of ``plan.json``. What cannot be is a row that says why."""
     cells = cells_of(question)
     asks = [Change(""), *question.changes]
+    if any(c.machine.bandwidth != 1 for c in asks) and not any(c.has_link for c in cells):
+        raise UsageError(
+            "--what-if bandwidth: the ranks of this machine share its memory, and there is no "
+            "link; name one with --link"
+        )
     total, done = len(cells) * len(asks), 0
     for number, change in enumerate(asks):
         for cell in cells:
@@ -346,6 +356,8 @@ def _predicted(
     try:
         config = change.of(cell.config)
         if config is None:
+            return None
+        if change.machine.bandwidth != 1 and not cell.has_link:
             return None
         where = cell.device, cell.link, change.machine
         if change.wants_best:

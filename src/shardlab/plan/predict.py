@@ -35,7 +35,7 @@ TOGETHER = 1.05  # times that a rank's work takes longer than alone
 LATE_S = 0.4e-3  # at each collective that two ranks wait for; more ranks are later
 # Of a 90% interval, as factors of the step: on this machine, by its share of communication; and by
 # a datasheet, of a family whose runs were published and of any other.
-HERE_OWN, HERE_WAIT = 0.08, 0.10
+HERE_OWN, HERE_WAIT = 0.16, 0.20
 FITTED, UNFITTED = (0.75, 1.35), (0.6, 1.7)
 SMALL_WORLDS = 8, 16  # simulated; larger ones follow from these two
 LIMIT_S = 300.0
