@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardlab.errors import UsageError
-from shardlab.plan.devices import DEVICES, device, link, machine, price
+from shardlab.plan.devices import DEVICES, called, device, link, machine, price
 from shardlab.plan.graph import Work
 
 
@@ -69,3 +69,27 @@ def test_small_operators_take_what_the_host_needs() -> None:
     tiny = price(Work("aten.add", 0, 4), device("h100"), "bf16")
     assert 1e-6 < tiny < 50e-6
     assert tiny == price(Work("aten.add", 0, 4), device("a100"), "bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40"),
+        ("Tesla V100-SXM2-32GB", "v100-32"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_a_gpu_is_known_by_its_name(name: str, known: str) -> None:
+    assert called(name) == known
+
+
+def test_an_unknown_gpu_is_said_to_be() -> None:
+    with pytest.raises(UsageError, match="no datasheet of NVIDIA GB10 is here"):
+        called("NVIDIA GB10")

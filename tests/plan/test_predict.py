@@ -113,3 +113,14 @@ def test_a_device_that_is_not_here() -> None:
         assert exposed.wait_s >= large.wait_s
         with pytest.raises(UsageError, match="h1000"):
             predictor.predict(tiny(), "h1000")
+
+
+def test_this_machine_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its work is measured, its links are those of its datasheet. (Here a CPU stands for it.)"""
+    monkeypatch.setattr(predict, "gpu_here", lambda: "NVIDIA H200")
+    with predict.Predictor() as predictor:
+        found = predictor.predict(tiny(launch__world=8, training__global_batch=32))
+    assert found.is_measured
+    assert found.memory_limit == 141e9
+    assert found.wait_s < 0.01 * found.step_s  # 120,000 parameters over NVLink
+    assert "work measured on NVIDIA H200; links as h200 usually has them" in found.notes

@@ -159,6 +159,18 @@ def device(name: str) -> Device:
     return known
 
 
+def called(name: str) -> str:
+    """The device that a GPU calls itself: "NVIDIA H100 80GB HBM3" is h100."""
+    words = name.lower().replace("-", " ").split()
+    memory = next((w.removesuffix("gb") for w in words if w.endswith("gb")), "")
+    for known in (f"{words[1] if len(words) > 1 else words[0]}-{memory}", *words):
+        if known in DEVICES or known in ALIASES:
+            if known == "h100" and "pcie" in words:
+                return "h100-pcie"
+            return known
+    raise UsageError(f"no datasheet of {name} is here; name a device like it with --device")
+
+
 def link(text: str) -> Link:
     """``ndr``; ``4gbit`` (one port for each node); ``25gbit,50us``; ``8x200gbit`` (eight ports)."""
     rate, *rest = text.strip().lower().split(",")

@@ -190,9 +190,12 @@ class Predictor:
         On "this" device, without a link, all of them share this machine; with one, each is on a
         machine like this one. A link joins nodes as full as such devices come.
         """
-        if device == THIS:
-            return self._here(config, link, change)
-        return self._there(config, device, link, change)
+        if device != THIS:
+            return self._there(config, device, link, change)
+        name = None if config.launch.device == "cpu" else gpu_here()
+        if name is not None:
+            return self._gpu_here(config, name, link, change)
+        return self._here(config, link, change)
 
     # -------------------------------------------------------------- this machine
 
@@ -216,6 +219,29 @@ class Predictor:
             flops=simulated.flops,
             memory_bytes=peak,
             memory_limit=None if free is None else free // sharing,
+        )
+
+    def _gpu_here(self, config: Config, name: str, link: str | None, change: WhatIf) -> Prediction:
+        """The work as this GPU does it; its collectives as links of such GPUs are said to."""
+        machine = devices.machine(devices.called(name), link or "")
+        step = self._emulated(config)
+        played = There(machine, config.precision.compute).play(step, change)
+        off = math.hypot(HERE_OWN, _spread(step.totals_s))
+        simulated, peak = self._simulated(config, "cuda")
+        notes = step.notes
+        if (config.launch.world or 1) > 1:
+            notes += (f"work measured on {name}; links as {machine.device.name} usually has them",)
+        return Prediction(
+            **_times(played, 1 - off, 1 + off),
+            naive_s=sum(work.seconds or 0.0 for work in step.works()),
+            flops=simulated.flops,
+            samples=step.samples,
+            tokens=step.tokens,
+            memory_bytes=peak,
+            memory_limit=round(machine.device.memory),
+            is_measured=True,
+            peak_flops_per_s=machine.device.peak(config.precision.compute),
+            notes=notes,
         )
 
     def _emulated(self, config: Config) -> Step:
@@ -277,6 +303,13 @@ class Predictor:
         if key not in self._known:
             self._known[key] = ask()
         return self._known[key]
+
+
+def gpu_here() -> str | None:
+    """The name of this machine's GPU, or None."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def _in_world(config: Config, ranks: int) -> Config:
