@@ -1,11 +1,15 @@
 """How far the planner is off on one GPU, at batch sizes that it was not calibrated with.
 
     python benchmarks/plan_gpu.py [--sizes small,medium,large] [--out FILE]
+    python benchmarks/plan_gpu.py --by-datasheet benchmarks/records/plan-gpu-h200.json
 
 GPT-2 in fp32 and bf16, eager and compiled by blocks. Three batch sizes of each are measured, and
 others are predicted from them (plan.predict.at_batch); then these are measured too. ``single`` has
 no collectives, so what is measured is its step as it runs in training: `shardlab compare` gives the
 same time.
+
+With --by-datasheet (no GPU needed) the eager rows of a record are predicted as if the device had
+never been measured, and compared with what was.
 """
 
 from __future__ import annotations
@@ -32,14 +36,10 @@ BATCHES = {
 }
 
 
-def step_of(size: str, precision: str, compiled: str, batch: int) -> Any:
-    import torch
-
+def config_of(size: str, precision: str, compiled: str, batch: int) -> Any:
     from shardlab import config as configs
-    from shardlab.plan import emulate
-    from shardlab.run import assemble
 
-    config = configs.load(
+    return configs.load(
         None,
         {
             "model.workload": "gpt2",
@@ -53,6 +53,34 @@ def step_of(size: str, precision: str, compiled: str, batch: int) -> Any:
             "precision.compute": precision,
         },
     )
+
+
+def by_datasheet(record: Path, device: str = "h200") -> None:
+    from shardlab.plan.predict import Predictor
+
+    rows = json.loads(record.read_text(encoding="utf-8"))["rows"]
+    errors, inside = [], []
+    with Predictor() as predictor:
+        for row in (row for row in rows if row["compile"] == "none"):
+            config = config_of(row["size"], row["precision"], "none", row["batch"])
+            found, measured = predictor.predict(config, device), row["measured_s"]
+            errors.append(found.step_s / measured - 1)
+            inside.append(found.low_s <= measured <= found.high_s)
+            what = f"{row['size']:7}{row['precision']:5}{row['batch']:4}"
+            times = f"predicted {found.step_s * 1e3:8.1f} ms  measured {measured * 1e3:8.1f} ms"
+            print(f"{what}  {times}  {errors[-1]:+.1%}", flush=True)
+    mean = statistics.mean(map(abs, errors))
+    print(f"{len(errors)} points: mean {mean:.1%}, worst {max(map(abs, errors)):.1%}, "
+          f"{statistics.mean(inside):.0%} inside the interval")  # fmt: skip
+
+
+def step_of(size: str, precision: str, compiled: str, batch: int) -> Any:
+    import torch
+
+    from shardlab.plan import emulate
+    from shardlab.run import assemble
+
+    config = config_of(size, precision, compiled, batch)
     build = assemble.build_workload
 
     def on_the_gpu(config: Any) -> Any:
@@ -80,7 +108,11 @@ def main() -> None:
     parser.add_argument("--compile", default="none,blocks")
     parser.add_argument("--limit-s", type=float, default=1e9, help="stop after so many seconds")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--by-datasheet", type=Path, metavar="RECORD")
     given = parser.parse_args()
+    if given.by_datasheet is not None:
+        by_datasheet(given.by_datasheet)
+        return
     import torch
 
     from shardlab.plan import predict

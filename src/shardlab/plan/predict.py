@@ -36,7 +36,7 @@ LATE_S = 0.4e-3  # at each collective that two ranks wait for; more ranks are la
 # Of a 90% interval, as factors of the step: on this machine, by its share of communication; and by
 # a datasheet, of a family whose runs were published and of any other.
 HERE_OWN, HERE_WAIT = 0.16, 0.20
-FITTED, UNFITTED = (0.75, 1.35), (0.6, 1.7)
+FITTED, UNFITTED = (0.7, 1.55), (0.5, 2.0)
 SMALL_WORLDS = 8, 16  # simulated; larger ones follow from these two
 LIMIT_S = 300.0
 
