@@ -12,8 +12,11 @@ SPEED = {"this": 1e12, "h100": 400e12, "a100-80": 150e12}
 MEMORY = {"this": None, "h100": 80 * 10**9, "a100-80": 80 * 10**9}
 FLOPS = 8e12  # of a sample
 # Bytes of the link that a strategy sends, in Ψ, and the share of backward that hides them.
-SENDS = {"pytorch_ddp": (2.0, 0.8), "zero1": (2.0, 0.5), "zero3": (3.0, 0.9), "single": (0.0, 0.0)}
-HOLDS = {"pytorch_ddp": 1.0, "zero1": 0.5, "zero3": 0.1, "single": 1.0}
+SENDS = {
+    "pytorch_ddp": (2.0, 0.8), "pytorch_zero1": (2.0, 0.8), "zero1": (2.0, 0.5),
+    "zero3": (3.0, 0.9), "single": (0.0, 0.0),
+}  # fmt: skip
+HOLDS = {"pytorch_ddp": 1.0, "pytorch_zero1": 0.5, "zero1": 0.5, "zero3": 0.1, "single": 1.0}
 
 
 class Fortune:

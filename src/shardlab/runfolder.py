@@ -7,12 +7,13 @@ read or mark a folder.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from shardlab.errors import Halt, RankFailure
+from shardlab.errors import Halt, RankFailure, UsageError
 from shardlab.files import json_text, read_jsonl, write_json, write_text
 
 README = """\
@@ -49,6 +50,22 @@ communication and update; `data_ms` is the wait for the batch before it.
 
 def new_folder(root: Path, name: str, chosen: Path | None = None) -> Path:
     """An empty folder: the chosen one, or ``root/<time>-<name>``."""
+    try:
+        return _made(root, name, chosen)
+    except OSError as error:
+        raise UsageError(f"cannot write the folder: {error}") from None
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Say so before the work is done, if it cannot be there."""
+    for place in (folder, *folder.absolute().parents):
+        if place.exists():
+            if not (place.is_dir() and os.access(place, os.W_OK)):
+                raise UsageError(f"cannot write the folder: {place} is not a folder to write to")
+            return
+
+
+def _made(root: Path, name: str, chosen: Path | None) -> Path:
     if chosen is not None:
         chosen.mkdir(parents=True, exist_ok=True)
         return chosen

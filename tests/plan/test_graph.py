@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,3 +168,32 @@ def test_events_are_only_noted_if_asked_for(simulator: Simulator) -> None:
 def test_steps_that_differ_have_no_plan(strategy: str, simulator: Simulator) -> None:
     with pytest.raises(UsageError, match="exchange every 10 steps"):
         step_of(simulator, strategy)
+
+
+LSTM = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.LSTM(32, 64, 2, batch_first=True), nn.Linear(64, 4)
+
+    def forward(self, x):
+        return self.head(self.layers(x)[0][:, -1])
+
+def workload():
+    data = torch.randn(64, 16, 32), torch.randint(0, 4, (64,))
+    return Model(), data, nn.CrossEntropyLoss()
+"""
+
+
+def test_a_recurrent_layer_computes(simulator: Simulator, tmp_path: Path) -> None:
+    """Its operators are whole layers, which PyTorch's counter passes over."""
+    (tmp_path / "own.py").write_text(LSTM)
+    model = {"model.workload": f"{tmp_path / 'own.py'}:workload", "model.size": None}
+    step = step_of(simulator, "single", **model, **{"data.source": "auto"})
+    matrices = 4 * 64 * (32 + 64) + 4 * 64 * (64 + 64)
+    head = 64 * 4
+    samples, tokens = 4, 4 * 16
+    assert step.flops == 3 * 2 * (tokens * matrices + samples * head)

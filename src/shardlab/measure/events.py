@@ -50,6 +50,24 @@ _FLOPS = {
         _aten._scaled_dot_product_flash_attention_backward
     ],
 }
+
+
+def _recurrent(times: int) -> Callable[..., int]:
+    """FLOPs of a whole recurrent layer: each of its matrices meets every token once, and in
+    backward twice. PyTorch's counter has no formula for it."""
+
+    def count(tokens: Tensor, *args: Any, **_: Any) -> int:
+        weights = args[0] if isinstance(args[0], list | tuple) else args[:4]
+        matrices: int = sum(w.numel() for w in weights if w.dim() == 2)
+        return 2 * times * (tokens.numel() // max(1, tokens.shape[-1])) * matrices
+
+    return count
+
+
+_FLOPS |= {
+    _aten.mkldnn_rnn_layer: _recurrent(1), _aten.mkldnn_rnn_layer_backward: _recurrent(2),
+    _aten._cudnn_rnn: _recurrent(1), _aten._cudnn_rnn_backward: _recurrent(2),
+}  # fmt: skip
 _LETTERS = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 

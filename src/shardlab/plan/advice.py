@@ -130,11 +130,11 @@ def _overlap(row: Row, faster: Row) -> bool:
     return bool(best >= worst)
 
 
-def _rung(row: Row) -> tuple[int, float]:
-    """The place in the ladder; the user's own come first."""
-    ladder = list(STRATEGIES)
-    place = ladder.index(row["strategy"]) if row["strategy"] in ladder else -1
-    return place, -rate(row)
+def _rung(row: Row) -> tuple[int, int, float]:
+    """How much is sharded; then the place in the ladder, where the user's own come first."""
+    ladder, name = list(STRATEGIES), row["strategy"]
+    sharded = 3 if "hsdp" in name else max((n for n in (1, 2, 3) if f"zero{n}" in name), default=0)
+    return sharded, ladder.index(name) if name in ladder else -1, -rate(row)
 
 
 def _from_rows(rows: Sequence[Row], own: Sequence[int], chosen: int) -> Iterator[str]:

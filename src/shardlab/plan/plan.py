@@ -60,15 +60,18 @@ class Change:
     def wants_best(self) -> bool:
         return self.bucket_mb == math.inf
 
-    def of(self, config: Config) -> Config | None:
-        """The config with the change; None if it does not concern it."""
+    def of(self, config: Config, has_link: bool) -> Config | None:
+        """The config with the change; None if no part of it concerns the row: a bucket size where
+        there are no buckets, a bandwidth where there is no link."""
         overrides: dict[str, Any] = {}
-        if self.bucket_mb is not None:
-            if not has_buckets(config.strategy.name):
-                return None
-            if not self.wants_best:
-                options = {**config.strategy.options, "bucket_mb": self.bucket_mb}
-                overrides["strategy.options"] = options
+        buckets_change = self.bucket_mb is not None and has_buckets(config.strategy.name)
+        machine = self.machine if has_link else dataclasses.replace(self.machine, bandwidth=1.0)
+        others = self.checkpointing is not None or machine != WhatIf()
+        if self.text and not (buckets_change or others):
+            return None
+        if buckets_change and not self.wants_best:
+            options = {**config.strategy.options, "bucket_mb": self.bucket_mb}
+            overrides["strategy.options"] = options
         if self.checkpointing is not None:
             overrides["training.activation_checkpointing"] = self.checkpointing
         return config.with_overrides(overrides) if overrides else config
@@ -153,6 +156,8 @@ def change_of(text: str) -> Change:
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
         key = key.replace("_", "-")
+        if key.replace("-", "_") in {**machine, **run}:
+            raise UsageError(f"--what-if {text}: {key} is named twice")
         if key in ("overlap", "checkpointing"):
             if value not in ("on", "off"):
                 raise UsageError(f"--what-if {part.strip()}: write {key}=on or {key}=off")
@@ -186,7 +191,7 @@ def config_at(question: Question, spec: str, world: int) -> Config:
         "strategy.name": name, "strategy.options": options, "launch.world": world, **STEADY,
     }  # fmt: skip
     if question.keeps_global_batch:
-        if training.micro_batch is not None:
+        if training.micro_batch is not None and not training.accumulate:
             overrides["training.accumulate"] = 0  # it follows from the ranks
     else:
         times, batch = training.accumulate or 1, per_rank(question.config)
@@ -354,13 +359,11 @@ def _predicted(
     if cell.config is None or (not is_first and cell.found is None):
         return None
     try:
-        config = change.of(cell.config)
+        config = change.of(cell.config, cell.has_link)
         if config is None:
             return None
-        if change.machine.bandwidth != 1 and not cell.has_link:
-            return None
         where = cell.device, cell.link, change.machine
-        if change.wants_best:
+        if change.wants_best and has_buckets(config.strategy.name):
             cell.buckets[change.text], found = buckets.best(predictor, config, *where)
             return found
         return predictor.predict(config, *where)

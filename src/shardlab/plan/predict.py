@@ -37,6 +37,7 @@ LATE_S = 0.4e-3  # at each collective that two ranks wait for; more ranks are la
 # a datasheet, of a family whose runs were published and of any other.
 HERE_OWN, HERE_WAIT = 0.16, 0.20
 FITTED, UNFITTED = (0.7, 1.55), (0.5, 2.0)
+CROWDED = 2  # ranks on a core, up to which predictions were compared with measurements
 SMALL_WORLDS = 8, 16  # simulated; larger ones follow from these two
 LIMIT_S = 300.0
 
@@ -214,8 +215,18 @@ class Predictor:
             here = Here(self._gloo, cores, joined.bytes_per_s, joined.latency_s)
             sharing = 1
         free = throughput.free_bytes()
+        found = on_this_machine(here, step, change)
+        if (crowd := ranks / cores) > CROWDED and link is None:
+            # Nobody has seen so many; the interval grows with them.
+            width = (found.high_s / found.step_s - 1) * crowd / CROWDED
+            low = found.step_s / (1 + width)
+            high = found.step_s * (1 + width)
+            note = f"{ranks} ranks on {cores:g} cores are more than were ever measured"
+            found = dataclasses.replace(
+                found, low_s=low, high_s=high, is_measured=False, notes=(*found.notes, note)
+            )
         return dataclasses.replace(
-            on_this_machine(here, step, change),
+            found,
             flops=simulated.flops,
             memory_bytes=peak,
             memory_limit=None if free is None else free // sharing,
@@ -263,6 +274,9 @@ class Predictor:
         is_fitted = machine.device.family in devices.FITTED
         low, high = FITTED if is_fitted else UNFITTED
         notes = [*step.notes]
+        own = sorted({w.name for w in step.works() if not w.name.startswith(("aten.", "prim"))})
+        if own:
+            notes.append(f"no price of {', '.join(own)}: only what they read and write is counted")
         if not is_fitted:
             notes.append(f"no published run of a {device} is known here: its interval is wide")
         if config.training.compile != "none":

@@ -129,8 +129,9 @@ def memory_unit(rows: Sequence[Row]) -> tuple[str, float]:
 
 
 def spread(row: Row) -> str:
-    """Half of the interval, as a part of the step."""
-    return f"±{100 * (row['high_s'] - row['low_s']) / 2 / row['step_s']:.0f}%"
+    """The farther end of the interval, as a part of the step."""
+    farther = max(row["high_s"] - row["step_s"], row["step_s"] - row["low_s"])
+    return f"±{100 * farther / row['step_s']:.0f}%"
 
 
 def share(part: float | None, whole: float | None) -> str:
