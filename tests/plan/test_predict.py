@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -124,3 +125,38 @@ def test_this_machine_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.memory_limit == 141e9
     assert found.wait_s < 0.01 * found.step_s  # 120,000 parameters over NVLink
     assert "work measured on NVIDIA H200; links as h200 usually has them" in found.notes
+
+
+CUSTOM = """
+import torch
+from torch import nn
+
+@torch.library.custom_op("mine::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+twice.register_fake(torch.empty_like)
+twice.register_autograd(lambda context, grad: 2 * grad)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return twice(self.layer(x))
+
+def workload():
+    return Model(), (torch.randn(64, 8), torch.randint(0, 4, (64,))), nn.CrossEntropyLoss()
+"""
+
+
+def test_an_operator_without_a_price_is_named(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(CUSTOM)
+    with predict.Predictor() as predictor:
+        config = tiny(model__workload=f"{tmp_path / 'own.py'}:workload", model__size=None)
+        found = predictor.predict(config, "h100")
+        assert any(note.startswith("no price of mine.twice") for note in found.notes)
+        assert not any("no price" in note for note in predictor.predict(tiny(), "h100").notes)
+        sharded = tiny(strategy__name="pytorch_zero3")
+        assert not any("no price" in note for note in predictor.predict(sharded, "h100").notes)

@@ -37,6 +37,8 @@ LATE_S = 0.4e-3  # at each collective that two ranks wait for; more ranks are la
 # a datasheet, of a family whose runs were published and of any other.
 HERE_OWN, HERE_WAIT = 0.16, 0.20
 FITTED, UNFITTED = (0.7, 1.55), (0.5, 2.0)
+# Operators of these libraries compute nothing that their FLOPs and bytes do not tell.
+PYTORCHS = {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "streams"}
 CROWDED = 2  # ranks on a core, up to which predictions were compared with measurements
 SMALL_WORLDS = 8, 16  # simulated; larger ones follow from these two
 LIMIT_S = 300.0
@@ -222,9 +224,7 @@ class Predictor:
             low = found.step_s / (1 + width)
             high = found.step_s * (1 + width)
             note = f"{ranks} ranks on {cores:g} cores are more than were ever measured"
-            found = dataclasses.replace(
-                found, low_s=low, high_s=high, is_measured=False, notes=(*found.notes, note)
-            )
+            found = dataclasses.replace(found, low_s=low, high_s=high, notes=(*found.notes, note))
         return dataclasses.replace(
             found,
             flops=simulated.flops,
@@ -274,8 +274,7 @@ class Predictor:
         is_fitted = machine.device.family in devices.FITTED
         low, high = FITTED if is_fitted else UNFITTED
         notes = [*step.notes]
-        own = sorted({w.name for w in step.works() if not w.name.startswith(("aten.", "prim"))})
-        if own:
+        if own := sorted({w.name for w in step.works() if w.name.split(".")[0] not in PYTORCHS}):
             notes.append(f"no price of {', '.join(own)}: only what they read and write is counted")
         if not is_fitted:
             notes.append(f"no published run of a {device} is known here: its interval is wide")
