@@ -48,7 +48,7 @@ def ranks_of(record: dict[str, Any]) -> list[list[int]]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_strategy_is_proved(two: Hosts, tmp_path: Path, ranks: int) -> None:
-    first, second = on_both(two, tmp_path, "prove", ranks=ranks)
+    first, second = on_both(two, tmp_path, "prove", ranks=ranks, timeout=800)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert f"All {len(STRATEGIES)} do what is claimed" in first.stdout
     assert second.stdout == ""
