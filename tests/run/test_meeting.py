@@ -192,11 +192,12 @@ def test_two_ranks_with_one_local_rank(both: Warm) -> None:
 
 def test_two_processes_with_one_rank(both: Warm) -> None:
     port = next(ports)
-    mpi = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "MASTER_PORT": str(port),
-           "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_ADDR": "10.77.0.1"}  # fmt: skip
+    mpi = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(port),
+           "MASTER_ADDR": "10.77.0.1"}  # fmt: skip
+    # Nothing else is wrong: no two of them are the same local rank of one host.
     started = [
-        both.start(host, *TINY, **mpi, OMPI_COMM_WORLD_RANK=rank)
-        for host, rank in ((0, "0"), (0, "1"), (1, "1"))
+        both.start(host, *TINY, **mpi, OMPI_COMM_WORLD_RANK=rank, OMPI_COMM_WORLD_LOCAL_RANK=local)
+        for host, rank, local in ((0, "0", "0"), (0, "1", "1"), (1, "1", "0"))
     ]
     refused(both, started, r"process \d+ on n. and process \d+ on n. are both rank 1; the launcher")
 

@@ -46,6 +46,7 @@ def ranks_of(record: dict[str, Any]) -> list[list[int]]:
     return [node["ranks"] for node in record["env"]["nodes"]]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_strategy_is_proved(two: Hosts, tmp_path: Path, ranks: int) -> None:
     first, second = on_both(two, tmp_path, "prove", ranks=ranks, timeout=800)

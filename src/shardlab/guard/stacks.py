@@ -84,7 +84,9 @@ def of_threads(leave_out: int | None = None) -> dict[str, Stack]:
 def _walk(frame: FrameType | None) -> Stack:
     stack = []
     while frame is not None:
-        stack.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        # Between two instructions a frame may have no line (Python 3.11): its first stands for it.
+        line = frame.f_lineno or frame.f_code.co_firstlineno
+        stack.append(Frame(frame.f_code.co_filename, line, frame.f_code.co_name))
         frame = frame.f_back
     return stack
 
