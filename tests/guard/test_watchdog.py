@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -415,3 +416,10 @@ def test_stacks_of_this_process() -> None:
     place = stacks.place_of(found["MainThread"])
     assert place is not None
     assert place.startswith("test_watchdog.py:")
+
+
+def test_a_frame_without_a_line_has_its_first() -> None:
+    """Python 3.11 has such frames for a moment."""
+    code = SimpleNamespace(co_filename="own.py", co_firstlineno=7, co_name="forward")
+    frame: Any = SimpleNamespace(f_code=code, f_lineno=None, f_back=None)
+    assert stacks._walk(frame) == [stacks.Frame("own.py", 7, "forward")]
