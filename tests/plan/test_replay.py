@@ -76,14 +76,6 @@ def test_work_beside_a_collective_is_slower_on_a_gpu() -> None:
     assert found.step_s == pytest.approx(5.0)
 
 
-def test_a_busy_core_delays_only_while_it_is_busy() -> None:
-    lanes = Lanes(cores=1.0, delay_s=0.5)
-    busy = played(start(0), work(1.0), Wait(0), cost=Cost(0.0, 0.0, 1.0), lanes=lanes)
-    assert busy.step_s == pytest.approx(1.5)
-    free = played(start(0), Wait(0), work(1.0), cost=Cost(0.0, 0.0, 1.0), lanes=lanes)
-    assert free.step_s == pytest.approx(2.0)
-
-
 def test_ranks_are_late_where_they_wait_and_nowhere_else() -> None:
     lanes = Lanes(late_s=0.25)
     waits = played(work(1.0), start(0), Wait(0), cost=Cost(0.0, 0.0, 1.0), lanes=lanes)

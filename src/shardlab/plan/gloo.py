@@ -97,7 +97,6 @@ class Measured:
 class Gloo:
     near: Measured  # on one machine
     far: Measured  # over a link whose rate is known
-    delay_s: float = 0.0  # by which a collective is later while its rank is at work (``Lanes``)
 
     def cost(
         self,

@@ -30,7 +30,7 @@ EMULATE = "shardlab.plan.emulate:emulate"
 NAIVE_MFU = 0.4  # of the peak: what is often assumed of large models on GPUs
 BESIDE = 1.05  # times that a GPU's work takes longer while NCCL uses some of it
 # Ranks that compute side by side share caches and memory, and none is on time to the millisecond.
-# Both were fitted to steps of two ranks (benchmarks/plan_error.py).
+# Both were set by hand, after looking at steps of two ranks.
 TOGETHER = 1.05  # times that a rank's work takes longer than alone
 LATE_S = 0.4e-3  # at each collective that two ranks wait for; more ranks are later
 # Of a 90% interval, as factors of the step: on this machine, by its share of communication; and by
@@ -96,9 +96,7 @@ class Here:
 
         ranks = step.world
         together = TOGETHER if ranks > 1 else 1.0
-        lanes = Lanes(
-            self.cores, gloo.CHANNELS, delay_s=self.gloo.delay_s, late_s=LATE_S * ranks / 2
-        )
+        lanes = Lanes(self.cores, gloo.CHANNELS, late_s=LATE_S * ranks / 2)
         return _play(step, lambda work: (work.seconds or 0.0) * together, cost, lanes, change)
 
 
@@ -147,9 +145,9 @@ def _waited_at_once(step: Step) -> Iterator[Event]:
             yield Wait(event.call)
 
 
-def on_this_machine(here: Here, step: Step, change: WhatIf = AS_IT_IS) -> Prediction:
-    """From a step that was emulated here. Its memory is not looked at."""
-    played = here.play(step, change)
+def on_this_machine(machine: Here | There, step: Step, change: WhatIf = AS_IT_IS) -> Prediction:
+    """From a step whose work was measured here. Its memory is not looked at."""
+    played = machine.play(step, change)
     share = played.wait_s / max(played.step_s, 1e-12)
     off = math.hypot(HERE_OWN, HERE_WAIT * share, _spread(step.totals_s))
     return Prediction(
@@ -236,22 +234,17 @@ class Predictor:
         """The work as this GPU does it; its collectives as links of such GPUs are said to."""
         machine = devices.machine(devices.called(name), link or "")
         step = self._emulated(config)
-        played = There(machine, config.precision.compute).play(step, change)
-        off = math.hypot(HERE_OWN, _spread(step.totals_s))
+        dtype = config.precision.compute
         simulated, peak = self._simulated(config, "cuda")
         notes = step.notes
         if (config.launch.world or 1) > 1:
             notes += (f"work measured on {name}; links as {machine.device.name} usually has them",)
-        return Prediction(
-            **_times(played, 1 - off, 1 + off),
-            naive_s=sum(work.seconds or 0.0 for work in step.works()),
+        return dataclasses.replace(
+            on_this_machine(There(machine, dtype), step, change),
             flops=simulated.flops,
-            samples=step.samples,
-            tokens=step.tokens,
             memory_bytes=peak,
             memory_limit=round(machine.device.memory),
-            is_measured=True,
-            peak_flops_per_s=machine.device.peak(config.precision.compute),
+            peak_flops_per_s=machine.device.peak(dtype),
             notes=notes,
         )
 

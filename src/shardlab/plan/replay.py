@@ -27,9 +27,6 @@ class Lanes:
     cores: float | None = None  # of one rank; None: collectives do not need the cores
     channels: int = 1  # collectives that are under way at once; the others wait for their turn
     slowdown: float = 1.0  # times that work takes longer while a collective is under way
-    # Until a thread that has woken up gets a core which the rank's work keeps busy. If the rank
-    # waits, its core is free at once.
-    delay_s: float = 0.0
     late_s: float = 0.0  # by which the last rank comes later to what all of them wait for
 
 
@@ -105,9 +102,8 @@ def _covered(spans: Sequence[Span], length: float) -> float:
 class _Collective:
     """One that is under way: first its latency passes, then its share of cores and link does."""
 
-    def __init__(self, start: Start, cost: Cost, delay: float) -> None:
+    def __init__(self, start: Start, cost: Cost) -> None:
         self.start = start
-        self.delay = delay
         self.latency = cost.latency_s
         self.host, self.wire = cost.host_s, cost.wire_s
         self.left = 1.0 if cost.host_s > 0 or cost.wire_s > 0 else 0.0
@@ -115,11 +111,11 @@ class _Collective:
 
     @property
     def is_done(self) -> bool:
-        return self.delay <= TINY and self.latency <= TINY and self.left <= TINY
+        return self.latency <= TINY and self.left <= TINY
 
     @property
     def moves(self) -> bool:
-        return self.delay <= TINY and self.latency <= TINY and self.left > 0
+        return self.latency <= TINY and self.left > 0
 
 
 class _Player:
@@ -136,7 +132,7 @@ class _Player:
     def play(self, events: Sequence[tuple[str, float] | Start | Wait]) -> None:
         for event in events:
             if isinstance(event, Start):
-                one = _Collective(event, self.cost(event, bool(self._active)), self.lanes.delay_s)
+                one = _Collective(event, self.cost(event, bool(self._active)))
                 self._under_way[event.call] = one
                 self._queue.append(one)
                 self._let_in()
@@ -158,8 +154,6 @@ class _Player:
     def _wait(self, one: _Collective) -> None:
         begin = self.now
         while one in self._active or one in self._queue:
-            for other in self._active:
-                other.delay = 0.0
             self._advance(float("inf"), self._speeds(works=False)[1])
         if self.now > begin:
             self.now += self.lanes.late_s
@@ -190,18 +184,14 @@ class _Player:
         """Let time pass until something ends, and say how much."""
         passes = at_most
         for one, rate in zip(self._active, rates, strict=True):
-            if one.delay > TINY:
-                passes = min(passes, one.delay)
-            elif one.latency > TINY:
+            if one.latency > TINY:
                 passes = min(passes, one.latency)
             elif rate > 0:
                 passes = min(passes, one.left / rate)
         assert passes < float("inf"), "a collective is waited for that does not move"
         self.now += passes
         for one, rate in zip(self._active, rates, strict=True):
-            if one.delay > TINY:
-                one.delay -= passes
-            elif one.latency > TINY:
+            if one.latency > TINY:
                 one.latency -= passes
             else:
                 one.left -= rate * passes
