@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from shardlab import numbers as fmt
-from shardlab.files import write_json, write_text
 from shardlab.measure.network import COLLECTIVES, Fit, duration, name_of, rate
 from shardlab.report import charts, page, terminal
 
@@ -20,11 +19,7 @@ Result = Mapping[str, Any]  # the content of network.json
 
 def write(folder: Path, result: Result) -> dict[str, Path]:
     """``network.json``, and the page ``network.html``."""
-    files = {"json": folder / "network.json", "html": folder / "network.html"}
-    text = html(result)  # before anything is written
-    write_json(files["json"], result)
-    write_text(files["html"], text)
-    return files
+    return page.write(folder, result, html(result), ("network.json", "network.html"))
 
 
 # ------------------------------------------------------------------ the terminal

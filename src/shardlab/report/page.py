@@ -7,10 +7,13 @@ import functools
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import jinja2
 from markupsafe import Markup
+
+from shardlab.files import write_json, write_text
 
 
 @functools.cache  # a template takes longer to compile than to fill
@@ -22,6 +25,17 @@ def templates() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+def write(
+    folder: Path, result: Mapping[str, Any], text: str, names: tuple[str, str]
+) -> dict[str, Path]:
+    """A result as JSON, and its page, by the names of the two files. The page is made before: if it
+    cannot be, nothing is written."""
+    files = {"json": folder / names[0], "html": folder / names[1]}
+    write_json(files["json"], result)
+    write_text(files["html"], text)
+    return files
 
 
 def asset(name: str) -> Markup:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from shardlab import __version__
 from shardlab import numbers as fmt
-from shardlab.files import write_json, write_text
+from shardlab.files import write_json
 from shardlab.report import charts, page, terminal, timeline
 
 Result = Mapping[str, Any]  # the content of plan.json, or of plan-check.json
@@ -37,11 +37,7 @@ def write(folder: Path, result: Result) -> dict[str, Path]:
         files = {"json": folder / "plan-check.json"}
         write_json(files["json"], result)
         return files
-    files = {"json": folder / "plan.json", "html": folder / "plan.html"}
-    text = html(result)  # before anything is written
-    write_json(files["json"], result)
-    write_text(files["html"], text)
-    return files
+    return page.write(folder, result, html(result), ("plan.json", "plan.html"))
 
 
 # ------------------------------------------------------------------ the terminal

@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from shardlab import numbers as fmt
-from shardlab.files import write_json, write_text
 from shardlab.report import charts, page, terminal
 from shardlab.report.compare import environment_rows
 
@@ -22,11 +21,7 @@ COLOURS = 8  # of curves on the page; then they begin again, dashed
 
 def write(folder: Path, result: Result) -> dict[str, Path]:
     """``to_loss.json``, and the page ``report.html``."""
-    files = {"json": folder / "to_loss.json", "html": folder / "report.html"}
-    text = html(result)  # before anything is written
-    write_json(files["json"], result)
-    write_text(files["html"], text)
-    return files
+    return page.write(folder, result, html(result), ("to_loss.json", "report.html"))
 
 
 def show(result: Result, files: Mapping[str, Path]) -> None:
@@ -148,8 +143,8 @@ def sentences(result: Result) -> Iterator[str]:
     every = result["evaluate_every"]
     yield (
         f"Evaluated after {'each step' if every == 1 else f'every {every:,} steps'} on "
-        f"{result['evaluate_samples']:,} held-out samples, which is in no time; steps and times "
-        "are known to within one such stretch. Every strategy had the same seeds"
+        f"{result['evaluate_samples']:,} held-out samples. The times leave that out; steps and "
+        "times are known to within one such stretch. Every strategy had the same seeds"
         + (", and is compared seed by seed." if seeds > 1 else "; one seed has no interval.")
     )
 
