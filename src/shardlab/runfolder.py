@@ -53,7 +53,7 @@ def new_folder(root: Path, name: str, chosen: Path | None = None) -> Path:
     try:
         return _made(root, name, chosen)
     except OSError as error:
-        raise UsageError(f"cannot write the folder: {error}") from None
+        raise UsageError(f"cannot write the run folder: {error}") from None
 
 
 def refuse_unwritable(folder: Path) -> None:

@@ -81,14 +81,15 @@ def shared(world: World) -> tuple[Any, list[int]]:
 
 
 def faults_of_a_step(_world: World) -> int:
-    """Pages that the system had to give again, in the third of three steps of 64 MiB in tensors."""
-    faults = 0
-    for _ in range(3):
+    """The fewest pages that the system had to give again in a step of 64 MiB in tensors, once two
+    steps are over. (A thread beside this one may take a tensor's place in one of the steps.)"""
+    faults = []
+    for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         tensors = [torch.ones(2**21) for _ in range(8)]
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
         del tensors
-    return faults
+    return min(faults[2:])
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")

@@ -14,7 +14,7 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="is not a folder to write to"):
         runfolder.refuse_unwritable(tmp_path / "file" / "x")
-    with pytest.raises(UsageError, match="cannot write the folder"):
+    with pytest.raises(UsageError, match="cannot write the run folder"):
         runfolder.new_folder(tmp_path, "plan", tmp_path / "file" / "x")
 
 
