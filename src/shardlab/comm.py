@@ -5,9 +5,9 @@ Each takes a tensor and a process group and returns when the result is there; wi
 ``pending.wait()``. PyTorch's own strategies call their collectives from C++: those are not
 in the ledger.
 
-``send`` and ``recv`` are messages between two ranks of a group. Both ends give the same tag and the
-same label. Over Gloo the tag pairs them; NCCL pairs by order alone, so both ends must make the
-messages of one direction in the same order, and a direction needs a group of its own there.
+``send`` and ``recv`` are messages between two ranks of a group. Both ends give the same tag, lane
+and label, and make the messages of one lane and direction in the same order. Over Gloo the tag
+pairs them. NCCL pairs by order alone, so each lane and direction needs a group of its own there.
 
 What a ledger entry's ``bytes`` counts is Ψ, the whole tensor the collective is about (for
 all_gather its output, for reduce_scatter its input). ``wire_bytes`` is what the best
@@ -115,8 +115,10 @@ class Ledger:
         label: str,
         reduction: str = "",
         link: tuple[int, int] | None = None,
+        lane: str = "",
     ) -> Entry:
-        """``link``: of a message, the sender and the receiver by their places in the group."""
+        """``link``: of a message, the sender and the receiver by their places in the group;
+        ``lane``: messages of one kind, which both ends make in the same order."""
         frame = sys._getframe(2)  # open <- the collective <- the strategy
         entry = Entry(
             seq=self.calls,
@@ -132,9 +134,9 @@ class Ledger:
         entry.sent_inside, entry.sent_between = self._links(op, entry.bytes, group, link)
         what = f"{op}{reduction} {tuple(tensor.shape)} {entry.dtype} '{label}'"
         ranks = members(group)
-        channel = (
-            " ".join(map(str, ranks)) if link is None else f"{ranks[link[0]]}>{ranks[link[1]]}"
-        )
+        channel = " ".join(map(str, ranks))
+        if link is not None:
+            channel = f"{ranks[link[0]]}>{ranks[link[1]]} {lane}"
         turn, fingerprint = self.channels.get(channel, (0, 0))
         call = Call(entry.seq, entry.step, what, entry.site, channel, turn)
         self.recent.append(call)
@@ -435,13 +437,20 @@ def reduce_scatter(
 
 
 def send(
-    tensor: Tensor, group: Group, to: int, *, tag: int = 0, label: str = "", async_op: bool = False
+    tensor: Tensor,
+    group: Group,
+    to: int,
+    *,
+    tag: int = 0,
+    lane: str = "",
+    label: str = "",
+    async_op: bool = False,
 ) -> Pending:
-    """Rank ``to`` of the group receives ``tensor`` by a ``recv`` with the same tag."""
+    """Rank ``to`` of the group receives ``tensor`` by a ``recv`` with the same tag and lane."""
     if intercept is not None and intercept():
         return _left_out("send", group)
-    entry = LEDGER.open("send", tensor, group, label, link=(group.rank(), to))
-    dense = tensor.resolve_conj().contiguous()
+    entry = LEDGER.open("send", tensor, group, label, link=(group.rank(), to), lane=lane)
+    dense = tensor.detach().resolve_conj().contiguous()
     return _begin(
         entry, group, async_op, lambda: dist.isend(dense, group=group, group_dst=to, tag=tag)
     )
@@ -453,13 +462,14 @@ def recv(
     source: int,
     *,
     tag: int = 0,
+    lane: str = "",
     label: str = "",
     async_op: bool = False,
 ) -> Pending:
     """``tensor``, which is contiguous, becomes what rank ``source`` of the group has sent."""
     if intercept is not None and intercept():
         return _left_out("recv", group)
-    entry = LEDGER.open("recv", tensor, group, label, link=(source, group.rank()))
+    entry = LEDGER.open("recv", tensor, group, label, link=(source, group.rank()), lane=lane)
     return _begin(
         entry,
         group,

@@ -88,8 +88,8 @@ class Call(NamedTuple):
     step: int | None
     what: str  # op, shape, dtype, label
     site: str
-    # Which ranks take part, as "0 1 2 3", or "0>1" for a message; empty: all ranks, and ``seq``
-    # counts the same on each.
+    # Which ranks take part, as "0 1 2 3"; "0>1" for a message, perhaps with a word for its kind.
+    # Empty: all ranks, and ``seq`` counts the same on each.
     channel: str = ""
     turn: int = 0  # the number of calls on the channel before this one
 
@@ -100,7 +100,9 @@ class Call(NamedTuple):
     @property
     def members(self) -> list[int]:
         """The ranks that take part; empty for all of them."""
-        return [int(rank) for rank in self.channel.replace(">", " ").split()]
+        if self.is_message:
+            return [int(rank) for rank in self.channel.partition(" ")[0].split(">")]
+        return [int(rank) for rank in self.channel.split()]
 
     @property
     def place(self) -> int:
