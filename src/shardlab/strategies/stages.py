@@ -120,9 +120,7 @@ def probe(model: nn.Module, blocks: Sequence[str], loss: LossFn, sample: Batch) 
             "there is nothing to cut between; name them in Workload.blocks"
         )
     with _unchanged(model):
-        frozen = [
-            p for p in model.parameters() if not p.requires_grad and _has_gradient(p)
-        ]
+        frozen = [p for p in model.parameters() if not p.requires_grad and _has_gradient(p)]
         for p in frozen:
             p.requires_grad_()
         try:
@@ -303,7 +301,9 @@ def holders_of(found: Probe, model: nn.Module, ends: Sequence[int]) -> dict[str,
     A parameter that the sample did not use lies with its block. Outside the blocks nobody knows
     where it may be used: every stage has it, as it has what is used in several.
     """
-    stage_of = [next(s for s, end in enumerate(ends) if block <= end) for block in range(ends[-1] + 1)]
+    stage_of = [
+        next(s for s, end in enumerate(ends) if block <= end) for block in range(ends[-1] + 1)
+    ]
     stage_of.append(len(ends) - 1)  # of the loss
     holders: dict[str, set[int]] = {n: set() for n, _ in model.named_parameters()}
     for part, used in enumerate(found.uses):
@@ -321,14 +321,19 @@ def _inside(blocks: Sequence[str], model: nn.Module) -> dict[str, int]:
     """The block in which a parameter or buffer lies; those outside are missing."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     return {
-        name: i for name, _ in tensors for i, block in enumerate(blocks) if name.startswith(f"{block}.")
+        name: i
+        for name, _ in tensors
+        for i, block in enumerate(blocks)
+        if name.startswith(f"{block}.")
     }
 
 
 def buffers_of(found: Probe, model: nn.Module, ends: Sequence[int]) -> dict[str, list[int]]:
     """The stages that hold each buffer: that of its block, or the one whose part writes it. All
     others are needed wherever the code outside the blocks runs, which is everywhere."""
-    stage_of = [next(s for s, end in enumerate(ends) if block <= end) for block in range(ends[-1] + 1)]
+    stage_of = [
+        next(s for s, end in enumerate(ends) if block <= end) for block in range(ends[-1] + 1)
+    ]
     stage_of.append(len(ends) - 1)
     inside = _inside(found.blocks, model)
     held = {}
