@@ -278,9 +278,7 @@ def _how_missent(op: str, found: float, wanted: float, evidence: Evidence) -> st
 
 def overlap(ranks: Sequence[Evidence]) -> Check:
     if "overlap" not in ranks[0]:
-        return _check(
-            True, None, None, "not watched: the model that it is watched on cannot be cut"
-        )
+        return _check(True, None, None, "not watched: the stack cannot be cut like this")
     is_claimed = ranks[0]["claimed"] is not None and not ranks[0]["mesh"]
     claimed = ranks[0]["claimed"]["overlap"] if is_claimed else None
     worst = max if claimed == "none" else min
