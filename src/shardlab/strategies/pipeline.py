@@ -37,7 +37,7 @@ from shardlab.axes import Axes
 from shardlab.batch import tensors_of
 from shardlab.errors import UsageError
 from shardlab.phases import BACKWARD, phase
-from shardlab.strategies import base, layout, refusals, schedules, stages, steps
+from shardlab.strategies import base, layout, schedules, stages, steps
 from shardlab.strategies.layout import Cut
 from shardlab.strategies.schedules import Action
 from shardlab.strategies.stages import Shape, Track
@@ -75,20 +75,24 @@ def cut(setup: base.Setup, axes: Axes, group: comm.Group, loss: LossFn) -> Cut:
     writes = {n: on[0] for n, on in buffers.items() if n in found.changed}
     tensors = (*model.named_parameters(), *model.named_buffers())
     kept = {name: layout.whole(t) for name, t in tensors if name in held}
-    outside = [n for n in writes if not any(n.startswith(f"{b}.") for b in found.blocks)]
-    cells = {n: _cell(model, n) for n in outside}
+    inside = {n for n in writes if any(n.startswith(f"{b}.") for b in found.blocks)}
+    cells = {n: _cell(model, n) for n in writes}
     shared: dict[tuple[int, ...], list[str]] = {}
     for name, on in holders.items():
         among = tuple(sorted({where[s] for s in on}))
         if group.rank() in among and len(among) > 1:
             shared.setdefault(among, []).append(name)
-    stages.drop(model, held, cells)
+    stages.drop(model, held, cells.keys() - inside)
     pipeline = Pipeline(
         model, loss, group, axes.schedule, chunks, Track(found, ends, message.device)
     )
     pipeline.share(shared)
-    pipeline.foreign = {
-        stage: [cell for n, cell in cells.items() if writes[n] != stage]
+    pipeline.written = {
+        stage: [
+            (*cell, writes[n] == stage)
+            for n, cell in cells.items()
+            if writes[n] == stage or n not in inside
+        ]
         for stage in range(len(ends))
     }
     return Cut(kept, pipeline.loss, infer=pipeline.infer)
@@ -125,9 +129,9 @@ class Deferred:
     def attach(self, model: nn.Module) -> None:
         """Every plain nn.Linear leaves its weight's gradient for later, while ``into`` is set."""
         for module in model.modules():
-            if isinstance(module, nn.Linear) and "forward" not in vars(module):
-                if type(module).forward is nn.Linear.forward:
-                    module.forward = _Linear(module, self)
+            is_plain = "forward" not in vars(module) and type(module).forward is nn.Linear.forward
+            if isinstance(module, nn.Linear) and is_plain:
+                vars(module)["forward"] = _Linear(module, self)
 
 
 class _Linear:
@@ -221,7 +225,8 @@ class Pipeline:
         self.device = track.device
         self.is_running = False
         self.deferred = Deferred()
-        self.foreign: dict[int, list[tuple[nn.Module, str]]] = {}
+        # The buffers that a stage's forward writes, and whether they are its own.
+        self.written: dict[int, list[tuple[nn.Module, str, bool]]] = {}
         self.shared: list[tuple[comm.Group, list[nn.Parameter]]] = []
         self.own_hooks: dict[nn.Parameter, dict[int, Any]] = {}
         self.plans: dict[int, Plan] = {}
@@ -339,7 +344,8 @@ class Pipeline:
         value = self._run_stage(stage, lambda: self.loss_fn(self.model, batch), shapes, received)
         if stage == self.stages - 1:
             self.live[stage, micro] = Live(received, [value])
-            return value.detach().double()
+            found: Tensor = value.detach().double()
+            return found
         outputs = self.track.result
         self.track.result = []
         self.live[stage, micro] = Live(received, outputs)
@@ -390,29 +396,32 @@ class Pipeline:
         shapes: list[list[Shape]],
         received: list[Tensor],
     ) -> Any:
-        """Code outside the blocks runs on other stages too; what it writes there is put back."""
-        foreign = self.foreign.get(stage, [])
-        before = [(module, key, getattr(module, key)) for module, key in foreign]
-        values = [tensor.clone() for _, _, tensor in before]
+        """Each forward writes to copies of the buffers: other micro-batches' forwards come before
+        its backward, which may need what it has seen. Code outside the blocks runs on other stages
+        too; what it writes there is forgotten."""
+        kept = [(*cell, getattr(*cell[:2])) for cell in self.written.get(stage, ())]
+        for module, key, _, buffer in kept:
+            setattr(module, key, buffer.clone())
         self.is_running = True
         try:
             return self.track.run(stage, forward, shapes, received)
         finally:
             self.is_running = False
-            with torch.no_grad():
-                for (module, key, tensor), value in zip(before, values, strict=True):
-                    tensor.copy_(value)
-                    if getattr(module, key) is not tensor:
-                        setattr(module, key, tensor)
+            for module, key, is_own, buffer in kept:
+                if is_own:
+                    buffer.copy_(getattr(module, key).detach())
+                setattr(module, key, buffer)
 
     @contextmanager
     def _in_private(self) -> Iterator[None]:
         """Inside, gradients are added up where the strategy does not see it: its hooks are for what
         is handed out. Hooks of the model's own see each micro-batch, as in one process."""
         params = [p for p in self.model.parameters() if p.requires_grad]
-        before = []
+        before: list[tuple[nn.Parameter, Tensor | None, list[tuple[Any, list[Any]]]]] = []
         for p in params:
-            hooks = [h for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h is not None]
+            hooks: list[Any] = [
+                h for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h is not None
+            ]
             before.append((p, p.grad, [(h, list(h.items())) for h in hooks]))
             for h in hooks:
                 h.clear()
@@ -422,11 +431,11 @@ class Pipeline:
         try:
             yield
         finally:
-            for p, gradient, hooks in before:
+            for p, gradient, kept in before:
                 p.grad = gradient
-                for h, items in hooks:
-                    h.clear()
-                    h.update(items)
+                for hook, items in kept:
+                    hook.clear()
+                    hook.update(items)
 
     @torch.no_grad()
     def _sum_shared(self) -> None:
@@ -452,9 +461,9 @@ class Pipeline:
         for other, actions in enumerate(lists):
             taken: list[Key] = []
             for action in actions if other != self.rank else ():
-                if (of := schedules.source(action, self.stages)) is not None:
-                    if self.where[of] == self.rank:
-                        taken.append((_lane(action), action.stage, action.micro))
+                of = schedules.source(action, self.stages)
+                if of is not None and self.where[of] == self.rank:
+                    taken.append((_lane(action), action.stage, action.micro))
                 to = schedules.target(action, self.stages)
                 if to is not None and self.where[to] == self.rank:
                     plan.received[_lane(action), to, action.micro] = taken
@@ -572,10 +581,11 @@ class Pipeline:
         key = stage + 1, signature
         if key in self.known:
             if self.known[key] != self.track.shapes:
+                block = self.track.blocks[self.track.ends[stage]]
                 raise UsageError(
-                    f"pipeline: the output of the block '{self.track.blocks[self.track.ends[stage]]}'"
-                    " has another shape than for a micro-batch of the same shape before, or needs a "
-                    "gradient where it did not; stages could not know what they receive"
+                    f"pipeline: the output of '{block}' has another shape than it had for a "
+                    "micro-batch of this one's shape, or needs a gradient where it did not; the "
+                    "next stage could not know what it receives"
                 )
             return
         self.known[key] = self.track.shapes
@@ -661,7 +671,8 @@ class _HandOut(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, pipeline: Pipeline, loss: Tensor, _: Tensor, *params: Tensor) -> Tensor:
-        ctx.gradients = [pipeline.gradients.pop(p) for p in params]  # type: ignore[arg-type]
+        kept: dict[Any, Tensor] = pipeline.gradients
+        ctx.gradients = [kept.pop(p) for p in params]
         return loss.clone()
 
     @staticmethod
@@ -725,6 +736,7 @@ def _written(value: Any, tensors: list[Tensor]) -> bytes:
 def _read(text: bytes, tensors: list[Tensor]) -> Any:
     class Unpickler(pickle.Unpickler):
         def persistent_load(self, number: Any) -> Tensor:
-            return tensors[number]
+            found: Tensor = tensors[number]
+            return found
 
     return Unpickler(io.BytesIO(text)).load()

@@ -15,7 +15,7 @@ loss, the parameters and the earlier outputs that it depends on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shardlab.errors import UsageError
@@ -170,8 +171,22 @@ def _probed(model: nn.Module, blocks: Sequence[str], loss: LossFn, sample: Batch
         found.blocks.append(name)
         return output.join(cut)
 
-    with intercepted(model, blocks, call):
-        value = loss(model, sample)
+    # A BatchNorm cannot train on the one value of one sample. It is known what it writes.
+    def note_statistics(prefix: str, module: nn.Module, _args: Any) -> None:
+        for key, _ in module.named_buffers(prefix):
+            found.changed.setdefault(key, len(found.blocks))
+
+    norms = {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training}
+    hooks = [m.register_forward_pre_hook(partial(note_statistics, n)) for n, m in norms.items()]
+    try:
+        for norm in norms.values():
+            norm.training = False
+        with intercepted(model, blocks, call):
+            value = loss(model, sample)
+    finally:
+        for norm, hook in zip(norms.values(), hooks, strict=True):
+            norm.training = True
+            hook.remove()
     look_for_changes()
     if missing := [name for name in blocks if name not in found.blocks]:
         raise UsageError(
@@ -344,7 +359,7 @@ def buffers_of(found: Probe, model: nn.Module, ends: Sequence[int]) -> dict[str,
 
 
 @torch.no_grad()
-def drop(model: nn.Module, kept: set[str], needed: Mapping[str, Any]) -> None:
+def drop(model: nn.Module, kept: set[str], needed: set[str]) -> None:
     """Let go of the parameters and buffers that are not in ``kept``, under all their names.
 
     What is in ``needed`` stays usable, but is no longer a buffer of the model; of all else a NaN
@@ -356,7 +371,8 @@ def drop(model: nn.Module, kept: set[str], needed: Mapping[str, Any]) -> None:
     stand_ins: dict[int, Tensor] = {}
     gone = []
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        owned: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in owned:
             for key, tensor in list(tensors.items()):
                 if tensor is None or first[id(tensor)] in kept:
                     continue
@@ -364,7 +380,7 @@ def drop(model: nn.Module, kept: set[str], needed: Mapping[str, Any]) -> None:
                     is_needed = first[id(tensor)] in needed
                     stand_ins[id(tensor)] = tensor.detach() if is_needed else nothing_like(tensor)
                     gone.append((tensor, is_needed))
-                del tensors[key]  # type: ignore[attr-defined]
+                del tensors[key]
                 setattr(module, key, stand_ins[id(tensor)])
     for tensor, is_needed in gone:
         if not is_needed:  # somebody may hold the tensor itself
