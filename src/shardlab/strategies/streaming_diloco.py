@@ -85,7 +85,7 @@ class StreamingDiLoCo(DiLoCo):
             )
 
     def _gather(self, number: int, differences: dict[str, Tensor]) -> Waitable:
-        """Every worker's difference in few bits; when it is waited for, their sum is in ``sent``."""
+        """Every worker's difference in few bits. Whoever waits for it has their sum in ``sent``."""
         bits, workers = self.rounds.bits, self.group.size()
         mine = lowbit.encode(list(differences.values()), bits)
         everyones = mine.new_empty(workers * len(mine))
