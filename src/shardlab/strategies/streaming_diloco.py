@@ -20,8 +20,7 @@ class StreamingDiLoCo(DiLoCo):
         each step           forward and backward of this rank's micro-batches; meanwhile
                             all_reduce the loss with its number of targets  16 bytes
         step                update, from this rank's own gradients          nothing
-        f steps of a round  all_reduce a fragment's anchor less parameters, asynchronously  Ψ/f;
-                            with bits below 32 all_gather it in so many bits  n Ψ/f bits/32
+        f steps of a round  all_reduce a fragment's anchor less parameters, asynchronously  Ψ/f
         delay steps later   wait for it; move its anchor, mix it with the parameters
         each every-th step  broadcast buffers from rank 0 (if the model has any)
 
