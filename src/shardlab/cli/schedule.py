@@ -55,6 +55,8 @@ def schedule(
     pipeline = planning.Pipeline(stages, microbatches, times)
     result = planning.compare(chosen, pipeline, chunks, flags.command())
     if svg is not None:
+        if svg.is_dir():
+            raise UsageError(f"--svg {svg}: this is a folder; name a file, as in schedule.svg")
         try:
             write_text(svg, report.svg(result))
         except OSError as error:

@@ -19,7 +19,7 @@ Row = Mapping[str, Any]  # of one schedule
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 # A rank's every second stage is drawn in small letters, on the second of the colours.
 COLOURS = {
-    "F": ("white on blue", "black on bright_blue"),
+    "F": ("white on blue", "black on cyan"),
     "B": ("black on yellow", "black on bright_yellow"),
     "I": ("white on magenta", "black on bright_magenta"),
     "W": ("white on green", "black on bright_green"),
@@ -88,14 +88,19 @@ def drawing(row: Row, width: int) -> Iterator[Text]:
         yield Text(name.ljust(left)).append_text(draw(actions, row, scale))
     yield Text(" " * left + _axis(row["step_ms"], scale, width - left), "dim")
     yield Text()
+    for words in legend(row, scale, is_exact):
+        yield from map(Text, textwrap.wrap(words, width))
+
+
+def legend(row: Row, scale: float, is_exact: bool) -> Iterator[str]:
     kinds = [f"{kind} {name}" for kind, name in KINDS.items() if kind in _kinds(row)]
     numbers = ["number: micro-batch"] if is_exact else []
-    yield Text(", ".join([*kinds, *numbers, f"{IDLE} idle"]))
+    yield ", ".join([*kinds, *numbers, f"{IDLE} idle"])
     if row["chunks"] > 1:
         which = "second stage" if row["chunks"] == 2 else "every second stage"
-        yield Text(f"small letters: a rank's {which}")
+        yield f"small letters: a rank's {which}"
     if not is_exact:
-        yield Text(f"a character is {fmt.number(1 / scale)} ms, and shows what took most of it")
+        yield f"a character is {fmt.number(1 / scale)} ms, and shows what took most of it"
 
 
 def scaled(row: Row, width: int) -> tuple[float, bool]:
