@@ -22,6 +22,7 @@ ORDER = (
     "muon_owners",
     "local_sgd",
     "diloco",
+    "tensor_split",
     "mixed_precision",
     "checkpoint",
     "trainer",
