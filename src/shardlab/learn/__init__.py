@@ -23,6 +23,7 @@ ORDER = (
     "local_sgd",
     "diloco",
     "tensor_split",
+    "one_f_one_b",
     "mixed_precision",
     "checkpoint",
     "trainer",
