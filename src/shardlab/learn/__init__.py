@@ -24,6 +24,7 @@ ORDER = (
     "diloco",
     "tensor_split",
     "one_f_one_b",
+    "tied_stages",
     "mixed_precision",
     "checkpoint",
     "trainer",

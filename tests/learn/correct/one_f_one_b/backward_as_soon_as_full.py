@@ -1,4 +1,4 @@
-"""The list from a rule: go backward whenever as much is under way as may be. A queue, no numbers."""
+"""The list from a rule: backward whenever as much is under way as may be. Queues, no numbers."""
 
 from collections import deque
 

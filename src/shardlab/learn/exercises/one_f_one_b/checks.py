@@ -253,9 +253,8 @@ def lists(ranks: Rows) -> Finding | None:
         took = schedules.end(schedules.timeline(those, times))
         should = 3 * (micro + number - 1)
         if took > should:
-            bubble = schedules.bubble(those, times)
-            return say("bubble", took=took, should=should, bubble=bubble, least=(number - 1) / micro,
-                       **facts)  # fmt: skip
+            bubble, least = schedules.bubble(those, times), (number - 1) / micro
+            return say("bubble", took=took, should=should, bubble=bubble, least=least, **facts)
     return None
 
 

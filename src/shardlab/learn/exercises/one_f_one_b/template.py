@@ -8,12 +8,12 @@ micro-batch (x, y): the first stage uses x, the last y. The grader does on every
 
 - schedule(rank, ranks, micro) gives this rank's actions in order: ("F", i) is the forward of
   micro-batch i, ("B", i) its backward. Each comes once, and no rank waits for ever. With equal
-  stages the step takes no longer than micro + ranks - 1 forwards and backwards. Rank r keeps at most
-  ranks - r activations at a time: a forward keeps one until its backward is done.
+  stages the step takes no longer than micro + ranks - 1 forwards and backwards. Rank r keeps at
+  most ranks - r activations at a time: a forward keeps one until its backward is done.
 - train_step carries out the actions in their order. It *adds* to each p.grad of the stage the
-  gradient of the sum of the losses of its micro-batches, divided by ``total``: the number of targets
-  of the whole update, over all calls. loss_fn(output, y) gives the sum over the targets of a
-  micro-batch. Micro-batches differ in size.
+  gradient of the sum of the losses of its micro-batches, divided by ``total``: the number of
+  targets of the whole update, over all calls. loss_fn(output, y) gives the sum over the targets of
+  a micro-batch. Micro-batches differ in size.
 - link.is_first, link.is_last: which stage this is.
   link.send_forward(output) and link.recv_forward() send activations to the next stage and receive
   those of the one before; link.send_backward(gradient) and link.recv_backward() go the other way.

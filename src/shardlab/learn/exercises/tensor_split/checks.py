@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ ROW_BIASES = ("down.bias", "out.bias")  # added after the sum
 def run(at: Stage) -> dict[str, Any]:
     # Cut first with numbers in the place of values: they say which elements a rank takes.
     numbered = {
-        name: torch.arange(1.0, 1 + np.prod(shape), dtype=torch.float64).view(shape)
+        name: torch.arange(1, 1 + math.prod(shape), dtype=torch.float64).view(shape)
         for name, shape in SHAPES.items()
     }
     held = {name: tensor.flatten() for name, tensor in _cut(at, numbered).items()}
@@ -144,7 +145,7 @@ def _random(shape: Sequence[int], seed: int) -> Tensor:
 
 def held(ranks: Rows) -> Finding | None:
     for name, shape in SHAPES.items():
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         for rank, row in enumerate(ranks):
             values = flat(row["held"].get(name, []))
             if (values != values.round()).any() or ((values < 1) | (values > size)).any():
@@ -208,7 +209,7 @@ def _together(columns: str, rows: str, row: Row, rank: int) -> Finding | None:
 
 def _each_once(ranks: Rows) -> Finding | None:
     for name, shape in SHAPES.items():
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         every = [value for row in ranks for value in row["held"].get(name, [])]
         if len(set(every)) < size:
             return say("elements-lost", name=name, lost=size - len(set(every)), size=size)
@@ -298,9 +299,9 @@ def _part_gradients(rows: Rows, ranks: Rows) -> Finding | None:
         for r, name in wrong
     ):
         return say("part-gradients-mixed", names=mistakes.listed(names))
-    rank, name = wrong[0]
-    off = mistakes.error(rows[rank]["parts"][name], right[rank][name])
-    return say("wrong-part-gradient", name=name, rank=rank, error=off)
+    r, name = wrong[0]
+    off = mistakes.error(rows[r]["parts"][name], right[r][name])
+    return say("wrong-part-gradient", name=name, rank=r, error=off)
 
 
 @each_step
@@ -324,17 +325,17 @@ def input_gradient(rows: Rows, _step: int) -> Finding | None:
 
 @each_step
 def sent(rows: Rows, _step: int) -> Finding | None:
-    n, row = len(rows), rows[0]
-    should = numbers.wire_bytes("all_reduce", 8 * len(flat(row["want"])), n)
-    if not row["calls"]:
+    n, first = len(rows), rows[0]
+    should = numbers.wire_bytes("all_reduce", 8 * len(flat(first["want"])), n)
+    if not first["calls"]:
         return say("not-by-hand")
     for way in ("forward", "backward"):
-        calls = [call for call in row["calls"] if call["mark"] == way]
+        calls = [call for call in first["calls"] if call["mark"] == way]
         total = mistakes.wire_bytes(calls, n)
         if total > 1.05 * should:
             ops = ", ".join(mistakes.described(call) for call in calls)
             return say(
-                "too-many-bytes/tensor", half=row["half"], way=way, sent=total, should=should,
+                "too-many-bytes/tensor", half=first["half"], way=way, sent=total, should=should,
                 ops=ops,
             )  # fmt: skip
     return None
