@@ -47,6 +47,7 @@ WATCHED = -1  # the ledger's number for the steps that are watched
 MOST_STEPS = 65
 SETTLE_S = 5.0
 GRADIENT_OPS = ("all_reduce", "reduce_scatter", "all_to_all")
+WORKER_OPS = (*GRADIENT_OPS, "all_gather")  # what was rounded is gathered, and summed where it is
 Work = Callable[[], Any]
 
 
@@ -91,7 +92,7 @@ def examine(world: World, config: Config) -> dict[str, Any]:
         on_users = _examine_users(users, _in_dtype(config, users), world, claim, alive)
         on_stack = {} if stack is None else _examine_stack(stack, config, world, claim)
     models = [found.pop("model") for found in (on_stack, on_users) if found]
-    return {"ranks": world.size, "mesh": mesh is not None, **on_users, **on_stack, "models": models}
+    return {"ranks": world.size, **on_users, **on_stack, "models": models}
 
 
 def _examine_users(
@@ -112,8 +113,8 @@ def _examine_users(
         held[what] = alive.weigh(model)
 
     trail = _run(strategy, subject, share, Trail(reference), after=weigh)
-    is_replica = strategy.in_step() and not isinstance(strategy, OnMesh)
-    replica = _digest(model) if is_replica else None
+    is_cut = isinstance(strategy, OnMesh)
+    replica = _digest(model) if strategy.in_step() and not is_cut else None
     watched = _watch(strategy, subject.steps[0][share])
     groups = {} if claim is None else claim.groups(job)
     used = _job(subject, config, strategy, without=reference.irregular)
@@ -124,6 +125,7 @@ def _examine_users(
     return {
         "claimed": None if claim is None else claim.of(job),
         "claimed_of_used": None if claim is None else claim.of(used),
+        "mesh": is_cut,
         "irregular": bool(reference.irregular) or reference.runs_again,
         "full": _full(job),
         "micro": job.micro,
@@ -246,6 +248,11 @@ def _prepare_users(config: Config, world: World, rounds: Rounds | None) -> Prepa
         shares = assemble.data_share(config, world)[1]
         subject = subjects.users(config, shares, world.device, dtype)
         subject.why_dtype = why and f"it does not run in float64 ({why})"
+        if why and rounds is not None and rounds.bits < 32:  # neighbours in 4 bits lie far apart
+            raise UsageError(
+                f"{subject.workload.name} runs in float32 alone ({why}), whose own rounding may "
+                f"take a difference to another number of {rounds.bits} bits: prove it with bits=32"
+            )
         try:
             return _run_plain(subject, config, world, rounds)
         except UsageError:
@@ -368,22 +375,23 @@ def _run(
         around(strategy.step)
         comm.LEDGER.step = None
         if strategy.rounds is None:  # what workers exchange may travel during their next step
-            trail.unwaited += _unwaited(step)
+            trail.unwaited += _unwaited(step, GRADIENT_OPS)
         after("step")
         if looks or step == last:
             trail.tensors(step, strategy.full_params())
     if strategy.rounds is not None:
         strategy.settle()
-        trail.unwaited += [what for step in range(len(shares_of_steps)) for what in _unwaited(step)]
+        for step in range(len(shares_of_steps)):
+            trail.unwaited += _unwaited(step, WORKER_OPS)
     return trail
 
 
-def _unwaited(step: int) -> list[str]:
+def _unwaited(step: int, ops: Sequence[str]) -> list[str]:
     """The sums of a step that nobody has waited for yet."""
     return [
         f"{entry.op} '{entry.label}'"
         for entry in comm.LEDGER.entries
-        if entry.step == step and entry.op in GRADIENT_OPS and entry.ready_ns is None
+        if entry.step == step and entry.op in ops and entry.ready_ns is None
     ]
 
 
@@ -587,7 +595,8 @@ def _by_op(
 def _overlap(watched: Watched, small: int) -> dict[str, Any]:
     """Which part of the gradients was launched before backward ended, and what came after it."""
     source, sent = watched.source, watched.sent
-    gradients = [m for m in watched.messages if m.op in GRADIENT_OPS and m.bytes >= small]
+    ops = GRADIENT_OPS if watched.travelling is None else WORKER_OPS
+    gradients = [m for m in watched.messages if m.op in ops and m.bytes >= small]
     total = sum(m.bytes for m in gradients)
     if watched.travelling is not None:
         share = watched.travelling / total if total else None
