@@ -42,7 +42,13 @@ STRATEGIES = {
 }
 # Those that cut one model between their ranks (axes.NAMED). A comparison of all strategies leaves
 # them out: not every model can be cut.
-MESH_STRATEGIES: dict[str, str] = {}
+MESH_STRATEGIES: dict[str, str] = {
+    "pipeline_gpipe": "shardlab.strategies.pipelines:PipelineGPipe",
+    "pipeline_1f1b": "shardlab.strategies.pipelines:PipelineOneFOneB",
+    "pipeline_interleaved": "shardlab.strategies.pipelines:PipelineInterleaved",
+    "pipeline_zero_bubble": "shardlab.strategies.pipelines:PipelineZeroBubble",
+    "pipeline_zbv": "shardlab.strategies.pipelines:PipelineZBV",
+}
 EVERY_STRATEGY = {**STRATEGIES, **MESH_STRATEGIES}
 # What others call them, in any case, with - or _: the words of PyTorch's first FSDP, and the names
 # that scripts and folders of published experiments have.
