@@ -39,6 +39,7 @@ STRATEGIES = {
     "local_sgd": "shardlab.strategies.local_sgd:LocalSGD",
     "diloco": "shardlab.strategies.diloco:DiLoCo",
     "streaming_diloco": "shardlab.strategies.streaming_diloco:StreamingDiLoCo",
+    "context_parallel": "shardlab.strategies.context_parallel:ContextParallel",
 }
 # What others call them, in any case, with - or _: the words of PyTorch's first FSDP, and the names
 # that scripts and folders of published experiments have.

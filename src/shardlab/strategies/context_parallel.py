@@ -1,9 +1,10 @@
 """Context parallelism: each rank has a part of every sequence, and attention is a ring.
 
-All else in a transformer treats each token by itself, so that a rank computes it for its own tokens
-alone: activations shrink with the number of ranks. Every rank has the whole model, and a gradient is
-a sum over tokens: what is on the ranks is summed as between the ranks of the data axis, by the
-strategy that runs on the cut model. What the ring sends, and when, is told in ``ring_attention.py``.
+All else in a transformer treats each token by itself, so that a rank computes it for its own
+tokens alone: activations shrink with the number of ranks. Every rank has the whole model. A
+gradient is a sum over tokens, so that the ranks' gradients are summed as between those of the data
+axis, by the strategy that runs on the cut model. What the ring sends, and when, is told in
+``ring_attention.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from shardlab import comm
+from shardlab.axes import Axes
 from shardlab.errors import UsageError
+from shardlab.strategies import base, layout
+from shardlab.strategies.layout import Cut
+from shardlab.strategies.on_mesh import OnMesh
 from shardlab.strategies.ring_attention import Zigzag, ring_attention
 from shardlab.strategies.uses import in_backward
 from shardlab.workloads.base import Batch, ContextSplit, LossFn
@@ -84,7 +89,11 @@ class Ring(TorchFunctionMode):
         return result
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is F.scaled_dot_product_attention:
             return self.attend(*args, **(kwargs or {}))
@@ -197,11 +206,9 @@ def refuse_mixers(model: nn.Module) -> None:
             )
 
 
-def cut(
-    model: nn.Module, context: ContextSplit | None, group: comm.Group, loss: LossFn
-) -> tuple[LossFn, Callable[[Batch], Batch]]:
-    """Make the model's attention a ring over ``group``. Returns the loss of a part, and what cuts
-    a batch into this rank's part."""
+def cut(setup: base.Setup, axes: Axes, group: comm.Group, loss: LossFn) -> Cut:  # noqa: ARG001
+    """Make the model's attention a ring over ``group``. Every rank keeps the whole model."""
+    model, context = setup.model, setup.context
     if context is None:
         raise UsageError(
             f"{WHO}: this workload does not say how its sequences are cut; give it a context "
@@ -211,16 +218,19 @@ def cut(
     ring = Ring(group)
     for name, module in attention_modules(model, context).items():
         module.forward = partial(ring.around, name, module, module.forward)
+    device = next(model.parameters()).device
 
     def share(batch: Batch) -> Batch:
         split = Zigzag(context.length(batch), group.size())
-        device = next(model.parameters()).device
         part = context.take(batch, split.positions(group.rank(), device))
         return replace(part, inputs=Part(part.inputs, split.length))
 
     def loss_of_part(model: nn.Module, batch: Batch) -> Tensor:
-        split = Zigzag(batch.inputs.length, group.size())
-        with ring.over(split):
+        with ring.over(Zigzag(batch.inputs.length, group.size())):
             return loss(model, replace(batch, inputs=batch.inputs.inputs))
 
-    return loss_of_part, share
+    return Cut(layout.whole_layout(model), loss_of_part, share=share)
+
+
+class ContextParallel(OnMesh):
+    """Each rank has a part of every sequence, and attention is a ring."""

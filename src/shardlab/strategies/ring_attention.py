@@ -12,11 +12,10 @@ Schedule of a layer, for K bytes of a rank's keys and values and C ranks:
                C times      send their gradients on, which each rank adds its part to       K
 
 Cost: (3C-2)K sent by each rank for each layer and micro-batch, where K is 2 · batch · tokens / C ·
-heads of keys · head size · bytes of an element. Gradients travel as float32 where the model computes
-in 16 bits, in which sums of many parts would be rounded at each hop: they count twice then. So
-each rank sends about 3 times the keys and values of the whole sequence, however many ranks there
-are. Attention takes time with the square of the length and sending with the length, so that a
-longer sequence hides it better.
+heads of keys · head size · bytes of an element. (In 16 bits a sum would be rounded at each hop:
+gradients travel as float32 then, and count twice.) So each rank sends about 3 times the keys and
+values of the whole sequence, however many ranks there are. The time of attention grows with the
+square of the length and that of sending with the length, so that a longer sequence hides it better.
 
 Memory: a rank keeps its own queries, keys, values, outputs and a number per query and head for
 backward, which is one C-th of what one process keeps. On their way are two blocks of keys and
@@ -172,7 +171,7 @@ class RingAttention(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, k, v, out, log_sum = ctx.saved_tensors
         is_causal, scale, blocks = ctx.how
         wide = _wide(q.dtype)
@@ -234,9 +233,7 @@ def merge(out: Tensor, log_sum: Tensor, part: Tensor, its_sum: Tensor) -> None:
     log_sum.copy_(total)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, is_masked: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, is_masked: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Attention to one block, and the logarithm of each row's sum of exponentials."""
     q, k, v = _dense(q), _dense(_repeated(k, q)), _dense(_repeated(v, q))
     if _is_fused(q, v):
@@ -249,10 +246,10 @@ def attend(
                 q, k, v, 0.0, is_masked, scale=scale
             )
         return out, log_sum
-    scores = _scores(q, k, is_masked, scale)  # (batch, heads, queries, keys)
+    wide = _wide(q.dtype)
+    scores = _scores(q.to(wide), k.to(wide), is_masked, scale)  # (batch, heads, queries, keys)
     log_sum = scores.logsumexp(-1)
-    weights = (scores - log_sum.unsqueeze(-1)).exp_()
-    return weights.to(v.dtype) @ v, log_sum
+    return (scores - log_sum.unsqueeze(-1)).exp_() @ v.to(wide), log_sum
 
 
 def attend_backward(
@@ -282,18 +279,17 @@ def attend_backward(
                 grad, q, k, v, out, log_sum, 0.0, is_masked, scale=scale
             )
         return grads[0], _summed(grads[1], heads), _summed(grads[2], heads)
-    wide = log_sum.dtype
+    grad, q, k, v, out = (t.to(log_sum.dtype) for t in (grad, q, k, v, out))
     weights = (_scores(q, k, is_masked, scale) - log_sum.unsqueeze(-1)).exp_()
-    grad_v = weights.to(v.dtype).transpose(-1, -2) @ grad
-    row = (grad.to(wide) * out).sum(-1, keepdim=True)  # (batch, heads, queries, 1)
-    of_scores = weights * ((grad @ v.transpose(-1, -2)).to(wide) - row) * scale
-    of_scores = of_scores.to(q.dtype)
+    grad_v = weights.transpose(-1, -2) @ grad
+    row = (grad * out).sum(-1, keepdim=True)  # (batch, heads, queries, 1)
+    of_scores = weights * (grad @ v.transpose(-1, -2) - row) * scale
     grad_q, grad_k = of_scores @ k, of_scores.transpose(-1, -2) @ q
     return grad_q, _summed(grad_k, heads), _summed(grad_v, heads)
 
 
 def _scores(q: Tensor, k: Tensor, is_masked: bool, scale: float) -> Tensor:
-    scores = (q @ k.transpose(-1, -2)).to(_wide(q.dtype)) * scale
+    scores = q @ k.transpose(-1, -2) * scale
     if is_masked:
         is_later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill_(is_later, -torch.inf)
