@@ -221,7 +221,8 @@ def cut(setup: base.Setup, axes: Axes, group: comm.Group, loss: LossFn) -> Cut: 
     device = next(model.parameters()).device
 
     def share(batch: Batch) -> Batch:
-        split = Zigzag(context.length(batch), group.size())
+        length = max(context.length(batch), 2 * group.size() if context.pads else 0)
+        split = Zigzag(length, group.size())
         part = context.take(batch, split.positions(group.rank(), device))
         return replace(part, inputs=Part(part.inputs, split.length))
 

@@ -50,6 +50,9 @@ class ContextSplit:
     # The modules that call F.scaled_dot_product_attention; "*" stands for any part of a name. All
     # else that the model does, it must do to each token by itself.
     attention: tuple[str, ...]
+    # The model cannot be called without tokens: where there are fewer than ranks, positions may lie
+    # behind the end of the sequence, and ``take`` fills them with something that does not count.
+    pads: bool = False
 
 
 @dataclass(frozen=True)

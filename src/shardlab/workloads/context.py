@@ -56,7 +56,7 @@ def of_transformers(model: nn.Module) -> ContextSplit | None:
             )
         return take_positions(batch, positions)
 
-    return ContextSplit(length_of, take, attention)
+    return ContextSplit(length_of, take, attention, pads=True)
 
 
 def length_of(batch: Batch) -> int:
@@ -92,7 +92,9 @@ def take_positions(batch: Batch, positions: Tensor) -> Batch:
                 f"context_parallel: nobody says how the input '{name}' is cut along the sequence; "
                 "leave it out, or give the workload a context of its own"
             )
-    inputs = {name: value[:, positions] for name, value in given.items()}
+    length = length_of(batch)
+    at = positions.clamp(max=length - 1)  # behind the end, any token will do
+    inputs = {name: value[:, at] for name, value in given.items()}
     # All ones, and given all the same: without it, a jump in the positions would be taken for
     # the beginning of another sequence.
     inputs["attention_mask"] = torch.ones(rows, len(positions), device=positions.device).long()
@@ -100,8 +102,9 @@ def take_positions(batch: Batch, positions: Tensor) -> Batch:
     targets = batch.targets
     if labels is not None:
         targets = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-        inputs["labels"] = inputs["shift_labels"] = targets[:, positions].contiguous()
-    targets = targets[:, positions]
+    targets = targets[:, at].masked_fill(positions >= length, IGNORED)  # (batch, part)
+    if labels is not None:
+        inputs["labels"] = inputs["shift_labels"] = targets
     count = int((targets != IGNORED).sum()) if batch.count else 0
     return replace(batch, inputs=inputs, targets=targets, count=count)
 
