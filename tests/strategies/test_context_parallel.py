@@ -110,9 +110,10 @@ def encoder_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 def labelled_loss(model: nn.Module, batch: Batch) -> Tensor:
     """transformers' own loss, which shifts the labels by one, as the sum that it was."""
-    if not batch.count:
-        return model(**batch.inputs).logits.sum() * 0.0
-    loss: Tensor = model(**batch.inputs).loss * batch.count
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "float", Tensor.double)  # theirs computes it in float32
+        out = model(**batch.inputs)
+    loss: Tensor = out.loss * batch.count if batch.count else out.logits.sum() * 0.0
     return loss
 
 
@@ -304,7 +305,7 @@ WORLDS = {
         *(Case(kind) for kind in KINDS),
         Case("gpt2", lengths=(1, 2, 3)),  # shorter than the pieces are many: a rank has nothing
         Case("llama", lengths=(1, 2, 3)),
-        *(Case("gpt2", inner=inner) for inner in ("zero1", "zero2", "zero3", "pytorch_zero3")),
+        *(Case("gpt2", inner=inner) for inner in ("zero1", "zero3", "pytorch_zero3")),
         Case("llama", inner="zero3", checkpoints=True),
         Case("gpt2", checkpoints=True),
     ],
