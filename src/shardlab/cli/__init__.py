@@ -22,6 +22,7 @@ from shardlab.cli import (
     plan,
     prove,
     runs,
+    schedule,
     submit,
     trace,
     train,
@@ -39,7 +40,7 @@ app = App(
 )
 for command in (
     train.train, compare.compare, prove.prove, measure.throughput, measure.memory, network.network,
-    plan.plan, submit.submit,
+    plan.plan, schedule.schedule, submit.submit,
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(data.app, name="data")
@@ -107,9 +108,9 @@ def _end(code: int, message: str) -> NoReturn:
 @app.command()
 def strategies(as_json: Annotated[bool, JSON] = False) -> None:
     """List the strategies, in the order of the ladder."""
-    from shardlab.naming import STRATEGIES
+    from shardlab.naming import EVERY_STRATEGY
 
-    _list_names(STRATEGIES, "strategies", as_json)
+    _list_names(EVERY_STRATEGY, "strategies", as_json)
 
 
 @app.command()
