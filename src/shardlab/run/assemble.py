@@ -125,8 +125,8 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
         make_rule(config, workload),
         blocks,
         world.ranks_per_node,
-        context_of(workload, model),
         _sample(config, workload, world, dtype),
+        context=context_of(workload, model),
     )
     comm.LEDGER.ranks_per_node = world.ranks_per_node
     strategy = on_axes(config, make, setup, world)
@@ -150,9 +150,10 @@ def on_axes(config: Config, make: type[Strategy], setup: Setup, world: World) ->
         return make(setup, **options)
     if issubclass(make, OnMesh):
         # Where an axis has a name of its own, the best replicas share the data.
-        is_shared = found.data * found.context > 1  # a part of a sequence is as another sample
-        inner = naming.resolve(axes.INNER if is_shared else BASELINE, EVERY_STRATEGY, "strategy")
-        if not is_shared and options:
+        inner = naming.resolve(
+            axes.INNER if found.summing > 1 else BASELINE, EVERY_STRATEGY, "strategy"
+        )
+        if found.summing == 1 and options:
             raise UsageError(
                 f"{config.strategy.name}: all ranks cut one model, so nothing is sent as "
                 f"{', '.join(options)} says; leave it out"

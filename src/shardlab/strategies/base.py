@@ -50,8 +50,8 @@ class Setup:
     rule: Rule = field(default_factory=Rule)
     blocks: Sequence[str] = ()  # names of the modules that may be sharded one by one
     ranks_per_node: int = 0  # neighbours in the mesh; 0: there is one node, or it is not known
-    context: ContextSplit | None = None  # how the workload's sequences are cut
     sample: Batch | None = None  # one sample, where the model is cut into a pipeline's stages
+    context: ContextSplit | None = None  # how the workload's sequences are cut
 
 
 @dataclass(frozen=True)
