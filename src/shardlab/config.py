@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar, cast, get_type_hints
 import yaml
 
 from shardlab import naming
+from shardlab.axes import axes_of
 from shardlab.errors import UsageError, unknown
 from shardlab.faults import spec as injected
 from shardlab.naming import WORKLOADS, kind_of, typed
@@ -424,7 +425,8 @@ class Config:
         })  # fmt: skip
         self._check_folder()
         if world is not None:
-            object.__setattr__(self, "training", share_batch(self.training, world))
+            shares = data_ranks(self.strategy, world)
+            object.__setattr__(self, "training", share_batch(self.training, shares))
 
     def _check_folder(self) -> None:
         """The output folder must be new or empty; with resume: auto it may be a run's."""
@@ -449,6 +451,12 @@ class Config:
     def with_overrides(self, overrides: Mapping[str, Any]) -> Config:
         """A copy with ``{"training.steps": 3}`` applied, checked anew."""
         return from_dict(_merged(self.to_dict(), overrides))
+
+
+def data_ranks(strategy: StrategyConfig, world: int) -> int:
+    """Among how many a batch is shared out: ranks that cut one model between them count once."""
+    axes, _ = axes_of(strategy.name, strategy.options, world)
+    return world if axes is None else axes.data
 
 
 def share_batch(training: TrainingConfig, world: int) -> TrainingConfig:

@@ -58,10 +58,9 @@ def refuse_other_model(start: Start, strategy: Strategy) -> None:
     manifest, folder = start.manifest, start.checkpoint
     assert manifest is not None
     assert folder is not None
-    tied, saved = parts.tied_names(strategy), manifest.model()
-    model = strategy.model
-    here = dict((*model.named_parameters(), *model.named_buffers()))  # shards have whole shapes
-    for name in parts.unsaved_names(strategy):
+    whole, saved = strategy.whole(), manifest.model()
+    tied, here = whole.tied, dict(whole.tensors)
+    for name in whole.unsaved:
         if name not in saved:  # an exported state_dict does not have it: it stays as it was made
             del here[name]
     missing = sorted(here.keys() - saved.keys())

@@ -1,6 +1,6 @@
 """A strategy's state as parts of named tensors, and back: the one form that all of them share.
 
-A part is a run of the elements of a flattened tensor. ZeRO's flat shards are such runs, FSDP2's
+A part is a run of the elements of a flattened tensor, or several. ZeRO's flat shards are such runs, FSDP2's
 rows are, a replica's whole tensors are. So a checkpoint of any strategy at any world size is read
 by any other: each rank reads the runs that it will hold.
 """
@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardlab import comm
 from shardlab.checkpoint.manifest import MODEL, OPTIMIZER, SHARED, Chunk, Manifest
 from shardlab.checkpoint.manifest import Tensor as Entry
 from shardlab.errors import UsageError
+from shardlab.strategies import layout
 from shardlab.strategies.base import Strategy
 from shardlab.strategies.slots import Slot
 from shardlab.workloads import huggingface
+from shardlab.world import World
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,19 @@ class Part:
     shape: torch.Size  # of the whole
     start: int  # in the flattened whole
     values: Tensor  # (length,)
+    # Where the elements lie, if not one after the other. Such a part can be filled, not written:
+    # see ``as_runs``.
+    runs: layout.Runs | None = None
 
     @property
     def end(self) -> int:
         return self.start + len(self.values)
+
+    @property
+    def where(self) -> str:
+        """Which elements these are: the same words for the same elements."""
+        places = ((self.start, len(self.values)),) if self.runs is None else self.runs
+        return f"{len(self.values)} from {self.start} ({hash(places)})"
 
     def between(self, start: int, end: int) -> Tensor:
         """Some of its elements, by their places in the flattened whole: (end - start,)."""
@@ -127,7 +139,7 @@ def share_out(held: Sequence[Mapping[str, tuple[int, int]]]) -> list[list[Span]]
 def held_by(strategy: Strategy) -> tuple[Parts, Numbers, dict[str, Any]]:
     """This rank's parts of tensors, the optimizer's numbers and the update's. A collective."""
     slots = strategy.saved()
-    parts = {MODEL + s.name: Part(s.shape, s.start, _flat(s.tensor)) for s in slots.model}
+    parts = {MODEL + s.name: Part(s.shape, s.start, _flat(s.tensor), s.runs) for s in slots.model}
     numbers: Numbers = {}
     for parameter, slot in slots.trained.items():
         for key, value in slots.optimizer.state.get(parameter, {}).items():
@@ -137,13 +149,34 @@ def held_by(strategy: Strategy) -> tuple[Parts, Numbers, dict[str, Any]]:
             if _is_number(key, value, len(slot.shape)):
                 numbers[name] = _number(name, value)
             elif value.shape == parameter.shape:
-                parts[name] = Part(slot.shape, slot.start, _flat(value))
+                parts[name] = Part(slot.shape, slot.start, _flat(value), slot.runs)
             else:  # a factor of it, for example, which is whole where the parameter is
                 _refuse_cut(slot, parameter, name)
                 parts[name] = Part(value.shape, 0, _flat(value))
     for name, tensor in strategy.shared_state().items():
         parts[SHARED + name] = Part(tensor.shape, 0, _flat(tensor))
     return parts, numbers, strategy.update.state_dict()
+
+
+def as_runs(held: Parts, world: World) -> None:
+    """Where a tensor's parts lie in many places (a matrix that is cut along its columns), put it
+    together, and give each rank one run of it to write. One tensor at a time. A collective."""
+    scattered = {name for name, part in held.items() if part.runs is not None}
+    for name in sorted(set().union(*world.gather(scattered))):
+        part = held.pop(name, None)
+        mine = None
+        if part is not None:
+            runs = ((part.start, len(part.values)),) if part.runs is None else part.runs
+            mine = (part.shape, part.values.dtype, runs)
+        everyone = world.gather(mine)
+        shape, dtype, _ = next(about for about in everyone if about is not None)
+        whole = torch.zeros(shape.numel(), dtype=dtype, device=world.device)
+        if mine is not None and part is not None and mine not in everyone[: world.rank]:
+            layout.put(whole, mine[2], part.values)
+        comm.all_reduce(whole, world.group, label=f"checkpoint {name}")
+        low, high = (shape.numel() * (world.rank + i) // world.size for i in (0, 1))
+        if low < high:
+            held[name] = Part(shape, low, whole[low:high].clone())
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -216,7 +249,7 @@ class Places:
         if flat.numel() and not local.is_contiguous():
             flat = torch.empty_like(flat, memory_format=torch.contiguous_format)
             self._copies.append((name.removeprefix(MODEL), local, flat))
-        self.parts[name] = Part(slot.shape, slot.start, flat)
+        self.parts[name] = Part(slot.shape, slot.start, flat, slot.runs)
 
     def settle(self, update: dict[str, Any]) -> None:
         """Finish when the parts have been filled."""
@@ -247,26 +280,3 @@ def kind_of(dtype: torch.dtype) -> str:
     if dtype.is_complex:
         return "complex"
     return "floating point" if dtype.is_floating_point else "whole numbers"
-
-
-def tied_names(strategy: Strategy) -> dict[str, str]:
-    """The other names of the model's tensors, each with the first: ``head.weight: wte.weight``."""
-    model = strategy.model
-    first: dict[int, str] = {}
-    tied = {}
-    for named in (model.named_parameters, model.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            if first.setdefault(id(tensor), name) != name:
-                tied[name] = first[id(tensor)]
-    return tied
-
-
-def unsaved_names(strategy: Strategy) -> tuple[str, ...]:
-    """Buffers that are no part of the model's state_dict, by their first names."""
-    model = strategy.model
-    found = {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules(remove_duplicate=False)
-        for name in module._non_persistent_buffers_set
-    }
-    return tuple(name for name, _ in model.named_buffers() if name in found)

@@ -107,11 +107,13 @@ class Checkpoints:
         held, numbers, update = parts.held_by(self.strategy)
         if self.guards is not None:
             self.guards.check_saved(held, numbers, step - 1)
+        parts.as_runs(held, self.world)
         held |= {
             f"{OWN}{self.world.rank}/{name}": Part(tensor.shape, 0, tensor.reshape(-1))
             for name, tensor in own.items()
         }
         offered = self.world.gather((parts.offers_of(held), numbers))
+        whole = self.strategy.whole()
         tensors, shares = parts.plan([offers for offers, _ in offered])
         make = partial(
             Manifest,
@@ -123,8 +125,8 @@ class Checkpoints:
             update=update,
             numbers={name: n for _, of_rank in offered for name, n in of_rank.items()},
             tensors=tensors,
-            tied=parts.tied_names(self.strategy),
-            unsaved=parts.unsaved_names(self.strategy),
+            tied=whole.tied,
+            unsaved=whole.unsaved,
         )
         pieces = [(n, low, held[n].between(low, high)) for n, low, high in shares[self.world.rank]]
         if not self.settings.asynchronous:

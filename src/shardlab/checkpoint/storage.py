@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardlab.checkpoint.manifest import Damaged, File, Manifest, inside
 from shardlab.checkpoint.parts import Part, Parts
+from shardlab.strategies import layout
 from shardlab.workloads import huggingface
 
 BLOCK = 1 << 24  # bytes that are brought to the host, hashed and written at a time
@@ -44,6 +45,10 @@ def fill(folder: Path, manifest: Manifest, parts: Parts) -> None:
     opened: dict[str, dict[str, Tensor]] = {}
     for name, part in parts.items():
         entry = manifest.tensors[name]
+        if part.runs is not None:  # the whole of it, and from that what is here
+            values = whole(folder, manifest, [name])[name].reshape(-1)
+            part.values.copy_(layout.take(values, part.runs))
+            continue
         for start, length, file in entry.chunks:
             low, high = max(start, part.start), min(start + length, part.end)
             if low >= high:

@@ -11,7 +11,7 @@ zero3 in groups: ranks that hold the same shard are compared.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,7 @@ def check(strategy: Strategy, world: World, step: int) -> None:
         strategy.settle()
         found = sums_of((name, "whole", t) for name, t in strategy.shared_state().items())
         if strategy.in_step():
-            found += [*checksums(strategy.model), *_freed(strategy)]
+            found += [*checksums(strategy.model, strategy.part_of), *_freed(strategy)]
         _compare(found, world, step)
 
 
@@ -49,10 +49,7 @@ def check_saved(parts: Parts, numbers: Numbers, world: World, step: int) -> None
 
     A checkpoint is put together from all ranks' parts, so it would mix them. A collective.
     """
-    tensors = [
-        (_short(name), f"{name} from {part.start} to {part.end}", part.values)
-        for name, part in parts.items()
-    ]
+    tensors = [(_short(name), f"{name} {part.where}", part.values) for name, part in parts.items()]
     found = [*sums_of(tensors), *((_short(name), name, value) for name, value in numbers.items())]
     _compare(found, world, step)
 
@@ -77,10 +74,14 @@ def _compare(found: Sequence[Held], world: World, step: int) -> None:
     )
 
 
-def checksums(model: nn.Module) -> list[Held]:
+def checksums(model: nn.Module, part_of: Callable[[str], str] = lambda _name: "") -> list[Held]:
     """The checksum of each parameter that another rank may hold too."""
     parts = [(name, *_held(p)) for name, p in model.named_parameters()]
-    return sums_of((name, part, tensor) for name, part, tensor in parts if tensor is not None)
+    return sums_of(
+        (name, f"{part} {part_of(name)}", tensor)
+        for name, part, tensor in parts
+        if tensor is not None
+    )
 
 
 def _freed(strategy: Strategy) -> list[Held]:
@@ -89,7 +90,9 @@ def _freed(strategy: Strategy) -> list[Held]:
     if not away:
         return []
     parts = [slot for slot in strategy.slots().model if slot.name in away]
-    return sums_of((s.name, f"{s.tensor.numel()} from {s.start}", s.tensor) for s in parts)
+    return sums_of(
+        (s.name, f"{s.tensor.numel()} from {s.start} {hash(s.runs or ())}", s.tensor) for s in parts
+    )
 
 
 def _is_freed(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Annotated, Any, get_type_hints
 
-from shardlab.config import PRECISIONS, Config, ProfileConfig, parse_value, share_batch
+from shardlab.config import PRECISIONS, Config, ProfileConfig, data_ranks, parse_value, share_batch
 from shardlab.errors import UsageError, unknown
 from shardlab.shapes import Meta
 from shardlab.specs import BASELINE, parse_list, parse_spec, whole_numbers
@@ -153,7 +153,8 @@ def cells_of(
         # The first world decides the global batch, where nobody says it, for all of them.
         config = config.with_overrides({"launch.world": axes.worlds[0]})
     for world, accumulate in product(axes.worlds, axes.accumulates):
-        share_batch(replace(config.training, accumulate=accumulate), world)
+        shares = data_ranks(config.strategy, world)
+        share_batch(replace(config.training, accumulate=accumulate), shares)
     takes = takes_buckets or has_buckets
     cells = []
     first = axes.worlds[0], axes.accumulates[0]

@@ -393,7 +393,8 @@ def profile_cell(world: World, config: Config, folder: str, label: str) -> dict[
         steps = range(config.training.steps)
         loop.train(strategy, loop.Batches(workload, config, world), recorder, steps)
     share = next(loop.Batches(workload, config, world))
-    subject = Subject(workload, config.training.seed, [[share] * world.size])  # its own is ours
+    shares = assemble.data_share(config, world)[1]
+    subject = Subject(workload, config.training.seed, [[share] * shares])  # its own is ours
     subject.ranks_per_node = world.ranks_per_node
     sent = evidence.sent_per_step(strategy, subject, config, world)
     return {"folder": str(own), **traces.summary(), "sent": sent}

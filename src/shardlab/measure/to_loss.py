@@ -337,9 +337,11 @@ class _Course:
         is watched, and each is taken to send as much."""
         from shardlab.proof import evidence, prove
         from shardlab.proof.subjects import Subject
+        from shardlab.run import assemble
 
         world, last = self.world, self.points[-1]
-        subject = Subject(self.workload, self.config.training.seed, [[share] * world.size])
+        shares = assemble.data_share(self.config, world)[1]
+        subject = Subject(self.workload, self.config.training.seed, [[share] * shares])
         subject.ranks_per_node = world.ranks_per_node
         sent = evidence.sent_per_step(self.strategy, subject, self.config, world)
         if sent["source"] == "profiler":

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardlab import comm, numbers, pulse
+from shardlab import axes, comm, numbers, pulse
 from shardlab import world as worlds
 from shardlab.config import Config
 from shardlab.errors import UsageError, unknown
@@ -38,6 +38,7 @@ from shardlab.proof.watch import Message
 from shardlab.run import assemble
 from shardlab.run.rankset import on_its_ranks
 from shardlab.strategies.base import Rounds, Strategy
+from shardlab.strategies.on_mesh import OnMesh
 from shardlab.trace.intervals import union
 from shardlab.workloads.base import Batch
 from shardlab.world import World
@@ -93,6 +94,7 @@ def _examine_users(
 ) -> dict[str, Any]:
     """The user's model: against one process, what is alive, what is sent; then again, unwatched."""
     subject, reference = prepared.subject, prepared.reference
+    share, _ = assemble.data_share(config, world)
     job = subject.job(config)
     held: dict[str, watch.Held] = {}
     strategy, model = _build(subject, config, world)
@@ -100,13 +102,14 @@ def _examine_users(
     def weigh(what: str, model: nn.Module = model) -> None:
         held[what] = alive.weigh(model)
 
-    trail = _run(strategy, subject, world.rank, Trail(reference), after=weigh)
-    replica = _digest(model) if strategy.in_step() else None
-    watched = _watch(strategy, subject.steps[0][world.rank])
+    trail = _run(strategy, subject, share, Trail(reference), after=weigh)
+    is_replica = strategy.in_step() and not isinstance(strategy, OnMesh)
+    replica = _digest(model) if is_replica else None
+    watched = _watch(strategy, subject.steps[0][share])
     groups = {} if claim is None else claim.groups(job)
     del strategy, model, weigh
     strategy, _ = _build(subject, config, world)
-    again = _run(strategy, subject, world.rank, Trail(reference), looks=False)
+    again = _run(strategy, subject, share, Trail(reference), looks=False)
     del strategy
     used = subject.job(config, without=reference.irregular)
     return {
@@ -136,9 +139,10 @@ def _examine_stack(
     subject, reference = prepared.subject, prepared.reference
     job = subject.job(config)
     config = _with_small_buckets(config, job.held)
+    share, _ = assemble.data_share(config, world)
     strategy, _ = _build(subject, config, world)
-    trail = _run(strategy, subject, world.rank, Trail(reference))
-    overlap = _overlap(_watch(strategy, subject.steps[0][world.rank][:1]), _small(job))
+    trail = _run(strategy, subject, share, Trail(reference))
+    overlap = _overlap(_watch(strategy, subject.steps[0][share][:1]), _small(job))
     del strategy
     memory = watch.Memory()
     phases: list[watch.Phase] = []
@@ -149,7 +153,7 @@ def _examine_stack(
         return result
 
     strategy, _ = weighed(lambda: _build(subject, config, world))
-    again = _run(strategy, subject, world.rank, Trail(None), around=weighed, steps=2)
+    again = _run(strategy, subject, share, Trail(None), around=weighed, steps=2)
     *_, gradients, step = phases
     return {
         "claimed_of_stack": None if claim is None else claim.of(job),
@@ -165,8 +169,12 @@ def _examine_stack(
 
 
 def claim_of(config: Config) -> claims.Claim | None:
-    """The claim of one of our strategies, or the one that a user's strategy names."""
+    """The claim of one of our strategies, or the one that a user's strategy names. None for a model
+    that several ranks cut between them: what they send depends on its activations."""
     name: str | None = config.strategy.name
+    ranks, options = config.launch.world or 1, config.strategy.options
+    if axes.axes_of(config.strategy.name, options, ranks)[0] is not None:
+        return None
     if name not in claims.CLAIMS:
         name = assemble.resolve_strategy(config).claim
     if name is not None and name not in claims.CLAIMS:
@@ -177,7 +185,8 @@ def claim_of(config: Config) -> claims.Claim | None:
 def _telling(config: Config, world: World) -> tuple[Config, Rounds | None]:
     """For workers: short rounds, unless they were asked for, and steps for two rounds and the
     beginning of a third. In the first a momentum that is not kept would look right."""
-    strategy, _ = _build(subjects.stack(world.size, 0, world.device, 1), config, world)
+    shares = assemble.data_share(config, world)[1]
+    strategy, _ = _build(subjects.stack(shares, 0, world.device, 1), config, world)
     rounds = strategy.rounds
     if rounds is None:
         return config, None
@@ -196,14 +205,15 @@ def _telling(config: Config, world: World) -> tuple[Config, Rounds | None]:
 
 def _prepare(which: str, world: World, config: Config, rounds: Rounds | None = None) -> Prepared:
     """The stack or the user's model, once for all strategies of a config that obey one law."""
-    key, place = json.dumps({**config.to_dict(), "strategy": None}), (which, rounds)
+    shares = assemble.data_share(config, world)[1]
+    key, place = json.dumps({**config.to_dict(), "strategy": shares}), (which, rounds)
     if place not in _prepared or _prepared[place][0] != key:
         _prepared.pop(place, None)  # it was made for another world size
         if which == "users":
             made = _prepare_users(config, world, rounds)
         else:
             steps = 3 if rounds is None else config.training.steps
-            stack = subjects.stack(world.size, config.training.seed, world.device, steps)
+            stack = subjects.stack(shares, config.training.seed, world.device, steps)
             made = _run_plain(stack, config, world, rounds)
         _prepared[place] = (key, made)
     return _prepared[place][1]
@@ -213,7 +223,8 @@ def _prepare_users(config: Config, world: World, rounds: Rounds | None) -> Prepa
     """In float64, or in float32 if the plain model cannot be run in float64 here."""
     why = None
     for dtype in (torch.float64, torch.float32):
-        subject = subjects.users(config, world.size, world.device, dtype)
+        shares = assemble.data_share(config, world)[1]
+        subject = subjects.users(config, shares, world.device, dtype)
         subject.why_dtype = why and f"it does not run in float64 ({why})"
         try:
             return _run_plain(subject, config, world, rounds)
@@ -240,7 +251,7 @@ def _run_plain(subject: Subject, config: Config, world: World, rounds: Rounds | 
     with watch.Alive() as alive:
         model = build()
         for shares in subject.steps:
-            for batch in shares[world.rank]:
+            for batch in shares[world.rank % len(shares)]:
                 subject.workload.loss(model, batch).backward()
             model.zero_grad()
         held = alive.weigh(model)
@@ -402,10 +413,13 @@ def _locate(
     assert isinstance(loss, chance.Seeded)
     if config.training.compile != "none":  # a compiled module's parts cannot be looked into
         return None
-    mine, theirs = locate.Probe(loss, world.rank), locate.Probe(loss, world.rank)
+    share, shares = assemble.data_share(config, world)
+    if shares != world.size:  # a module here may have a part of the output
+        return None
+    mine, theirs = locate.Probe(loss, share), locate.Probe(loss, share)
     plain.run(subject, config, steps=step + 1, attach=theirs.attach, rounds=prepared.rounds)
     strategy, _ = _build(subject, config, world, mine)
-    _run(strategy, subject, world.rank, Trail(None), steps=step + 1, looks=not unwatched)
+    _run(strategy, subject, share, Trail(None), steps=step + 1, looks=not unwatched)
     return locate.first_difference(mine, theirs, subject.dtype)
 
 
@@ -492,7 +506,7 @@ def sent_per_step(
     """What each rank sends in one more step of a strategy, in bytes: all of it, by collective. Of
     workers it is the average over a round."""
     job, claim = subject.job(config), claim_of(config)
-    watched = _watch(strategy, subject.steps[0][world.rank])
+    watched = _watch(strategy, subject.steps[0][assemble.data_share(config, world)[0]])
     groups = {} if claim is None else claim.groups(job)
     by_op = _by_op(watched, 0, world.size, groups)
     found = {

@@ -11,16 +11,20 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import comm, naming
+from shardlab import axes, comm, naming
 from shardlab import world as worlds
+from shardlab.axes import Axes
 from shardlab.config import LOSS_SCALE, Config, TrainingConfig
+from shardlab.data import loader
 from shardlab.errors import UsageError
 from shardlab.faults import inject
 from shardlab.naming import STRATEGIES, WORKLOADS
 from shardlab.numbers import count
 from shardlab.optim import factory
 from shardlab.optim.schedule import learning_rate_factor
+from shardlab.specs import BASELINE
 from shardlab.strategies.base import Infer, Setup, Strategy, T
+from shardlab.strategies.on_mesh import OnMesh
 from shardlab.strategies.refusals import refuse_unsupported
 from shardlab.strategies.update import Rule
 from shardlab.workloads import batchnorm, custom
@@ -55,13 +59,33 @@ def resolve_strategy(config: Config) -> type[Strategy]:
             f"{name} is not a strategy: write a class that inherits from shardlab's Strategy "
             "(shardlab.strategies.base), as docs/your-strategy.md shows"
         )
-    naming.check_options(make, config.strategy.options, f"strategy {name}")
+    own = {key: value for key, value in config.strategy.options.items() if key not in axes.OPTIONS}
+    naming.check_options(_taking_options(config), own, f"strategy {name}")
     return make
+
+
+def _taking_options(config: Config) -> Any:
+    """The class that the strategy's own options are for. A strategy that is an axis of the mesh has
+    none; those beside the axes' are of the one that shares the data."""
+    name = config.strategy.name
+    return naming.resolve(axes.INNER if name in axes.NAMED else name, STRATEGIES, "strategy")
+
+
+def axes_of(config: Config, world: World) -> tuple[Axes | None, dict[str, Any]]:
+    """The axes of the mesh that the config asks for, and the strategy's own options."""
+    return axes.axes_of(config.strategy.name, config.strategy.options, world.size)
+
+
+def data_share(config: Config, world: World) -> tuple[int, int]:
+    """Which share of each batch this rank gets, and of how many. Ranks that cut one model between
+    them get the same."""
+    found, _ = axes_of(config, world)
+    return (world.rank, world.size) if found is None else found.data_share(world.rank)
 
 
 def options_of(config: Config) -> dict[str, Any]:
     """The strategy's options as they are in force: those that nobody set have their defaults."""
-    parameters = inspect.signature(resolve_strategy(config)).parameters.values()
+    parameters = inspect.signature(_taking_options(config)).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     return {**defaults, **config.strategy.options}
 
@@ -100,11 +124,37 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
         make_rule(config, workload),
         blocks,
         world.ranks_per_node,
+        _sample(config, workload, world, dtype),
     )
     comm.LEDGER.ranks_per_node = world.ranks_per_node
-    strategy: Strategy = make(setup, **config.strategy.options)
-    worlds.seed_rank(config.training.seed, world.rank)
+    strategy = on_axes(config, make, setup, world)
+    worlds.seed_rank(config.training.seed, data_share(config, world)[0])
     return strategy
+
+
+def on_axes(config: Config, make: type[Strategy], setup: Setup, world: World) -> Strategy:
+    """The strategy on the whole model, or on this rank's part of it."""
+    found, options = axes_of(config, world)
+    if found is None:
+        return make(setup, **options)
+    if issubclass(make, OnMesh):
+        # Where an axis has a name of its own, the best replicas share the data.
+        inner = naming.resolve(axes.INNER if found.data > 1 else BASELINE, STRATEGIES, "strategy")
+        if found.data == 1 and options:
+            raise UsageError(
+                f"{config.strategy.name}: all ranks cut one model, so nothing is sent as "
+                f"{', '.join(options)} says; leave it out"
+            )
+        return make(setup, found, functools.partial(inner, **options))
+    return OnMesh(setup, found, functools.partial(make, **options))
+
+
+def _sample(config: Config, workload: Workload, world: World, dtype: torch.dtype) -> Batch | None:
+    """One sample, if the model is to be cut into stages: they are found by running it."""
+    found, _ = axes_of(config, world)
+    if found is None or found.pipeline == 1:
+        return None
+    return loader.cast(workload.dataset.batch([0]), dtype).to(world.device)
 
 
 def refuse_complex(model: nn.Module) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab import comm
+from shardlab.axes import Axes
 from shardlab.data import loader
 from shardlab.errors import UsageError
 from shardlab.pulse import PULSE
@@ -39,6 +40,7 @@ class Evaluation:
     samples: int | None = None  # this many of the held-out ones, evenly spread; None: all
     dtype: torch.dtype = torch.float32
     of_average: bool = False  # evaluate the parameters' moving average, not the parameters
+    axes: Axes | None = None  # None: every rank has samples of its own
 
     def __call__(self) -> dict[str, Any]:
         """Loss, accuracy, perplexity: what the workload's sums amount to. A collective."""
@@ -61,16 +63,20 @@ class Evaluation:
 
     def _batches(self, held_out: Dataset, count: int) -> Iterator[Batch]:
         """This rank's part of each chunk, perhaps of no rows; as many on every rank."""
-        world = self.world
+        world, axes = self.world, self.axes
+        share, shares = (world.rank, world.size) if axes is None else axes.data_share(world.rank)
         chosen = np.arange(count) * len(held_out) // count
         for first in range(0, count, self.chunk):
-            mine = np.array_split(chosen[first : first + self.chunk], world.size)[world.rank]
+            mine = np.array_split(chosen[first : first + self.chunk], shares)[share]
             yield loader.cast(held_out.batch(mine.tolist()), self.dtype).to(world.device)
 
     def _means(self, total: Sums) -> dict[str, Any]:
         """The sums of all ranks, each divided by its number of targets or samples."""
         names = sorted(total)
         message = torch.stack([total[name].to(self.world.device).double() for name in names])
+        # Ranks that cut one model between them have the same sums: those of one of them count.
+        if self.axes is not None and self.world.rank % self.axes.model_ranks:
+            message.zero_()
         comm.all_reduce(message, self.world.group, label="evaluation")
         sums = dict(zip(names, message.tolist(), strict=True))
         targets, samples = sums.pop("targets"), sums.pop("samples")

@@ -11,6 +11,7 @@ from shardlab.config import Config
 from shardlab.data import loader, sampler
 from shardlab.errors import UsageError
 from shardlab.faults import inject
+from shardlab.run import assemble
 from shardlab.run.recorder import Recorder
 from shardlab.strategies.base import Strategy
 from shardlab.workloads.base import Batch, Workload
@@ -114,12 +115,13 @@ def data_order(workload: Workload, config: Config) -> loader.Order:
 def prepared(
     workload: Workload, config: Config, world: World, order: loader.Order, first: int, depth: int
 ) -> Generator[loader.Step, None, None]:
+    share, shares = assemble.data_share(config, world)
     return loader.load(
         workload.dataset,
         order,
         config.training.steps,
-        ranks=world.size,
-        rank=world.rank,
+        ranks=shares,
+        rank=share,
         device=world.device,
         dtype=torch.float64 if config.precision.compute == "fp64" else None,
         depth=depth,

@@ -28,7 +28,7 @@ from shardlab.guard import watchdog
 from shardlab.guard.guards import Guards, refuse_unequal_data
 from shardlab.guard.numbers import NumbersGuard
 from shardlab.run import boards, collect, evaluate
-from shardlab.run.assemble import build_strategy, build_workload, in_precision, notes
+from shardlab.run.assemble import axes_of, build_strategy, build_workload, in_precision, notes
 from shardlab.run.folder import make_folder, ranks_apart
 from shardlab.run.loop import Act, Batches, data_order, prepared, train, with_steps
 from shardlab.run.recorder import Recorder
@@ -208,6 +208,7 @@ def make_evaluation(
         samples=training.evaluate_samples,
         dtype=torch.float64 if compute == "fp64" else torch.float32,
         of_average=training.ema_decay is not None,
+        axes=axes_of(config, world)[0],
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.checkpoint import files
-from shardlab.config import Config, check_batch
+from shardlab.config import Config, check_batch, data_ranks
 from shardlab.errors import Interrupted, RankFailure, UsageError
 from shardlab.run import launch
 from shardlab.run.ranks import Event
@@ -76,7 +76,7 @@ def next_world(config: Config) -> int:
     assert world is not None
     for fewer in range(world - 1, (least or world) - 1, -1):
         try:
-            check_batch(config.training, fewer)
+            check_batch(config.training, data_ranks(config.strategy, fewer))
         except UsageError:
             continue
         return fewer

@@ -28,6 +28,7 @@ from shardlab.optim import factory
 from shardlab.strategies import refusals, steps
 from shardlab.strategies.slots import Slots, whole_slots
 from shardlab.strategies.update import Rule, Update
+from shardlab.strategies.whole import Whole
 from shardlab.workloads.base import Batch, LossFn
 
 T = TypeVar("T")
@@ -49,6 +50,7 @@ class Setup:
     rule: Rule = field(default_factory=Rule)
     blocks: Sequence[str] = ()  # names of the modules that may be sharded one by one
     ranks_per_node: int = 0  # neighbours in the mesh; 0: there is one node, or it is not known
+    sample: Batch | None = None  # one sample, where the model is cut into a pipeline's stages
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,16 @@ class Strategy(ABC):
         """Whether ranks that hold the same parameter must hold the same values of it now. Override
         it where they are workers."""
         return True
+
+    def whole(self) -> Whole:
+        """The names and shapes of the whole model's tensors. Override it where a rank's model has
+        others."""
+        return Whole.of(self.model)
+
+    def part_of(self, name: str) -> str:  # noqa: ARG002
+        """Which part of a tensor this rank's model has: ranks with the same answer hold the same
+        elements. Override it where an axis of the mesh cuts the model."""
+        return ""
 
     def full_params(self) -> dict[str, Tensor]:
         """Copies of every parameter and buffer, whole, by name. A collective.

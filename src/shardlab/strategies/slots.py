@@ -11,12 +11,15 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Slot:
-    """A rank's part of one of the model's tensors: a run of its elements, in the whole's order."""
+    """A rank's part of one of the model's tensors: one or several runs of its elements, in the
+    whole's order."""
 
     name: str
     shape: torch.Size  # of the whole
     start: int  # in the flattened whole
     tensor: Tensor  # the part: flat, or some rows, or the whole
+    # (start, length) of each run, where the part is made of several; None: it is one.
+    runs: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,17 @@ class Update:
         self.good_steps = 0  # since the scale last changed
         self.skipped = 0  # steps, for gradients that were not finite
         self.small: int | None = None  # gradients up to this size are checked in each step
+        # Where ranks hold different parts of the model: their group, and the share of each
+        # gradient's square that this rank adds to the norm of the whole.
+        self._parts: comm.Group | None = None
+        self._shares: Callable[[], Sequence[float]] | None = None
         # Called with whether the update was made: a compressor must forget a skipped step.
         self.after: Callable[[bool], object] = lambda _was_made: None
+
+    def across(self, group: comm.Group, shares: Callable[[], Sequence[float]]) -> None:
+        """The gradient's norm is that of the parts of all these ranks. ``shares`` says for each
+        gradient which share of its square is this rank's: a half, if two ranks hold it."""
+        self._parts, self._shares = group, shares
 
     @property
     def needs_norm(self) -> bool:
@@ -115,7 +124,9 @@ class Update:
         # Checking would synchronize a GPU; there the next loss reveals it.
         looks = rule.on_nonfinite == "stop" and rule.loss_scale is None and not self._is_on_gpu
         if self._wants_norm:
-            norm = global_norm(gradients, self.device, sharded_over) / self.scale  # ()
+            shares = None if self._shares is None else self._shares()
+            among = [g for g in (sharded_over, self._parts) if g is not None]
+            norm = global_norm(gradients, self.device, among, shares) / self.scale  # ()
             if rule.loss_scale is not None and not math.isfinite(float(norm)):
                 self.scale, self.good_steps = self.scale / 2, 0
                 if self.scale < SMALLEST_SCALE:
@@ -199,16 +210,23 @@ class Update:
 
 
 def global_norm(
-    gradients: Sequence[Tensor], device: torch.device, sharded_over: comm.Group | None
+    gradients: Sequence[Tensor],
+    device: torch.device,
+    sharded_over: Sequence[comm.Group],
+    shares: Sequence[float] | None = None,
 ) -> Tensor:
     """The 2-norm of the whole gradient: (), float64 where the device has it.
 
     Shards hold disjoint parts of it, so their squares add up over the ranks; replicas hold all.
+    ``shares``: by what each gradient's square counts, where ranks of a group hold the same.
     """
     squares = torch.zeros((), dtype=torch.float64, device=device)
     if gradients:
         norms = torch._foreach_norm([g.float() if g.dtype.itemsize < 4 else g for g in gradients])
-        squares += torch.stack([n.double() for n in norms]).square().sum()
-    if sharded_over is not None:
-        comm.all_reduce(squares, sharded_over, label="gradient norm")
+        found = torch.stack([n.double() for n in norms]).square()
+        if shares is not None:
+            found = found * found.new_tensor(shares)
+        squares += found.sum()
+    for group in sharded_over:
+        comm.all_reduce(squares, group, label="gradient norm")
     return squares.sqrt()

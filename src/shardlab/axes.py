@@ -1,0 +1,117 @@
+"""The axes of the mesh: how many ranks cut the model, and how many share the data.
+
+A rank has a place on each axis. The data axis is outermost, then pipeline, context and tensor:
+ranks that cut one model between them are neighbours. ``zero3:tensor=2:pipeline=2`` on eight ranks
+is two copies of a model that four ranks hold together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardlab.errors import UsageError
+
+CUTS = ("pipeline", "context", "tensor")  # the axes that cut the model, outermost first
+# Every strategy takes these options beside its own, and what they are unless somebody says.
+OPTIONS: dict[str, Any] = {
+    "pipeline": 1, "context": 1, "tensor": 1,
+    "sequence": False, "schedule": "1f1b", "chunks": 0,
+}  # fmt: skip
+INNER = "bucket_ddp_async"  # how they share the data, if ranks are left for that
+# Strategies that are an axis themselves: all ranks are on it unless its option says otherwise.
+NAMED: dict[str, dict[str, Any]] = {
+    "tensor_parallel": {"tensor": 0},
+    "sequence_parallel": {"tensor": 0, "sequence": True},
+    "context_parallel": {"context": 0},
+    "pipeline_gpipe": {"pipeline": 0, "schedule": "gpipe"},
+    "pipeline_1f1b": {"pipeline": 0, "schedule": "1f1b"},
+    "pipeline_interleaved": {"pipeline": 0, "schedule": "interleaved"},
+    "pipeline_zero_bubble": {"pipeline": 0, "schedule": "zero_bubble"},
+    "pipeline_zbv": {"pipeline": 0, "schedule": "zbv"},
+}
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The number of ranks on each axis, and how the axes are used."""
+
+    data: int
+    pipeline: int = 1
+    context: int = 1
+    tensor: int = 1
+    sequence: bool = False  # tensor parallelism cuts norms and residuals along the sequence
+    schedule: str = "1f1b"  # of the pipeline
+    chunks: int = 0  # stages on each rank; 0: as many as the schedule needs
+
+    @property
+    def model_ranks(self) -> int:
+        """The ranks that share one batch: those that cut one model between them."""
+        return self.pipeline * self.context * self.tensor
+
+    def place(self, rank: int) -> dict[str, int]:
+        """A rank's coordinate on each axis."""
+        found = {}
+        for axis in reversed(CUTS):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return {"data": rank, **found}
+
+    def peers(self, rank: int, *along: str) -> list[int]:
+        """The ranks whose coordinates are this rank's but for those on the named axes."""
+        mine = self.place(rank)
+        return [
+            other
+            for other in range(self.data * self.model_ranks)
+            if all(at == mine[axis] for axis, at in self.place(other).items() if axis not in along)
+        ]
+
+    def data_share(self, rank: int) -> tuple[int, int]:
+        """Which share of each batch a rank gets, and of how many."""
+        return rank // self.model_ranks, self.data
+
+
+def axes_of(
+    name: str, options: Mapping[str, Any], ranks: int
+) -> tuple[Axes | None, dict[str, Any]]:
+    """The axes that a strategy and its options ask for, and the options that are left.
+
+    None: every rank has the whole model, as without axes.
+    """
+    asked = {key: value for key, value in options.items() if key in OPTIONS}
+    rest = {key: value for key, value in options.items() if key not in OPTIONS}
+    if name not in NAMED and not asked:
+        return None, rest
+    for key, value in asked.items():
+        wanted = type(OPTIONS[key])
+        if type(value) is not wanted or (wanted is int and value < (key != "chunks")):
+            word = {int: "a number of ranks, 1 or more", bool: "true or false", str: "a name"}[
+                wanted
+            ]
+            raise UsageError(f"strategy {name}: its option {key} must be {word}, got {value!r}")
+    sizes = {**OPTIONS, **NAMED.get(name, {}), **asked}
+    axes = Axes(1, **sizes)
+    own = next((axis for axis in CUTS if sizes[axis] == 0), None)
+    if own is not None:
+        others = axes.pipeline or 1, axes.context or 1, axes.tensor or 1
+        sizes[own] = max(1, ranks // (others[0] * others[1] * others[2]))
+        axes = Axes(1, **sizes)
+    _refuse_idle(name, asked, axes)
+    if ranks % axes.model_ranks:
+        cut = " x ".join(f"{a} {getattr(axes, a)}" for a in CUTS if getattr(axes, a) > 1)
+        raise UsageError(
+            f"strategy {name}: {ranks} ranks cannot be {cut}: one model takes "
+            f"{axes.model_ranks} ranks, and the world must be a multiple of that"
+        )
+    axes = replace(axes, data=ranks // axes.model_ranks)
+    if axes.model_ranks == 1 and name not in NAMED:
+        return None, rest
+    return axes, rest
+
+
+def _refuse_idle(name: str, asked: Mapping[str, Any], axes: Axes) -> None:
+    """Refuse an option that would do nothing."""
+    needs = {"sequence": "tensor", "schedule": "pipeline", "chunks": "pipeline"}
+    for key, axis in needs.items():
+        if key in asked and getattr(axes, axis) == 1 and name not in NAMED:
+            raise UsageError(f"strategy {name}: its option {key} needs {axis}=2 or more")
