@@ -33,62 +33,128 @@ class Positions(Stream):
     def begin(self, x: Tensor, label: str) -> Tensor:
         """Where the stream comes to the first block: keep this rank's positions of it."""
         self.parts = cut_range(x.shape[-2], self.group.size())
-        if self.has_dropout and len({len(part) for part in self.parts}) > 1:
+        if self.has_dropout and x.shape[-2] % self.group.size():
             raise UsageError(
                 f"sequence parallelism: {x.shape[-2]} positions cannot be divided over "
-                f"{self.group.size()} ranks, whose dropout would draw different numbers; pad the "
-                "sequences, or leave out dropout"
+                f"{self.group.size()} ranks, and their dropouts would draw different numbers; pad "
+                "the sequences, or set the model's dropout to 0"
             )
-        out: Tensor = _Keep.apply(x, self, label)  # type: ignore[no-untyped-call]
+        out: Tensor = _Begin.apply(x, Exchange(self), label)  # type: ignore[no-untyped-call]
         return out
 
     def end(self, x: Tensor, label: str) -> Tensor:
         """Where it leaves the last block: every rank goes on with all positions."""
-        out: Tensor = _Join.apply(self.checked(x), self, label)  # type: ignore[no-untyped-call]
+        ranks = Exchange(self, x)
+        out: Tensor = _End.apply(x, ranks, label)  # type: ignore[no-untyped-call]
         return out
 
     def enter(self, x: Tensor, label: str) -> Tensor:
-        out: Tensor = _Gather.apply(self.checked(x), self, label)  # type: ignore[no-untyped-call]
+        ranks = Exchange(self, x)
+        out: Tensor = _Enter.apply(x, ranks, label)  # type: ignore[no-untyped-call]
         return out
 
     def leave(self, x: Tensor, label: str) -> Tensor:
-        out: Tensor = _Scatter.apply(x, self, label)  # type: ignore[no-untyped-call]
+        out: Tensor = _Leave.apply(x, Exchange(self), label)  # type: ignore[no-untyped-call]
         return out
 
-    def checked(self, x: Tensor) -> Tensor:
-        own = len(self.parts[self.group.rank()]) if self.parts else 0
-        if x.shape[-2] != own:
+
+class Exchange:
+    """The positions of one sequence, from and to the ranks. Backward needs them later, when another
+    sequence may be under way."""
+
+    def __init__(self, stream: Positions, own: Tensor | None = None) -> None:
+        """``own``: what this rank should have its positions of."""
+        self.group, self.parts = stream.group, stream.parts
+        self.part = self.parts[self.group.rank()] if self.parts else range(0)
+        if own is not None and own.shape[-2] != len(self.part):
             raise UsageError(
-                f"sequence parallelism: a layer got {x.shape[-2]} positions where this rank has "
-                f"{own}; is a block called outside of its order, or computed again after another "
-                "micro-batch with sequences of another length?"
+                f"sequence parallelism: a layer got {own.shape[-2]} positions, where this rank has "
+                f"{len(self.part)}; is it computed again after sequences of another length?"
             )
-        return x
 
-    # ------------------------------------------------------------ collectives
-
-    def gathered(self, x: Tensor, label: str) -> Tensor:
+    def gather(self, x: Tensor, label: str) -> Tensor:
         """All positions (..., seq, dim) of each rank's own (..., part, dim)."""
         own = x.movedim(-2, 0).contiguous()  # (part, ..., dim): what a rank sends lies together
-        length = self.parts[-1].stop
-        out = own.new_empty(length, *own.shape[1:])
-        sizes = self._sizes(out)
-        comm.all_gather(out.view(-1), own.view(-1), self.group, sizes=sizes, label=label)
-        return out.movedim(0, -2).contiguous()
+        every = own.new_empty(self.parts[-1].stop, *own.shape[1:])
+        sizes = self._sizes(every)
+        comm.all_gather(every.view(-1), own.view(-1), self.group, sizes=sizes, label=label)
+        return every.movedim(0, -2).contiguous()
 
-    def scattered(self, x: Tensor, label: str) -> Tensor:
+    def scatter(self, x: Tensor, label: str) -> Tensor:
         """This rank's positions (..., part, dim) of the sum of all ranks' (..., seq, dim)."""
         every = x.movedim(-2, 0).contiguous()  # (seq, ..., dim)
-        own = every.new_empty(len(self.parts[self.group.rank()]), *every.shape[1:])
+        own = every.new_empty(len(self.part), *every.shape[1:])
         sizes = self._sizes(every)
         comm.reduce_scatter(own.view(-1), every.view(-1), self.group, sizes=sizes, label=label)
         return own.movedim(0, -2).contiguous()
 
-    def own(self, x: Tensor) -> Tensor:
-        part = self.parts[self.group.rank()]
-        return x.narrow(-2, part.start, len(part)).contiguous()
+    def keep(self, x: Tensor) -> Tensor:
+        """This rank's positions (..., part, dim) of (..., seq, dim)."""
+        return x.narrow(-2, self.part.start, len(self.part)).contiguous()
 
     def _sizes(self, every: Tensor) -> list[int] | None:
         """The elements of each rank's part of (seq, ...), where they differ."""
-        sizes = [every[0].numel() * len(part) for part in self.parts] if len(every) else [0]
+        each = every.shape[1:].numel()
+        sizes = [each * len(part) for part in self.parts]
         return sizes if len(set(sizes)) > 1 else None
+
+
+Returned = tuple[Tensor, None, None]
+
+
+class _Enter(torch.autograd.Function):
+    """Gather the positions. Each rank's part gives a part of the gradient of all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Exchange, label: str) -> Tensor:
+        ctx.ranks, ctx.label = ranks, label
+        return ranks.gather(x, f"activations {label}")
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> Returned:
+        return ctx.ranks.scatter(gradient, f"activation gradients {ctx.label}"), None, None
+
+
+class _Leave(torch.autograd.Function):
+    """The sum over the ranks, each position to its rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Exchange, label: str) -> Tensor:
+        ctx.ranks, ctx.label = ranks, label
+        return ranks.scatter(x, f"activations {label}")
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> Returned:
+        return ctx.ranks.gather(gradient, f"activation gradients {ctx.label}"), None, None
+
+
+class _Begin(torch.autograd.Function):
+    """Keep this rank's positions of a stream that every rank has. Before it ranks compute all
+    positions, so backward gathers their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Exchange, label: str) -> Tensor:
+        ctx.ranks, ctx.label = ranks, label
+        return ranks.keep(x)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> Returned:
+        return ctx.ranks.gather(gradient, f"activation gradients {ctx.label}"), None, None
+
+
+class _End(torch.autograd.Function):
+    """Gather the positions. After it every rank computes the same from all of them, and has the
+    gradient of all: backward keeps this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Exchange, label: str) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.gather(x, f"activations {label}")
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> Returned:
+        return ctx.ranks.keep(gradient), None, None

@@ -48,6 +48,9 @@ class Workload:
     tokens_per_sample: int | None = None  # None: throughput is in samples
     # Names of the modules to shard or checkpoint one by one; None: they are guessed.
     blocks: tuple[str, ...] | None = None
+    # How ranks may split the model between them, by names of modules: strategies/splits.py has the
+    # words. None: nobody says, or they are known from the model (Hugging Face's).
+    splits: Mapping[str, str] | None = None
     compile_also: tuple[str, ...] = ()  # modules outside the blocks that are worth compiling
     held_out: Dataset | None = None  # samples that are never trained on; None: no evaluation
     evaluate: Evaluate | None = None  # None: the loss alone
