@@ -36,6 +36,8 @@ STRATEGIES = {
     "pytorch_zero2": "shardlab.strategies.pytorch_zero2:PyTorchZero2",
     "pytorch_zero3": "shardlab.strategies.pytorch_zero3:PyTorchZero3",
     "pytorch_hsdp": "shardlab.strategies.pytorch_hsdp:PyTorchHSDP",
+    "tensor_parallel": "shardlab.strategies.tensor_parallel:TensorParallel",
+    "sequence_parallel": "shardlab.strategies.sequence_parallel:SequenceParallel",
     "local_sgd": "shardlab.strategies.local_sgd:LocalSGD",
     "diloco": "shardlab.strategies.diloco:DiLoCo",
     "streaming_diloco": "shardlab.strategies.streaming_diloco:StreamingDiLoCo",

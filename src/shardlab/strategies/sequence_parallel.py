@@ -1,9 +1,4 @@
-"""Sequence parallelism: between the layers that are split, each rank has some of the positions.
-
-In tensor parallelism every rank computes all norms, and keeps the whole residual stream. Here the
-all-reduce after a layer by rows becomes a reduce-scatter, and before the next layer by columns the
-positions are gathered: together as many bytes, while what lies between is on each rank once.
-"""
+"""Tensor parallelism that also shares what lies between its layers, along the sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +11,38 @@ from torch.autograd.function import once_differentiable
 from shardlab import comm
 from shardlab.errors import UsageError
 from shardlab.numbers import cut_range
+from shardlab.strategies.on_mesh import OnMesh
 from shardlab.strategies.tensor_parallel import Stream
+
+
+class SequenceParallel(OnMesh):
+    """Tensor parallelism whose ranks have some positions each of the norms and residuals.
+
+    In ``tensor_parallel`` every rank computes all norms, and keeps the whole residual stream. Here,
+    inside the blocks, a rank has some of the positions of both. Its all-reduce after each half
+    becomes a reduce-scatter, and the positions are gathered where the next half begins: as many
+    bytes. A norm sees some of the positions, so its gradient is a summand, as is that of a bias
+    which is added to them.
+
+    Schedule, for n ranks, L blocks, and A bytes of the residual stream (batch x positions x dim):
+
+        at construction     broadcast parameters and buffers from rank 0; each keeps its part
+        forward             all_reduce activations after the embedding  A
+                            all_gather activations before each half     2LA
+                            reduce_scatter activations after each half  2LA
+                            all_gather activations after the last block A
+                            all_reduce the loss's maxima, then its sums 3 numbers per target
+        backward            all_reduce activation gradients of the head A
+                            all_gather activation gradients, each half  2LA
+                            reduce_scatter activation gradients, too    2LA
+                            all_reduce the gradients of norms and biases
+                            all_gather activation gradients, first block A
+        step                update                                      nothing
+
+    Cost: A gather or a scatter moves half of what an all-reduce does, so blocks cost what they cost
+    in ``tensor_parallel``, and the ends of the blocks A more. What a rank keeps for backward of
+    norms and residuals is 1/n; the gathered inputs of layers by columns it keeps whole.
+    """
 
 
 class Positions(Stream):
@@ -111,7 +137,7 @@ class _Enter(torch.autograd.Function):
         return ranks.gather(x, f"activations {label}")
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Returned:
         return ctx.ranks.scatter(gradient, f"activation gradients {ctx.label}"), None, None
 
@@ -125,7 +151,7 @@ class _Leave(torch.autograd.Function):
         return ranks.scatter(x, f"activations {label}")
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Returned:
         return ctx.ranks.gather(gradient, f"activation gradients {ctx.label}"), None, None
 
@@ -140,7 +166,7 @@ class _Begin(torch.autograd.Function):
         return ranks.keep(x)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Returned:
         return ctx.ranks.gather(gradient, f"activation gradients {ctx.label}"), None, None
 
@@ -155,6 +181,6 @@ class _End(torch.autograd.Function):
         return ranks.gather(x, f"activations {label}")
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Returned:
         return ctx.ranks.keep(gradient), None, None

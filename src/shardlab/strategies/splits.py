@@ -79,7 +79,7 @@ def cut(
     named = read(model, splits)
     stream: Stream = Whole(group)
     if sequence:
-        _refuse_for_sequence(model, named)
+        _refuse_for_sequence(named)
         stream = Positions(group, has_dropout=bool(_dropouts(model)))
     layers = [
         _layer(model, name, kind, group)
@@ -191,10 +191,12 @@ def _layer(model: nn.Module, name: str, text: str, group: comm.Group) -> Layer:
     is_embedding = isinstance(module, nn.Embedding)
     is_conv = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
     plain = (nn.Linear.forward, nn.Embedding.forward)
-    is_known = is_conv or getattr(module, "SUMS_LOSS", False) or (
-        isinstance(module, nn.Linear | nn.Embedding) and type(module).forward in plain
+    is_known = (
+        is_conv
+        or getattr(module, "SUMS_LOSS", False)
+        or (isinstance(module, nn.Linear | nn.Embedding) and type(module).forward in plain)
     )
-    if not is_known or is_embedding and kind != "vocabulary":
+    if not is_known or (is_embedding and kind != "vocabulary"):
         wanted = "an nn.Embedding or an nn.Linear" if kind == "vocabulary" else "an nn.Linear"
         raise UsageError(f"{what} cannot be split as {kind}: {wanted} with its own forward belongs")
     weight = module._parameters.get("weight")
@@ -291,7 +293,7 @@ def _dropouts(model: nn.Module) -> list[str]:
     return [name for name, m in named if isinstance(m, _DropoutNd) and m.p > 0]
 
 
-def _refuse_for_sequence(model: nn.Module, named: Mapping[str, str]) -> None:
+def _refuse_for_sequence(named: Mapping[str, str]) -> None:
     """Sequence parallelism needs to know where the stream is split, and who sees a part of it."""
     blocks = [name for name, kind in named.items() if kind == "block"]
     if not blocks:

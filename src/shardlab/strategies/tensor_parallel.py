@@ -1,10 +1,4 @@
-"""Tensor parallelism: every rank has a part of each layer, and all ranks work on the same batch.
-
-A layer by columns has some of the outputs, the next by rows has the inputs that these are. What a
-rank computes between the two is its own: some heads, some channels of the MLP. Two functions are
-where ranks meet, each the other's backward: ``enter``, where what all ranks hold goes into their
-parts, and ``leave``, where the parts of a sum are added up.
-"""
+"""Tensor parallelism: every rank has a part of each layer, and all work on the same samples."""
 
 from __future__ import annotations
 
@@ -17,6 +11,36 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from shardlab import comm
+from shardlab.strategies.on_mesh import OnMesh
+
+
+class TensorParallel(OnMesh):
+    """Ranks share each layer's weights, and send activations instead of gradients.
+
+    A layer by columns has some of the outputs, and the next, by rows, has just these as inputs.
+    What a rank computes between the two is its own: some heads, some channels of an MLP. So in each
+    half of a block (attention, MLP) ranks meet twice: where the residual stream goes into their
+    parts (``enter``: nothing forward, a sum backward), and where what their parts add to it is
+    summed (``leave``: the reverse). The embedding and the head have some of the tokens each
+    (``vocabulary.py``), and which module is split how the workload says (``splits.py``).
+
+    Schedule, for n ranks, L blocks, and A bytes of the residual stream (batch x positions x dim):
+
+        at construction     broadcast parameters and buffers from rank 0; each keeps its part
+        forward             all_reduce activations after the embedding  A
+                            all_reduce activations after each half      2LA
+                            all_reduce the loss's maxima, then its sums 3 numbers per target
+        backward            all_reduce activation gradients of the head A
+                            all_reduce activation gradients, each half  2LA
+        step                update                                      nothing
+
+    Cost: (4L + 2)A for each micro-batch, all of it exposed: the next layer needs the sum. It does
+    not grow with the model's width squared, as gradients do, but it does with the batch. What a
+    rank holds of split layers, their gradients and optimizer state is 1/n; norms and the residual
+    stream every rank has whole, which ``sequence_parallel`` mends. If only some of the ranks share
+    a model (``tensor_parallel:tensor=2`` on 4), the others share the data as bucket_ddp_async does.
+    """
+
 
 # ------------------------------------------------------------------ where ranks meet
 
@@ -55,7 +79,7 @@ class _Enter(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         # A copy: autograd may have given the same tensor to somebody else.
         total = gradient.clone(memory_format=torch.contiguous_format)
@@ -64,7 +88,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """The sum over the ranks. Each of its summands has the sum's gradient: backward does nothing."""
+    """The sum over the ranks. Each summand's gradient is the sum's: backward does nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: comm.Group, label: str) -> Tensor:
@@ -73,7 +97,7 @@ class _Leave(torch.autograd.Function):
         return x
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient, None, None
 

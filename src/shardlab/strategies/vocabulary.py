@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from shardlab import comm
 from shardlab.strategies.tensor_parallel import enter, leave
-from shardlab.workloads.token_loss import IGNORED, takes_columns
+from shardlab.workloads.samples import IGNORED
+from shardlab.workloads.token_loss import takes_columns
 
 
 class Vocabulary:
@@ -109,10 +110,11 @@ class _CrossEntropy(torch.autograd.Function):
         total, picked = sums
         ctx.save_for_backward(powers.div_(total[:, None]), at, is_own, counts)
         ctx.dtype = logits.dtype
-        return (total.log() - picked).where(counts, 0).sum()
+        loss: Tensor = (total.log() - picked).where(counts, 0).sum()
+        return loss
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, at, is_own, counts = ctx.saved_tensors
         scale = gradient * counts  # (rows,)
@@ -145,9 +147,7 @@ class _Gather(torch.autograd.Function):
         flat = x.new_empty(sum(sizes))
         uneven = sizes if len(set(sizes)) > 1 else None
         shard = x.contiguous().view(-1)
-        comm.all_gather(
-            flat, shard, vocabulary.group, sizes=uneven, label=f"activations {label}"
-        )
+        comm.all_gather(flat, shard, vocabulary.group, sizes=uneven, label=f"activations {label}")
         columns = [
             part.view(*x.shape[:-1], width)
             for part, width in zip(flat.split(sizes), widths, strict=True)
@@ -155,7 +155,7 @@ class _Gather(torch.autograd.Function):
         return torch.cat(columns, -1)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient[..., ctx.own.start : ctx.own.stop].contiguous(), None, None
 

@@ -66,6 +66,12 @@ class Workload:
     # What it decided because nobody did, by the config's key: what data.source "auto" stands for.
     chosen: Mapping[str, Any] = field(default_factory=dict)
 
+    def splits_of(self, model: nn.Module) -> Mapping[str, str] | None:
+        """How the model may be split: as given, or as is known of its architecture."""
+        from shardlab.workloads.architectures import known_splits
+
+        return known_splits(model) if self.splits is None else self.splits
+
     def blocks_of(self, model: nn.Module) -> tuple[str, ...]:
         """The names of the blocks: as given, or guessed from ``model``."""
         from shardlab.workloads.blocks import guess_blocks

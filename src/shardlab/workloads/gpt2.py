@@ -45,7 +45,7 @@ SIZES = {
 class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.head_dim = shape.dim // shape.heads  # the number of heads follows: ranks may share them
+        self.head_dim = shape.dim // shape.heads  # how many heads there are, the layers say
         self.qkv = nn.Linear(shape.dim, 3 * shape.dim)
         self.proj = nn.Linear(shape.dim, shape.dim)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn import functional as F
 
-IGNORED = -100  # such a target counts for nothing, as in F.cross_entropy
+from shardlab.workloads.samples import IGNORED
 
 # The summed loss of logits (rows, columns), of which each rank has other columns, at targets
 # (rows,); the last argument is the target that counts for nothing.
