@@ -57,15 +57,16 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.heads, self.kv_heads = 8, 4
-        self.qkv = nn.Linear(8, 8 * 2 + 2 * 4 * 2)
-        self.scale = nn.LayerNorm(2)  # of each head
-        self.out = nn.Linear(16, 8)
+        self.qkv = nn.Linear(8, 4 * (8 + 4 + 4))
+        self.scale = nn.LayerNorm(4)  # of each head
+        self.out = nn.Linear(32, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        sizes = [2 * self.heads, 2 * self.kv_heads, 2 * self.kv_heads]
+        sizes = [4 * self.heads, 4 * self.kv_heads, 4 * self.kv_heads]
         parts = self.qkv(x).split(sizes, -1)
-        q, k, v = (p.unflatten(-1, (p.shape[-1] // 2, 2)).transpose(1, 2) for p in parts)
-        y = F.scaled_dot_product_attention(self.scale(q), k, v, is_causal=True, enable_gqa=True)
+        q, k, v = (p.unflatten(-1, (p.shape[-1] // 4, 4)).transpose(1, 2) for p in parts)
+        q, k = self.scale(q), self.scale(k)  # else the keys' bias would change nothing
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
