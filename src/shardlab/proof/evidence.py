@@ -92,7 +92,7 @@ def examine(world: World, config: Config) -> dict[str, Any]:
         on_users = _examine_users(users, _in_dtype(config, users), world, claim, alive)
         on_stack = {} if stack is None else _examine_stack(stack, config, world, claim)
     models = [found.pop("model") for found in (on_stack, on_users) if found]
-    return {"ranks": world.size, "mesh": mesh is not None, **on_users, **on_stack, "models": models}
+    return {"ranks": world.size, **on_users, **on_stack, "models": models}
 
 
 def _examine_users(
@@ -113,8 +113,8 @@ def _examine_users(
         held[what] = alive.weigh(model)
 
     trail = _run(strategy, subject, share, Trail(reference), after=weigh)
-    is_replica = strategy.in_step() and not isinstance(strategy, OnMesh)
-    replica = _digest(model) if is_replica else None
+    is_cut = isinstance(strategy, OnMesh)
+    replica = _digest(model) if strategy.in_step() and not is_cut else None
     watched = _watch(strategy, subject.steps[0][share])
     groups = {} if claim is None else claim.groups(job)
     used = _job(subject, config, strategy, without=reference.irregular)
@@ -125,6 +125,7 @@ def _examine_users(
     return {
         "claimed": None if claim is None else claim.of(job),
         "claimed_of_used": None if claim is None else claim.of(used),
+        "mesh": is_cut,
         "irregular": bool(reference.irregular) or reference.runs_again,
         "full": _full(job),
         "micro": job.micro,
