@@ -43,6 +43,9 @@ STRATEGIES = {
 # Those that cut one model between their ranks (axes.NAMED). A comparison of all strategies leaves
 # them out: not every model can be cut.
 MESH_STRATEGIES: dict[str, str] = {
+    "tensor_parallel": "shardlab.strategies.tensor_parallel:TensorParallel",
+    "sequence_parallel": "shardlab.strategies.sequence_parallel:SequenceParallel",
+    "context_parallel": "shardlab.strategies.context_parallel:ContextParallel",
     "pipeline_gpipe": "shardlab.strategies.pipelines:PipelineGPipe",
     "pipeline_1f1b": "shardlab.strategies.pipelines:PipelineOneFOneB",
     "pipeline_interleaved": "shardlab.strategies.pipelines:PipelineInterleaved",
