@@ -124,10 +124,8 @@ def _examine_users(
     again = _run(strategy, subject, share, Trail(reference), looks=False)
     del strategy
     return {
-        "claimed": None if claim is None else _with_activations(claim.of(job), activations),
-        "claimed_of_used": None
-        if claim is None
-        else _with_activations(claim.of(used), activations),
+        "claimed": _claimed(claim, job, activations),
+        "claimed_of_used": _claimed(claim, used, activations),
         "sends_claimed": activations is not None,
         "mesh": is_cut,
         "irregular": bool(reference.irregular) or reference.runs_again,
