@@ -18,7 +18,7 @@ from shardlab.strategies.bucket_ddp_async import BucketDDPAsync
 from shardlab.strategies.on_mesh import OnMesh
 from shardlab.strategies.single import Single
 from shardlab.workloads import gpt2
-from shardlab.workloads.architectures import known_splits
+from shardlab.workloads.architectures import LLAMA_LIKE, known_splits
 from shardlab.workloads.base import Batch
 from shardlab.workloads.causal_lm import answer_loss
 from shardlab.workloads.token_loss import token_loss
@@ -182,6 +182,22 @@ SUBJECTS = {
     ),
     "their gpt2": Subject(functools.partial(theirs, "gpt2"), reviews, answer_loss, None),
 }  # fmt: skip
+
+
+ARCHITECTURES = [kind for kind in LLAMA_LIKE if kind != "llama"]
+SUBJECTS |= {
+    kind: Subject(
+        functools.partial(theirs, kind, num_key_value_heads=2), reviews, answer_loss, None
+    )
+    for kind in ARCHITECTURES
+}
+
+
+class Scaled(nn.Linear):
+    """A layer whose forward is its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
 
 
 def built(subject: Subject, seed: int) -> nn.Module:
