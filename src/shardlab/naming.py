@@ -45,6 +45,7 @@ STRATEGIES = {
 MESH_STRATEGIES: dict[str, str] = {
     "tensor_parallel": "shardlab.strategies.tensor_parallel:TensorParallel",
     "sequence_parallel": "shardlab.strategies.sequence_parallel:SequenceParallel",
+    "context_parallel": "shardlab.strategies.context_parallel:ContextParallel",
 }
 EVERY_STRATEGY = {**STRATEGIES, **MESH_STRATEGIES}
 # What others call them, in any case, with - or _: the words of PyTorch's first FSDP, and the names

@@ -97,6 +97,7 @@ class OnMesh(base.Strategy):
         self.whole_model = Whole.of(self.model)
         self.layout: Layout = layout.whole_layout(self.model)
         self.joins_microbatches = False  # the inner strategy is given all of a step as one batch
+        self.share: Callable[[Batch], Batch] | None = None  # cuts this rank's part from a batch
         self.inferred: Callable[[base.Infer[Any], Batch], Any] | None = None
         loss = self._cut(setup)
         batchnorm.join(self.model, self.groups.data)  # those that look at other samples
@@ -148,10 +149,13 @@ class OnMesh(base.Strategy):
             tensor, sequence = self.groups.tensor, self.axes.sequence
             cut = splits.cut(self.model, setup.splits, tensor, loss, sequence)
             loss = self._note(cut)
-        # if self.axes.context > 1:
-        #     from shardlab.strategies import context_parallel
+        if self.axes.context > 1:
+            from shardlab.strategies import context_parallel
 
-        #     loss = self._note(context_parallel.cut(setup, self.axes, self.groups.context, loss))
+            cut = context_parallel.cut(setup, self.axes, self.groups.context, loss)
+            self.share, loss = cut.share, self._note(cut)
+            if self.share is not None and setup.sample is not None:
+                setup = replace(setup, sample=self.share(setup.sample))
         # if self.axes.pipeline > 1:
         #     from shardlab.strategies import pipeline
 
@@ -190,6 +194,8 @@ class OnMesh(base.Strategy):
     # ------------------------------------------------------------ a step
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
+        if self.share is not None:
+            microbatches = [self.share(batch) for batch in microbatches]
         if self.joins_microbatches:
             microbatches = [joined(microbatches)]
         return self.inner.gradients(microbatches)
