@@ -291,7 +291,7 @@ REFUSALS: list[tuple[dict[str, str | None], str, str]] = [
     ({"head": "columns"}, "", "'embed.weight' and 'head.weight' are one parameter"),
     ({"head": "whole"}, "", "are one parameter"),
     ({"blocks.*.norm_*": "columns"}, "", r"'blocks.0.norm_1' \(LayerNorm\) cannot be split"),
-    ({}, "weight_norm", "cannot be split"),
+    ({}, "weight_norm", r"'blocks.0.up.parametrizations.weight' .* has no place"),
     ({}, "hook", "cannot be split: it has hooks"),
     ({}, "subclass", r"\(Scaled\) cannot be split"),
     ({}, "dropout", "'dropout' would draw different numbers"),
