@@ -96,6 +96,16 @@ class Nasty(nn.Module):
         return out
 
 
+class Dropping(Nasty):
+    """Dropout in the residual stream, and between columns and rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.up = nn.Sequential(nn.Linear(8, 12), nn.Dropout(0.3))
+            block.down = nn.Sequential(nn.Linear(12, 8), nn.Dropout(0.3))
+
+
 NASTY = {
     "embed": "vocabulary",
     "blocks.*": "block",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,17 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
+import commands
 import meshed
 from conformance import STEPS, Trajectory, first_difference
 from conftest import GetRanks, long_unless
-from meshed import ARCHITECTURES, SUBJECTS
+from meshed import ARCHITECTURES, SUBJECTS, Subject
 from planted_tensor import BUGS, planted
 from shardlab import comm
+from shardlab.config import Config
 from shardlab.errors import UsageError
 from shardlab.naming import MESH_STRATEGIES, resolve
+from shardlab.run.assemble import build_strategy, build_workload
 from shardlab.strategies import splits
 from shardlab.strategies.vocabulary import Vocabulary, cross_entropy
 from shardlab.strategies.zero3 import Zero3
@@ -329,3 +333,85 @@ def odd_positions(world: World) -> None:
 def test_positions_that_do_not_divide_and_dropout(ranks: GetRanks) -> None:
     with pytest.raises(UsageError, match="7 positions cannot be divided over 2 ranks"):
         ranks(2).run(odd_positions)
+
+
+# ------------------------------------------------------------------ chance
+
+
+def seed_of(world: World) -> int:
+    """What a rank's dropout would draw from, after the lab has built its strategy."""
+    config = Config().with_overrides(
+        {"strategy.name": "tensor_parallel", "model.size": "tiny", "data.source": "synthetic"}
+    )
+    build_strategy(config, build_workload(config), world)
+    return torch.initial_seed()
+
+
+def test_ranks_that_share_a_layer_draw_the_same(ranks: GetRanks) -> None:
+    """Else each would drop other elements of the residual stream, which they all must have."""
+    first, second = ranks(2).run(seed_of)
+    assert first == second
+
+
+def with_dropout(world: World, own_seed: bool) -> dict[str, Any]:
+    model = meshed.built(Subject(meshed.Dropping, meshed.tokens, meshed.nasty_loss, None), 0)
+    torch.manual_seed(world.rank if own_seed else 0)
+    said = {
+        f"{name}.0" if kind == "columns" or name.endswith("down") else name: kind
+        for name, kind in meshed.NASTY.items()
+    }
+    splits.cut(model, said, world.group, meshed.nasty_loss)
+    meshed.nasty_loss(model, meshed.tokens(0, 0, 1)).backward()
+    return {n: p.grad.numpy() for n, p in model.named_parameters() if "norm" in n}
+
+
+def test_dropout_leaves_ranks_equal(ranks: GetRanks) -> None:
+    first, second = ranks(2).run(with_dropout, False)
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+    first, second = ranks(2).run(with_dropout, True)  # the bug: it must be seen
+    assert not all(np.allclose(first[name], second[name]) for name in first)
+
+
+# ------------------------------------------------------------------ a user's own model
+
+OWN = """
+import torch
+from torch import nn
+from shardlab import Batch, Workload
+from shardlab.workloads.token_loss import token_loss
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 13), nn.Linear(13, 5)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+class Data:
+    def __len__(self):
+        return 64
+
+    def batch(self, ids):
+        x = torch.arange(64 * 8.0).sin().view(64, 8)[list(ids)]
+        y = (x.sum(1).abs() * 10).long() % 5
+        return Batch(x, y, len(y), len(y))
+
+def loss(model, batch):
+    return token_loss(lambda: model(batch.inputs), batch.targets)
+
+split = Workload("own", Model, loss, Data(), splits={"up": "columns", "down": "rows"})
+silent = Workload("own", Model, loss, Data())
+"""
+
+
+@pytest.mark.long
+def test_a_users_model_says_how_it_is_split(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    asked = ["prove", "--strategies", "tensor_parallel", "--world", "2"]
+    done = commands.here(*asked, "--workload", "own.py:split", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    trained = ["train", "--strategy", "tensor_parallel", "--steps", "1"]
+    done = commands.here(*trained, "--workload", "own.py:silent", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "does not say how its model, a Model, is split" in " ".join(done.stderr.split())
