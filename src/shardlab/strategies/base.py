@@ -177,8 +177,8 @@ class Strategy(ABC):
     # ------------------------------------------------------------ a step
 
     def mean_loss(self, loss: Tensor) -> Tensor:
-        """The mean loss over the global batch, from what ``gradients()`` has returned. A collective.
-        Override it where that was this rank's own."""
+        """The mean loss over the global batch, from what ``gradients()`` has returned. A
+        collective. Override it where that was this rank's own."""
         return loss
 
     @abstractmethod
