@@ -103,6 +103,24 @@ def test_a_late_worker_is_left_out_and_takes_part_again(tmp_path: Path, worker: 
 
 
 @pytest.mark.long
+def test_nobody_waits_for_a_worker_that_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardlab.run.ranks.LATE_S", 1.0)
+    quick = ["--min-workers", "1", "--set", "strategy.options.patience_s=1"]
+    more = ["--evaluate-every", str(STEPS), "--set", "training.evaluate_samples=4"]
+    fault = ["--inject", "hang:rank=1,step=3"]
+    said, took_part = trained(tmp_path, "--world", "2", *quick, *more, *fault)
+    assert said.returncode == 0, said.stderr
+    assert took_part == [[0, 1]] + 4 * [[0]]
+    told = said.stderr + said.stdout
+    assert "worker 1 is lost (it had not finished); the others go on" in told
+    assert "held out" in told
+    lost = [(1, 1, True), *((number, 1, False) for number in (2, 3, 4))]
+    assert agrees(tmp_path, played(tmp_path, 2, lost))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(("rank", "least"), [(1, 2), (0, 1)])
 def test_too_few_workers_end_the_run(tmp_path: Path, rank: int, least: int) -> None:
     """Fewer than were asked for; or the one whose process holds the store."""

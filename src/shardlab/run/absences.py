@@ -1,7 +1,7 @@
 """A run that goes on without workers that are late or lost (``min_workers``).
 
-Its ranks call no collective once the loop has begun (``strategies/table.py``). So each records,
-guards and evaluates by itself, and worker 0 alone writes checkpoints. ``rounds.jsonl`` in the run
+Its ranks call no collective once the loop has begun (``strategies/table.py``). So each records
+and guards itself, and worker 0 alone evaluates and writes checkpoints. ``rounds.jsonl`` in the run
 folder says who took part in each exchange.
 """
 

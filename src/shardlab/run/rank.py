@@ -120,10 +120,13 @@ def _train_rank(
     ):
         if start.keeps_rows(world.size):
             recorder.rows = kept_rows(folder, world)
-        # Where workers may be lost, worker 0 saves what is common to all after an exchange.
-        saves = table is None or world.rank == 0
-        saving = Saving(config, workload, alone, strategy, recorder, audit, guards, saves)
-        evaluating = make_evaluation_act(config, workload, alone, strategy, recorder)
+        # Where workers may be lost, worker 0 alone evaluates and saves what all are after an
+        # exchange.
+        speaks = table is None or world.rank == 0
+        saving = Saving(config, workload, alone, strategy, recorder, audit, guards, speaks)
+        evaluating: Act = lambda _step, _loss: None  # noqa: E731
+        if speaks:
+            evaluating = make_evaluation_act(config, workload, alone, strategy, recorder)
 
         def keep_count(_step: int, _loss: Tensor) -> None:
             if audit is not None:

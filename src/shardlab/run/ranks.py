@@ -161,6 +161,7 @@ class Ranks:
     ) -> list[Any]:
         """Wait for the answer of every rank (or of one), listening to all."""
         lost: set[int] = set()
+        over_at: float | None = None
         limit = None if deadline_s is None else time.monotonic() + deadline_s
         results: dict[int, Any] = {}
         awaited = range(self.size) if only is None else [only]
@@ -175,8 +176,8 @@ class Ranks:
                     f"no answer within {deadline_s:g} s (waiting for {', '.join(late)})",
                 )
             if least is not None and 0 in results:  # the run is over: who is late now has a moment
-                limit = limit or time.monotonic() + LATE_S
-                left = min(limit - time.monotonic(), 0.5)
+                over_at = over_at or time.monotonic() + LATE_S
+                left = min(0.5, over_at - time.monotonic())
                 if left <= 0:
                     for rank in sorted(set(awaited) - results.keys()):
                         self._lose(rank, "it had not finished", results, on_event)
