@@ -124,9 +124,7 @@ def _train_rank(
         # exchange.
         speaks = table is None or world.rank == 0
         saving = Saving(config, workload, alone, strategy, recorder, audit, guards, speaks)
-        evaluating: Act = lambda _step, _loss: None  # noqa: E731
-        if speaks:
-            evaluating = make_evaluation_act(config, workload, alone, strategy, recorder)
+        evaluating = make_evaluation_act(config, workload, alone, strategy, recorder, speaks)
 
         def keep_count(_step: int, _loss: Tensor) -> None:
             if audit is not None:
@@ -199,11 +197,16 @@ def restore(
 
 
 def make_evaluation_act(
-    config: Config, workload: Workload, world: World, strategy: Strategy, recorder: Recorder
+    config: Config,
+    workload: Workload,
+    world: World,
+    strategy: Strategy,
+    recorder: Recorder,
+    evaluates: bool = True,
 ) -> Act:
     """What evaluates after a step, if the config asks for it and it is due."""
     every, total = config.training.evaluate_every, config.training.steps
-    if every is None:
+    if every is None or not evaluates:
         return lambda _step, _loss: None
     evaluation = make_evaluation(config, workload, world, strategy)
 
