@@ -89,7 +89,16 @@ class Ledger:
     fingerprint: int = 0  # of all calls so far: the same on every rank
     check: Callable[[Call, Group], None] | None = None  # asked before each is launched
 
-    def open(self, op: str, tensor: Tensor, group: Group, label: str, reduction: str = "") -> Entry:
+    def open(
+        self,
+        op: str,
+        tensor: Tensor,
+        group: Group,
+        label: str,
+        reduction: str = "",
+        to: int | None = None,
+    ) -> Entry:
+        """``to``: the rank of the group that it goes to, where it goes to one alone."""
         frame = sys._getframe(2)  # open <- the collective <- the strategy
         entry = Entry(
             seq=self.calls,
@@ -102,7 +111,7 @@ class Ledger:
             site=f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}",  # noqa: PTH119
             enqueue_ns=time.perf_counter_ns(),
         )
-        entry.sent_inside, entry.sent_between = self._links(op, entry.bytes, group)
+        entry.sent_inside, entry.sent_between = self._links(op, entry.bytes, group, to)
         what = f"{op}{reduction} {tuple(tensor.shape)} {entry.dtype} '{label}'"
         call = Call(entry.seq, entry.step, what, entry.site)
         self.recent.append(call)
@@ -131,13 +140,15 @@ class Ledger:
         if self.keeps_entries:
             self.entries.append(entry)
 
-    def _links(self, op: str, size: int, group: Group) -> tuple[int, int]:
+    def _links(self, op: str, size: int, group: Group, to: int | None) -> tuple[int, int]:
         """The bytes that this rank sends inside its node, and to other nodes."""
         if self.ranks_per_node:
             members = dist.get_process_group_ranks(group)
             nodes = tuple(rank // self.ranks_per_node for rank in members)
         else:
             nodes = (0,) * group.size()
+        if to is not None:
+            return (size, 0) if nodes[to] == nodes[group.rank()] else (0, size)
         inside, between = link_shares(op, nodes, group.rank(), group.name())
         return round(inside * size), round(between * size)
 
@@ -207,7 +218,8 @@ class Pending:
         # Gloo runs on threads of its own; the last part to end stamps last. Such a callback waits
         # for Python's lock and costs 0.04 ms of processor time, in backward 2 ms of the clock.
         # So only where no limit says that a run is being recorded; there, see wait().
-        self._is_gloo = group.name() == "gloo"
+        # (What goes from one rank to another has no future there, and is not stamped.)
+        self._is_gloo = group.name() == "gloo" and entry.op != "send"
         if self._is_gloo and LEDGER.full_steps is None:
             for part in self._works:
                 part.get_future().add_done_callback(functools.partial(_stamp, entry))
@@ -405,6 +417,31 @@ def reduce_scatter(
         lambda: dist.all_to_all_single(received, tensor, here, there, group, async_op=True),
         add_up,
     )
+
+
+def exchange(
+    sent: Tensor,
+    received: Tensor,
+    group: Group,
+    *,
+    to: int,
+    source: int,
+    label: str = "",
+    async_op: bool = False,
+) -> Pending:
+    """``sent`` goes to the group's rank ``to``, and ``received`` comes from its rank ``source``.
+
+    Both are started together: where each rank of a ring sent first and received afterwards, NCCL
+    would wait for ever.
+    """
+    if intercept is not None and intercept():
+        return _left_out("send", group)
+    entry = LEDGER.open("send", sent, group, label, to=to)
+    pair = [
+        dist.P2POp(dist.isend, sent, group=group, group_peer=to),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=source),
+    ]
+    return _begin(entry, group, async_op, lambda: dist.batch_isend_irecv(pair))
 
 
 def barrier(group: Group, *, label: str = "", async_op: bool = False) -> Pending:

@@ -22,9 +22,10 @@ RESTARTED_BY = {
 FLAGS = (
     "strategy", "world", "tensor", "pipeline", "context", "workload", "size", "data", "seq_len",
     "steps", "epochs", "global_batch", "micro_batch", "accumulate", "batch_split", "epoch",
-    "audit_data", "optimizer", "learning_rate", "precision", "activation_checkpointing", "compile", "evaluate_every", "seed", "device",
-    "backend", "port", "profile", "checkpoint_every", "checkpoint_async", "resume", "max_restarts",
-    "min_world", "min_workers", "hang_after", "inject",
+    "audit_data", "optimizer", "learning_rate", "precision", "activation_checkpointing",
+    "compile", "evaluate_every", "seed", "device", "backend", "port", "profile", "checkpoint_every",
+    "checkpoint_async", "resume", "max_restarts", "min_world", "min_workers", "hang_after",
+    "inject",
 )  # fmt: skip
 
 

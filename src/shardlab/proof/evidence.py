@@ -93,7 +93,7 @@ def examine(world: World, config: Config) -> dict[str, Any]:
         on_users = _examine_users(users, _in_dtype(config, users), world, claim, alive)
         on_stack = {} if stack is None else _examine_stack(stack, config, world, claim)
     models = [found.pop("model") for found in (on_stack, on_users) if found]
-    return {"ranks": world.size, "mesh": mesh is not None, **on_users, **on_stack, "models": models}
+    return {"ranks": world.size, **on_users, **on_stack, "models": models}
 
 
 def _examine_users(
@@ -114,8 +114,8 @@ def _examine_users(
         held[what] = alive.weigh(model)
 
     trail = _run(strategy, subject, share, Trail(reference), after=weigh)
-    is_replica = strategy.in_step() and not isinstance(strategy, OnMesh)
-    replica = _digest(model) if is_replica else None
+    is_cut = isinstance(strategy, OnMesh)
+    replica = _digest(model) if strategy.in_step() and not is_cut else None
     watched = _watch(strategy, subject.steps[0][share])
     groups = {} if claim is None else claim.groups(job)
     used = _job(subject, config, strategy, without=reference.irregular)
@@ -126,6 +126,7 @@ def _examine_users(
     return {
         "claimed": None if claim is None else claim.of(job),
         "claimed_of_used": None if claim is None else claim.of(used),
+        "mesh": is_cut,
         "irregular": bool(reference.irregular) or reference.runs_again,
         "full": _full(job),
         "micro": job.micro,
@@ -207,6 +208,8 @@ def _job(
 def _telling(config: Config, world: World) -> tuple[Config, Rounds | None]:
     """For workers: short rounds, unless they were asked for, and steps for two rounds and the
     beginning of a third. In the first a momentum that is not kept would look right."""
+    if assemble.axes_of(config, world)[0] is not None:  # which refuses workers
+        return config, None
     shares = assemble.data_share(config, world)[1]
     strategy, _ = _build(subjects.stack(shares, 0, world.device, 1), config, world)
     rounds = strategy.rounds

@@ -97,6 +97,7 @@ class OnMesh(base.Strategy):
         self.whole_model = Whole.of(self.model)
         self.layout: Layout = layout.whole_layout(self.model)
         self.joins_microbatches = False  # the inner strategy is given all of a step as one batch
+        self.share: Callable[[Batch], Batch] | None = None  # cuts this rank's part from a batch
         self.inferred: Callable[[base.Infer[Any], Batch], Any] | None = None
         loss = self._cut(setup)
         batchnorm.join(self.model, self.groups.data)  # those that look at other samples
@@ -137,14 +138,24 @@ class OnMesh(base.Strategy):
     def _cut(self, setup: base.Setup) -> LossFn:
         """Cut the model along each axis. Returns the loss of what is left."""
         loss = setup.loss_fn
-        # if self.axes.tensor > 1:
-        #     from shardlab.strategies import tensor_parallel
+        if self.axes.tensor > 1:
+            from shardlab.strategies import splits
 
-        #     loss = self._note(tensor_parallel.cut(setup, self.axes, self.groups.tensor, loss))
-        # if self.axes.context > 1:
-        #     from shardlab.strategies import context_parallel
+            if not setup.splits:
+                raise UsageError(
+                    f"tensor parallelism: nobody says how a {type(self.model).__name__} is split; "
+                    "the workload's splits do (docs/workloads.md)"
+                )
+            tensor, sequence = self.groups.tensor, self.axes.sequence
+            cut = splits.cut(self.model, setup.splits, tensor, loss, sequence)
+            loss = self._note(cut)
+        if self.axes.context > 1:
+            from shardlab.strategies import context_parallel
 
-        #     loss = self._note(context_parallel.cut(setup, self.axes, self.groups.context, loss))
+            cut = context_parallel.cut(setup, self.axes, self.groups.context, loss)
+            self.share, loss = cut.share, self._note(cut)
+            if self.share is not None and setup.sample is not None:
+                setup = replace(setup, sample=self.share(setup.sample))
         # if self.axes.pipeline > 1:
         #     from shardlab.strategies import pipeline
 
@@ -183,6 +194,8 @@ class OnMesh(base.Strategy):
     # ------------------------------------------------------------ a step
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
+        if self.share is not None:
+            microbatches = [self.share(batch) for batch in microbatches]
         if self.joins_microbatches:
             microbatches = [joined(microbatches)]
         return self.inner.gradients(microbatches)
