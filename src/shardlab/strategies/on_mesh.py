@@ -149,8 +149,8 @@ class OnMesh(base.Strategy):
 
             if not setup.splits:
                 raise UsageError(
-                    f"tensor parallelism: nobody says how a {type(self.model).__name__} is split; "
-                    "the workload's splits do (docs/workloads.md)"
+                    f"tensor parallelism: the workload does not say how its model, a "
+                    f"{type(self.model).__name__}, is split; give it splits (docs/workloads.md)"
                 )
             tensor, sequence = self.groups.tensor, self.axes.sequence
             cut = splits.cut(self.model, setup.splits, tensor, loss, sequence)
