@@ -303,12 +303,13 @@ def difference(found: Course, expected: Course) -> str:
     return ""
 
 
+# Fewer micro-batches than stages, more, and one; every schedule with each toy.
 CASES = [
-    (toy, schedule, world, micro)
-    for toy in TOYS
-    for schedule in SCHEDULES
-    for world, micro in ((2, 1), (2, 3), (4, 2), (4, 6))
-    if world == 2 or toy in ("tied", "pairs") or schedule in ("1f1b", "zbv")
+    *itertools.product(TOYS, SCHEDULES, [2], [3]),
+    *itertools.product(["tied"], SCHEDULES, [2], [1]),
+    *itertools.product(["tied"], SCHEDULES, [4], [6]),
+    *itertools.product(["pairs"], SCHEDULES, [4], [2]),
+    *itertools.product(["gpt2", "llama", "plain"], ["1f1b"], [4], [6]),
 ]
 
 
