@@ -124,6 +124,7 @@ def wire_bytes(op: str, size: int, ranks: int) -> float:
         "all_to_all": share,  # each rank sends every other its part of the tensor
         "broadcast": share,  # averaged over ranks: the tensor enters each rank but the source
         "barrier": 0.0,
+        "send": 1.0,  # from one rank to one other
     }
     return factor[op] * size
 
