@@ -124,7 +124,8 @@ def wire_bytes(op: str, size: int, ranks: int) -> float:
         "all_to_all": share,  # each rank sends every other its part of the tensor
         "broadcast": share,  # averaged over ranks: the tensor enters each rank but the source
         "barrier": 0.0,
-        "send": 1.0,  # from one rank to one other
+        "send": 1.0,  # from one rank to one other; it is counted where it is sent
+        "recv": 0.0,
     }
     return factor[op] * size
 
