@@ -1,4 +1,4 @@
-"""Time to a held-out loss at 100 Mbit/s between two hosts: local_sgd and diloco beside pytorch_ddp.
+"""Time to a held-out loss at 100 Mbit/s between two hosts: workers beside pytorch_ddp.
 
     python benchmarks/slow_link.py [--rate 100mbit] [--seeds 5] [--out FILE]
 
@@ -17,7 +17,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-STRATEGIES = "pytorch_ddp,local_sgd:every=10,diloco:every=10,diloco:every=10:outer_momentum=0.5"
+STRATEGIES = (
+    "pytorch_ddp,local_sgd:every=10,diloco:every=10,diloco:every=10:outer_momentum=0.5,"
+    "streaming_diloco:every=10:outer_momentum=0.5,streaming_diloco:every=10:outer_momentum=0.5:bits=4"
+)
 COMPARE = [
     "compare", "--strategies", STRATEGIES, "--to-loss", "3.2", "--max-steps", "150",
     "--size", "tiny", "--set", "model.options.dim=128", "--global-batch", "16",
@@ -26,7 +29,7 @@ COMPARE = [
 ]  # fmt: skip
 
 
-def measure(rate: str, seeds: int, timeout: float = 400) -> tuple[dict[str, Any], str]:
+def measure(rate: str, seeds: int, timeout: float = 600) -> tuple[dict[str, Any], str]:
     """The content of to_loss.json, and what the first host printed."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     hosts: Any = importlib.import_module("hosts")

@@ -22,6 +22,7 @@ from shardlab import comm, naming
 from shardlab.config import TrainingConfig
 from shardlab.naming import STRATEGIES
 from shardlab.optim import factory
+from shardlab.proof.reference import rounded
 from shardlab.run.ranks import Ranks
 from shardlab.strategies.base import Rounds, Setup
 from shardlab.workloads.base import Batch
@@ -144,6 +145,13 @@ def played(case: Case, world: int, rounds: Rounds) -> Trajectory:
                 if now >= first and (now - first) % rounds.every == 0:
                     mean = mean_of(workers, names, seen[number])
                     sent[number] = {n: anchor[n] - mean[n] for n in names}
+                    if rounds.bits < 32:
+                        parts = [c / max(1, sum(seen[number])) for c in seen[number]]
+                        sent[number] = {
+                            n: sum(rounded(part * (anchor[n] - w[n]), rounds.bits)
+                                   for part, w in zip(parts, workers, strict=True))
+                            for n in names
+                        }  # fmt: skip
                     seen[number] = [0] * world
                 was = now - rounds.delay
                 if was >= first and (was - first) % rounds.every == 0:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlab import comm
-from shardlab.strategies import base, steps
+from shardlab.strategies import base, lowbit, steps
 from shardlab.strategies.bucket_ddp_async import BucketDDPAsync
-from shardlab.strategies.compress import Compressor
+from shardlab.strategies.compress import Compressor, Then
 from shardlab.strategies.diloco import DiLoCo
 from shardlab.strategies.local_sgd import LocalSGD
 from shardlab.strategies.overlap import InOrder
@@ -358,8 +358,102 @@ class TakesWhatIsThere(StreamingDiLoCo):
         super()._merge(names)
 
 
+class FourBits(StreamingDiLoCo):
+    """Right, and the base of those that are not: differences in 4 bits."""
+
+    def __init__(self, setup: base.Setup, *, every: int = 10, bits: int = 4) -> None:
+        super().__init__(setup, every=every, bits=bits)
+
+    def encoded(self, tensors: list[Tensor]) -> Tensor:
+        return lowbit.encode(tensors, self.rounds.bits)
+
+    def decoded(self, message: Tensor, like: list[Tensor]) -> list[Tensor]:
+        return lowbit.decode(message, like, self.rounds.bits)
+
+    def _gather(self, number: int, differences: dict[str, Tensor]) -> Then:
+        like = list(differences.values())
+        mine = self.encoded(like)
+        everyones = mine.new_empty(self.group.size() * len(mine))
+        label = f"fragment {number}"
+        pending = comm.all_gather(everyones, mine, self.group, label=label, async_op=True)
+
+        def add_up() -> None:
+            found = [self.decoded(m, like) for m in everyones.chunk(self.group.size())]
+            self.sent |= {n: sum(v) for n, *v in zip(differences, *found, strict=True)}
+
+        return Then(pending, add_up)
+
+
+class ScaleOfAnotherBlock(FourBits):
+    """Every block is decoded with the scale of the one before it."""
+
+    def decoded(self, message: Tensor, like: list[Tensor]) -> list[Tensor]:
+        size = lowbit.SCALE.itemsize * sum(-(-t.numel() // lowbit.BLOCK) for t in like)
+        scales = message[:size].roll(lowbit.SCALE.itemsize)
+        return super().decoded(torch.cat([scales, message[size:]]), like)
+
+
+class SignLost(FourBits):
+    """The whole numbers are sent without their sign."""
+
+    def encoded(self, tensors: list[Tensor]) -> Tensor:
+        return super().encoded([t.abs() for t in tensors])
+
+
+class AddsWholeNumbers(FourBits):
+    """Whole numbers are added as they are, and the sum is decoded with this worker's scales."""
+
+    def _gather(self, number: int, differences: dict[str, Tensor]) -> Then:
+        like = list(differences.values())
+        size = lowbit.SCALE.itemsize * sum(-(-t.numel() // lowbit.BLOCK) for t in like)
+        mine = self.encoded(like)
+        everyones = mine.new_empty(self.group.size() * len(mine))
+        label = f"fragment {number}"
+        pending = comm.all_gather(everyones, mine, self.group, label=label, async_op=True)
+
+        def add_up() -> None:
+            messages = everyones.chunk(self.group.size())
+            found = [self.decoded(torch.cat([mine[:size], m[size:]]), like) for m in messages]
+            self.sent |= {n: sum(v) for n, *v in zip(differences, *found, strict=True)}
+
+        return Then(pending, add_up)
+
+
+class HalvesSwapped(FourBits):
+    """The two numbers of a byte change places."""
+
+    def encoded(self, tensors: list[Tensor]) -> Tensor:
+        message = super().encoded(tensors)
+        size = lowbit.SCALE.itemsize * sum(-(-t.numel() // lowbit.BLOCK) for t in tensors)
+        numbers = message[size:]
+        return torch.cat([message[:size], numbers >> 4 | numbers << 4])
+
+
+class RoundsDown(FourBits):
+    """Whole numbers are cut off and not rounded: every difference shrinks."""
+
+    def encoded(self, tensors: list[Tensor]) -> Tensor:
+        cut = []
+        for t in tensors:
+            (near,) = lowbit.decode(lowbit.encode([t], self.rounds.bits), [t], self.rounds.bits)
+            scale = t.abs().max() / lowbit.top(self.rounds.bits)
+            cut.append(torch.where(near.abs() > t.abs(), near - scale * near.sign(), near))
+        return super().encoded(cut)
+
+
+class OwnIsExact(FourBits):
+    """A worker adds its own difference as it is, and the others' rounded: the anchors part."""
+
+    def decoded(self, message: Tensor, like: list[Tensor]) -> list[Tensor]:
+        found = super().decoded(message, like)
+        mine = super().decoded(self.encoded(like), like)
+        is_mine = all(torch.equal(a, b) for a, b in zip(found, mine, strict=True))
+        return list(like) if is_mine else found
+
+
 WORKER_SABOTEURS: list[type[Workers]] = [
     WrongAnchor, AnchorNotMoved, WrongSign, MomentumNotKept, NoNesterov, EqualWeights, OneStepEarly,
     CountsAllSteps, InnerStateReset, BuffersForgotten, TiedTwice, DividesByAll, OwnLoss,
-    FragmentSkipped, DelayIgnored, MixIgnored, TakesWhatIsThere,
+    FragmentSkipped, DelayIgnored, MixIgnored, TakesWhatIsThere, ScaleOfAnotherBlock, SignLost,
+    AddsWholeNumbers, HalvesSwapped, RoundsDown, OwnIsExact,
 ]  # fmt: skip

@@ -21,7 +21,7 @@ from shardlab import runfolder, specs
 from shardlab.config import CheckpointConfig, Config, LaunchConfig
 from shardlab.errors import UsageError
 from shardlab.files import write_json
-from shardlab.naming import STRATEGIES
+from shardlab.naming import EVERY_STRATEGY, STRATEGIES
 from shardlab.run import joined, launch
 from shardlab.run import place as places
 
@@ -416,7 +416,7 @@ def _world_of(strategy: Strategy) -> World:
 def _name_of(strategy: Strategy) -> str:
     kind = type(strategy)
     place = f"{kind.__module__}:{kind.__qualname__}"
-    return next((name for name, known in STRATEGIES.items() if known == place), place)
+    return next((name for name, known in EVERY_STRATEGY.items() if known == place), place)
 
 
 def _join() -> Any:

@@ -109,6 +109,14 @@ def axes_of(
     return axes, rest
 
 
+def shares_data(name: str, options: Mapping[str, Any], ranks: int) -> str:
+    """The name of the strategy that shares the data: the same, or that beneath a named axis."""
+    if name not in NAMED:
+        return name
+    axes, _ = axes_of(name, options, ranks)
+    return INNER if axes is not None and axes.data > 1 else "single"
+
+
 def _refuse_idle(name: str, asked: Mapping[str, Any], axes: Axes) -> None:
     """Refuse an option that would do nothing."""
     needs = {"sequence": "tensor", "schedule": "pipeline", "chunks": "pipeline"}

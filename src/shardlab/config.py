@@ -255,7 +255,7 @@ class StrategyConfig(Section):
     options: dict[str, Any] = field(default_factory=dict)  # passed to the strategy by name
 
     def __post_init__(self) -> None:
-        known = naming.STRATEGIES
+        known = naming.EVERY_STRATEGY
         object.__setattr__(self, "name", naming.strategy_named(self.name))
         if ":" not in self.name and self.name not in known:
             raise unknown("strategy", self.name, [*known, *naming.ALIASES])

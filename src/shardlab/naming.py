@@ -40,6 +40,10 @@ STRATEGIES = {
     "diloco": "shardlab.strategies.diloco:DiLoCo",
     "streaming_diloco": "shardlab.strategies.streaming_diloco:StreamingDiLoCo",
 }
+# Those that cut one model between their ranks (axes.NAMED). A comparison of all strategies leaves
+# them out: not every model can be cut.
+MESH_STRATEGIES: dict[str, str] = {}
+EVERY_STRATEGY = {**STRATEGIES, **MESH_STRATEGIES}
 # What others call them, in any case, with - or _: the words of PyTorch's first FSDP, and the names
 # that scripts and folders of published experiments have.
 ALIASES = {
@@ -100,7 +104,7 @@ PLAIN = (*_TYPES, *(kind | None for kind in _TYPES))
 def strategy_named(name: str) -> str:
     """Our name of a strategy that others may call otherwise. Import paths and typing errors stay
     as they are."""
-    return name if name in STRATEGIES else ALIASES.get(name.lower().replace("-", "_"), name)
+    return name if name in EVERY_STRATEGY else ALIASES.get(name.lower().replace("-", "_"), name)
 
 
 def workload_named(name: str) -> str:

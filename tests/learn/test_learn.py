@@ -79,7 +79,7 @@ def test_there_are_enough_planted_bugs_and_correct_solutions() -> None:
         kinds = [s.kind for s in ALL if s.exercise == name]
         assert kinds.count("mutant") >= 4, name
         assert kinds.count("correct") >= 2, name
-    assert len(MUTANTS) >= 344
+    assert len(MUTANTS) >= 407
     assert len({str(mutant) for mutant in MUTANTS}) == len(MUTANTS)
 
 

@@ -1,8 +1,8 @@
 """A strategy's state as parts of named tensors, and back: the one form that all of them share.
 
-A part is a run of the elements of a flattened tensor, or several. ZeRO's flat shards are such runs, FSDP2's
-rows are, a replica's whole tensors are. So a checkpoint of any strategy at any world size is read
-by any other: each rank reads the runs that it will hold.
+A part is a run of the elements of a flattened tensor, or several. ZeRO's flat shards are such runs,
+FSDP2's rows are, a replica's whole tensors are. So a checkpoint of any strategy at any world size
+is read by any other: each rank reads the runs that it will hold.
 """
 
 from __future__ import annotations

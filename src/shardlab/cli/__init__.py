@@ -107,9 +107,9 @@ def _end(code: int, message: str) -> NoReturn:
 @app.command()
 def strategies(as_json: Annotated[bool, JSON] = False) -> None:
     """List the strategies, in the order of the ladder."""
-    from shardlab.naming import STRATEGIES
+    from shardlab.naming import EVERY_STRATEGY
 
-    _list_names(STRATEGIES, "strategies", as_json)
+    _list_names(EVERY_STRATEGY, "strategies", as_json)
 
 
 @app.command()

@@ -52,6 +52,9 @@ class Flag:
 FLAGS = {
     "strategy": Flag("strategy.name", str, "A name from `shardlab strategies`."),
     "world": Flag("launch.world", int, "Number of ranks.  (default: 2)", "-w"),
+    "tensor": Flag("strategy.options.tensor", int, "Ranks that share each layer of one model."),
+    "pipeline": Flag("strategy.options.pipeline", int, "Ranks that share one model, by its depth."),
+    "context": Flag("strategy.options.context", int, "Ranks that share each sequence."),
     "workload": Flag(
         "model.workload", str,
         "A name from `shardlab workloads`, or your own: path/to/file.py:attr.",

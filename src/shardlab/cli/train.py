@@ -20,11 +20,11 @@ RESTARTED_BY = {
 
 
 FLAGS = (
-    "strategy", "world", "workload", "size", "data", "seq_len", "steps", "epochs", "global_batch",
-    "micro_batch", "accumulate", "batch_split", "epoch", "audit_data", "optimizer", "learning_rate",
-    "precision", "activation_checkpointing", "compile", "evaluate_every", "seed", "device",
-    "backend", "port", "profile", "checkpoint_every", "checkpoint_async", "resume", "max_restarts",
-    "min_world", "hang_after", "inject",
+    "strategy", "world", "tensor", "pipeline", "context", "workload", "size", "data", "seq_len",
+    "steps", "epochs", "global_batch", "micro_batch", "accumulate", "batch_split", "epoch",
+    "audit_data", "optimizer", "learning_rate", "precision", "activation_checkpointing",
+    "compile", "evaluate_every", "seed", "device", "backend", "port", "profile", "checkpoint_every",
+    "checkpoint_async", "resume", "max_restarts", "min_world", "hang_after", "inject",
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import re
 import signal
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 from shardlab.errors import LOST_PEER
 from shardlab.learn import mistakes
@@ -121,12 +122,18 @@ def _one_way(ranks: Ranks) -> str:
 
 
 def _parting(ranks: Ranks) -> str:
-    """Where the ranks' calls part, if they do. Messages between two ranks may differ."""
+    """Where the ranks' calls part, if they do. Messages between some of the ranks may differ."""
     first, *others = _in_the_case(ranks)
     if any(c["op"] in POINT_TO_POINT for c in first.calls):
         return ""
-    texts = (mistakes.difference(first.calls, o.calls, first.number, o.number) for o in others)
+    texts = (
+        mistakes.difference(_of_all(first), _of_all(o), first.number, o.number) for o in others
+    )
     return next(filter(None, texts), "")
+
+
+def _of_all(rank: Rank) -> list[dict[str, Any]]:
+    return [call for call in rank.calls if call.get("group") is None]
 
 
 def positions(ranks: Ranks, job: Job) -> str:

@@ -180,7 +180,7 @@ def has_buckets(name: str) -> bool:
     """Whether a strategy has buckets whose size can be chosen. Imports it, and torch."""
     from shardlab import naming
 
-    make = naming.resolve(name, naming.STRATEGIES, "strategy")
+    make = naming.resolve(name, naming.EVERY_STRATEGY, "strategy")
     return "bucket_mb" in inspect.signature(make).parameters
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardlab import numbers
 from shardlab.measure import readings
-from shardlab.naming import STRATEGIES
+from shardlab.naming import EVERY_STRATEGY
 
 Row = Mapping[str, Any]
 
@@ -92,7 +92,7 @@ def _lean(cells: Sequence[Row]) -> Sequence[Row]:
 
 def _difficulty(cell: Row) -> tuple[int, float]:
     """The rung of the ladder, then the time. The user's own comes first."""
-    ladder = list(STRATEGIES)
+    ladder = list(EVERY_STRATEGY)
     place = ladder.index(cell["strategy"]) if cell["strategy"] in ladder else -1
     return place, _ms(cell)
 

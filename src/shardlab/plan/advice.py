@@ -12,7 +12,7 @@ from typing import Any
 
 from shardlab import numbers
 from shardlab.measure.choice import NOTABLE
-from shardlab.naming import STRATEGIES
+from shardlab.naming import EVERY_STRATEGY
 
 Row = Mapping[str, Any]
 # The step of a row at another rate of its link, in times of that; None if it cannot be predicted.
@@ -132,7 +132,7 @@ def _overlap(row: Row, faster: Row) -> bool:
 
 def _rung(row: Row) -> tuple[int, int, float]:
     """How much is sharded; then the place in the ladder, where the user's own come first."""
-    ladder, name = list(STRATEGIES), row["strategy"]
+    ladder, name = list(EVERY_STRATEGY), row["strategy"]
     sharded = 3 if "hsdp" in name else max((n for n in (1, 2, 3) if f"zero{n}" in name), default=0)
     return sharded, ladder.index(name) if name in ladder else -1, -rate(row)
 

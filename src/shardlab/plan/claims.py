@@ -134,13 +134,30 @@ def now_and_then(job: Job) -> float:
 
 
 def in_fragments(job: Job) -> float:
-    """streaming_diloco: the anchor, the outer momentum, and the fragments that are on their way."""
+    """streaming_diloco: the anchor, the outer momentum, and the fragments that are on their way. In
+    few bits every worker's is there, and their sum when they have arrived."""
     sizes = {p.name: p.bytes for p in job.params if p.trains}
     fragments, delay, every = (int(job.options[k]) for k in ("fragments", "delay", "every"))
     cut = cut_evenly(sizes, fragments)
     together = -(-delay * fragments // every)
     largest = max(sum(sizes[name] for name in names) for names in cut)
+    if is_rounded(job):
+        largest = round(largest * max(1.0, job.ranks * in_few_bits(job) / max(1, job.psi)))
     return 2.0 * job.psi + min(job.psi, together * largest)
+
+
+def is_rounded(job: Job) -> bool:
+    return int(job.options["bits"]) < 32
+
+
+def in_few_bits(job: Job) -> float:
+    """Bytes of one worker's differences: whole numbers, and 4 bytes for each block of 128."""
+    bits, total = int(job.options["bits"]), 0
+    for p in job.params:
+        if p.trains:
+            elements = math.prod(p.shape)
+            total += -(-elements * bits // 8) + 4 * -(-elements // 128)
+    return total
 
 
 def one_nth(size: Bytes) -> Bytes:
@@ -345,7 +362,12 @@ CLAIMS: dict[str, Claim] = {
         beside=lambda job: 2.0 * job.psi,  # the anchor, and the outer momentum
     ),
     "streaming_diloco": Claim(
-        {"all_reduce": now_and_then},
+        {
+            "all_reduce": lambda job: 0.0 if is_rounded(job) else now_and_then(job),
+            "all_gather": lambda job: (
+                job.ranks * in_few_bits(job) / job.options["every"] if is_rounded(job) else 0.0
+            ),
+        },
         lambda job: "some" if job.options["delay"] else "none",
         beside=in_fragments,
     ),

@@ -13,7 +13,7 @@ import itertools
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,6 +47,7 @@ WATCHED = -1  # the ledger's number for the steps that are watched
 MOST_STEPS = 65
 SETTLE_S = 5.0
 GRADIENT_OPS = ("all_reduce", "reduce_scatter", "all_to_all")
+WORKER_OPS = (*GRADIENT_OPS, "all_gather")  # what was rounded is gathered, and summed where it is
 Work = Callable[[], Any]
 
 
@@ -74,14 +75,23 @@ def prepare(world: World, config: Config) -> None:
 def examine(world: World, config: Config) -> dict[str, Any]:
     """Everything that is measured of one strategy on this rank, as plain values."""
     config, rounds = _telling(config, world)
-    stack, users = (_prepare(which, world, config, rounds) for which in ("stack", "users"))
+    mesh, _ = assemble.axes_of(config, world)
+    users = _prepare("users", world, config, rounds)
+    # The stack has nothing that the tensor and context axes could cut.
+    has_stack = mesh is None or mesh.tensor == mesh.context == 1
+    stack = _prepare("stack", world, config, rounds) if has_stack else None
+    if mesh is not None and users.subject.draws:
+        raise UsageError(
+            f"the forward of {users.subject.workload.name} draws random numbers, and ranks that "
+            "cut a model between them draw others than one process: leave its dropout out"
+        )
     claim = claim_of(config)
     timeout_s = min(config.launch.timeout_s, TIMEOUT_S)
     with watch.Alive() as alive, watchdog.watching(world, None, timeout_s), _eager_chance(config):
         pulse.PULSE.enter(pulse.PROOF)
         on_users = _examine_users(users, _in_dtype(config, users), world, claim, alive)
-        on_stack = _examine_stack(stack, config, world, claim)
-    models = [on_stack.pop("model"), on_users.pop("model")]
+        on_stack = {} if stack is None else _examine_stack(stack, config, world, claim)
+    models = [found.pop("model") for found in (on_stack, on_users) if found]
     return {"ranks": world.size, **on_users, **on_stack, "models": models}
 
 
@@ -95,26 +105,27 @@ def _examine_users(
     """The user's model: against one process, what is alive, what is sent; then again, unwatched."""
     subject, reference = prepared.subject, prepared.reference
     share, _ = assemble.data_share(config, world)
-    job = subject.job(config)
     held: dict[str, watch.Held] = {}
     strategy, model = _build(subject, config, world)
+    job = _job(subject, config, strategy)
 
     def weigh(what: str, model: nn.Module = model) -> None:
         held[what] = alive.weigh(model)
 
     trail = _run(strategy, subject, share, Trail(reference), after=weigh)
-    is_replica = strategy.in_step() and not isinstance(strategy, OnMesh)
-    replica = _digest(model) if is_replica else None
+    is_cut = isinstance(strategy, OnMesh)
+    replica = _digest(model) if strategy.in_step() and not is_cut else None
     watched = _watch(strategy, subject.steps[0][share])
     groups = {} if claim is None else claim.groups(job)
+    used = _job(subject, config, strategy, without=reference.irregular)
     del strategy, model, weigh
     strategy, _ = _build(subject, config, world)
     again = _run(strategy, subject, share, Trail(reference), looks=False)
     del strategy
-    used = subject.job(config, without=reference.irregular)
     return {
         "claimed": None if claim is None else claim.of(job),
         "claimed_of_used": None if claim is None else claim.of(used),
+        "mesh": is_cut,
         "irregular": bool(reference.irregular) or reference.runs_again,
         "full": _full(job),
         "micro": job.micro,
@@ -137,10 +148,10 @@ def _examine_stack(
 ) -> dict[str, Any]:
     """The stack: against one process, when it sends; then again, and what is held meanwhile."""
     subject, reference = prepared.subject, prepared.reference
-    job = subject.job(config)
-    config = _with_small_buckets(config, job.held)
+    config = _with_small_buckets(config, subject.job(config).held)
     share, _ = assemble.data_share(config, world)
     strategy, _ = _build(subject, config, world)
+    job = _job(subject, config, strategy)
     trail = _run(strategy, subject, share, Trail(reference))
     overlap = _overlap(_watch(strategy, subject.steps[0][share][:1]), _small(job))
     del strategy
@@ -169,17 +180,28 @@ def _examine_stack(
 
 
 def claim_of(config: Config) -> claims.Claim | None:
-    """The claim of one of our strategies, or the one that a user's strategy names. None for a model
-    that several ranks cut between them: what they send depends on its activations."""
-    name: str | None = config.strategy.name
-    ranks, options = config.launch.world or 1, config.strategy.options
-    if axes.axes_of(config.strategy.name, options, ranks)[0] is not None:
-        return None
+    """The claim of one of our strategies, or the one that a user's strategy names. On a mesh it is
+    that of the strategy which shares the data, about a rank's part of the model."""
+    name: str | None = axes.shares_data(
+        config.strategy.name, config.strategy.options, config.launch.world or 1
+    )
     if name not in claims.CLAIMS:
         name = assemble.resolve_strategy(config).claim
     if name is not None and name not in claims.CLAIMS:
         raise unknown("claim", name, claims.CLAIMS)
     return None if name is None else claims.CLAIMS[name]
+
+
+def _job(
+    subject: Subject, config: Config, strategy: Strategy, without: Collection[str] = ()
+) -> claims.Job:
+    """What the formulas need to know of this rank's model, which may be a part of the user's."""
+    job = subject.job(config, without)
+    if not isinstance(strategy, OnMesh):
+        return job
+    shapes = strategy.part_shapes()
+    params = tuple(replace(p, shape=tuple(shapes[p.name])) for p in job.params if p.name in shapes)
+    return replace(job, params=params, ranks=strategy.groups.data.size())
 
 
 def _telling(config: Config, world: World) -> tuple[Config, Rounds | None]:
@@ -226,6 +248,11 @@ def _prepare_users(config: Config, world: World, rounds: Rounds | None) -> Prepa
         shares = assemble.data_share(config, world)[1]
         subject = subjects.users(config, shares, world.device, dtype)
         subject.why_dtype = why and f"it does not run in float64 ({why})"
+        if why and rounds is not None and rounds.bits < 32:  # neighbours in 4 bits lie far apart
+            raise UsageError(
+                f"{subject.workload.name} runs in float32 alone ({why}), whose own rounding may "
+                f"take a difference to another number of {rounds.bits} bits: prove it with bits=32"
+            )
         try:
             return _run_plain(subject, config, world, rounds)
         except UsageError:
@@ -348,22 +375,23 @@ def _run(
         around(strategy.step)
         comm.LEDGER.step = None
         if strategy.rounds is None:  # what workers exchange may travel during their next step
-            trail.unwaited += _unwaited(step)
+            trail.unwaited += _unwaited(step, GRADIENT_OPS)
         after("step")
         if looks or step == last:
             trail.tensors(step, strategy.full_params())
     if strategy.rounds is not None:
         strategy.settle()
-        trail.unwaited += [what for step in range(len(shares_of_steps)) for what in _unwaited(step)]
+        for step in range(len(shares_of_steps)):
+            trail.unwaited += _unwaited(step, WORKER_OPS)
     return trail
 
 
-def _unwaited(step: int) -> list[str]:
+def _unwaited(step: int, ops: Sequence[str]) -> list[str]:
     """The sums of a step that nobody has waited for yet."""
     return [
         f"{entry.op} '{entry.label}'"
         for entry in comm.LEDGER.entries
-        if entry.step == step and entry.op in GRADIENT_OPS and entry.ready_ns is None
+        if entry.step == step and entry.op in ops and entry.ready_ns is None
     ]
 
 
@@ -567,7 +595,8 @@ def _by_op(
 def _overlap(watched: Watched, small: int) -> dict[str, Any]:
     """Which part of the gradients was launched before backward ended, and what came after it."""
     source, sent = watched.source, watched.sent
-    gradients = [m for m in watched.messages if m.op in GRADIENT_OPS and m.bytes >= small]
+    ops = GRADIENT_OPS if watched.travelling is None else WORKER_OPS
+    gradients = [m for m in watched.messages if m.op in ops and m.bytes >= small]
     total = sum(m.bytes for m in gradients)
     if watched.travelling is not None:
         share = watched.travelling / total if total else None

@@ -83,26 +83,29 @@ def how(model: Mapping[str, Any]) -> list[str]:
 
 
 def state(ranks: Sequence[Evidence]) -> Check:
-    claimed, of_stack = ranks[0]["claimed"], ranks[0]["claimed_of_stack"]
+    claimed = ranks[0]["claimed"]
     kinds = ("params", "gradients", "optimizer", "kept")
     own = [_without_outside(e) for e in ranks]
     fullest = {kind: max(held[kind] for held in own) for kind in kinds}
     outside = max(e["outside"]["params"] + e["outside"]["rest"] for e in ranks)
-    stack = {kind: max(e["stack"][kind] for e in ranks) for kind in ("resident", "peak")}
     measured = {
         **fullest,
-        "stack": stack,
+        "stack": _fullest_stack(ranks),
         "replicated": ranks[0]["replica"] is not None,
         "outside": outside,
         "ranks": own,
     }
     wanted = claimed and {
         **{kind: claimed[kind] for kind in kinds},
-        "stack": {"resident": _resident(ranks[0]), "peak": of_stack["peak"]},
+        "stack": "stack" in ranks[0]
+        and {"resident": _resident(ranks[0]), "peak": ranks[0]["claimed_of_stack"]["peak"]},
     }
     problem = _ranks_disagree(ranks)
-    if problem is None and claimed is not None:
-        problem = next(_misheld(ranks, fullest, stack), None)
+    if problem is None and claimed is not None and ranks[0]["mesh"]:  # each has a part of its own
+        found = zip(ranks, own, strict=True)
+        problem = next((p for e, held in found for p in _misheld([e], held)), None)
+    elif problem is None and claimed is not None:
+        problem = next(_misheld(ranks, fullest), None)
     if problem is not None:
         return _check(False, wanted, measured, problem)
     parts = [f"{numbers.size(fullest[k])} of {k}" for k in ("params", "gradients", "optimizer")]
@@ -110,6 +113,13 @@ def state(ranks: Sequence[Evidence]) -> Check:
     if outside > _slack(ranks[0]["full"]):
         message += f"; the model keeps {numbers.size(outside)} outside of parameters and buffers"
     return _check(True, wanted, measured, message)
+
+
+def _fullest_stack(ranks: Sequence[Evidence]) -> dict[str, int] | None:
+    """The most that a rank held on the stack; None where there is none."""
+    if "stack" not in ranks[0]:
+        return None
+    return {kind: max(e["stack"][kind] for e in ranks) for kind in ("resident", "peak")}
 
 
 def _without_outside(evidence: Evidence) -> dict[str, int]:
@@ -138,9 +148,7 @@ def _ranks_disagree(ranks: Sequence[Evidence]) -> str | None:
     return None
 
 
-def _misheld(
-    ranks: Sequence[Evidence], fullest: Mapping[str, int], stack: Mapping[str, int]
-) -> Iterator[str]:
+def _misheld(ranks: Sequence[Evidence], fullest: Mapping[str, int]) -> Iterator[str]:
     claimed, full = ranks[0]["claimed"], ranks[0]["full"]
     slack = _slack(full)
     if not _at_most(fullest["kept"], claimed["kept"], slack):
@@ -162,6 +170,9 @@ def _misheld(
             verb = "are" if name.endswith("s") else "is"
             yield f"{name} on each rank {verb} full size, {numbers.size(held)}: nothing is sharded"
         yield f"{name} on the fullest rank: {numbers.size(held)}, not {numbers.size(wanted)}"
+    stack = _fullest_stack(ranks)
+    if stack is None:
+        return
     resident = _resident(ranks[0])
     if not _at_most(stack["resident"], resident, _slack(ranks[0]["stack"])):
         yield (
@@ -206,10 +217,12 @@ def sent(ranks: Sequence[Evidence]) -> Check:
     claimed = None if first["claimed"] is None else first["claimed"]["moved"]
     measured = {"source": first["source"], **first["sent"]}
     for rank, evidence in enumerate(ranks):
-        if evidence["sent"] != first["sent"]:
+        if evidence["sent"] != first["sent"] and not first["mesh"]:
             message = f"ranks 0 and {rank} do not send the same collectives"
             return _check(False, claimed, measured, message)
-    problem = None if claimed is None else next(_missent(first), None)
+    # On a mesh ranks send activations too: how many bytes these are, each axis' tests say.
+    is_claimed = claimed is not None and not first["mesh"]
+    problem = next(_missent(first), None) if is_claimed else None
     if problem is not None:
         return _check(False, claimed, measured, problem)
     parts = [
@@ -218,7 +231,8 @@ def sent(ranks: Sequence[Evidence]) -> Check:
         for op, s in first["sent"].items()
         if s["messages"]
     ]
-    per_step = f"{', '.join(parts) or 'nothing'} sent by each rank in a step"
+    by_whom = "rank 0" if first["mesh"] else "each rank"
+    per_step = f"{', '.join(parts) or 'nothing'} sent by {by_whom} in a step"
     return _check(True, claimed, measured, per_step)
 
 
@@ -263,7 +277,10 @@ def _how_missent(op: str, found: float, wanted: float, evidence: Evidence) -> st
 
 
 def overlap(ranks: Sequence[Evidence]) -> Check:
-    claimed = None if ranks[0]["claimed"] is None else ranks[0]["claimed"]["overlap"]
+    if "overlap" not in ranks[0]:
+        return _check(True, None, None, "not watched: the stack cannot be cut like this")
+    is_claimed = ranks[0]["claimed"] is not None and not ranks[0]["mesh"]
+    claimed = ranks[0]["claimed"]["overlap"] if is_claimed else None
     worst = max if claimed == "none" else min
     measured = worst((e["overlap"] for e in ranks), key=lambda found: found["share"] or 0.0)
     share = measured["share"]

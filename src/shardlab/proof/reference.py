@@ -189,9 +189,20 @@ class Workers:
         for number, names in enumerate(self.fragments):
             sent_at = self.step - rounds.delay  # what was sent then arrives now
             if self._is_due(number, self.step):
-                average = self.average()
+                average = self.average() if rounds.bits == 32 else {}
                 for name in names:
-                    self.anchor[name].grad = self.anchor[name] - average[name]
+                    anchor = self.anchor[name]
+                    if rounds.bits == 32:
+                        anchor.grad = anchor - average[name]
+                    else:
+                        anchor.grad = torch.stack(
+                            [
+                                rounded(weight * (anchor - update.trained[name]), rounds.bits)
+                                for weight, update in zip(
+                                    self._weights(number), self.updates, strict=True
+                                )
+                            ]
+                        ).sum(0)
                 self.seen[number] = [0] * len(self.models)
             if sent_at > 0 and self._is_due(number, sent_at):
                 for name in names:
@@ -223,6 +234,24 @@ class Workers:
                 parts = [w * u.trained[name] for w, u in zip(weights, self.updates, strict=True)]
                 tensors[name] = torch.stack(parts).sum(0) / sum(weights)
         return tensors
+
+    def _weights(self, fragment: int) -> list[float]:
+        """Each worker's part of what all have seen since the fragment was sent."""
+        seen = self.seen[fragment]
+        return [n / sum(seen) if any(seen) else 1 / len(seen) for n in seen]
+
+
+def rounded(tensor: Tensor, bits: int) -> Tensor:
+    """What is left of a tensor that travels in so many bits: in every 128 elements, whole numbers
+    of a float32, which is the largest element divided by the largest whole number."""
+    if tensor.is_complex():
+        return torch.view_as_complex(rounded(torch.view_as_real(tensor), bits))
+    most = 2 ** (bits - 1) - 1
+    rows = nn.functional.pad(tensor.flatten(), (0, -tensor.numel() % 128)).view(-1, 128)
+    scale = (rows.abs().amax(1, keepdim=True) / most).float().to(tensor.dtype)
+    whole = (rows / torch.where(scale > 0, scale, 1.0)).round().clamp(-most, most)
+    values: Tensor = whole * scale
+    return values.flatten()[: tensor.numel()].view_as(tensor)
 
 
 def run(

@@ -18,7 +18,7 @@ from shardlab.config import LOSS_SCALE, Config, TrainingConfig
 from shardlab.data import loader
 from shardlab.errors import UsageError
 from shardlab.faults import inject
-from shardlab.naming import STRATEGIES, WORKLOADS
+from shardlab.naming import EVERY_STRATEGY, WORKLOADS
 from shardlab.numbers import count
 from shardlab.optim import factory
 from shardlab.optim.schedule import learning_rate_factor
@@ -53,7 +53,7 @@ def build_workload(config: Config) -> Workload:
 def resolve_strategy(config: Config) -> type[Strategy]:
     """The class of the strategy that the config names: ours, or the user's by import path."""
     name = config.strategy.name
-    make = naming.resolve(name, STRATEGIES, "strategy")
+    make = naming.resolve(name, EVERY_STRATEGY, "strategy")
     if not (isinstance(make, type) and issubclass(make, Strategy)):
         raise UsageError(
             f"{name} is not a strategy: write a class that inherits from shardlab's Strategy "
@@ -68,7 +68,7 @@ def _taking_options(config: Config) -> Any:
     """The class that the strategy's own options are for. A strategy that is an axis of the mesh has
     none; those beside the axes' are of the one that shares the data."""
     name = config.strategy.name
-    return naming.resolve(axes.INNER if name in axes.NAMED else name, STRATEGIES, "strategy")
+    return naming.resolve(axes.INNER if name in axes.NAMED else name, EVERY_STRATEGY, "strategy")
 
 
 def axes_of(config: Config, world: World) -> tuple[Axes | None, dict[str, Any]]:
@@ -139,7 +139,9 @@ def on_axes(config: Config, make: type[Strategy], setup: Setup, world: World) ->
         return make(setup, **options)
     if issubclass(make, OnMesh):
         # Where an axis has a name of its own, the best replicas share the data.
-        inner = naming.resolve(axes.INNER if found.data > 1 else BASELINE, STRATEGIES, "strategy")
+        inner = naming.resolve(
+            axes.INNER if found.data > 1 else BASELINE, EVERY_STRATEGY, "strategy"
+        )
         if found.data == 1 and options:
             raise UsageError(
                 f"{config.strategy.name}: all ranks cut one model, so nothing is sent as "

@@ -67,6 +67,9 @@ class Rounds:
     the model's order. They are exchanged in turn during a round, each by itself. What is sent after
     a step may arrive ``delay`` steps later. The anchor moves then, and a worker keeps ``mix`` of
     its own parameters beside what the anchor has become.
+
+    With fewer than 32 ``bits`` each worker's difference, times its weight, is rounded before it is
+    sent (``lowbit.py``).
     """
 
     every: int
@@ -75,6 +78,7 @@ class Rounds:
     fragments: int = 1
     delay: int = 0
     mix: float = 0.0
+    bits: int = 32
 
     def __post_init__(self) -> None:
         refusals.refuse_number("every", self.every, self.every >= 1, "1 or more")
@@ -91,6 +95,7 @@ class Rounds:
         is_right = 0 <= self.mix < 1 if self.delay else self.mix == 0
         wanted = "from 0 to below 1" if self.delay else "0 without a delay"
         refusals.refuse_number("mix", self.mix, is_right, wanted)
+        refusals.refuse_number("bits", self.bits, self.bits in (4, 8, 16, 32), "4, 8, 16 or 32")
 
     @property
     def shortest(self) -> int:
