@@ -42,7 +42,10 @@ STRATEGIES = {
 }
 # Those that cut one model between their ranks (axes.NAMED). A comparison of all strategies leaves
 # them out: not every model can be cut.
-MESH_STRATEGIES: dict[str, str] = {}
+MESH_STRATEGIES: dict[str, str] = {
+    "tensor_parallel": "shardlab.strategies.tensor_parallel:TensorParallel",
+    "sequence_parallel": "shardlab.strategies.sequence_parallel:SequenceParallel",
+}
 EVERY_STRATEGY = {**STRATEGIES, **MESH_STRATEGIES}
 # What others call them, in any case, with - or _: the words of PyTorch's first FSDP, and the names
 # that scripts and folders of published experiments have.

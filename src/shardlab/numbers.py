@@ -140,6 +140,12 @@ def cut_evenly(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
     return runs
 
 
+def cut_range(length: int, parts: int) -> list[range]:
+    """The numbers below ``length`` in so many runs. The first are longer by one, if any are."""
+    low = [length // parts * i + min(i, length % parts) for i in range(parts + 1)]
+    return [range(low[i], low[i + 1]) for i in range(parts)]
+
+
 def ranks_per_node(places: Sequence[tuple[int, int]]) -> int:
     """From each rank's (local rank, ranks on its node): how many ranks each node has.
 

@@ -125,6 +125,7 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
         blocks,
         world.ranks_per_node,
         _sample(config, workload, world, dtype),
+        workload.splits_of(model),
     )
     comm.LEDGER.ranks_per_node = world.ranks_per_node
     strategy = on_axes(config, make, setup, world)

@@ -137,10 +137,17 @@ class OnMesh(base.Strategy):
     def _cut(self, setup: base.Setup) -> LossFn:
         """Cut the model along each axis. Returns the loss of what is left."""
         loss = setup.loss_fn
-        # if self.axes.tensor > 1:
-        #     from shardlab.strategies import tensor_parallel
+        if self.axes.tensor > 1:
+            from shardlab.strategies import splits
 
-        #     loss = self._note(tensor_parallel.cut(setup, self.axes, self.groups.tensor, loss))
+            if not setup.splits:
+                raise UsageError(
+                    f"tensor parallelism: nobody says how a {type(self.model).__name__} is split; "
+                    "the workload's splits do (docs/workloads.md)"
+                )
+            tensor, sequence = self.groups.tensor, self.axes.sequence
+            cut = splits.cut(self.model, setup.splits, tensor, loss, sequence)
+            loss = self._note(cut)
         # if self.axes.context > 1:
         #     from shardlab.strategies import context_parallel
 

@@ -48,6 +48,9 @@ class Workload:
     tokens_per_sample: int | None = None  # None: throughput is in samples
     # Names of the modules to shard or checkpoint one by one; None: they are guessed.
     blocks: tuple[str, ...] | None = None
+    # How ranks may split the model between them, by names of modules: strategies/splits.py has the
+    # words. None: nobody says, or they are known from the model (Hugging Face's).
+    splits: Mapping[str, str] | None = None
     compile_also: tuple[str, ...] = ()  # modules outside the blocks that are worth compiling
     held_out: Dataset | None = None  # samples that are never trained on; None: no evaluation
     evaluate: Evaluate | None = None  # None: the loss alone
@@ -62,6 +65,12 @@ class Workload:
     data: str = ""  # where its samples come from, in words; empty: nobody says
     # What it decided because nobody did, by the config's key: what data.source "auto" stands for.
     chosen: Mapping[str, Any] = field(default_factory=dict)
+
+    def splits_of(self, model: nn.Module) -> Mapping[str, str] | None:
+        """How the model may be split: as given, or as is known of its architecture."""
+        from shardlab.workloads.architectures import known_splits
+
+        return known_splits(model) if self.splits is None else self.splits
 
     def blocks_of(self, model: nn.Module) -> tuple[str, ...]:
         """The names of the blocks: as given, or guessed from ``model``."""

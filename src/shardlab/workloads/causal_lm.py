@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from shardlab.config import SYNTHETIC, DataConfig
@@ -25,6 +24,7 @@ from shardlab.errors import UsageError, unknown
 from shardlab.workloads import synthetic
 from shardlab.workloads.base import Batch, Sums, Workload
 from shardlab.workloads.samples import IGNORED
+from shardlab.workloads.token_loss import token_loss
 
 TINY = "tiny"  # for a CPU: has no published weights
 SIZES = {
@@ -118,14 +118,7 @@ def deciding(made: Sequence[Sequence[int]]) -> int:
 
 
 def answer_loss(model: nn.Module, batch: Batch) -> Tensor:
-    return _loss_of(model(**batch.inputs).logits, batch.targets)
-
-
-def _loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """The summed loss of logits (batch, longest, vocabulary), targets (batch, longest)."""
-    return F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED
-    )
+    return token_loss(lambda: model(**batch.inputs).logits, batch.targets)
 
 
 def rate(made: Sequence[Sequence[int]]) -> Callable[[nn.Module, Batch], Sums]:
@@ -139,7 +132,7 @@ def rate(made: Sequence[Sequence[int]]) -> Callable[[nn.Module, Batch], Sums]:
         rows = torch.arange(len(targets), device=targets.device)
         candidates = torch.tensor(choices, device=targets.device)
         chosen = candidates[logits[rows, first + place][:, candidates].argmax(1)]
-        loss = _loss_of(logits, targets)
+        loss = token_loss(lambda: logits, targets)
         return {"loss": loss, "correct": (chosen == targets[rows, first + place]).sum()}
 
     return evaluate

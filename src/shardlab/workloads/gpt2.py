@@ -45,17 +45,18 @@ SIZES = {
 class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.heads = shape.heads
+        self.head_dim = shape.dim // shape.heads  # how many heads there are, the layers say
         self.qkv = nn.Linear(shape.dim, 3 * shape.dim)
         self.proj = nn.Linear(shape.dim, shape.dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, seq, dim = x.shape
-        qkv = self.qkv(x).view(batch, seq, 3, self.heads, dim // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, seq, dim / heads)
+        batch, seq, _ = x.shape
+        qkv = self.qkv(x)
+        qkv = qkv.view(batch, seq, 3, qkv.shape[-1] // (3 * self.head_dim), self.head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, seq, head_dim)
         # The fused kernel: the (seq, seq) scores are never materialised.
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.proj(y.transpose(1, 2).reshape(batch, seq, dim))
+        out: Tensor = self.proj(y.transpose(1, 2).flatten(2))
         return out
 
 
@@ -76,6 +77,8 @@ class Block(nn.Module):
 
 class Head(nn.Linear):
     """The logits of each position; or, given the targets, the sum of their losses."""
+
+    SUMS_LOSS = True  # so tensor parallelism may put a head in its place that does the same
 
     def forward(self, input: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:
@@ -191,12 +194,30 @@ def gpt2(
         tokens_per_sample=seq_len,
         blocks=tuple(f"blocks.{i}" for i in range(shape.layers)),
         compile_also=("head",),
+        splits=splits_of(shape),
         held_out=test,
         evaluate=next_token_sums,
         flops_per_sample=seq_len * flops_per_token(shape, seq_len),
         data=about + (f" ({why})" if why else ""),
         chosen={"data.source": source} if data.source == sources.AUTO else {},
     )
+
+
+def splits_of(shape: Shape) -> dict[str, str]:
+    """How ranks may split the model between them: strategies/splits.py has the words."""
+    return {
+        "wte": "vocabulary",
+        "wpe": "whole",
+        "blocks.*": "block",
+        "blocks.*.ln_*": "norm",
+        "blocks.*.attention": "branch",
+        "blocks.*.attention.qkv": f"heads {shape.heads} {shape.heads} {shape.heads}",
+        "blocks.*.attention.proj": "rows",
+        "blocks.*.up": "columns",
+        "blocks.*.down": "rows",
+        "ln_f": "whole",
+        "head": "vocabulary",
+    }
 
 
 FINEWEB, FINEWEB_VOCAB = "fineweb", 50257

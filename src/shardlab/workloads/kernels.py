@@ -154,9 +154,9 @@ def _triton_loss_to_gradient(logits: Tensor, targets: Tensor, losses: Tensor, vo
 # ------------------------------------------------------------------ a layer and its GELU
 
 
-def linear_gelu(x: Tensor, layer: nn.Linear) -> Tensor:
+def linear_gelu(x: Tensor, layer: nn.Module) -> Tensor:
     """GELU, in its tanh form, of the layer's output."""
-    if not is_fused(x, layer.weight):
+    if not isinstance(layer, nn.Linear) or not is_fused(x, layer.weight):  # a part of a layer
         return F.gelu(layer(x), approximate="tanh")
     # Here the bias is a constant, and the gradient comes to it by the second way.
     y = F.linear(x, layer.weight, layer.bias.detach())
