@@ -152,12 +152,12 @@ class OnMesh(base.Strategy):
         #     from shardlab.strategies import context_parallel
 
         #     loss = self._note(context_parallel.cut(setup, self.axes, self.groups.context, loss))
-        # if self.axes.pipeline > 1:
-        #     from shardlab.strategies import pipeline
+        if self.axes.pipeline > 1:
+            from shardlab.strategies import pipeline
 
-        #     cut = pipeline.cut(setup, self.axes, self.groups.pipeline, loss)
-        #     self.joins_microbatches, self.inferred = True, cut.infer
-        #     loss = self._note(cut)
+            cut = pipeline.cut(setup, self.axes, self.groups.pipeline, loss)
+            self.joins_microbatches, self.inferred = True, cut.infer
+            loss = self._note(cut)
         return loss
 
     def _note(self, cut: Cut) -> LossFn:
