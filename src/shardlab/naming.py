@@ -45,6 +45,10 @@ STRATEGIES = {
 MESH_STRATEGIES: dict[str, str] = {
     "tensor_parallel": "shardlab.strategies.tensor_parallel:TensorParallel",
     "sequence_parallel": "shardlab.strategies.sequence_parallel:SequenceParallel",
+    "pytorch_tensor_parallel": (
+        "shardlab.strategies.pytorch_tensor_parallel:PyTorchTensorParallel"
+    ),
+    "pytorch_pipeline": "shardlab.strategies.pytorch_pipeline:PyTorchPipeline",
 }
 EVERY_STRATEGY = {**STRATEGIES, **MESH_STRATEGIES}
 # What others call them, in any case, with - or _: the words of PyTorch's first FSDP, and the names

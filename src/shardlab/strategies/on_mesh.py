@@ -140,11 +140,6 @@ class OnMesh(base.Strategy):
         if self.axes.tensor > 1:
             from shardlab.strategies import splits
 
-            if not setup.splits:
-                raise UsageError(
-                    f"tensor parallelism: nobody says how a {type(self.model).__name__} is split; "
-                    "the workload's splits do (docs/workloads.md)"
-                )
             tensor, sequence = self.groups.tensor, self.axes.sequence
             cut = splits.cut(self.model, setup.splits, tensor, loss, sequence)
             loss = self._note(cut)

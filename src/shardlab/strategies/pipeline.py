@@ -50,8 +50,14 @@ Signature = tuple[Any, ...]
 Key = tuple[str, int, int]  # lane, the stage that works on it, micro-batch
 
 
-def cut(setup: base.Setup, axes: Axes, group: comm.Group, loss: LossFn) -> Cut:
-    """Cut the model into stages, and keep this rank's."""
+def cut(
+    setup: base.Setup,
+    axes: Axes,
+    group: comm.Group,
+    loss: LossFn,
+    executor: type[Pipeline] | None = None,
+) -> Cut:
+    """Cut the model into stages, and keep this rank's. ``executor`` runs them; None: ours does."""
     model, ranks = setup.model, group.size()
     if setup.sample is None:
         raise UsageError("pipeline: stages are found by running the model: Setup.sample is missing")
@@ -83,7 +89,7 @@ def cut(setup: base.Setup, axes: Axes, group: comm.Group, loss: LossFn) -> Cut:
         if group.rank() in among and len(among) > 1:
             shared.setdefault(among, []).append(name)
     stages.drop(model, held, cells.keys() - inside)
-    pipeline = Pipeline(
+    pipeline = (executor or Pipeline)(
         model, loss, group, axes.schedule, chunks, Track(found, ends, message.device)
     )
     pipeline.share(shared)
@@ -305,26 +311,31 @@ class Pipeline:
         the gradients of that sum are in ``gradients``."""
         self._clear()
         self.peak_live = 0
-        plan = self._plan(len(batches))
-        self.acknowledged = plan.received
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
         signatures = [_signature((b.inputs, b.targets)) for b in batches]
         with self._in_private(), torch.enable_grad():
-            for i, action in enumerate(plan.actions):
-                self._look_ahead(plan.actions[i + 1 :], signatures)
-                with _span(action):
-                    if action.kind == "F":
-                        total += self._forward(action, batches[action.micro], signatures)
-                    elif action.kind == "W":
-                        self._weights(action)
-                    else:
-                        with phase(BACKWARD):
-                            self._backward(action)
-                self.peak_live = max(self.peak_live, len(self.live) + len(self.put_off))
-            self._finish_sending()
+            total = self._carry_out(batches, signatures)
             self.gradients = {p: p.grad for p in self.model.parameters() if p.grad is not None}
         self._sum_shared()
         comm.all_reduce(total, self.group, label="loss of the last stage")
+        return total
+
+    def _carry_out(self, batches: Sequence[Batch], signatures: Sequence[Signature]) -> Tensor:
+        """This rank's actions. Returns the sum of the losses that it has computed: ()."""
+        plan = self._plan(len(batches))
+        self.acknowledged = plan.received
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for i, action in enumerate(plan.actions):
+            self._look_ahead(plan.actions[i + 1 :], signatures)
+            with _span(action):
+                if action.kind == "F":
+                    total += self._forward(action, batches[action.micro], signatures)
+                elif action.kind == "W":
+                    self._weights(action)
+                else:
+                    with phase(BACKWARD):
+                        self._backward(action)
+            self.peak_live = max(self.peak_live, len(self.live) + len(self.put_off))
+        self._finish_sending()
         return total
 
     def _forward(

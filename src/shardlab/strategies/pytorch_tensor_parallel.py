@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -56,10 +56,9 @@ class PyTorchTensorParallel(OnMesh):
                 f"{NAME} has no axes but tensor and data; use tensor_parallel with sequence, "
                 "context or pipeline"
             )
-        declared = splits.declared(setup)
         mesh = DeviceMesh.from_group(self.groups.tensor, setup.mesh.device_type)
         with theirs.refusals(NAME):
-            return self._note(cut(self.model, declared, mesh, setup.loss_fn))
+            return self._note(cut(self.model, setup.splits, mesh, setup.loss_fn))
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
         with theirs.refusals(NAME), loss_parallel():
@@ -70,14 +69,16 @@ class PyTorchTensorParallel(OnMesh):
             return super().infer(function, batch)
 
 
-def cut(model: nn.Module, declared: Mapping[str, str], mesh: DeviceMesh, loss: LossFn) -> Cut:
+def cut(
+    model: nn.Module, declared: Mapping[str, str] | None, mesh: DeviceMesh, loss: LossFn
+) -> Cut:
     """Keep this rank's part of a model that is whole, and the same, on every rank."""
     group = mesh.get_group()
     named = splits.read(model, declared)
-    found = splits.layers(model, named, group)
+    found = splits.layers_of(model, named, group)
     layers = {layer.module: _cut_evenly(layer, group.size(), group.rank()) for layer in found}
-    divided = splits.divided(model, named, group.size())
-    held, partial = splits.agreed(model, named, list(layers.values()))
+    divided = splits.divided_by(model, named, group.size())
+    held, partial = splits.agreed(model, named, list(layers.values()), sequence=False)
     # Nothing is refused from here on.
     names = {parameter: name for name, parameter in model.named_parameters()}
     result = Cut(whole_layout(model), loss)
@@ -156,10 +157,10 @@ class _Head(ColwiseParallel):
         _layouts: Any, _local: bool, _module: nn.Module, output: DTensor, _mesh: DeviceMesh
     ) -> Tensor:
         if not output.dim():
-            return output.to_local()  # the loss, which every rank has
+            return output.to_local().clone()  # the loss; FSDP2 warns of a view
         if takes_columns(_loss_of_columns):
             return output
-        return output.redistribute(placements=(Replicate(),)).to_local()
+        return output.redistribute(placements=(Replicate(),)).to_local().clone()
 
 
 def _loss_of_columns(logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
@@ -178,8 +179,7 @@ class _Plain:
         whole: nn.Parameter,
         parts: dict[nn.Parameter, nn.Parameter],
     ) -> None:
-        cut = module._parameters[name]
-        assert isinstance(cut, DTensor)
+        cut: Any = module._parameters[name]  # a parameter that is a DTensor too
         self.name, self.mesh, self.placements = name, cut.device_mesh, cut.placements
         self.shape, self.stride = cut.shape, cut.stride()
         self.held: list[nn.Parameter | None] = []  # while a forward is under way
