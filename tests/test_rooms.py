@@ -11,8 +11,8 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "shardlab"
 # A single module stands before its room where the config or the loop needs it.
 ORDER = (
-    "errors", "numbers", "shapes", "files", "output", "runfolder", "runlock", "naming", "axes", "batch",
-    "pulse", "phases", "comm", "optim.schedule", "faults.spec", "config", "specs", "world",
+    "errors", "numbers", "shapes", "files", "output", "runfolder", "runlock", "naming", "axes",
+    "batch", "pulse", "phases", "comm", "optim.schedule", "faults.spec", "config", "specs", "world",
     "data", "workloads", "optim", "strategies",
     "guard", "faults", "checkpoint", "trace.clocks", "trace.capture", "run",
     "plan.claims", "plan.graph", "trace", "proof", "measure", "plan", "report", "api", "learn",

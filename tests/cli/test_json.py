@@ -33,7 +33,7 @@ OF_A_MODEL = {
 # What looks at files, or at the machine.
 OTHERS = {
     "network": "--max-size 16KiB --rounds 2 --time-limit 0.5 --device cpu",
-    "strategies": "", "workloads": "", "doctor": "",
+    "strategies": "", "workloads": "", "doctor": "", "schedule": "all",
     "trace analyze": "run", "trace diff": "run run", "checkpoint show": "run",
     "runs": "--dir .", "runs show": "run", "runs clean": "--older-than 9d --yes --dir .",
     "learn": "", "learn check": "sampler.py",

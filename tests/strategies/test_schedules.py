@@ -67,8 +67,8 @@ def test_the_formulas_of_the_papers() -> None:
     """P = 4, M = 8, two chunks, and F = I = W, of which a chunk has half."""
     one, half = Times(1, 1, 1), Times(0.5, 0.5, 0.5)
     found = {
-        name: schedules.bubble(schedule(name, 4, 8), half if chunks[0] == 2 else one)
-        for name, (_, chunks, _) in SCHEDULES.items()
+        name: schedules.bubble(schedule(name, 4, 8), half if kind.chunks[0] == 2 else one)
+        for name, kind in SCHEDULES.items()
     }
     assert found == {
         "gpipe": 3 / 8,

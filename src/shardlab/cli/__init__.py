@@ -22,6 +22,7 @@ from shardlab.cli import (
     plan,
     prove,
     runs,
+    schedule,
     submit,
     trace,
     train,
@@ -39,7 +40,7 @@ app = App(
 )
 for command in (
     train.train, compare.compare, prove.prove, measure.throughput, measure.memory, network.network,
-    plan.plan, submit.submit,
+    plan.plan, schedule.schedule, submit.submit,
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(data.app, name="data")

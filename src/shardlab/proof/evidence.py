@@ -207,6 +207,8 @@ def _job(
 def _telling(config: Config, world: World) -> tuple[Config, Rounds | None]:
     """For workers: short rounds, unless they were asked for, and steps for two rounds and the
     beginning of a third. In the first a momentum that is not kept would look right."""
+    if assemble.axes_of(config, world)[0] is not None:  # which refuses workers
+        return config, None
     shares = assemble.data_share(config, world)[1]
     strategy, _ = _build(subjects.stack(shares, 0, world.device, 1), config, world)
     rounds = strategy.rounds

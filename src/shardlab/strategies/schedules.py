@@ -123,18 +123,17 @@ def zbv(rank: int, ranks: int, micro: int, chunks: int) -> Iterator[Turn]:
 class Kind(NamedTuple):
     order: Order
     chunks: range  # how many stages a rank may have; the first is the default
-    idle: str  # a rank's idle time in a step, as ``claim`` computes it
+    idle: str  # a rank's idle time in a step, as ``claim`` computes it …
+    known_for: str  # … and for which times it is known
 
 
 SCHEDULES = {
-    "gpipe": Kind(gpipe, range(1, 2), "(P−1)·(F+B+2c)"),
-    "1f1b": Kind(one_f_one_b, range(1, 2), "(P−1)·(F+B) + 2c·(P−1+⌊(M−1)(P−1)/P⌋)"),
-    "interleaved": Kind(interleaved, range(2, 1 << 30), "(P−1 + (v−1)·max(0, P−M))·(F+B), if c=0"),
-    "zero_bubble": Kind(
-        zero_bubble, range(1, 2), "(P−1)·(F+I) − (min(P,M)−1)·min(F,I,W), if c=0"
-    ),
-    "zbv": Kind(zbv, range(2, 3), "max(P−1, 4(P−1)−2(M−1))·F, if F=I=W and c=0"),
-}  # fmt: skip
+    "gpipe": Kind(gpipe, range(1, 2), "(P−1)·(F+B+2c)", "all times"),
+    "1f1b": Kind(one_f_one_b, range(1, 2), "(P−1)·(F+B) + 2c·(P−1 + ⌊(M−1)(P−1)/P⌋)", "all times"),
+    "interleaved": Kind(interleaved, range(2, 1 << 30), "(P−1 + (v−1)·max(0, P−M))·(F+B)", "c = 0"),
+    "zero_bubble": Kind(zero_bubble, range(1, 2), "(P−1)·(F+I) − (min(P,M)−1)·min(F,I,W)", "c = 0"),
+    "zbv": Kind(zbv, range(2, 3), "max(P−1, 4(P−1) − 2(M−1))·F", "F = I = W and c = 0"),
+}
 
 
 def schedule(name: str, ranks: int, micro: int, chunks: int | None = None) -> list[list[Action]]:
@@ -326,7 +325,8 @@ def _played(lists: Lists, times: Sequence[Times]) -> list[list[Span]]:
         moves = False
         for rank, actions in enumerate(lists):
             spans = played[rank]
-            for action in actions[len(spans) :]:
+            while len(spans) < len(actions):
+                action = actions[len(spans)]
                 needed = _needed(action, len(where))
                 start = spans[-1].end if spans else 0.0
                 if needed is not None:
