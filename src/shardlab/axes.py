@@ -55,6 +55,11 @@ class Axes:
         """The ranks that share one batch: those that cut one model between them."""
         return self.pipeline * self.context * self.tensor
 
+    @property
+    def summing(self) -> int:
+        """The ranks whose gradients are summed: a part of a sequence is as another sample."""
+        return self.data * self.context
+
     def place(self, rank: int) -> dict[str, int]:
         """A rank's coordinate on each axis."""
         found = {}
@@ -124,7 +129,7 @@ def shares_data(name: str, options: Mapping[str, Any], ranks: int) -> str:
     if name not in NAMED:
         return name
     axes, _ = axes_of(name, options, ranks)
-    return inner_of(name) if axes is not None and axes.data > 1 else "single"
+    return inner_of(name) if axes is not None and axes.summing > 1 else "single"
 
 
 def _refuse_idle(name: str, asked: Mapping[str, Any], axes: Axes) -> None:

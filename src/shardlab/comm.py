@@ -115,10 +115,11 @@ class Ledger:
         label: str,
         reduction: str = "",
         link: tuple[int, int] | None = None,
-        lane: str = "",
+        lane: str | None = None,
     ) -> Entry:
-        """``link``: of a message, the sender and the receiver by their places in the group;
-        ``lane``: messages of one kind, which both ends make in the same order."""
+        """``link``: the sender and the receiver, by their places in the group, where it goes to one
+        rank alone. ``lane``: messages of one kind, which both ends make in the same order; None:
+        every rank of the group makes this call."""
         frame = sys._getframe(2)  # open <- the collective <- the strategy
         entry = Entry(
             seq=self.calls,
@@ -135,12 +136,12 @@ class Ledger:
         what = f"{op}{reduction} {tuple(tensor.shape)} {entry.dtype} '{label}'"
         ranks = members(group)
         channel = " ".join(map(str, ranks))
-        if link is not None:
+        if link is not None and lane is not None:
             channel = f"{ranks[link[0]]}>{ranks[link[1]]} {lane}"
         turn, fingerprint = self.channels.get(channel, (0, 0))
         call = Call(entry.seq, entry.step, what, entry.site, channel, turn)
         self.recent.append(call)
-        same = what if link is None else call.kind
+        same = call.kind if call.is_message else what
         self.channels[channel] = turn + 1, zlib.crc32(same.encode(), fingerprint)
         self.calls += 1
         self.bytes += entry.bytes
@@ -477,6 +478,31 @@ def recv(
         lambda: dist.irecv(tensor, group=group, group_src=source, tag=tag),
         functools.partial(LEDGER.arrived, entry, group),
     )
+
+
+def exchange(
+    sent: Tensor,
+    received: Tensor,
+    group: Group,
+    *,
+    to: int,
+    source: int,
+    label: str = "",
+    async_op: bool = False,
+) -> Pending:
+    """``sent`` goes to the group's rank ``to``, and ``received`` comes from its rank ``source``.
+
+    Both are started together: where each rank of a ring sent first and received afterwards, NCCL
+    would wait for ever.
+    """
+    if intercept is not None and intercept():
+        return _left_out("send", group)
+    entry = LEDGER.open("send", sent, group, label, link=(group.rank(), to))
+    pair = [
+        dist.P2POp(dist.isend, sent, group=group, group_peer=to),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=source),
+    ]
+    return _begin(entry, group, async_op, lambda: dist.batch_isend_irecv(pair))
 
 
 def barrier(group: Group, *, label: str = "", async_op: bool = False) -> Pending:

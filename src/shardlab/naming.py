@@ -45,6 +45,12 @@ STRATEGIES = {
 MESH_STRATEGIES: dict[str, str] = {
     "tensor_parallel": "shardlab.strategies.tensor_parallel:TensorParallel",
     "sequence_parallel": "shardlab.strategies.sequence_parallel:SequenceParallel",
+    "context_parallel": "shardlab.strategies.context_parallel:ContextParallel",
+    "pipeline_gpipe": "shardlab.strategies.pipelines:PipelineGPipe",
+    "pipeline_1f1b": "shardlab.strategies.pipelines:PipelineOneFOneB",
+    "pipeline_interleaved": "shardlab.strategies.pipelines:PipelineInterleaved",
+    "pipeline_zero_bubble": "shardlab.strategies.pipelines:PipelineZeroBubble",
+    "pipeline_zbv": "shardlab.strategies.pipelines:PipelineZBV",
     "pytorch_tensor_parallel": (
         "shardlab.strategies.pytorch_tensor_parallel:PyTorchTensorParallel"
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -134,18 +135,24 @@ def test_json_says_all(tmp_path: Path) -> None:
         ("gpipe zbv --chunks 3", "gpipe has 1 stage per rank, not 3; interleaved can have that"),
         ("all --chunks 0", "gpipe has 1 stage per rank, not 0"),
         ("interleaved --chunks 1", "with 1 it is 1f1b"),
-        ("gpipe --send-ms -1", "--send-ms -1: a time is 0 or more"),
-        ("gpipe --forward-ms nan", "--forward-ms nan: a time is 0 or more"),
-        ("gpipe --backward-ms inf", "--backward-ms inf: a time is 0 or more"),
+        ("gpipe --send-ms -1", "--send-ms -1: a time is 0 to 1,000,000 ms"),
+        ("gpipe --forward-ms nan", "--forward-ms nan: a time is 0 to 1,000,000 ms"),
+        ("gpipe --backward-ms inf", "--backward-ms inf: a time is 0 to 1,000,000 ms"),
         ("gpipe --forward-ms 0 --backward-ms 0", "one of them takes some time"),
         ("zbv --weight-ms 3", "so at most --backward-ms 2"),
         ("1f1b --weight-ms 1", "--weight-ms 1: 1f1b does not split the backward, as zero_bubble"),
         (
             "gpipe --microbatches 100000",
-            "gpipe: 4 stages times 100,000 micro-batches are more than",
+            "too much to draw; at most 12,500 of them",
         ),
+        (
+            "gpipe --stages 60000",
+            "gpipe with 60,000 stages and 8 micro-batches is too much to draw",
+        ),
+        ("ALL", "unknown schedule 'ALL'; did you mean 'all'?"),
+        ("gpipe,,", "unknown schedule ''; known: gpipe, 1f1b, interleaved, zero_bubble, zbv, all"),
         ("gpipe --svg no/such/x.svg", "--svg no/such/x.svg: cannot be written: No such file"),
-        ("gpipe --svg .", "--svg .: this is a folder; name a file"),
+        ("gpipe --svg .", "--svg .: this is not a plain file; name one"),
     ],
 )
 def test_refusals(args: str, message: str, tmp_path: Path) -> None:
@@ -155,6 +162,26 @@ def test_refusals(args: str, message: str, tmp_path: Path) -> None:
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_picture_does_not_take_the_place_of_a_pipe(tmp_path: Path) -> None:
+    """Files are renamed into place: done to a device, the device would be gone."""
+    os.mkfifo(tmp_path / "pipe")
+    done = commands.here("schedule", "gpipe", "--svg", "pipe", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --svg pipe: this is not a plain file; name one")
+    assert (tmp_path / "pipe").is_fifo()
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_odd_times_are_drawn(tmp_path: Path) -> None:
+    for times in ("0 2", "1 0", "0.000000001 1000000", "1e-300 0", "0.1 0.3"):
+        forward, backward = times.split()
+        asked = ("--forward-ms", forward, "--backward-ms", backward)
+        for name in ("zbv", "1f1b", "all"):
+            text = said(tmp_path, name, *asked)
+            assert "nan" not in text
+            assert all(cell_len(line.rstrip()) <= 80 for line in text.splitlines()), text
 
 
 def test_the_help_names_every_schedule(tmp_path: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
-import time
+import itertools
+import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +22,6 @@ from shardlab.axes import Axes
 from shardlab.errors import UsageError
 from shardlab.naming import STRATEGIES
 from shardlab.optim import factory
-from shardlab.run.ranks import Ranks
 from shardlab.strategies import pipeline, schedules, stages
 from shardlab.strategies.base import Setup
 from shardlab.strategies.on_mesh import OnMesh
@@ -119,7 +121,7 @@ class Plain(nn.Module):
         super().__init__()
         widths = [6, 9, 4, 17, 5, 8, 3, 12, 7]
         parts: list[nn.Module] = []
-        for a, b in zip(widths, widths[1:], strict=False):
+        for a, b in itertools.pairwise(widths):
             parts += [nn.Linear(a, b), nn.Tanh()]
         self.layers = nn.Sequential(*parts, nn.Linear(7, 3))
         self.layers[0].requires_grad_(False)
@@ -265,10 +267,7 @@ def run(
     micro: int,
     inner: str = "single",
     clip: float | None = None,
-    bug: str = "",
 ) -> tuple[Course, int]:
-    if bug:
-        return BUGS[bug](lambda: run(world, name, axes, micro, inner, clip))
     toy, strategy = TOYS[name], make(world, name, axes, inner, clip)
     share, _ = axes.data_share(world.rank)
     course: Course = []
@@ -309,7 +308,7 @@ CASES = [
 ]
 
 
-def is_quick(toy: str, schedule: str, world: int, micro: int) -> bool:
+def is_quick(toy: str, _schedule: str, world: int, micro: int) -> bool:
     return toy == "tied" and world == 2 and micro == 3
 
 
@@ -326,4 +325,344 @@ def test_equals_one_process(
         assert live == claim[rank]
 
 
-BUGS: dict[str, Callable[..., Any]] = {}
+# ------------------------------------------------------------------ with data parallelism
+
+
+@pytest.mark.parametrize(
+    ("toy", "inner", "schedule", "clip"),
+    long_unless(
+        lambda _toy, inner, *_: inner == "zero2",
+        [
+            ("tied", "zero1", "1f1b", 0.05),
+            ("gpt2", "zero2", "zero_bubble", 0.05),
+            ("tied", "bucket_ddp_async", "zbv", None),
+            ("llama", "pytorch_ddp", "interleaved", 0.05),
+            ("pairs", "simple_ddp", "gpipe", 0.05),
+        ],
+    ),
+)
+def test_stages_times_replicas(
+    toy: str, inner: str, schedule: str, clip: float | None, ranks: GetRanks
+) -> None:
+    """Two stages of two replicas, with the norm of the whole gradient clipped."""
+    axes = Axes(2, pipeline=2, schedule=schedule)
+    for course, _ in ranks(4).run(run, toy, axes, 3, inner, clip, deadline_s=60):
+        assert difference(course, one_process(toy, 2, 3, clip)) == ""
+
+
+def refused(world: World, inner: str) -> str:
+    try:
+        make(world, "gpt2", Axes(1, pipeline=2), inner)
+    except UsageError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("inner", ["zero3", "pytorch_zero3"])
+def test_what_gathers_for_every_micro_batch_is_refused(inner: str, ranks: GetRanks) -> None:
+    assert "with pipeline use zero1 or zero2" in ranks(2).run(refused, inner)[0]
+
+
+# ------------------------------------------------------------------ planted bugs
+
+Pipeline = pipeline.Pipeline
+_give, _take, _run = Pipeline._give, Pipeline._take, Pipeline.run
+_weights, _backward, _sum_shared = Pipeline._weights, Pipeline._backward, Pipeline._sum_shared
+
+
+def divided_by_micro_batches(self: Any, batches: Sequence[Batch]) -> Tensor:
+    total = _run(self, batches)
+    for gradient in self.gradients.values():
+        gradient /= len(batches)
+    return total
+
+
+def summed_twice(self: Any) -> None:
+    _sum_shared(self)
+    _sum_shared(self)
+
+
+def wiped(self: Any, action: Any) -> None:
+    for p in self.model.parameters():
+        p.grad = None  # what the micro-batch before has left
+    _backward(self, action)
+
+
+def wrong_micro_batch(self: Any, key: Any, tensors: Sequence[Tensor]) -> None:
+    lane, stage, micro = key
+    other = {0: 4, 4: 0}.get(micro, micro)  # they have the same shapes
+    _give(self, (lane, stage, other if lane == pipeline.GRADIENT else micro), tensors)
+
+
+def stale(self: Any, key: Any, shapes: Any) -> list[Tensor]:
+    taken = _take(self, key, shapes)
+    seen = vars(self).setdefault("seen", {})
+    return list(seen.setdefault((key[0], key[1], tuple(t.shape for t in taken)), taken))
+
+
+def weights_twice(self: Any, action: Any) -> None:
+    kept = self.put_off[action.stage, action.micro]
+    _weights(self, action)
+    self.put_off[action.stage, action.micro] = kept
+    _weights(self, action)
+
+
+def weights_never(self: Any, action: Any) -> None:
+    del self.put_off[action.stage, action.micro]
+
+
+def loss_stays(self: Any, batches: Sequence[Batch]) -> Tensor:
+    with mock.patch.object(pipeline.comm, "all_reduce", all_but_the_loss):
+        return _run(self, batches)
+
+
+_all_reduce = pipeline.comm.all_reduce
+
+
+def all_but_the_loss(tensor: Tensor, group: Any, **how: Any) -> Any:
+    return None if how["label"] == "loss of the last stage" else _all_reduce(tensor, group, **how)
+
+
+def no_gradient_back(self: Any, key: Any, tensors: Sequence[Tensor]) -> None:
+    is_first = key[0] == pipeline.GRADIENT and key[2] == 0
+    _give(self, key, [torch.zeros_like(t) for t in tensors] if is_first else tensors)
+
+
+def every_stage_counts(self: Any, stage: int, *args: Any) -> Any:
+    kept = self.written.get(stage, [])
+    self.written[stage] = [(module, key, True) for module, key, _ in kept]
+    return _run_stage(self, stage, *args)
+
+
+_run_stage = Pipeline._run_stage
+
+# What is wrong, in which method, on which toy and schedule it shows.
+BUGS: dict[str, tuple[str, Any, str, str]] = {
+    "divided by the number of micro-batches": ("run", divided_by_micro_batches, "plain", "1f1b"),
+    "tied gradient not summed": ("_sum_shared", lambda _self: None, "gpt2", "1f1b"),
+    "tied gradient summed twice": ("_sum_shared", summed_twice, "gpt2", "gpipe"),
+    "accumulation wiped": ("_backward", wiped, "pairs", "1f1b"),
+    "wrong micro-batch paired": ("_give", wrong_micro_batch, "gpt2", "gpipe"),
+    "stale activation": ("_take", stale, "llama", "gpipe"),
+    "weight gradient twice": ("_weights", weights_twice, "pairs", "zero_bubble"),
+    "weight gradient never": ("_weights", weights_never, "pairs", "zbv"),
+    "loss not shared": ("run", loss_stays, "plain", "gpipe"),
+    "one gradient not sent back": ("_give", no_gradient_back, "plain", "1f1b"),
+    "statistics of other stages kept": ("_run_stage", every_stage_counts, "tied", "interleaved"),
+}
+
+
+def run_with_bug(world: World, bug: str, axes: Axes, inner: str) -> Course:
+    method, wrong, toy, _ = BUGS[bug]
+    with mock.patch.object(Pipeline, method, wrong):
+        return run(world, toy, axes, 6, inner)[0]
+
+
+@pytest.mark.parametrize("bug", long_unless(lambda bug: bug.startswith("tied"), BUGS))
+def test_a_planted_bug_is_caught(bug: str, ranks: GetRanks) -> None:
+    toy, schedule = BUGS[bug][2:]
+    axes = Axes(1, pipeline=2, schedule=schedule)
+    courses = ranks(2).run(run_with_bug, bug, axes, "single", deadline_s=60)
+    assert any(difference(course, one_process(toy, 1, 6)) for course in courses)
+
+
+@pytest.mark.long
+def test_a_tied_gradient_that_is_summed_again_with_the_replicas_is_caught(ranks: GetRanks) -> None:
+    axes = Axes(2, pipeline=2, schedule="gpipe")
+    bug = "tied gradient summed twice"
+    courses = ranks(4).run(run_with_bug, bug, axes, "zero1", deadline_s=60)
+    assert difference(courses[0], one_process("gpt2", 2, 6))
+
+
+# ------------------------------------------------------------------ models that cannot be cut
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = []
+        for i, block in enumerate(self.blocks):
+            x = torch.tanh(block(x + (seen[5 - i] if i > 3 else 0)))
+            seen.append(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+class Twice(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x) + self.layers(2 * x)
+        return out
+
+
+class Thing:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Wrapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Any) -> Thing:
+        return Thing(self.layer(getattr(x, "value", x)))
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Wrapping() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = x.value  # type: ignore[attr-defined]
+        return out
+
+
+class OneTrains(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[:-1].requires_grad_(False)
+
+
+REFUSALS = {
+    "unet": (UNet, [f"blocks.{i}" for i in range(6)], 4, "reads the output of 'blocks.0'"),
+    "twice": (Twice, ["layers.0", "layers.2"], 2, "'layers.0' is called more than once"),
+    "few": (Plain, ["layers.0", "layers.2"], 3, "can be cut into 2 (2 blocks)"),
+    "none": (Plain, [], 2, "the workload names no blocks"),
+    "wrapped": (Wrapped, [f"blocks.{i}" for i in range(4)], 2, "returns a Thing, which cannot be"),
+    "never": (Tied, ["blocks.0", "blocks.1", "never"], 2, "never calls the block never"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_cut_is_refused_by_name(name: str) -> None:
+    kind, blocks, count, words = REFUSALS[name]
+    model: nn.Module = kind().double()
+    sample = batch_of(TOYS["plain"], 0, 0, 0)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    state = torch.get_rng_state()
+    with pytest.raises(UsageError, match=re.escape(words)):
+        stages.ends_of(stages.probe(model, blocks, loss, sample), model, count)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    value = loss(model, sample) if kind is not Wrapped else torch.zeros(())
+    assert torch.isfinite(value)  # it runs as before
+
+
+def cut_of(world: World, kind: Any, blocks: list[str], hides: bool) -> str:
+    torch.manual_seed(0)
+    model = kind().double()
+    sample = batch_of(TOYS["plain"], 0, 0, 0)
+    make_optimizer = factory.of_class(torch.optim.SGD, lr=0.1)
+    setup = Setup(model, make_optimizer, loss, world.mesh, blocks=blocks, sample=sample)
+    single = naming.resolve("single", STRATEGIES, "strategy")
+    hiding = mock.patch.object(stages, "_blocking", return_value=None) if hides else nullcontext()
+    try:
+        with hiding:
+            strategy = OnMesh(setup, Axes(1, pipeline=2), single)
+        return str(float(strategy.gradients([sample])))
+    except UsageError as error:
+        return str(error)
+
+
+def test_a_value_that_finds_a_way_around_a_cut_is_not_silent(ranks: GetRanks) -> None:
+    blocks = [f"blocks.{i}" for i in range(6)]
+    assert ranks(2).run(cut_of, UNet, blocks, True) == ["nan", "nan"]
+
+
+def test_a_stage_in_which_nothing_trains_is_refused(ranks: GetRanks) -> None:
+    blocks = [f"layers.{i}" for i in range(0, 17, 2)]
+    for text in ranks(2).run(cut_of, OneTrains, blocks, False):
+        assert "no parameter of stage 0 trains" in text
+
+
+def test_blocks_are_dealt_so_that_the_largest_stage_is_small() -> None:
+    model = Plain().double()
+    found = stages.probe(model, TOYS["plain"].blocks, loss, batch_of(TOYS["plain"], 0, 0, 0))
+    costs = stages._costs(found, model, "parameters")
+    ends = stages.ends_of(found, model, 3)
+    assert ends[-1] == 8
+    parts = [sum(costs[a + 1 : b + 1]) for a, b in zip([-1, *ends], ends, strict=False)]
+    every = [
+        max(sum(costs[: a + 1]), sum(costs[a + 1 : b + 1]), sum(costs[b + 1 :]))
+        for a in range(8)
+        for b in range(a + 1, 8)
+    ]
+    assert max(parts) == min(every)
+    with pytest.raises(UsageError, match="did you mean 'time'"):
+        stages.ends_of(found, model, 3, "tme")
+
+
+# ------------------------------------------------------------------ hooks and evaluation
+
+
+class Hooked(Plain):
+    """A gradient hook of the model's own that is not linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for p in self.parameters():
+            if p.requires_grad:
+                p.register_hook(lambda g: g.clamp(-0.002, 0.002))
+
+
+def hooked(world: World | None, micro: int) -> dict[str, Tensor | None]:
+    torch.manual_seed(0)
+    model = Hooked().double()
+    batches = [batch_of(TOYS["plain"], 0, 0, m) for m in range(micro)]
+    if world is None:
+        total = sum(b.count for b in batches)
+        for b in batches:
+            (loss(model, b) / total).backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    make_optimizer = factory.of_class(torch.optim.SGD, lr=0.1)
+    setup = Setup(
+        model, make_optimizer, loss, world.mesh, blocks=TOYS["plain"].blocks, sample=batches[0]
+    )
+    axes = Axes(1, pipeline=2, schedule="zero_bubble")
+    strategy = OnMesh(setup, axes, naming.resolve("single", STRATEGIES, "strategy"))
+    strategy.gradients(batches)
+    return strategy.full_grads()
+
+
+def test_hooks_of_the_models_own_see_each_micro_batch_once(ranks: GetRanks) -> None:
+    expected = hooked(None, 3)
+    for found in ranks(2).run(hooked, 3):
+        assert found.keys() == expected.keys()
+        for n, wanted in expected.items():
+            got = found[n]
+            assert got is not None
+            assert wanted is not None
+            assert torch.allclose(got, wanted, rtol=0, atol=TOLERANCE), n
+
+
+def evaluated(world: World, name: str, schedule: str) -> tuple[Tensor, Tensor]:
+    toy = TOYS[name]
+    axes = Axes(1, pipeline=world.size, schedule=schedule)
+    strategy = make(world, name, axes)
+    batch = batch_of(toy, 0, 0, 1)
+
+    def function(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        first = toy.loss(model, batch)
+        return first, toy.loss(model, batch.map(lambda t: t.flip(0)))  # a second call
+
+    return strategy.infer(function, batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"), [("llama", "interleaved"), ("gpt2", "zbv"), ("pairs", "1f1b")]
+)
+def test_every_rank_gets_what_the_model_returns(name: str, schedule: str, ranks: GetRanks) -> None:
+    toy = TOYS[name]
+    model, batch = built(toy, 0), batch_of(toy, 0, 0, 1)
+    with torch.no_grad():
+        wanted = toy.loss(model, batch), toy.loss(model, batch.map(lambda t: t.flip(0)))
+    for found in ranks(2).run(evaluated, name, schedule):
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.allclose(a, b, rtol=0, atol=TOLERANCE)

@@ -55,8 +55,9 @@ def schedule(
     pipeline = planning.Pipeline(stages, microbatches, times)
     result = planning.compare(chosen, pipeline, chunks, flags.command())
     if svg is not None:
-        if svg.is_dir():
-            raise UsageError(f"--svg {svg}: this is a folder; name a file, as in schedule.svg")
+        # A file is replaced as a whole, and a device or a pipe must not be.
+        if svg.exists() and not svg.is_file():
+            raise UsageError(f"--svg {svg}: this is not a plain file; name one, as schedule.svg")
         try:
             write_text(svg, report.svg(result))
         except OSError as error:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardlab.errors import UsageError
+from shardlab.errors import UsageError, unknown
 from shardlab.strategies import schedules
 from shardlab.strategies.schedules import SCHEDULES, Times
 
 MOST = 50_000  # stages times micro-batches: what is simulated and drawn in about a second
+
+LONGEST = 1_000_000  # milliseconds: sums of more would soon be inexact or infinite
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,13 @@ class Pipeline:
     def describe(self, name: str, chunks: int | None = None) -> dict[str, Any]:
         """What a schedule makes of it: the numbers, and each rank's actions with their times."""
         chunks = schedules.chunks_of(name, chunks)
-        if self.ranks * self.micro * chunks > MOST:
+        stages = self.ranks * chunks
+        if stages * self.micro > MOST:
+            most = MOST // stages
+            hint = f"at most {most:,} of them" if most else "take fewer stages"
             raise UsageError(
-                f"{name}: {self.ranks * chunks:,} stages times {self.micro:,} micro-batches are "
-                f"more than {MOST:,}; the bubble of fewer is drawn alike"
+                f"{name} with {stages:,} stages and {self.micro:,} micro-batches is too much to "
+                f"draw; {hint}"
             )
         lists = schedules.schedule(name, self.ranks, self.micro, chunks)
         times = Times(
@@ -42,7 +47,7 @@ class Pipeline:
         return {
             "name": name,
             "chunks": chunks,
-            "stages": self.ranks * chunks,
+            "stages": stages,
             "step_ms": schedules.end(played),
             "work_ms": work,
             "bubble": schedules.end(played) / work - 1,
@@ -68,7 +73,8 @@ def names_of(words: Sequence[str]) -> list[str]:
         name for word in asked for name in (SCHEDULES if word == "all" else [word])
     )
     for name in known:
-        schedules.chunks_of(name)  # refuses what is none
+        if name not in SCHEDULES:
+            raise unknown("schedule", name, [*SCHEDULES, "all"])
     return list(known)
 
 
@@ -103,8 +109,8 @@ def times_of(
     """The times that were asked for, or why they cannot be."""
     given = {"forward": forward, "backward": backward, "weight": weight, "send": send}
     for name, value in given.items():
-        if value is not None and not 0 <= value < float("inf"):
-            raise UsageError(f"--{name}-ms {value:g}: a time is 0 or more")
+        if value is not None and not 0 <= value <= LONGEST:
+            raise UsageError(f"--{name}-ms {value:g}: a time is 0 to {LONGEST:,} ms")
     if forward + backward == 0:
         raise UsageError("--forward-ms 0 with --backward-ms 0: one of them takes some time")
     if weight is None:

@@ -30,6 +30,7 @@ from shardlab.strategies.update import Rule
 from shardlab.workloads import batchnorm, custom
 from shardlab.workloads.base import Batch, LossFn, Workload, cast_model
 from shardlab.workloads.blame import blame
+from shardlab.workloads.context import context_of
 from shardlab.workloads.first_calls import watch_first_calls
 from shardlab.world import World
 
@@ -128,11 +129,21 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
         world.ranks_per_node,
         _sample(config, workload, world, dtype),
         workload.splits_of(model),
+        context=context_of(workload, model),
     )
     comm.LEDGER.ranks_per_node = world.ranks_per_node
     strategy = on_axes(config, make, setup, world)
-    worlds.seed_rank(config.training.seed, data_share(config, world)[0])
+    worlds.seed_rank(config.training.seed, _chance(config, world))
     return strategy
+
+
+def _chance(config: Config, world: World) -> int:
+    """Ranks with the same number draw the same (dropout): those that share samples and tokens."""
+    found, _ = axes_of(config, world)
+    if found is None:
+        return world.rank
+    place = found.place(world.rank)
+    return place["data"] * found.context + place["context"]
 
 
 def on_axes(config: Config, make: type[Strategy], setup: Setup, world: World) -> Strategy:
@@ -142,9 +153,9 @@ def on_axes(config: Config, make: type[Strategy], setup: Setup, world: World) ->
         return make(setup, **options)
     if issubclass(make, OnMesh):
         # Where an axis has a name of its own, the best replicas share the data.
-        shares = axes.inner_of(config.strategy.name) if found.data > 1 else BASELINE
+        shares = axes.inner_of(config.strategy.name) if found.summing > 1 else BASELINE
         inner = naming.resolve(shares, EVERY_STRATEGY, "strategy")
-        if found.data == 1 and options:
+        if found.summing == 1 and options:
             raise UsageError(
                 f"{config.strategy.name}: all ranks cut one model, so nothing is sent as "
                 f"{', '.join(options)} says; leave it out"

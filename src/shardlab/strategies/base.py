@@ -29,7 +29,7 @@ from shardlab.strategies import refusals, steps
 from shardlab.strategies.slots import Slots, whole_slots
 from shardlab.strategies.update import Rule, Update
 from shardlab.strategies.whole import Whole
-from shardlab.workloads.base import Batch, LossFn
+from shardlab.workloads.base import Batch, ContextSplit, LossFn
 
 T = TypeVar("T")
 Infer = Callable[[nn.Module, Batch], T]
@@ -52,6 +52,7 @@ class Setup:
     ranks_per_node: int = 0  # neighbours in the mesh; 0: there is one node, or it is not known
     sample: Batch | None = None  # one sample, where the model is cut into a pipeline's stages
     splits: Mapping[str, str] | None = None  # how tensor parallelism may split it; None: not known
+    context: ContextSplit | None = None  # how the workload's sequences are cut
 
 
 @dataclass(frozen=True)

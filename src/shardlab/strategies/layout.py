@@ -45,8 +45,13 @@ class Cut:
     loss: LossFn  # the loss to use from now on
     # Parameters whose gradient here is a part of a sum over a group. Their sum is made in backward.
     partial: dict[str, comm.Group] = field(default_factory=dict)
+    # This rank's part of a micro-batch, where an axis cuts that, too; None: all of it.
+    share: Callable[[Batch], Batch] | None = None
     # ``function(model, batch)`` where no rank can run the model alone; None: any can.
     infer: Callable[[Callable[[nn.Module, Batch], Any], Batch], Any] | None = None
+    # Takes a function that says by what the step's loss will be divided, for what runs backward
+    # before that.
+    ask_divisor: Callable[[Callable[[], Tensor | None]], None] = lambda _ask: None
 
 
 def whole(tensor: Tensor) -> Held:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +23,9 @@ from shardlab.strategies.slots import Slot, Slots
 from shardlab.strategies.whole import Whole
 from shardlab.workloads import batchnorm
 from shardlab.workloads.base import Batch, LossFn
+
+if TYPE_CHECKING:
+    from shardlab.strategies.pipeline import Pipeline
 
 # The groups of each world, by their ranks. They live as long as the world, with threads and sockets
 # of their own: a second strategy in the same process uses those of the first.
@@ -89,6 +92,12 @@ class OnMesh(base.Strategy):
         self, setup: base.Setup, axes: Axes, inner: Callable[[base.Setup], base.Strategy]
     ) -> None:
         refusals.refuse_unsupported(setup.model, setup.mesh.size())
+        made = getattr(inner, "func", inner)
+        if axes.pipeline > 1 and getattr(made, "WORKS_BY_BLOCK", False):
+            raise UsageError(
+                f"{getattr(made, '__name__', made)} gathers the parameters of each block for every "
+                "micro-batch, forward and backward; with pipeline use zero1 or zero2"
+            )
         self.axes = axes
         self.model = setup.model
         self.group = refusals.dp_group(setup.mesh)
@@ -97,6 +106,7 @@ class OnMesh(base.Strategy):
         self.whole_model = Whole.of(self.model)
         self.layout: Layout = layout.whole_layout(self.model)
         self.joins_microbatches = False  # the inner strategy is given all of a step as one batch
+        self.share: Callable[[Batch], Batch] | None = None  # cuts this rank's part from a batch
         self.inferred: Callable[[base.Infer[Any], Batch], Any] | None = None
         loss = self._cut(setup)
         batchnorm.join(self.model, self.groups.data)  # those that look at other samples
@@ -143,17 +153,24 @@ class OnMesh(base.Strategy):
             tensor, sequence = self.groups.tensor, self.axes.sequence
             cut = splits.cut(self.model, setup.splits, tensor, loss, sequence)
             loss = self._note(cut)
-        # if self.axes.context > 1:
-        #     from shardlab.strategies import context_parallel
+        if self.axes.context > 1:
+            from shardlab.strategies import context_parallel
 
-        #     loss = self._note(context_parallel.cut(setup, self.axes, self.groups.context, loss))
-        if self.axes.pipeline > 1:
-            from shardlab.strategies import pipeline
+            cut = context_parallel.cut(setup, self.axes, self.groups.context, loss)
+            self.share, loss = cut.share, self._note(cut)
+            if self.share is not None and setup.sample is not None:
+                setup = replace(setup, sample=self.share(setup.sample))
+        return self._into_stages(setup, loss) if self.axes.pipeline > 1 else loss
 
-            cut = pipeline.cut(setup, self.axes, self.groups.pipeline, loss)
-            self.joins_microbatches, self.inferred = True, cut.infer
-            loss = self._note(cut)
-        return loss
+    def _into_stages(
+        self, setup: base.Setup, loss: LossFn, executor: type[Pipeline] | None = None
+    ) -> LossFn:
+        from shardlab.strategies import pipeline
+
+        cut = pipeline.cut(setup, self.axes, self.groups.pipeline, loss, executor)
+        self.joins_microbatches, self.inferred = True, cut.infer
+        cut.ask_divisor(lambda: self.update.last_divisor)
+        return self._note(cut)
 
     def _note(self, cut: Cut) -> LossFn:
         self.layout = {n: layout.inside(self.layout[n], held) for n, held in cut.layout.items()}
@@ -185,6 +202,8 @@ class OnMesh(base.Strategy):
     # ------------------------------------------------------------ a step
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
+        if self.share is not None:
+            microbatches = [self.share(batch) for batch in microbatches]
         if self.joins_microbatches:
             microbatches = [joined(microbatches)]
         return self.inner.gradients(microbatches)

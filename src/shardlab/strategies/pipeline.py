@@ -21,6 +21,7 @@ has not been tested: it needs two GPUs.
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -61,8 +62,6 @@ def cut(
     model, ranks = setup.model, group.size()
     if setup.sample is None:
         raise UsageError("pipeline: stages are found by running the model: Setup.sample is missing")
-    if setup.rule.loss_scale is not None:
-        raise UsageError("pipeline: fp16 needs a scale within the backward; use precision bf16")
     if hasattr(model.forward, "_torchdynamo_orig_callable"):
         raise UsageError(
             "pipeline: a model that is compiled as one has no stages; use training.compile: blocks"
@@ -101,7 +100,8 @@ def cut(
         ]
         for stage in range(len(ends))
     }
-    return Cut(kept, pipeline.loss, infer=pipeline.infer)
+    ask = functools.partial(setattr, pipeline, "divisor")
+    return Cut(kept, pipeline.loss, infer=pipeline.infer, ask_divisor=ask)
 
 
 def _refuse_idle_ranks(
@@ -214,6 +214,10 @@ class Job:
 class Pipeline:
     """Runs any list of actions on this rank's stages."""
 
+    PUTS_OFF = True  # linear layers leave their weights' gradients for later, if the list says so
+
+    seed: Tensor  # the gradient of a micro-batch's loss: ()
+
     def __init__(
         self,
         model: nn.Module,
@@ -229,6 +233,7 @@ class Pipeline:
         self.stages = len(track.ends)
         self.where = [schedules.rank_of(s, self.ranks, schedule) for s in range(self.stages)]
         self.device = track.device
+        self.divisor: Callable[[], Tensor | None] = lambda: None  # what the loss is divided by
         self.is_running = False
         self.deferred = Deferred()
         # The buffers that a stage's forward writes, and whether they are its own.
@@ -247,7 +252,7 @@ class Pipeline:
                 self.own_hooks[p] = dict(p._backward_hooks)
                 p._backward_hooks.clear()
         track.attach(model)
-        if any(a.kind == "W" for a in self.lists(1)[self.rank]):
+        if self.PUTS_OFF and any(a.kind == "W" for a in self.lists(1)[self.rank]):
             self.deferred.attach(model)
         stages.intercept(model, self._call)
 
@@ -311,6 +316,11 @@ class Pipeline:
         the gradients of that sum are in ``gradients``."""
         self._clear()
         self.peak_live = 0
+        divisor = self.divisor()
+        # As in one process, in which each loss is divided before its backward.
+        self.seed = torch.ones((), dtype=torch.float64, device=self.device)
+        if divisor is not None:
+            self.seed = self.seed / divisor
         signatures = [_signature((b.inputs, b.targets)) for b in batches]
         with self._in_private(), torch.enable_grad():
             total = self._carry_out(batches, signatures)
@@ -325,7 +335,7 @@ class Pipeline:
         self.acknowledged = plan.received
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, action in enumerate(plan.actions):
-            self._look_ahead(plan.actions[i + 1 :], signatures)
+            self._look_ahead(plan.actions[i:], signatures)
             with _span(action):
                 if action.kind == "F":
                     total += self._forward(action, batches[action.micro], signatures)
@@ -374,7 +384,7 @@ class Pipeline:
                     "the loss of a micro-batch depends on no parameter that requires a gradient; "
                     "one process could not train on it either"
                 )
-            gradients = [torch.ones_like(t) for t in ends]
+            gradients = [self.seed.to(t.dtype).expand_as(t) for t in ends]
         else:
             shapes: list[Shape] = [(tuple(t.shape), t.dtype, False) for t in ends]
             gradients = self._take((GRADIENT, stage, micro), shapes) if ends else []
@@ -684,17 +694,19 @@ class _HandOut(torch.autograd.Function):
     def forward(ctx: Any, pipeline: Pipeline, loss: Tensor, _: Tensor, *params: Tensor) -> Tensor:
         kept: dict[Any, Tensor] = pipeline.gradients
         ctx.gradients = [kept.pop(p) for p in params]
+        ctx.seed = pipeline.seed
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> Any:
-        # In place, and nobody else keeps them: a parameter takes what it is given, without a copy.
+        # Nobody else keeps them: a parameter takes what it is given, without a copy.
         given, ctx.gradients = ctx.gradients, []
-        return None, None, None, *(_scaled(given.pop(0), factor) for _ in range(len(given)))
+        rest = float(factor / ctx.seed)  # 1, unless the strategy divides by more than it said
+        return None, None, None, *(_scaled(given.pop(0), rest) for _ in range(len(given)))
 
 
-def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    return gradient.mul_(factor.to(gradient.dtype))
+def _scaled(gradient: Tensor, factor: float) -> Tensor:
+    return gradient if factor == 1 else gradient.mul_(factor)
 
 
 def _lane(action: Action) -> str:

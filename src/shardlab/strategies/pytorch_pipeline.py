@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from shardlab.errors import UsageError
-from shardlab.strategies import base, pipeline, refusals, stages, theirs
+from shardlab.strategies import base, refusals, stages, theirs
 from shardlab.strategies.on_mesh import OnMesh
 from shardlab.strategies.pipeline import Pipeline, Signature
 from shardlab.strategies.schedules import Action
@@ -57,18 +57,18 @@ class PyTorchPipeline(OnMesh):
                 f"{NAME} has no axes but pipeline and data; use pipeline_1f1b with tensor or "
                 "context"
             )
-        group = self.groups.pipeline
-        cut = pipeline.cut(setup, self.axes, group, setup.loss_fn, _Executor)
-        self.joins_microbatches, self.inferred = True, cut.infer
-        return self._note(cut)
+        return self._into_stages(setup, setup.loss_fn, _Executor)
 
 
 class _Executor(Pipeline):
     """Runs this rank's stages by PyTorch's schedule."""
 
+    PUTS_OFF = False  # PyTorch finds what a weight gradient needs in the graph
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.batches: Sequence[Batch] = ()  # of the step that is under way
+        self.total = torch.zeros(())  # the losses of its last stage
         self.made: dict[tuple[int, Signature], Any] = {}  # schedules
         self.own = [stage for stage, rank in enumerate(self.where) if rank == self.rank]
 
@@ -84,20 +84,18 @@ class _Executor(Pipeline):
             self._rehearse(batches[0], signatures[0])
             self.made[key] = self._schedule(*key)
         self.batches = batches
-        which, losses = torch.arange(len(batches)), list[Tensor]()
+        self.total = torch.zeros((), dtype=torch.float64, device=self.device)
+        which = torch.arange(len(batches))
         try:
             with theirs.refusals(NAME):
-                self.made[key].step(which=which, target=which, losses=losses)
+                self.made[key].step(which=which, target=which)
         except RuntimeError as error:
             if isinstance(error.__cause__, UsageError):  # PyTorch has wrapped it
                 raise error.__cause__ from None
             raise
         finally:
             self.batches = ()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for loss in losses:
-            total += loss.detach()
-        return total
+        return self.total
 
     def _rehearse(self, batch: Batch, signature: Signature) -> None:
         """Run the stages once, so that each knows the shapes of what it will receive."""
@@ -143,7 +141,10 @@ class _Executor(Pipeline):
         given: Any = made[0] if self.schedule in ONE_STAGE else made
         make = SCHEDULES[self.schedule]
         with theirs.refusals(NAME):
-            return make(given, micro, loss_fn=lambda output, _: output.sum(), scale_grads=False)
+            return make(given, micro, loss_fn=self._divided, scale_grads=False)
+
+    def _divided(self, output: Tensor, _target: Tensor) -> Tensor:
+        return output.sum() * self.seed.to(output.dtype)
 
 
 class _Stage(nn.Module):
@@ -162,6 +163,7 @@ class _Stage(nn.Module):
             stage, lambda: executor.loss_fn(executor.model, batch), shapes, list(received)
         )
         if stage == executor.stages - 1:
+            executor.total += value.detach()
             return torch.stack([value])  # PyTorch joins what the last stage returns
         outputs, executor.track.result = executor.track.result, []
         # PyTorch detaches them in place, which a view does not allow.

@@ -40,6 +40,22 @@ AfterStep = Callable[[int, Mapping[str, Tensor], Mapping[str, dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
+class ContextSplit:
+    """How a workload is cut along its sequence, so that a rank has a part of every sample."""
+
+    length: Callable[[Batch], int]  # tokens of each sequence in the batch
+    # The batch of these positions alone, (tokens,) in rising order, with the count of their
+    # targets. It must tell the model the positions, which it cannot count itself any more.
+    take: Callable[[Batch, Tensor], Batch]
+    # The modules that call F.scaled_dot_product_attention; "*" stands for any part of a name. All
+    # else that the model does, it must do to each token by itself.
+    attention: tuple[str, ...]
+    # The model cannot be called without tokens: where there are fewer than ranks, positions may lie
+    # behind the end of the sequence, and ``take`` fills them with something that does not count.
+    pads: bool = False
+
+
+@dataclass(frozen=True)
 class Workload:
     name: str
     make_model: Callable[[], nn.Module]  # initialised from torch's random state
@@ -61,6 +77,7 @@ class Workload:
     couples_ranks: str | None = None  # what in forward looks at other ranks' samples, if anything
     # The loss looks at a micro-batch's samples together (contrastive, dice), and that is meant.
     couples_samples: bool = False
+    context: ContextSplit | None = None  # how its sequences are cut; None: they cannot be
     notes: tuple[str, ...] = ()  # findings about it, to be printed once
     data: str = ""  # where its samples come from, in words; empty: nobody says
     # What it decided because nobody did, by the config's key: what data.source "auto" stands for.

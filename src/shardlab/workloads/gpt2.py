@@ -16,7 +16,7 @@ from shardlab.data import sources
 from shardlab.data.tokens import TokenDataset
 from shardlab.errors import UsageError, unknown
 from shardlab.workloads import huggingface, kernels
-from shardlab.workloads.base import Batch, Dataset, Sums, Workload, hold_out
+from shardlab.workloads.base import Batch, ContextSplit, Dataset, Sums, Workload, hold_out
 from shardlab.workloads.synthetic import Tokens
 
 
@@ -118,13 +118,17 @@ class GPT2(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
         """Logits (batch, seq, vocab) of tokens (batch, seq); given targets, their summed loss.
+        ``positions`` (seq,) are given where the tokens are a part of a longer sequence.
 
         The loss is in here to be compiled with the rest: on a GPU the logits are the largest
         tensor by far, and would be read and written several times more.
         """
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.wte(tokens) + self.wpe(positions)  # (batch, seq, dim)
         if _computes_in_bf16(x.device.type):
             x = x.bfloat16()  # else the residual stream, which every layer reads, is twice as large
@@ -141,8 +145,25 @@ def _computes_in_bf16(device: str) -> bool:
 
 
 def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
-    loss: Tensor = model(batch.inputs, batch.targets)
+    is_part = isinstance(batch.inputs, tuple)  # with its positions: see take_positions
+    tokens, positions = batch.inputs if is_part else (batch.inputs, None)
+    loss: Tensor = model(tokens, batch.targets, positions)
     return loss
+
+
+def take_positions(batch: Batch, positions: Tensor) -> Batch:
+    """A part of each sequence. The targets are the next tokens already, so that they are cut at the
+    same positions: the last token of a part has its target although the next token is elsewhere."""
+    targets = batch.targets[:, positions]  # (batch, part)
+    inputs = batch.inputs[:, positions], positions
+    return replace(batch, inputs=inputs, targets=targets, count=targets.numel())
+
+
+CONTEXT = ContextSplit(
+    length=lambda batch: int(batch.inputs.shape[1]),
+    take=take_positions,
+    attention=("blocks.*.attention",),
+)
 
 
 def next_token_sums(model: nn.Module, batch: Batch) -> Sums:
@@ -195,6 +216,7 @@ def gpt2(
         blocks=tuple(f"blocks.{i}" for i in range(shape.layers)),
         compile_also=("head",),
         splits=splits_of(shape),
+        context=CONTEXT,
         held_out=test,
         evaluate=next_token_sums,
         flops_per_sample=seq_len * flops_per_token(shape, seq_len),
