@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from book_parts import Missing, Numbers, gpt2_small, part, record, table
 
 from shardlab import numbers as fmt
 from shardlab.comm import wire_bytes
 from shardlab.plan import claims
+from shardlab.strategies import schedules
 
 LADDERS = {"loopback": "ladder-2ranks", "4 Gbit/s": "ladder-2ranks-4gbit"}  # link and record
 TOKENS_PER_S = 33_000  # GPT-2 small on one GPU, as in the assignment's log
@@ -239,6 +240,77 @@ def muon_proved(_numbers: Numbers) -> str:
     return table(["", "equal", "what a rank holds"], rows)
 
 
+class Transformer(NamedTuple):
+    """A GPT in float32, by its sizes; A is the residual stream of one sequence."""
+
+    name: str
+    layers: int
+    dim: int
+    tokens: int  # in a sequence
+
+    @property
+    def psi(self) -> int:
+        block = 12 * self.dim**2 + 13 * self.dim
+        return 4 * (self.layers * block + (50257 + self.tokens + 2) * self.dim)
+
+    @property
+    def stream(self) -> int:
+        return 4 * self.tokens * self.dim
+
+    @property
+    def tensor_sums(self) -> int:
+        """All-reduces of A for each sequence: two each way in a block, embedding and head."""
+        return 4 * self.layers + 2
+
+
+SMALL = Transformer("GPT-2 small", 12, 768, 1024)
+LARGE = Transformer("6.7 B parameters", 32, 4096, 2048)
+SEQUENCES, ON_RANKS = 64, 8
+
+
+def axes(_numbers: Numbers) -> str:
+    """What a rank sends in a step of as many sequences, on as many ranks, under each axis alone."""
+    n = ON_RANKS
+
+    def sent(model: Transformer) -> list[float]:
+        a, psi = model.stream, model.psi
+        gradients = wire_bytes("all_reduce", psi, n)
+        ring = model.layers * (3 * n - 2) * 2 * a / n
+        tensor = model.tensor_sums * wire_bytes("all_reduce", a, n)
+        return [gradients, 3 * wire_bytes("all_gather", psi, n) * SEQUENCES / n,
+                SEQUENCES * tensor, SEQUENCES * 2 * a, SEQUENCES * ring + gradients]  # fmt: skip
+
+    names = [
+        "data: gradients, once",
+        "`zero3`: parameters twice and gradients, for each micro-batch",
+        "tensor: activations, in every half block",
+        "pipeline: activations, at two borders",
+        "context: keys and values, in every layer; gradients, once",
+    ]
+    rows = [
+        [name, *map(fmt.size, sizes)]
+        for name, *sizes in zip(names, sent(SMALL), sent(LARGE), strict=True)
+    ]
+    header = f"{SEQUENCES} sequences on {n} ranks: a rank sends in a step"
+    return table([header, SMALL.name, LARGE.name], rows)
+
+
+def pipeline_schedules(_numbers: Numbers) -> str:
+    """Every schedule in a simulation: four ranks, equal times, sends that take none."""
+    rows = []
+    for name in schedules.SCHEDULES:
+        bubbles, kept, messages = [], 0.0, 0
+        for micro in (8, 32):
+            lists = schedules.schedule(name, 4, micro)
+            bubbles.append(f"{schedules.bubble(lists, schedules.Times()):.3f}")
+            kept = max(schedules.live(lists)) / schedules.chunks_of(name)
+            messages = max(schedules.messages(lists))
+        rows.append([f"`{name}`", *bubbles, f"{kept:g}", str(messages)])
+    header = ["4 ranks", "bubble, 8 micro-batches", "bubble, 32", "most that a rank keeps of 32",
+              "most that a rank sends"]  # fmt: skip
+    return table(header, rows)
+
+
 TABLES: dict[str, Callable[[Numbers], str]] = {
     "collective_costs": collective_costs,
     "message_sizes": message_sizes,
@@ -256,6 +328,8 @@ TABLES: dict[str, Callable[[Numbers], str]] = {
     "slow_link": slow_link,
     "muon": muon,
     "muon_proved": muon_proved,
+    "axes": axes,
+    "pipeline_schedules": pipeline_schedules,
 }
 
 
@@ -274,6 +348,10 @@ def value_of(name: str, numbers: Numbers) -> str:
         "state": lambda: fmt.size(4 * gpt2_small(1, 1).psi),
         "psi": lambda: fmt.size(gpt2_small(1, 1).psi),
         "parameters": lambda: fmt.compact(gpt2_small(1, 1).psi / 4),
+        "tensor_even": lambda: fmt.number(SMALL.psi / SMALL.tensor_sums / SMALL.stream),
+        "tensor_even_large": lambda: fmt.number(LARGE.psi / LARGE.tensor_sums / LARGE.stream),
+        "stream": lambda: fmt.size(SMALL.stream),
+        "tied": lambda: fmt.size(4 * 50257 * SMALL.dim),
     }
     if name not in values:
         raise Missing(f"no value '{name}'; there are {', '.join(values)}")
