@@ -2,9 +2,9 @@
 
     python benchmarks/mesh_twins.py [--ranks 2,4] [--pairs tensor_parallel] [--out FILE]
 
-Both strategies of a pair live in the same ranks and take turns, step by step, on the same batches of
-a GPT with 8 blocks, as in ladder.py. Prints the median step of each, the ratio of speeds with its 95%
-bootstrap interval, and the peak of tensor memory on the fullest rank.
+Both strategies of a pair live in the same ranks and take turns, step by step, on the same batches
+of a GPT with 8 blocks, as in ladder.py. Prints the median step of each, the ratio of speeds with
+its 95% bootstrap interval, and the peak of tensor memory on the fullest rank.
 """
 
 from __future__ import annotations
