@@ -29,7 +29,7 @@ from shardlab.config import Config
 from shardlab.errors import UsageError, unknown
 from shardlab.guard import sequence, watchdog
 from shardlab.plan import claims
-from shardlab.proof import TIMEOUT_S, chance, locate, subjects, watch
+from shardlab.proof import TIMEOUT_S, chance, locate, subjects, traffic, watch
 from shardlab.proof import reference as plain
 from shardlab.proof.difference import Trail
 from shardlab.proof.reference import Reference
@@ -118,13 +118,15 @@ def _examine_users(
     watched = _watch(strategy, subject.steps[0][share])
     groups = {} if claim is None else claim.groups(job)
     used = _job(subject, config, strategy, without=reference.irregular)
+    activations = _activations(subject, strategy, subject.steps[0][share], watched.source)
     del strategy, model, weigh
     strategy, _ = _build(subject, config, world)
     again = _run(strategy, subject, share, Trail(reference), looks=False)
     del strategy
     return {
-        "claimed": None if claim is None else claim.of(job),
-        "claimed_of_used": None if claim is None else claim.of(used),
+        "claimed": _claimed(claim, job, activations),
+        "claimed_of_used": _claimed(claim, used, activations),
+        "sends_claimed": activations is not None,
         "mesh": is_cut,
         "irregular": bool(reference.irregular) or reference.runs_again,
         "full": _full(job),
@@ -202,6 +204,39 @@ def _job(
     shapes = strategy.part_shapes()
     params = tuple(replace(p, shape=tuple(shapes[p.name])) for p in job.params if p.name in shapes)
     return replace(job, params=params, ranks=strategy.groups.data.size())
+
+
+def _activations(
+    subject: Subject, strategy: Strategy, microbatches: Sequence[Batch], source: str
+) -> dict[str, float] | None:
+    """Bytes on the wire that a rank's activations are, by collective; None: there is no formula.
+
+    The profiler does not say among how many ranks something was sent, so on a mesh only what the
+    ledger has can be held against a claim.
+    """
+    if not isinstance(strategy, OnMesh):
+        return {}
+    mesh = strategy.axes
+    if mesh.sequence or mesh.pipeline > 1 or mesh.context > 1 or source != "ledger":
+        return None
+    model = plain.build(subject)
+    words = subject.workload.splits_of(model)
+    assert words is not None
+    size = traffic.of_tensor(model, words, subject.workload.loss, microbatches)
+    return {"all_reduce": comm.wire_bytes("all_reduce", size, mesh.tensor)}
+
+
+def _claimed(
+    claim: claims.Claim | None, job: claims.Job, activations: Mapping[str, float] | None
+) -> dict[str, Any] | None:
+    """The claim in numbers, with the activations that are sent besides."""
+    if claim is None:
+        return None
+    claimed = claim.of(job)
+    for op, size in (activations or {}).items():
+        for key in ("moved", "most"):
+            claimed[key][op] = claimed[key].get(op, 0.0) + size
+    return claimed
 
 
 def _telling(config: Config, world: World) -> tuple[Config, Rounds | None]:

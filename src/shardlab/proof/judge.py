@@ -220,9 +220,8 @@ def sent(ranks: Sequence[Evidence]) -> Check:
         if evidence["sent"] != first["sent"] and not first["mesh"]:
             message = f"ranks 0 and {rank} do not send the same collectives"
             return _check(False, claimed, measured, message)
-    # On a mesh ranks send activations too: how many bytes these are, each axis' tests say.
-    is_claimed = claimed is not None and not first["mesh"]
-    problem = next(_missent(first), None) if is_claimed else None
+    is_claimed = claimed is not None and first["sends_claimed"]
+    problem = next((p for e in ranks for p in _missent(e)), None) if is_claimed else None
     if problem is not None:
         return _check(False, claimed, measured, problem)
     parts = [
