@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from conftest import GetRanks, long_unless
-from shardlab import naming
+from shardlab import comm, naming
 from shardlab.axes import Axes
 from shardlab.errors import UsageError
 from shardlab.naming import STRATEGIES
@@ -429,9 +430,11 @@ def no_gradient_back(self: Any, key: Any, tensors: Sequence[Tensor]) -> None:
 
 
 def every_stage_counts(self: Any, stage: int, *args: Any) -> Any:
-    kept = self.written.get(stage, [])
-    self.written[stage] = [(module, key, True) for module, key, _ in kept]
-    return _run_stage(self, stage, *args)
+    where, self.where = self.where, [None] * stage + [self.rank]  # as if it were the rank's first
+    try:
+        return _run_stage(self, stage, *args)
+    finally:
+        self.where = where
 
 
 _run_stage = Pipeline._run_stage
@@ -666,3 +669,151 @@ def test_every_rank_gets_what_the_model_returns(name: str, schedule: str, ranks:
     for found in ranks(2).run(evaluated, name, schedule):
         for a, b in zip(found, wanted, strict=True):
             assert torch.allclose(a, b, rtol=0, atol=TOLERANCE)
+
+
+# ------------------------------------------------------------------ time
+
+NAP_S = 0.03
+
+
+class Nap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, backward_s: float) -> Tensor:
+        ctx.backward_s = backward_s
+        time.sleep(NAP_S)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.backward_s)
+        return gradient, None
+
+
+class Sleeper(nn.Module):
+    """A block that sleeps as long in forward, input gradient and weight gradient."""
+
+    split = False  # the weight gradient sleeps by itself
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = Nap.apply(self.layer(x), NAP_S if self.split else 2 * NAP_S)  # type: ignore[no-untyped-call]
+        return out
+
+
+class Sleepers(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Sleeper() for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def nap_of_weight(*args: Any) -> Any:
+    time.sleep(NAP_S)
+    return _of_weight(*args)
+
+
+_of_weight, _wait = pipeline._of_weight, comm.Pending.wait
+
+
+def one_way_s(world: World) -> float:
+    """The median time of a small message."""
+    times = []
+    x = torch.zeros(16)
+    for turn in range(30):
+        begin = time.perf_counter()
+        if world.rank == 0:
+            comm.send(x, world.group, 1, tag=turn)
+            comm.recv(x, world.group, 1, tag=turn)
+        elif world.rank == 1:
+            comm.recv(x, world.group, 0, tag=turn)
+            comm.send(x, world.group, 0, tag=turn)
+        times.append((time.perf_counter() - begin) / 2)
+    return sorted(times)[len(times) // 2]
+
+
+def asleep(world: World, schedule: str, micro: int) -> dict[str, Any]:
+    """How long a step takes, and what this rank worked in it, by kind of action."""
+    split = any(a.kind == "W" for a in schedules.schedule(schedule, world.size, 1)[0])
+    Sleeper.split = split
+    chunks = schedules.chunks_of(schedule)
+    model = Sleepers(world.size * chunks)
+    sample = Batch(torch.randn(1, 8), None, 1, 1)
+    setup = Setup(
+        model,
+        factory.of_class(torch.optim.SGD, lr=0.1),
+        lambda model, batch: model(batch.inputs).sum(),
+        world.mesh,
+        blocks=[f"blocks.{i}" for i in range(world.size * chunks)],
+        sample=sample,
+    )
+    axes = Axes(1, pipeline=world.size, schedule=schedule)
+    with mock.patch.object(pipeline, "_of_weight", nap_of_weight):
+        strategy = OnMesh(setup, axes, naming.resolve("single", STRATEGIES, "strategy"))
+        strategy.gradients([sample] * micro)  # shapes are exchanged
+        worked: dict[str, list[float]] = {"F": [], "B": [], "W": []}
+
+        waited_s = 0.0
+
+        def wait(pending: Any) -> None:
+            nonlocal waited_s
+            begin = time.perf_counter()
+            _wait(pending)
+            waited_s += time.perf_counter() - begin
+
+        def timed(kind: str, function: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                begin, before = time.perf_counter(), waited_s
+                result = function(*args, **kwargs)
+                took = time.perf_counter() - begin - (waited_s - before)
+                worked[kind].append(took)
+                return result
+
+            return call
+
+        message_s = one_way_s(world)
+        with (
+            mock.patch.object(Pipeline, "_forward", timed("F", Pipeline._forward)),
+            mock.patch.object(Pipeline, "_weights", timed("W", _weights)),
+            mock.patch.object(Pipeline, "_backward", timed("B", _backward)),
+            mock.patch.object(comm.Pending, "wait", wait),
+        ):
+            comm.barrier(world.group)
+            begin = time.perf_counter()
+            strategy.gradients([sample] * micro)
+            took = time.perf_counter() - begin
+    return {"took": took, "worked": worked, "message": message_s}
+
+
+@pytest.mark.long
+@pytest.mark.alone
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_bubble_is_the_schedules(schedule: str, ranks: GetRanks) -> None:
+    """Stages that sleep, so that four ranks fit on two cores, against the simulation with the
+    times that they took and that of a message."""
+    micro, lists = 8, schedules.schedule(schedule, 4, 8)
+    errors = []
+    for _ in range(3):
+        found = ranks(4).run(asleep, schedule, micro, deadline_s=60)
+
+        def mean(kind: str, found: Any = found) -> float:
+            every = [s for rank in found for s in rank["worked"][kind]]
+            return sum(every) / max(1, len(every))
+
+        split = bool(found[0]["worked"]["W"])
+        backward = mean("B") if split else mean("B") / 2
+        times = schedules.Times(
+            mean("F"), backward, mean("W") if split else backward, found[0]["message"]
+        )
+        took = max(rank["took"] for rank in found)
+        worked = sum(s for rank in found for of in rank["worked"].values() for s in of)
+        errors.append((4 * took - worked) / worked - schedules.bubble(lists, times))
+        if abs(errors[-1]) < 0.03:
+            return
+    raise AssertionError(errors)

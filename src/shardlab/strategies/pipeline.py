@@ -93,13 +93,10 @@ def cut(
     )
     pipeline.share(shared)
     pipeline.written = {
-        stage: [
-            (*cell, writes[n] == stage)
-            for n, cell in cells.items()
-            if writes[n] == stage or n not in inside
-        ]
+        stage: [cells[n] for n in writes if n in inside and writes[n] == stage]
         for stage in range(len(ends))
     }
+    pipeline.outside = [(*cells[n], where[writes[n]]) for n in writes if n not in inside]
     ask = functools.partial(setattr, pipeline, "divisor")
     return Cut(kept, pipeline.loss, infer=pipeline.infer, ask_divisor=ask)
 
@@ -236,8 +233,10 @@ class Pipeline:
         self.divisor: Callable[[], Tensor | None] = lambda: None  # what the loss is divided by
         self.is_running = False
         self.deferred = Deferred()
-        # The buffers that a stage's forward writes, and whether they are its own.
-        self.written: dict[int, list[tuple[nn.Module, str, bool]]] = {}
+        # The buffers that the blocks of a stage write; and those that code outside the blocks
+        # writes, each with the rank whose values count.
+        self.written: dict[int, list[tuple[nn.Module, str]]] = {}
+        self.outside: list[tuple[nn.Module, str, int]] = []
         self.shared: list[tuple[comm.Group, list[nn.Parameter]]] = []
         self.own_hooks: dict[nn.Parameter, dict[int, Any]] = {}
         self.plans: dict[int, Plan] = {}
@@ -263,6 +262,7 @@ class Pipeline:
         self.coming: dict[Key, list[tuple[Tensor, comm.Pending]]] = {}
         self.going: dict[Key, list[comm.Pending]] = {}
         self.gradients: dict[nn.Parameter, Tensor] = {}
+        self.seen: dict[int, list[Tensor]] = {}  # the buffers before a micro-batch's forward
         self.acknowledged: dict[Key, list[Key]] = {}
 
     def share(self, among: dict[tuple[int, ...], list[str]]) -> None:
@@ -322,9 +322,11 @@ class Pipeline:
         if divisor is not None:
             self.seed = self.seed / divisor
         signatures = [_signature((b.inputs, b.targets)) for b in batches]
+        self._agree_on_buffers()
         with self._in_private(), torch.enable_grad():
             total = self._carry_out(batches, signatures)
             self.gradients = {p: p.grad for p in self.model.parameters() if p.grad is not None}
+        self.seen.clear()
         self._sum_shared()
         comm.all_reduce(total, self.group, label="loss of the last stage")
         return total
@@ -362,7 +364,8 @@ class Pipeline:
                 t.detach().requires_grad_(has_gradient)
                 for t, (_, _, has_gradient) in zip(received, shapes[-1], strict=True)
             ]
-        value = self._run_stage(stage, lambda: self.loss_fn(self.model, batch), shapes, received)
+        forward = functools.partial(self.loss_fn, self.model, batch)
+        value = self._run_stage(stage, micro, forward, shapes, received)
         if stage == self.stages - 1:
             self.live[stage, micro] = Live(received, [value])
             found: Tensor = value.detach().double()
@@ -413,25 +416,44 @@ class Pipeline:
     def _run_stage(
         self,
         stage: int,
+        micro: int,
         forward: Callable[[], Any],
         shapes: list[list[Shape]],
         received: list[Tensor],
     ) -> Any:
         """Each forward writes to copies of the buffers: other micro-batches' forwards come before
-        its backward, which may need what it has seen. Code outside the blocks runs on other stages
-        too; what it writes there is forgotten."""
-        kept = [(*cell, getattr(*cell[:2])) for cell in self.written.get(stage, ())]
-        for module, key, _, buffer in kept:
+        its backward, which may need what it has seen.
+
+        Code outside the blocks runs on every stage. A rank's first stage keeps what it wrote, and
+        the others see for each micro-batch what that one saw.
+        """
+        cells = [*self.written.get(stage, ()), *((m, key) for m, key, _ in self.outside)]
+        kept = [(module, key, getattr(module, key)) for module, key in cells]
+        inside = len(kept) - len(self.outside)
+        is_first = stage == self.where.index(self.rank)
+        if is_first and self.outside:
+            self.seen[micro] = [buffer.clone() for _, _, buffer in kept[inside:]]
+        seen = [buffer for _, _, buffer in kept[:inside]] + self.seen.get(micro, [])
+        for (module, key, _), buffer in zip(kept, seen, strict=True):
             setattr(module, key, buffer.clone())
         self.is_running = True
         try:
             return self.track.run(stage, forward, shapes, received)
         finally:
             self.is_running = False
-            for module, key, is_own, buffer in kept:
-                if is_own:
+            for place, (module, key, buffer) in enumerate(kept):
+                if place < inside or is_first:
                     buffer.copy_(getattr(module, key).detach())
                 setattr(module, key, buffer)
+
+    def _agree_on_buffers(self) -> None:
+        """Those that code outside the blocks writes are right on one rank, and may be NaN on
+        others. A rank that needs them begins each step with the right ones."""
+        for module, key, owner in self.outside:
+            buffer = getattr(module, key)
+            if self.rank != owner:
+                buffer.zero_()
+            comm.all_reduce(buffer, self.group, label=f"buffer {key}")
 
     @contextmanager
     def _in_private(self) -> Iterator[None]:
@@ -638,6 +660,7 @@ class Pipeline:
     def _relay(self, forward: Callable[[], Any], signature: Signature) -> Any:
         """One call of the model, stage after stage. Every rank returns what it returns."""
         self._clear()
+        self._agree_on_buffers()
         signature = ("relay", *signature)
         value: Any = None
         for stage in range(self.stages):
@@ -648,7 +671,7 @@ class Pipeline:
             if stage:
                 shapes = self._shapes(stage, 0, signature)
                 received = self._take((ACTIVATION, stage, 0), shapes[-1])
-            value = self._run_stage(stage, forward, shapes, received)
+            value = self._run_stage(stage, 0, forward, shapes, received)
             if stage < self.stages - 1:
                 outputs, self.track.result = self.track.result, []
                 self._announce(stage, 0, signature)
