@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,10 +100,14 @@ class _Executor(Pipeline):
 
     def _rehearse(self, batch: Batch, signature: Signature) -> None:
         """Run the stages once, so that each knows the shapes of what it will receive."""
+        outside = [getattr(module, key) for module, key, _ in self.outside]
+        values = [buffer.clone() for buffer in outside]
         with stages.unchanged(self.model):
             for stage in self.own:
                 self._forward(Action("F", stage, 0), batch, [signature])
             self._finish_sending()
+        for buffer, value in zip(outside, values, strict=True):
+            buffer.copy_(value)
         self.live.clear()
         for stage in self.own:
             for place, (_, _, has_gradient) in enumerate(self._between(stage, signature)):
@@ -157,11 +162,10 @@ class _Stage(nn.Module):
 
     def forward(self, *received: Tensor, which: Tensor) -> Any:
         executor, stage = self.executor, self.stage
-        batch = executor.batches[int(which)]
+        micro = int(which)
+        forward = partial(executor.loss_fn, executor.model, executor.batches[micro])
         shapes = executor.known[stage, self.signature] if stage else []
-        value = executor._run_stage(
-            stage, lambda: executor.loss_fn(executor.model, batch), shapes, list(received)
-        )
+        value = executor._run_stage(stage, micro, forward, shapes, list(received))
         if stage == executor.stages - 1:
             executor.total += value.detach()
             return torch.stack([value])  # PyTorch joins what the last stage returns
