@@ -21,6 +21,7 @@ from shardlab.strategies.simple_ddp_async import SimpleDDPAsync
 from shardlab.strategies.simple_ddp_ga import SimpleDDPGradientAccumulation as Right
 from shardlab.strategies.simple_ddp_hook import SimpleDDPHook
 from shardlab.strategies.streaming_diloco import StreamingDiLoCo
+from shardlab.strategies.table import Table
 from shardlab.strategies.workers import Workers
 from shardlab.strategies.zero1 import Zero1
 from shardlab.workloads.base import Batch
@@ -456,4 +457,61 @@ WORKER_SABOTEURS: list[type[Workers]] = [
     CountsAllSteps, InnerStateReset, BuffersForgotten, TiedTwice, DividesByAll, OwnLoss,
     FragmentSkipped, DelayIgnored, MixIgnored, TakesWhatIsThere, ScaleOfAnotherBlock, SignLost,
     AddsWholeNumbers, HalvesSwapped, RoundsDown, OwnIsExact,
+]  # fmt: skip
+
+
+# ------------------------------------------------------------------ workers that may be absent
+
+
+class MayBeAbsent(DiLoCo):
+    """Right, and the base of those that are not: the proof lets the last worker be late."""
+
+    def __init__(self, setup: base.Setup, *, every: int = 10, min_workers: int = 1) -> None:
+        super().__init__(setup, every=every, min_workers=min_workers)
+
+
+class LateCounts(MayBeAbsent):
+    """What a late worker has done enters the next round."""
+
+    def _meet(self, table: Table) -> None:
+        kept = {name: p.detach().clone() for name, p in self.params.items()}
+        was_resting = self.rests
+        super()._meet(table)
+        if self.rests and not was_resting:
+            self.rests = False
+            with torch.no_grad():
+                for name, p in self.params.items():
+                    p.copy_(kept[name])
+
+
+class NeverRests(MayBeAbsent):
+    """A late worker goes on at once, from the anchor."""
+
+    def _meet(self, table: Table) -> None:
+        super()._meet(table)
+        self.rests = False
+
+
+class KeepsItsAnchor(MayBeAbsent):
+    """A late worker takes the others' average as it is, and its anchor stays behind."""
+
+    def take(self, average: dict[str, Tensor]) -> None:
+        before = {name: t.clone() for name, t in self.anchor.items()}
+        super().take(average)
+        if self.rests:
+            self.anchor = before
+
+
+class LosesMomentumWhenLate(MayBeAbsent):
+    """A late worker begins with no outer momentum."""
+
+    def _meet(self, table: Table) -> None:
+        super()._meet(table)
+        if self.rests:
+            for momentum in self.momentum.values():
+                momentum.zero_()
+
+
+ABSENCE_SABOTEURS: list[type[Workers]] = [
+    MayBeAbsent, LateCounts, NeverRests, KeepsItsAnchor, LosesMomentumWhenLate,
 ]  # fmt: skip

@@ -154,6 +154,19 @@ class Ledger:
             self.entries.append(entry)
         return entry
 
+    def note(self, op: str, size: int, group: Group, label: str) -> None:
+        """Count what was exchanged without a collective, and is over."""
+        now = time.perf_counter_ns()
+        site = f"{group.name()} store"
+        entry = Entry(
+            self.calls, self.step, op, size, "uint8", group.size(), label, site, now, ready_ns=now
+        )
+        entry.launches = 0
+        self.calls += 1
+        self.bytes += size
+        if self.keeps_entries:
+            self.entries.append(entry)
+
     def _links(
         self, op: str, size: int, group: Group, link: tuple[int, int] | None
     ) -> tuple[int, int]:

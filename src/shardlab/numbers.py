@@ -126,6 +126,7 @@ def wire_bytes(op: str, size: int, ranks: int) -> float:
         "barrier": 0.0,
         "send": 1.0,  # from one rank to one other; it is counted where it is sent
         "recv": 0.0,
+        "exchange": 2.0,  # through the store: to its host and back (strategies/table.py)
     }
     return factor[op] * size
 

@@ -61,6 +61,12 @@ class World:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def alone(self) -> World:
+        """A world of this rank alone, which keeps its number: what it asks, it asks itself. For a
+        run in which the others may be lost."""
+        group = dist.new_group([self.rank], use_local_synchronization=True)
+        return replace(self, size=1, mesh=_mesh(group, self.device), ranks_per_node=0)
+
     def first(self, size: int) -> World | None:
         """A world of the first ``size`` ranks, or None on the others. All ranks must call this."""
         if size == self.size:

@@ -98,8 +98,9 @@ class Saving:
         recorder: Recorder,
         audit: Audit | None,
         guards: Guards,
+        saves: bool = True,
     ) -> None:
-        self.every = config.checkpoint.every
+        self.every = config.checkpoint.every if saves else None
         self.total = config.training.steps
         self.recorder, self.audit = recorder, audit
         self.finished = self.saved = recorder.first  # steps

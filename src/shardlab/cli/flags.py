@@ -132,6 +132,11 @@ FLAGS = {
         "launch.min_world", int,
         "A restart may have fewer ranks, one less each time, down to this.",
     ),
+    "min_workers": Flag(
+        "strategy.options.min_workers", int,
+        "local_sgd and diloco: exchange without workers that are late or lost, when so many are "
+        "there.",
+    ),
     "hang_after": Flag(
         "guard.hang_s", float,
         "End a run in which no rank has moved for this many seconds, and say who is missing; 0: "

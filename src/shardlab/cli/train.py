@@ -24,7 +24,8 @@ FLAGS = (
     "steps", "epochs", "global_batch", "micro_batch", "accumulate", "batch_split", "epoch",
     "audit_data", "optimizer", "learning_rate", "precision", "activation_checkpointing",
     "compile", "evaluate_every", "seed", "device", "backend", "port", "profile", "checkpoint_every",
-    "checkpoint_async", "resume", "max_restarts", "min_world", "hang_after", "inject",
+    "checkpoint_async", "resume", "max_restarts", "min_world", "min_workers", "hang_after",
+    "inject",
 )  # fmt: skip
 
 

@@ -48,6 +48,7 @@ from shardlab.run import assemble, loop
 from shardlab.run import place as places
 from shardlab.strategies.base import MakeOptimizer, Strategy
 from shardlab.strategies.lockstep import Lockstep
+from shardlab.strategies.table import Closed, Table
 from shardlab.workloads.base import Batch, Workload
 from shardlab.world import World, choose
 
@@ -470,6 +471,8 @@ def _simulate(
         note = staticmethod(causes.note_collective)
         stack.enter_context(mock.patch.object(Solo, "on_tensors", note))
         stack.enter_context(mock.patch.object(Solo, "log", log))
+        stack.enter_context(mock.patch.object(Table, "begin", _nothing))
+        stack.enter_context(mock.patch.object(Table, "meet", _met))
         stack.enter_context(log.following())
         stack.enter_context(mock.patch.object(assemble, "make_optimizer", optimizer_there))
         stack.enter_context(fake)
@@ -484,6 +487,12 @@ def _simulate(
             peak = max(weights[part]["total"] for part in ("building", "step"))
             found["step"] = step_of(config, workload, log.events(), peak)
         return found
+
+
+def _met(table: Table, _round: int, mine: dict[str, Tensor], *_: object) -> Closed:
+    """An exchange of workers at a table: as much comes back as was brought."""
+    average = {name: tensor.clone() for name, tensor in mine.items()}
+    return Closed(list(range(table.size)), average, was_closed=False)
 
 
 def refuse_rounds(strategy: Strategy) -> None:

@@ -133,6 +133,20 @@ def now_and_then(job: Job) -> float:
     return job.psi / float(job.options["every"])
 
 
+def in_collectives(job: Job) -> float:
+    return now_and_then(job) if job.options["min_workers"] is None else 0.0
+
+
+def at_a_table(job: Job) -> float:
+    """Workers that may be late or lost exchange through the store."""
+    return (
+        0.0
+        if job.options["min_workers"] is None
+        # Buffers travel with the parameters there.
+        else (now_and_then(job) + job.buffers / float(job.options["every"]))
+    )
+
+
 def in_fragments(job: Job) -> float:
     """streaming_diloco: the anchor, the outer momentum, and the fragments that are on their way. In
     few bits every worker's is there, and their sum when they have arrived."""
@@ -356,9 +370,9 @@ CLAIMS: dict[str, Claim] = {
         moved={"all_reduce": lambda job: job.micro * job.psi / within_group(job)},
         groups=two_levels(within_group),
     ),
-    "local_sgd": Claim({"all_reduce": now_and_then}),
+    "local_sgd": Claim({"all_reduce": in_collectives, "exchange": at_a_table}),
     "diloco": Claim(
-        {"all_reduce": now_and_then},
+        {"all_reduce": in_collectives, "exchange": at_a_table},
         beside=lambda job: 2.0 * job.psi,  # the anchor, and the outer momentum
     ),
     "streaming_diloco": Claim(

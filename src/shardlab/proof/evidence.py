@@ -47,7 +47,8 @@ WATCHED = -1  # the ledger's number for the steps that are watched
 MOST_STEPS = 65
 SETTLE_S = 5.0
 GRADIENT_OPS = ("all_reduce", "reduce_scatter", "all_to_all")
-WORKER_OPS = (*GRADIENT_OPS, "all_gather")  # what was rounded is gathered, and summed where it is
+# What was rounded is gathered, and summed where it is; a table is no collective.
+WORKER_OPS = (*GRADIENT_OPS, "all_gather", "exchange")
 Work = Callable[[], Any]
 
 
@@ -253,7 +254,9 @@ def _telling(config: Config, world: World) -> tuple[Config, Rounds | None]:
         rounds = replace(rounds, every=rounds.shortest)
         options = {**config.strategy.options, "every": rounds.every}
         config = config.with_overrides({"strategy.options": options})
-    steps = max(config.training.steps, 2 * rounds.every + rounds.delay + 1)
+    steps = max(
+        config.training.steps, (3 if rounds.absent else 2) * rounds.every + rounds.delay + 1
+    )
     if steps > MOST_STEPS:
         raise UsageError(
             f"a proof is of two rounds and a step: with every={rounds.every} that takes {steps} "
@@ -367,9 +370,18 @@ def _build(
     if world.size > 1:  # ranks out of step get an error, rather than wrong numbers or a hang
         comm.LEDGER.check = sequence.Sequence(world).check
     strategy = assemble.build_strategy(own, replace(subject.workload, make_model=make_model), world)
+    strategy.rounds = _planned(strategy.rounds, world.size)
     if probe is not None:  # after the strategy's own hooks: what a module returns in the end
         probe.attach(made[0])
     return strategy, made[0]
+
+
+def _planned(rounds: Rounds | None, workers: int) -> Rounds | None:
+    """Where workers may be absent, the last one is late in the first round: what it did is dropped,
+    it rests in the second round, and takes part again in the third."""
+    if rounds is None or rounds.min_workers is None or rounds.min_workers >= workers:
+        return rounds
+    return replace(rounds, absent=((0, workers - 1, True), (1, workers - 1, False)))
 
 
 def _take_values(model: nn.Module, other: nn.Module) -> None:
@@ -407,6 +419,7 @@ def _run(
         if looks_here:
             strategy.settle()
             after("gradients")
+        loss = strategy.mean_loss(loss)
         trail.gradients(step, loss, strategy.full_grads() if looks_here else None)
         comm.LEDGER.step = step
         around(strategy.step)
@@ -560,6 +573,9 @@ def _watch(strategy: Strategy, microbatches: Sequence[Batch]) -> Watched:
     launched = iter(sent.messages)
     messages = []
     for entry in entries:
+        if entry.launches == 0:  # no collective: it went through the store
+            messages.append(Message(entry.op, entry.bytes, entry.enqueue_ns, entry.ranks))
+            continue
         first, *_ = itertools.islice(launched, entry.launches)
         messages.append(Message(entry.op, entry.bytes, first.launched_ns, entry.ranks))
     return Watched("ledger", messages, sent, steps, on_their_way)

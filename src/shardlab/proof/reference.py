@@ -174,8 +174,9 @@ class Workers:
         }
 
     def __call__(self, step: int, gradients: Sequence[Gradients], counts: Sequence[int]) -> None:
-        for update, own in zip(self.updates, gradients, strict=True):
-            update(step, own)
+        for worker, (update, own) in enumerate(zip(self.updates, gradients, strict=True)):
+            if self.rounds is None or not self.rounds.rests(step // self.rounds.every, worker):
+                update(step, own)
         if self.rounds is not None:
             self.step += 1
             self.fresh.clear()
@@ -189,6 +190,7 @@ class Workers:
         for number, names in enumerate(self.fragments):
             sent_at = self.step - rounds.delay  # what was sent then arrives now
             if self._is_due(number, self.step):
+                self._leave_out(rounds.without(self.step // rounds.every - 1))
                 average = self.average() if rounds.bits == 32 else {}
                 for name in names:
                     anchor = self.anchor[name]
@@ -213,10 +215,19 @@ class Workers:
                 if rounds.delay == 0:
                     self.fresh.update(names)
         if self.step % rounds.every == 0:
-            buffers = copies_of(dict(self.models[0].named_buffers()))
+            absent = rounds.without(self.step // rounds.every - 1)
+            first = next(w for w in range(len(self.models)) if w not in absent)
+            buffers = copies_of(dict(self.models[first].named_buffers()))
             for model in self.models:
                 for name, buffer in model.named_buffers():
                     buffer.copy_(buffers[name])
+
+    def _leave_out(self, absent: Sequence[int]) -> None:
+        """Who does not take part in the exchange has no weight in it."""
+        if absent:
+            for seen in self.seen:
+                others = any(n for w, n in enumerate(seen) if w not in absent)
+                seen[:] = [0 if w in absent else n if others else 1 for w, n in enumerate(seen)]
 
     def _is_due(self, fragment: int, step: int) -> bool:
         assert self.rounds is not None
@@ -283,6 +294,10 @@ def run(
     for name, p in trained.items():
         p.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
     for step, shares in enumerate(subject.steps[:steps]):
+        shares = [  # who rests makes no steps
+            [] if rounds is not None and rounds.rests(step // rounds.every, rank) else share
+            for rank, share in enumerate(shares)
+        ]
         counts = [sum(batch.count for batch in share) for share in shares]
         count = max(1, sum(counts))
         start = after = copies_of(untrained(model))
@@ -304,7 +319,7 @@ def run(
             added = _add_up(mine[::-1] if backwards else mine)
             of_worker.append({name: added.get(name) for name in trained})
             parts += mine
-            if rounds is not None:  # as parts of the mean over the global batch
+            if rounds is not None and mine:  # as parts of the mean over the global batch
                 part_of_all = divisor / count
                 parts[-len(mine) :] = [{n: g * part_of_all for n, g in m.items()} for m in mine]
             if rank == 0:

@@ -149,6 +149,13 @@ def print_training(result: Mapping[str, Any]) -> None:
             f"checkpoint after step {checkpoint['step']}: {fmt.size(checkpoint['bytes'])}, the run "
             f"waited {checkpoint['held_up_s']:.2f} s"
         )
+    if (workers := result["workers"]) is not None:
+        for worker, times in enumerate(workers["took_part"]):
+            if times < workers["rounds"]:
+                out.print(
+                    f"worker {worker} took part in {times} of {workers['rounds']} exchanges "
+                    "(rounds.jsonl says in which)"
+                )
     terminal.say(out, f"files: {result['folder']}")
     if traces := result.get("traces"):
         out.print(

@@ -27,7 +27,7 @@ from shardlab.guard import stop as stopping
 from shardlab.guard import watchdog
 from shardlab.guard.guards import Guards, refuse_unequal_data
 from shardlab.guard.numbers import NumbersGuard
-from shardlab.run import boards, collect, evaluate
+from shardlab.run import absences, boards, collect, evaluate
 from shardlab.run.assemble import axes_of, build_strategy, build_workload, in_precision, notes
 from shardlab.run.folder import make_folder, ranks_apart
 from shardlab.run.loop import Act, Batches, data_order, prepared, train, with_steps
@@ -79,11 +79,18 @@ def _train_rank(
     refuse_unfit(start, config, len(workload.dataset), workload.chosen)
     audit = Audit() if config.data.audit else None
     strategy = build_strategy(config, workload, world)
+    table = absences.table_of(strategy)  # None: all ranks must stay
+    alone = world
+    if table is not None:
+        absences.refuse_unfit(config, strategy, world)
+        table.timeout_s = config.launch.timeout_s
+        alone = world.alone()
+        guards.let_go(alone)
     if start.manifest is not None:
         restore(start, strategy, workload, world, config, audit)
     folder = make_folder(config, workload, world, command, start, lock, apart)
     inject.arm(config.faults, world, config.strategy.name, folder)
-    stop.is_on = config.checkpoint.every is not None
+    stop.is_on = config.checkpoint.every is not None and table is None
     world.tell({"folder": str(folder)})
     if world.rank == 0 and workload.data:
         world.tell({"data": workload.data})
@@ -93,10 +100,10 @@ def _train_rank(
     traces = None if start.step else make_capture(config, world, strategy, folder)
     shown_on = boards.of_run(config, folder, start.step) if world.rank == 0 else []
     steps = range(start.step, config.training.steps)
-    finite = NumbersGuard(strategy, world, config.training.on_nonfinite)
+    finite = NumbersGuard(strategy, alone, config.training.on_nonfinite)
     recorder = Recorder(
         folder,
-        world,
+        alone,
         comm.LEDGER,
         steps.stop,
         traces,
@@ -104,6 +111,7 @@ def _train_rank(
         start.step,
         rate=lambda: strategy.update.learning_rate,
         log_every=config.output.log_every,
+        rests=lambda: getattr(strategy, "rests", False),
     )
     with (
         closing(Batches(workload, config, world, start.step)) as feed,
@@ -112,8 +120,11 @@ def _train_rank(
     ):
         if start.keeps_rows(world.size):
             recorder.rows = kept_rows(folder, world)
-        saving = Saving(config, workload, world, strategy, recorder, audit, guards)
-        evaluating = make_evaluation_act(config, workload, world, strategy, recorder)
+        # Where workers may be lost, worker 0 alone evaluates and saves what all are after an
+        # exchange.
+        speaks = table is None or world.rank == 0
+        saving = Saving(config, workload, alone, strategy, recorder, audit, guards, speaks)
+        evaluating = make_evaluation_act(config, workload, alone, strategy, recorder, speaks)
 
         def keep_count(_step: int, _loss: Tensor) -> None:
             if audit is not None:
@@ -126,6 +137,13 @@ def _train_rank(
             evaluating,
             saving.after_step,
         ]
+        attendance = None
+        if table is not None and world.rank == 0:
+            assert strategy.rounds is not None
+            attendance = absences.Attendance(
+                table, world, folder, strategy.rounds.every, start.step
+            )
+            between.insert(0, attendance.after_step)
         train(strategy, feed, recorder, steps, finite.check_loss, between, stop.may_begin)
         guards.after_loop()
         saving.finish()
@@ -139,9 +157,9 @@ def _train_rank(
             "signal": stop.signal,
             "checkpoint": saving.last(),
         }
-    rows_of_ranks = world.gather(recorder.rows)
+    rows_of_ranks = alone.gather(recorder.rows)
     audited = None if audit is None else judge_data(audit, workload, config, world)
-    collect.finish(world)
+    collect.finish(alone)
     if world.rank == 0:
         if audited is not None:
             write_json(folder / "audit.json", audited)
@@ -156,6 +174,7 @@ def _train_rank(
         "audit": audited,
         "checkpoint": saving.last(),
         "traces": None if traces is None else traces.summary(),
+        "workers": None if attendance is None else attendance.summary(),
     }
 
 
@@ -178,11 +197,16 @@ def restore(
 
 
 def make_evaluation_act(
-    config: Config, workload: Workload, world: World, strategy: Strategy, recorder: Recorder
+    config: Config,
+    workload: Workload,
+    world: World,
+    strategy: Strategy,
+    recorder: Recorder,
+    evaluates: bool = True,
 ) -> Act:
     """What evaluates after a step, if the config asks for it and it is due."""
     every, total = config.training.evaluate_every, config.training.steps
-    if every is None:
+    if every is None or not evaluates:
         return lambda _step, _loss: None
     evaluation = make_evaluation(config, workload, world, strategy)
 

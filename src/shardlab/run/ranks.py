@@ -32,6 +32,7 @@ from shardlab.run.place import LOOPBACK
 Event = Mapping[str, Any]
 
 GRACE_S = 1.0  # after a first failure, how long to listen for the one that caused it
+LATE_S = 10.0  # when the first rank is done and others may be lost: how long one may be late
 STOP_S = 5.0  # how long a rank may take to leave when asked
 
 
@@ -102,9 +103,12 @@ class Ranks:
         *args: Any,
         on_event: Callable[[Event], None] | None = None,
         deadline_s: float | None = None,
+        least: int | None = None,
     ) -> list[Any]:
         """``target(world, *args)`` on every rank; the results in rank order.
 
+        With ``least`` other ranks than the first may be lost, as long as so many are there. The
+        result of a lost one is None.
         A ``UsageError`` of any rank is raised here as it is; anything else that ends a rank,
         and a deadline that passes, as a ``RankFailure``. After either, all ranks are gone.
         """
@@ -113,7 +117,7 @@ class Ranks:
             for pipe in self._pipes:
                 with contextlib.suppress(OSError):  # a dead rank: found out below
                     pipe.send((target, args))
-            return self._collect(on_event=on_event, deadline_s=deadline_s)
+            return self._collect(on_event=on_event, deadline_s=deadline_s, least=least)
         except BaseException as error:
             self._end_with(error)
 
@@ -153,8 +157,11 @@ class Ranks:
         only: int | None = None,
         on_event: Callable[[Event], None] | None = None,
         deadline_s: float | None = None,
+        least: int | None = None,
     ) -> list[Any]:
         """Wait for the answer of every rank (or of one), listening to all."""
+        lost: set[int] = set()
+        over_at: float | None = None
         limit = None if deadline_s is None else time.monotonic() + deadline_s
         results: dict[int, Any] = {}
         awaited = range(self.size) if only is None else [only]
@@ -168,7 +175,16 @@ class Ranks:
                     int(late[0]),
                     f"no answer within {deadline_s:g} s (waiting for {', '.join(late)})",
                 )
+            if least is not None and 0 in results:  # the run is over: who is late now has a moment
+                over_at = over_at or time.monotonic() + LATE_S
+                left = min(0.5, over_at - time.monotonic())
+                if left <= 0:
+                    for rank in sorted(set(awaited) - results.keys()):
+                        self._lose(rank, "it had not finished", results, on_event)
+                    break
             failures = self._listen(left, results, on_event)
+            if least is not None and self._bear(failures, lost, least, results, on_event):
+                failures = []
             if (halt := self._hang()) is not None:
                 raise halt
         if failures:
@@ -182,6 +198,44 @@ class Ranks:
                 nodes.CURRENT.locate(error)
             raise error
         return [results[rank] for rank in awaited]
+
+    def _bear(
+        self,
+        failures: list[Failure],
+        lost: set[int],
+        least: int,
+        results: dict[int, Any],
+        on_event: Callable[[Event], None] | None,
+    ) -> bool:
+        """Whether the others can go on without the ranks that have failed."""
+        failed = {f.error.rank for f in failures if isinstance(f.error, RankFailure)}
+        bears = all(
+            isinstance(f.error, RankFailure) and not isinstance(f.error, Halt) for f in failures
+        )
+        if not bears or 0 in failed or self.size - len(lost | failed) < least:
+            return False
+        for failure in failures:
+            assert isinstance(failure.error, RankFailure)
+            if failure.error.rank not in lost:
+                lost.add(failure.error.rank)
+                self._lose(failure.error.rank, failure.error.message, results, on_event)
+        return True
+
+    def _lose(
+        self,
+        rank: int,
+        why: str,
+        results: dict[int, Any],
+        on_event: Callable[[Event], None] | None,
+    ) -> None:
+        """Go on without a rank."""
+        self._processes[rank].kill()
+        self._pipes[rank].close()
+        results[rank] = None
+        if self._monitor is not None:
+            self._monitor.end(rank)
+        if on_event is not None:
+            on_event({"warning": f"worker {rank} is lost ({why}); the others go on"})
 
     def _listen(
         self, left: float | None, results: dict[int, Any], on_event: Callable[[Event], None] | None

@@ -57,13 +57,16 @@ class Recorder:
         first: int = 0,
         rate: Callable[[], float] | None = None,
         log_every: int | None = None,
+        rests: Callable[[], bool] = lambda: False,
     ) -> None:
         """``first``: the step that a resumed run begins with; the files are gone on with.
         ``rate``: the learning rate of the step just made. ``log_every``: steps whose numbers are
-        told in any case; None: ten times in a run, and at least every hundredth step.
+        told in any case; None: ten times in a run, and at least every hundredth step. ``rests``:
+        whether the step about to begin is one that a late worker does not make.
         """
         self.world = world
         self.rate = rate
+        self.rests = rests
         self.log_every = log_every or min(100, max(1, total_steps // 10))
         self.first = first
         self.boards = shown_on
@@ -121,6 +124,7 @@ class Recorder:
         calls, size, crossed = ledger.calls, ledger.bytes, ledger.sent_between
         ledger.step = number
         profiled = self.capture is not None and self.capture.recording
+        rests = {"rests": True} if self.rests() else {}
         start = time.perf_counter_ns()
         events = self._cuda_events()
         if events:
@@ -142,6 +146,7 @@ class Recorder:
             "collective_bytes": ledger.bytes - size,
             **({"between_bytes": ledger.sent_between - crossed} if ledger.ranks_per_node else {}),
             "profiled": profiled,
+            **rests,
             **self._memory(),
         }
         self._events = events

@@ -72,6 +72,10 @@ class Rounds:
 
     With fewer than 32 ``bits`` each worker's difference, times its weight, is rounded before it is
     sent (``lowbit.py``).
+
+    With ``min_workers`` an exchange goes on without those who are late, or lost, when at least so
+    many are there (``table.py``). ``absent`` is a plan of a proof: (round, worker, whether it makes
+    the steps of that round, which are dropped).
     """
 
     every: int
@@ -81,6 +85,8 @@ class Rounds:
     delay: int = 0
     mix: float = 0.0
     bits: int = 32
+    min_workers: int | None = None
+    absent: tuple[tuple[int, int, bool], ...] = ()
 
     def __post_init__(self) -> None:
         refusals.refuse_number("every", self.every, self.every >= 1, "1 or more")
@@ -98,6 +104,8 @@ class Rounds:
         wanted = "from 0 to below 1" if self.delay else "0 without a delay"
         refusals.refuse_number("mix", self.mix, is_right, wanted)
         refusals.refuse_number("bits", self.bits, self.bits in (4, 8, 16, 32), "4, 8, 16 or 32")
+        least = self.min_workers
+        refusals.refuse_number("min_workers", least or 0, least is None or least >= 1, "1 or more")
 
     @property
     def shortest(self) -> int:
@@ -107,6 +115,14 @@ class Rounds:
     def due(self, fragment: int) -> int:
         """After which step of a round a fragment is sent, from 1 to ``every``."""
         return (fragment + 1) * self.every // self.fragments
+
+    def without(self, number: int) -> list[int]:
+        """The workers that are planned not to take part in the exchange of a round."""
+        return [worker for when, worker, _ in self.absent if when == number]
+
+    def rests(self, number: int, worker: int) -> bool:
+        """Whether a worker is planned to make no steps in a round."""
+        return (number, worker, False) in self.absent
 
     def cut(self, params: Mapping[str, Tensor]) -> list[list[str]]:
         """The names of the parameters in each fragment."""
@@ -161,6 +177,11 @@ class Strategy(ABC):
         self.update = Update(self.optimizer, setup.rule)
 
     # ------------------------------------------------------------ a step
+
+    def mean_loss(self, loss: Tensor) -> Tensor:
+        """The mean loss over the global batch, from what ``gradients()`` has returned. A
+        collective. Override it where that was this rank's own."""
+        return loss
 
     @abstractmethod
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:

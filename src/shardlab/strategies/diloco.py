@@ -37,8 +37,11 @@ class DiLoCo(Workers):
         every: int = 10,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
+        min_workers: int | None = None,
+        patience_s: float | None = None,
     ) -> None:
-        super().__init__(setup, base.Rounds(every, outer_lr, outer_momentum))
+        rounds = base.Rounds(every, outer_lr, outer_momentum, min_workers=min_workers)
+        super().__init__(setup, rounds, patience_s)
         self.anchor = {name: p.detach().clone() for name, p in self.params.items()}
         self.momentum = {name: torch.zeros_like(p) for name, p in self.anchor.items()}
 
@@ -53,6 +56,14 @@ class DiLoCo(Workers):
             pending.wait()
             self._move(name, self.params[name])
         steps.broadcast_buffers(self.model, self.group)
+
+    def bring(self) -> dict[str, Tensor]:
+        return {name: self.anchor[name] - p for name, p in self.params.items()}
+
+    def take(self, average: dict[str, Tensor]) -> None:
+        for name, p in self.params.items():
+            p.copy_(average[name])
+            self._move(name, p)
 
     def _move(self, name: str, outer_gradient: Tensor) -> None:
         """The outer step of one parameter, which holds its outer gradient and then the anchor."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from shardlab import comm
 from shardlab.strategies import base, steps
@@ -26,8 +27,15 @@ class LocalSGD(Workers):
     has seen since the last average, so with ``every=1`` and plain SGD this is data parallelism.
     """
 
-    def __init__(self, setup: base.Setup, *, every: int = 10) -> None:
-        super().__init__(setup, base.Rounds(every))
+    def __init__(
+        self,
+        setup: base.Setup,
+        *,
+        every: int = 10,
+        min_workers: int | None = None,
+        patience_s: float | None = None,
+    ) -> None:
+        super().__init__(setup, base.Rounds(every, min_workers=min_workers), patience_s)
 
     @torch.no_grad()
     def exchange(self) -> None:
@@ -39,3 +47,10 @@ class LocalSGD(Workers):
         for pending in under_way:
             pending.wait()
         steps.broadcast_buffers(self.model, self.group)
+
+    def bring(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.params.items()}
+
+    def take(self, average: dict[str, Tensor]) -> None:
+        for name, p in self.params.items():
+            p.copy_(average[name])

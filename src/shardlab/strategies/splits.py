@@ -119,8 +119,8 @@ def read(model: nn.Module, splits: Mapping[str, str] | None) -> dict[str, str]:
     """What becomes of which module, parameter or attribute, by its name, in the model's order."""
     if not splits:
         raise UsageError(
-            f"tensor parallelism: nobody says how a {type(model).__name__} is split; the "
-            "workload's splits do (docs/workloads.md)"
+            f"tensor parallelism: the workload does not say how its model, a "
+            f"{type(model).__name__}, is split; give it splits (docs/workloads.md)"
         )
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -276,7 +276,7 @@ def agreed(
         for layer in layers
         for p, kept, axis in layer.cuts()
     }
-    said: dict[nn.Parameter, tuple[str, Held, bool]] = {}
+    said: dict[nn.Parameter, tuple[str, Held, bool, bool]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         owner = name.rpartition(".")[0]
         part, kind = cuts.get((owner, p), whole(p)), named.get(name, named.get(owner))
@@ -284,14 +284,14 @@ def agreed(
         is_summand = (owner, p) not in cuts and (
             kind == "inside" or (sequence and kind in ("norm", "rows"))
         )
-        first, *before = said.setdefault(p, (name, part, is_summand))
-        if before != [part, is_summand]:
+        first, *before = said.setdefault(p, (name, part, is_summand, kind == "vocabulary"))
+        if before != [part, is_summand, kind == "vocabulary"]:
             raise UsageError(
                 f"'{first}' and '{name}' are one parameter, and the workload's splits cut or use "
                 "it in two ways; a head that is tied to an embedding is split as 'vocabulary' too"
             )
-    held = {p: part for p, (_, part, _) in said.items()}
-    return held, [p for p, (_, _, is_summand) in said.items() if is_summand]
+    held = {p: part for p, (_, part, *_) in said.items()}
+    return held, [p for p, (_, _, is_summand, _) in said.items() if is_summand]
 
 
 # ------------------------------------------------------------------ what is refused

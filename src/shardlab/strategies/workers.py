@@ -4,6 +4,9 @@ A worker computes the mean loss of its own micro-batches, and clips, schedules a
 alone. The only message of such a step is the loss with its count, 16 bytes, on their way while the
 last backward computes: the lab reports the mean loss of the global batch, and a worker's weight in
 the next exchange is the share of the targets that it has seen since the last one.
+
+With ``min_workers`` a step has no message at all, and workers exchange at a table (``table.py``),
+where nobody waits for long for who is late or lost. The loss is then this worker's own.
 """
 
 from __future__ import annotations
@@ -17,11 +20,14 @@ import torch
 from torch import Tensor
 
 from shardlab import comm
+from shardlab.errors import UsageError
 from shardlab.phases import BACKWARD, FORWARD, phase
-from shardlab.strategies import base, steps
+from shardlab.strategies import base, refusals, steps
 from shardlab.strategies.slots import Slots, whole
+from shardlab.strategies.table import BUFFER, Table
 from shardlab.workloads.base import Batch
 
+PATIENCE_S = 10.0  # when min_workers are there, how long they wait for the others if nobody says
 INNER = "inner/"  # in a checkpoint: the state of a worker's own optimizer
 
 
@@ -37,22 +43,51 @@ class Workers(base.Strategy):
 
     rounds: base.Rounds
 
-    def __init__(self, setup: base.Setup, rounds: base.Rounds) -> None:
+    def __init__(
+        self, setup: base.Setup, rounds: base.Rounds, patience_s: float | None = None
+    ) -> None:
         super().__init__(setup)
         self.rounds = rounds
+        self.table = self._table(patience_s)  # None: all must be there, in collectives
+        self.round = 0  # the one under way, since this process began
+        self.rests = False  # it was late, and makes no steps in this round
+        self.loss = torch.zeros((), device=self.device)  # its own, of the last step that it made
         steps.broadcast_model(self.model, self.group)
         self.since = 0  # steps of the round under way
         # Targets of this worker and of all, in the last step and since the last exchange: (2,)
         self.count = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.seen = torch.zeros_like(self.count)
 
+    def _table(self, patience_s: float | None) -> Table | None:
+        least, workers = self.rounds.min_workers, self.group.size()
+        if least is None:
+            if patience_s is not None:
+                raise UsageError("patience_s is for min_workers, and is not set without it")
+            return None
+        if least > workers:
+            raise UsageError(f"min_workers is {least}, and there are {workers} workers")
+        patience_s = PATIENCE_S if patience_s is None else patience_s
+        refusals.refuse_number("patience_s", patience_s, patience_s >= 0, "0 or more")
+        return Table(self.group.rank(), workers, least, patience_s)
+
     @abstractmethod
     def exchange(self) -> None:
         """Make the workers' models one. A collective, at the end of a round."""
 
+    def bring(self) -> dict[str, Tensor]:
+        """What this worker brings to a table: what is to be averaged, by parameter. It is for
+        strategies that have ``min_workers``."""
+        raise NotImplementedError
+
+    def take(self, average: dict[str, Tensor]) -> None:
+        """Continue from the average of what was brought to a table."""
+        raise NotImplementedError
+
     # ------------------------------------------------------------ a step
 
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
+        if self.table is not None:
+            return self._own_gradients(self.table, microbatches)
         mine = steps.local_count(microbatches, self.device)  # ()
         divisor = self.update.divisor(mine.clamp(min=1.0))
         *head, last = microbatches
@@ -67,8 +102,32 @@ class Workers(base.Strategy):
         self.count = torch.stack([mine, told[1]])
         return told[0] / told[1].clamp(min=1.0)
 
+    def _own_gradients(self, table: Table, microbatches: Sequence[Batch]) -> Tensor:
+        """Without a message. The loss is this worker's own; the last one's, while it rests."""
+        if self.since == 0 and not self.rests:
+            table.begin(self.round)
+        mine = steps.local_count(microbatches, self.device)  # ()
+        if self.rests:
+            self.count.zero_()
+            return self.loss
+        divisor = self.update.divisor(mine.clamp(min=1.0))
+        loss_sum = steps.accumulate(self.model, self.loss_fn, microbatches, divisor)
+        self.count = torch.stack([mine, mine])
+        self.loss = loss_sum / mine.clamp(min=1.0)
+        return self.loss
+
+    def mean_loss(self, loss: Tensor) -> Tensor:
+        if self.table is None:
+            return loss
+        told = torch.stack([loss * self.count[0], self.count[0]])  # (2,)
+        comm.all_reduce(told, self.group, label="loss and target count")
+        return told[0] / told[1].clamp(min=1.0)
+
     def step(self) -> None:
-        super().step()
+        if self.rests:
+            self.update.steps += 1  # the schedule goes on
+        else:
+            super().step()
         self.since = (self.since + 1) % self.rounds.every
         self.seen += self.count
         self.exchange_what_is_due()
@@ -76,8 +135,28 @@ class Workers(base.Strategy):
     def exchange_what_is_due(self) -> None:
         """After each step. Override it where something is exchanged during a round."""
         if self.since == 0:
-            self.exchange()
+            if self.table is None:
+                self.exchange()
+            else:
+                self._meet(self.table)
             self.seen.zero_()
+
+    @torch.no_grad()
+    def _meet(self, table: Table) -> None:
+        """Exchange with whoever is there. A worker that came after the round was closed has worked
+        in vain; it rests until it has come to a round before the others have closed it."""
+        mine = None
+        if not self.rests:
+            buffers = {f"{BUFFER}{name}": b for name, b in self.model.named_buffers()}
+            mine = self.bring() | buffers
+        table.absent = {self.round: self.rounds.without(self.round)}
+        closed = table.meet(self.round, mine, float(self.seen[0]), self.group)
+        took_part = self.group.rank() in closed.who
+        self.rests = closed.was_closed if self.rests else not took_part
+        self.round += 1
+        self.take({n: t.to(self.device) for n, t in closed.tensors.items()})
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(closed.tensors[f"{BUFFER}{name}"])
 
     def seen_of(self, _name: str) -> Tensor:
         """The targets, of this worker and of all, since this parameter was exchanged: (2,)."""
@@ -87,6 +166,9 @@ class Workers(base.Strategy):
         """This worker's part of the targets that were counted; if there are none, all weigh the
         same: ()."""
         mine, everyones = counts
+        if self.table is not None:  # nobody has told the others' counts yet
+            everyones = mine.clone()
+            comm.all_reduce(everyones, self.group, label="target count")
         return torch.where(everyones > 0, mine / everyones.clamp(min=1.0), 1 / self.group.size())
 
     # ------------------------------------------------------------ what all workers are
@@ -102,7 +184,8 @@ class Workers(base.Strategy):
             for name in self.params:
                 tensors[name] *= self.share(self.seen_of(name))
                 comm.all_reduce(tensors[name], self.group, label=f"average of {name}")
-        for name, _ in self.model.named_buffers():
+        is_known = self.table is not None and self.in_step()  # after a table all have the same
+        for name, _ in () if is_known else self.model.named_buffers():
             comm.broadcast(tensors[name], self.group, label=f"buffer {name}")
         return tensors
 
