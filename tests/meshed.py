@@ -18,7 +18,7 @@ from shardlab.strategies.bucket_ddp_async import BucketDDPAsync
 from shardlab.strategies.on_mesh import OnMesh
 from shardlab.strategies.single import Single
 from shardlab.workloads import gpt2
-from shardlab.workloads.architectures import known_splits
+from shardlab.workloads.architectures import LLAMA_LIKE, known_splits
 from shardlab.workloads.base import Batch
 from shardlab.workloads.causal_lm import answer_loss
 from shardlab.workloads.token_loss import token_loss
@@ -94,6 +94,16 @@ class Nasty(nn.Module):
             x = x + torch.tanh(self.sometimes(x)).sum() * self.scale
         out: Tensor = self.head(x * self.scale)
         return out
+
+
+class Dropping(Nasty):
+    """Dropout in the residual stream, and between columns and rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.up = nn.Sequential(nn.Linear(8, 12), nn.Dropout(0.3))
+            block.down = nn.Sequential(nn.Linear(12, 8), nn.Dropout(0.3))
 
 
 NASTY = {
@@ -182,6 +192,22 @@ SUBJECTS = {
     ),
     "their gpt2": Subject(functools.partial(theirs, "gpt2"), reviews, answer_loss, None),
 }  # fmt: skip
+
+
+ARCHITECTURES = [kind for kind in LLAMA_LIKE if kind != "llama"]
+SUBJECTS |= {
+    kind: Subject(
+        functools.partial(theirs, kind, num_key_value_heads=2), reviews, answer_loss, None
+    )
+    for kind in ARCHITECTURES
+}
+
+
+class Scaled(nn.Linear):
+    """A layer whose forward is its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
 
 
 def built(subject: Subject, seed: int) -> nn.Module:

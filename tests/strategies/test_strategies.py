@@ -25,6 +25,7 @@ from shardlab.naming import STRATEGIES
 from shardlab.strategies import base
 from shardlab.strategies.base import Setup, Strategy
 from shardlab.world import World
+from told import Calls, kind_of, told
 
 PARALLEL = [name for name in AS_ONE if name != "single"]
 
@@ -63,30 +64,6 @@ def test_the_contract_is_written_down() -> None:
 
 
 # ------------------------------------------------------------------ the schedule, as it is told
-
-OPS = "broadcast|all_reduce|reduce_scatter|all_gather"
-KINDS = {  # of what is sent, by a word of the docstring or of the ledger's label; the first counts
-    "used": "used", "agreement": "used", "which parameters": "used", "what each rank": "used",
-    "buffer": "buffer", "target": "target", "loss": "loss", "param": "params", "": "gradients",
-}  # fmt: skip
-Calls = list[tuple[str, str]]
-
-
-def kind_of(text: str) -> str:
-    return next(kind for word, kind in KINDS.items() if word in text)
-
-
-def told(docstring: str) -> Calls:
-    """The collectives of a step in the order in which the docstring names them, each once."""
-    found: dict[tuple[str, str], None] = {}
-    section = ""
-    for line in docstring.partition("Schedule")[2].partition("Cost:")[0].splitlines()[2:]:
-        section = line[8:28].strip() or section
-        if section in ("at construction", "first step"):
-            continue
-        for op, text in re.findall(rf"({OPS}) (.*?)(?=;|,|  |\band\b|$)", line):
-            found[op, kind_of(text)] = None
-    return list(found)
 
 
 def rows_of(world: World, name: str, **options: Any) -> list[dict[str, Any]]:

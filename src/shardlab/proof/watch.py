@@ -226,6 +226,8 @@ class Memory(TorchDispatchMode):
         return result
 
     def _note(self, tensor: Tensor) -> None:
+        if tensor.is_meta:  # it has a size, and no memory
+            return
         storage = tensor.untyped_storage()
         if storage._cdata not in self.alive:
             self.alive[storage._cdata] = StorageWeakRef(storage)

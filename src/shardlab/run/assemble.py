@@ -149,6 +149,11 @@ def on_axes(config: Config, make: type[Strategy], setup: Setup, world: World) ->
     found, options = axes_of(config, world)
     if found is None:
         return make(setup, **options)
+    if found.tensor > 1 and config.training.compile != "none":
+        raise UsageError(
+            "training.compile: ranks that share a layer (tensor) meet inside of each block, and "
+            "that cannot be compiled; leave one of the two out"
+        )
     if issubclass(make, OnMesh):
         # Where an axis has a name of its own, the best replicas share the data.
         inner = naming.resolve(

@@ -267,7 +267,7 @@ def _agreed(
         for layer in layers
         for p, kept, axis in layer.cuts()
     }
-    said: dict[nn.Parameter, tuple[str, Held, bool]] = {}
+    said: dict[nn.Parameter, tuple[str, Held, bool, bool]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         owner = name.rpartition(".")[0]
         part, kind = cuts.get((owner, p), whole(p)), named.get(name, named.get(owner))
@@ -275,14 +275,14 @@ def _agreed(
         is_summand = (owner, p) not in cuts and (
             kind == "inside" or (sequence and kind in ("norm", "rows"))
         )
-        first, *before = said.setdefault(p, (name, part, is_summand))
-        if before != [part, is_summand]:
+        first, *before = said.setdefault(p, (name, part, is_summand, kind == "vocabulary"))
+        if before != [part, is_summand, kind == "vocabulary"]:
             raise UsageError(
                 f"'{first}' and '{name}' are one parameter, and the workload's splits cut or use "
                 "it in two ways; a head that is tied to an embedding is split as 'vocabulary' too"
             )
-    held = {p: part for p, (_, part, _) in said.items()}
-    return held, [p for p, (_, _, is_summand) in said.items() if is_summand]
+    held = {p: part for p, (_, part, *_) in said.items()}
+    return held, [p for p, (_, _, is_summand, _) in said.items() if is_summand]
 
 
 # ------------------------------------------------------------------ what is refused

@@ -8,7 +8,7 @@ from torch import nn
 
 # Architectures whose attention counts its heads from what its layers give it. Others may look up
 # their number elsewhere, so that it would be wrong where ranks share the heads.
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "granite", "olmo", "smollm3")
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo", "smollm3")
 GPT2 = "gpt2"
 
 _COLUMNS = ("gate_proj", "up_proj", "c_fc")
