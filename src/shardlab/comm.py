@@ -511,6 +511,7 @@ def exchange(
     if intercept is not None and intercept():
         return _left_out("send", group)
     entry = LEDGER.open("send", sent, group, label, link=(group.rank(), to))
+    entry.launches = 2
     pair = [
         dist.P2POp(dist.isend, sent, group=group, group_peer=to),
         dist.P2POp(dist.irecv, received, group=group, group_peer=source),

@@ -120,7 +120,7 @@ def probe(model: nn.Module, blocks: Sequence[str], loss: LossFn, sample: Batch) 
             "pipeline: the workload names no blocks, and none can be guessed from its model, so "
             "there is nothing to cut between; name them in Workload.blocks"
         )
-    with _unchanged(model):
+    with unchanged(model):
         frozen = [p for p in model.parameters() if not p.requires_grad and _has_gradient(p)]
         for p in frozen:
             p.requires_grad_()
@@ -214,7 +214,7 @@ def _probed(model: nn.Module, blocks: Sequence[str], loss: LossFn, sample: Batch
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
+def unchanged(model: nn.Module) -> Iterator[None]:
     """Whatever runs inside changes neither buffers nor the random state."""
     kept = [
         (module, name, buffer, buffer.detach().clone())
