@@ -121,6 +121,11 @@ def cut(
 
 def read(model: nn.Module, splits: Mapping[str, str]) -> dict[str, str]:
     """What becomes of which module, parameter or attribute, by its name, in the model's order."""
+    if not isinstance(splits, Mapping):
+        raise UsageError(
+            f"a workload's splits map names of modules to what becomes of them; these are a "
+            f"{type(splits).__name__}"
+        )
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     named: dict[str, tuple[str, str]] = {}
