@@ -47,12 +47,14 @@ def main() -> None:
     parser.add_argument("--rate", default="100mbit", help="of each host's link, as tc writes it")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the record here")
+    parser.add_argument("--conditions", default="", help="for the record: what else was running")
     given = parser.parse_args()
     result, text = measure(given.rate, given.seeds)
     print(text)
     if given.out is not None:
         command = f"python benchmarks/slow_link.py --rate {given.rate} --seeds {given.seeds}"
-        record = {"command": command, "rate": given.rate, "hosts": 2, "to_loss": result}
+        about = {"command": command, "conditions": given.conditions, "rate": given.rate, "hosts": 2}
+        record = {**about, "to_loss": result}
         given.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

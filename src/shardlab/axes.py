@@ -17,7 +17,7 @@ CUTS = ("pipeline", "context", "tensor")  # the axes that cut the model, outermo
 # Every strategy takes these options beside its own, and what they are unless somebody says.
 OPTIONS: dict[str, Any] = {
     "pipeline": 1, "context": 1, "tensor": 1,
-    "sequence": False, "schedule": "1f1b", "chunks": 0,
+    "sequence": False, "schedule": "1f1b", "chunks": 0, "balance": "parameters",
 }  # fmt: skip
 INNER = "bucket_ddp_async"  # how they share the data, if ranks are left for that
 # Strategies that are an axis themselves: all ranks are on it unless its option says otherwise.
@@ -44,6 +44,7 @@ class Axes:
     sequence: bool = False  # tensor parallelism cuts norms and residuals along the sequence
     schedule: str = "1f1b"  # of the pipeline
     chunks: int = 0  # stages on each rank; 0: as many as the schedule needs
+    balance: str = "parameters"  # by what the stages are made equal; or "time"
 
     @property
     def model_ranks(self) -> int:
@@ -125,6 +126,7 @@ def shares_data(name: str, options: Mapping[str, Any], ranks: int) -> str:
 def _refuse_idle(name: str, asked: Mapping[str, Any], axes: Axes) -> None:
     """Refuse an option that would do nothing."""
     needs = {"sequence": "tensor", "schedule": "pipeline", "chunks": "pipeline"}
+    needs["balance"] = "pipeline"
     for key, axis in needs.items():
         if key in asked and getattr(axes, axis) == 1 and name not in NAMED:
             raise UsageError(f"strategy {name}: its option {key} needs {axis}=2 or more")

@@ -5,6 +5,10 @@ Each takes a tensor and a process group and returns when the result is there; wi
 ``pending.wait()``. PyTorch's own strategies call their collectives from C++: those are not
 in the ledger.
 
+``send`` and ``recv`` are messages between two ranks of a group. Both ends give the same tag, lane
+and label, and make the messages of one lane and direction in the same order. Over Gloo the tag
+pairs them. NCCL pairs by order alone, so each lane and direction needs a group of its own there.
+
 What a ledger entry's ``bytes`` counts is Ψ, the whole tensor the collective is about (for
 all_gather its output, for reduce_scatter its input). ``wire_bytes`` is what the best
 algorithm makes one rank send. ``sent_inside`` and ``sent_between`` are what the backend's own makes
@@ -23,6 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -46,6 +51,16 @@ def _by_either_name(new: str, old: str) -> Callable[..., Any]:
 
 _gather_into = _by_either_name("all_gather_single", "all_gather_into_tensor")
 _scatter_into = _by_either_name("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+_members: WeakKeyDictionary[Group, list[int]] = WeakKeyDictionary()
+
+
+def members(group: Group) -> list[int]:
+    """The ranks of a group, by their numbers in the world."""
+    if group not in _members:
+        _members[group] = dist.get_process_group_ranks(group)
+    return _members[group]
 
 
 @dataclass(slots=True)
@@ -86,8 +101,11 @@ class Ledger:
     recent: deque[Call] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     waiting: Entry | None = None
     waited: int = 0
-    fingerprint: int = 0  # of all calls so far: the same on every rank
-    check: Callable[[Call, Group], None] | None = None  # asked before each is launched
+    # Of each channel (pulse.Call) the calls so far and their fingerprint: the same on every rank
+    # that takes part in it.
+    channels: dict[str, tuple[int, int]] = field(default_factory=dict)
+    # Asked before each is launched; of a message that is received, when it is there.
+    check: Callable[[Call, Group], None] | None = None
 
     def open(
         self,
@@ -96,9 +114,12 @@ class Ledger:
         group: Group,
         label: str,
         reduction: str = "",
-        to: int | None = None,
+        link: tuple[int, int] | None = None,
+        lane: str | None = None,
     ) -> Entry:
-        """``to``: the rank of the group that it goes to, where it goes to one alone."""
+        """``link``: the sender and the receiver, by their places in the group, where it goes to one
+        rank alone. ``lane``: messages of one kind, which both ends make in the same order; None:
+        every rank of the group makes this call."""
         frame = sys._getframe(2)  # open <- the collective <- the strategy
         entry = Entry(
             seq=self.calls,
@@ -111,15 +132,21 @@ class Ledger:
             site=f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}",  # noqa: PTH119
             enqueue_ns=time.perf_counter_ns(),
         )
-        entry.sent_inside, entry.sent_between = self._links(op, entry.bytes, group, to)
+        entry.sent_inside, entry.sent_between = self._links(op, entry.bytes, group, link)
         what = f"{op}{reduction} {tuple(tensor.shape)} {entry.dtype} '{label}'"
-        call = Call(entry.seq, entry.step, what, entry.site)
+        ranks = members(group)
+        channel = " ".join(map(str, ranks))
+        if link is not None and lane is not None:
+            channel = f"{ranks[link[0]]}>{ranks[link[1]]} {lane}"
+        turn, fingerprint = self.channels.get(channel, (0, 0))
+        call = Call(entry.seq, entry.step, what, entry.site, channel, turn)
         self.recent.append(call)
-        self.fingerprint = zlib.crc32(what.encode(), self.fingerprint)
+        same = call.kind if call.is_message else what
+        self.channels[channel] = turn + 1, zlib.crc32(same.encode(), fingerprint)
         self.calls += 1
         self.bytes += entry.bytes
         self.sent_between += entry.sent_between
-        if self.check is not None:
+        if self.check is not None and op != "recv":
             self.waiting = entry
             self.check(call, group)
             self.waiting = None
@@ -140,16 +167,14 @@ class Ledger:
         if self.keeps_entries:
             self.entries.append(entry)
 
-    def _links(self, op: str, size: int, group: Group, to: int | None) -> tuple[int, int]:
+    def _links(
+        self, op: str, size: int, group: Group, link: tuple[int, int] | None
+    ) -> tuple[int, int]:
         """The bytes that this rank sends inside its node, and to other nodes."""
-        if self.ranks_per_node:
-            members = dist.get_process_group_ranks(group)
-            nodes = tuple(rank // self.ranks_per_node for rank in members)
-        else:
-            nodes = (0,) * group.size()
-        if to is not None:
-            return (size, 0) if nodes[to] == nodes[group.rank()] else (0, size)
-        inside, between = link_shares(op, nodes, group.rank(), group.name())
+        ranks = members(group) if link is None else [members(group)[place] for place in link]
+        place = group.rank() if link is None else int(op == "recv")
+        nodes = tuple(rank // self.ranks_per_node if self.ranks_per_node else 0 for rank in ranks)
+        inside, between = link_shares(op, nodes, place, group.name())
         return round(inside * size), round(between * size)
 
     @property
@@ -167,9 +192,15 @@ class Ledger:
         self.entries = []
         self.step = None
         self.full_steps = full_steps
-        self.calls = self.bytes = self.sent_between = self.waited = self.fingerprint = 0
+        self.calls = self.bytes = self.sent_between = self.waited = 0
         self.recent.clear()
+        self.channels.clear()
         self.waiting = self.check = None
+
+    def arrived(self, entry: Entry, group: Group) -> None:
+        """A message is there: was it meant for this call?"""
+        if self.check is not None:
+            self.check(self.call_of(entry), group)
 
     def call_of(self, entry: Entry) -> Call:
         """What ``recent`` says of an entry, or as much as the entry knows itself."""
@@ -218,8 +249,8 @@ class Pending:
         # Gloo runs on threads of its own; the last part to end stamps last. Such a callback waits
         # for Python's lock and costs 0.04 ms of processor time, in backward 2 ms of the clock.
         # So only where no limit says that a run is being recorded; there, see wait().
-        # (What goes from one rank to another has no future there, and is not stamped.)
-        self._is_gloo = group.name() == "gloo" and entry.op != "send"
+        # A message has no future: when it came, nobody can tell.
+        self._is_gloo = group.name() == "gloo" and entry.op not in ("send", "recv")
         if self._is_gloo and LEDGER.full_steps is None:
             for part in self._works:
                 part.get_future().add_done_callback(functools.partial(_stamp, entry))
@@ -419,6 +450,49 @@ def reduce_scatter(
     )
 
 
+def send(
+    tensor: Tensor,
+    group: Group,
+    to: int,
+    *,
+    tag: int = 0,
+    lane: str = "",
+    label: str = "",
+    async_op: bool = False,
+) -> Pending:
+    """Rank ``to`` of the group receives ``tensor`` by a ``recv`` with the same tag and lane."""
+    if intercept is not None and intercept():
+        return _left_out("send", group)
+    entry = LEDGER.open("send", tensor, group, label, link=(group.rank(), to), lane=lane)
+    dense = tensor.detach().resolve_conj().contiguous()
+    return _begin(
+        entry, group, async_op, lambda: dist.isend(dense, group=group, group_dst=to, tag=tag)
+    )
+
+
+def recv(
+    tensor: Tensor,
+    group: Group,
+    source: int,
+    *,
+    tag: int = 0,
+    lane: str = "",
+    label: str = "",
+    async_op: bool = False,
+) -> Pending:
+    """``tensor``, which is contiguous, becomes what rank ``source`` of the group has sent."""
+    if intercept is not None and intercept():
+        return _left_out("recv", group)
+    entry = LEDGER.open("recv", tensor, group, label, link=(source, group.rank()), lane=lane)
+    return _begin(
+        entry,
+        group,
+        async_op,
+        lambda: dist.irecv(tensor, group=group, group_src=source, tag=tag),
+        functools.partial(LEDGER.arrived, entry, group),
+    )
+
+
 def exchange(
     sent: Tensor,
     received: Tensor,
@@ -436,7 +510,8 @@ def exchange(
     """
     if intercept is not None and intercept():
         return _left_out("send", group)
-    entry = LEDGER.open("send", sent, group, label, to=to)
+    entry = LEDGER.open("send", sent, group, label, link=(group.rank(), to))
+    entry.launches = 2
     pair = [
         dist.P2POp(dist.isend, sent, group=group, group_peer=to),
         dist.P2POp(dist.irecv, received, group=group, group_peer=source),

@@ -46,6 +46,11 @@ MESH_STRATEGIES: dict[str, str] = {
     "tensor_parallel": "shardlab.strategies.tensor_parallel:TensorParallel",
     "sequence_parallel": "shardlab.strategies.sequence_parallel:SequenceParallel",
     "context_parallel": "shardlab.strategies.context_parallel:ContextParallel",
+    "pipeline_gpipe": "shardlab.strategies.pipelines:PipelineGPipe",
+    "pipeline_1f1b": "shardlab.strategies.pipelines:PipelineOneFOneB",
+    "pipeline_interleaved": "shardlab.strategies.pipelines:PipelineInterleaved",
+    "pipeline_zero_bubble": "shardlab.strategies.pipelines:PipelineZeroBubble",
+    "pipeline_zbv": "shardlab.strategies.pipelines:PipelineZBV",
 }
 EVERY_STRATEGY = {**STRATEGIES, **MESH_STRATEGIES}
 # What others call them, in any case, with - or _: the words of PyTorch's first FSDP, and the names

@@ -124,6 +124,8 @@ def wire_bytes(op: str, size: int, ranks: int) -> float:
         "all_to_all": share,  # each rank sends every other its part of the tensor
         "broadcast": share,  # averaged over ranks: the tensor enters each rank but the source
         "barrier": 0.0,
+        "send": 1.0,  # from one rank to one other; it is counted where it is sent
+        "recv": 0.0,
         "exchange": 2.0,  # through the store: to its host and back (strategies/table.py)
     }
     return factor[op] * size
@@ -165,7 +167,8 @@ def link_shares(
     """What one rank sends inside its node, and to other nodes, in units of the tensor's size.
 
     ``nodes``: the node of each rank of the group; ``rank``: this rank's place in it. (0.5, 2.0) is
-    half of the tensor to its own node and twice the tensor to others.
+    half of the tensor to its own node and twice the tensor to others. Of a message ("send" and
+    "recv") the sender and the receiver are the group.
     """
     sent = [0.0, 0.0]
     for sender, receiver, share in _messages(op, len(nodes), backend, ours):
@@ -192,6 +195,8 @@ def _messages(op: str, n: int, backend: str, ours: bool) -> Iterator[tuple[int, 
             for has in (1 << i for i in range(n.bit_length())):
                 for a in range(min(has, max(0, n - has))):
                     yield (root + a) % n, (root + a + has) % n, 1 / len(roots)
+    elif op in ("send", "recv"):
+        yield 0, 1, 1.0
     elif op == "broadcast":
         yield from ((a, a + 1, 1.0) for a in range(n - 1))
     elif op != "barrier":

@@ -79,12 +79,35 @@ class At:
 
 
 class Call(NamedTuple):
-    """A collective as one rank entered it; ``what`` must be the same on all ranks."""
+    """A collective as one rank entered it; ``what`` must be the same on all ranks of its group.
+
+    A message is a call too: its sender's and its receiver's differ in the first word alone.
+    """
 
     seq: int
     step: int | None
     what: str  # op, shape, dtype, label
     site: str
+    # Which ranks take part, as "0 1 2 3"; "0>1" for a message, perhaps with a word for its kind.
+    # Empty: all ranks, and ``seq`` counts the same on each.
+    channel: str = ""
+    turn: int = 0  # the number of calls on the channel before this one
+
+    @property
+    def is_message(self) -> bool:
+        return ">" in self.channel
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks that take part; empty for all of them."""
+        if self.is_message:
+            return [int(rank) for rank in self.channel.partition(" ")[0].split(">")]
+        return [int(rank) for rank in self.channel.split()]
+
+    @property
+    def place(self) -> int:
+        """The number under which the other ranks have entered the same call."""
+        return self.turn if self.channel else self.seq
 
     @property
     def name(self) -> str:
@@ -105,4 +128,6 @@ class Call(NamedTuple):
     def kind(self) -> str:
         """Equal for calls of two ranks that belong together. The label distinguishes calls of one
         shape, which may come from two lines; where there is no label, the line does."""
+        if self.is_message:
+            return self.what.partition(" ")[2]
         return self.what if self.label else f"{self.what} {self.site}"

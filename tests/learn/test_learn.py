@@ -79,7 +79,7 @@ def test_there_are_enough_planted_bugs_and_correct_solutions() -> None:
         kinds = [s.kind for s in ALL if s.exercise == name]
         assert kinds.count("mutant") >= 4, name
         assert kinds.count("correct") >= 2, name
-    assert len(MUTANTS) >= 407
+    assert len(MUTANTS) >= 408
     assert len({str(mutant) for mutant in MUTANTS}) == len(MUTANTS)
 
 
@@ -146,6 +146,29 @@ def test_a_file_that_is_none(source: str, cause: str, words: str, tmp_path: Path
     path.write_text(source)
     found = grade.grade(Exercise("simple_ddp"), path)
     assert [finding.cause for finding in found.findings] == [cause]
+    assert words in found.findings[0].message
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("exercise", "old", "new", "cause", "words"),
+    [
+        ("one_f_one_b", "link.send_forward(output)", "link.send_forward(output.float())",
+         "nothing-to-send", "torch.float32"),
+        ("one_f_one_b", "    return actions + ", "    return ['F0'] or ",
+         "wrong-type", "('F', '0')"),
+        ("tensor_split", ' + part["down.bias"]', ' + part["down.bias"] * float("nan")',
+         "not-finite", "nan"),
+        ("tensor_split", "    return part\n", "    return {}\n",
+         "part-missing", "`up.weight`"),
+        ("tied_stages", "    return norm\n", "", "wrong-type", "NoneType"),
+    ],
+)  # fmt: skip
+def test_odd_answers_are_named(exercise: str, old: str, new: str, cause: str, words: str) -> None:
+    solution = Exercise(exercise).solution
+    assert solution.count(old) == 1
+    found = kill_rate.graded(Submission(exercise, "mutant", "odd", solution.replace(old, new)))
+    assert found.findings[0].cause == cause
     assert words in found.findings[0].message
 
 

@@ -20,6 +20,7 @@ from conftest import GetRanks
 from shardlab import naming
 from shardlab.axes import Axes
 from shardlab.errors import RankFailure, UsageError
+from shardlab.measure import memory
 from shardlab.naming import STRATEGIES
 from shardlab.strategies import context_parallel, ring_attention
 from shardlab.strategies.base import Setup
@@ -322,6 +323,58 @@ WORLDS = {
 @pytest.mark.parametrize("world", WORLDS)
 def test_it_trains_as_one_process_does(world: int, ranks: GetRanks) -> None:
     assert complaints(ranks(world), WORLDS[world]) == []
+
+
+def narrow(world: World, dtype: torch.dtype) -> tuple[float, float]:
+    """The loss and the norm of the gradient in autocast, by all ranks."""
+    kind = KINDS["gpt2"]
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", dtype):
+            return kind.loss(model, batch)
+
+    torch.manual_seed(0)
+    model = kind.make()
+    setup = Setup(model, conformance.make_optimizer("sgd"), loss, world.mesh, context=kind.context)
+    strategy: Any = naming.resolve("simple_ddp", STRATEGIES, "strategy")
+    if world.size > 1:
+        made = ContextParallel(setup, Axes(data=1, context=world.size), strategy)
+    else:
+        made = strategy(setup)
+    value = float(made.gradients([plain_batch(4, 32, 0)]))
+    grads = [g.float().norm() for g in made.full_grads().values() if g is not None]
+    return value, float(torch.stack(grads).norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(dtype: torch.dtype, ranks: GetRanks) -> None:
+    ((loss, norm),) = ranks(1).run(narrow, dtype)
+    for found in ranks(2).run(narrow, dtype):
+        assert found == pytest.approx((loss, norm), rel=5e-3)
+
+
+def peak(world: World, length: int) -> int:
+    """What a step takes at its peak, beyond what was there before it."""
+    torch.manual_seed(0)
+    shape = gpt2.Shape(layers=4, heads=2, dim=16, context=length, vocab=VOCAB)
+    setup = Setup(
+        gpt2.GPT2(shape), conformance.make_optimizer("sgd"), gpt2.next_token_loss, world.mesh,
+        context=gpt2.CONTEXT,
+    )  # fmt: skip
+    strategy: Any = naming.resolve("simple_ddp", STRATEGIES, "strategy")
+    if world.size > 1:
+        made = ContextParallel(setup, Axes(data=1, context=world.size), strategy)
+    else:
+        made = strategy(setup)
+    batch = plain_batch(1, length, 0)
+    made.gradients([batch])
+    return memory.peak_bytes(world.device, lambda: made.gradients([batch]))[1]
+
+
+def test_activations_shrink_with_the_ranks(ranks: GetRanks) -> None:
+    (alone,) = ranks(1).run(peak, 1024)
+    for world in (2, 4):
+        assert max(ranks(world).run(peak, 1024)) < 1.15 * alone / world
 
 
 # ------------------------------------------------------------------ planted bugs

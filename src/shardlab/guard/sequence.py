@@ -4,7 +4,10 @@ Ranks pair collectives by order alone. A rank that skips one is paired with the 
 on: over Gloo, where the sizes agree, without any error. So in the first steps each collective is
 compared with the other ranks' *before* it is launched, and no wrong result is ever computed. That
 costs a fraction of a millisecond each; later, only a fingerprint of everything called so far is
-compared, every few steps.
+compared, every few steps. Ranks are compared with those that they share a group with: in a mesh of
+several axes, stages of a pipeline call different collectives in groups of their own. What a message
+is for its sender is compared with what it is for its receiver, when it is there and before it is
+used; the sender does not wait.
 """
 
 from __future__ import annotations
@@ -15,8 +18,6 @@ from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
-
-import torch.distributed as dist
 
 from shardlab import comm
 from shardlab.errors import Halt
@@ -50,35 +51,60 @@ class Sequence:
 
     def check(self, call: Call, group: comm.Group) -> None:
         """Before a collective is launched: is it the same one on every rank of its group?"""
-        ranks = dist.get_process_group_ranks(group)
+        ranks = comm.members(group)
         if len(ranks) == 1:
             return
+        if call.is_message:
+            self._check_message(call)
+            return
         found = self.exchange(f"group {ranks}", call, ranks)
-        # Under this rank's number: a rank that is not in another group counts fewer calls.
-        calls = {rank: [Call(*c)._replace(seq=call.seq)] for rank, c in found.items()}
+        # Under this rank's numbers: a rank that is not in another group counts fewer calls, and
+        # one that was not compared from the beginning on has another turn.
+        at = call.seq, call.turn
+        calls = {r: [Call(*c)._replace(seq=at[0], turn=at[1])] for r, c in found.items()}
         difference = verdict.first_difference(calls)
         if difference is not None:
             raise halt(self._known_before(difference), "no result was computed from it")
 
+    def _check_message(self, call: Call) -> None:
+        """The sender leaves word of a message; the receiver, who has it, looks that up."""
+        sender, _ = call.members
+        key = f"message {call.channel}/{call.turn}"
+        if self.world.rank == sender:
+            self.store.set(key, json.dumps(call))
+            return
+        sent = Call(*json.loads(self.store.get(key)))
+        self.store.delete_key(key)
+        if sent.kind != call.kind:
+            raise halt(Difference(sender, call, sent, skipped=False), "it was not used")
+
     def _known_before(self, difference: Difference) -> Difference:
         """What came next the last time shows whether the rank skipped a call."""
-        history = list(self.ledger.recent)[:-1]
+        channel = difference.theirs.channel
+        history = [call for call in self.ledger.recent if call.channel == channel][:-1]
         for call, after in reversed(list(pairwise(history))):
             if call.what == difference.theirs.what:
                 return replace(difference, skipped=after.what == difference.its.what)
         return difference
 
     def compare(self) -> None:
-        """Compare everything called so far, by its fingerprint."""
+        """Compare everything called so far, by the fingerprints of the groups."""
         ledger = self.ledger
-        prints = self.exchange("fingerprint", [ledger.calls, ledger.fingerprint])
-        if len({tuple(p) for p in prints.values()}) == 1:
+        prints = self.exchange("fingerprint", ledger.channels)
+        if all(
+            prints[rank].get(channel) == print
+            for found in prints.values()
+            for channel, print in found.items()
+            for rank in Call(0, None, "", "", channel).members
+        ):
             return
         found = self.exchange("recent", list(ledger.recent))
         recent = {rank: [Call(*c) for c in calls] for rank, calls in found.items()}
         difference = verdict.first_difference(recent)
         if difference is None:
-            counts = {rank: calls for rank, (calls, _) in prints.items()}
+            counts = {
+                rank: sum(calls for calls, _ in found.values()) for rank, found in prints.items()
+            }
             text = ", ".join(f"rank {rank}: {calls}" for rank, calls in counts.items())
             raise Halt(
                 STATE,

@@ -1,8 +1,9 @@
 """Who hangs, and on what: from where each rank was last seen to a sentence. Pure, no torch.
 
-A collective ends when every rank has entered it. So of ranks that stand still, those that wait in
-a collective are victims, and the rank that has not entered it is the cause; unless ranks are in
-different collectives under the same number, in which case they are out of step.
+A collective ends when every rank of its group has entered it. So of ranks that stand still, those
+that wait in a collective are victims, and the rank that has not entered it is the cause, unless it
+waits in another one itself; unless ranks are in different collectives under the same number, in
+which case they are out of step. A message is a collective of two ranks.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Seen:
     steps_done: int = 0
     beats: int = 0
     calls: int = 0  # collectives entered
+    turns: dict[str, int] = field(default_factory=dict)  # by channel (pulse.Call)
     waits_for: Call | None = None
     cpu: float = 0.0  # cores that it used lately
     tick: int = 0  # number of the report
@@ -66,6 +68,12 @@ class Seen:
             return f"it has left the loop after {count}"
         where = f", at {self.place}" if self.place else ""
         return f"it is in {self.phase}{where}"
+
+    def is_missing(self, call: Call) -> bool:
+        """Whether the rank should have entered a call, and has not."""
+        if not call.channel:
+            return self.calls <= call.seq
+        return self.rank in call.members and self.turns.get(call.channel, 0) <= call.turn
 
     @property
     def entered(self) -> int | None:
@@ -125,10 +133,14 @@ def _about_missing(ranks: Sequence[Seen]) -> tuple[list[Seen], str]:
     waiting = [r.waits_for for r in ranks if r.waits_for is not None]
     what, ending = "is stuck", ""
     if waiting:
-        first = min(waiting, key=lambda call: call.seq)
-        causes = [r for r in ranks if r.calls <= first.seq]
+        waiting.sort(key=lambda call: call.place)
+        # A rank that is missed and waits elsewhere is a victim too: somebody is missed there.
+        missed = ((c, [r for r in ranks if r.is_missing(c) and not r.waits_for]) for c in waiting)
+        first, causes = next((pair for pair in missed if pair[1]), (waiting[0], []))
         if causes:
-            what = f"never entered {first.full}"
+            what = _left_undone(first)
+        elif any(r.is_missing(call) for call in waiting for r in ranks):
+            return [], _in_a_circle(ranks)
         else:  # a rank that has launched the collective is stuck before it waits for it
             causes = [r for r in ranks if r.waits_for is None]
         if not causes:
@@ -151,6 +163,25 @@ def _about_missing(ranks: Sequence[Seen]) -> tuple[list[Seen], str]:
             rest = "; ".join(f"rank {r.rank}: {r.doing.removeprefix('it ')}" for r in others)
             ending = f"; {rest}; no collective of the ledger is under way"
     return causes, "; ".join(f"rank {r.rank} {what}: {r.doing}" for r in causes) + ending
+
+
+def _left_undone(call: Call) -> str:
+    if not call.is_message:
+        return f"never entered {call.full}"
+    sender, receiver = call.members
+    if call.name.startswith("recv"):
+        return f"never sent what rank {receiver} waits for in {call.full}"
+    return f"never received what rank {sender} waits to send in {call.full}"
+
+
+def _in_a_circle(ranks: Sequence[Seen]) -> str:
+    """Every rank waits, for calls that others, which wait too, have not entered."""
+    parts = []
+    for r in ranks:
+        missed = [] if r.waits_for is None else [o.rank for o in ranks if o.is_missing(r.waits_for)]
+        if r.waits_for is not None and missed:
+            parts.append(f"rank {r.rank} waits for {names(missed)} in {r.waits_for.full}")
+    return f"the ranks wait for each other: {'; '.join(parts)}"
 
 
 def nth(number: int) -> str:
@@ -223,18 +254,27 @@ def odd_ones(values: Mapping[int, Hashable]) -> tuple[list[int], list[int]]:
 
 
 def first_difference(recent: Mapping[int, Iterable[Call]]) -> Difference | None:
-    """The first number under which ranks that still remember it entered different collectives."""
-    by_rank = {rank: {call.seq: call for call in calls} for rank, calls in recent.items()}
-    for seq in sorted({seq for calls in by_rank.values() for seq in calls}):
-        odd, others = odd_ones({r: c[seq].kind for r, c in by_rank.items() if seq in c})
+    """The first number under which ranks that still remember it entered different collectives.
+    Each channel has numbers of its own."""
+    by_rank = {
+        rank: {(call.channel, call.place): call for call in calls} for rank, calls in recent.items()
+    }
+    first: dict[tuple[str, int], int] = {}  # the lowest number that any rank gives to a call
+    for calls in by_rank.values():
+        for at, call in calls.items():
+            first[at] = min(call.seq, first.get(at, call.seq))
+    for at in sorted(first, key=lambda at: (first[at], at)):
+        found = {r: c[at].kind for r, c in by_rank.items() if at in c}
+        odd, others = odd_ones(found)
         if not odd:
             continue
         rank, right = odd[0], others[0]
-        its, theirs = by_rank[rank][seq], by_rank[right][seq]
+        its, theirs = by_rank[rank][at], by_rank[right][at]
         # What came next shows which of the two skipped a call, if either did.
-        its_next, their_next = by_rank[rank].get(seq + 1), by_rank[right].get(seq + 1)
+        after = at[0], at[1] + 1
+        its_next, their_next = by_rank[rank].get(after), by_rank[right].get(after)
         is_skip = their_next is not None and their_next.kind == its.kind
-        is_other = its_next is not None and its_next.kind == theirs.kind and len(by_rank) == 2
+        is_other = its_next is not None and its_next.kind == theirs.kind and len(found) == 2
         if is_other and not is_skip:
             return Difference(right, its, theirs, skipped=True)
         return Difference(rank, theirs, its, is_skip)

@@ -214,6 +214,7 @@ class Reporter(threading.Thread):
             steps_done=PULSE.steps_done,
             beats=beats,
             calls=ledger.calls,
+            turns={channel: calls for channel, (calls, _) in list(ledger.channels.items())},
             waits_for=None if ledger.waiting is None else ledger.call_of(ledger.waiting),
             cpu=(cpu - before) / self.tick_s,
             tick=self.tick,

@@ -109,6 +109,8 @@ class Solo(dist.ProcessGroup):
     allreduce = allreduce_coalesced = _imitation("all_reduce")
     all_to_all_single = alltoall = _imitation("all_to_all", 1)
     barrier = _imitation("barrier", None)
+    send = _imitation("send")
+    recv = _imitation("recv")
     # Gloo receives into a flat buffer of the output's size, and copies.
     allgather = allgather_coalesced = _imitation("all_gather", copied=True)
     all_gather_single = all_gather_single_coalesced = allgather

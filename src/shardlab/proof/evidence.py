@@ -41,6 +41,7 @@ from shardlab.strategies.base import Rounds, Strategy
 from shardlab.strategies.on_mesh import OnMesh
 from shardlab.trace.intervals import union
 from shardlab.workloads.base import Batch
+from shardlab.workloads.context import context_of
 from shardlab.world import World
 
 WATCHED = -1  # the ledger's number for the steps that are watched
@@ -119,7 +120,7 @@ def _examine_users(
     watched = _watch(strategy, subject.steps[0][share])
     groups = {} if claim is None else claim.groups(job)
     used = _job(subject, config, strategy, without=reference.irregular)
-    activations = _activations(subject, strategy, subject.steps[0][share], watched.source)
+    activations = _activations(subject, strategy, subject.steps[0][share], watched.source, config)
     del strategy, model, weigh
     strategy, _ = _build(subject, config, world)
     again = _run(strategy, subject, share, Trail(reference), looks=False)
@@ -208,7 +209,11 @@ def _job(
 
 
 def _activations(
-    subject: Subject, strategy: Strategy, microbatches: Sequence[Batch], source: str
+    subject: Subject,
+    strategy: Strategy,
+    microbatches: Sequence[Batch],
+    source: str,
+    config: Config,
 ) -> dict[str, float] | None:
     """Bytes on the wire that a rank's activations are, by collective; None: there is no formula.
 
@@ -218,9 +223,16 @@ def _activations(
     if not isinstance(strategy, OnMesh):
         return {}
     mesh = strategy.axes
-    if mesh.sequence or mesh.pipeline > 1 or mesh.context > 1 or source != "ledger":
+    both = mesh.context > 1 and mesh.tensor > 1
+    if mesh.sequence or mesh.pipeline > 1 or both or source != "ledger":
         return None
     model = plain.build(subject)
+    if mesh.context > 1:
+        context = context_of(subject.workload, model)
+        if context is None or config.training.activation_checkpointing:  # which sends keys again
+            return None
+        loss = subject.workload.loss
+        return {"send": traffic.of_context(model, context, loss, microbatches, mesh.context)}
     words = subject.workload.splits_of(model)
     assert words is not None
     size = traffic.of_tensor(model, words, subject.workload.loss, microbatches)
@@ -586,7 +598,7 @@ def sent_per_step(
 ) -> dict[str, Any]:
     """What each rank sends in one more step of a strategy, in bytes: all of it, by collective. Of
     workers it is the average over a round."""
-    job, claim = subject.job(config), claim_of(config)
+    job, claim = _job(subject, config, strategy), claim_of(config)
     watched = _watch(strategy, subject.steps[0][assemble.data_share(config, world)[0]])
     groups = {} if claim is None else claim.groups(job)
     by_op = _by_op(watched, 0, world.size, groups)

@@ -72,6 +72,11 @@ class Subject:
 # ------------------------------------------------------------------ the stack
 
 
+class _Block(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return input + torch.tanh(super().forward(input))
+
+
 class Stack(nn.Module):
     BLOCKS, WIDTH = 16, 224
     drift: Tensor
@@ -80,7 +85,7 @@ class Stack(nn.Module):
         super().__init__()
         self.inlet = nn.Linear(5, self.WIDTH)
         self.offset = nn.Parameter(torch.rand(self.WIDTH), requires_grad=False)
-        self.blocks = nn.ModuleList(nn.Linear(self.WIDTH, self.WIDTH) for _ in range(self.BLOCKS))
+        self.blocks = nn.ModuleList(_Block(self.WIDTH, self.WIDTH) for _ in range(self.BLOCKS))
         self.outlet = nn.Linear(self.WIDTH, 3)
         self.register_buffer("drift", torch.rand(self.WIDTH))
 
@@ -91,7 +96,7 @@ class Stack(nn.Module):
                 self.drift.mul_(0.9).add_(0.1 * y.mean(0))
         y = y * (1 + self.drift)
         for block in self.blocks:
-            y = y + torch.tanh(block(y))
+            y = block(y)
         out: Tensor = self.outlet(y)  # (rows, 3)
         return out
 

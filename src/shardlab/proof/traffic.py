@@ -1,4 +1,4 @@
-"""What ranks that split each layer must send of activations, from the shapes of one process's run.
+"""What ranks that split layers or sequences must send of activations, by one process's shapes.
 
 Nothing of the strategies' code is used here but the words of the workload's splits. So a rank that
 sends once too often, or the wrong tensor, differs from this.
@@ -7,13 +7,17 @@ sends once too often, or the wrong tensor, differs from this.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from shardlab.batch import tensors_of
 from shardlab.strategies import splits
-from shardlab.workloads.base import Batch, LossFn
+from shardlab.workloads.base import Batch, ContextSplit, LossFn
 
 NUMBERS = 3  # that the loss of a target needs of all ranks: a maximum, a sum, the target's logit
 
@@ -63,6 +67,44 @@ def of_tensor(
         loss(model, batch)
     for hook in hooks:
         hook.remove()
+    return total
+
+
+class _Attention(TorchFunctionMode):
+    """The bytes of the keys and values of each call of attention, for one token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.per_token = 0.0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+            size = _bytes(given["key"]) + _bytes(given["value"])
+            self.per_token += size / given["key"].shape[-2]
+        return func(*args, **(kwargs or {}))
+
+
+def of_context(
+    model: nn.Module,
+    context: ContextSplit,
+    loss: LossFn,
+    microbatches: Sequence[Batch],
+    ranks: int,
+) -> float:
+    """Bytes that a rank of the context axis sends in a step. Keys and values go once round the ring
+    without the last hop, forward and backward, and their gradients go all the way home."""
+    total = 0.0
+    for batch in microbatches:
+        length = context.length(batch)
+        device = next(model.parameters()).device
+        with _Attention() as attention:
+            loss(model, context.take(batch, torch.arange(length, device=device)))
+        length = max(length, 2 * ranks if context.pads else 0)
+        cuts = [i * length // (2 * ranks) for i in range(2 * ranks + 1)]
+        pieces = [end - start for start, end in pairwise(cuts)]
+        most = max(pieces[i] + pieces[-1 - i] for i in range(ranks))  # tokens of the fullest rank
+        total += (3 * ranks - 2) * most * attention.per_token
     return total
 
 

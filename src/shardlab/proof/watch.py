@@ -31,6 +31,8 @@ _LAUNCHES: dict[str, tuple[str, Any]] = {
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
     "c10d::alltoall_base_": ("all_to_all", 1),
     "c10d::barrier": ("barrier", None),
+    "c10d::send": ("send", 0),
+    "c10d::recv_": ("recv", 0),
 }
 
 
@@ -226,6 +228,8 @@ class Memory(TorchDispatchMode):
         return result
 
     def _note(self, tensor: Tensor) -> None:
+        if tensor.is_meta:  # it has a size, and no memory
+            return
         storage = tensor.untyped_storage()
         if storage._cdata not in self.alive:
             self.alive[storage._cdata] = StorageWeakRef(storage)

@@ -49,6 +49,9 @@ class Cut:
     share: Callable[[Batch], Batch] | None = None
     # ``function(model, batch)`` where no rank can run the model alone; None: any can.
     infer: Callable[[Callable[[nn.Module, Batch], Any], Batch], Any] | None = None
+    # Takes a function that says by what the step's loss will be divided, for what runs backward
+    # before that.
+    ask_divisor: Callable[[Callable[[], Tensor | None]], None] = lambda _ask: None
 
 
 def whole(tensor: Tensor) -> Held:

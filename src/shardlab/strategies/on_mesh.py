@@ -89,6 +89,12 @@ class OnMesh(base.Strategy):
         self, setup: base.Setup, axes: Axes, inner: Callable[[base.Setup], base.Strategy]
     ) -> None:
         refusals.refuse_unsupported(setup.model, setup.mesh.size())
+        made = getattr(inner, "func", inner)
+        if axes.pipeline > 1 and getattr(made, "WORKS_BY_BLOCK", False):
+            raise UsageError(
+                f"{getattr(made, '__name__', made)} gathers the parameters of each block for every "
+                "micro-batch, forward and backward; with pipeline use zero1 or zero2"
+            )
         self.axes = axes
         self.model = setup.model
         self.group = refusals.dp_group(setup.mesh)
@@ -156,12 +162,13 @@ class OnMesh(base.Strategy):
             self.share, loss = cut.share, self._note(cut)
             if self.share is not None and setup.sample is not None:
                 setup = replace(setup, sample=self.share(setup.sample))
-        # if self.axes.pipeline > 1:
-        #     from shardlab.strategies import pipeline
+        if self.axes.pipeline > 1:
+            from shardlab.strategies import pipeline
 
-        #     cut = pipeline.cut(setup, self.axes, self.groups.pipeline, loss)
-        #     self.joins_microbatches, self.inferred = True, cut.infer
-        #     loss = self._note(cut)
+            cut = pipeline.cut(setup, self.axes, self.groups.pipeline, loss)
+            self.joins_microbatches, self.inferred = True, cut.infer
+            cut.ask_divisor(lambda: self.update.last_divisor)
+            loss = self._note(cut)
         return loss
 
     def _note(self, cut: Cut) -> LossFn:

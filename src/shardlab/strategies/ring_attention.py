@@ -237,14 +237,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, is_masked: bool, scale: float) -> tu
     """Attention to one block, and the logarithm of each row's sum of exponentials."""
     q, k, v = _dense(q), _dense(_repeated(k, q)), _dense(_repeated(v, q))
     if _is_fused(q, v):
-        if q.is_cuda:
-            out, log_sum, *_ = _ops._scaled_dot_product_flash_attention(
-                q, k, v, 0.0, is_masked, scale=scale
-            )
-        else:
-            out, log_sum = _ops._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, is_masked, scale=scale
-            )
+        out, log_sum = _ops._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, is_masked, scale=scale
+        )
         return out, log_sum
     wide = _wide(q.dtype)
     scores = _scores(q.to(wide), k.to(wide), is_masked, scale)  # (batch, heads, queries, keys)
@@ -268,16 +263,9 @@ def attend_backward(
     grad, q = _dense(grad), _dense(q)
     k, v = _dense(_repeated(k, q)), _dense(_repeated(v, q))
     if _is_fused(q, v):
-        if q.is_cuda:
-            none = torch.empty(0, dtype=torch.int64, device=q.device)
-            grads = _ops._scaled_dot_product_flash_attention_backward(
-                grad, q, k, v, out, log_sum.contiguous(), none, none, q.shape[2], k.shape[2], 0.0,
-                is_masked, none, none, scale=scale,
-            )  # fmt: skip
-        else:
-            grads = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, q, k, v, out, log_sum, 0.0, is_masked, scale=scale
-            )
+        grads = _ops._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, log_sum, 0.0, is_masked, scale=scale
+        )
         return grads[0], _summed(grads[1], heads), _summed(grads[2], heads)
     grad, q, k, v, out = (t.to(log_sum.dtype) for t in (grad, q, k, v, out))
     weights = (_scores(q, k, is_masked, scale) - log_sum.unsqueeze(-1)).exp_()
@@ -302,13 +290,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _is_fused(q: Tensor, v: Tensor) -> bool:
-    """Whether PyTorch has a kernel that tells the sums and never has all scores in memory."""
-    size = q.shape[-1]
-    if size != v.shape[-1]:
-        return False
-    if q.is_cuda:
-        return q.dtype in (torch.bfloat16, torch.float16) and size % 8 == 0 and size <= 256
-    return q.device.type == "cpu"
+    """Whether PyTorch has a kernel that tells the sums and never has all scores in memory. Those of
+    a GPU take 16 bits alone, and are not used here: a block's scores are in memory for a moment."""
+    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
 
 def _dense(tensor: Tensor) -> Tensor:

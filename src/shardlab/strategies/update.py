@@ -69,6 +69,7 @@ class Update:
         # gradient's square that this rank adds to the norm of the whole.
         self._parts: comm.Group | None = None
         self._shares: Callable[[], Sequence[float]] | None = None
+        self.last_divisor: Tensor | None = None  # of the step that runs
         # Called with whether the update was made: a compressor must forget a skipped step.
         self.after: Callable[[bool], object] = lambda _was_made: None
 
@@ -95,7 +96,8 @@ class Update:
 
     def divisor(self, total: Tensor) -> Tensor:
         """What a loss is divided by before backward: the global count, less the loss scale."""
-        return total / self.scale
+        self.last_divisor = total / self.scale
+        return self.last_divisor
 
     @torch.no_grad()
     def __call__(

@@ -203,7 +203,8 @@ class Link:
 
     def _send(self, what: str, tensor: Tensor, to: int) -> None:
         self._other(what, to)
-        if not isinstance(tensor, Tensor) or tensor.dim() != 2:
+        is_right = isinstance(tensor, Tensor) and tensor.dtype == torch.float64
+        if not is_right or tensor.dim() != 2:
             raise Rejected(say("nothing-to-send", what=what, got=_described(tensor)))
         value = tensor.detach().clone().contiguous()
         for message in (torch.tensor(value.shape), value):
@@ -228,7 +229,9 @@ class Link:
 
 
 def _described(value: object) -> str:
-    return f"a tensor of {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
+    if isinstance(value, Tensor):
+        return f"a tensor of {list(value.shape)}, {value.dtype}"
+    return repr(value)[:60]
 
 
 # ------------------------------------------------------------------ the lists

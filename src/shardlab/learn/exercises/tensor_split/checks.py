@@ -232,6 +232,8 @@ def output(rows: Rows, _step: int) -> Finding | None:
 
     if every(want):
         return None
+    if not np.isfinite(got).all():
+        return say("not-finite/tensor", half=half)
     if every(want + (n - 1) * bias):
         return say("bias-on-every-rank", half=half, n=n)
     if every(want - bias):

@@ -1,4 +1,4 @@
-"""Tensor parallelism. In the package: comm.py, which finds the layers by name
+"""Tensor parallelism. In the package: strategies/tensor_parallel.py, which finds the layers by name
 and cuts the embedding, the head and the loss as well."""
 
 from collections.abc import Mapping

@@ -156,7 +156,7 @@ def embedding(ranks: Rows) -> Finding | None:
     n = ranks[0]["replicas"]
     ends = [row for row in ranks if SHARED in row["got"]]
     if any(row["got"][SHARED] is None for row in ends):
-        return say("no-gradient/tied")
+        return say("no-gradient/tied", name=SHARED)
     parts = ranks[0]["parts"]
     first, last = flat(parts["first"]), flat(parts["last"])
     right = first + last
@@ -205,11 +205,14 @@ def others(ranks: Rows) -> Finding | None:
                 continue
             if n > 1 and close(got, row["own"][name]):
                 return say("replicas-apart", name=name)
-            factor = None if got is None else mistakes.ratio(got, want)
+            if got is None:
+                return say("no-gradient/tied", name=name)
+            factor = mistakes.ratio(got, want)
             if factor and np.isclose(factor, n):
                 return say("not-averaged/tied", n=n)
-            off = math.inf if got is None else mistakes.error(got, want)
-            return say("wrong-gradient/tied", name=name, error=off)
+            if factor and np.isclose(factor, n / len(ranks)):
+                return say("divided-by-all", all=len(ranks), n=n)
+            return say("wrong-gradient/tied", name=name, error=mistakes.error(got, want))
     return None
 
 
@@ -242,7 +245,7 @@ def clipped(ranks: Rows) -> Finding | None:
     norm = math.sqrt(twice - squares[0][SHARED])
     for rank, row in enumerate(ranks):
         for one in row["clips"]:
-            if not math.isclose(one["norm"], norm, rel_tol=1e-9):
+            if not math.isclose(one["norm"], norm, rel_tol=1e-6):  # in float32, too
                 return _wrong_norm(one["norm"], norm, twice, row, rank)
             scale = min(1.0, one["max"] / norm)
             for name, want in row["want"].items():
@@ -260,7 +263,7 @@ def _wrong_norm(got: float, norm: float, twice: float, row: Row, rank: int) -> F
         "no-root": norm**2,
         "replicas-counted": math.sqrt(row["replicas"]) * norm,
     }
-    close_to = (key for key, value in known.items() if math.isclose(got, value, rel_tol=1e-9))
+    close_to = (key for key, value in known.items() if math.isclose(got, value, rel_tol=1e-6))
     return say(next(close_to, "wrong-norm"), rank=rank, got=got, norm=norm)
 
 

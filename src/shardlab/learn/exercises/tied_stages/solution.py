@@ -1,4 +1,4 @@
-"""Tied stages. In the package: strategies/on_mesh.py, which sums the gradients of what several
+"""Tied stages. In the package: strategies/pipeline.py, which sums the gradients of what several
 stages hold before the data-parallel strategy sees them."""
 
 from collections.abc import Sequence
