@@ -108,7 +108,7 @@ def _padding_everywhere(self: Any, weight: Any, padding: Any, words: Any, label:
 
 _all_reduce = comm.all_reduce
 _gather_forward = vocabulary._Gather.forward
-_agreed, _made = splits._agreed, splits._made
+_agreed, _made = splits.agreed, splits._made
 _embedding = vocabulary.VocabularyEmbedding.__init__
 
 # What is replaced by what: (object, attribute, value).
@@ -135,7 +135,7 @@ BUGS: dict[str, list[tuple[Any, str, Any]]] = {
         (vocabulary._Gather, "forward", staticmethod(_gather_keeps_group)),
         (vocabulary._Gather, "backward", staticmethod(_sums_whole_gradient)),
     ],
-    "the norm of each head is not summed": [(splits, "_agreed", _no_summands)],
+    "the norm of each head is not summed": [(splits, "agreed", _no_summands)],
     "tied parameters come apart": [(splits, "_made", _separate_parameters)],
     "the padding's number is not translated": [
         (vocabulary.VocabularyEmbedding, "__init__", _padding_everywhere)
@@ -146,7 +146,7 @@ BUGS: dict[str, list[tuple[Any, str, Any]]] = {
     "sequence: the first block's gradient stays on its rank": [
         (sequence_parallel._Begin, "backward", staticmethod(_begins_without_a_gather))
     ],
-    "sequence: norms and biases are not summed": [(splits, "_agreed", _no_summands)],
+    "sequence: norms and biases are not summed": [(splits, "agreed", _no_summands)],
 }
 
 

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from conftest import GetRanks
 from shardlab import comm
+from shardlab.errors import Halt
+from shardlab.guard.sequence import Sequence
 from shardlab.measure import memory
 from shardlab.world import World
 
@@ -229,3 +232,85 @@ def test_tensors_of_any_layout(ranks: GetRanks) -> None:
     assert first["strided"] == second["strided"]
     assert first["conjugated"] == second["conjugated"] == [[1.0, -2.0], [3.0, 1.0]]
     assert first["summed"] == second["summed"] == [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]
+
+
+def messages(world: World, shape: list[int]) -> tuple[list[float], list[dict[str, Any]]]:
+    """Both ranks send large messages first, several at a time, and receive in another order."""
+    comm.LEDGER.reset()
+    other = 1 - world.rank
+    sent = [torch.full(shape, 10.0 * world.rank + i) for i in range(3)]
+    sends = [
+        comm.send(t, world.group, other, tag=i, label=f"part {i}", async_op=True)
+        for i, t in enumerate(sent)
+    ]
+    rooms = [torch.empty(shape) for _ in sent]
+    receives = [
+        comm.recv(t, world.group, other, tag=i, label=f"part {i}", async_op=True)
+        for i, t in enumerate(rooms)
+    ]
+    for pending in (*reversed(receives), *sends):
+        pending.wait()
+    return [float(t.sum()) / max(1, t.numel()) for t in rooms], comm.LEDGER.take()
+
+
+@pytest.mark.parametrize("shape", [[2], [0, 3], [1 << 20]], ids=str)
+def test_messages(shape: list[int], ranks: GetRanks) -> None:
+    for rank, (found, rows) in enumerate(ranks(2).run(messages, shape)):
+        size = 4 * torch.Size(shape).numel()
+        assert found == ([10.0 * (1 - rank) + i for i in range(3)] if size else [0.0] * 3)
+        assert [row["op"] for row in rows] == ["send"] * 3 + ["recv"] * 3
+        assert [row["bytes"] for row in rows] == [size] * 6
+        assert [row["sent_inside"] for row in rows] == [size] * 3 + [0] * 3
+        assert all(row["ready_ns"] is not None for row in rows)
+        assert sum(comm.wire_bytes(row["op"], row["bytes"], 2) for row in rows) == 3 * size
+
+
+def compared(world: World, label: str) -> str:
+    """Under the guard of the first steps: a message for something else is not used."""
+    guard = Sequence(world)
+    comm.LEDGER.reset()
+    comm.LEDGER.check = guard.check
+    try:
+        if world.rank == 0:
+            comm.send(torch.ones(2), world.group, 1, label=label)
+        else:
+            comm.recv(torch.zeros(2), world.group, 0, label="micro-batch 0")
+    except Halt as halt:
+        return str(halt)
+    finally:
+        comm.LEDGER.reset()
+    return "right"
+
+
+def test_a_message_for_something_else_is_not_used(ranks: GetRanks) -> None:
+    assert ranks(2).run(compared, "micro-batch 0") == ["right", "right"]
+    sender, receiver = ranks(2).run(compared, "micro-batch 1")
+    assert sender == "right"
+    assert "'micro-batch 1'" in receiver
+    assert "(it was not used)" in receiver
+
+
+def in_groups(world: World) -> str:
+    """Ranks 0 and 1 do more in their group than 2 and 3 in theirs: that is right."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    guard = Sequence(world)
+    comm.LEDGER.reset()
+    mine = halves[world.rank // 2]
+    for i in range(1 if world.rank < 2 else 3):
+        comm.all_reduce(torch.ones(1), mine, label=f"part {i}")
+    comm.all_reduce(torch.ones(1), world.group, label="together")
+    try:
+        guard.compare()
+        label = "odd" if world.rank == 3 else "even"
+        comm.all_reduce(torch.ones(1), mine, label=label)
+        guard.compare()
+    except Halt as halt:
+        return str(halt)
+    return "right"
+
+
+def test_ranks_are_compared_in_the_groups_that_they_share(ranks: GetRanks) -> None:
+    for text in ranks(4).run(in_groups):
+        assert "rank 3 is out of step" in text
+        assert "'odd'" in text
+        assert "'even'" in text

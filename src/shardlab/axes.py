@@ -19,7 +19,9 @@ OPTIONS: dict[str, Any] = {
     "pipeline": 1, "context": 1, "tensor": 1,
     "sequence": False, "schedule": "1f1b", "chunks": 0, "balance": "parameters",
 }  # fmt: skip
-INNER = "bucket_ddp_async"  # how they share the data, if ranks are left for that
+# How they share the data, if ranks are left for that.
+INNER = "bucket_ddp_async"
+INNER_OF = {"pytorch_tensor_parallel": "pytorch_zero3"}  # PyTorch's own combination
 # Strategies that are an axis themselves: all ranks are on it unless its option says otherwise.
 NAMED: dict[str, dict[str, Any]] = {
     "tensor_parallel": {"tensor": 0},
@@ -30,6 +32,8 @@ NAMED: dict[str, dict[str, Any]] = {
     "pipeline_interleaved": {"pipeline": 0, "schedule": "interleaved"},
     "pipeline_zero_bubble": {"pipeline": 0, "schedule": "zero_bubble"},
     "pipeline_zbv": {"pipeline": 0, "schedule": "zbv"},
+    "pytorch_tensor_parallel": {"tensor": 0},
+    "pytorch_pipeline": {"pipeline": 0},
 }
 
 
@@ -115,12 +119,17 @@ def axes_of(
     return axes, rest
 
 
+def inner_of(name: str) -> str:
+    """The strategy that shares the data beneath a named axis, if ranks are left for that."""
+    return INNER_OF.get(name, INNER)
+
+
 def shares_data(name: str, options: Mapping[str, Any], ranks: int) -> str:
     """The name of the strategy that shares the data: the same, or that beneath a named axis."""
     if name not in NAMED:
         return name
     axes, _ = axes_of(name, options, ranks)
-    return INNER if axes is not None and axes.summing > 1 else "single"
+    return inner_of(name) if axes is not None and axes.summing > 1 else "single"
 
 
 def _refuse_idle(name: str, asked: Mapping[str, Any], axes: Axes) -> None:

@@ -51,6 +51,10 @@ MESH_STRATEGIES: dict[str, str] = {
     "pipeline_interleaved": "shardlab.strategies.pipelines:PipelineInterleaved",
     "pipeline_zero_bubble": "shardlab.strategies.pipelines:PipelineZeroBubble",
     "pipeline_zbv": "shardlab.strategies.pipelines:PipelineZBV",
+    "pytorch_tensor_parallel": (
+        "shardlab.strategies.pytorch_tensor_parallel:PyTorchTensorParallel"
+    ),
+    "pytorch_pipeline": "shardlab.strategies.pytorch_pipeline:PyTorchPipeline",
 }
 EVERY_STRATEGY = {**STRATEGIES, **MESH_STRATEGIES}
 # What others call them, in any case, with - or _: the words of PyTorch's first FSDP, and the names

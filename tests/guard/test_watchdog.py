@@ -106,6 +106,56 @@ def test_a_majority_is_right() -> None:
     assert found.rank == 0
 
 
+def message_call(link: str, op: str, micro: int, seq: int, turn: int) -> Call:
+    label = f"activation of micro-batch {micro} from stage 0 for stage 1"
+    return Call(seq, 7, f"{op} (4,) float32 '{label}'", "pipeline.py:9", f"{link} activation", turn)
+
+
+def test_a_stage_that_waits_says_for_which_micro_batch_from_which_rank() -> None:
+    """Rank 2 waits for rank 1, which waits for rank 0, which has not sent; numbers differ."""
+    first = message_call("0>1", "recv", 3, 40, 5)
+    second = message_call("1>2", "recv", 3, 17, 5)
+    sent = {"0>1 activation": 5, "1>2 activation": 5}
+    entered = {"0>1 activation": 6, "1>2 activation": 5}
+    ranks = [
+        Seen(0, "forward", calls=33, turns=sent),
+        Seen(1, "forward", calls=41, turns=entered, waits_for=first),
+        Seen(2, "forward", calls=18, turns={"1>2 activation": 6}, waits_for=second),
+    ]
+    halt = verdict.judge(ranks, 60)
+    assert halt.details["verdict"] == (
+        "rank 0 never sent what rank 1 waits for in recv #40 (activation of micro-batch 3 from "
+        "stage 0 for stage 1, step 7): it is in forward; ranks 1, 2 wait for it"
+    )
+
+
+def test_ranks_that_wait_for_each_other_are_a_circle() -> None:
+    there, back = message_call("0>1", "recv", 0, 4, 0), message_call("1>0", "recv", 1, 9, 0)
+    ranks = [
+        Seen(0, "backward", calls=10, turns={"1>0 activation": 1}, waits_for=back),
+        Seen(1, "backward", calls=5, turns={"0>1 activation": 1}, waits_for=there),
+    ]
+    halt = verdict.judge(ranks, 60)
+    assert "the ranks wait for each other: rank 0 waits for rank 1 in recv #9" in str(halt)
+    assert halt.details["causes"] == []
+
+
+def test_groups_are_compared_each_by_itself() -> None:
+    """Ranks 0 and 1 call three times where 2 and 3 call once: only rank 3 is out of step."""
+
+    def of(channel: str, *labels: str) -> list[Call]:
+        what = "all_reduce (8,) float32 '{}'"
+        return [Call(i, 0, what.format(x), "s.py:1", channel, i) for i, x in enumerate(labels)]
+
+    world = [Call(9, 0, "all_reduce () float64 'loss'", "s.py:2", "0 1 2 3", 0)]
+    calls = {0: of("0 1", "a", "b", "c"), 1: of("0 1", "a", "b", "c"), 2: of("2 3", "x")}
+    right = {rank: [*found, *world] for rank, found in {**calls, 3: of("2 3", "x")}.items()}
+    assert verdict.first_difference(right) is None
+    found = verdict.first_difference({**right, 3: [*of("2 3", "y"), *world]})
+    assert found is not None
+    assert (found.rank, found.theirs.label, found.its.label) == (3, "x", "y")
+
+
 # ------------------------------------------------------------------ when it is time
 
 

@@ -325,6 +325,29 @@ def test_it_trains_as_one_process_does(world: int, ranks: GetRanks) -> None:
     assert complaints(ranks(world), WORLDS[world]) == []
 
 
+def changes_its_layout(world: World, cases: Sequence[Case]) -> Found:
+    """A step under each layout, begun with the state that the one before has left."""
+    state, found = None, Found([], [], [], 0.0)
+    for step, case in enumerate(cases):
+        strategy = strategy_of(world, case)
+        if state is not None:
+            strategy.load_state_dict(state)
+        share = strategy.axes.data_share(world.rank)[0]
+        found.losses.append(float(strategy.gradients(batches(case, step, share))))
+        found.grads.append(conformance.arrays(strategy.full_grads()))
+        strategy.step()
+        found.params.append(conformance.arrays(strategy.full_params()))
+        state = strategy.state_dict()
+    value = strategy.infer(KINDS[case.kind].loss, batches(case, 0, 0)[0])
+    return found._replace(evaluated=float(value))
+
+
+def test_another_layout_continues(ranks: GetRanks) -> None:
+    cases = [Case("gpt2", inner="zero3"), Case("gpt2", inner="simple_ddp")]
+    for got in ranks(2).run(changes_its_layout, cases):
+        assert difference(got, reference(cases[0], 1)) is None
+
+
 def narrow(world: World, dtype: torch.dtype) -> tuple[float, float]:
     """The loss and the norm of the gradient in autocast, by all ranks."""
     kind = KINDS["gpt2"]

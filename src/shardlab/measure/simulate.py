@@ -48,6 +48,8 @@ from shardlab.run import assemble, loop
 from shardlab.run import place as places
 from shardlab.strategies.base import MakeOptimizer, Strategy
 from shardlab.strategies.lockstep import Lockstep
+from shardlab.strategies.pipeline import Pipeline
+from shardlab.strategies.stages import Shape
 from shardlab.strategies.table import Closed, Table
 from shardlab.workloads.base import Batch, Workload
 from shardlab.world import World, choose
@@ -206,6 +208,15 @@ def _gather_alone(values: list[Any], value: Any, *_: Any, **__: Any) -> None:
 def _nothing(*_: Any, **__: Any) -> None: ...
 
 
+def _shapes(line: Pipeline, stage: int, _micro: int, signature: Any) -> list[list[Shape]]:
+    """What a stage would be told of the outputs before it: those of the sample, with as many rows
+    as the output of the first block has, which is here."""
+    sample = line.track.of_sample
+    times = line.known[1, signature][0][0][0][0] // sample[0][0][0][0]
+    before = sample[: line.track.first(stage)]
+    return [[((n * times, *rest), dtype, g) for (n, *rest), dtype, g in out] for out in before]
+
+
 def _moved(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """``cast_model``, which cannot replace a fake tensor in its place."""
     of_complex = torch.complex128 if dtype == torch.float64 else torch.complex64
@@ -240,6 +251,7 @@ def without_peers() -> Iterator[None]:
         (dist, "all_gather_object", _gather_alone),
         (dist, "broadcast_object_list", _nothing),
         (comm, "host_group", lambda group: group),
+        (Pipeline, "_shapes", _shapes),
         (Lockstep, "_agree", _nothing),
         (ddp, "_verify_param_shape_across_processes", _nothing),
     ]

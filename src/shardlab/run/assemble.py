@@ -69,7 +69,9 @@ def _taking_options(config: Config) -> Any:
     """The class that the strategy's own options are for. A strategy that is an axis of the mesh has
     none; those beside the axes' are of the one that shares the data."""
     name = config.strategy.name
-    return naming.resolve(axes.INNER if name in axes.NAMED else name, EVERY_STRATEGY, "strategy")
+    return naming.resolve(
+        axes.inner_of(name) if name in axes.NAMED else name, EVERY_STRATEGY, "strategy"
+    )
 
 
 def axes_of(config: Config, world: World) -> tuple[Axes | None, dict[str, Any]]:
@@ -156,9 +158,8 @@ def on_axes(config: Config, make: type[Strategy], setup: Setup, world: World) ->
         )
     if issubclass(make, OnMesh):
         # Where an axis has a name of its own, the best replicas share the data.
-        inner = naming.resolve(
-            axes.INNER if found.summing > 1 else BASELINE, EVERY_STRATEGY, "strategy"
-        )
+        shares = axes.inner_of(config.strategy.name) if found.summing > 1 else BASELINE
+        inner = naming.resolve(shares, EVERY_STRATEGY, "strategy")
         if found.summing == 1 and options:
             raise UsageError(
                 f"{config.strategy.name}: all ranks cut one model, so nothing is sent as "

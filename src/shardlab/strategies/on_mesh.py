@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +23,9 @@ from shardlab.strategies.slots import Slot, Slots
 from shardlab.strategies.whole import Whole
 from shardlab.workloads import batchnorm
 from shardlab.workloads.base import Batch, LossFn
+
+if TYPE_CHECKING:
+    from shardlab.strategies.pipeline import Pipeline
 
 # The groups of each world, by their ranks. They live as long as the world, with threads and sockets
 # of their own: a second strategy in the same process uses those of the first.
@@ -147,11 +150,6 @@ class OnMesh(base.Strategy):
         if self.axes.tensor > 1:
             from shardlab.strategies import splits
 
-            if not setup.splits:
-                raise UsageError(
-                    f"tensor parallelism: the workload does not say how its model, a "
-                    f"{type(self.model).__name__}, is split; give it splits (docs/workloads.md)"
-                )
             tensor, sequence = self.groups.tensor, self.axes.sequence
             cut = splits.cut(self.model, setup.splits, tensor, loss, sequence)
             loss = self._note(cut)
@@ -162,14 +160,17 @@ class OnMesh(base.Strategy):
             self.share, loss = cut.share, self._note(cut)
             if self.share is not None and setup.sample is not None:
                 setup = replace(setup, sample=self.share(setup.sample))
-        if self.axes.pipeline > 1:
-            from shardlab.strategies import pipeline
+        return self._into_stages(setup, loss) if self.axes.pipeline > 1 else loss
 
-            cut = pipeline.cut(setup, self.axes, self.groups.pipeline, loss)
-            self.joins_microbatches, self.inferred = True, cut.infer
-            cut.ask_divisor(lambda: self.update.last_divisor)
-            loss = self._note(cut)
-        return loss
+    def _into_stages(
+        self, setup: base.Setup, loss: LossFn, executor: type[Pipeline] | None = None
+    ) -> LossFn:
+        from shardlab.strategies import pipeline
+
+        cut = pipeline.cut(setup, self.axes, self.groups.pipeline, loss, executor)
+        self.joins_microbatches, self.inferred = True, cut.infer
+        cut.ask_divisor(lambda: self.update.last_divisor)
+        return self._note(cut)
 
     def _note(self, cut: Cut) -> LossFn:
         self.layout = {n: layout.inside(self.layout[n], held) for n, held in cut.layout.items()}

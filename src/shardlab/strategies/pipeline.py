@@ -51,8 +51,14 @@ Signature = tuple[Any, ...]
 Key = tuple[str, int, int]  # lane, the stage that works on it, micro-batch
 
 
-def cut(setup: base.Setup, axes: Axes, group: comm.Group, loss: LossFn) -> Cut:
-    """Cut the model into stages, and keep this rank's."""
+def cut(
+    setup: base.Setup,
+    axes: Axes,
+    group: comm.Group,
+    loss: LossFn,
+    executor: type[Pipeline] | None = None,
+) -> Cut:
+    """Cut the model into stages, and keep this rank's. ``executor`` runs them; None: ours does."""
     model, ranks = setup.model, group.size()
     if setup.sample is None:
         raise UsageError("pipeline: stages are found by running the model: Setup.sample is missing")
@@ -82,7 +88,7 @@ def cut(setup: base.Setup, axes: Axes, group: comm.Group, loss: LossFn) -> Cut:
         if group.rank() in among and len(among) > 1:
             shared.setdefault(among, []).append(name)
     stages.drop(model, held, cells.keys() - inside)
-    pipeline = Pipeline(
+    pipeline = (executor or Pipeline)(
         model, loss, group, axes.schedule, chunks, Track(found, ends, message.device)
     )
     pipeline.share(shared)
@@ -205,6 +211,8 @@ class Job:
 class Pipeline:
     """Runs any list of actions on this rank's stages."""
 
+    PUTS_OFF = True  # linear layers leave their weights' gradients for later, if the list says so
+
     seed: Tensor  # the gradient of a micro-batch's loss: ()
 
     def __init__(
@@ -243,7 +251,7 @@ class Pipeline:
                 self.own_hooks[p] = dict(p._backward_hooks)
                 p._backward_hooks.clear()
         track.attach(model)
-        if any(a.kind == "W" for a in self.lists(1)[self.rank]):
+        if self.PUTS_OFF and any(a.kind == "W" for a in self.lists(1)[self.rank]):
             self.deferred.attach(model)
         stages.intercept(model, self._call)
 
@@ -313,28 +321,33 @@ class Pipeline:
         self.seed = torch.ones((), dtype=torch.float64, device=self.device)
         if divisor is not None:
             self.seed = self.seed / divisor
-        plan = self._plan(len(batches))
-        self.acknowledged = plan.received
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
         signatures = [_signature((b.inputs, b.targets)) for b in batches]
         self._agree_on_buffers()
         with self._in_private(), torch.enable_grad():
-            for i, action in enumerate(plan.actions):
-                self._look_ahead(plan.actions[i:], signatures)
-                with _span(action):
-                    if action.kind == "F":
-                        total += self._forward(action, batches[action.micro], signatures)
-                    elif action.kind == "W":
-                        self._weights(action)
-                    else:
-                        with phase(BACKWARD):
-                            self._backward(action)
-                self.peak_live = max(self.peak_live, len(self.live) + len(self.put_off))
-            self._finish_sending()
+            total = self._carry_out(batches, signatures)
             self.gradients = {p: p.grad for p in self.model.parameters() if p.grad is not None}
         self.seen.clear()
         self._sum_shared()
         comm.all_reduce(total, self.group, label="loss of the last stage")
+        return total
+
+    def _carry_out(self, batches: Sequence[Batch], signatures: Sequence[Signature]) -> Tensor:
+        """This rank's actions. Returns the sum of the losses that it has computed: ()."""
+        plan = self._plan(len(batches))
+        self.acknowledged = plan.received
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for i, action in enumerate(plan.actions):
+            self._look_ahead(plan.actions[i:], signatures)
+            with _span(action):
+                if action.kind == "F":
+                    total += self._forward(action, batches[action.micro], signatures)
+                elif action.kind == "W":
+                    self._weights(action)
+                else:
+                    with phase(BACKWARD):
+                        self._backward(action)
+            self.peak_live = max(self.peak_live, len(self.live) + len(self.put_off))
+        self._finish_sending()
         return total
 
     def _forward(

@@ -70,7 +70,7 @@ class Layer:
 
 def cut(
     model: nn.Module,
-    splits: Mapping[str, str],
+    splits: Mapping[str, str] | None,
     group: comm.Group,
     loss: LossFn,
     sequence: bool = False,
@@ -81,13 +81,9 @@ def cut(
     if sequence:
         _refuse_for_sequence(named)
         stream = Positions(group, has_dropout=bool(_dropouts(model)))
-    layers = [
-        _layer(model, name, kind, group)
-        for name, kind in named.items()
-        if kind.partition(" ")[0] in LAYERS
-    ]
-    divided = _divided(model, named, group.size())
-    held, partial = _agreed(model, named, layers, sequence)
+    layers = layers_of(model, named, group)
+    divided = divided_by(model, named, group.size())
+    held, partial = agreed(model, named, layers, sequence)
     # Nothing is refused from here on.
     names = {parameter: name for name, parameter in model.named_parameters()}
     found = Cut(whole_layout(model), loss)
@@ -119,8 +115,13 @@ def cut(
 # ------------------------------------------------------------------ what the workload says
 
 
-def read(model: nn.Module, splits: Mapping[str, str]) -> dict[str, str]:
+def read(model: nn.Module, splits: Mapping[str, str] | None) -> dict[str, str]:
     """What becomes of which module, parameter or attribute, by its name, in the model's order."""
+    if not splits:
+        raise UsageError(
+            f"tensor parallelism: the workload does not say how its model, a "
+            f"{type(model).__name__}, is split; give it splits (docs/workloads.md)"
+        )
     if not isinstance(splits, Mapping):
         raise UsageError(
             f"a workload's splits map names of modules to what becomes of them; these are a "
@@ -187,6 +188,14 @@ def _refuse_forgotten(model: nn.Module, named: Mapping[str, str]) -> None:
 # ------------------------------------------------------------------ what each rank keeps
 
 
+def layers_of(model: nn.Module, named: Mapping[str, str], group: comm.Group) -> list[Layer]:
+    return [
+        _layer(model, name, kind, group)
+        for name, kind in named.items()
+        if kind.partition(" ")[0] in LAYERS
+    ]
+
+
 def _layer(model: nn.Module, name: str, text: str, group: comm.Group) -> Layer:
     """The layer and its split; refused by name where it cannot be."""
     owner, _, last = name.rpartition(".")
@@ -245,7 +254,7 @@ def _by_heads(what: str, size: int, heads: list[int], group: comm.Group) -> list
     return kept
 
 
-def _divided(
+def divided_by(
     model: nn.Module, named: Mapping[str, str], ranks: int
 ) -> list[tuple[nn.Module, str, int]]:
     """The attributes that are a number of heads or channels, and what becomes of them."""
@@ -260,7 +269,7 @@ def _divided(
     return found
 
 
-def _agreed(
+def agreed(
     model: nn.Module, named: Mapping[str, str], layers: Sequence[Layer], sequence: bool
 ) -> tuple[dict[nn.Parameter, Held], list[nn.Parameter]]:
     """The part of each parameter that is kept, and the parameters whose gradients are summands.

@@ -14,6 +14,7 @@ loss, the parameters and the earlier outputs that it depends on.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -82,7 +83,7 @@ class Probe:
     outputs: list[Output] = field(default_factory=list)
     uses: list[set[str]] = field(default_factory=list)  # the parameters of each part
     reads: list[set[int]] = field(default_factory=list)  # the blocks whose output each part reads
-    sizes: list[int] = field(default_factory=list)  # elements of each block's output
+    shapes: list[list[Shape]] = field(default_factory=list)  # of each block's output
     seconds: list[float] = field(default_factory=list)  # of each block's forward
     changed: dict[str, int] = field(default_factory=dict)  # buffers, with the part that writes them
     loss: float = 0.0
@@ -120,7 +121,7 @@ def probe(model: nn.Module, blocks: Sequence[str], loss: LossFn, sample: Batch) 
             "pipeline: the workload names no blocks, and none can be guessed from its model, so "
             "there is nothing to cut between; name them in Workload.blocks"
         )
-    with _unchanged(model):
+    with unchanged(model):
         frozen = [p for p in model.parameters() if not p.requires_grad and _has_gradient(p)]
         for p in frozen:
             p.requires_grad_()
@@ -167,7 +168,7 @@ def _probed(model: nn.Module, blocks: Sequence[str], loss: LossFn, sample: Batch
         made.append(tensors)
         given.append(cut)
         found.outputs.append(output)
-        found.sizes.append(sum(t.numel() for t in tensors))
+        found.shapes.append([(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors])
         found.blocks.append(name)
         return output.join(cut)
 
@@ -214,7 +215,7 @@ def _probed(model: nn.Module, blocks: Sequence[str], loss: LossFn, sample: Batch
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
+def unchanged(model: nn.Module) -> Iterator[None]:
     """Whatever runs inside changes neither buffers nor the random state."""
     kept = [
         (module, name, buffer, buffer.detach().clone())
@@ -304,7 +305,8 @@ def _costs(found: Probe, model: nn.Module, balance: str) -> list[float]:
         for part, used in enumerate(found.uses)
     ]
     costs[-2] += costs.pop()
-    return [cost + size for cost, size in zip(costs, found.sizes, strict=True)]
+    sizes = [sum(math.prod(shape) for shape, _, _ in output) for output in found.shapes]
+    return [cost + size for cost, size in zip(costs, sizes, strict=True)]
 
 
 # ------------------------------------------------------------------ who holds what
@@ -404,7 +406,7 @@ class Track:
     """Stands for every block's call, and runs those of one stage."""
 
     def __init__(self, found: Probe, ends: Sequence[int], device: torch.device) -> None:
-        self.blocks, self.outputs = found.blocks, found.outputs
+        self.blocks, self.outputs, self.of_sample = found.blocks, found.outputs, found.shapes
         self.ends = list(ends)
         self.device = device
         self.stage: int | None = None  # that runs; None: no stage does

@@ -18,6 +18,7 @@ _THEIRS = tuple(
         "distributed/fsdp/",
         "distributed/tensor/",
         "distributed/optim/",
+        "distributed/pipelining/",
         "nn/parallel/distributed.py",
     )
 )

@@ -1,0 +1,175 @@
+"""PyTorch's torch.distributed.pipelining, under the same contract as our pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from shardlab.errors import UsageError
+from shardlab.strategies import base, refusals, stages, theirs
+from shardlab.strategies.on_mesh import OnMesh
+from shardlab.strategies.pipeline import Pipeline, Signature
+from shardlab.strategies.schedules import Action
+from shardlab.strategies.stages import Shape
+from shardlab.workloads.base import Batch, LossFn
+
+NAME = "pytorch_pipeline"
+SCHEDULES = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+}
+ONE_STAGE = ("gpipe", "1f1b")  # their classes take a stage; the others take a list
+
+
+class PyTorchPipeline(OnMesh):
+    """PyTorch's ``PipelineStage`` and its schedules (option ``schedule``: gpipe, 1f1b …).
+
+    The stages are those of our pipelines, each wrapped in a module from which PyTorch makes a
+    ``PipelineStage``. What is around it stays ours: tied parameters, which PyTorch leaves to its
+    user, are summed between their stages, and the gradients go to the data-parallel strategy.
+
+    PyTorch divides gradients by the number of micro-batches, in every call of ``step()``, and so
+    the earlier ones too, if an update takes two calls. ``scale_grads=False`` turns that off. The
+    losses are sums, and divided by the count of all targets, as everywhere here.
+
+    Its stages know one shape: the micro-batches of a step must be equal in shape.
+
+    Schedule of a step:
+
+        each micro-batch    in the order of PyTorch's schedule: activations are sent forward, their
+                            gradients back
+        after the last      all_reduce the gradients of parameters that several stages hold, once
+                            all_reduce the loss of the last stage               8 bytes
+        then                the inner strategy's, as for one micro-batch
+    """
+
+    def _cut(self, setup: base.Setup) -> LossFn:
+        refusals.option("schedule", self.axes.schedule, SCHEDULES)
+        if self.axes.tensor * self.axes.context > 1:
+            raise UsageError(
+                f"{NAME} has no axes but pipeline and data; use pipeline_1f1b with tensor or "
+                "context"
+            )
+        return self._into_stages(setup, setup.loss_fn, _Executor)
+
+
+class _Executor(Pipeline):
+    """Runs this rank's stages by PyTorch's schedule."""
+
+    PUTS_OFF = False  # PyTorch finds what a weight gradient needs in the graph
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.batches: Sequence[Batch] = ()  # of the step that is under way
+        self.total = torch.zeros(())  # the losses of its last stage
+        self.made: dict[tuple[int, Signature], Any] = {}  # schedules
+        self.own = [stage for stage, rank in enumerate(self.where) if rank == self.rank]
+
+    def _carry_out(self, batches: Sequence[Batch], signatures: Sequence[Signature]) -> Tensor:
+        if len(set(signatures)) > 1:
+            shapes = " and ".join(sorted({str(list(s[0][0])) for s in signatures}))
+            raise UsageError(
+                f"{NAME}: the micro-batches of a step differ in shape ({shapes}), and PyTorch's "
+                "stages know one shape; use pipeline_1f1b, or a global batch that divides evenly"
+            )
+        key = len(batches), signatures[0]
+        if key not in self.made:
+            self._rehearse(batches[0], signatures[0])
+            self.made[key] = self._schedule(*key)
+        self.batches = batches
+        self.total = torch.zeros((), dtype=torch.float64, device=self.device)
+        which = torch.arange(len(batches))
+        try:
+            with theirs.refusals(NAME):
+                self.made[key].step(which=which, target=which)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, UsageError):  # PyTorch has wrapped it
+                raise error.__cause__ from None
+            raise
+        finally:
+            self.batches = ()
+        return self.total
+
+    def _rehearse(self, batch: Batch, signature: Signature) -> None:
+        """Run the stages once, so that each knows the shapes of what it will receive."""
+        outside = [getattr(module, key) for module, key, _ in self.outside]
+        values = [buffer.clone() for buffer in outside]
+        with stages.unchanged(self.model):
+            for stage in self.own:
+                self._forward(Action("F", stage, 0), batch, [signature])
+            self._finish_sending()
+        for buffer, value in zip(outside, values, strict=True):
+            buffer.copy_(value)
+        self.live.clear()
+        for stage in self.own:
+            for place, (_, _, has_gradient) in enumerate(self._between(stage, signature)):
+                if not has_gradient:
+                    before = self.track.blocks[self.track.ends[stage - 1]]
+                    raise UsageError(
+                        f"{NAME}: tensor {place} that the block '{before}' returns has no "
+                        "gradient, and PyTorch's stages want one of each; use pipeline_1f1b"
+                    )
+
+    def _between(self, stage: int, signature: Signature) -> list[Shape]:
+        """The tensors that a stage receives."""
+        return self.known[stage, signature][-1] if stage else []
+
+    def _schedule(self, micro: int, signature: Signature) -> Any:
+        def tensors(stage: int) -> tuple[Tensor, ...]:
+            return tuple(
+                torch.empty(shape, dtype=dtype, device="meta").requires_grad_()
+                for shape, dtype, _ in self._between(stage, signature)
+            )
+
+        made = []
+        for stage in self.own:
+            is_last = stage == self.stages - 1
+            made.append(
+                pipelining.PipelineStage(
+                    _Stage(self, stage, signature),
+                    stage,
+                    self.stages,
+                    self.device,
+                    input_args=tensors(stage),
+                    output_args=torch.empty(1, device="meta") if is_last else tensors(stage + 1),
+                    group=self.group,
+                )
+            )
+        given: Any = made[0] if self.schedule in ONE_STAGE else made
+        make = SCHEDULES[self.schedule]
+        with theirs.refusals(NAME):
+            return make(given, micro, loss_fn=self._divided, scale_grads=False)
+
+    def _divided(self, output: Tensor, _target: Tensor) -> Tensor:
+        return output.sum() * self.seed.to(output.dtype)
+
+
+class _Stage(nn.Module):
+    """A stage as a module: from the activations received to those that are sent, or to the loss."""
+
+    def __init__(self, executor: _Executor, stage: int, signature: Signature) -> None:
+        super().__init__()
+        self.model = executor.model
+        self.executor, self.stage, self.signature = executor, stage, signature
+
+    def forward(self, *received: Tensor, which: Tensor) -> Any:
+        executor, stage = self.executor, self.stage
+        micro = int(which)
+        forward = partial(executor.loss_fn, executor.model, executor.batches[micro])
+        shapes = executor.known[stage, self.signature] if stage else []
+        value = executor._run_stage(stage, micro, forward, shapes, list(received))
+        if stage == executor.stages - 1:
+            executor.total += value.detach()
+            return torch.stack([value])  # PyTorch joins what the last stage returns
+        outputs, executor.track.result = executor.track.result, []
+        # PyTorch detaches them in place, which a view does not allow.
+        outputs = [t.clone() if t._is_view() else t for t in outputs]
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
