@@ -170,8 +170,10 @@ def _examine_stack(
     strategy, _ = weighed(lambda: _build(subject, config, world))
     again = _run(strategy, subject, share, Trail(None), around=weighed, steps=2)
     *_, gradients, step = phases
+    cut = isinstance(strategy, OnMesh)
     return {
-        "claimed_of_stack": None if claim is None else claim.of(job),
+        # A pipeline's stage adds its gradients up until the step's last backward.
+        "claimed_of_stack": _claimed(replace(claim, peak=None) if claim and cut else claim, job),
         "stack": {
             **_full(job),
             "resident": step.held,
@@ -242,7 +244,7 @@ def _activations(
 
 
 def _claimed(
-    claim: claims.Claim | None, job: claims.Job, activations: Mapping[str, float] | None
+    claim: claims.Claim | None, job: claims.Job, activations: Mapping[str, float] | None = None
 ) -> dict[str, Any] | None:
     """The claim in numbers, with the activations that are sent besides."""
     if claim is None:
