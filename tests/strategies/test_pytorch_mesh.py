@@ -18,7 +18,6 @@ from shardlab.errors import UsageError
 from shardlab.naming import EVERY_STRATEGY
 from shardlab.strategies.base import Setup
 from shardlab.strategies.on_mesh import OnMesh
-from shardlab.strategies.update import Rule
 from shardlab.workloads import gpt2
 from shardlab.workloads.architectures import known_splits
 from shardlab.workloads.base import Batch
@@ -46,18 +45,16 @@ SUBJECTS = {
 }
 
 
-def built(
-    world: World, name: str, subject: str, options: dict[str, Any], inner: str, clip: float | None
-) -> OnMesh:
+def built(world: World, name: str, subject: str, options: dict[str, Any], inner: str) -> OnMesh:
     found, _ = axes.axes_of(name, options, world.size)
     assert found is not None
     what = SUBJECTS[subject]
     model = meshed.built(what, world.rank)
     splits = known_splits(model) if what.splits is None else what.splits
     blocks = [n for n, _ in model.named_modules() if n.startswith("blocks.") and n.count(".") == 1]
-    rule, sample = Rule(clip_norm=clip), what.batch(0, 0, 0)
+    sample = what.batch(0, 0, 0)
     setup = Setup(
-        model, make_optimizer("adamw"), what.loss, world.mesh, rule, blocks,
+        model, make_optimizer("adamw"), what.loss, world.mesh, blocks=blocks,
         sample=sample, splits=splits,
     )  # fmt: skip
     make = naming.resolve(name, EVERY_STRATEGY, "strategy")
@@ -72,11 +69,10 @@ def course(
     options: dict[str, Any],
     inner: str = "single",
     micro: int = 2,
-    clip: float | None = None,
 ) -> Trajectory | str:
     """On a rank: losses, gradients, parameters of some steps; or what it refuses."""
     try:
-        strategy = built(world, name, subject, options, inner, clip)
+        strategy = built(world, name, subject, options, inner)
         share, _ = strategy.axes.data_share(world.rank)
         result = Trajectory()
         for step in range(meshed.STEPS):
@@ -160,7 +156,7 @@ def handed_on(world: World) -> Trajectory:
     result = Trajectory()
     state: dict[str, Any] | None = None
     for step, name in enumerate((TENSOR, PIPELINE, TENSOR)):
-        strategy = built(world, name, "deep", {}, "single", None)
+        strategy = built(world, name, "deep", {}, "single")
         if state is not None:
             strategy.load_state_dict(state)
         result.losses.append(float(strategy.gradients([even(step, 0, m) for m in range(2)])))

@@ -170,8 +170,10 @@ def _examine_stack(
     strategy, _ = weighed(lambda: _build(subject, config, world))
     again = _run(strategy, subject, share, Trail(None), around=weighed, steps=2)
     *_, gradients, step = phases
+    cut = isinstance(strategy, OnMesh)
     return {
-        "claimed_of_stack": None if claim is None else claim.of(job),
+        # A pipeline's stage adds its gradients up until the step's last backward.
+        "claimed_of_stack": _claimed(replace(claim, peak=None) if claim and cut else claim, job),
         "stack": {
             **_full(job),
             "resident": step.held,
@@ -226,21 +228,23 @@ def _activations(
     both = mesh.context > 1 and mesh.tensor > 1
     if mesh.sequence or mesh.pipeline > 1 or both or source != "ledger":
         return None
+    if config.training.activation_checkpointing:  # what is computed again is sent again
+        return None
     model = plain.build(subject)
     if mesh.context > 1:
         context = context_of(subject.workload, model)
-        if context is None or config.training.activation_checkpointing:  # which sends keys again
+        if context is None:
             return None
         loss = subject.workload.loss
         return {"send": traffic.of_context(model, context, loss, microbatches, mesh.context)}
     words = subject.workload.splits_of(model)
     assert words is not None
-    size = traffic.of_tensor(model, words, subject.workload.loss, microbatches)
-    return {"all_reduce": comm.wire_bytes("all_reduce", size, mesh.tensor)}
+    sizes = traffic.of_tensor(model, words, subject.workload.loss, microbatches)
+    return {op: comm.wire_bytes(op, size, mesh.tensor) for op, size in sizes.items()}
 
 
 def _claimed(
-    claim: claims.Claim | None, job: claims.Job, activations: Mapping[str, float] | None
+    claim: claims.Claim | None, job: claims.Job, activations: Mapping[str, float] | None = None
 ) -> dict[str, Any] | None:
     """The claim in numbers, with the activations that are sent besides."""
     if claim is None:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardlab.batch import tensors_of
 from shardlab.strategies import splits
+from shardlab.workloads import token_loss
 from shardlab.workloads.base import Batch, ContextSplit, LossFn
 
 NUMBERS = 3  # that the loss of a target needs of all ranks: a maximum, a sum, the target's logit
@@ -24,16 +25,17 @@ NUMBERS = 3  # that the loss of a target needs of all ranks: a maximum, a sum, t
 
 def of_tensor(
     model: nn.Module, words: Mapping[str, str], loss: LossFn, microbatches: Sequence[Batch]
-) -> int:
-    """Bytes of all tensors that the ranks of the tensor axis sum in a step, forward and backward.
+) -> dict[str, int]:
+    """Bytes of all tensors that ranks of the tensor axis sum and gather in a step, by collective.
 
     Forward, what layers by rows and split embeddings return is a sum over the ranks. Backward, the
     gradient of what goes into layers by columns is, once for those that share their input, and
-    that of what goes into a split head.
+    that of what goes into a split head. Its logits are gathered where they are not known to be for
+    a cross-entropy alone.
     """
     named = splits.read(model, words)
     branches = [name for name, kind in named.items() if kind == "branch"]
-    total = 0
+    total = gathered = 0
 
     def count_output(_module: nn.Module, _args: Any, output: Any) -> None:
         nonlocal total
@@ -44,11 +46,14 @@ def of_tensor(
         entering = tensors_of((args, kwargs))[:1]
         total += sum(_bytes(t) for t in entering if t.requires_grad)
 
-    def count_head(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        nonlocal total
-        count_input(_module, args, kwargs)
-        entering = tensors_of((args, kwargs))[0]  # (..., dim)
-        total += NUMBERS * _bytes(entering) // entering.shape[-1]
+    def count_head(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        nonlocal total, gathered
+        count_input(module, args, kwargs)
+        entering, *targets = tensors_of((args, kwargs))  # (..., dim)
+        if targets or token_loss.is_awaited():
+            total += NUMBERS * _bytes(entering) // entering.shape[-1]
+        else:
+            gathered += _bytes(output)
 
     hooks = []
     for name, text in named.items():
@@ -60,14 +65,14 @@ def of_tensor(
         if kind == "rows" or (kind == "vocabulary" and isinstance(module, nn.Embedding)):
             hooks.append(module.register_forward_hook(count_output))
         elif kind == "vocabulary":
-            hooks.append(module.register_forward_pre_hook(count_head, with_kwargs=True))
+            hooks.append(module.register_forward_hook(count_head, with_kwargs=True))
         elif kind == "branch" or (kind in ("columns", "heads") and not shares_input):
             hooks.append(module.register_forward_pre_hook(count_input, with_kwargs=True))
     for batch in microbatches:
         loss(model, batch)
     for hook in hooks:
         hook.remove()
-    return total
+    return {"all_reduce": total, "all_gather": gathered}
 
 
 class _Attention(TorchFunctionMode):

@@ -111,7 +111,7 @@ def _train_rank(
         start.step,
         rate=lambda: strategy.update.learning_rate,
         log_every=config.output.log_every,
-        rests=lambda: getattr(strategy, "rests", False),
+        rests=lambda: strategy.rests,
     )
     with (
         closing(Batches(workload, config, world, start.step)) as feed,

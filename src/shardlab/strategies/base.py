@@ -153,6 +153,7 @@ class Strategy(ABC):
     # None: N ranks act as one. Else they are workers, equal only right after an exchange; `shardlab
     # prove` compares with one process that plays them. Set it in __init__.
     rounds: Rounds | None = None
+    rests: bool = False  # this worker was late, and makes no steps in this round
 
     optimizer: torch.optim.Optimizer
     update: Update  # step() must call it: it clips, follows the schedule, and skips bad gradients

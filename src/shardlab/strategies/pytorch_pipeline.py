@@ -70,6 +70,7 @@ class _Executor(Pipeline):
         super().__init__(*args)
         self.batches: Sequence[Batch] = ()  # of the step that is under way
         self.total = torch.zeros(())  # the losses of its last stage
+        self.dtype = torch.float32  # of the losses, if this rank has the last stage
         self.made: dict[tuple[int, Signature], Any] = {}  # schedules
         self.own = [stage for stage, rank in enumerate(self.where) if rank == self.rank]
 
@@ -108,6 +109,8 @@ class _Executor(Pipeline):
             self._finish_sending()
         for buffer, value in zip(outside, values, strict=True):
             buffer.copy_(value)
+        for kept in self.live.values():
+            self.dtype = kept.outputs[0].dtype
         self.live.clear()
         for stage in self.own:
             for place, (_, _, has_gradient) in enumerate(self._between(stage, signature)):
@@ -132,6 +135,7 @@ class _Executor(Pipeline):
         made = []
         for stage in self.own:
             is_last = stage == self.stages - 1
+            loss = torch.empty(1, dtype=self.dtype, device="meta")
             made.append(
                 pipelining.PipelineStage(
                     _Stage(self, stage, signature),
@@ -139,7 +143,7 @@ class _Executor(Pipeline):
                     self.stages,
                     self.device,
                     input_args=tensors(stage),
-                    output_args=torch.empty(1, device="meta") if is_last else tensors(stage + 1),
+                    output_args=loss if is_last else tensors(stage + 1),
                     group=self.group,
                 )
             )

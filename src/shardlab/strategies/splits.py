@@ -122,6 +122,11 @@ def read(model: nn.Module, splits: Mapping[str, str] | None) -> dict[str, str]:
             f"tensor parallelism: the workload does not say how its model, a "
             f"{type(model).__name__}, is split; give it splits (docs/workloads.md)"
         )
+    if not isinstance(splits, Mapping):
+        raise UsageError(
+            f"a workload's splits map names of modules to what becomes of them; these are a "
+            f"{type(splits).__name__}"
+        )
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     named: dict[str, tuple[str, str]] = {}

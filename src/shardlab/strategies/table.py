@@ -23,7 +23,7 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +59,9 @@ class Table:
     least: int
     patience_s: float
     timeout_s: float = 300.0
-    absent: Mapping[int, Sequence[int]] = field(default_factory=dict)  # planned by a proof
+    # A proof's plan of who is absent, by round. With one nothing depends on who is quick: all
+    # others are waited for. None: there is none.
+    plan: Callable[[int], Sequence[int]] | None = None
     history: list[dict[str, Any]] = field(default_factory=list)  # on rank 0: a row for each round
 
     def __post_init__(self) -> None:
@@ -87,7 +89,7 @@ class Table:
         average. A worker that a proof plans to be late holds its own back until it is closed."""
         store = self.store
         was_closed = store.check([f"{number}/who"])
-        is_late = self.rank in self.absent.get(number, ())
+        is_late = self.plan is not None and self.rank in self.plan(number)
         if mine is not None and not was_closed and not is_late:
             _put(store, f"{number}/from/{self.rank}", mine | {"weight": torch.tensor(weight)})
         limit = time.monotonic() + self.timeout_s
@@ -128,12 +130,14 @@ def _keep(table: weakref.ref[Table], store: dist.Store) -> None:
             everyone = set(range(here.size))
             came = {w for w in everyone if store.check([f"{number}/from/{w}"])}
             begun = {w for w in everyone if store.check([f"{number}/begun/{w}"])}
-            awaited = (everyone if expected is None else expected | begun) - came
-            awaited -= set(here.absent.get(number, ()))
+            if here.plan is not None:
+                awaited = everyone - set(here.plan(number)) - came
+            else:
+                awaited = (everyone if expected is None else expected | begun) - came
             if len(came) >= here.least:
                 now = time.monotonic()
                 closes_at = now + here.patience_s if closes_at is None else closes_at
-                if not awaited or now >= closes_at:
+                if not awaited or (here.plan is None and now >= closes_at):
                     break
             del here
             time.sleep(POLL_S)

@@ -149,11 +149,13 @@ class Workers(base.Strategy):
         if not self.rests:
             buffers = {f"{BUFFER}{name}": b for name, b in self.model.named_buffers()}
             mine = self.bring() | buffers
-        table.absent = {self.round: self.rounds.without(self.round)}
+        table.plan = self.rounds.without if self.rounds.absent else None
         closed = table.meet(self.round, mine, float(self.seen[0]), self.group)
         took_part = self.group.rank() in closed.who
         self.rests = closed.was_closed if self.rests else not took_part
         self.round += 1
+        if self.rounds.absent:
+            self.rests = self.rounds.rests(self.round, self.group.rank())
         self.take({n: t.to(self.device) for n, t in closed.tensors.items()})
         for name, buffer in self.model.named_buffers():
             buffer.copy_(closed.tensors[f"{BUFFER}{name}"])
