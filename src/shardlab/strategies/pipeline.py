@@ -5,7 +5,7 @@ Schedule of a step, for P ranks and M micro-batches:
     each micro-batch    in the order of ``schedules.py``:
                         forward of a stage; send its activations to the next, asynchronously
                         backward of a stage; send its input's gradient back, asynchronously
-    after the last      all_reduce the gradients of parameters that several stages hold, once
+    after the last      exchange the gradients of parameters that several stages hold, once
                         all_reduce the loss of the last stage                      8 bytes
     then                the data-parallel strategy's collectives, as for one micro-batch
 
@@ -38,13 +38,14 @@ from shardlab.axes import Axes
 from shardlab.batch import tensors_of
 from shardlab.errors import UsageError
 from shardlab.phases import BACKWARD, phase
-from shardlab.strategies import base, layout, schedules, stages, steps
+from shardlab.strategies import base, layout, refusals, schedules, stages
 from shardlab.strategies.layout import Cut
 from shardlab.strategies.schedules import Action
 from shardlab.strategies.stages import Shape, Track
 from shardlab.workloads.base import Batch, LossFn
 
-ACTIVATION, GRADIENT, ANSWER = "activation", "gradient", "answer"  # the lanes of messages
+ACTIVATION, GRADIENT, SHARED, ANSWER = "activation", "gradient", "shared", "answer"
+LANES = (ACTIVATION, GRADIENT, SHARED, ANSWER)  # of messages
 PARTS = 64  # tensors of one message, at most: each has a tag of its own
 AHEAD = 2  # messages whose receiving is begun before they are needed
 Signature = tuple[Any, ...]
@@ -70,7 +71,8 @@ def cut(
     found = stages.probe(model, setup.blocks, loss, setup.sample)
     ends = stages.ends_of(found, model, ranks * chunks, axes.balance)
     message = torch.tensor(ends, device=next(model.parameters()).device)
-    comm.broadcast(message, group, label="stages")  # times differ: the first rank decides
+    # Times differ: the first rank of all decides, also for those of other pipelines.
+    comm.broadcast(message, refusals.dp_group(setup.mesh), label="stages")
     ends = message.tolist()
     where = [schedules.rank_of(stage, ranks, axes.schedule) for stage in range(len(ends))]
     holders = stages.holders_of(found, model, ends)
@@ -237,11 +239,11 @@ class Pipeline:
         # writes, each with the rank whose values count.
         self.written: dict[int, list[tuple[nn.Module, str]]] = {}
         self.outside: list[tuple[nn.Module, str, int]] = []
-        self.shared: list[tuple[comm.Group, list[nn.Parameter]]] = []
+        self.shared: list[tuple[tuple[int, ...], list[nn.Parameter]]] = []
         self.own_hooks: dict[nn.Parameter, dict[int, Any]] = {}
         self.plans: dict[int, Plan] = {}
         self.known: dict[tuple[int, Signature], list[list[Shape]]] = {}  # by the receiving stage
-        self.lanes: dict[tuple[str, int, int], comm.Group] = {}
+        self.lanes: dict[tuple[str, bool], comm.Group] = {}
         self.peak_live = 0  # micro-batches whose activations were kept at a time, in the last step
         self._clear()
         if group.name() != "gloo":
@@ -268,15 +270,10 @@ class Pipeline:
     def share(self, among: dict[tuple[int, ...], list[str]]) -> None:
         """Parameters that several ranks hold, by the places of those in the group."""
         params = dict(self.model.named_parameters())
-        members = comm.members(self.group)
         for places, held in sorted(among.items()):
-            group = self.group
-            if len(places) < self.ranks:
-                ranks = [members[place] for place in places]
-                group = dist.new_group(ranks, use_local_synchronization=True)
             trained = [params[name] for name in held if params[name].requires_grad]
             if trained:
-                self.shared.append((group, trained))
+                self.shared.append((places, trained))
 
     # ------------------------------------------------------------ what the strategy calls
 
@@ -484,15 +481,29 @@ class Pipeline:
     def _sum_shared(self) -> None:
         """The gradient of what several stages hold is the sum of theirs. One that got none is
         None, as in one process."""
-        for group, params in self.shared:
-            used = [p in self.gradients for p in params]
-            used = steps.any_rank(used, group, label="used parameters of several stages")
-            for p, is_used in zip(params, used, strict=True):
+        for places, params in self.shared:
+            used = torch.tensor([p in self.gradients for p in params], dtype=torch.uint8)
+            used = self._summed(places, used.to(self.device), 0, "used parameters")
+            for number, (p, is_used) in enumerate(zip(params, used.tolist(), strict=True)):
                 if is_used:
-                    gradient = self.gradients.get(p)
-                    gradient = torch.zeros_like(p) if gradient is None else gradient.contiguous()
-                    comm.all_reduce(gradient, group, label="grad of several stages")
-                    self.gradients[p] = gradient
+                    mine = self.gradients.get(p)
+                    mine = torch.zeros_like(p) if mine is None else mine.contiguous()
+                    self.gradients[p] = self._summed(places, mine, number + 1, "gradient")
+
+    def _summed(self, places: Sequence[int], mine: Tensor, number: int, what: str) -> Tensor:
+        """The sum over some ranks, in their order, so that all get the same bits. They have no
+        group of their own: PyTorch's names of groups need as many on every rank."""
+        key, label = (SHARED, 0, number), f"{what} of several stages"
+        rooms = {place: torch.empty_like(mine) for place in places if place != self.rank}
+        pending = [self._receive(key, of, room, 0, label)[1] for of, room in rooms.items()]
+        pending += [self._send(key, to, mine, 0, label) for to in rooms]
+        for p in pending:
+            p.wait()
+        first, *rest = (rooms.get(place, mine) for place in places)
+        total = first.clone()
+        for part in rest:
+            total += part
+        return total
 
     # ------------------------------------------------------------ messages
 
@@ -519,27 +530,23 @@ class Pipeline:
         return self.where[key[1] - 1 if key[0] == ACTIVATION else key[1] + 1]
 
     def _group(self, lane: str, sender: int, receiver: int) -> comm.Group:
-        return self.lanes.get((lane, sender, receiver), self.group)
+        return self.lanes.get((lane, sender < receiver), self.group)
 
     def _make_lanes(self) -> None:
         """A group for each direction. Gloo tells messages apart by their tags and needs none; with
         NCCL a send that waits would hold up what comes behind it."""
-        links = {*zip(self.where, self.where[1:], strict=False)}
-        links |= {(b, a) for a, b in links} | {(self.where[-1], rank) for rank in range(self.ranks)}
-        members = comm.members(self.group)
-        for lane in (ACTIVATION, GRADIENT, ANSWER):
-            for link in sorted(links):  # in one order on every rank
-                if self.rank in link and len({*link}) == 2:
-                    ranks = sorted(members[place] for place in link)
-                    group = dist.new_group(ranks, use_local_synchronization=True)
-                    self.lanes[lane, *link] = group
+        ranks = comm.members(self.group)
+        for lane in LANES:
+            for is_up in (True, False):
+                group = dist.new_group(ranks, use_local_synchronization=True)
+                self.lanes[lane, is_up] = group
 
     def _place(self, group: comm.Group, rank: int) -> int:
         return comm.members(group).index(comm.members(self.group)[rank])
 
     def _tag(self, key: Key, part: int) -> int:
-        lane = (ACTIVATION, GRADIENT, ANSWER).index(key[0])
-        return ((key[2] * self.stages + key[1]) * 3 + lane) * PARTS + part
+        number = (key[2] * self.stages + key[1]) * len(LANES) + LANES.index(key[0])
+        return number * PARTS + part
 
     def _send(self, key: Key, to: int, tensor: Tensor, part: int, what: str = "") -> comm.Pending:
         group = self._group(key[0], self.rank, to)

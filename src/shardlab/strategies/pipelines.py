@@ -13,7 +13,7 @@ class PipelineGPipe(OnMesh):
         at construction     broadcast the model from rank 0; find the stages; keep one
         each micro-batch    forward; send the activations to the next rank, asynchronously
         then each of them   backward; send the input's gradient back, asynchronously
-        after the last      all_reduce gradients that several stages hold (tied embeddings)
+        after the last      exchange gradients that several stages hold (tied embeddings)
                             all_reduce the loss of the last stage           8 bytes
         step                update this rank's stage                        nothing
 
