@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from shardlab import comm
+from shardlab.axes import axes_of
 from shardlab.config import Config, LaunchConfig, TrainingConfig
 from shardlab.errors import UsageError
 from shardlab.measure import memory
@@ -434,6 +435,7 @@ def _simulate(
     PyTorch without CUDA refuses fake tensors on a GPU. There, the CPU's operators stand in, with
     the GPU's optimizer, process group and allocator.
     """
+    _refuse_axes(config, events)
     if device == "auto":
         device = "cuda" if torch.cuda.device_count() else "cpu"
     where = torch.device(device if torch.cuda.is_available() else "cpu")
@@ -505,6 +507,21 @@ def _met(table: Table, _round: int, mine: dict[str, Tensor], *_: object) -> Clos
     """An exchange of workers at a table: as much comes back as was brought."""
     average = {name: tensor.clone() for name, tensor in mine.items()}
     return Closed(list(range(table.size)), average, was_closed=False)
+
+
+def _refuse_axes(config: Config, events: bool) -> None:
+    """Refuse what one rank without content cannot stand for."""
+    axes, _ = axes_of(config.strategy.name, config.strategy.options, config.launch.world or 1)
+    if axes is not None and events:
+        raise UsageError(
+            "a plan has no prices for ranks that cut one model between them (tensor, context, "
+            "pipeline); `shardlab compare` measures them"
+        )
+    if axes is not None and axes.context > 1:
+        raise UsageError(
+            "an estimate is made on tensors without values, and how many targets lie in a part of "
+            "a sequence is asked of their values; `shardlab throughput` measures the peak"
+        )
 
 
 def refuse_rounds(strategy: Strategy) -> None:
