@@ -281,7 +281,7 @@ def test_the_path_of_a_learner(tmp_path: Path) -> None:
         ("learn check", "begin with `shardlab learn start sampler`"),
         ("learn check sampler --time-limit 0", "a check needs time"),
         ("learn --dir elsewhere check sampler", "put the options after the command"),
-        ("learn show nonsense", "known: sampler, token_shards"),
+        ("learn show xyzxyz", "known: sampler, token_shards"),
     ],
 )
 def test_wrong_input_is_answered_in_a_line(
