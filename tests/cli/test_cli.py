@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import commands
-from shardlab.naming import STRATEGIES, WORKLOADS
+from shardlab.naming import EVERY_STRATEGY, WORKLOADS
 
 COMMANDS = ["train", "compare", "prove", "strategies", "workloads", "doctor", "version"]
 
@@ -202,7 +202,7 @@ def test_a_shell_completes_commands_and_flags(tmp_path: Path) -> None:
 
 
 def test_lists(tmp_path: Path) -> None:
-    for command, known in (("strategies", STRATEGIES), ("workloads", WORKLOADS)):
+    for command, known in (("strategies", EVERY_STRATEGY), ("workloads", WORKLOADS)):
         rows = json.loads(commands.here(command, "--json", cwd=tmp_path).stdout)[command]
         assert list(rows) == list(known)
         assert all(rows.values())
