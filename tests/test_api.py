@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import commands
 import shardlab
@@ -208,3 +209,13 @@ def test_the_page_runs_as_printed(tmp_path: Path) -> None:
     assert "Warning" not in done.stderr
     names = re.findall(r"`([A-Za-z_]+)`", page.partition("## In a notebook")[0])
     assert set(names) == set(PUBLIC)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("zero1", {"tensor": 2}), ("tensor_parallel", {}), ("zero2", {"pipeline": 2})],
+)
+def test_a_loop_of_ones_own_has_no_axes(name: str, options: dict[str, Any]) -> None:
+    model, make = torch.nn.Linear(2, 2), torch.optim.SGD
+    with pytest.raises(UsageError, match="tensor, context and pipeline are not for a loop"):
+        shardlab.strategy(name, model, make, lambda model, batch: model(batch.inputs), **options)

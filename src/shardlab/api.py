@@ -303,7 +303,7 @@ def strategy(
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shardlab import comm
+    from shardlab import axes, comm
     from shardlab import world as worlds
     from shardlab.optim import factory
     from shardlab.run import assemble
@@ -321,6 +321,11 @@ def strategy(
     training = configs.TrainingConfig(ema_decay=ema_decay)
     given = configs.load(None, {"strategy.name": name, "strategy.options": options or None})
     make = assemble.resolve_strategy(given)
+    if name in axes.NAMED or axes.OPTIONS.keys() & options.keys():
+        raise UsageError(
+            "tensor, context and pipeline are not for a loop of your own: a workload says how its "
+            "model is cut; `shardlab train` has them (docs/parallel.md)"
+        )
     if mesh is None:
         device = next(model.parameters()).device
         if not dist.is_initialized():

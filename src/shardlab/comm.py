@@ -101,10 +101,10 @@ class Ledger:
     recent: deque[Call] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     waiting: Entry | None = None
     waited: int = 0
-    # Of each channel (pulse.Call) the calls so far and their fingerprint: the same on every rank
-    # that takes part in it.
+    # How many calls were made in each channel (pulse.Call), and their fingerprint. Both are the
+    # same on every rank that takes part in the channel.
     channels: dict[str, tuple[int, int]] = field(default_factory=dict)
-    # Asked before each is launched; of a message that is received, when it is there.
+    # It is asked before each call is launched, or when a message has been received.
     check: Callable[[Call, Group], None] | None = None
 
     def open(

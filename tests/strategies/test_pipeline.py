@@ -22,10 +22,12 @@ from torch.nn import functional as F
 import commands
 from conftest import GetRanks, long_unless
 from shardlab import comm, naming
+from shardlab import config as configs
 from shardlab.axes import Axes
 from shardlab.errors import UsageError
 from shardlab.naming import STRATEGIES
 from shardlab.optim import factory
+from shardlab.run import assemble
 from shardlab.strategies import pipeline, schedules, stages
 from shardlab.strategies.base import Setup
 from shardlab.strategies.on_mesh import OnMesh
@@ -356,8 +358,10 @@ def test_stages_times_replicas(
 
 
 def refused(world: World, inner: str) -> str:
+    asked = {"strategy.name": inner, "strategy.options": {"pipeline": 2}, "model.size": "tiny"}
+    config = configs.load(None, {**asked, "launch.world": 2})
     try:
-        make(world, "gpt2", Axes(1, pipeline=2), inner)
+        assemble.build_strategy(config, assemble.build_workload(config), world)
     except UsageError as error:
         return str(error)
     return "nothing"

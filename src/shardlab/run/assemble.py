@@ -156,6 +156,11 @@ def on_axes(config: Config, make: type[Strategy], setup: Setup, world: World) ->
             "training.compile: ranks that share a layer (tensor) meet inside of each block, and "
             "that cannot be compiled; leave one of the two out"
         )
+    if found.pipeline > 1 and make.WORKS_BY_BLOCK:
+        raise UsageError(
+            f"{config.strategy.name} gathers the parameters of each block for every micro-batch, "
+            "forward and backward; with pipeline use zero1 or zero2"
+        )
     if issubclass(make, OnMesh):
         # Where an axis has a name of its own, the best replicas share the data.
         shares = axes.inner_of(config.strategy.name) if found.summing > 1 else BASELINE

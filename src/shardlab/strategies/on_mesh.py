@@ -92,12 +92,6 @@ class OnMesh(base.Strategy):
         self, setup: base.Setup, axes: Axes, inner: Callable[[base.Setup], base.Strategy]
     ) -> None:
         refusals.refuse_unsupported(setup.model, setup.mesh.size())
-        made = getattr(inner, "func", inner)
-        if axes.pipeline > 1 and getattr(made, "WORKS_BY_BLOCK", False):
-            raise UsageError(
-                f"{getattr(made, '__name__', made)} gathers the parameters of each block for every "
-                "micro-batch, forward and backward; with pipeline use zero1 or zero2"
-            )
         self.axes = axes
         self.model = setup.model
         self.group = refusals.dp_group(setup.mesh)

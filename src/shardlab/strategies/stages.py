@@ -289,7 +289,7 @@ def _skips(found: Probe) -> str:
 
 
 def _costs(found: Probe, model: nn.Module, balance: str) -> list[float]:
-    """Of each block, with what runs before it; the last has what runs behind it too.
+    """The cost of each block, with what runs before it. The last has what runs behind it too.
 
     By parameters it is the number of those that are multiplied with, and of the elements that the
     block returns for one sample. Rows that are looked up before the first block cost nothing.
