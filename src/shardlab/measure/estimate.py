@@ -120,7 +120,9 @@ class Row:
     device: str = "auto"  # what the estimate is for
     kernels: str | None = None  # the device whose operators were asked
     estimate: dict[str, dict[str, int]] | None = None
-    measured: dict[str, Any] | None = None  # the same; and "reserved" bytes, on a GPU
+    ranks: Sequence[Mapping[str, Any]] = ()  # what each of those holds that may differ
+    # The same; and the bytes of all "ranks", and "reserved" ones, on a GPU
+    measured: dict[str, Any] | None = None
     assumed: Sequence[str] = ()  # lines of the model that asked a tensor for its value
     about: Mapping[str, Any] = field(default_factory=dict)  # the data, and notes on the workload
     largest_batch: int | None = None  # samples of a rank's micro-batch that fit; 0: not even one
@@ -182,7 +184,7 @@ def estimate(
                 found = simulator.run(row.config, device, here=measure is not None)
                 row.device, row.kernels = found["device"], found["kernels"]
                 row.estimate, row.assumed = found["weights"], found["assumed"]
-                row.about = found["about"]
+                row.ranks, row.about = found["ranks"], found["about"]
                 if limit is not None:
                     row.largest_batch = _largest(simulator, row, limit, measure is not None)
             except (RankFailure, UsageError) as error:
@@ -278,12 +280,14 @@ def _row(row: Row, limit: int | None) -> dict[str, Any]:
         "update_bytes": estimate.get("update"),
         "between_bytes": estimate.get("between"),
         "building_bytes": estimate["building"]["total"] if estimate else None,
+        "ranks": list(row.ranks),
         "fits": None if limit is None or step is None else step["total"] <= limit,
         "largest_batch": row.largest_batch,
         "measured_step_bytes": measured.get("step"),
         "measured_update_bytes": measured.get("update"),
         "measured_between_bytes": measured.get("between"),
         "measured_building_bytes": measured["building"]["total"] if measured else None,
+        "measured_rank_bytes": measured.get("ranks"),
         "measured_reserved_bytes": measured.get("reserved"),
         "unmeasured": row.unmeasured,
         "assumed": list(row.assumed),
@@ -344,7 +348,7 @@ def _answer(pipe: Any) -> None:
 
 @on_its_ranks
 def weigh(world: World, config: Config) -> dict[str, Any]:
-    """The same, measured: the fullest rank at each of the two peaks."""
+    """The same, measured: the fullest rank at each of the two peaks, and each rank's of a step."""
     import torch
 
     from shardlab.measure import memory
@@ -360,7 +364,8 @@ def weigh(world: World, config: Config) -> dict[str, Any]:
     )
     own = memory.weights(allocations, causes, built)
     ranks = world.gather(own)
-    return {part: fullest(rank[part] for rank in ranks) for part in own}
+    found: dict[str, Any] = {part: fullest(rank[part] for rank in ranks) for part in own}
+    return {**found, "ranks": [rank["step"]["total"] for rank in ranks]}
 
 
 @on_its_ranks

@@ -186,10 +186,10 @@ def evaluation_text(row: Mapping[str, Any]) -> str:
 
 def print_comparison(result: Mapping[str, Any], files: Mapping[str, Path]) -> None:
     out = terminal.out()
-    out.print(compare_terminal.compare_table(result))
+    terminal.show(out, terminal.fit(compare_terminal.compare_table(result), out.width))
     out.print()
     if (explained := compare_terminal.explained_table(result)) is not None:
-        out.print(explained)
+        terminal.show(out, terminal.fit(explained, out.width))
         out.print()
     terminal.say(out, *compare_terminal.verdict_lines(result), wraps=True)
     if len(result["env"].get("nodes", ())) > 1:
@@ -209,7 +209,7 @@ def print_gate(gate: Mapping[str, Any]) -> None:
     out = terminal.out()
     out.print()
     terminal.say(out, *(f"warning: {warning}" for warning in gate["warnings"]), wraps=True)
-    out.print(compare_terminal.gate_table(gate))
+    terminal.show(out, terminal.fit(compare_terminal.gate_table(gate), out.width))
     terminal.say(out, compare_terminal.gate_verdict(gate), wraps=True)
 
 

@@ -214,6 +214,23 @@ def _probed(model: nn.Module, blocks: Sequence[str], loss: LossFn, sample: Batch
     return found
 
 
+def shapes_of(
+    model: nn.Module, blocks: Sequence[str], loss: LossFn, batch: Batch
+) -> list[list[Shape]]:
+    """What each block returns for a batch, in the order of their calls. Nothing is changed."""
+    found: list[list[Shape]] = []
+
+    def call(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        value = original(*args, **kwargs)
+        _, tensors = taken_apart(value, name)
+        found.append([(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors])
+        return value
+
+    with unchanged(model), torch.enable_grad(), intercepted(model, blocks, call):
+        loss(model, batch)
+    return found
+
+
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Whatever runs inside changes neither buffers nor the random state."""
