@@ -12,7 +12,7 @@ is for a machine with a GPU (ranks share it, over Gloo).
     python benchmarks/memory_estimate.py --mesh --worlds 2,4
 
 does it for the strategies that cut the model, and for combinations of them, with four micro-batches
-in a step: on GPT-2 tiny and mini with eight blocks each, and on a Llama of the tests.
+in a step: on GPT-2 tiny and mini with two blocks for each rank, and on a Llama of the tests.
 
     python benchmarks/memory_estimate.py --records benchmarks/records/h200-ladder-w*.json
 
@@ -43,15 +43,13 @@ WORKLOADS: dict[str, dict[str, Any]] = {
         "data.source": "synthetic",
     },
     "gpt2-small": {"model.size": "small", "data.source": "synthetic"},
-    "gpt2-tiny8": {"model.size": "tiny", "model.options.layers": 8, "training.accumulate": 4},
-    "gpt2-mini8": {"model.size": "mini", "model.options.layers": 8, "training.accumulate": 4},
-    "llama": {"model.workload": "tests/people.py:llama", "training.accumulate": 4},
+    "gpt2-tiny": {"model.size": "tiny"},
+    "llama": {"model.workload": "tests/people.py:llama"},
 }
 ON_CPU = ["gpt2-mini", "gpt2-midi", "resnet18w16"]
-ON_MESH = ["gpt2-tiny8", "gpt2-mini8", "llama"]
+ON_MESH = ["gpt2-tiny", "gpt2-mini", "llama"]
 BATCH = {
-    "gpt2-mini": 4, "gpt2-midi": 2, "resnet18w16": 16, "gpt2-small": 1,
-    "gpt2-tiny8": 2, "gpt2-mini8": 1, "llama": 4,
+    "gpt2-mini": 4, "gpt2-midi": 2, "resnet18w16": 16, "gpt2-small": 1, "gpt2-tiny": 4, "llama": 4,
 }  # samples of a rank  # fmt: skip
 # By the number of ranks. The first three of four share the data as well.
 COMBINED = {
@@ -109,6 +107,7 @@ def main() -> None:
                         **WORKLOADS[workload],
                         "launch.device": args.device,
                         "precision.compute": args.precision,
+                        **(on_mesh(workload, world) if args.mesh else {}),
                     },
                 )
                 rows = estimate.rows_of(config, names, world, batch)
@@ -117,6 +116,12 @@ def main() -> None:
                     found.append({"workload": workload, "precision": args.precision, **row})
                     tell(found[-1])
                 conclude(found, {"env": env}, args.out)  # cut short, it leaves what it has
+
+
+def on_mesh(workload: str, world: int) -> dict[str, Any]:
+    """Micro-batches for a pipeline, and blocks for those that give each rank two stages."""
+    blocks = {"model.options.layers": 2 * world} if workload.startswith("gpt2") else {}
+    return {"training.accumulate": 4, **blocks}
 
 
 def cases(args: argparse.Namespace) -> Iterator[tuple[str, int]]:

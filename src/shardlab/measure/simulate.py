@@ -463,8 +463,9 @@ def simulate(
     asked for. If the model asks its tensors for values
     (``assumed`` has the lines), it is the larger of what two answers lead to.
 
-    Ranks that share the data hold what rank 0 does, or less. Those that cut one model between them
-    may differ: then ``ranks`` has what each of them holds at the peak of a step.
+    Ranks that share the data, a sequence or the tensors of a stage with rank 0 hold what it does,
+    or hardly less. Stages of a pipeline differ: ``ranks`` has what one rank of each holds at the
+    peak of a step.
     """
     axes = _axes(config, events)
     found: list[dict[str, Any]] = []
@@ -491,11 +492,12 @@ def simulate(
 def _of_ranks(
     config: Config, axes: Axes | None, device: str, here: bool, values: Values, events: bool
 ) -> dict[str, Any]:
-    """The fullest of those that differ, at each of the peaks."""
+    """The fullest of those that differ, at each of the peaks: one of each place in a pipeline."""
     ranks = [0]
     if axes is not None:
-        # The first on the tensor axis has the longest part, if they are not as long.
-        ranks = [r for r in range(axes.model_ranks) if axes.place(r)["tensor"] == 0]
+        # The first of those that share a stage has the longest part of each tensor, and of a
+        # sequence, but for a token.
+        ranks = list(range(0, axes.model_ranks, axes.context * axes.tensor))
     found = [_simulate(config, rank, device, here, values, events) for rank in ranks]
     weights = [one["weights"] for one in found]
     every = [
