@@ -15,6 +15,7 @@ from shardlab.report import terminal
 
 Result = Mapping[str, Any]  # the content of memory.json
 Row = Mapping[str, Any]
+LONGEST = 12  # characters of a strategy's name on a line, if all columns are to fit
 _SHOWN = ("total", *CAUSES)
 _KEPT = ("parameters", "gradients", "optimizer")
 _SHORT = {
@@ -25,7 +26,7 @@ _SHORT = {
 def show(result: Result, path: Path) -> None:
     out = terminal.out()
     for made in tables(result):
-        terminal.show(out, terminal.fit(made, out.width, longest=12))  # as there are many columns
+        terminal.show(out, terminal.fit(made, out.width, longest=LONGEST))
         out.print()
     terminal.say(out, *sentences(result), *terminal.about(result), wraps=True)
     snapshots = result.get("snapshots") or []
