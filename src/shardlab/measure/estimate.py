@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardlab.config import Config
+from shardlab.config import Config, data_ranks
 from shardlab.errors import Late, RankFailure, UsageError
 from shardlab.measure.readings import CAUSES
 from shardlab.run.forking import fork_server
@@ -32,6 +32,7 @@ NOT_COUNTED = {
     "cpu": "the interpreter and its libraries, what kernels and Gloo take for themselves",
     "cuda": "the CUDA context, NCCL's buffers, workspaces of kernels, the allocator's gaps",
 }
+PEAKS = ("building", "step")
 MOST = 1 << 20  # samples of a rank: the largest batch that is tried
 LIMIT_S = 300.0  # one estimate of GPT-2 XL takes some 10 s
 
@@ -132,9 +133,17 @@ class Row:
 
     @property
     def batch(self) -> int:
-        """Samples of a rank's micro-batch, the largest if they differ."""
-        parts = (self.config.launch.world or 1) * self.config.training.accumulate
-        return -(-self.config.training.global_batch // parts)
+        """Samples of a micro-batch for each rank, the largest if they differ."""
+        return self._share(self.config.launch.world or 1)
+
+    @property
+    def samples(self) -> int:
+        """Samples of the micro-batch that a rank works on, alone or with those that cut one model
+        with it."""
+        return self._share(data_ranks(self.config.strategy, self.config.launch.world or 1))
+
+    def _share(self, ranks: int) -> int:
+        return -(-self.config.training.global_batch // (ranks * self.config.training.accumulate))
 
 
 def with_batch(config: Config, batch: int) -> Config:
@@ -273,6 +282,7 @@ def _row(row: Row, limit: int | None) -> dict[str, Any]:
         "options": dict(config.strategy.options),
         "world": config.launch.world,
         "batch": row.batch,
+        "samples": row.samples,
         "accumulate": config.training.accumulate,
         "status": row.status,
         "reason": row.reason,

@@ -409,6 +409,19 @@ def storage_number(tensor: Tensor) -> int:
 
 
 @contextmanager
+def no_padding_in_parts(config: Config) -> Iterator[None]:
+    """transformers looks whether a mask hides anything, and leaves it out if not. It does not look
+    at a tensor without content. The mask of a part of a sequence (context) hides nothing."""
+    axes, _ = axes_of(config.strategy.name, config.strategy.options, config.launch.world or 1)
+    masking = sys.modules.get("transformers.masking_utils")
+    if axes is None or axes.context == 1 or not hasattr(masking, "is_tracing"):
+        yield
+        return
+    with mock.patch.object(masking, "is_tracing", return_value=False):
+        yield
+
+
+@contextmanager
 def told_shapes(batches: Callable[[], Iterator[Batch]], tracker: Tracker) -> Iterator[None]:
     """A stage knows the shapes of what the stage before, which is not there, would send it.
 
@@ -546,7 +559,7 @@ def _simulate(
         loss=in_a_line("the loss", workload.loss, values),
     )
     comm.LEDGER.reset(full_steps=0)
-    make_optimizer = assemble.make_optimizer
+    make_optimizer, make_sample = assemble.make_optimizer, assemble._sample
 
     def steps(workload: Workload, config: Config, world: World) -> Iterator[list[Batch]]:
         """Real samples, made as usual; then only their shapes and types."""
@@ -569,6 +582,14 @@ def _simulate(
     def all_batches() -> Iterator[Batch]:
         return itertools.chain.from_iterable(steps(workload, config, world))
 
+    def sample_there(
+        config: Config, workload: Workload, world: World, dtype: torch.dtype
+    ) -> Batch | None:
+        with _disable_current_modes():
+            on_cpu = replace(world, device=torch.device("cpu"))
+            real = make_sample(config, workload, on_cpu, dtype)
+        return None if real is None else _faked(real, fake, where, tracker)
+
     def optimizer_there(
         training: TrainingConfig, workload: Workload, model: nn.Module
     ) -> MakeOptimizer:
@@ -588,9 +609,11 @@ def _simulate(
         stack.enter_context(mock.patch.object(Solo, "log", log))
         stack.enter_context(mock.patch.object(Table, "begin", _nothing))
         stack.enter_context(mock.patch.object(Table, "meet", _met))
+        stack.enter_context(no_padding_in_parts(config))
         stack.enter_context(told_shapes(all_batches, tracker))
         stack.enter_context(log.following())
         stack.enter_context(mock.patch.object(assemble, "make_optimizer", optimizer_there))
+        stack.enter_context(mock.patch.object(assemble, "_sample", sample_there))
         stack.enter_context(fake)
         stack.enter_context(tracker.tracking())
         on_built = refuse_rounds if events else _nothing

@@ -15,7 +15,6 @@ from shardlab.report import terminal
 
 Result = Mapping[str, Any]  # the content of memory.json
 Row = Mapping[str, Any]
-LONGEST = 12  # characters of a strategy's name on a line, if all columns are to fit
 _SHOWN = ("total", *CAUSES)
 _KEPT = ("parameters", "gradients", "optimizer")
 _SHORT = {
@@ -26,7 +25,7 @@ _SHORT = {
 def show(result: Result, path: Path) -> None:
     out = terminal.out()
     for made in tables(result):
-        terminal.show(out, terminal.fit(made, out.width, longest=LONGEST))
+        terminal.show(out, terminal.fit(made, out.width, longest=terminal.STRATEGY))
         out.print()
     terminal.say(out, *sentences(result), *terminal.about(result), wraps=True)
     snapshots = result.get("snapshots") or []
@@ -130,7 +129,7 @@ def _most(row: Row) -> str:
     if rank["stages"]:
         word = "stage" if len(rank["stages"]) == 1 else "stages"
         last = max(stage for other in row["ranks"] for stage in other["stages"])
-        text += f", with {word} {fmt.names(list(map(str, rank['stages'])))} of 0 to {last},"
+        text += f", with {word} {fmt.names(list(map(str, rank['stages'])))} (the last is {last}),"
     return f"{text} holds most: {fmt.size(rank['step_bytes']['total'])}"
 
 
@@ -188,6 +187,15 @@ def sentences(result: Result) -> Iterator[str]:
             yield f"{row['label']} was not measured: {row['unmeasured']}"
         if _differ(row):
             yield _most(row)
+    together: dict[int, list[str]] = {}
+    for row in rows:
+        if row["samples"] != row["batch"]:
+            together.setdefault(row["samples"], []).append(row["label"])
+    for samples, labels in together.items():
+        yield (
+            f"ranks that cut one model share a micro-batch, of {fmt.count(samples, 'sample')}: "
+            f"{fmt.names(labels)}"
+        )
     if lines := dict.fromkeys(line for row in rows for line in row.get("assumed", ())):
         yield (
             f"the model asks tensors for their values at {fmt.names(list(lines))}, and an estimate "

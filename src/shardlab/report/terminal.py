@@ -22,6 +22,7 @@ _ALIGNED = {"<": ("left", False), "|": ("left", True), ">": ("right", False)}
 # Where a name may be folded: after marks, and before a capital letter inside it.
 _PIECES = re.compile(r"(?<=[\s_:./,<>(=-])(?=[^\s_:./,<>(=-])|(?<=[a-z0-9])(?=[A-Z])")
 LONGEST = 16  # characters of a name that is not folded
+STRATEGY = 12  # the same of a strategy's, where there are many columns
 
 
 def out() -> Console:
