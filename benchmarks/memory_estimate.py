@@ -32,7 +32,7 @@ from typing import Any
 from shardlab import config as configs
 from shardlab.measure import estimate
 from shardlab.naming import MESH_STRATEGIES, STRATEGIES
-from shardlab.run.ranks import Ranks
+from shardlab.run.rankset import RankSet
 
 WORKLOADS: dict[str, dict[str, Any]] = {
     "gpt2-mini": {"model.size": "mini", "training.global_batch": 8},
@@ -86,10 +86,10 @@ def main() -> None:
     found = []
     env: dict[str, Any] = {}
     for world in map(int, args.worlds.split(",")):
-        with Ranks(configs.LaunchConfig(device=args.device), world) as ranks:
+        with RankSet(configs.LaunchConfig(device=args.device), world, estimate.LIMIT_S) as ranks:
             env = env or ranks.run(describe)[0] | {"command": COMMAND}  # as typed
 
-            def measure(config: configs.Config, ranks: Ranks = ranks) -> dict[str, Any]:
+            def measure(config: configs.Config, ranks: RankSet = ranks) -> dict[str, Any]:
                 target = f"{estimate.__name__}:weigh"
                 weights: dict[str, Any] = ranks.run(target, config.to_dict())[0]
                 return weights
@@ -119,9 +119,12 @@ def main() -> None:
 
 
 def on_mesh(workload: str, world: int) -> dict[str, Any]:
-    """Micro-batches for a pipeline, and blocks for those that give each rank two stages."""
-    blocks = {"model.options.layers": 2 * world} if workload.startswith("gpt2") else {}
-    return {"training.accumulate": 4, **blocks}
+    """Micro-batches for a pipeline, blocks for those that give each rank two stages, and a head of
+    attention for each rank."""
+    shape = {"model.options.layers": 2 * world}
+    if world > 2:
+        shape["model.options.heads"] = world
+    return {"training.accumulate": 4, **(shape if workload.startswith("gpt2") else {})}
 
 
 def cases(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
