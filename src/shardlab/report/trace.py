@@ -56,7 +56,7 @@ def html(traces: TraceSet) -> str:
             verdict=verdict(traces),
             facts=_facts(traces, ranks, spans),
             ranks=ranks,
-            columns=("wall_us", *model.PARTS, "hidden_comm_us"),
+            columns=_columns(ranks),
             stacks=charts.stacks(ranks, steps),
             timeline=spans,
             by_kind=by_kind[:MAX_ROWS],
@@ -74,6 +74,19 @@ def html(traces: TraceSet) -> str:
             files=[str(trace.path) for trace in traces.traces],
         )
     )
+
+
+def _columns(ranks: Sequence[model.Breakdown]) -> dict[str, str]:
+    """The parts in the table, with their heads. A bubble is there only in a pipeline's."""
+    heads = {
+        "wall_us": "Step", "compute_us": "Compute", "exposed_comm_us": "Exposed comm.",
+        "wait_us": "Waiting", "bubble_us": "Bubble", "memory_us": "Copies",
+        "idle_host_us": "Host-bound idle", "idle_us": "Other idle",
+        "hidden_comm_us": "Hidden comm.",
+    }  # fmt: skip
+    if not any(row.bubble_us for row in ranks):
+        del heads["bubble_us"]
+    return heads
 
 
 # ------------------------------------------------------------------ the answer

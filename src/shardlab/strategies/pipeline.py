@@ -25,7 +25,7 @@ import functools
 import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,7 @@ ACTIVATION, GRADIENT, SHARED, ANSWER = "activation", "gradient", "shared", "answ
 LANES = (ACTIVATION, GRADIENT, SHARED, ANSWER)  # of messages
 PARTS = 64  # tensors of one message, at most: each has a tag of its own
 AHEAD = 2  # messages whose receiving is begun before they are needed
+NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 Signature = tuple[Any, ...]
 Key = tuple[str, int, int]  # lane, the stage that works on it, micro-batch
 
@@ -320,12 +321,13 @@ class Pipeline:
             self.seed = self.seed / divisor
         signatures = [_signature((b.inputs, b.targets)) for b in batches]
         self._agree_on_buffers()
-        with self._in_private(), torch.enable_grad():
-            total = self._carry_out(batches, signatures)
-            self.gradients = {p: p.grad for p in self.model.parameters() if p.grad is not None}
-        self.seen.clear()
-        self._sum_shared()
-        comm.all_reduce(total, self.group, label="loss of the last stage")
+        with _recorded("pipeline"):
+            with self._in_private(), torch.enable_grad():
+                total = self._carry_out(batches, signatures)
+                self.gradients = {p: p.grad for p in self.model.parameters() if p.grad is not None}
+            self.seen.clear()
+            self._sum_shared()
+            comm.all_reduce(total, self.group, label="loss of the last stage")
         return total
 
     def _carry_out(self, batches: Sequence[Batch], signatures: Sequence[Signature]) -> Tensor:
@@ -335,14 +337,13 @@ class Pipeline:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, action in enumerate(plan.actions):
             self._look_ahead(plan.actions[i:], signatures)
-            with _span(action):
-                if action.kind == "F":
-                    total += self._forward(action, batches[action.micro], signatures)
-                elif action.kind == "W":
-                    self._weights(action)
-                else:
-                    with phase(BACKWARD):
-                        self._backward(action)
+            if action.kind == "F":
+                total += self._forward(action, batches[action.micro], signatures)
+            elif action.kind == "W":
+                self._weights(action)
+            else:
+                with phase(BACKWARD):
+                    self._backward(action)
             self.peak_live = max(self.peak_live, len(self.live) + len(self.put_off))
         self._finish_sending()
         return total
@@ -362,7 +363,8 @@ class Pipeline:
                 for t, (_, _, has_gradient) in zip(received, shapes[-1], strict=True)
             ]
         forward = functools.partial(self.loss_fn, self.model, batch)
-        value = self._run_stage(stage, micro, forward, shapes, received)
+        with span(action):
+            value = self._run_stage(stage, micro, forward, shapes, received)
         if stage == self.stages - 1:
             self.live[stage, micro] = Live(received, [value])
             found: Tensor = value.detach().double()
@@ -390,7 +392,8 @@ class Pipeline:
             gradients = self._take((GRADIENT, stage, micro), shapes) if ends else []
         self.deferred.into = [] if kind == "I" else None
         if ends:
-            torch.autograd.backward(ends, gradients)
+            with span(action):
+                torch.autograd.backward(ends, gradients)
         if kind == "I":
             self.put_off[stage, micro] = self.deferred.into or []
         self.deferred.into = None
@@ -404,7 +407,7 @@ class Pipeline:
 
     def _weights(self, action: Action) -> None:
         """Catch up on the weight gradients that an input gradient has put off."""
-        with torch.no_grad():
+        with torch.no_grad(), span(action):
             for weight, bias, x, gradient in self.put_off.pop((action.stage, action.micro)):
                 for p, g in zip((weight, bias), _of_weight(weight, bias, x, gradient), strict=True):
                     if p is not None and g is not None:
@@ -752,12 +755,15 @@ def _label(key: Key, part: int) -> str:
     return f"{lane} of micro-batch {micro} from stage {of} for stage {stage}{more}"
 
 
-def _span(action: Action) -> Any:
-    if not torch.autograd._profiler_enabled():
+def span(action: Action) -> AbstractContextManager[Any]:
+    """The work of an action as a span of a profiler's trace, without the wait for what it needs."""
+    return _recorded(f"{NAMES[action.kind]} {action.micro}, stage {action.stage}")
+
+
+def _recorded(name: str) -> AbstractContextManager[Any]:
+    if not torch.autograd._profiler_enabled():  # a span takes microseconds, the question none
         return nullcontext()
-    return torch.profiler.record_function(
-        f"shardlab::stage {action.stage} {action.kind} micro-batch {action.micro}"
-    )
+    return torch.profiler.record_function(f"shardlab::{name}")
 
 
 def _signature(value: Any) -> Signature:
