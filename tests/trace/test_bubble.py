@@ -23,9 +23,11 @@ from shardlab.world import World
 # ------------------------------------------------------------------ known answers
 
 
-def message(seq: int, op: str, what: str, peer: int, begun: float, waited: tuple[float, float]) -> Any:
+def message(
+    seq: int, op: str, what: str, ends: str, begun: float, waited: tuple[float, float]
+) -> list[chrome.Event]:
     """A message as our executor leaves it in a trace over Gloo: begun, and waited for later."""
-    label = f"#{seq} {what} (rank {peer})"
+    label = f"#{seq} {what} (ranks {ends})"
     return [
         span(f"shardlab::{op} {label}", begun, 10),
         operator(f"c10d::{op}{'_' if op == 'recv' else ''}", begun + 1, 6),
@@ -47,8 +49,8 @@ def first_rank(labels: tuple[str, str]) -> list[chrome.Event]:
     return [
         step(1, 0, 1000), span("shardlab::pipeline", 0, 900),
         *work("forward", 0, 0, 0, 200),
-        *message(0, "send", labels[0], 1, 200, (650, 660)),
-        *message(1, "recv", labels[1], 1, 210, (220, 650)),
+        *message(0, "send", labels[0], "0>1", 200, (650, 660)),
+        *message(1, "recv", labels[1], "1>0", 210, (220, 650)),
         *work("backward", 0, 0, 660, 800),
     ]  # fmt: skip
 
@@ -57,10 +59,10 @@ def last_rank(labels: tuple[str, str]) -> list[chrome.Event]:
     """It waits for the activation from 10 to 240, works until 600, and sends at 600."""
     return [
         step(1, 0, 1000), span("shardlab::pipeline", 0, 900),
-        *message(0, "recv", labels[0], 0, 0, (10, 240)),
+        *message(0, "recv", labels[0], "0>1", 0, (10, 240)),
         *work("forward", 0, 1, 240, 400),
         *work("backward", 0, 1, 400, 600),
-        *message(1, "send", labels[1], 0, 600, (650, 655)),
+        *message(1, "send", labels[1], "1>0", 600, (650, 655)),
     ]  # fmt: skip
 
 
@@ -139,7 +141,7 @@ def test_replicas_with_the_same_labels_are_told_apart(tmp_path: Path) -> None:
 
     def later(events: list[chrome.Event]) -> list[chrome.Event]:
         moved = [e | {"ts": e["ts"] + 100 * ("Profiler" not in e["name"])} for e in events]
-        swap = {"(rank 0)": "(rank 2)", "(rank 1)": "(rank 3)"}
+        swap = {"(ranks 0>1)": "(ranks 2>3)", "(ranks 1>0)": "(ranks 3>2)"}
         for e, (old, new) in itertools.product(moved, swap.items()):
             e["name"] = e["name"].replace(old, new)
         return moved

@@ -141,7 +141,7 @@ def _cpu(trace: Trace) -> Device:
         busy = spans(trace, operators & here) - spans(trace, here & (communicates | waits))
         compute |= busy
     comm = spans(trace, communicates) | spans(trace, named(trace, "c10d::"))
-    comm |= _waiting_for(trace, messages)
+    comm |= _waiting_for(trace, messages) | spans(trace, named(trace, "shardlab::wait:check #"))
     # Blocked in a wait with nothing under way is no fault of Python's.
     whole = union(np.array([trace.steps[0].start_ns]), np.array([trace.steps[-1].end_ns]))
     late = whole - compute - comm - spans(trace, waits)

@@ -1,8 +1,9 @@
 """Collectives: found in each rank's trace, matched across ranks, and who waited for whom.
 
-A collective is known by the ledger's number where our capture put one, else by NCCL's number
-within its group, else by its place in the order of its group's collectives in a step. A message of
-ours is known by its two ends and its label.
+A collective of ours is known by its place among those of its group, kind and label in a step, a
+message by its two ends too. (The ledger's numbers differ between ranks that send messages.) Others
+are known by NCCL's number within their group, else by their place in the order of their group's
+collectives in a step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from shardlab.trace import activity, clocks, model
 from shardlab.trace.intervals import NOTHING, Intervals, union
 from shardlab.trace.model import Ints, Trace
 
-_LEDGER = re.compile(r"shardlab::(?:wait:)?(\w+) #(\d+) ?(.*?)(?: \(rank (\d+)\))?$")
+_LEDGER = re.compile(r"shardlab::(?:wait:)?(\w+) #(\d+) ?(.*?)(?: \(ranks ([\d >]+)\))?$")
 _FLAT = {
     "allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter",
     "broadcast": "broadcast", "alltoall": "all_to_all", "alltoallv": "all_to_all",
@@ -65,7 +66,7 @@ class Part:
     step: int | None = None  # the step's number
     phase: str = "other"
     emulates: str = ""  # what was asked of Gloo, where it does something else for it
-    peer: int | None = None  # the rank at the other end of a message of ours
+    is_message: bool = False  # of ours: ``members`` are its two ends, "0>1"
     # When a message of ours over Gloo was begun: its start and end are those of the wait for it.
     begun_ns: int | None = None
     is_between: bool = False  # a pipeline launched it between two of its actions
@@ -96,7 +97,8 @@ def parts_of(trace: Trace) -> list[Part]:
     phases = activity.Phases(trace)
     nccl, ours = _Spans(trace, "nccl:"), _Spans(trace, r"shardlab::\w+ #")
     pipelines, actions = _Spans(trace, activity.PIPELINE), _Spans(trace, activity.ACTION)
-    ledger, waits = _read_ledger(trace), _waits(trace)
+    ledger, waits = _read_ledger(trace), _waits(trace, "send|recv")
+    checks = _waits(trace, "check") if trace.device == "cpu" else {}
     parts = []
     for row in rows.tolist():
         launch = launches.get(row)
@@ -132,9 +134,11 @@ def parts_of(trace: Trace) -> list[Part]:
         found = _LEDGER.match(trace.names[events.name[span]]) if span is not None else None
         if found:
             part = _from_ledger(part, found, ledger)
-        if part.peer is not None and events.kind[row] == model.ANNOTATION:
+        if part.is_message and events.kind[row] == model.ANNOTATION:
             start, end = waits.get(part.ledger, (moment, moment))
             part = replace(part, begun_ns=moment, start_ns=start, end_ns=end)
+        elif part.ledger in checks:  # the guard lets nobody in before all have come
+            part = replace(part, start_ns=checks[part.ledger][0])
         parts.append(part)
     return _joined(parts)
 
@@ -160,11 +164,11 @@ class _Spans:
         return None
 
 
-def _waits(trace: Trace) -> dict[int | None, tuple[int, int]]:
-    """When each message of ours was waited for, by its number in the ledger."""
+def _waits(trace: Trace, what: str) -> dict[int | None, tuple[int, int]]:
+    """When this rank waited for calls of ours, by their numbers in the ledger."""
     events = trace.events
     found: dict[int | None, tuple[int, int]] = {}
-    rows = (events.kind == model.ANNOTATION) & activity.named(trace, "shardlab::wait:(send|recv) #")
+    rows = (events.kind == model.ANNOTATION) & activity.named(trace, f"shardlab::wait:({what}) #")
     for row in np.flatnonzero(rows).tolist():
         if name := _LEDGER.match(trace.names[events.name[row]]):
             found[int(name[2])] = int(events.start_ns[row]), int(events.end_ns[row])
@@ -233,7 +237,8 @@ def _from_ledger(part: Part, found: re.Match[str], rows: Mapping[int, Mapping[st
         emulates="" if found[1] == part.emulates else part.emulates,
         ledger=int(found[2]),
         label=found[3],
-        peer=None if found[4] is None else int(found[4]),
+        members=found[4] or "",
+        is_message=">" in (found[4] or ""),
         bytes=row.get("bytes", part.bytes if found[1] == part.kind else None),
         dtype=row.get("dtype", part.dtype),
         group_size=row.get("ranks", part.group_size),
@@ -305,6 +310,7 @@ def match(traces: Sequence[Trace]) -> Matched:
     bubbles: dict[int, list[tuple[int, int]]] = {}
     for (how, _, number), members in keyed.items():
         judge = _message if how == "message" and len(members) == 2 else _collective
+        number = number if members[0].ledger is None else members[0].ledger
         row, late = judge(how, str(number), members, offsets, errors)
         between = {p.rank for p in members if p.is_between}
         collectives.append(replace(row, bubble=bool(between)))
@@ -349,19 +355,18 @@ def _keyed(parts: Mapping[int, Sequence[Part]]) -> tuple[dict[Key, list[Part]], 
     """
     keyed: dict[Key, list[Part]] = defaultdict(list)
     lengths: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)  # of series, by rank
-    sent: Counter[tuple[int, str, str]] = Counter()  # messages of one link and label, by rank
+    ours: Counter[tuple[int, str, str]] = Counter()  # by rank, group, and step, kind and label
     for rank, mine in parts.items():
         for i, part in enumerate(mine):
             group = part.group + part.members
-            if part.peer is not None and part.step is not None:
-                ends = (rank, part.peer) if part.kind == "send" else (part.peer, rank)
-                link, label = f"{ends[0]}>{ends[1]}", f"{part.step}:{part.label}"
-                keyed["message", link, f"{label}:{sent[rank, link, label]}"].append(part)
-                sent[rank, link, label] += 1
-            elif part.kind in _POINT_TO_POINT or part.step is None:
+            is_alone = part.kind in _POINT_TO_POINT and not part.is_message
+            if is_alone or part.step is None:
                 keyed["alone", str(rank), i].append(part)
             elif part.ledger is not None:
-                keyed["ledger", f"{part.group_size}", part.ledger].append(part)
+                how, kind = ("message", "") if part.is_message else ("ledger", part.kind)
+                group, what = f"{part.group_size} {group}", f"{part.step}:{kind}:{part.label}"
+                keyed[how, group, f"{what}:{ours[rank, group, what]}"].append(part)
+                ours[rank, group, what] += 1
             elif part.seq is not None:
                 keyed["seq", group, part.seq].append(part)
             else:
