@@ -28,7 +28,7 @@ from shardlab.errors import UsageError
 from shardlab.naming import STRATEGIES
 from shardlab.optim import factory
 from shardlab.run import assemble
-from shardlab.strategies import pipeline, schedules, stages
+from shardlab.strategies import pipeline, schedules, stages, weight_gradients
 from shardlab.strategies.base import Setup
 from shardlab.strategies.on_mesh import OnMesh
 from shardlab.strategies.update import Rule
@@ -772,10 +772,10 @@ class Sleepers(nn.Module):
 
 def nap_of_weight(*args: Any) -> Any:
     time.sleep(NAP_S)
-    return _of_weight(*args)
+    return _add_up(*args)
 
 
-_of_weight, _wait = pipeline._of_weight, comm.Pending.wait
+_add_up, _wait = weight_gradients.add_up, comm.Pending.wait
 
 
 def one_way_s(world: World) -> float:
@@ -810,7 +810,8 @@ def asleep(world: World, schedule: str, micro: int) -> dict[str, Any]:
         sample=sample,
     )
     axes = Axes(1, pipeline=world.size, schedule=schedule)
-    with mock.patch.object(pipeline, "_of_weight", nap_of_weight):
+    naps = mock.patch.object(weight_gradients, "add_up", nap_of_weight)
+    with naps if split else nullcontext():
         strategy = OnMesh(setup, axes, naming.resolve("single", STRATEGIES, "strategy"))
         strategy.gradients([sample] * micro)  # shapes are exchanged
         worked: dict[str, list[float]] = {"F": [], "B": [], "W": []}

@@ -38,7 +38,7 @@ from shardlab.axes import Axes
 from shardlab.batch import tensors_of
 from shardlab.errors import UsageError
 from shardlab.phases import BACKWARD, phase
-from shardlab.strategies import base, layout, refusals, schedules, stages
+from shardlab.strategies import base, layout, refusals, schedules, stages, weight_gradients
 from shardlab.strategies.layout import Cut
 from shardlab.strategies.schedules import Action
 from shardlab.strategies.stages import Shape, Track
@@ -123,67 +123,6 @@ def _cell(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), key
 
 
-# ------------------------------------------------------------------ weight gradients, put off
-
-
-@dataclass
-class Deferred:
-    """The weight gradients of linear layers that wait for their turn."""
-
-    into: list[tuple[nn.Parameter, nn.Parameter | None, Tensor, Tensor]] | None = None
-
-    def attach(self, model: nn.Module) -> None:
-        """Every plain nn.Linear leaves its weight's gradient for later, while ``into`` is set."""
-        for module in model.modules():
-            is_plain = "forward" not in vars(module) and type(module).forward is nn.Linear.forward
-            if isinstance(module, nn.Linear) and is_plain:
-                vars(module)["forward"] = _Linear(module, self)
-
-
-class _Linear:
-    def __init__(self, module: nn.Linear, deferred: Deferred) -> None:
-        self.module, self.deferred = module, deferred
-
-    def __call__(self, input: Tensor) -> Tensor:
-        weight, bias = self.module.weight, self.module.bias
-        if not torch.is_grad_enabled() or not weight.requires_grad or weight._backward_hooks:
-            return nn.functional.linear(input, weight, bias)
-        device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
-        out: Tensor = _PutOff.apply(self.deferred, input, weight, bias)  # type: ignore[no-untyped-call]
-        return out
-
-
-class _PutOff(torch.autograd.Function):
-    """A linear layer whose backward may leave the gradients of weight and bias for later."""
-
-    @staticmethod
-    def forward(ctx: Any, deferred: Deferred, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.deferred, ctx.weight, ctx.bias = deferred, weight, bias
-        ctx.save_for_backward(x)
-        return nn.functional.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        weight, bias = ctx.weight, ctx.bias
-        of_x = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[1] else None
-        bias = bias if bias is not None and bias.requires_grad else None
-        if ctx.deferred.into is not None:
-            ctx.deferred.into.append((weight, bias, x, gradient))
-            return None, of_x, None, None
-        return None, of_x, *_of_weight(weight, bias, x, gradient)
-
-
-def _of_weight(
-    weight: Tensor, bias: Tensor | None, x: Tensor, gradient: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    rows = gradient.reshape(-1, gradient.shape[-1])  # (rows, out)
-    of_weight = (rows.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
-    return of_weight, None if bias is None else rows.sum(0).to(bias.dtype)
-
-
 # ------------------------------------------------------------------ the executor
 
 
@@ -214,7 +153,7 @@ class Job:
 class Pipeline:
     """Runs any list of actions on this rank's stages."""
 
-    PUTS_OFF = True  # linear layers leave their weights' gradients for later, if the list says so
+    OWNS_WEIGHT_GRADIENTS = True  # of linear layers: see weight_gradients.py
 
     seed: Tensor  # the gradient of a micro-batch's loss: ()
 
@@ -235,7 +174,7 @@ class Pipeline:
         self.device = track.device
         self.divisor: Callable[[], Tensor | None] = lambda: None  # what the loss is divided by
         self.is_running = False
-        self.deferred = Deferred()
+        self.deferred = weight_gradients.Deferred()
         # The buffers that the blocks of a stage write; and those that code outside the blocks
         # writes, each with the rank whose values count.
         self.written: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -254,7 +193,7 @@ class Pipeline:
                 self.own_hooks[p] = dict(p._backward_hooks)
                 p._backward_hooks.clear()
         track.attach(model)
-        if self.PUTS_OFF and any(a.kind == "W" for a in self.lists(1)[self.rank]):
+        if self.OWNS_WEIGHT_GRADIENTS:
             self.deferred.attach(model)
         stages.intercept(model, self._call)
 
@@ -407,11 +346,9 @@ class Pipeline:
 
     def _weights(self, action: Action) -> None:
         """Catch up on the weight gradients that an input gradient has put off."""
-        with torch.no_grad(), span(action):
-            for weight, bias, x, gradient in self.put_off.pop((action.stage, action.micro)):
-                for p, g in zip((weight, bias), _of_weight(weight, bias, x, gradient), strict=True):
-                    if p is not None and g is not None:
-                        p.grad = g if p.grad is None else p.grad.add_(g)
+        with span(action):
+            for product in self.put_off.pop((action.stage, action.micro)):
+                weight_gradients.add_up(*product)
 
     def _run_stage(
         self,

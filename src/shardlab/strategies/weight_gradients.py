@@ -1,0 +1,89 @@
+"""Weight gradients of linear layers in a pipeline: put off, or added up where they are computed.
+
+Autograd makes the gradient of each micro-batch in memory of its own and adds it to the sum. A layer
+here adds it up inside the matrix product, which reads and writes less. Where a schedule has weight
+gradients apart (zero bubble), it keeps what they are computed from until their turn has come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Product = tuple[nn.Parameter, nn.Parameter | None, Tensor, Tensor]  # weight, bias, input, gradient
+
+
+@dataclass
+class Deferred:
+    """The weight gradients of linear layers that wait for their turn."""
+
+    into: list[Product] | None = None  # None: they do not wait
+
+    def attach(self, model: nn.Module) -> None:
+        """Every plain nn.Linear computes its weight's gradient here."""
+        for module in model.modules():
+            is_plain = "forward" not in vars(module) and type(module).forward is nn.Linear.forward
+            if isinstance(module, nn.Linear) and is_plain:
+                vars(module)["forward"] = _Linear(module, self)
+
+
+class _Linear:
+    def __init__(self, module: nn.Linear, deferred: Deferred) -> None:
+        self.module, self.deferred = module, deferred
+
+    def __call__(self, input: Tensor) -> Tensor:
+        weight, bias = self.module.weight, self.module.bias
+        # Hooks see every gradient, what is computed has none of its own (parametrizations), and a
+        # compiler makes one graph of all: these are left to autograd.
+        is_plain = all(t is None or (t.is_leaf and not t._backward_hooks) for t in (weight, bias))
+        is_apart = is_plain and weight.requires_grad and torch.is_grad_enabled()
+        if not is_apart or torch.compiler.is_compiling():
+            return nn.functional.linear(input, weight, bias)
+        device = input.device.type
+        if torch.is_autocast_enabled(device):
+            input = input.to(torch.get_autocast_dtype(device))
+        out: Tensor = _Apart.apply(self.deferred, input, weight, bias)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Apart(torch.autograd.Function):
+    """A linear layer to whose backward the gradients of weight and bias do not belong."""
+
+    @staticmethod
+    def forward(ctx: Any, deferred: Deferred, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.deferred, ctx.weight, ctx.bias = deferred, weight, bias
+        ctx.save_for_backward(x)
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
+        of_x = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[1] else None
+        bias = bias if bias is not None and bias.requires_grad else None
+        if ctx.deferred.into is None:
+            add_up(weight, bias, x, gradient)
+        else:
+            ctx.deferred.into.append((weight, bias, x, gradient))
+        return None, of_x, None, None
+
+
+@torch.no_grad()
+def add_up(
+    weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, gradient: Tensor
+) -> None:
+    """Add a micro-batch's gradients to those of weight and bias."""
+    rows = gradient.reshape(-1, gradient.shape[-1])  # (rows, out)
+    x = x.reshape(-1, x.shape[-1])  # (rows, in)
+    if weight.grad is None:
+        weight.grad = (rows.t() @ x).to(weight.dtype)
+    elif weight.grad.dtype == rows.dtype == x.dtype:
+        weight.grad.addmm_(rows.t(), x)
+    else:
+        weight.grad += rows.t() @ x
+    if bias is not None:
+        of_bias = rows.sum(0).to(bias.dtype)
+        bias.grad = of_bias if bias.grad is None else bias.grad.add_(of_bias)
