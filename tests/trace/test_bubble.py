@@ -235,9 +235,7 @@ def trained(world: World, values: dict[str, Any]) -> None:
 
 @pytest.mark.long
 @pytest.mark.alone
-@pytest.mark.parametrize(
-    "strategy", ["pipeline_1f1b", "pipeline_interleaved", "pytorch_pipeline"]
-)
+@pytest.mark.parametrize("strategy", ["pipeline_1f1b", "pipeline_interleaved", "pytorch_pipeline"])
 def test_the_bubble_of_a_trace_is_the_schedules(
     strategy: str, ranks: GetRanks, tmp_path: Path
 ) -> None:

@@ -153,7 +153,7 @@ class Job:
 class Pipeline:
     """Runs any list of actions on this rank's stages."""
 
-    OWNS_WEIGHT_GRADIENTS = True  # of linear layers: see weight_gradients.py
+    PUTS_OFF = True  # linear layers leave their weights' gradients for later, if the list says so
 
     seed: Tensor  # the gradient of a micro-batch's loss: ()
 
@@ -193,7 +193,7 @@ class Pipeline:
                 self.own_hooks[p] = dict(p._backward_hooks)
                 p._backward_hooks.clear()
         track.attach(model)
-        if self.OWNS_WEIGHT_GRADIENTS:
+        if self.PUTS_OFF and any(a.kind == "W" for a in self.lists(1)[self.rank]):
             self.deferred.attach(model)
         stages.intercept(model, self._call)
 

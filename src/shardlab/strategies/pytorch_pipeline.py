@@ -64,7 +64,7 @@ class PyTorchPipeline(OnMesh):
 class _Executor(Pipeline):
     """Runs this rank's stages by PyTorch's schedule."""
 
-    OWNS_WEIGHT_GRADIENTS = False  # PyTorch finds what a weight gradient needs in the graph
+    PUTS_OFF = False  # PyTorch finds what a weight gradient needs in the graph
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

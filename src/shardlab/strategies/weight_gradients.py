@@ -72,9 +72,7 @@ class _Apart(torch.autograd.Function):
 
 
 @torch.no_grad()
-def add_up(
-    weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, gradient: Tensor
-) -> None:
+def add_up(weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, gradient: Tensor) -> None:
     """Add a micro-batch's gradients to those of weight and bias."""
     rows = gradient.reshape(-1, gradient.shape[-1])  # (rows, out)
     x = x.reshape(-1, x.shape[-1])  # (rows, in)

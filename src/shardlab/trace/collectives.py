@@ -335,10 +335,7 @@ def match(traces: Sequence[Trace]) -> Matched:
     return Matched(
         tuple(collectives),
         offsets,
-        {
-            rank: {key: _union(spans) for key, spans in mine.items()}
-            for rank, mine in waits.items()
-        },
+        {rank: {key: _union(spans) for key, spans in mine.items()} for rank, mine in waits.items()},
         {rank: _union(spans) for rank, spans in bubbles.items()},
         tuple(warnings),
     )
