@@ -1,6 +1,6 @@
-"""Our rungs against PyTorch's own: speed and peak memory, side by side on 2 Gloo ranks.
+"""Our rungs against PyTorch's own: speed and peak memory, side by side on Gloo ranks.
 
-    python benchmarks/ladder.py [--link 4gbit] [--pairs zero1,zero2] [--out FILE]
+    python benchmarks/ladder.py [--link 4gbit] [--pairs zero1,zero2] [--world 2] [--out FILE]
 
 Both strategies of a pair live in the same ranks and take turns, step by step, on the same
 batches of a GPT with 10.8 M parameters, so that a machine that slows down slows both. Prints the
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "data.seq_len": arguments.seq_len,
         "training.global_batch": arguments.global_batch,
         "training.steps": WARMUP + arguments.steps,
-        "launch.world": 2,
+        "launch.world": arguments.world,
     }
     rows, env = [], None
     for name in arguments.pairs.split(","):
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             None, {**overrides, "strategy.name": ours_name, "strategy.options": options}
         )
         theirs = configs.load(None, {**overrides, "strategy.name": twin})
-        with Ranks(ours.launch, 2) as ranks:
+        with Ranks(ours.launch, arguments.world) as ranks:
             result = ranks.run(take_turns, ours.to_dict(), theirs.to_dict())[0]
             weigh = "shardlab.measure.compare:weigh_cell"
             peaks = [ranks.run(weigh, c.to_dict())[0]["total"] for c in (ours, theirs)]
@@ -129,6 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pairs", default=",".join(PAIRS), help="ours, comma-separated")
     parser.add_argument("--link", help="limit the loopback, e.g. 4gbit")
+    parser.add_argument("--world", type=int, default=2, help="ranks")
     parser.add_argument("--size", default="midi")
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--global-batch", type=int, default=8)

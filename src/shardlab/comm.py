@@ -456,6 +456,24 @@ def reduce_scatter(
     )
 
 
+def _sendable(tensor: Tensor, group: Group) -> Tensor:
+    """The tensor as one message. Gloo's messages start in host memory; its collectives need not."""
+    dense = tensor.detach().resolve_conj().contiguous()
+    return dense.cpu() if group.name() == "gloo" else dense
+
+
+def _receivable(tensor: Tensor, group: Group) -> tuple[Tensor, Callable[[], None]]:
+    """Where a message for ``tensor`` may arrive, and what is left to do when it has."""
+    if group.name() != "gloo" or tensor.device.type == "cpu":
+        return tensor, lambda: None
+    place = torch.empty_like(tensor, device="cpu")
+
+    def bring_over() -> None:
+        tensor.copy_(place)
+
+    return place, bring_over
+
+
 def send(
     tensor: Tensor,
     group: Group,
@@ -470,7 +488,7 @@ def send(
     if intercept is not None and intercept():
         return _left_out("send", group)
     entry = LEDGER.open("send", tensor, group, label, link=(group.rank(), to), lane=lane)
-    dense = tensor.detach().resolve_conj().contiguous()
+    dense = _sendable(tensor, group)
     return _begin(
         entry, group, async_op, lambda: dist.isend(dense, group=group, group_dst=to, tag=tag)
     )
@@ -490,12 +508,18 @@ def recv(
     if intercept is not None and intercept():
         return _left_out("recv", group)
     entry = LEDGER.open("recv", tensor, group, label, link=(source, group.rank()), lane=lane)
+    place, bring_over = _receivable(tensor, group)
+
+    def arrived() -> None:
+        bring_over()
+        LEDGER.arrived(entry, group)
+
     return _begin(
         entry,
         group,
         async_op,
-        lambda: dist.irecv(tensor, group=group, group_src=source, tag=tag),
-        functools.partial(LEDGER.arrived, entry, group),
+        lambda: dist.irecv(place, group=group, group_src=source, tag=tag),
+        arrived,
     )
 
 
@@ -518,11 +542,12 @@ def exchange(
         return _left_out("send", group)
     entry = LEDGER.open("send", sent, group, label, link=(group.rank(), to))
     entry.launches = 2
+    place, bring_over = _receivable(received, group)
     pair = [
-        dist.P2POp(dist.isend, sent, group=group, group_peer=to),
-        dist.P2POp(dist.irecv, received, group=group, group_peer=source),
+        dist.P2POp(dist.isend, _sendable(sent, group), group=group, group_peer=to),
+        dist.P2POp(dist.irecv, place, group=group, group_peer=source),
     ]
-    return _begin(entry, group, async_op, lambda: dist.batch_isend_irecv(pair))
+    return _begin(entry, group, async_op, lambda: dist.batch_isend_irecv(pair), bring_over)
 
 
 def barrier(group: Group, *, label: str = "", async_op: bool = False) -> Pending:
