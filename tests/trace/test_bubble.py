@@ -1,4 +1,4 @@
-"""Traces of pipelines: a bubble is neither communication nor a slow rank, and actions have names."""
+"""Traces of pipelines: a bubble is neither communication nor a slow rank; actions have names."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def between_nodes(cell: Cell) -> float | None:
 
 
 def bubble_ms(profile: Mapping[str, float]) -> float:
-    """What a pipeline's stages wait for each other. Comparisons of before there were any lack it."""
+    """What a pipeline's stages wait for each other. An older comparison does not have it."""
     return profile.get("bubble_ms", 0.0)
 
 

@@ -1,8 +1,7 @@
-"""Weight gradients of linear layers in a pipeline: put off, or added up where they are computed.
+"""Weight gradients of linear layers that a pipeline puts off (zero bubble).
 
-Autograd makes the gradient of each micro-batch in memory of its own and adds it to the sum. A layer
-here adds it up inside the matrix product, which reads and writes less. Where a schedule has weight
-gradients apart (zero bubble), it keeps what they are computed from until their turn has come.
+Backward of such a layer computes the gradient of its input alone, and keeps what that of the weight
+is computed from until its turn has come. It is then added up inside the matrix product.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Deferred:
     into: list[Product] | None = None  # None: they do not wait
 
     def attach(self, model: nn.Module) -> None:
-        """Every plain nn.Linear computes its weight's gradient here."""
+        """Every plain nn.Linear leaves its weight's gradient for later, while ``into`` is set."""
         for module in model.modules():
             is_plain = "forward" not in vars(module) and type(module).forward is nn.Linear.forward
             if isinstance(module, nn.Linear) and is_plain:
