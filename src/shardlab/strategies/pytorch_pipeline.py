@@ -159,18 +159,18 @@ class _Executor(Pipeline):
 class _Recorded(pipelining.PipelineStage):
     """Its work is marked in a profiler's trace as that of our pipelines."""
 
-    def forward_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> Any:
-        with span(Action("F", self.stage_index, chunk)):
-            return super().forward_one_chunk(chunk, *args, **kwargs)
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with span(Action("F", self.stage_index, fwd_chunk_id)):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         kind = "B" if kwargs.get("full_backward", True) else "I"
-        with span(Action(kind, self.stage_index, chunk)):
-            return super().backward_one_chunk(chunk, *args, **kwargs)
+        with span(Action(kind, self.stage_index, bwd_chunk_id)):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
-    def backward_weight_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> Any:
-        with span(Action("W", self.stage_index, chunk)):
-            return super().backward_weight_one_chunk(chunk, *args, **kwargs)
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with span(Action("W", self.stage_index, bwd_chunk_id)):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
 class _Stage(nn.Module):
