@@ -175,9 +175,9 @@ def on_axes(config: Config, make: type[Strategy], setup: Setup, world: World) ->
 
 
 def _sample(config: Config, workload: Workload, world: World, dtype: torch.dtype) -> Batch | None:
-    """One sample, if the model is to be cut into stages: they are found by running it."""
+    """One sample, if the model is to be cut: running it shows how that can be done."""
     found, _ = axes_of(config, world)
-    if found is None or found.pipeline == 1:
+    if found is None or found.pipeline == found.tensor == 1:
         return None
     return loader.cast(workload.dataset.batch([0]), dtype).to(world.device)
 

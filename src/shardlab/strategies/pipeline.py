@@ -70,6 +70,11 @@ def cut(
         )
     chunks = schedules.chunks_of(axes.schedule, axes.chunks or None)
     found = stages.probe(model, setup.blocks, loss, setup.sample)
+    if chunks > 1 and found.counted:
+        raise UsageError(
+            f"pipeline: the forward changes '{found.counted[0]}', and with {chunks} stages on a "
+            "rank it runs more often than in one process; use a schedule with one, such as 1f1b"
+        )
     ends = stages.ends_of(found, model, ranks * chunks, axes.balance)
     message = torch.tensor(ends, device=next(model.parameters()).device)
     # Times differ: the first rank of all decides, also for those of other pipelines.
