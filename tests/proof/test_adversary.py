@@ -104,7 +104,7 @@ def test_state_in_plain_attributes_is_noted_once() -> None:
 def test_a_forward_that_is_ended_is_not_looked_at_for_ever() -> None:
     """A pipeline ends the forward of every stage but the last: each look costs as much as one."""
 
-    def ended(model: nn.Module, batch: Batch) -> Tensor:
+    def ended(_model: nn.Module, _batch: Batch) -> Tensor:
         raise KeyboardInterrupt
 
     watched, model = watch_first_calls(ended, never), nn.Linear(3, 1)
