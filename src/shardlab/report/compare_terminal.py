@@ -35,6 +35,7 @@ def compare_table(result: Result) -> Table:
 
 
 PROFILE_HEADS = ["com-\npute", "exposed\ncomm", "waits", "idle,\ncopies", "over-\nlap", "sent"]
+SPARE = ("skew\nms", "over-\nlap", "idle,\ncopies")  # what is left out first, if it is too wide
 BUBBLE_AT = 3  # behind the waits, where a pipeline is compared
 
 
