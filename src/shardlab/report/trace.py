@@ -208,6 +208,8 @@ def _hidden(ranks: Sequence[model.Breakdown]) -> str:
         return "There was no communication."
     hidden = sum(row.hidden_comm_us for row in ranks)
     if hidden < 0.005 * comm:
+        if any(row.bubble_us for row in ranks):
+            return ""  # messages that came in time leave no trace of when they travelled
         return "None of the communication was hidden behind compute."
     return f"{100 * hidden / comm:.0f}% of the communication was hidden behind compute."
 
