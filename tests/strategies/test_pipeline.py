@@ -30,7 +30,7 @@ from shardlab.errors import UsageError
 from shardlab.naming import STRATEGIES
 from shardlab.optim import factory
 from shardlab.run import assemble
-from shardlab.strategies import pipeline, schedules, stages, weight_gradients
+from shardlab.strategies import pipeline, schedules, stages
 from shardlab.strategies.base import Setup
 from shardlab.strategies.on_mesh import OnMesh
 from shardlab.strategies.update import Rule
@@ -339,7 +339,7 @@ def run(
         grads = strategy.full_grads()
         strategy.step()
         course.append((value, grads, strategy.full_params()))
-    executor: pipeline.Pipeline = strategy.loss_fn.__self__  # type: ignore[attr-defined]
+    executor: pipeline.Pipeline = strategy.inner.loss_fn.__self__  # type: ignore[attr-defined]
     return course, executor.peak_live
 
 
@@ -853,10 +853,10 @@ class Sleepers(nn.Module):
 
 def nap_of_weight(*args: Any) -> Any:
     time.sleep(NAP_S)
-    return _add_up(*args)
+    return _of_weight(*args)
 
 
-_add_up, _wait = weight_gradients.add_up, comm.Pending.wait
+_of_weight, _wait = pipeline._of_weight, comm.Pending.wait
 
 
 def one_way_s(world: World) -> float:
@@ -891,8 +891,7 @@ def asleep(world: World, schedule: str, micro: int) -> dict[str, Any]:
         sample=sample,
     )
     axes = Axes(1, pipeline=world.size, schedule=schedule)
-    naps = mock.patch.object(weight_gradients, "add_up", nap_of_weight)
-    with naps if split else nullcontext():
+    with mock.patch.object(pipeline, "_of_weight", nap_of_weight):
         strategy = OnMesh(setup, axes, naming.resolve("single", STRATEGIES, "strategy"))
         strategy.gradients([sample] * micro)  # shapes are exchanged
         worked: dict[str, list[float]] = {"F": [], "B": [], "W": []}

@@ -36,11 +36,12 @@ from shardlab.axes import Axes
 from shardlab.batch import tensors_of
 from shardlab.errors import UsageError
 from shardlab.phases import BACKWARD, phase
-from shardlab.strategies import base, layout, refusals, schedules, stages, weight_gradients
+from shardlab.strategies import base, layout, refusals, schedules, stages
 from shardlab.strategies.layout import Cut
 from shardlab.strategies.messages import ACTIVATION, GRADIENT, PARTS, Key, Messages
 from shardlab.strategies.schedules import Action
 from shardlab.strategies.stages import Shape, Track
+from shardlab.strategies.weight_gradients import Deferred, _of_weight
 from shardlab.workloads.base import Batch, LossFn
 
 AHEAD = 2  # messages whose receiving is begun before they are needed
@@ -172,7 +173,7 @@ class Pipeline(Messages):
         self.schedule, self.chunks = schedule, chunks
         self.divisor: Callable[[], Tensor | None] = lambda: None  # what the loss is divided by
         self.is_running = False
-        self.deferred = weight_gradients.Deferred()
+        self.deferred = Deferred()
         # The buffers that the blocks of a stage write; and those that code outside the blocks
         # writes, each with the rank whose values count.
         self.written: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -338,9 +339,11 @@ class Pipeline(Messages):
 
     def _weights(self, action: Action) -> None:
         """Catch up on the weight gradients that an input gradient has put off."""
-        with span(action):
-            for product in self.put_off.pop((action.stage, action.micro)):
-                weight_gradients.add_up(*product)
+        with torch.no_grad(), span(action):
+            for weight, bias, x, gradient in self.put_off.pop((action.stage, action.micro)):
+                for p, g in zip((weight, bias), _of_weight(weight, bias, x, gradient), strict=True):
+                    if p is not None and g is not None:
+                        p.grad = g if p.grad is None else p.grad.add_(g)
 
     def _run_stage(
         self,

@@ -1,7 +1,7 @@
 """Weight gradients of linear layers that a pipeline puts off (zero bubble).
 
 Backward of such a layer computes the gradient of its input alone, and keeps what that of the weight
-is computed from until its turn has come. It is then added up inside the matrix product.
+is computed from until its turn has come.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class _Linear:
         # Hooks see every gradient, what is computed has none of its own (parametrizations), and a
         # compiler makes one graph of all: these are left to autograd.
         is_plain = all(t is None or (t.is_leaf and not t._backward_hooks) for t in (weight, bias))
-        is_apart = is_plain and weight.requires_grad and torch.is_grad_enabled()
-        if not is_apart or torch.compiler.is_compiling():
+        is_put_off = is_plain and weight.requires_grad and torch.is_grad_enabled()
+        if not is_put_off or torch.compiler.is_compiling():
             return nn.functional.linear(input, weight, bias)
         device = input.device.type
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))
-        out: Tensor = _Apart.apply(self.deferred, input, weight, bias)  # type: ignore[no-untyped-call]
+        out: Tensor = _PutOff.apply(self.deferred, input, weight, bias)  # type: ignore[no-untyped-call]
         return out
 
 
-class _Apart(torch.autograd.Function):
-    """A linear layer to whose backward the gradients of weight and bias do not belong."""
+class _PutOff(torch.autograd.Function):
+    """A linear layer whose backward may leave the gradients of weight and bias for later."""
 
     @staticmethod
     def forward(ctx: Any, deferred: Deferred, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -63,24 +63,15 @@ class _Apart(torch.autograd.Function):
         weight, bias = ctx.weight, ctx.bias
         of_x = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[1] else None
         bias = bias if bias is not None and bias.requires_grad else None
-        if ctx.deferred.into is None:
-            add_up(weight, bias, x, gradient)
-        else:
+        if ctx.deferred.into is not None:
             ctx.deferred.into.append((weight, bias, x, gradient))
-        return None, of_x, None, None
+            return None, of_x, None, None
+        return None, of_x, *_of_weight(weight, bias, x, gradient)
 
 
-@torch.no_grad()
-def add_up(weight: nn.Parameter, bias: nn.Parameter | None, x: Tensor, gradient: Tensor) -> None:
-    """Add a micro-batch's gradients to those of weight and bias."""
+def _of_weight(
+    weight: Tensor, bias: Tensor | None, x: Tensor, gradient: Tensor
+) -> tuple[Tensor, Tensor | None]:
     rows = gradient.reshape(-1, gradient.shape[-1])  # (rows, out)
-    x = x.reshape(-1, x.shape[-1])  # (rows, in)
-    if weight.grad is None:
-        weight.grad = (rows.t() @ x).to(weight.dtype)
-    elif weight.grad.dtype == rows.dtype == x.dtype:
-        weight.grad.addmm_(rows.t(), x)
-    else:
-        weight.grad += rows.t() @ x
-    if bias is not None:
-        of_bias = rows.sum(0).to(bias.dtype)
-        bias.grad = of_bias if bias.grad is None else bias.grad.add_(of_bias)
+    of_weight = (rows.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
+    return of_weight, None if bias is None else rows.sum(0).to(bias.dtype)
