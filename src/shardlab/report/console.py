@@ -189,7 +189,8 @@ def print_comparison(result: Mapping[str, Any], files: Mapping[str, Path]) -> No
     out.print(compare_terminal.compare_table(result))
     out.print()
     if (explained := compare_terminal.explained_table(result)) is not None:
-        out.print(explained)
+        spare = compare_terminal.SPARE
+        terminal.show(out, terminal.fit(explained, out.width, spare, "; compare.csv has all"))
         out.print()
     terminal.say(out, *compare_terminal.verdict_lines(result), wraps=True)
     if len(result["env"].get("nodes", ())) > 1:
