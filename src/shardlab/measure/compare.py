@@ -262,7 +262,7 @@ def proof_config(config: Config) -> Config:
     }
     if config.model.workload in prove.SMALLEST:
         overrides |= {"model.options": {}, "data.seq_len": None}
-    return prove.small(config.with_overrides(overrides), PROOF_STEPS)
+    return prove.deep_enough(prove.small(config.with_overrides(overrides), PROOF_STEPS))
 
 
 def _profile(ranks: RankSet, profile: ProfileConfig, folder: Path, cell: Cell) -> None:

@@ -189,7 +189,7 @@ def print_comparison(result: Mapping[str, Any], files: Mapping[str, Path]) -> No
     _show(out, compare_terminal.compare_table(result))
     out.print()
     if (explained := compare_terminal.explained_table(result)) is not None:
-        _show(out, explained)
+        _show(out, explained, compare_terminal.SPARE)
         out.print()
     terminal.say(out, *compare_terminal.verdict_lines(result), wraps=True)
     if len(result["env"].get("nodes", ())) > 1:
@@ -205,8 +205,9 @@ def print_comparison(result: Mapping[str, Any], files: Mapping[str, Path]) -> No
             terminal.say(out, f"not explained, {label}: {traces['reason']}", wraps=True)
 
 
-def _show(out: Console, table: Table) -> None:
-    terminal.show(out, terminal.fit(table, out.width, longest=terminal.STRATEGY))
+def _show(out: Console, table: Table, spare: Sequence[str] = ()) -> None:
+    where = "; compare.csv has all"
+    terminal.show(out, terminal.fit(table, out.width, spare, where, terminal.STRATEGY))
 
 
 def print_gate(gate: Mapping[str, Any]) -> None:

@@ -61,7 +61,7 @@ def resolve_strategy(config: Config) -> type[Strategy]:
             "(shardlab.strategies.base), as docs/your-strategy.md shows"
         )
     own = {key: value for key, value in config.strategy.options.items() if key not in axes.OPTIONS}
-    naming.check_options(_taking_options(config), own, f"strategy {name}")
+    naming.check_options(_taking_options(config), own, f"strategy {name}", axes.OPTIONS)
     return make
 
 
@@ -177,9 +177,12 @@ def on_axes(config: Config, make: type[Strategy], setup: Setup, world: World) ->
 def _sample(config: Config, workload: Workload, world: World, dtype: torch.dtype) -> Batch | None:
     """One sample, if the model is to be cut: running it shows how that can be done."""
     found, _ = axes_of(config, world)
-    if found is None or found.pipeline == found.tensor == 1:
+    if found is None or found.model_ranks == 1:
         return None
-    return loader.cast(workload.dataset.batch([0]), dtype).to(world.device)
+    few = range(min(16, len(workload.dataset)))
+    batches = (workload.dataset.batch([i]) for i in few)  # one without targets would show nothing
+    sample = next((b for b in batches if b.count), None) or workload.dataset.batch([0])
+    return loader.cast(sample, dtype).to(world.device)
 
 
 def refuse_complex(model: nn.Module) -> None:
