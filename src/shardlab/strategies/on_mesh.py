@@ -87,6 +87,8 @@ class OnMesh(base.Strategy):
     """
 
     KEEPS_PARTS = True
+    SENDS_BY_COMM = True  # all that its axes send is in the ledger
+    ONE_SHAPE = False  # the micro-batches of a step must be equal in shape
 
     def __init__(
         self, setup: base.Setup, axes: Axes, inner: Callable[[base.Setup], base.Strategy]
@@ -102,6 +104,7 @@ class OnMesh(base.Strategy):
         self.joins_microbatches = False  # the inner strategy is given all of a step as one batch
         self.share: Callable[[Batch], Batch] | None = None  # cuts this rank's part from a batch
         self.inferred: Callable[[base.Infer[Any], Batch], Any] | None = None
+        self.pipeline: Pipeline | None = None  # runs the stages, if there are several
         loss = self._cut(setup)
         batchnorm.join(self.model, self.groups.data)  # those that look at other samples
         self._refuse_parts_of_whole(setup)
@@ -163,6 +166,7 @@ class OnMesh(base.Strategy):
 
         cut = pipeline.cut(setup, self.axes, self.groups.pipeline, loss, executor)
         self.joins_microbatches, self.inferred = True, cut.infer
+        self.pipeline = cut.executor
         cut.ask_divisor(lambda: self.update.last_divisor)
         return self._note(cut)
 
