@@ -25,6 +25,7 @@ from torch import nn
 
 from shardlab import axes, comm, numbers, pulse
 from shardlab import world as worlds
+from shardlab.batch import tensors_of
 from shardlab.config import Config
 from shardlab.errors import UsageError, unknown
 from shardlab.guard import sequence, watchdog
@@ -64,7 +65,7 @@ class Prepared:
     rounds: Rounds | None = None  # the process played workers that exchange so
 
 
-# "stack" and "users", by the rounds that were played: of which config, and it.
+# "stack", "even stack" and "users", by the rounds that were played: of which config, and it.
 _prepared: dict[tuple[str, Rounds | None], tuple[str, Prepared]] = {}
 
 
@@ -82,7 +83,10 @@ def examine(world: World, config: Config) -> dict[str, Any]:
     users = _prepare("users", world, config, rounds)
     # The stack has nothing that the tensor and context axes could cut.
     has_stack = mesh is None or mesh.tensor == mesh.context == 1
-    stack = _prepare("stack", world, config, rounds) if has_stack else None
+    make = assemble.resolve_strategy(config)
+    is_even = issubclass(make, OnMesh) and make.ONE_SHAPE
+    which = "even stack" if is_even else "stack"
+    stack = _prepare(which, world, config, rounds) if has_stack else None
     if mesh is not None and users.subject.draws:
         raise UsageError(
             f"the forward of {users.subject.workload.name} draws random numbers, and ranks that "
@@ -95,7 +99,13 @@ def examine(world: World, config: Config) -> dict[str, Any]:
         on_users = _examine_users(users, _in_dtype(config, users), world, claim, alive)
         on_stack = {} if stack is None else _examine_stack(stack, config, world, claim)
     models = [found.pop("model") for found in (on_stack, on_users) if found]
-    return {"ranks": world.size, **on_users, **on_stack, "models": models}
+    return {
+        "ranks": world.size,
+        **on_users,
+        **on_stack,
+        "models": models,
+        "one_shape": make.__name__ if is_even else None,
+    }
 
 
 def _examine_users(
@@ -123,7 +133,7 @@ def _examine_users(
     used = _job(subject, config, strategy, without=reference.irregular)
     on_axes = _on_axes(subject, strategy, subject.steps[0][share], watched, config, world)
     of_data = [m for m in watched.messages if m.axis is None]
-    live = _live(strategy, job.micro, world)
+    live, room = _live(strategy, job.micro, world), _room(subject, strategy, share, world)
     del strategy, model, weigh
     strategy, _ = _build(subject, config, world)
     again = _run(strategy, subject, share, Trail(reference), looks=False)
@@ -136,6 +146,7 @@ def _examine_users(
         "mesh": is_cut,
         "axes": on_axes,
         "live": live,
+        "room": room,
         "irregular": bool(reference.irregular) or reference.runs_again,
         "full": _full(job),
         "micro": job.micro,
@@ -164,7 +175,9 @@ def _examine_stack(
     strategy, _ = _build(subject, config, world)
     job = _job(subject, config, strategy)
     trail = _run(strategy, subject, share, Trail(reference))
-    overlap = _overlap(_watch(strategy, subject.steps[0][share][:1]), _small(job))
+    # One micro-batch is enough to see when gradients are sent, but not for PyTorch's pipelines.
+    watched = subject.steps[0][share][: None if isinstance(strategy, OnMesh) else 1]
+    overlap = _overlap(_watch(strategy, watched), _small(job))
     del strategy
     memory = watch.Memory()
     phases: list[watch.Phase] = []
@@ -276,6 +289,20 @@ def _claimed_on_axes(
     return claimed
 
 
+def _room(subject: Subject, strategy: Strategy, share: int, world: World) -> int:
+    """Bytes that PyTorch's pipelines keep from step to step: a place for what each micro-batch
+    receives, of every shape that was seen."""
+    if not isinstance(strategy, OnMesh) or strategy.pipeline is None or strategy.SENDS_BY_COMM:
+        return 0
+    track = strategy.pipeline.track
+    place = traffic.Place(
+        strategy.axes, strategy.axes.place(world.rank), {}, traffic.Cuts(track.blocks, track.ends)
+    )
+    steps = {str([t.shape for b in s[share] for t in tensors_of(b)]): s for s in subject.steps}
+    model, loss = plain.build(subject), subject.workload.loss
+    return sum(traffic.received(model, place, loss, step[share]) for step in steps.values())
+
+
 def _live(strategy: Strategy, micro: int, world: World) -> dict[str, Any] | None:
     """How many micro-batches' activations a rank of a pipeline has kept at a time, and how many its
     schedule says. None: it is no pipeline, or PyTorch runs it."""
@@ -322,7 +349,8 @@ def _prepare(which: str, world: World, config: Config, rounds: Rounds | None = N
             made = _prepare_users(config, world, rounds)
         else:
             steps = 3 if rounds is None else config.training.steps
-            stack = subjects.stack(shares, config.training.seed, world.device, steps)
+            even = config.training.accumulate if which == "even stack" else 0
+            stack = subjects.stack(shares, config.training.seed, world.device, steps, even)
             made = _run_plain(stack, config, world, rounds)
         _prepared[place] = (key, made)
     return _prepared[place][1]

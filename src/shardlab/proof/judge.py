@@ -60,7 +60,9 @@ def equal(ranks: Sequence[Evidence]) -> Check:
     of = "one process"
     if users["every"] is not None:
         of += f" that plays {len(ranks)} workers, which exchange every {users['every']} steps"
-    parts = (f"{error} of {of}, {steps} of {models}", *how(users))
+    parts = [f"{error} of {of}, {steps} of {models}", *how(users)]
+    if ranks[0].get("one_shape"):
+        parts.append("on micro-batches of one shape: it refuses a step whose shapes differ")
     return _check(True, claimed, measured, "; ".join(parts))
 
 
@@ -112,6 +114,8 @@ def state(ranks: Sequence[Evidence]) -> Check:
         return _check(False, wanted, measured, problem)
     parts = [f"{numbers.size(fullest[k])} of {k}" for k in ("params", "gradients", "optimizer")]
     message = f"each rank holds {', '.join(parts)}"
+    if room := max(e["room"] for e in ranks):
+        message += f"; PyTorch keeps {numbers.size(room)} to receive activations in"
     if ranks[0]["live"] is not None:
         kept = max(e["live"]["kept"] for e in ranks)
         message += f"; activations of {kept} micro-batches at most, as the schedule says"
@@ -165,7 +169,7 @@ def _ranks_disagree(ranks: Sequence[Evidence]) -> str | None:
 
 def _misheld(ranks: Sequence[Evidence], fullest: Mapping[str, int]) -> Iterator[str]:
     claimed, full = ranks[0]["claimed"], ranks[0]["full"]
-    slack = _slack(full)
+    slack = _slack(full) + ranks[0]["room"]
     if not _at_most(fullest["kept"], claimed["kept"], slack):
         yield (
             f"between steps {numbers.size(fullest['kept'])} are held beside parameters and "

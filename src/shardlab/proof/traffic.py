@@ -100,6 +100,14 @@ def of_step(
     return one_process.traffic
 
 
+def received(model: nn.Module, place: Place, loss: LossFn, microbatches: Sequence[Batch]) -> int:
+    """Bytes of the activations and gradients that a rank of a pipeline receives in a step."""
+    one_process = _OneProcess(model, place, loss, None)
+    for batch in microbatches:
+        one_process.run(batch)
+    return one_process.received
+
+
 # ------------------------------------------------------------------ one process
 
 
@@ -119,6 +127,7 @@ class _OneProcess:
         self.outputs: list[list[Tensor]] = []  # of the blocks
         self.written: set[str] = set()  # buffers that code outside of the blocks has changed
         self.used: set[str] = set()  # parameters that got a gradient, in any micro-batch
+        self.received = 0  # bytes of what comes from other stages
 
     def note(self, axis: str, op: str, size: int, times: int = 1) -> None:
         if size and times:
@@ -316,10 +325,13 @@ class _OneProcess:
                 continue
             for number, tensor in enumerate(self.outputs[end]):
                 size = self._share(tensor) if number == 0 else _bytes(tensor)
+                back = size if tensor.requires_grad else 0  # its gradient
                 if stage in place.stages:
                     self.note("pipeline", "send", size)
-                if stage + 1 in place.stages and tensor.requires_grad:
-                    self.note("pipeline", "send", size)  # its gradient, back
+                    self.received += back
+                if stage + 1 in place.stages:
+                    self.note("pipeline", "send", back)
+                    self.received += size
 
     def _share(self, stream: Tensor) -> int:
         """Bytes of this rank's positions of the stream, of which each has some with ``sequence``;
