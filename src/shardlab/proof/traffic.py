@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -183,8 +184,20 @@ class _OneProcess:
                 block.register_forward_pre_hook(lambda *_, n=n: begin(n))
                 for n, block in enumerate(blocks)
             ],
-            lambda: [block.register_forward_hook(end) for block in blocks],
+            lambda: [
+                *(block.register_forward_hook(end) for block in blocks),
+                *(
+                    module.register_forward_hook(partial(self._statistics, name))
+                    for name, module in self.model.named_modules()
+                    if isinstance(module, _BatchNorm)
+                ),
+            ],
         )
+
+    def _statistics(self, name: str, module: nn.Module, *_: Any) -> None:
+        """Running statistics change without a new version."""
+        if self.block is None:
+            self.written |= {key for key, _ in module.named_buffers(name)}
 
     def run(self, batch: Batch) -> None:
         """A micro-batch: the tensor axis, and what travels between stages."""
