@@ -133,7 +133,7 @@ def _examine_users(
     used = _job(subject, config, strategy, without=reference.irregular)
     on_axes = _on_axes(subject, strategy, subject.steps[0][share], watched, config, world)
     of_data = [m for m in watched.messages if m.axis is None]
-    live, room = _live(strategy, job.micro, world), _room(subject, strategy, share, world)
+    live, room = _live(strategy, subject, world), _room(subject, strategy, share, world)
     del strategy, model, weigh
     strategy, _ = _build(subject, config, world)
     again = _run(strategy, subject, share, Trail(reference), looks=False)
@@ -227,7 +227,8 @@ def _job(
         return job
     shapes = strategy.part_shapes()
     params = tuple(replace(p, shape=tuple(shapes[p.name])) for p in job.params if p.name in shapes)
-    return replace(job, params=params, ranks=strategy.groups.data.size())
+    micro = 1 if strategy.joins_microbatches else job.micro
+    return replace(job, params=params, ranks=strategy.groups.data.size(), micro=micro)
 
 
 def _on_axes(
@@ -303,12 +304,12 @@ def _room(subject: Subject, strategy: Strategy, share: int, world: World) -> int
     return sum(traffic.received(model, place, loss, step[share]) for step in steps.values())
 
 
-def _live(strategy: Strategy, micro: int, world: World) -> dict[str, Any] | None:
+def _live(strategy: Strategy, subject: Subject, world: World) -> dict[str, Any] | None:
     """How many micro-batches' activations a rank of a pipeline has kept at a time, and how many its
     schedule says. None: it is no pipeline, or PyTorch runs it."""
     if not isinstance(strategy, OnMesh) or strategy.pipeline is None or not strategy.SENDS_BY_COMM:
         return None
-    mesh, pipeline = strategy.axes, strategy.pipeline
+    mesh, pipeline, micro = strategy.axes, strategy.pipeline, len(subject.steps[0][0])
     said = schedules.claim(mesh.schedule, mesh.pipeline, micro, schedules.Times(), pipeline.chunks)
     claimed = said.live[mesh.place(world.rank)["pipeline"]]
     return {"schedule": mesh.schedule, "claimed": claimed, "kept": pipeline.peak_live}

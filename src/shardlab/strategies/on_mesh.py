@@ -245,10 +245,13 @@ class OnMesh(base.Strategy):
         names = list(self.whole_model.trained)
         used = [mine.get(name) is not None for name in names]
         used = steps.any_rank(used, self.groups.cut, label="used parameters")
-        found = {
-            name: torch.zeros_like(self.params[name]) if gradient is None else gradient
-            for name, gradient in mine.items()
-        }
+
+        def nothing(name: str) -> Tensor:  # the parameter itself may be elsewhere now (zero3)
+            length = sum(length for _, length in self.layout[name].runs)
+            dtype = self.whole_model.tensors[name].dtype
+            return torch.zeros(length, dtype=dtype, device=self.device)
+
+        found = {n: nothing(n) if gradient is None else gradient for n, gradient in mine.items()}
         some = [name for name, is_used in zip(names, used, strict=True) if is_used]
         whole = self._put_together(found, some)
         return {name: whole.get(name) for name in names}
