@@ -305,7 +305,10 @@ def strategy_of(
     found, _ = axes.axes_of("tensor_parallel", options, world.size)
     assert found is not None
     splits = known_splits(model) if subject.splits is None else subject.splits
-    setup = Setup(model, make_optimizer("adamw"), subject.loss, world.mesh, splits=splits)
+    sample = subject.batch(0, 0, 0)
+    setup = Setup(
+        model, make_optimizer("adamw"), subject.loss, world.mesh, sample=sample, splits=splits
+    )
     inner = inner or (Single if found.data == 1 else BucketDDPAsync)
     return OnMesh(setup, found, inner), subject, found
 

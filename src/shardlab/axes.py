@@ -99,6 +99,12 @@ def axes_of(
                 wanted
             ]
             raise UsageError(f"strategy {name}: its option {key} must be {word}, got {value!r}")
+    for key, meant in NAMED.get(name, {}).items():
+        if key in asked and meant not in (0, asked[key]):
+            raise UsageError(
+                f"strategy {name}: its name says {key} {meant}, and its option {key} "
+                f"{asked[key]}; leave one of them out"
+            )
     sizes = {**OPTIONS, **NAMED.get(name, {}), **asked}
     axes = Axes(1, **sizes)
     own = next((axis for axis in CUTS if sizes[axis] == 0), None)

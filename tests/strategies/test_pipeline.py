@@ -18,6 +18,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
 import commands
 from conftest import GetRanks, long_unless
@@ -92,6 +94,56 @@ class Plain(nn.Module):
         return out
 
 
+class Published(nn.Module):
+    """As many published models are: blocks that change their input in place and whose weights are
+    computed, checkpointed by the model, with a number that counts the forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.stem, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.ReLU(i % 2 == 0), weight_norm(nn.Linear(6, 6)), nn.Linear(6, 6))
+            for i in range(8)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:  # (rows, 6)
+        x = self.stem(x)
+        for i, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=False) if i % 2 else block(x)
+            x *= 0.9
+        out: Tensor = self.head(x)
+        return out
+
+
+class Counting(Published):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+class Shrinking(Published):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.stem.weight.mul_(0.99)
+        return super().forward(x)
+
+
+class Remembering(Published):
+    """What is written behind the last block is read before the first."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x + self.seen)
+        self.seen.add_(out.detach().sum())
+        return out
+
+
 def loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch.inputs), batch.targets, reduction="sum", ignore_index=-100)
 
@@ -135,6 +187,10 @@ TOYS = {
     "pairs": Toy(Pairs, loss, tuple(f"blocks.{i}" for i in range(9))),
     "tied": Toy(Tied, loss, tuple(f"blocks.{i}" for i in range(8))),
     "plain": Toy(Plain, loss, tuple(f"layers.{i}" for i in range(0, 17, 2))),
+    "published": Toy(Published, loss, tuple(f"blocks.{i}" for i in range(8))),
+    "counting": Toy(Counting, loss, tuple(f"blocks.{i}" for i in range(8))),
+    "shrinking": Toy(Shrinking, loss, tuple(f"blocks.{i}" for i in range(8))),
+    "remembering": Toy(Remembering, loss, tuple(f"blocks.{i}" for i in range(8))),
     "gpt2": Toy(gpt2, gpt2_loss, tuple(f"blocks.{i}" for i in range(8)), is_text=True),
     "llama": Toy(llama, llama_loss, tuple(f"model.layers.{i}" for i in range(8)), is_text=True),
 }
@@ -260,9 +316,34 @@ def difference(found: Course, expected: Course) -> str:
     return ""
 
 
+def refused_toy(world: World, name: str, axes: Axes) -> str:
+    with pytest.raises(UsageError) as caught:
+        make(world, name, axes)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("toy", "schedule", "why"),
+    [
+        ("shrinking", "1f1b", "changes the parameter 'stem.weight' in place"),
+        ("remembering", "1f1b", "stages 0 and 1 both use the buffer 'seen'"),
+        ("counting", "interleaved", "changes 'calls', and with 2 stages on a rank"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused(
+    toy: str, schedule: str, why: str, ranks: GetRanks
+) -> None:
+    for said in ranks(2).run(
+        refused_toy, toy, Axes(1, pipeline=2, schedule=schedule), deadline_s=60
+    ):
+        assert why in said
+
+
 # Fewer micro-batches than stages, more, and one; every schedule with each toy.
 CASES = [
-    *itertools.product(TOYS, SCHEDULES, [2], [3]),
+    *itertools.product(["pairs", "tied", "plain", "gpt2", "llama"], SCHEDULES, [2], [3]),
+    *itertools.product(["published"], SCHEDULES, [2], [3]),
+    *itertools.product(["counting"], ["gpipe", "1f1b", "zero_bubble"], [2], [3]),
     *itertools.product(["tied"], SCHEDULES, [2], [1]),
     *itertools.product(["tied"], SCHEDULES, [4], [6]),
     *itertools.product(["pairs"], SCHEDULES, [4], [2]),

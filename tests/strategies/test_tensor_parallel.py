@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import commands
@@ -27,7 +27,7 @@ from shardlab.run.assemble import build_strategy, build_workload
 from shardlab.strategies import splits
 from shardlab.strategies.vocabulary import Vocabulary, cross_entropy
 from shardlab.strategies.zero3 import Zero3
-from shardlab.workloads.base import Batch
+from shardlab.workloads.base import Batch, LossFn
 from shardlab.workloads.token_loss import token_loss
 from shardlab.world import World
 from told import kind_of, told
@@ -281,6 +281,38 @@ def refusal(world: World, changes: Mapping[str, str | None], how: str, sequence:
     except UsageError as error:
         return str(error)
     return ""
+
+
+def penalised(model: nn.Module, batch: Batch) -> Tensor:
+    return meshed.nasty_loss(model, batch) + 1e-3 * sum(
+        (p.square().sum() for p in model.parameters()), torch.zeros(())
+    )
+
+
+def norm_penalised(model: nn.Module, batch: Batch) -> Tensor:
+    norm: Any = model.get_submodule("blocks.1.norm_1")
+    value: Tensor = meshed.nasty_loss(model, batch) + norm.weight.square().sum()
+    return value
+
+
+def read_outside(world: World, loss: LossFn, sequence: bool) -> str:
+    sample = meshed.tokens(0, 0, 0)
+    try:
+        splits.cut(meshed.Nasty().double(), meshed.NASTY, world.group, loss, sequence, sample)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_a_penalty_on_what_a_rank_has_in_part_is_refused(ranks: GetRanks) -> None:
+    """It was silently that of the rank's part. A norm is whole, but where positions are split its
+    gradients are summands."""
+    for sequence in (False, True):
+        said = ranks(2).run(read_outside, penalised, sequence)
+        assert all("reads 'embed.weight' outside of its module" in one for one in said)
+    assert ranks(2).run(read_outside, norm_penalised, False) == ["", ""]
+    said = ranks(2).run(read_outside, norm_penalised, True)
+    assert all("reads 'blocks.1.norm_1.weight' outside" in one for one in said)
 
 
 REFUSALS: list[tuple[dict[str, str | None], str, str]] = [

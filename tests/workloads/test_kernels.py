@@ -254,6 +254,7 @@ def test_under_every_strategy(name: str, world: int, ranks: GetRanks) -> None:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*autograd.function.Function'> should not be instantiated")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method. is deprecated")  # torch 2.11's own
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
 def test_compiled_as_one_graph(dtype: torch.dtype) -> None:
     """On a CPU, by PyTorch's tracer alone: no code is generated. In fp32 and fp64, torch 2.11

@@ -148,7 +148,7 @@ class OnMesh(base.Strategy):
             from shardlab.strategies import splits
 
             tensor, sequence = self.groups.tensor, self.axes.sequence
-            cut = splits.cut(self.model, setup.splits, tensor, loss, sequence)
+            cut = splits.cut(self.model, setup.splits, tensor, loss, sequence, setup.sample)
             loss = self._note(cut)
         if self.axes.context > 1:
             from shardlab.strategies import context_parallel

@@ -69,6 +69,11 @@ def cut(
         )
     chunks = schedules.chunks_of(axes.schedule, axes.chunks or None)
     found = stages.probe(model, setup.blocks, loss, setup.sample)
+    if chunks > 1 and found.counted:
+        raise UsageError(
+            f"pipeline: the forward changes '{found.counted[0]}', and with {chunks} stages on a "
+            "rank it runs more often than in one process; use a schedule with one, such as 1f1b"
+        )
     ends = stages.ends_of(found, model, ranks * chunks, axes.balance)
     message = torch.tensor(ends, device=next(model.parameters()).device)
     # Times differ: the first rank of all decides, also for those of other pipelines.
@@ -145,7 +150,8 @@ class _Linear:
 
     def __call__(self, input: Tensor) -> Tensor:
         weight, bias = self.module.weight, self.module.bias
-        if not torch.is_grad_enabled() or not weight.requires_grad or weight._backward_hooks:
+        is_put_off = torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
+        if not is_put_off or weight._backward_hooks:
             return nn.functional.linear(input, weight, bias)
         device = input.device.type
         if torch.is_autocast_enabled(device):

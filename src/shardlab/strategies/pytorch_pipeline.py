@@ -106,7 +106,7 @@ class _Executor(Pipeline):
         """Run the stages once, so that each knows the shapes of what it will receive."""
         outside = [getattr(module, key) for module, key, _ in self.outside]
         values = [buffer.clone() for buffer in outside]
-        with stages.unchanged(self.model):
+        with stages.probing(self.model):
             for stage in self.own:
                 self._forward(Action("F", stage, 0), batch, [signature])
             self._finish_sending()

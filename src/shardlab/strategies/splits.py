@@ -22,7 +22,7 @@ Every parameter must be spoken for, by its module or by itself, so that none is 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +36,10 @@ from shardlab.errors import UsageError, unknown
 from shardlab.numbers import cut_range
 from shardlab.strategies.layout import Cut, Held, rows, whole, whole_layout
 from shardlab.strategies.sequence_parallel import Positions
-from shardlab.strategies.stages import WHEN_SKIPPED
+from shardlab.strategies.stages import WHEN_SKIPPED, intercepted, probing
 from shardlab.strategies.tensor_parallel import ColumnLinear, RowLinear, Stream, Whole, enter
 from shardlab.strategies.vocabulary import Vocabulary, VocabularyEmbedding, VocabularyHead
-from shardlab.workloads.base import LossFn
+from shardlab.workloads.base import Batch, LossFn
 
 LAYERS = ("vocabulary", "heads", "columns", "rows")
 KINDS = (*LAYERS, "branch", "inside", "block", "norm", "whole", "number")
@@ -75,8 +75,10 @@ def cut(
     group: comm.Group,
     loss: LossFn,
     sequence: bool = False,
+    sample: Batch | None = None,
 ) -> Cut:
-    """Keep this rank's part of a model that is whole, and the same, on every rank."""
+    """Keep this rank's part of a model that is whole, and the same, on every rank. The ``sample``
+    shows whether the model and its loss can bear that."""
     named = read(model, splits)
     stream: Stream = Whole(group)
     if sequence:
@@ -85,6 +87,9 @@ def cut(
     layers = layers_of(model, named, group)
     divided = divided_by(model, named, group.size())
     held, partial = agreed(model, named, layers, sequence)
+    if sample is not None:
+        parts = {p for p, part in held.items() if part != whole(p)}
+        _refuse_read_outside(model, loss, sample, parts | set(partial))
     # Nothing is refused from here on.
     names = {parameter: name for name, parameter in model.named_parameters()}
     found = Cut(whole_layout(model), loss)
@@ -333,6 +338,46 @@ def _refuse_for_sequence(named: Mapping[str, str]) -> None:
             raise UsageError(
                 f"sequence parallelism: '{name}' is a '{kind}' outside of the blocks, where every "
                 "rank has all positions; say 'whole', or name the module around it a 'block'"
+            )
+
+
+def _refuse_read_outside(
+    model: nn.Module, loss: LossFn, sample: Batch, parts: Collection[nn.Parameter]
+) -> None:
+    """Refuse a parameter that forward or loss reads outside of its module, as a weight penalty
+    does: there a rank would take its part for the whole, or its gradient for a summand.
+
+    For one sample, modules get stand-ins for their parameters while they run. A gradient that
+    reaches the parameter itself did not come through its module.
+    """
+    owners = {
+        name: {key: p for key, p in module._parameters.items() if p in parts}
+        for name, module in model.named_modules()
+        if any(p in parts for p in module._parameters.values())
+    }
+
+    def with_stand_ins(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        own = model.get_submodule(name)._parameters
+        for key, p in owners[name].items():
+            own[key] = nn.Parameter(p.detach(), requires_grad=p.requires_grad)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            own |= owners[name]
+
+    with probing(model), intercepted(model, list(owners), with_stand_ins):
+        value = loss(model, sample)
+    if not value.requires_grad:
+        return
+    wanted = [p for p in parts if p.requires_grad]
+    gradients = torch.autograd.grad(value, wanted, allow_unused=True)
+    read = {p for p, gradient in zip(wanted, gradients, strict=True) if gradient is not None}
+    for name, p in model.named_parameters():
+        if p in read:
+            raise UsageError(
+                f"tensor parallelism: the forward or the loss reads '{name}' outside of its module "
+                "(a weight penalty?), where a rank has only a part of it; use weight_decay for a "
+                "penalty, or say 'whole' for the module in the workload's splits"
             )
 
 

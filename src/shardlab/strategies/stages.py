@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,11 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from shardlab.errors import UsageError
 from shardlab.numbers import count, names
 from shardlab.strategies.refusals import option
+from shardlab.strategies.uses import in_backward
 from shardlab.workloads.base import Batch, LossFn
 
 # By what the stages are made equal.
@@ -88,6 +90,9 @@ class Probe:
     shapes: list[list[Shape]] = field(default_factory=list)  # of each block's output
     seconds: list[float] = field(default_factory=list)  # of each block's forward
     changed: dict[str, int] = field(default_factory=dict)  # buffers, with the part that writes them
+    touched: dict[str, set[int]] = field(default_factory=dict)  # buffers, with all parts using them
+    overwritten: set[int] = field(default_factory=set)  # blocks whose output is changed in place
+    counted: list[str] = field(default_factory=list)  # numbers outside the blocks that it changes
     loss: float = 0.0
 
 
@@ -123,26 +128,27 @@ def probe(model: nn.Module, blocks: Sequence[str], loss: LossFn, sample: Batch) 
             "pipeline: the workload names no blocks, and none can be guessed from its model, so "
             "there is nothing to cut between; name them in Workload.blocks"
         )
-    with unchanged(model):
-        frozen = [p for p in model.parameters() if not p.requires_grad and _has_gradient(p)]
-        for p in frozen:
-            p.requires_grad_()
-        try:
-            with torch.enable_grad():
-                return _probed(model, blocks, loss, sample)
-        finally:
-            for p in frozen:
-                p.requires_grad_(False)
+    with probing(model) as quiet:
+        found = _probed(model, blocks, loss, sample, quiet.norms)
+    found.counted = [n for n in quiet.counted if not any(n.startswith(f"{b}.") for b in blocks)]
+    return found
 
 
 def _has_gradient(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _probed(model: nn.Module, blocks: Sequence[str], loss: LossFn, sample: Batch) -> Probe:
+def _probed(
+    model: nn.Module,
+    blocks: Sequence[str],
+    loss: LossFn,
+    sample: Batch,
+    norms: Mapping[str, nn.Module],
+) -> Probe:
     found = Probe()
     made: list[list[Tensor]] = []  # each block's outputs, with their graphs
-    given: list[list[Tensor]] = []  # and what the rest of the forward gets of them
+    given: list[list[Tensor]] = []  # the same, cut off
+    handed: list[list[Tensor]] = []  # and what the rest of the forward gets of them
     buffers = {name: (b, b._version) for name, b in model.named_buffers()}
 
     def look_for_changes() -> None:
@@ -165,32 +171,32 @@ def _probed(model: nn.Module, blocks: Sequence[str], loss: LossFn, sample: Batch
         look_for_changes()
         output, tensors = taken_apart(value, name)
         if not any(t.requires_grad for t in tensors):
-            raise UsageError(f"pipeline: the block '{name}' returns nothing that has a gradient")
+            raise UsageError(
+                f"pipeline: the block '{name}' returns nothing that has a gradient; run it without "
+                "no_grad, or, if the model checkpoints it, with use_reentrant=False"
+            )
         cut = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         made.append(tensors)
         given.append(cut)
+        handed.append([t.clone() for t in cut])  # no leaves: the model may change them in place
         found.outputs.append(output)
         found.shapes.append([(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors])
         found.blocks.append(name)
-        return output.join(cut)
+        return output.join(handed[-1])
 
-    # A BatchNorm cannot train on the one value of one sample. It is known what it writes.
     def note_statistics(prefix: str, module: nn.Module, _args: Any) -> None:
         for key, _ in module.named_buffers(prefix):
             found.changed.setdefault(key, len(found.blocks))
 
-    norms = {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training}
     hooks = [m.register_forward_pre_hook(partial(note_statistics, n)) for n, m in norms.items()]
     try:
-        for norm in norms.values():
-            norm.training = False
-        with intercepted(model, blocks, call):
+        with intercepted(model, blocks, call), _Touched(model, found):
             value = loss(model, sample)
     finally:
-        for norm, hook in zip(norms.values(), hooks, strict=True):
-            norm.training = True
+        for hook in hooks:
             hook.remove()
     look_for_changes()
+    found.overwritten = {i for i, ts in enumerate(handed) if any(t._version for t in ts)}
     if missing := [name for name in blocks if name not in found.blocks]:
         raise UsageError(
             f"pipeline: the forward of a sample never calls the block{'s' * (len(missing) > 1)} "
@@ -216,24 +222,85 @@ def _probed(model: nn.Module, blocks: Sequence[str], loss: LossFn, sample: Batch
     return found
 
 
+class _Touched(TorchFunctionMode):
+    """Notes which part of a forward uses which buffer."""
+
+    def __init__(self, model: nn.Module, found: Probe) -> None:
+        super().__init__()
+        self.names = {id(buffer): name for name, buffer in model.named_buffers()}
+        self.found = found
+
+    def __torch_function__(
+        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for leaf in tree_leaves((args, kwargs)):
+            if id(leaf) in self.names:
+                parts = self.found.touched.setdefault(self.names[id(leaf)], set())
+                parts.add(len(self.found.blocks))
+        return function(*args, **kwargs)
+
+
+@dataclass
+class Quiet:
+    """What a forward of one sample must be kept from changing."""
+
+    norms: dict[str, nn.Module]  # those that would train
+    counted: list[str] = field(default_factory=list)  # attributes that it did change, put back
+
+
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Whatever runs inside changes neither buffers nor the random state."""
-    kept = [
+def probing(model: nn.Module) -> Iterator[Quiet]:
+    """Inside, every parameter has a gradient, frozen ones too, and a forward leaves no trace:
+    buffers, numbers in plain attributes and the random state are as before.
+
+    A BatchNorm cannot train on the one value of one sample: none of them does inside.
+    """
+    buffers = [
         (module, name, buffer, buffer.detach().clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
+    plain = [(name, module, _plain(module)) for name, module in model.named_modules()]
+    versions = {name: p._version for name, p in model.named_parameters()}
+    frozen = [p for p in model.parameters() if not p.requires_grad and _has_gradient(p)]
+    quiet = Quiet(
+        {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training}
+    )
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)):
+    with torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
         try:
-            yield
+            for p in frozen:
+                p.requires_grad_()
+            for norm in quiet.norms.values():
+                norm.training = False
+            yield quiet
         finally:
+            for p in frozen:
+                p.requires_grad_(False)
             with torch.no_grad():
-                for module, name, buffer, value in kept:
+                for module, name, buffer, value in buffers:
                     module._buffers[name] = buffer
                     buffer.copy_(value)
+            for name, module, values in plain:
+                now = vars(module)
+                changed = [
+                    key for key in values if key != "training" and now.get(key) != values[key]
+                ]
+                quiet.counted += [f"{name}.{key}" if name else key for key in changed]
+                now.update(values)
+    for name, p in model.named_parameters():
+        if p._version != versions[name]:
+            raise UsageError(
+                f"the forward changes the parameter '{name}' in place; ranks that share one model "
+                "would change it more often than one process: do it between steps"
+            )
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """Numbers among a module's attributes, such as a count of its calls."""
+    return {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float)}
 
 
 # ------------------------------------------------------------------ which block to which stage
@@ -359,6 +426,14 @@ def buffers_of(found: Probe, model: nn.Module, ends: Sequence[int]) -> dict[str,
     for name, _ in model.named_buffers():
         at = inside.get(name, found.changed.get(name))
         held[name] = list(range(len(ends))) if at is None else [stage_of[at]]
+        users = {stage_of[part] for part in found.touched.get(name, ())}
+        if name in found.changed and not users <= set(held[name]):
+            first, last = min(users), max(users)
+            raise UsageError(
+                f"pipeline: stages {first} and {last} both use the buffer '{name}', which a "
+                "forward changes: a micro-batch would have to wait for the one before to leave the "
+                "last stage; use fewer ranks, so that one stage has all that uses it"
+            )
     return held
 
 
@@ -409,6 +484,7 @@ class Track:
 
     def __init__(self, found: Probe, ends: Sequence[int], device: torch.device) -> None:
         self.blocks, self.outputs, self.of_sample = found.blocks, found.outputs, found.shapes
+        self.overwritten = found.overwritten
         self.ends = list(ends)
         self.device = device
         self.stage: int | None = None  # that runs; None: no stage does
@@ -447,11 +523,15 @@ class Track:
         """Run a forward as far as the stage goes. Returns what the last stage's returns; else None,
         and the tensors are in ``result``. ``shapes``: of the outputs of all blocks before."""
         first = self.first(stage)
-        skipped = [
-            self.outputs[i].join([nothing(s, dtype, self.device) for s, dtype, _ in shapes[i]])
-            for i in range(first - 1)
+        handed = [
+            [nothing(s, dtype, self.device) for s, dtype, _ in shapes[i]] for i in range(first - 1)
         ]
-        self.given = [*skipped, *([self.outputs[first - 1].join(received)] if first else [])]
+        handed += [list(received)] if first else []
+        self.given = [
+            # A copy where the model changes it in place: what was received is a leaf.
+            self.outputs[i].join([t.clone() for t in ts] if i in self.overwritten else ts)
+            for i, ts in enumerate(handed)
+        ]
         self.shapes = list(shapes[:first])
         self.stage, self.next, self.result = stage, 0, []
         before = {name: self._state(name) for name in self.steady}
@@ -488,6 +568,8 @@ class Track:
     def _call(self, i: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         name = self.blocks[i]
         if self.stage is None:
+            if in_backward():  # the model checkpoints its blocks: this one is computed again
+                return original(*args, **kwargs)
             raise UsageError(f"pipeline: '{name}' is run by itself, outside of the model's forward")
         if i != self.next:
             expected = self.blocks[self.next] if self.next < len(self.blocks) else "the end"
