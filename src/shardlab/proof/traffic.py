@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,14 @@ class Place:
         """The stages of this rank."""
         every = range(len(self.cuts.ends) if self.cuts else 1)
         return [s for s in every if self.rank_of(s) == self.at["pipeline"]]
+
+
+class _Made(NamedTuple):
+    """What a block has returned, as it was then: the model may change it in place."""
+
+    tensor: Tensor
+    has_gradient: bool
+    node: Any  # of autograd's graph
 
 
 class NoFormula(Exception):
@@ -125,7 +133,7 @@ class _OneProcess:
         # While a forward runs:
         self.block: int | None = None  # that runs
         self.passed = 0  # blocks that have run
-        self.outputs: list[list[Tensor]] = []  # of the blocks
+        self.outputs: list[list[_Made]] = []  # of the blocks
         self.written: set[str] = set()  # buffers that code outside of the blocks has changed
         self.used: set[str] = set()  # parameters that got a gradient, in any micro-batch
         self.received = 0  # bytes of what comes from other stages
@@ -175,7 +183,7 @@ class _OneProcess:
         def end(_module: nn.Module, _args: Any, output: Any) -> None:
             look(is_outside=False)
             self.block, self.passed = None, self.passed + 1
-            self.outputs.append(tensors_of(output))
+            self.outputs.append([_made(t) for t in tensors_of(output)])
 
         self.look = look
         blocks = [self.model.get_submodule(b) for b in (self.place.cuts or Cuts((), ())).blocks]
@@ -328,7 +336,7 @@ class _OneProcess:
         names: dict[Tensor, str] = {p: n for n, p in self.model.named_parameters()}
         return [
             {names[p] for p in _reached(after, before) if p in names}
-            for before, after in pairwise([[], *borders, [loss]])
+            for before, after in pairwise([[], *borders, [_made(loss)]])
         ]
 
     def _between_stages(self) -> None:
@@ -336,9 +344,9 @@ class _OneProcess:
         for stage, end in enumerate(place.cuts.ends[:-1] if place.cuts else ()):
             if place.rank_of(stage) == place.rank_of(stage + 1):
                 continue
-            for number, tensor in enumerate(self.outputs[end]):
+            for number, (tensor, has_gradient, _) in enumerate(self.outputs[end]):
                 size = self._share(tensor) if number == 0 else _bytes(tensor)
-                back = size if tensor.requires_grad else 0  # its gradient
+                back = size if has_gradient else 0  # its gradient
                 if stage in place.stages:
                     self.note("pipeline", "send", size)
                     self.received += back
@@ -411,10 +419,14 @@ def _summands(model: nn.Module, named: Mapping[str, str], sequence: bool) -> set
     return found
 
 
-def _reached(ends: Sequence[Tensor], stops: Sequence[Tensor]) -> set[Tensor]:
+def _made(tensor: Tensor) -> _Made:
+    return _Made(tensor, tensor.requires_grad, tensor.grad_fn)
+
+
+def _reached(ends: Sequence[_Made], stops: Sequence[_Made]) -> set[Tensor]:
     """The leaves of the graph that some tensors were computed from, not beyond ``stops``."""
-    seen = {t.grad_fn for t in stops if t.grad_fn is not None}
-    waiting = [t.grad_fn for t in ends if t.grad_fn is not None]
+    seen = {made.node for made in stops if made.node is not None}
+    waiting = [made.node for made in ends if made.node is not None]
     leaves = set()
     while waiting:
         node = waiting.pop()

@@ -494,9 +494,7 @@ class Track:
         self.shapes: list[list[Shape]] = []  # of each block's output, as far as the stage's last
         self.changed = set(found.changed)
         self.steady: dict[str, tuple[nn.Module, str]] = {}  # buffers that nobody should write
-        self.skipped: dict[
-            int, Callable[..., None]
-        ] = {}  # what hears of a block's call all the same
+        self.skipped: dict[int, Callable[..., None]] = {}  # who hears of a block that is not run
 
     def attach(self, model: nn.Module) -> None:
         inside = _inside(self.blocks, model)
@@ -535,13 +533,16 @@ class Track:
         self.shapes = list(shapes[:first])
         self.stage, self.next, self.result = stage, 0, []
         before = {name: self._state(name) for name in self.steady}
+        value, is_over = None, False
         try:
             value = forward()
         except EndOfStage:
-            return None
+            is_over = True
         finally:
             self.stage, self.given = None, []
-            self._refuse_written(before)
+        self._refuse_written(before)
+        if is_over:
+            return None
         if stage < len(self.ends) - 1 or self.next < len(self.blocks):
             missing = self.blocks[min(self.next, len(self.blocks) - 1)]
             raise UsageError(
