@@ -295,10 +295,14 @@ def norm_penalised(model: nn.Module, batch: Batch) -> Tensor:
     return value
 
 
-def read_outside(world: World, loss: LossFn, sequence: bool) -> str:
-    sample = meshed.tokens(0, 0, 0)
+def read_outside(world: World, loss: LossFn, sequence: bool, mixes: bool = False) -> str:
+    sample, model = meshed.tokens(0, 0, 0), meshed.Nasty().double()
+    if mixes:
+        model.blocks[0].register_forward_pre_hook(
+            lambda _, args: (args[0] - args[0].mean(1)[:, None],)
+        )
     try:
-        splits.cut(meshed.Nasty().double(), meshed.NASTY, world.group, loss, sequence, sample)
+        splits.cut(model, meshed.NASTY, world.group, loss, sequence, sample)
     except UsageError as error:
         return str(error)
     return ""
@@ -313,6 +317,13 @@ def test_a_penalty_on_what_a_rank_has_in_part_is_refused(ranks: GetRanks) -> Non
     assert ranks(2).run(read_outside, norm_penalised, False) == ["", ""]
     said = ranks(2).run(read_outside, norm_penalised, True)
     assert all("reads 'blocks.1.norm_1.weight' outside" in one for one in said)
+
+
+def test_a_block_that_mixes_positions_is_refused(ranks: GetRanks) -> None:
+    """Where positions are split, each rank would take the mean of its own."""
+    assert ranks(2).run(read_outside, meshed.nasty_loss, False, True) == ["", ""]
+    said = ranks(2).run(read_outside, meshed.nasty_loss, True, True)
+    assert all("for one sample the ranks together compute the loss" in one for one in said)
 
 
 REFUSALS: list[tuple[dict[str, str | None], str, str]] = [

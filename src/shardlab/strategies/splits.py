@@ -35,6 +35,7 @@ from shardlab.batch import map_tensors, tensors_of
 from shardlab.errors import UsageError, unknown
 from shardlab.numbers import cut_range
 from shardlab.strategies.layout import Cut, Held, rows, whole, whole_layout
+from shardlab.strategies.rehearsal import Rehearsal
 from shardlab.strategies.sequence_parallel import Positions
 from shardlab.strategies.stages import WHEN_SKIPPED, intercepted, probing
 from shardlab.strategies.tensor_parallel import ColumnLinear, RowLinear, Stream, Whole, enter
@@ -87,10 +88,11 @@ def cut(
     layers = layers_of(model, named, group)
     divided = divided_by(model, named, group.size())
     held, partial = agreed(model, named, layers, sequence)
+    rehearsal = None
     if sample is not None:
         parts = {p for p, part in held.items() if part != whole(p)}
         _refuse_read_outside(model, loss, sample, parts | set(partial))
-    # Nothing is refused from here on.
+        rehearsal = Rehearsal.of(model, loss, sample)
     names = {parameter: name for name, parameter in model.named_parameters()}
     found = Cut(whole_layout(model), loss)
     found.layout |= {names[p]: part for p, part in held.items()}
@@ -115,6 +117,8 @@ def cut(
     if isinstance(stream, Positions):
         _begin_at(model.get_submodule(blocks[0]), stream, blocks[0])
         _end_at(model.get_submodule(blocks[-1]), stream, blocks[-1])
+    if rehearsal is not None:
+        rehearsal.hold(model, loss, "sequence parallelism" if sequence else "tensor parallelism")
     return found
 
 

@@ -1,0 +1,79 @@
+"""Does a model that ranks share still compute what it did as a whole? One sample tells.
+
+What a workload says of its model may be wrong: code in a block that mixes positions which it should
+treat by themselves changes the result, and nothing else would show it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardlab.errors import UsageError
+from shardlab.strategies.stages import probing
+from shardlab.workloads.base import Batch, LossFn
+
+# How much the losses may differ, by the coarsest numbers that the forward computes with.
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+LOW_PRECISION = 0.05
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    sample: Batch
+    trains: bool  # False: it draws random numbers while it trains, and is evaluated instead
+    expected: float
+    tolerance: float
+
+    @classmethod
+    def of(cls, model: nn.Module, loss: LossFn, sample: Batch) -> Rehearsal | None:
+        """The loss of the whole model. None: it is no number to compare with."""
+        if any(isinstance(p, FakeTensor) for p in model.parameters()):
+            return None
+        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+
+        def note_precision(_module: nn.Module, _args: Any) -> None:
+            device = next(model.parameters()).device.type
+            if torch.is_autocast_enabled(device):
+                dtypes.add(torch.get_autocast_dtype(device))
+
+        hook = model.register_forward_pre_hook(note_precision)
+        try:
+            first, again = (_run(model, loss, sample, True, chance) for chance in (1, 2))
+            trains = first == again
+            expected = first if trains else _run(model, loss, sample, False, 1)
+        finally:
+            hook.remove()
+        if not math.isfinite(expected):
+            return None
+        tolerance = max((TOLERANCE.get(dtype, LOW_PRECISION) for dtype in dtypes), default=0.0)
+        return cls(sample, trains, expected, tolerance)
+
+    def hold(self, model: nn.Module, loss: LossFn, what: str) -> None:
+        """Refuse a model that ranks share now, and that computes another loss. A collective."""
+        found = _run(model, loss, self.sample, self.trains, 1)
+        if not abs(found - self.expected) <= self.tolerance * max(abs(self.expected), 1.0):
+            raise UsageError(
+                f"{what}: for one sample the ranks together compute the loss {found:.6g}, and one "
+                f"process {self.expected:.6g}: the workload's splits do not fit its model (does "
+                "code in a block look at several positions, or at several heads?)"
+            )
+
+
+def _run(model: nn.Module, loss: LossFn, sample: Batch, trains: bool, chance: int) -> float:
+    """The loss of one sample. Nothing of the model is changed."""
+    modes = {module: module.training for module in model.modules()}
+    with probing(model), torch.no_grad():
+        torch.manual_seed(chance)
+        try:
+            if not trains:
+                model.eval()
+            return float(loss(model, sample))
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
