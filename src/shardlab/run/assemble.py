@@ -181,7 +181,10 @@ def cut_sample(
     found, _ = axes_of(config, world)
     if found is None or found.pipeline == found.tensor == 1:
         return None
-    return loader.cast(workload.dataset.batch([0]), dtype).to(world.device)
+    few = range(min(16, len(workload.dataset)))
+    batches = (workload.dataset.batch([i]) for i in few)  # one without targets would show nothing
+    sample = next((b for b in batches if b.count), None) or workload.dataset.batch([0])
+    return loader.cast(sample, dtype).to(world.device)
 
 
 def refuse_complex(model: nn.Module) -> None:
