@@ -89,7 +89,7 @@ def test_a_gradient_alone(tmp_path: Path, strategy: str, clip: float | None) -> 
         },
     )
     assert isinstance(halt, Halt), losses
-    assert "the gradient of step 4 is not finite, and the loss is:" in str(halt)
+    assert "the gradient of step 4 is not finite, though the loss is finite:" in str(halt)
     if strategy == "zero2":  # the shard of one rank is all that it knows of
         assert re.search(r"in the shard of rank \d backward met it first at '", str(halt))
     else:

@@ -294,7 +294,7 @@ def run(
         grads = strategy.full_grads()
         strategy.step()
         course.append((value, grads, strategy.full_params()))
-    executor: pipeline.Pipeline = strategy.loss_fn.__self__  # type: ignore[attr-defined]
+    executor: pipeline.Pipeline = strategy.inner.loss_fn.__self__  # type: ignore[attr-defined]
     return course, executor.peak_live
 
 

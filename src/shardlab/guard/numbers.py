@@ -137,7 +137,7 @@ class NumbersGuard:
         count = f"({len(found.positions)} of {found.given} tensors)"
         return Halt(
             STATE,
-            f"the gradient of step {self.number} is not finite, and the loss is: "
+            f"the gradient of step {self.number} is not finite, though the loss is finite: "
             f"{where}{first}{count}",
             rank=ranks[0] if ranks else self.world.rank,
             details={
@@ -170,7 +170,7 @@ def look(strategy: Strategy, microbatches: Sequence[Batch]) -> dict[str, Any]:
     """
     found: list[tuple[str, str]] = []
     worst: dict[str, Any] = {"what": None}
-    with torch.no_grad(), _noting(strategy.model, found):
+    with torch.no_grad(), _noting(strategy, found):
         for i, batch in enumerate(microbatches):
             found.clear()
             loss = strategy.infer(strategy.loss_fn, batch)
@@ -187,12 +187,16 @@ def look(strategy: Strategy, microbatches: Sequence[Batch]) -> dict[str, Any]:
 
 
 @contextmanager
-def _noting(model: nn.Module, found: list[tuple[str, str]]) -> Iterator[None]:
+def _noting(strategy: Strategy, found: list[tuple[str, str]]) -> Iterator[None]:
     """Put the first module whose output is not finite, the innermost of several, into ``found``.
 
-    This wraps the call itself: a hook would not see what other hooks make of the output.
+    This wraps the call itself: a hook would not see what other hooks make of the output. In a
+    stage of a pipeline, modules of other stages are NaN: only those with parameters count there.
     """
+    model = strategy.model
     known = {module: name or type(model).__name__ for name, module in model.named_modules()}
+    if strategy.whole().tensors.keys() - {name for name, _ in tensors_of(model)}:
+        known = {m: name for m, name in known.items() if m is not model and list(m.parameters())}
     call = nn.Module.__call__
 
     def noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -208,6 +212,11 @@ def _noting(model: nn.Module, found: list[tuple[str, str]]) -> Iterator[None]:
         nn.Module.__call__ = call  # type: ignore[method-assign]
 
 
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
 def is_finite(value: Any) -> bool:
     """Whether every tensor in it is finite."""
     return all(bool(t.isfinite().all()) for t in tree_leaves(value) if isinstance(t, Tensor))
@@ -216,6 +225,8 @@ def is_finite(value: Any) -> bool:
 def sentence(found: Sequence[dict[str, Any]]) -> str:
     """``it arose on rank 1, first in the output of 'blocks.2' (Block)``. Pure."""
     bad = {rank: f for rank, f in enumerate(found) if f["what"] is not None}
+    # Every rank of a pipeline knows the loss, and one of them may know more.
+    bad = {rank: f for rank, f in bad.items() if f["what"] != "loss"} or bad
     if not bad:
         return "a second forward of the same batch is finite on every rank"
     first = next(iter(bad.values()))

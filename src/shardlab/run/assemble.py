@@ -179,7 +179,7 @@ def cut_sample(
 ) -> Batch | None:
     """One sample, if the model is to be cut: running it shows how that can be done."""
     found, _ = axes_of(config, world)
-    if found is None or found.pipeline == found.tensor == 1:
+    if found is None or found.model_ranks == 1:
         return None
     few = range(min(16, len(workload.dataset)))
     batches = (workload.dataset.batch([i]) for i in few)  # one without targets would show nothing

@@ -50,7 +50,7 @@ class Setup:
     rule: Rule = field(default_factory=Rule)
     blocks: Sequence[str] = ()  # names of the modules that may be sharded one by one
     ranks_per_node: int = 0  # neighbours in the mesh; 0: there is one node, or it is not known
-    sample: Batch | None = None  # one sample, where the model is cut (tensor, pipeline)
+    sample: Batch | None = None  # one sample, where axes cut the model
     splits: Mapping[str, str] | None = None  # how tensor parallelism may split it; None: not known
     context: ContextSplit | None = None  # how the workload's sequences are cut
 

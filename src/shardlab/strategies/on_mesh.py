@@ -19,6 +19,7 @@ from shardlab.errors import UsageError
 from shardlab.optim import factory
 from shardlab.strategies import base, layout, refusals, steps
 from shardlab.strategies.layout import Cut, Layout
+from shardlab.strategies.rehearsal import Rehearsal
 from shardlab.strategies.slots import Slot, Slots
 from shardlab.strategies.whole import Whole
 from shardlab.workloads import batchnorm
@@ -96,6 +97,7 @@ class OnMesh(base.Strategy):
         refusals.refuse_unsupported(setup.model, setup.mesh.size())
         self.axes = axes
         self.model = setup.model
+        self.loss_fn = setup.loss_fn  # for infer(); the inner strategy has that of the part
         self.group = refusals.dp_group(setup.mesh)
         self.groups = groups_of(axes, self.group)
         steps.broadcast_model(self.model, self.group)
@@ -123,7 +125,6 @@ class OnMesh(base.Strategy):
                 f"{type(self.inner).__name__} has workers with a model each; it cannot be combined "
                 "with tensor, context or pipeline"
             )
-        self.loss_fn = loss
         self.params = self.inner.params
         self.device = self.inner.device
         self.optimizer = self.inner.optimizer
@@ -153,11 +154,32 @@ class OnMesh(base.Strategy):
         if self.axes.context > 1:
             from shardlab.strategies import context_parallel
 
+            whole, sample = loss, setup.sample
+            rehearsal = Rehearsal.of(self.model, whole, sample) if sample is not None else None
             cut = context_parallel.cut(setup, self.axes, self.groups.context, loss)
             self.share, loss = cut.share, self._note(cut)
-            if self.share is not None and setup.sample is not None:
-                setup = replace(setup, sample=self.share(setup.sample))
+            if self.share is not None and sample is not None:
+                setup = replace(setup, sample=self.share(sample))
+                if rehearsal is not None:
+                    self._rehearse_parts(rehearsal, loss, setup.sample)
         return self._into_stages(setup, loss) if self.axes.pipeline > 1 else loss
+
+    def _rehearse_parts(self, rehearsal: Rehearsal, loss: LossFn, part: Batch | None) -> None:
+        """The ranks' parts of one sample together have the loss of the whole."""
+
+        def of_all() -> float:
+            assert part is not None
+            total = torch.tensor(rehearsal.again(self.model, loss, part), dtype=torch.float64)
+            total = total.to(next(self.model.parameters()).device)
+            comm.all_reduce(total, self.groups.context, label="loss of one sample")
+            return float(total)
+
+        rehearsal.hold(
+            of_all,
+            "context parallelism",
+            "does the workload's context cut all that lies along the sequence, positions too, and "
+            "can the model be given as few tokens as a rank gets?",
+        )
 
     def _into_stages(
         self, setup: base.Setup, loss: LossFn, executor: type[Pipeline] | None = None

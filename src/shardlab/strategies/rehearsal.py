@@ -7,6 +7,7 @@ treat by themselves changes the result, and nothing else would show it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,15 +55,24 @@ class Rehearsal:
         tolerance = max((TOLERANCE.get(dtype, LOW_PRECISION) for dtype in dtypes), default=0.0)
         return cls(sample, trains, expected, tolerance)
 
-    def hold(self, model: nn.Module, loss: LossFn, what: str) -> None:
-        """Refuse a model that ranks share now, and that computes another loss. A collective."""
-        found = _run(model, loss, self.sample, self.trains, 1)
+    def hold(self, run: Callable[[], float], what: str, hint: str) -> None:
+        """Refuse a model that ranks share now, if ``run()`` fails or gives another loss."""
+        try:
+            found = run()
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise UsageError(
+                f"{what}: the forward of one sample fails in the ranks' parts of the model, and "
+                f"did not in the whole: {str(error).splitlines()[0]} ({hint})"
+            ) from error
         if not abs(found - self.expected) <= self.tolerance * max(abs(self.expected), 1.0):
             raise UsageError(
                 f"{what}: for one sample the ranks together compute the loss {found:.6g}, and one "
-                f"process {self.expected:.6g}: the workload's splits do not fit its model (does "
-                "code in a block look at several positions, or at several heads?)"
+                f"process {self.expected:.6g} ({hint})"
             )
+
+    def again(self, model: nn.Module, loss: LossFn, sample: Batch) -> float:
+        """The loss of a model that was cut, for the sample or a part of it."""
+        return _run(model, loss, sample, self.trains, 1)
 
 
 def _run(model: nn.Module, loss: LossFn, sample: Batch, trains: bool, chance: int) -> float:

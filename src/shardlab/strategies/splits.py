@@ -21,6 +21,7 @@ Every parameter must be spoken for, by its module or by itself, so that none is 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,6 +87,8 @@ def cut(
         _refuse_for_sequence(named)
         stream = Positions(group, has_dropout=bool(_dropouts(model)))
     layers = layers_of(model, named, group)
+    if not layers:
+        raise UsageError("tensor parallelism: the workload's splits cut no layer; see splits.py")
     divided = divided_by(model, named, group.size())
     held, partial = agreed(model, named, layers, sequence)
     rehearsal = None
@@ -117,8 +120,13 @@ def cut(
     if isinstance(stream, Positions):
         _begin_at(model.get_submodule(blocks[0]), stream, blocks[0])
         _end_at(model.get_submodule(blocks[-1]), stream, blocks[-1])
-    if rehearsal is not None:
-        rehearsal.hold(model, loss, "sequence parallelism" if sequence else "tensor parallelism")
+    if rehearsal is not None and sample is not None:
+        rehearsal.hold(
+            functools.partial(rehearsal.again, model, loss, sample),
+            "sequence parallelism" if sequence else "tensor parallelism",
+            "do the workload's splits fit its model, do they name each number of heads and "
+            "channels as a 'number', and does no code in a block look at several positions?",
+        )
     return found
 
 

@@ -285,12 +285,12 @@ def probing(model: nn.Module) -> Iterator[Quiet]:
                     module._buffers[name] = buffer
                     buffer.copy_(value)
             for name, module, values in plain:
-                now = vars(module)
-                changed = [
-                    key for key in values if key != "training" and now.get(key) != values[key]
-                ]
+                now = _plain(module)
+                changed = [k for k in now if k != "training" and now[k] != values.get(k, None)]
                 quiet.counted += [f"{name}.{key}" if name else key for key in changed]
-                now.update(values)
+                for key in now.keys() - values.keys():
+                    delattr(module, key)
+                vars(module).update(values)
     for name, p in model.named_parameters():
         if p._version != versions[name]:
             raise UsageError(
