@@ -9,6 +9,11 @@ of a step as estimated, without running it, beside the peak that was measured on
 
 is for a machine with a GPU (ranks share it, over Gloo).
 
+    python benchmarks/memory_estimate.py --mesh --worlds 2,4
+
+does it for the strategies that cut the model, and for combinations of them, with four micro-batches
+in a step: on GPT-2 tiny and mini with two blocks for each rank, and on a Llama of the tests.
+
     python benchmarks/memory_estimate.py --records benchmarks/records/h200-ladder-w*.json
 
 does the same for a GPU that is not here: beside what a comparison has measured on one (GPT-2 small,
@@ -19,14 +24,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from shardlab import config as configs
 from shardlab.measure import estimate
-from shardlab.naming import STRATEGIES
-from shardlab.run.ranks import Ranks
+from shardlab.naming import MESH_STRATEGIES, STRATEGIES
+from shardlab.run.rankset import RankSet
 
 WORKLOADS: dict[str, dict[str, Any]] = {
     "gpt2-mini": {"model.size": "mini", "training.global_batch": 8},
@@ -37,10 +43,22 @@ WORKLOADS: dict[str, dict[str, Any]] = {
         "data.source": "synthetic",
     },
     "gpt2-small": {"model.size": "small", "data.source": "synthetic"},
+    "gpt2-tiny": {"model.size": "tiny"},
+    "llama": {"model.workload": "tests/people.py:llama"},
 }
 ON_CPU = ["gpt2-mini", "gpt2-midi", "resnet18w16"]
-BATCH = {"gpt2-mini": 4, "gpt2-midi": 2, "resnet18w16": 16, "gpt2-small": 1}  # samples of a rank
-COMMAND = "python benchmarks/memory_estimate.py"
+ON_MESH = ["gpt2-tiny", "gpt2-mini", "llama"]
+BATCH = {
+    "gpt2-mini": 4, "gpt2-midi": 2, "resnet18w16": 16, "gpt2-small": 1, "gpt2-tiny": 4, "llama": 4,
+}  # samples of a rank  # fmt: skip
+# By the number of ranks. The first three of four share the data as well.
+COMBINED = {
+    2: ["pytorch_pipeline:schedule=zero_bubble"],
+    4: ["zero1:tensor=2", "zero3:tensor=2", "zero2:context=2", "zero1:tensor=2:pipeline=2",
+        "zero2:context=2:pipeline=2", "pipeline_gpipe:pipeline=2",
+        "pytorch_tensor_parallel:tensor=2"],
+}  # fmt: skip
+COMMAND = " ".join(["python benchmarks/memory_estimate.py", *sys.argv[1:]])
 
 
 def describe(world: Any) -> dict[str, Any]:
@@ -53,11 +71,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worlds", default="1,2,4")
-    parser.add_argument("--workloads", default=",".join(ON_CPU))
+    parser.add_argument("--workloads")
+    parser.add_argument("--mesh", action="store_true", help="the strategies that cut the model")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--batches", help="samples of a rank, comma-separated")
     parser.add_argument("--precision", default="fp32")
-    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--strategies")
     parser.add_argument("--records", type=Path, nargs="+", help="compare.json of a GPU")
     args = parser.parse_args()
     if args.records:
@@ -67,15 +86,20 @@ def main() -> None:
     found = []
     env: dict[str, Any] = {}
     for world in map(int, args.worlds.split(",")):
-        with Ranks(configs.LaunchConfig(device=args.device), world) as ranks:
-            env = env or ranks.run(describe)[0]
+        with RankSet(configs.LaunchConfig(device=args.device), world, estimate.LIMIT_S) as ranks:
+            env = env or ranks.run(describe)[0] | {"command": COMMAND}  # as typed
 
-            def measure(config: configs.Config, ranks: Ranks = ranks) -> dict[str, Any]:
+            def measure(config: configs.Config, ranks: RankSet = ranks) -> dict[str, Any]:
                 target = f"{estimate.__name__}:weigh"
                 weights: dict[str, Any] = ranks.run(target, config.to_dict())[0]
                 return weights
 
-            names = [s for s in args.strategies.split(",") if s != "single" or world == 1]
+            names = list(STRATEGIES)
+            if args.mesh:
+                names = [*MESH_STRATEGIES, *COMBINED.get(world, ())]
+            if args.strategies:
+                names = args.strategies.split(",")
+            names = [name for name in names if name != "single" or world == 1]
             for workload, batch in cases(args):
                 config = configs.load(
                     None,
@@ -83,6 +107,7 @@ def main() -> None:
                         **WORKLOADS[workload],
                         "launch.device": args.device,
                         "precision.compute": args.precision,
+                        **(on_mesh(workload, world) if args.mesh else {}),
                     },
                 )
                 rows = estimate.rows_of(config, names, world, batch)
@@ -93,8 +118,18 @@ def main() -> None:
                 conclude(found, {"env": env}, args.out)  # cut short, it leaves what it has
 
 
+def on_mesh(workload: str, world: int) -> dict[str, Any]:
+    """Micro-batches for a pipeline, blocks for those that give each rank two stages, and a head of
+    attention for each rank."""
+    shape = {"model.options.layers": 2 * world}
+    if world > 2:
+        shape["model.options.heads"] = world
+    return {"training.accumulate": 4, **(shape if workload.startswith("gpt2") else {})}
+
+
 def cases(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    for workload in args.workloads.split(","):
+    names = args.workloads.split(",") if args.workloads else ON_MESH if args.mesh else ON_CPU
+    for workload in names:
         for batch in map(int, args.batches.split(",")) if args.batches else [BATCH[workload]]:
             yield workload, batch
 
@@ -127,18 +162,19 @@ def of_record(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def conclude(found: list[dict[str, Any]], about: dict[str, Any], out: Path | None) -> None:
-    errors = [abs(row["error"]["total"]) for row in found if row["error"]]
+    possible = [row for row in found if row["status"] != "skipped"]
+    errors = [abs(row["error"]["total"]) for row in possible if row["error"]]
     worst = max(errors, default=float("nan"))
     within = sum(error <= 0.05 for error in errors)
-    print(f"{within} of {len(found)} within 5%; largest error {worst:.1%}")
+    print(f"{within} of {len(possible)} within 5%; largest error {worst:.1%}")
     if out:
-        record = {**about, "within_5_percent": within, "of": len(found),
+        record = {**about, "within_5_percent": within, "of": len(possible),
                   "largest_error": worst, "rows": found}  # fmt: skip
         out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def tell(row: dict[str, Any]) -> None:
-    place = f"{row['workload']:12} {row['label']:18} world {row['world']} batch {row['batch']}"
+    place = f"{row['workload']:12} {row['label']:34} world {row['world']} batch {row['batch']}"
     if row["error"] is None:
         print(place, row["reason"] or row["unmeasured"], flush=True)
         return

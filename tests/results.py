@@ -106,4 +106,4 @@ MISSING = (
 )  # fmt: skip
 
 
-PARTS = ("compute", "exposed_comm", "wait", "memory", "idle_host", "idle")
+PARTS = ("compute", "exposed_comm", "wait", "bubble", "memory", "idle_host", "idle")

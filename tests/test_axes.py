@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shardlab import config as configs
 from shardlab.axes import CUTS, Axes, axes_of
 from shardlab.errors import UsageError
+from shardlab.run import assemble
 
 AXES = ("data", *CUTS)
 sizes = st.integers(1, 4)
@@ -89,3 +90,14 @@ def test_a_batch_is_shared_among_the_ranks_of_the_data_axis() -> None:
     micro = {"launch.world": 4, "training.micro_batch": 3}
     asked = {**micro, "strategy.name": "zero1", "strategy.options.tensor": 2}
     assert configs.load(None, asked).training.global_batch == 6
+
+
+def test_a_name_and_an_option_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(UsageError, match="its name says schedule interleaved"):
+        axes_of("pipeline_interleaved", {"schedule": "gpipe"}, 2)
+
+
+def test_a_misspelt_axis_is_guessed() -> None:
+    config = configs.load(None, {"strategy.name": "zero1", "strategy.options": {"pipline": 2}})
+    with pytest.raises(UsageError, match="did you mean 'pipeline'"):
+        assemble.resolve_strategy(config)

@@ -84,6 +84,7 @@ class Entry:
     launches: int = 1  # messages that the backend was given for it
     sent_inside: int = 0  # bytes that this rank sends to ranks of its node
     sent_between: int = 0  # and to other nodes
+    among: str = ""  # "0>1": a message of rank 0 to 1; "0 2": a group of these; empty: all ranks
 
 
 @dataclass
@@ -137,7 +138,10 @@ class Ledger:
         ranks = members(group)
         channel = " ".join(map(str, ranks))
         if link is not None and lane is not None:
-            channel = f"{ranks[link[0]]}>{ranks[link[1]]} {lane}"
+            entry.among = f"{ranks[link[0]]}>{ranks[link[1]]}"
+            channel = f"{entry.among} {lane}"
+        elif len(ranks) < dist.get_world_size():
+            entry.among = channel
         turn, fingerprint = self.channels.get(channel, (0, 0))
         call = Call(entry.seq, entry.step, what, entry.site, channel, turn)
         self.recent.append(call)
@@ -148,7 +152,8 @@ class Ledger:
         self.sent_between += entry.sent_between
         if self.check is not None and op != "recv":
             self.waiting = entry
-            self.check(call, group)
+            with _span("wait:check", entry):
+                self.check(call, group)
             self.waiting = None
         if self.keeps_entries:
             self.entries.append(entry)
@@ -230,7 +235,8 @@ def _span(what: str, entry: Entry) -> AbstractContextManager[Any]:
     """A span in the profiler, with the ledger's number, so that a trace can be joined to it."""
     if not torch.autograd._profiler_enabled():  # the span costs ten microseconds, the question none
         return nullcontext()
-    return torch.profiler.record_function(f"shardlab::{what} #{entry.seq} {entry.label}")
+    among = f" (ranks {entry.among})" if entry.among else ""
+    return torch.profiler.record_function(f"shardlab::{what} #{entry.seq} {entry.label}{among}")
 
 
 class Pending:

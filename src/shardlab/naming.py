@@ -13,7 +13,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -181,10 +181,13 @@ def _load_file(path: Path) -> Any:
     return module
 
 
-def check_options(target: Callable[..., Any], options: Mapping[str, Any], kind: str) -> None:
+def check_options(
+    target: Callable[..., Any], options: Mapping[str, Any], kind: str, others: Iterable[str] = ()
+) -> None:
     """Refuse an option that ``target`` does not take, or not as such a value.
 
-    Options are the keyword-only parameters; those annotated as a plain type are checked.
+    Options are the keyword-only parameters; those annotated as a plain type are checked. What is in
+    ``others`` would have been taken elsewhere, and may have been meant.
     """
     parameters = inspect.signature(target, eval_str=True).parameters.values()
     known = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
@@ -193,7 +196,7 @@ def check_options(target: Callable[..., Any], options: Mapping[str, Any], kind: 
             raise UsageError(f"{kind} needs its option '{name}', which has no default")
     for name, value in options.items():
         if name not in known:
-            raise unknown(f"option of {kind}", name, known)
+            raise unknown(f"option of {kind}", name, [*known, *others])
         if (hint := known[name].annotation) in PLAIN:
             typed(value, hint, f"{kind}'s {name}")
 

@@ -123,6 +123,29 @@ def test_every_strategy_is_proved_and_explained_in_each_world(tmp_path: Path) ->
     assert "Scaling" in (tmp_path / "out" / "report.html").read_text()
 
 
+@pytest.mark.long
+def test_axes_are_compared_proved_and_explained(tmp_path: Path) -> None:
+    """The model of a proof has a block for each stage, though the smallest has two."""
+    done = commands.here(
+        "compare", *SHORT, "--world", "2", "--out", "out", "--accumulate", "4", "--strategies",
+        "zero1,zero1:tensor=2,pipeline_interleaved", "--set", "profile.active=1",
+        "--set", "model.options.layers=4", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    cells = json.loads((tmp_path / "out" / "compare.json").read_text())["cells"]
+    assert [(c["label"], c["proof"]["pass"]) for c in cells] == [
+        ("zero1", True), ("zero1 (tensor=2)", True), ("pipeline_interleaved", True)
+    ]  # fmt: skip
+    assert [c["profile"]["bubble_ms"] > 0 for c in cells] == [False, False, True]
+    page = (tmp_path / "out" / "report.html").read_text()
+    for words in ("pipeline bubble", ">Bubble<", "(tensor=2)", "forward 3, stage 2"):
+        assert words in page, words
+    table = done.stdout.partition("where a profiled step goes")[2].partition("\n\n")[0]
+    assert "bubble" in table
+    assert max(map(len, table.splitlines()[1:])) <= 80
+    assert "| bubble ms |" in (tmp_path / "out" / "compare.md").read_text()
+
+
 # ------------------------------------------------------------------ interrupted
 
 JOBS = ["--strategies", "single,simple_ddp", "--no-prove", "--repeats", "2",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import commands
@@ -26,8 +28,10 @@ from shardlab.measure.simulate import Tracker, backend_of
 from shardlab.naming import STRATEGIES
 from shardlab.numbers import parse_bytes
 from shardlab.report import memory as report
+from shardlab.report import terminal
 from shardlab.strategies.base import Setup
 from shardlab.strategies.simple_ddp import SimpleDDP
+from shardlab.workloads.base import Workload, classification_loss
 
 WEIGH = "shardlab.measure.estimate:weigh"
 GPT = {"model.size": "tiny", "data.source": "synthetic"}
@@ -115,6 +119,104 @@ def test_with_convolutions_and_with_owners(
     config = config_of(strategy, world, 8, values)
     measured = ranks(world).run(WEIGH, config.to_dict(), deadline_s=60)[0]["step"]
     assert step(simulator, config)["total"] == pytest.approx(measured["total"], rel=0.05)
+
+
+# ------------------------------------------------------------------ ranks that cut the model
+
+FOUR_BLOCKS = {**GPT, "model.options.layers": 4, "training.accumulate": 3}
+TURNED = {"model.workload": f"{__file__}:turned", "training.accumulate": 2}
+
+
+class Turn(nn.Module):
+    """A block whose outputs do not begin with the samples, and of which one has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:  # (64, samples)
+        return torch.relu(self.layer(x.t())).t(), steps + 1
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(16, 64).requires_grad_(False)
+        self.blocks = nn.ModuleList(Turn() for _ in range(4))
+        self.blocks[0].requires_grad_(False)
+        self.head = nn.Linear(64, 500)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, steps = self.embed(x).t(), torch.zeros(7, dtype=torch.int64)
+        for block in self.blocks:
+            y, steps = block(y, steps)
+        out: Tensor = self.head(y.t())
+        return out
+
+
+def turned() -> Workload:
+    draw = torch.Generator().manual_seed(0)
+    data = people.Samples(torch.randn(99, 16, generator=draw), torch.arange(99))
+    blocks = tuple(f"blocks.{i}" for i in range(4))
+    return Workload("turned", Turned, classification_loss, data, blocks=blocks)
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize(
+    ("strategy", "world", "values"),
+    [
+        ("pipeline_gpipe", 2, GPT),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("pipeline_interleaved", 2, FOUR_BLOCKS),
+                ("pytorch_pipeline:schedule=zero_bubble", 2, FOUR_BLOCKS),
+                ("context_parallel", 2, GPT),
+                ("pytorch_tensor_parallel", 2, GPT),
+                ("zero1:tensor=2:pipeline=2", 4, GPT),
+                ("pipeline_zero_bubble", 2, TURNED),
+            )
+        ),
+    ],
+)
+def test_each_stage_holds_what_is_estimated(
+    strategy: str, world: int, values: dict[str, Any], simulator: Simulator, ranks: GetRanks
+) -> None:
+    config = config_of(strategy, world, 4, values)
+    found = simulator.run(config, "cpu")
+    for _ in range(3):  # as above
+        measured = ranks(world).run(WEIGH, config.to_dict(), deadline_s=60)[0]
+        if found["weights"]["step"]["total"] > 0.95 * measured["step"]["total"]:
+            break
+    assert found["weights"]["step"]["total"] == pytest.approx(measured["step"]["total"], rel=0.05)
+    for rank in found["ranks"]:
+        assert rank["step_bytes"]["total"] == pytest.approx(
+            measured["ranks"][rank["rank"]], rel=0.05
+        )
+    if "pipeline" in strategy:
+        assert len(found["ranks"]) == 2
+        assert sorted(s for rank in found["ranks"] for s in rank["stages"])[0] == 0
+
+
+def test_the_last_stage_of_a_gpipe_holds_most(simulator: Simulator) -> None:
+    """It has the logits; rank 0 alone would be too little."""
+    several = {**GPT, "training.accumulate": 4}
+    first, last = simulator.run(config_of("pipeline_gpipe", 2, 4, several), "cpu")["ranks"]
+    assert (first["stages"], last["stages"]) == ([0], [1])
+    assert last["step_bytes"]["total"] > 1.05 * first["step_bytes"]["total"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        ("pipeline_1f1b:balance=time", "balance=time: an estimate runs nothing that takes time"),
+        ("pipeline_interleaved", "4 stages need as many blocks"),
+        ("zero3:pipeline=2", "zero3"),
+    ],
+)
+def test_layouts_that_cannot_be_estimated(strategy: str, words: str, simulator: Simulator) -> None:
+    with pytest.raises(UsageError, match=words):
+        simulator.run(config_of(strategy, 2, 1, GPT), "cpu")
 
 
 # ------------------------------------------------------------------ what changes it, and how
@@ -465,6 +567,33 @@ def test_the_tables() -> None:
     ):
         assert words in " ".join(text.split()), text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_long_names_and_ranks_that_differ_are_drawn_in_80_columns() -> None:
+    specs = ["sequence_parallel", "pytorch_tensor_parallel", "zero1:tensor=2:pipeline=2"]
+    rows = estimate.rows_of(configs.load(None, GPT), specs, 4, 4)
+    causes = dict.fromkeys(("parameters", "optimizer", "gradients", "buckets", "activations",
+                            "other"), 123 * 2**20)  # fmt: skip
+    least, most = {"total": 738 * 2**20, **causes}, {"total": 900 * 2**20, **causes}
+    for row in rows:
+        row.estimate = dict.fromkeys(("step", "building", "update", "between"), most)
+        row.ranks = [{"rank": 0, "stages": [], "step_bytes": most}]
+        row.measured = {"step": most, "building": most, "ranks": [1, 2, 3, 4]}
+        row.largest_batch = 12_345
+    rows[2].ranks = [{"rank": rank, "stages": [stage], "step_bytes": held}
+                     for rank, stage, held in ((0, 0, least), (2, 1, most))]  # fmt: skip
+    result = estimate.summarize(rows, 10**9, "command")
+    console = Console(width=80, file=io.StringIO(), record=True)
+    for made in report.tables(result):
+        terminal.show(console, terminal.fit(made, 80, longest=terminal.STRATEGY))
+    text = console.export_text()
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+    names = re.split(r"[\s:=,()_]+", " ".join(row["label"] for row in result["rows"]))
+    words = set(re.split(r"[\s:=,()_]+", text))
+    assert set(names) <= words, set(names) - words
+    said = [line for line in report.sentences(result) if "holds most" in line]
+    rank = "zero1 (tensor=2, pipeline=2): rank 2, with stage 1 (the last is 1), "
+    assert said == [rank + "holds most: 900 MiB"]
 
 
 def test_what_no_strategy_can_take_is_refused_once(tmp_path: Path) -> None:

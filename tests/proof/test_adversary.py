@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from shardlab.optim import factory
 from shardlab.strategies import refusals
 from shardlab.strategies.base import Setup
 from shardlab.strategies.zero3 import Zero3
+from shardlab.workloads import first_calls
 from shardlab.workloads.base import Batch
 from shardlab.workloads.first_calls import watch_first_calls
 from shardlab.world import World
@@ -97,6 +99,20 @@ def test_state_in_plain_attributes_is_noted_once() -> None:
         watched(model, BATCH)
     assert len(notes) == 1
     assert "changes 'last', 'layer.calls' in every forward" in notes[0]
+
+
+def test_a_forward_that_is_ended_is_not_looked_at_for_ever() -> None:
+    """A pipeline ends the forward of every stage but the last: each look costs as much as one."""
+
+    def ended(_model: nn.Module, _batch: Batch) -> Tensor:
+        raise KeyboardInterrupt
+
+    watched, model = watch_first_calls(ended, never), nn.Linear(3, 1)
+    with mock.patch.object(first_calls, "registered", wraps=first_calls.registered) as look:
+        for _ in range(5):
+            with pytest.raises(KeyboardInterrupt):
+                watched(model, BATCH)
+    assert look.call_count == 2
 
 
 def notes_of(world: World) -> dict[str, list[str]]:

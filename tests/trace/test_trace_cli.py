@@ -22,7 +22,9 @@ from shardlab import trace as traces
 from shardlab.cli import app
 from shardlab.errors import UsageError
 
-PARTS = ("compute_us", "exposed_comm_us", "wait_us", "memory_us", "idle_host_us", "idle_us")
+PARTS = (
+    "compute_us", "exposed_comm_us", "wait_us", "bubble_us", "memory_us", "idle_host_us", "idle_us",
+)  # fmt: skip
 RANK_KEYS = {
     "rank", "steps", "wall_us", *PARTS, "hidden_comm_us", "comm_us", "overlap_pct", "hta",
 }  # fmt: skip

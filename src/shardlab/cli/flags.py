@@ -50,7 +50,10 @@ class Flag:
 
 
 FLAGS = {
-    "strategy": Flag("strategy.name", str, "A name from `shardlab strategies`."),
+    "strategy": Flag(
+        "strategy.name", str,
+        "A name from `shardlab strategies`; options follow colons: zero1:tensor=2.",
+    ),
     "world": Flag("launch.world", int, "Number of ranks.  (default: 2)", "-w"),
     "tensor": Flag("strategy.options.tensor", int, "Ranks that share each layer of one model."),
     "pipeline": Flag("strategy.options.pipeline", int, "Ranks that share one model, by its depth."),
@@ -233,6 +236,11 @@ class Asked:
 def asked_in(values: Mapping[str, Any], names: Iterable[str]) -> Asked:
     """What a command's parameters say; ``names`` are those of the shared flags."""
     given = {FLAGS[name].key: values[name] for name in names}
+    if "=" in (given.get("strategy.name") or ""):  # zero1:tensor=2, as in a list of strategies
+        from shardlab.specs import parse_spec
+
+        given["strategy.name"], options = parse_spec(given["strategy.name"])
+        given |= {f"strategy.options.{key}": value for key, value in options.items()}
     return Asked(
         file=values["config"],
         settings=values["settings"] or [],

@@ -200,7 +200,7 @@ def _estimate(simulator: Simulator, env: Mapping[str, Any], limit_s: float, cell
     config = cell.config.with_overrides({**WEIGHED, "launch.backend": env["backend"]})
     try:
         weights = simulator.run(config, env["device"], limit_s=limit_s)["weights"]
-        cell.estimated_bytes = estimate.fullest(weights.values())
+        cell.estimated_bytes = estimate.fullest(weights[peak] for peak in estimate.PEAKS)
     except (RankFailure, UsageError) as error:
         cell.estimated_bytes = {"total": None, "reason": str(error)}
 
@@ -262,7 +262,7 @@ def proof_config(config: Config) -> Config:
     }
     if config.model.workload in prove.SMALLEST:
         overrides |= {"model.options": {}, "data.seq_len": None}
-    return prove.small(config.with_overrides(overrides), PROOF_STEPS)
+    return prove.deep_enough(prove.small(config.with_overrides(overrides), PROOF_STEPS))
 
 
 def _profile(ranks: RankSet, profile: ProfileConfig, folder: Path, cell: Cell) -> None:
@@ -369,7 +369,7 @@ def weigh_cell(world: World, values: dict[str, Any]) -> dict[str, int] | None:
     """What the fullest rank holds at its peak, over building and three steps."""
     config = configs.from_dict(values).with_overrides(WEIGHED)
     weights = estimate.weigh(world, config.to_dict())
-    return None if weights is None else estimate.fullest(weights.values())
+    return None if weights is None else estimate.fullest(weights[p] for p in estimate.PEAKS)
 
 
 @on_its_ranks

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardlab.config import Config
+from shardlab.config import Config, data_ranks
 from shardlab.errors import Late, RankFailure, UsageError
 from shardlab.measure.readings import CAUSES
 from shardlab.run.forking import fork_server
@@ -32,6 +32,7 @@ NOT_COUNTED = {
     "cpu": "the interpreter and its libraries, what kernels and Gloo take for themselves",
     "cuda": "the CUDA context, NCCL's buffers, workspaces of kernels, the allocator's gaps",
 }
+PEAKS = ("building", "step")
 MOST = 1 << 20  # samples of a rank: the largest batch that is tried
 LIMIT_S = 300.0  # one estimate of GPT-2 XL takes some 10 s
 
@@ -120,7 +121,9 @@ class Row:
     device: str = "auto"  # what the estimate is for
     kernels: str | None = None  # the device whose operators were asked
     estimate: dict[str, dict[str, int]] | None = None
-    measured: dict[str, Any] | None = None  # the same; and "reserved" bytes, on a GPU
+    ranks: Sequence[Mapping[str, Any]] = ()  # what each of those holds that may differ
+    # The same; and the bytes of all "ranks", and "reserved" ones, on a GPU
+    measured: dict[str, Any] | None = None
     assumed: Sequence[str] = ()  # lines of the model that asked a tensor for its value
     about: Mapping[str, Any] = field(default_factory=dict)  # the data, and notes on the workload
     largest_batch: int | None = None  # samples of a rank's micro-batch that fit; 0: not even one
@@ -130,9 +133,17 @@ class Row:
 
     @property
     def batch(self) -> int:
-        """Samples of a rank's micro-batch, the largest if they differ."""
-        parts = (self.config.launch.world or 1) * self.config.training.accumulate
-        return -(-self.config.training.global_batch // parts)
+        """Samples of a micro-batch for each rank, the largest if they differ."""
+        return self._share(self.config.launch.world or 1)
+
+    @property
+    def samples(self) -> int:
+        """Samples of the micro-batch that a rank works on, alone or with those that cut one model
+        with it."""
+        return self._share(data_ranks(self.config.strategy, self.config.launch.world or 1))
+
+    def _share(self, ranks: int) -> int:
+        return -(-self.config.training.global_batch // (ranks * self.config.training.accumulate))
 
 
 def with_batch(config: Config, batch: int) -> Config:
@@ -182,7 +193,7 @@ def estimate(
                 found = simulator.run(row.config, device, here=measure is not None)
                 row.device, row.kernels = found["device"], found["kernels"]
                 row.estimate, row.assumed = found["weights"], found["assumed"]
-                row.about = found["about"]
+                row.ranks, row.about = found["ranks"], found["about"]
                 if limit is not None:
                     row.largest_batch = _largest(simulator, row, limit, measure is not None)
             except (RankFailure, UsageError) as error:
@@ -271,6 +282,7 @@ def _row(row: Row, limit: int | None) -> dict[str, Any]:
         "options": dict(config.strategy.options),
         "world": config.launch.world,
         "batch": row.batch,
+        "samples": row.samples,
         "accumulate": config.training.accumulate,
         "status": row.status,
         "reason": row.reason,
@@ -278,12 +290,14 @@ def _row(row: Row, limit: int | None) -> dict[str, Any]:
         "update_bytes": estimate.get("update"),
         "between_bytes": estimate.get("between"),
         "building_bytes": estimate["building"]["total"] if estimate else None,
+        "ranks": list(row.ranks),
         "fits": None if limit is None or step is None else step["total"] <= limit,
         "largest_batch": row.largest_batch,
         "measured_step_bytes": measured.get("step"),
         "measured_update_bytes": measured.get("update"),
         "measured_between_bytes": measured.get("between"),
         "measured_building_bytes": measured["building"]["total"] if measured else None,
+        "measured_rank_bytes": measured.get("ranks"),
         "measured_reserved_bytes": measured.get("reserved"),
         "unmeasured": row.unmeasured,
         "assumed": list(row.assumed),
@@ -344,7 +358,7 @@ def _answer(pipe: Any) -> None:
 
 @on_its_ranks
 def weigh(world: World, config: Config) -> dict[str, Any]:
-    """The same, measured: the fullest rank at each of the two peaks."""
+    """The same, measured: the fullest rank at each of the two peaks, and each rank's of a step."""
     import torch
 
     from shardlab.measure import memory
@@ -360,7 +374,8 @@ def weigh(world: World, config: Config) -> dict[str, Any]:
     )
     own = memory.weights(allocations, causes, built)
     ranks = world.gather(own)
-    return {part: fullest(rank[part] for rank in ranks) for part in own}
+    found: dict[str, Any] = {part: fullest(rank[part] for rank in ranks) for part in own}
+    return {**found, "ranks": [rank["step"]["total"] for rank in ranks]}
 
 
 @on_its_ranks

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -91,15 +92,18 @@ def _lingering_waits() -> Iterator[None]:
     The profiler sees what this thread releases. Were Gloo's the last to hold a buffer, its
     release would go unseen, and the buffer would count as held until its address is used again.
     """
-    wait = dist.Work.wait
 
-    def linger(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = wait(self, *args, **kwargs)
-        time.sleep(0.003)
-        return result
+    def lingering(wait: Callable[..., Any]) -> Callable[..., Any]:
+        def linger(*args: Any, **kwargs: Any) -> Any:
+            result = wait(*args, **kwargs)
+            time.sleep(0.003)
+            return result
+
+        return linger
 
     with (
-        mock.patch.object(dist.Work, "wait", linger),
+        mock.patch.object(dist.Work, "wait", lingering(dist.Work.wait)),
+        mock.patch.object(funcol, "wait_tensor", lingering(funcol.wait_tensor)),  # of a DTensor
         mock.patch.object(dist, "_broadcast_coalesced", _broadcast_coalesced),
     ):
         yield

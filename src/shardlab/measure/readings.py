@@ -103,6 +103,16 @@ def between_nodes(cell: Cell) -> float | None:
     return value
 
 
+def bubble_ms(profile: Mapping[str, float]) -> float:
+    """What a pipeline's stages wait for each other. An older comparison does not have it."""
+    return profile.get("bubble_ms", 0.0)
+
+
+def has_bubble(result: Result) -> bool:
+    """Whether any of the profiled steps is a pipeline's: else nobody needs a column for it."""
+    return any(bubble_ms(cell.get("profile") or {}) for cell in measured(result))
+
+
 def idle_ms(profile: Mapping[str, float]) -> float:
     """What is neither computing nor communicating: with it, the columns add up to the step."""
     return profile["memory_ms"] + profile["idle_host_ms"] + profile["idle_ms"]

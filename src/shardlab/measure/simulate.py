@@ -14,6 +14,7 @@ its own.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 import warnings
@@ -31,12 +32,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.parallel import distributed as ddp
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from shardlab import comm
-from shardlab.axes import axes_of
+from shardlab.axes import Axes, axes_of
 from shardlab.config import Config, LaunchConfig, TrainingConfig
 from shardlab.errors import UsageError
 from shardlab.measure import memory
@@ -47,12 +50,15 @@ from shardlab.optim import factory
 from shardlab.plan.graph import Event, Step
 from shardlab.run import assemble, loop
 from shardlab.run import place as places
-from shardlab.strategies.base import MakeOptimizer, Strategy
+from shardlab.strategies import pipeline, schedules, stages
+from shardlab.strategies.base import MakeOptimizer, Setup, Strategy
 from shardlab.strategies.lockstep import Lockstep
+from shardlab.strategies.on_mesh import OnMesh
 from shardlab.strategies.pipeline import Pipeline
 from shardlab.strategies.stages import Shape
 from shardlab.strategies.table import Closed, Table
-from shardlab.workloads.base import Batch, Workload
+from shardlab.workloads import context
+from shardlab.workloads.base import Batch, LossFn, Workload
 from shardlab.world import World, choose
 
 BACKEND = "shardlab_solo"
@@ -209,15 +215,6 @@ def _gather_alone(values: list[Any], value: Any, *_: Any, **__: Any) -> None:
 def _nothing(*_: Any, **__: Any) -> None: ...
 
 
-def _shapes(line: Pipeline, stage: int, _micro: int, signature: Any) -> list[list[Shape]]:
-    """What a stage would be told of the outputs before it: those of the sample, with as many rows
-    as the output of the first block has, which is here."""
-    sample = line.track.of_sample
-    times = line.known[1, signature][0][0][0][0] // sample[0][0][0][0]
-    before = sample[: line.track.first(stage)]
-    return [[((n * times, *rest), dtype, g) for (n, *rest), dtype, g in out] for out in before]
-
-
 def _moved(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """``cast_model``, which cannot replace a fake tensor in its place."""
     of_complex = torch.complex128 if dtype == torch.float64 else torch.complex64
@@ -252,7 +249,6 @@ def without_peers() -> Iterator[None]:
         (dist, "all_gather_object", _gather_alone),
         (dist, "broadcast_object_list", _nothing),
         (comm, "host_group", lambda group: group),
-        (Pipeline, "_shapes", _shapes),
         (Lockstep, "_agree", _nothing),
         (ddp, "_verify_param_shape_across_processes", _nothing),
     ]
@@ -268,10 +264,12 @@ def without_content() -> Iterator[None]:
     mesh_maker = device_mesh.init_device_mesh
     patches: list[tuple[Any, str, Any]] = [
         (assemble, "cast_model", _moved),
+        (context, "_refuse_early_padding", _nothing),  # a run asks the mask's values
         (torch, "tensor", _tensor),
         (FakeTensor, "tolist", _tolist),
         (dist, "Reducer", _Reducer),
         (DeviceMesh, "__init__", _unfaked(DeviceMesh.__init__)),
+        (DeviceMesh, "from_group", staticmethod(_unfaked(DeviceMesh.from_group))),
     ]
     # Strategies have imported it by its name.
     makers = [m for m in sys.modules.values() if vars(m).get("init_device_mesh") is mesh_maker]
@@ -331,21 +329,26 @@ class Tracker(TorchDispatchMode):
         self.block = block  # bytes: the allocator gives out multiples of it
         self.events: list[tuple[int, int, int]] = []  # time, storage, its bytes from then on
         self._references: dict[int, weakref.ref[Any]] = {}
+        self._is_paused = False
 
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it asks again for each operator on this rank's part
         if func is torch.ops.aten._local_scalar_dense.default:
             value = self.values.answer()
             return float(value) if args[0].is_floating_point() else value
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
-            self.note(getattr(tensor, "_local_tensor", tensor))
-        if self.log.is_on:
+            self.note(tensor)
+        if self.log.is_on and not self._is_paused:
             self.log.operator(func, args, kwargs, result)
         return result
 
     def note(self, tensor: Tensor) -> None:
         """Once for each storage; views share one."""
         if not isinstance(tensor, FakeTensor) or tensor.device.type != self.device:
+            return
+        if self._is_paused:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -363,25 +366,92 @@ class Tracker(TorchDispatchMode):
         self.events.append((time.time_ns(), key, 0))
         del self._references[key]
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """For what a rank would not do: what is made inside is not noted."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
     def allocations(self) -> list[Allocation]:
         return memory.lives(self.events)
 
     @contextmanager
     def tracking(self) -> Iterator[None]:
         original = torch.UntypedStorage.resize_
+        propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resize(storage: Any, size: int) -> Any:
             result = original(storage, size)
             self.resized(storage)
             return result
 
-        with mock.patch.object(torch.UntypedStorage, "resize_", resize), self:
+        def whole_shapes(*args: Any) -> Any:
+            """DTensor computes with tensors of its own, without memory, what it would be whole."""
+            with self.paused():
+                return propagate(*args)
+
+        with (
+            mock.patch.object(torch.UntypedStorage, "resize_", resize),
+            mock.patch.object(
+                ShardingPropagator, "_propagate_tensor_meta_non_cached", whole_shapes
+            ),
+            self,
+        ):
             yield
 
 
 def storage_number(tensor: Tensor) -> int:
     """What stands for the address of a tensor that has none."""
     return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def no_padding_in_parts(config: Config) -> Iterator[None]:
+    """transformers looks whether a mask hides anything, and leaves it out if not. It does not look
+    at a tensor without content. The mask of a part of a sequence (context) hides nothing."""
+    axes, _ = axes_of(config.strategy.name, config.strategy.options, config.launch.world or 1)
+    masking = sys.modules.get("transformers.masking_utils")
+    if axes is None or axes.context == 1 or not hasattr(masking, "is_tracing"):
+        yield
+        return
+    with mock.patch.object(masking, "is_tracing", return_value=False):
+        yield
+
+
+@contextmanager
+def told_shapes(batches: Callable[[], Iterator[Batch]], tracker: Tracker) -> Iterator[None]:
+    """A stage knows the shapes of what the stage before, which is not there, would send it.
+
+    Each shape of micro-batch goes through the model once, before the model is cut.
+    """
+    seen: dict[pipeline.Signature, list[list[Shape]]] = {}
+    into_stages = OnMesh._into_stages
+
+    def rehearse(
+        mesh: OnMesh, setup: Setup, loss: LossFn, executor: type[Pipeline] | None = None
+    ) -> LossFn:
+        with tracker.paused():
+            for batch in batches():
+                part = batch if mesh.share is None else mesh.share(batch)
+                signature = pipeline._signature((part.inputs, part.targets))
+                if signature not in seen:
+                    seen[signature] = stages.shapes_of(setup.model, setup.blocks, loss, part)
+        return into_stages(mesh, setup, loss, executor)
+
+    def shapes(
+        line: Pipeline, stage: int, _micro: int, signature: pipeline.Signature
+    ) -> list[list[Shape]]:
+        found = seen[signature][: line.track.first(stage)]
+        return line.known.setdefault((stage, signature), found)
+
+    with (
+        mock.patch.object(OnMesh, "_into_stages", rehearse),
+        mock.patch.object(Pipeline, "_shapes", shapes),
+    ):
+        yield
 
 
 # ------------------------------------------------------------------ a run
@@ -399,20 +469,25 @@ def backend_of(launch: LaunchConfig, device: str, here: bool) -> str:
 def simulate(
     config: Config, device: str, here: bool = False, events: bool = False
 ) -> dict[str, Any]:
-    """What rank 0 of the config's world would hold on such a device.
+    """What the fullest rank of the config's world would hold on such a device.
 
     ``device`` is what the estimate is for, ``kernels`` the device whose operators were asked what
     they make, ``weights`` the bytes at the two peaks, ``step`` the last step's events if they are
     asked for. If the model asks its tensors for values
     (``assumed`` has the lines), it is the larger of what two answers lead to.
+
+    Ranks that share the data, a sequence or the tensors of a stage with rank 0 hold what it does,
+    or hardly less. Stages of a pipeline differ: ``ranks`` has what one rank of each holds at the
+    peak of a step.
     """
+    axes = _axes(config, events)
     found: list[dict[str, Any]] = []
     refusal: UsageError | None = None
     asked: dict[str, None] = {}
     for guess in GUESSES:
         values = Values(guess)
         try:
-            found.append(_simulate(config, device, here, values, events))
+            found.append(_of_ranks(config, axes, device, here, values, events))
         except UsageError as error:
             refusal = refusal or error
         asked |= values.questions
@@ -427,15 +502,47 @@ def simulate(
     raise UsageError(f"{refusal}. {next(iter(asked))} asks a tensor for its value, and {NO_VALUES}")
 
 
-def _simulate(
-    config: Config, device: str, here: bool, values: Values, events: bool
+def _of_ranks(
+    config: Config, axes: Axes | None, device: str, here: bool, values: Values, events: bool
 ) -> dict[str, Any]:
-    """With one answer to all questions for values.
+    """The fullest of those that differ, at each of the peaks: one of each place in a pipeline."""
+    ranks = [0]
+    if axes is not None:
+        # The first of those that share a stage has the longest part of each tensor, and of a
+        # sequence, but for a token.
+        ranks = list(range(0, axes.model_ranks, axes.context * axes.tensor))
+    found = [_simulate(config, rank, device, here, values, events) for rank in ranks]
+    weights = [one["weights"] for one in found]
+    every = [
+        {"rank": rank, "stages": _stages(axes, rank), "step_bytes": own["step"]}
+        for rank, own in zip(ranks, weights, strict=True)
+    ]
+    fullest = {part: max((w[part] for w in weights), key=_total) for part in weights[0]}
+    return {**found[0], "weights": fullest, "ranks": every}
+
+
+def _stages(axes: Axes | None, rank: int) -> list[int]:
+    """The stages of a pipeline that a rank has."""
+    if axes is None or axes.pipeline == 1:
+        return []
+    count = axes.pipeline * schedules.chunks_of(axes.schedule, axes.chunks or None)
+    place = axes.place(rank)["pipeline"]
+    owners = [schedules.rank_of(stage, axes.pipeline, axes.schedule) for stage in range(count)]
+    return [stage for stage, owner in enumerate(owners) if owner == place]
+
+
+def _total(weights: dict[str, int]) -> int:
+    return weights["total"]
+
+
+def _simulate(
+    config: Config, rank: int, device: str, here: bool, values: Values, events: bool
+) -> dict[str, Any]:
+    """One rank, with one answer to all questions for values.
 
     PyTorch without CUDA refuses fake tensors on a GPU. There, the CPU's operators stand in, with
     the GPU's optimizer, process group and allocator.
     """
-    _refuse_axes(config, events)
     if device == "auto":
         device = "cuda" if torch.cuda.device_count() else "cpu"
     where = torch.device(device if torch.cuda.is_available() else "cpu")
@@ -452,9 +559,9 @@ def _simulate(
         loss=in_a_line("the loss", workload.loss, values),
     )
     comm.LEDGER.reset(full_steps=0)
-    make_optimizer = assemble.make_optimizer
+    make_optimizer, make_sample = assemble.make_optimizer, assemble._sample
 
-    def batches(workload: Workload, config: Config, world: World) -> Iterator[list[Batch]]:
+    def steps(workload: Workload, config: Config, world: World) -> Iterator[list[Batch]]:
         """Real samples, made as usual; then only their shapes and types."""
         with _disable_current_modes():
             steps = loop.Batches(workload, config, replace(world, device=torch.device("cpu")))
@@ -462,11 +569,26 @@ def _simulate(
             with _disable_current_modes():
                 real = next(steps, None)
             if real is None:
-                log.is_on = False
                 return
+            yield [_faked(batch, fake, where, tracker) for batch in real]
+
+    def batches(workload: Workload, config: Config, world: World) -> Iterator[list[Batch]]:
+        for microbatches in steps(workload, config, world):
             log.begin_step()
             log.is_on = events and log.step == config.training.steps
-            yield [_faked(batch, fake, where, tracker) for batch in real]
+            yield microbatches
+        log.is_on = False
+
+    def all_batches() -> Iterator[Batch]:
+        return itertools.chain.from_iterable(steps(workload, config, world))
+
+    def sample_there(
+        config: Config, workload: Workload, world: World, dtype: torch.dtype
+    ) -> Batch | None:
+        with _disable_current_modes():
+            on_cpu = replace(world, device=torch.device("cpu"))
+            real = make_sample(config, workload, on_cpu, dtype)
+        return None if real is None else _faked(real, fake, where, tracker)
 
     def optimizer_there(
         training: TrainingConfig, workload: Workload, model: nn.Module
@@ -480,15 +602,18 @@ def _simulate(
         stack.enter_context(without_content())
         size = config.launch.world or 1
         stands_for_gpu, nodes = device == "cuda", _per_node(size)
-        solo = solo_world(size, where, backend, on_gpu=stands_for_gpu, ranks_per_node=nodes)
+        solo = solo_world(size, where, backend, rank, stands_for_gpu, ranks_per_node=nodes)
         world = stack.enter_context(solo)
         note = staticmethod(causes.note_collective)
         stack.enter_context(mock.patch.object(Solo, "on_tensors", note))
         stack.enter_context(mock.patch.object(Solo, "log", log))
         stack.enter_context(mock.patch.object(Table, "begin", _nothing))
         stack.enter_context(mock.patch.object(Table, "meet", _met))
+        stack.enter_context(no_padding_in_parts(config))
+        stack.enter_context(told_shapes(all_batches, tracker))
         stack.enter_context(log.following())
         stack.enter_context(mock.patch.object(assemble, "make_optimizer", optimizer_there))
+        stack.enter_context(mock.patch.object(assemble, "_sample", sample_there))
         stack.enter_context(fake)
         stack.enter_context(tracker.tracking())
         on_built = refuse_rounds if events else _nothing
@@ -509,19 +634,20 @@ def _met(table: Table, _round: int, mine: dict[str, Tensor], *_: object) -> Clos
     return Closed(list(range(table.size)), average, was_closed=False)
 
 
-def _refuse_axes(config: Config, events: bool) -> None:
-    """Refuse what one rank without content cannot stand for."""
+def _axes(config: Config, events: bool) -> Axes | None:
+    """How the model is cut, if it is; what ranks without content cannot tell is refused."""
     axes, _ = axes_of(config.strategy.name, config.strategy.options, config.launch.world or 1)
     if axes is not None and events:
         raise UsageError(
             "a plan has no prices for ranks that cut one model between them (tensor, context, "
             "pipeline); `shardlab compare` measures them"
         )
-    if axes is not None and axes.context > 1:
+    if axes is not None and axes.pipeline > 1 and axes.balance == "time":
         raise UsageError(
-            "an estimate is made on tensors without values, and how many targets lie in a part of "
-            "a sequence is asked of their values; `shardlab throughput` measures the peak"
+            "balance=time: an estimate runs nothing that takes time, so it cannot know these "
+            "stages; estimate balance=parameters, or let `shardlab compare` measure it"
         )
+    return axes
 
 
 def refuse_rounds(strategy: Strategy) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from shardlab.axes import axes_of
 from shardlab.config import Config
 from shardlab.errors import RankFailure, UsageError
 from shardlab.numbers import count
@@ -19,6 +20,7 @@ from shardlab.proof import TIMEOUT_S, judge
 from shardlab.run import launch as launching
 from shardlab.run.rankset import RankSet
 from shardlab.specs import BASELINE, parse_spec, whole_numbers
+from shardlab.strategies.schedules import chunks_of
 
 if TYPE_CHECKING:
     from shardlab.strategies.base import Strategy
@@ -65,6 +67,19 @@ def small(
     )
 
 
+def deep_enough(config: Config) -> Config:
+    """A pipeline needs a block for each of its stages, and the smallest GPT-2 has two blocks."""
+    name, options = config.strategy.name, config.strategy.options
+    axes, _ = axes_of(name, options, config.launch.world or 1)
+    given = config.model.options
+    if axes is None or axes.pipeline == 1 or config.model.workload != "gpt2" or "layers" in given:
+        return config
+    stages = axes.pipeline * chunks_of(axes.schedule, axes.chunks or None)
+    if config.model.size != SMALLEST["gpt2"] or stages <= 2:
+        return config
+    return config.with_overrides({"model.options": {**given, "layers": stages}})
+
+
 def worlds_of(text: str | None, config: Config) -> list[int]:
     """``2,4`` as numbers; without a text, the config's."""
     return list(whole_numbers("--world", text)) or [
@@ -91,6 +106,7 @@ def cases_of(config: Config, specs: Sequence[str], worlds: Sequence[int]) -> lis
                 "output.dir": None,
             }
         )
+        case = deep_enough(case)
         if case in cases:
             raise UsageError(f"strategy {case.strategy.label} is named twice")
         cases.append(case)

@@ -27,7 +27,8 @@ CSV_COLUMNS = (
     "status", "reason", "step_ms_median", "step_ms_p10", "step_ms_p90", "step_ms_n",
     "speed_to_baseline", "skew_ms", "samples_per_s", "tokens_per_s", "peak_bytes_total", "loss",
     "loss_difference", "precision", "baseline", "speed_low", "speed_high", "mfu", "proof",
-    "exposed_comm_ms", "wait_ms", "overlap_pct", "sent_bytes", "estimated_bytes_total",
+    "exposed_comm_ms", "wait_ms", "bubble_ms", "overlap_pct", "sent_bytes",
+    "estimated_bytes_total",
     *(f"peak_bytes_{cause}" for cause in readings.CAUSES),
 )  # fmt: skip
 PAGE_BYTES = 1_900_000
@@ -62,14 +63,16 @@ def _csv_row(result: Result, cell: Cell) -> dict[str, Any]:
     row["speed_low"], row["speed_high"] = cell.get("speed_interval") or (None, None)
     row |= {"proof": readings.proved(cell), "sent_bytes": readings.sent(cell)}
     profile = cell.get("profile") or {}
-    return row | {n: profile.get(n) for n in ("exposed_comm_ms", "wait_ms", "overlap_pct")}
+    names = ("exposed_comm_ms", "wait_ms", "bubble_ms", "overlap_pct")
+    return row | {name: profile.get(name) for name in names}
 
 
 def markdown(result: Result) -> str:
     """A table for an issue, a pull request or a wiki; then the answer."""
-    rate = readings.rate_name(result)
+    rate, has_bubble = readings.rate_name(result), readings.has_bubble(result)
     heads = ("strategy", "world", "step ms (p10–p90)", "speed (95%)", rate, "peak memory",
-             "exposed comm ms", "overlap", "sent per step", "loss Δ", "right")  # fmt: skip
+             "exposed comm ms", *(["bubble ms"] * has_bubble), "overlap", "sent per step",
+             "loss Δ", "right")  # fmt: skip
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "--:|" * (len(heads) - 1)]
     for cell in result["cells"]:
         values = [_pipeless(cell["label"]), str(cell["world"])]
@@ -84,6 +87,7 @@ def markdown(result: Result) -> str:
                 fmt.compact(cell[readings.rate_key(result)]),
                 fmt.size(readings.peak(cell)),
                 fmt.number(profile.get("exposed_comm_ms")),
+                *([fmt.number(profile.get("bubble_ms"))] * has_bubble),
                 fmt.percent(profile.get("overlap_pct")),
                 fmt.size(readings.sent(cell)),
                 fmt.difference(cell["loss_difference"]),

@@ -113,7 +113,7 @@ def stack_chart(result: Result) -> StackChart | None:
     bars = [
         Amounts(
             cell,
-            {part: profile[f"{part.removesuffix('_us')}_ms"] for part in PARTS},
+            {part: profile.get(f"{part.removesuffix('_us')}_ms", 0.0) for part in PARTS},
             profile["hidden_comm_ms"],
         )
         for cell in readings.measured(result)

@@ -34,13 +34,17 @@ def compare_table(result: Result) -> Table:
     return table
 
 
-PROFILE_HEADS = ("com-\npute", "exposed\ncomm", "waits", "idle,\ncopies", "over-\nlap", "sent")
+PROFILE_HEADS = ["com-\npute", "exposed\ncomm", "waits", "idle,\ncopies", "over-\nlap", "sent"]
+SPARE = ("skew\nms", "over-\nlap", "idle,\ncopies")  # what is left out first, if it is too wide
+BUBBLE_AT = 3  # behind the waits, where a pipeline is compared
 
 
 def explained_table(result: Result) -> Table | None:
     """How sure a speed is, and where a profiled step went; None if there is nothing to say."""
     cells = readings.measured(result)
     has_profile = any(cell.get("profile") for cell in cells)
+    bubble = [*PROFILE_HEADS[:BUBBLE_AT], "bubble", *PROFILE_HEADS[BUBBLE_AT:]]
+    heads = bubble if readings.has_bubble(result) else PROFILE_HEADS
     has_mfu = any(cell.get("mfu") for cell in cells)
     is_sure = any(fmt.interval(cell["speed_interval"]) for cell in cells)
     if not (has_profile or has_mfu or (is_sure and len(cells) > 1)):
@@ -48,7 +52,7 @@ def explained_table(result: Result) -> Table | None:
     titles = ["where a profiled step goes, ms · what a rank sends"] * has_profile
     titles += ["how sure the speed is (95%)"] * is_sure
     table = terminal.table(
-        "<strategy", *(PROFILE_HEADS * has_profile), "skew\nms", *(["speed\n95%"] * is_sure),
+        "<strategy", *(heads * has_profile), "skew\nms", *(["speed\n95%"] * is_sure),
         *(["MFU"] * has_mfu),
         title=" · ".join(titles) or "how far the ranks are apart",
         least=12,
@@ -56,7 +60,7 @@ def explained_table(result: Result) -> Table | None:
     for cell in cells:
         table.add_row(
             Text(cell["label"]),
-            *(_profile(cell) * has_profile),
+            *(_profile(cell, readings.has_bubble(result)) * has_profile),
             f"{cell['skew_ms']:.1f}" if cell["skew_ms"] else "0",
             *([fmt.interval(cell["speed_interval"]) or fmt.NOTHING] * is_sure),
             *([fmt.percent(readings.percent_of_peak(cell))] * has_mfu),
@@ -64,12 +68,13 @@ def explained_table(result: Result) -> Table | None:
     return table
 
 
-def _profile(cell: Cell) -> list[str]:
+def _profile(cell: Cell, has_bubble: bool) -> list[str]:
     """Where a profiled step of the cell went, and what it sent."""
     profile = cell.get("profile")
     if not profile:
-        return [fmt.NOTHING] * len(PROFILE_HEADS)
-    shown = (profile["compute_ms"], profile["exposed_comm_ms"], profile["wait_ms"])
+        return [fmt.NOTHING] * (len(PROFILE_HEADS) + has_bubble)
+    shown = [profile["compute_ms"], profile["exposed_comm_ms"], profile["wait_ms"]]
+    shown += [readings.bubble_ms(profile)] * has_bubble
     return [
         *(fmt.number(value) for value in (*shown, readings.idle_ms(profile))),
         fmt.percent(profile["overlap_pct"]),

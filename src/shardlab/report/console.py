@@ -186,10 +186,10 @@ def evaluation_text(row: Mapping[str, Any]) -> str:
 
 def print_comparison(result: Mapping[str, Any], files: Mapping[str, Path]) -> None:
     out = terminal.out()
-    out.print(compare_terminal.compare_table(result))
+    _show(out, compare_terminal.compare_table(result))
     out.print()
     if (explained := compare_terminal.explained_table(result)) is not None:
-        out.print(explained)
+        _show(out, explained, compare_terminal.SPARE)
         out.print()
     terminal.say(out, *compare_terminal.verdict_lines(result), wraps=True)
     if len(result["env"].get("nodes", ())) > 1:
@@ -205,11 +205,16 @@ def print_comparison(result: Mapping[str, Any], files: Mapping[str, Path]) -> No
             terminal.say(out, f"not explained, {label}: {traces['reason']}", wraps=True)
 
 
+def _show(out: Console, table: Table, spare: Sequence[str] = ()) -> None:
+    where = "; compare.csv has all"
+    terminal.show(out, terminal.fit(table, out.width, spare, where, terminal.STRATEGY))
+
+
 def print_gate(gate: Mapping[str, Any]) -> None:
     out = terminal.out()
     out.print()
     terminal.say(out, *(f"warning: {warning}" for warning in gate["warnings"]), wraps=True)
-    out.print(compare_terminal.gate_table(gate))
+    _show(out, compare_terminal.gate_table(gate))
     terminal.say(out, compare_terminal.gate_verdict(gate), wraps=True)
 
 

@@ -24,19 +24,25 @@ _SHORT = {
 
 def show(result: Result, path: Path) -> None:
     out = terminal.out()
-    out.print(table(result))
-    out.print()
-    if any(row["step_bytes"] for row in result["rows"]):
-        out.print(kept_table(result))
-        out.print()
-    if any(row["error"] is not None for row in result["rows"]):
-        out.print(error_table(result))
+    for made in tables(result):
+        terminal.show(out, terminal.fit(made, out.width, longest=terminal.STRATEGY))
         out.print()
     terminal.say(out, *sentences(result), *terminal.about(result), wraps=True)
     snapshots = result.get("snapshots") or []
     if snapshots:
         terminal.say(out, "drop a snapshot on https://pytorch.org/memory_viz to see it", wraps=True)
     terminal.say_paths(out, (path, *snapshots))
+
+
+def tables(result: Result) -> Iterator[Table]:
+    rows = result["rows"]
+    yield table(result)
+    if any(map(_differ, rows)):
+        yield ranks_table(result)
+    if any(row["step_bytes"] for row in rows):
+        yield kept_table(result)
+    if any(row["error"] is not None for row in rows):
+        yield error_table(result)
 
 
 def _columns(*before: str) -> list[str]:
@@ -78,6 +84,53 @@ def _unit(rows: Sequence[Row], key: str) -> tuple[str, float]:
     totals = [row[key]["total"] for row in rows if row[key]]
     units = {unit: fmt.BYTES[unit] for unit in ("GiB", "MiB", "KiB")}
     return fmt.unit_of(max(totals, default=0), units)
+
+
+def _differ(row: Row) -> bool:
+    """Whether its ranks hold more and less, because they cut one model between them."""
+    return len({rank["step_bytes"]["total"] for rank in row["ranks"]}) > 1
+
+
+_OF_RANKS = ("total", "parameters", "optimizer", "activations")
+
+
+def ranks_table(result: Result) -> Table:
+    """Where ranks differ: what each of them holds at the peak of a step."""
+    rows = [row for row in result["rows"] if _differ(row)]
+    unit, divisor = _unit(rows, "step_bytes")
+    is_measured = any(row["measured_rank_bytes"] for row in rows)
+    shown = terminal.table(
+        "<strategy", "rank", "|stages", *(_SHORT.get(cause, cause) for cause in _OF_RANKS), "rest",
+        *(["measured"] * is_measured),
+        title=f"what each of the ranks that differ holds at its peak, {unit}",
+    )  # fmt: skip
+    for row in rows:
+        measured = row["measured_rank_bytes"]
+        most = max(rank["step_bytes"]["total"] for rank in row["ranks"])
+        for i, rank in enumerate(row["ranks"]):
+            sizes = [rank["step_bytes"][cause] for cause in _OF_RANKS]
+            sizes.append(sizes[0] - sum(sizes[1:]))
+            if measured:
+                sizes.append(measured[rank["rank"]])
+            shown.add_row(
+                Text(row["label"] if i == 0 else ""),
+                str(rank["rank"]),
+                ", ".join(map(str, rank["stages"])) or fmt.NOTHING,
+                *(amount(size / divisor) for size in sizes),
+                style="bold" if sizes[0] == most else "",
+            )
+    return shown
+
+
+def _most(row: Row) -> str:
+    """Which rank holds most, in words."""
+    rank = max(row["ranks"], key=lambda rank: rank["step_bytes"]["total"])
+    text = f"{row['label']}: rank {rank['rank']}"
+    if rank["stages"]:
+        word = "stage" if len(rank["stages"]) == 1 else "stages"
+        last = max(stage for other in row["ranks"] for stage in other["stages"])
+        text += f", with {word} {fmt.names(list(map(str, rank['stages'])))} (the last is {last}),"
+    return f"{text} holds most: {fmt.size(rank['step_bytes']['total'])}"
 
 
 def kept_table(result: Result) -> Table:
@@ -132,6 +185,17 @@ def sentences(result: Result) -> Iterator[str]:
             yield f"{row['label']}: {row['status']}: {row['reason']}"
         if row["unmeasured"]:
             yield f"{row['label']} was not measured: {row['unmeasured']}"
+        if _differ(row):
+            yield _most(row)
+    together: dict[int, list[str]] = {}
+    for row in rows:
+        if row["samples"] != row["batch"]:
+            together.setdefault(row["samples"], []).append(row["label"])
+    for samples, labels in together.items():
+        yield (
+            f"ranks that cut one model share a micro-batch, of {fmt.count(samples, 'sample')}: "
+            f"{fmt.names(labels)}"
+        )
     if lines := dict.fromkeys(line for row in rows for line in row.get("assumed", ())):
         yield (
             f"the model asks tensors for their values at {fmt.names(list(lines))}, and an estimate "

@@ -22,6 +22,7 @@ _ALIGNED = {"<": ("left", False), "|": ("left", True), ">": ("right", False)}
 # Where a name may be folded: after marks, and before a capital letter inside it.
 _PIECES = re.compile(r"(?<=[\s_:./,<>(=-])(?=[^\s_:./,<>(=-])|(?<=[a-z0-9])(?=[A-Z])")
 LONGEST = 16  # characters of a name that is not folded
+STRATEGY = 12  # the same of a strategy's, where there are many columns
 
 
 def out() -> Console:
@@ -66,39 +67,45 @@ def table(
     return made
 
 
-def fit(made: Table, width: int, spare: Sequence[str] = (), where: str = "") -> Table:
+def fit(
+    made: Table, width: int, spare: Sequence[str] = (), where: str = "", longest: int = LONGEST
+) -> Table:
     """The table, changed so that it is no wider than ``width`` and breaks no word and no number.
 
     As long as it is too wide, a column of ``spare`` (headings, the first to go first) is left out,
     and a line below names it and says ``where`` it can be read. Texts fold between words, names
-    that are too long after ``_``, ``::`` and the like. What does not fit even so makes long lines.
+    of more than ``longest`` characters after ``_``, ``::`` and the like. What does not fit even so
+    makes long lines.
     """
     kept, missing = made.columns, []
     for heading in spare:
-        if _together(map(_least, kept)) <= width:
+        if _together(_least(column, longest) for column in kept) <= width:
             break
         if any(column.header == escape(heading) for column in kept):
             kept = [column for column in kept if column.header != escape(heading)]
             missing.append(heading.replace("-\n", "").replace("\n", " "))
-    least, widths = [_least(column) for column in kept], [_most(column) for column in kept]
+    least = [_least(column, longest) for column in kept]
+    widths = [_most(column) for column in kept]
     while _together(widths) > width:
         wide = [i for i, own in enumerate(widths) if own > least[i]]
         if not wide:
             made.width = _together(widths)
             break
         widths[max(wide, key=lambda i: widths[i])] -= 1
+    styles = [row.style for row in made.rows]
     made.columns, made.rows = [], []
     for column, own in zip(kept, widths, strict=True):
         made.add_column(
             column.header, style=column.style, justify=column.justify, no_wrap=column.no_wrap,
             overflow=column.overflow, width=own,
         )  # fmt: skip
-    for cells in zip(*(column.cells for column in kept), strict=True):
+    for style, *cells in zip(styles, *(column.cells for column in kept), strict=True):
         made.add_row(
             *(
                 cell if column.no_wrap else _fold(_text(cell), own)
                 for cell, column, own in zip(cells, kept, widths, strict=True)
-            )
+            ),
+            style=style,
         )
     if missing:
         said = Text(f"left out for want of width: {', '.join(missing)}{where}", "dim")
@@ -127,18 +134,18 @@ def _most(column: Column) -> int:
     return max((line.cell_len for line in _lines(column)), default=0)
 
 
-def _least(column: Column) -> int:
+def _least(column: Column, longest: int) -> int:
     """What a column needs so that no number and no word is broken; a long name may be folded."""
     if column.no_wrap:
         return _most(column)
     words = {word for line in _lines(column) for word in line.plain.split()}
-    return max(map(_unbroken, words), default=0)
+    return max((_unbroken(word, longest) for word in words), default=0)
 
 
-def _unbroken(word: str) -> int:
-    if cell_len(word) <= LONGEST:
+def _unbroken(word: str, longest: int) -> int:
+    if cell_len(word) <= longest:
         return cell_len(word)
-    return max(LONGEST, *map(cell_len, _PIECES.split(word)))
+    return max(longest, *map(cell_len, _PIECES.split(word)))
 
 
 def _fold(cell: Text, width: int) -> Text:

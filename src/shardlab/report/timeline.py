@@ -91,7 +91,10 @@ def _base64(array: Any) -> str:
     return base64.b64encode(array.tobytes()).decode("ascii")
 
 
-ORDER = ("steps", "phases", "compute", "operators", "stream", "comm", "wait", "memory")
+ORDER = (
+    "steps", "phases", "actions", "bubble", "compute", "operators", "stream", "comm", "wait",
+    "memory",
+)  # fmt: skip
 
 
 def _lanes(traces: TraceSet) -> Iterable[Lane]:
@@ -158,12 +161,16 @@ def _extra(trace: model.Trace, shift: int) -> Iterable[Lane]:
 
     def lane(name: str, rows: Any) -> Lane:
         start = events.start_ns[rows] + shift
-        names = tuple(trace.names[i] for i in events.name[rows])
+        names = tuple(trace.names[i].removeprefix("shardlab::") for i in events.name[rows])
         return Lane(trace.rank, name, start, start + events.dur_ns[rows], names)
 
     phases = [i for i, name in enumerate(trace.names) if name in model.PHASES]
     rows = np.flatnonzero((events.kind == model.ANNOTATION) & np.isin(events.name, phases))
     yield lane("phases", rows)
+    rows = np.flatnonzero(
+        (events.kind == model.ANNOTATION) & activity.named(trace, activity.ACTION)
+    )
+    yield lane("actions", rows)
     if trace.device == "gpu":
         kernels = np.flatnonzero(events.kind == model.KERNEL)
         # Communication has lanes of its own.

@@ -56,7 +56,7 @@ def html(traces: TraceSet) -> str:
             verdict=verdict(traces),
             facts=_facts(traces, ranks, spans),
             ranks=ranks,
-            columns=("wall_us", *model.PARTS, "hidden_comm_us"),
+            columns=_columns(ranks),
             stacks=charts.stacks(ranks, steps),
             timeline=spans,
             by_kind=by_kind[:MAX_ROWS],
@@ -74,6 +74,19 @@ def html(traces: TraceSet) -> str:
             files=[str(trace.path) for trace in traces.traces],
         )
     )
+
+
+def _columns(ranks: Sequence[model.Breakdown]) -> dict[str, str]:
+    """The parts in the table, with their heads. A bubble is there only in a pipeline's."""
+    heads = {
+        "wall_us": "Step", "compute_us": "Compute", "exposed_comm_us": "Exposed comm.",
+        "wait_us": "Waiting", "bubble_us": "Bubble", "memory_us": "Copies",
+        "idle_host_us": "Host-bound idle", "idle_us": "Other idle",
+        "hidden_comm_us": "Hidden comm.",
+    }  # fmt: skip
+    if not any(row.bubble_us for row in ranks):
+        del heads["bubble_us"]
+    return heads
 
 
 # ------------------------------------------------------------------ the answer
@@ -195,6 +208,8 @@ def _hidden(ranks: Sequence[model.Breakdown]) -> str:
         return "There was no communication."
     hidden = sum(row.hidden_comm_us for row in ranks)
     if hidden < 0.005 * comm:
+        if any(row.bubble_us for row in ranks):
+            return ""  # messages that came in time leave no trace of when they travelled
         return "None of the communication was hidden behind compute."
     return f"{100 * hidden / comm:.0f}% of the communication was hidden behind compute."
 

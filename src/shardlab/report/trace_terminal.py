@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from shardlab.trace import TraceSet
 
 SHORT = {
-    "exposed_comm_us": "exposed\ncomm", "wait_us": "wait for\nslower", "memory_us": "copies",
+    "exposed_comm_us": "exposed\ncomm", "wait_us": "wait for\nslower", "bubble_us": "bubble",
+    "memory_us": "copies",
     "idle_host_us": "host\nidle", "idle_us": "other\nidle",
 }  # fmt: skip
 # What a table leaves out first where the terminal is narrow.
@@ -89,7 +90,11 @@ def _breakdown(traces: TraceSet) -> Table:
         traces.traces[0].shardlab.get("strategy"), fmt.count(len(rows), "rank"), steps,
         f"ms {'per step ' if traces.marked else ''}of the {where}, and its share",
     )  # fmt: skip
-    parts = [part for part in PARTS if traces.device == "gpu" or part != "memory_us"]
+    absent = {
+        "memory_us": traces.device != "gpu",
+        "bubble_us": not any(item.bubble_us for item in rows),
+    }
+    parts = [part for part in PARTS if not absent.get(part)]
     heads = (SHORT.get(part, PARTS[part]) for part in parts)
     table = terminal.table(
         "|rank", "wall", *heads, "hidden", "overlap", title=" · ".join(filter(None, title))

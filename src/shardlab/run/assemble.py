@@ -61,7 +61,7 @@ def resolve_strategy(config: Config) -> type[Strategy]:
             "(shardlab.strategies.base), as docs/your-strategy.md shows"
         )
     own = {key: value for key, value in config.strategy.options.items() if key not in axes.OPTIONS}
-    naming.check_options(_taking_options(config), own, f"strategy {name}")
+    naming.check_options(_taking_options(config), own, f"strategy {name}", axes.OPTIONS)
     return make
 
 

@@ -22,15 +22,13 @@ has not been tested: it needs two GPUs.
 from __future__ import annotations
 
 import functools
-import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlab import comm
@@ -40,16 +38,15 @@ from shardlab.errors import UsageError
 from shardlab.phases import BACKWARD, phase
 from shardlab.strategies import base, layout, refusals, schedules, stages
 from shardlab.strategies.layout import Cut
+from shardlab.strategies.messages import ACTIVATION, GRADIENT, PARTS, Key, Messages
 from shardlab.strategies.schedules import Action
 from shardlab.strategies.stages import Shape, Track
+from shardlab.strategies.weight_gradients import Deferred, _of_weight
 from shardlab.workloads.base import Batch, LossFn
 
-ACTIVATION, GRADIENT, SHARED, ANSWER = "activation", "gradient", "shared", "answer"
-LANES = (ACTIVATION, GRADIENT, SHARED, ANSWER)  # of messages
-PARTS = 64  # tensors of one message, at most: each has a tag of its own
 AHEAD = 2  # messages whose receiving is begun before they are needed
+NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 Signature = tuple[Any, ...]
-Key = tuple[str, int, int]  # lane, the stage that works on it, micro-batch
 
 
 def cut(
@@ -127,68 +124,6 @@ def _cell(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), key
 
 
-# ------------------------------------------------------------------ weight gradients, put off
-
-
-@dataclass
-class Deferred:
-    """The weight gradients of linear layers that wait for their turn."""
-
-    into: list[tuple[nn.Parameter, nn.Parameter | None, Tensor, Tensor]] | None = None
-
-    def attach(self, model: nn.Module) -> None:
-        """Every plain nn.Linear leaves its weight's gradient for later, while ``into`` is set."""
-        for module in model.modules():
-            is_plain = "forward" not in vars(module) and type(module).forward is nn.Linear.forward
-            if isinstance(module, nn.Linear) and is_plain:
-                vars(module)["forward"] = _Linear(module, self)
-
-
-class _Linear:
-    def __init__(self, module: nn.Linear, deferred: Deferred) -> None:
-        self.module, self.deferred = module, deferred
-
-    def __call__(self, input: Tensor) -> Tensor:
-        weight, bias = self.module.weight, self.module.bias
-        is_put_off = torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
-        if not is_put_off or weight._backward_hooks:
-            return nn.functional.linear(input, weight, bias)
-        device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
-        out: Tensor = _PutOff.apply(self.deferred, input, weight, bias)  # type: ignore[no-untyped-call]
-        return out
-
-
-class _PutOff(torch.autograd.Function):
-    """A linear layer whose backward may leave the gradients of weight and bias for later."""
-
-    @staticmethod
-    def forward(ctx: Any, deferred: Deferred, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.deferred, ctx.weight, ctx.bias = deferred, weight, bias
-        ctx.save_for_backward(x)
-        return nn.functional.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        weight, bias = ctx.weight, ctx.bias
-        of_x = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[1] else None
-        bias = bias if bias is not None and bias.requires_grad else None
-        if ctx.deferred.into is not None:
-            ctx.deferred.into.append((weight, bias, x, gradient))
-            return None, of_x, None, None
-        return None, of_x, *_of_weight(weight, bias, x, gradient)
-
-
-def _of_weight(
-    weight: Tensor, bias: Tensor | None, x: Tensor, gradient: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    rows = gradient.reshape(-1, gradient.shape[-1])  # (rows, out)
-    of_weight = (rows.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
-    return of_weight, None if bias is None else rows.sum(0).to(bias.dtype)
-
-
 # ------------------------------------------------------------------ the executor
 
 
@@ -216,7 +151,7 @@ class Job:
     batches: Sequence[Batch]
 
 
-class Pipeline:
+class Pipeline(Messages):
     """Runs any list of actions on this rank's stages."""
 
     PUTS_OFF = True  # linear layers leave their weights' gradients for later, if the list says so
@@ -232,12 +167,10 @@ class Pipeline:
         chunks: int,
         track: Track,
     ) -> None:
-        self.model, self.loss_fn, self.group, self.track = model, loss, group, track
+        where = [schedules.rank_of(s, group.size(), schedule) for s in range(len(track.ends))]
+        super().__init__(group, where, track.device)
+        self.model, self.loss_fn, self.track = model, loss, track
         self.schedule, self.chunks = schedule, chunks
-        self.rank, self.ranks = group.rank(), group.size()
-        self.stages = len(track.ends)
-        self.where = [schedules.rank_of(s, self.ranks, schedule) for s in range(self.stages)]
-        self.device = track.device
         self.divisor: Callable[[], Tensor | None] = lambda: None  # what the loss is divided by
         self.is_running = False
         self.deferred = Deferred()
@@ -249,11 +182,8 @@ class Pipeline:
         self.own_hooks: dict[nn.Parameter, dict[int, Any]] = {}
         self.plans: dict[int, Plan] = {}
         self.known: dict[tuple[int, Signature], list[list[Shape]]] = {}  # by the receiving stage
-        self.lanes: dict[tuple[str, bool], comm.Group] = {}
         self.peak_live = 0  # micro-batches whose activations were kept at a time, in the last step
         self._clear()
-        if group.name() != "gloo":
-            self._make_lanes()
         for p in model.parameters():
             if p._backward_hooks:  # the model's own: they see each micro-batch's gradient
                 self.own_hooks[p] = dict(p._backward_hooks)
@@ -264,14 +194,11 @@ class Pipeline:
         stages.intercept(model, self._call)
 
     def _clear(self) -> None:
+        self._clear_messages()
         self.live: dict[tuple[int, int], Live] = {}
         self.put_off: dict[tuple[int, int], list[Any]] = {}
-        self.here: dict[Key, list[Tensor]] = {}  # handed over between two stages of this rank
-        self.coming: dict[Key, list[tuple[Tensor, comm.Pending]]] = {}
-        self.going: dict[Key, list[comm.Pending]] = {}
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self.seen: dict[int, list[Tensor]] = {}  # the buffers before a micro-batch's forward
-        self.acknowledged: dict[Key, list[Key]] = {}
 
     def share(self, among: dict[tuple[int, ...], list[str]]) -> None:
         """Parameters that several ranks hold, by the places of those in the group."""
@@ -326,12 +253,13 @@ class Pipeline:
             self.seed = self.seed / divisor
         signatures = [_signature((b.inputs, b.targets)) for b in batches]
         self._agree_on_buffers()
-        with self._in_private(), torch.enable_grad():
-            total = self._carry_out(batches, signatures)
-            self.gradients = {p: p.grad for p in self.model.parameters() if p.grad is not None}
-        self.seen.clear()
-        self._sum_shared()
-        comm.all_reduce(total, self.group, label="loss of the last stage")
+        with _recorded("pipeline"):
+            with self._in_private(), torch.enable_grad():
+                total = self._carry_out(batches, signatures)
+                self.gradients = {p: p.grad for p in self.model.parameters() if p.grad is not None}
+            self.seen.clear()
+            self._sum_shared()
+            comm.all_reduce(total, self.group, label="loss of the last stage")
         return total
 
     def _carry_out(self, batches: Sequence[Batch], signatures: Sequence[Signature]) -> Tensor:
@@ -341,14 +269,13 @@ class Pipeline:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for i, action in enumerate(plan.actions):
             self._look_ahead(plan.actions[i:], signatures)
-            with _span(action):
-                if action.kind == "F":
-                    total += self._forward(action, batches[action.micro], signatures)
-                elif action.kind == "W":
-                    self._weights(action)
-                else:
-                    with phase(BACKWARD):
-                        self._backward(action)
+            if action.kind == "F":
+                total += self._forward(action, batches[action.micro], signatures)
+            elif action.kind == "W":
+                self._weights(action)
+            else:
+                with phase(BACKWARD):
+                    self._backward(action)
             self.peak_live = max(self.peak_live, len(self.live) + len(self.put_off))
         self._finish_sending()
         return total
@@ -368,7 +295,8 @@ class Pipeline:
                 for t, (_, _, has_gradient) in zip(received, shapes[-1], strict=True)
             ]
         forward = functools.partial(self.loss_fn, self.model, batch)
-        value = self._run_stage(stage, micro, forward, shapes, received)
+        with span(action):
+            value = self._run_stage(stage, micro, forward, shapes, received)
         if stage == self.stages - 1:
             self.live[stage, micro] = Live(received, [value])
             found: Tensor = value.detach().double()
@@ -396,7 +324,8 @@ class Pipeline:
             gradients = self._take((GRADIENT, stage, micro), shapes) if ends else []
         self.deferred.into = [] if kind == "I" else None
         if ends:
-            torch.autograd.backward(ends, gradients)
+            with span(action):
+                torch.autograd.backward(ends, gradients)
         if kind == "I":
             self.put_off[stage, micro] = self.deferred.into or []
         self.deferred.into = None
@@ -410,7 +339,7 @@ class Pipeline:
 
     def _weights(self, action: Action) -> None:
         """Catch up on the weight gradients that an input gradient has put off."""
-        with torch.no_grad():
+        with torch.no_grad(), span(action):
             for weight, bias, x, gradient in self.put_off.pop((action.stage, action.micro)):
                 for p, g in zip((weight, bias), _of_weight(weight, bias, x, gradient), strict=True):
                     if p is not None and g is not None:
@@ -496,22 +425,7 @@ class Pipeline:
                     mine = torch.zeros_like(p) if mine is None else mine.contiguous()
                     self.gradients[p] = self._summed(places, mine, number + 1, "gradient")
 
-    def _summed(self, places: Sequence[int], mine: Tensor, number: int, what: str) -> Tensor:
-        """The sum over some ranks, in their order, so that all get the same bits. They have no
-        group of their own: PyTorch's names of groups need as many on every rank."""
-        key, label = (SHARED, 0, number), f"{what} of several stages"
-        rooms = {place: torch.empty_like(mine) for place in places if place != self.rank}
-        pending = [self._receive(key, of, room, 0, label)[1] for of, room in rooms.items()]
-        pending += [self._send(key, to, mine, 0, label) for to in rooms]
-        for p in pending:
-            p.wait()
-        first, *rest = (rooms.get(place, mine) for place in places)
-        total = first.clone()
-        for part in rest:
-            total += part
-        return total
-
-    # ------------------------------------------------------------ messages
+    # ------------------------------------------------------------ what comes when
 
     def _plan(self, micro: int) -> Plan:
         if micro in self.plans:
@@ -530,76 +444,6 @@ class Pipeline:
                     taken = []
         self.plans[micro] = plan
         return plan
-
-    def _from(self, key: Key) -> int:
-        """The rank that a message comes from."""
-        return self.where[key[1] - 1 if key[0] == ACTIVATION else key[1] + 1]
-
-    def _group(self, lane: str, sender: int, receiver: int) -> comm.Group:
-        return self.lanes.get((lane, sender < receiver), self.group)
-
-    def _make_lanes(self) -> None:
-        """A group for each direction. Gloo tells messages apart by their tags and needs none; with
-        NCCL a send that waits would hold up what comes behind it."""
-        ranks = comm.members(self.group)
-        for lane in LANES:
-            for is_up in (True, False):
-                group = dist.new_group(ranks, use_local_synchronization=True)
-                self.lanes[lane, is_up] = group
-
-    def _place(self, group: comm.Group, rank: int) -> int:
-        return comm.members(group).index(comm.members(self.group)[rank])
-
-    def _tag(self, key: Key, part: int) -> int:
-        number = (key[2] * self.stages + key[1]) * len(LANES) + LANES.index(key[0])
-        return number * PARTS + part
-
-    def _send(self, key: Key, to: int, tensor: Tensor, part: int, what: str = "") -> comm.Pending:
-        group = self._group(key[0], self.rank, to)
-        place, label = self._place(group, to), what or _label(key, part)
-        tag = self._tag(key, part)
-        return comm.send(tensor, group, place, tag=tag, lane=key[0], label=label, async_op=True)
-
-    def _receive(self, key: Key, of: int, tensor: Tensor, part: int, what: str = "") -> Any:
-        group = self._group(key[0], of, self.rank)
-        place, label = self._place(group, of), what or _label(key, part)
-        tag = self._tag(key, part)
-        pending = comm.recv(tensor, group, place, tag=tag, lane=key[0], label=label, async_op=True)
-        return tensor, pending
-
-    def _give(self, key: Key, tensors: Sequence[Tensor]) -> None:
-        to = self.where[key[1]]
-        if to == self.rank:
-            self.here[key] = [t.detach() for t in tensors]
-            return
-        self.going.setdefault(key, []).extend(
-            self._send(key, to, t, part) for part, t in enumerate(tensors)
-        )
-
-    def _begin(self, key: Key, shapes: Sequence[Shape]) -> None:
-        """Begin to receive a message. Over Gloo nothing travels before that."""
-        of = self._from(key)
-        if of == self.rank or key in self.coming:
-            return
-        self.coming[key] = [
-            self._receive(key, of, torch.empty(shape, dtype=dtype, device=self.device), part)
-            for part, (shape, dtype, _) in enumerate(shapes)
-        ]
-
-    def _take(self, key: Key, shapes: Sequence[Shape]) -> list[Tensor]:
-        """Wait for a message."""
-        if key in self.here:
-            return self.here.pop(key)
-        self._begin(key, shapes)
-        tensors = []
-        for tensor, pending in self.coming.pop(key):
-            pending.wait()
-            tensors.append(tensor)
-        # Its sender had received these of ours before: they need not be kept any longer.
-        for sent in self.acknowledged.get(key, ()):
-            for pending in self.going.pop(sent, ()):
-                pending.wait()
-        return tensors
 
     def _look_ahead(self, actions: Sequence[Action], signatures: Sequence[Signature]) -> None:
         begun = 0
@@ -623,12 +467,6 @@ class Pipeline:
             begun += 1
             if begun == AHEAD:
                 return
-
-    def _finish_sending(self) -> None:
-        for pendings in self.going.values():
-            for pending in pendings:
-                pending.wait()
-        self.going.clear()
 
     # ------------------------------------------------------------ shapes
 
@@ -692,36 +530,6 @@ class Pipeline:
         self._finish_sending()
         return self._tell(value)
 
-    def _tell(self, value: Any) -> Any:
-        """The last stage tells all ranks what the model returned."""
-        last, tensors = self.where[-1], list[Tensor]()
-        if self.rank == last:
-            text = _written(value, tensors)
-            shapes = [(tuple(t.shape), t.dtype) for t in tensors]
-            data = torch.frombuffer(bytearray(pickle.dumps((text, shapes))), dtype=torch.uint8)
-            parts = [torch.tensor([data.numel()]), data, *tensors]
-            pending = [
-                self._send((ANSWER, part, 0), other, t.to(self.device), 0)
-                for other in range(self.ranks)
-                if other != last
-                for part, t in enumerate(parts)
-            ]
-            for p in pending:
-                p.wait()
-            return value
-
-        def get(part: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-            room = torch.empty(tuple(shape), dtype=dtype, device=self.device)
-            tensor, pending = self._receive((ANSWER, part, 0), last, room, 0)
-            pending.wait()
-            found: Tensor = tensor
-            return found
-
-        size = int(get(0, (1,), torch.int64))
-        text, shapes = pickle.loads(get(1, (size,), torch.uint8).cpu().numpy().tobytes())
-        found = [get(part + 2, shape, dtype) for part, (shape, dtype) in enumerate(shapes)]
-        return _read(text, found)
-
 
 class _HandOut(torch.autograd.Function):
     """The loss of a step, whose backward gives the gradients that were added up already."""
@@ -749,53 +557,17 @@ def _lane(action: Action) -> str:
     return ACTIVATION if action.kind == "F" else GRADIENT
 
 
-def _label(key: Key, part: int) -> str:
-    lane, stage, micro = key
-    if lane == ANSWER:
-        return f"what the model returned ({stage})"
-    of = stage - 1 if lane == ACTIVATION else stage + 1
-    more = f" ({part})" if part else ""
-    return f"{lane} of micro-batch {micro} from stage {of} for stage {stage}{more}"
+def span(action: Action) -> AbstractContextManager[Any]:
+    """The work of an action as a span of a profiler's trace, without the wait for what it needs."""
+    return _recorded(f"{NAMES[action.kind]} {action.micro}, stage {action.stage}")
 
 
-def _span(action: Action) -> Any:
-    if not torch.autograd._profiler_enabled():
+def _recorded(name: str) -> AbstractContextManager[Any]:
+    if not torch.autograd._profiler_enabled():  # a span takes microseconds, the question none
         return nullcontext()
-    return torch.profiler.record_function(
-        f"shardlab::stage {action.stage} {action.kind} micro-batch {action.micro}"
-    )
+    return torch.profiler.record_function(f"shardlab::{name}")
 
 
 def _signature(value: Any) -> Signature:
     """What decides the shapes of all that a model makes of a batch."""
     return tuple((tuple(t.shape), t.dtype) for t in tensors_of(value))
-
-
-def _written(value: Any, tensors: list[Tensor]) -> bytes:
-    """A structure of any kind as text, its tensors apart."""
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, part: Any) -> int | None:
-            if not isinstance(part, Tensor):
-                return None
-            tensors.append(part.detach())
-            return len(tensors) - 1
-
-    text = io.BytesIO()
-    try:
-        Pickler(text).dump(value)
-    except Exception as error:
-        raise UsageError(
-            f"pipeline: what the model returned, a {type(value).__name__}, cannot be sent to the "
-            f"other stages: {error}"
-        ) from None
-    return text.getvalue()
-
-
-def _read(text: bytes, tensors: list[Tensor]) -> Any:
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, number: Any) -> Tensor:
-            found: Tensor = tensors[number]
-            return found
-
-    return Unpickler(io.BytesIO(text)).load()

@@ -222,6 +222,26 @@ def _probed(
     return found
 
 
+def shapes_of(
+    model: nn.Module, blocks: Sequence[str], loss: LossFn, batch: Batch
+) -> list[list[Shape]]:
+    """What each block returns for a batch, in the order of their calls. Nothing is changed."""
+    found: list[list[Shape]] = []
+
+    def call(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        value = original(*args, **kwargs)
+        _, tensors = taken_apart(value, name)
+        found.append([(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors])
+        return value
+
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    with probing(model), intercepted(model, blocks, call):
+        for p in frozen:  # what has no gradient here has none in a step
+            p.requires_grad_(False)
+        loss(model, batch)
+    return found
+
+
 class _Touched(TorchFunctionMode):
     """Notes which part of a forward uses which buffer."""
 

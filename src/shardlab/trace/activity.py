@@ -1,7 +1,8 @@
 """What one rank did when: computing, communicating, copying, as sets of time; and its phases.
 
 On a GPU: its kernels and copies, stream by stream laid over one another. On a CPU: operators are
-computation, ``gloo:*`` spans on Gloo's own threads are communication.
+computation, ``gloo:*`` spans on Gloo's own threads are communication. A message over Gloo is
+communication while the rank waits for it: when it moved before that, nobody can tell.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from shardlab.trace.model import ANNOTATION, CPU_OP, KERNEL, RUNTIME, Bools, Int
 
 # Hooks run inside the last two, spans of the autograd engine: waiting there is no computation.
 _NO_COMPUTATION = "c10d::|record_param_comms$|.*(AccumulateGrad|RegisterPostBackward)"
+# The schedule of a pipeline's step, and the work of an action in it: spans of our executor.
+PIPELINE = "shardlab::pipeline$"
+ACTION = r"shardlab::(forward|backward|input gradient|weight gradient) \d+, stage \d+$"
+MESSAGE = "gloo:(send|recv)"
 # How annotations mark the phases.
 _PHASES = {
     "optimizer": r"optimizer$|Optimizer\.step",
@@ -127,6 +132,8 @@ def _cpu(trace: Trace) -> Device:
     communicates = communication_rows(trace)
     operators = (events.kind == CPU_OP) & ~named(trace, _NO_COMPUTATION)
     waits = (events.kind == ANNOTATION) & named(trace, "shardlab::wait:")
+    messages = communicates & named(trace, MESSAGE)
+    communicates &= ~messages
     compute = NOTHING
     for thread in np.unique(events.tid[operators]).tolist():
         here = events.tid == thread
@@ -134,10 +141,25 @@ def _cpu(trace: Trace) -> Device:
         busy = spans(trace, operators & here) - spans(trace, here & (communicates | waits))
         compute |= busy
     comm = spans(trace, communicates) | spans(trace, named(trace, "c10d::"))
+    comm |= _waiting_for(trace, messages) | spans(trace, named(trace, "shardlab::wait:check #"))
     # Blocked in a wait with nothing under way is no fault of Python's.
     whole = union(np.array([trace.steps[0].start_ns]), np.array([trace.steps[-1].end_ns]))
     late = whole - compute - comm - spans(trace, waits)
     return Device("cpu", compute, comm, NOTHING, late)
+
+
+def _waiting_for(trace: Trace, messages: Bools) -> Intervals:
+    """When the rank waited for messages. Gloo's span of one lasts from the call to the end of the
+    wait, on the thread of the caller, which may compute meanwhile. Our waits have spans of their
+    own; PyTorch's pipelines wait between their actions."""
+    events = trace.events
+    annotations = events.kind == ANNOTATION
+    calls = spans(trace, annotations & named(trace, "shardlab::(send|recv) #"))
+    theirs = np.flatnonzero(messages)
+    theirs = theirs[~holds(calls, events.start_ns[theirs])]
+    own = spans(trace, annotations & named(trace, "shardlab::wait:(send|recv) #"))
+    actions = spans(trace, annotations & named(trace, ACTION))
+    return own | (union(events.start_ns[theirs], events.end_ns[theirs]) - actions)
 
 
 # ------------------------------------------------------------------ phases
@@ -184,7 +206,7 @@ class Phases:
 
     def at(self, moment: int) -> str:
         for name, part in self._parts.items():
-            if _holds(part, moment):
+            if holds(part, np.array([moment])).all():
                 return name
         step = self.step_at(moment)
         if step is None:
@@ -208,6 +230,9 @@ class Phases:
         return self._steps[i] if i >= 0 and moment < self._steps[i].end_ns else None
 
 
-def _holds(part: Intervals, moment: int) -> bool:
-    i = int(np.searchsorted(part.end, moment, side="right"))
-    return i < len(part) and bool(part.start[i] <= moment)
+def holds(part: Intervals, moments: Ints) -> Bools:
+    """Which of the moments lie in the set."""
+    at = np.searchsorted(part.end, moments, side="right")
+    starts = np.append(part.start, np.iinfo(np.int64).max)
+    result: Bools = starts[at] <= moments
+    return result

@@ -22,14 +22,18 @@ class BreakdownError(AssertionError):
 
 
 def per_step(
-    trace: Trace, devices: Sequence[Device], waits: Intervals = NOTHING
+    trace: Trace,
+    devices: Sequence[Device],
+    waits: Intervals = NOTHING,
+    bubble: Intervals = NOTHING,
 ) -> list[Breakdown]:
-    """One row for each step. ``waits``: when this rank was in a collective and others were not.
+    """One row for each step. ``waits``: when this rank was in a collective and others were not;
+    ``bubble``: when it waited, between two actions of a pipeline, for what others had not made.
 
     Computation covers communication, which covers copies, which cover idle time: a moment counts
     once, for the first of these that it is.
     """
-    parts = [_parts(device, waits, trace.edges) for device in devices]
+    parts = [_parts(device, waits, bubble, trace.edges) for device in devices]
     scale = 1000 * len(devices)  # ns to µs; several GPUs: their mean
     columns = {n: np.sum([part[n] for part in parts], axis=0) / scale for n in parts[0]}
     rows = [
@@ -41,14 +45,15 @@ def per_step(
     return rows
 
 
-def _parts(device: Device, waits: Intervals, edges: Ints) -> dict[str, Ints]:
+def _parts(device: Device, waits: Intervals, bubble: Intervals, edges: Ints) -> dict[str, Ints]:
     """The columns of a breakdown, a row for each step; in ns."""
     exposed = device.comm - device.compute
     busy = device.compute | device.comm | device.memory
     spans = {
         "compute_us": device.compute,
-        "exposed_comm_us": exposed - waits,
-        "wait_us": exposed & waits,
+        "exposed_comm_us": exposed - waits - bubble,
+        "wait_us": exposed & waits - bubble,
+        "bubble_us": exposed & bubble,
         "memory_us": device.memory - device.compute - device.comm,
         "idle_host_us": device.late - busy,
         "hidden_comm_us": device.comm & device.compute,
@@ -106,8 +111,8 @@ def what_if(rows: Sequence[Breakdown]) -> tuple[WhatIf, ...]:
     steps: dict[int | None, list[Breakdown]] = defaultdict(list)
     for row in rows:
         steps[row.step].append(row)
-    if not any(row.comm_us for row in rows):
-        return ()  # all questions are about communication
+    if not any(row.comm_us or row.bubble_us for row in rows):
+        return ()  # all questions are about other ranks
 
     def mean(step_us: Callable[[list[Breakdown]], float]) -> float:
         return sum(step_us(ranks) for ranks in steps.values()) / len(steps)
@@ -136,6 +141,16 @@ def what_if(rows: Sequence[Breakdown]) -> tuple[WhatIf, ...]:
             "transfers are bound by bandwidth, not latency; what is hidden stays hidden",
         ),
     ]
+    if any(row.bubble_us for row in rows):
+        answers.append(
+            WhatIf(
+                "there were no bubble",
+                slowest(lambda row: row.wall_us - row.bubble_us),
+                now,
+                "no stage of the pipeline waits for another's result: the bound that more "
+                "micro-batches or another schedule come close to",
+            )
+        )
     if any(len(ranks) > 1 for ranks in steps.values()):
         answers.append(
             WhatIf(

@@ -1,7 +1,9 @@
 """Collectives: found in each rank's trace, matched across ranks, and who waited for whom.
 
-A collective is known by the ledger's number where our capture put one, else by NCCL's number
-within its group, else by its place in the order of its group's collectives in a step.
+A collective of ours is known by its place among those of its group, kind and label in a step, a
+message by its two ends too. (The ledger's numbers differ between ranks that send messages.) Others
+are known by NCCL's number within their group, else by their place in the order of their group's
+collectives in a step.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ from shardlab.trace import activity, clocks, model
 from shardlab.trace.intervals import NOTHING, Intervals, union
 from shardlab.trace.model import Ints, Trace
 
-_LEDGER = re.compile(r"shardlab::(?!wait:)(\w+) #(\d+) ?(.*)")
+_LEDGER = re.compile(r"shardlab::(?:wait:)?(\w+) #(\d+) ?(.*?)(?: \(ranks ([\d >]+)\))?$")
 _FLAT = {
     "allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter",
     "broadcast": "broadcast", "alltoall": "all_to_all", "alltoallv": "all_to_all",
     "reduce": "reduce", "barrier": "barrier", "gather": "gather", "scatter": "scatter",
     "send": "send", "recv": "recv", "sendrecv": "send_recv",
 }  # fmt: skip
+_MICRO = re.compile(r" of micro-batch \d+")
 _POINT_TO_POINT = ("send", "recv", "send_recv")
 # They end at about the same time on every rank, so they can set the clocks.
 _ENDS_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
@@ -63,6 +66,10 @@ class Part:
     step: int | None = None  # the step's number
     phase: str = "other"
     emulates: str = ""  # what was asked of Gloo, where it does something else for it
+    is_message: bool = False  # of ours: ``members`` are its two ends, "0>1"
+    # When a message of ours over Gloo was begun: its start and end are those of the wait for it.
+    begun_ns: int | None = None
+    is_between: bool = False  # a pipeline launched it between two of its actions
 
 
 def kind_of(name: str) -> str:
@@ -88,8 +95,10 @@ def parts_of(trace: Trace) -> list[Part]:
         return []
     launches = _launches(trace, rows)
     phases = activity.Phases(trace)
-    nccl, ours = _Spans(trace, "nccl:"), _Spans(trace, "shardlab::(?!wait:)")
-    ledger = _read_ledger(trace)
+    nccl, ours = _Spans(trace, "nccl:"), _Spans(trace, r"shardlab::\w+ #")
+    pipelines, actions = _Spans(trace, activity.PIPELINE), _Spans(trace, activity.ACTION)
+    ledger, waits = _read_ledger(trace), _waits(trace, "send|recv")
+    checks = _waits(trace, "check") if trace.device == "cpu" else {}
     parts = []
     for row in rows.tolist():
         launch = launches.get(row)
@@ -103,6 +112,11 @@ def parts_of(trace: Trace) -> list[Part]:
         if launch is not None and events.kind[row] == model.ANNOTATION and kind == "all_reduce":
             asked = kind_of(trace.names[events.name[launch[2]]].removeprefix("c10d::"))
             emulates = asked if asked == "reduce_scatter" else ""
+        is_between = (
+            launch is not None
+            and pipelines.around(*launch[:2]) is not None
+            and actions.around(*launch[:2]) is None
+        )
         moment = int(events.start_ns[row]) if launch is None else launch[0]
         step = phases.step_at(moment)
         part = Part(
@@ -114,11 +128,17 @@ def parts_of(trace: Trace) -> list[Part]:
             step=None if step is None else step.number,
             phase=phases.at(moment),
             emulates=emulates,
+            is_between=is_between,
         )
         part = _described(part, about, trace)
         found = _LEDGER.match(trace.names[events.name[span]]) if span is not None else None
         if found:
             part = _from_ledger(part, found, ledger)
+        if part.is_message and events.kind[row] == model.ANNOTATION:
+            start, end = waits.get(part.ledger, (moment, moment))
+            part = replace(part, begun_ns=moment, start_ns=start, end_ns=end)
+        elif part.ledger in checks:  # the guard lets nobody in before all have come
+            part = replace(part, start_ns=checks[part.ledger][0])
         parts.append(part)
     return _joined(parts)
 
@@ -144,15 +164,33 @@ class _Spans:
         return None
 
 
+def _waits(trace: Trace, what: str) -> dict[int | None, tuple[int, int]]:
+    """When this rank waited for calls of ours, by their numbers in the ledger."""
+    events = trace.events
+    found: dict[int | None, tuple[int, int]] = {}
+    rows = (events.kind == model.ANNOTATION) & activity.named(trace, f"shardlab::wait:({what}) #")
+    for row in np.flatnonzero(rows).tolist():
+        if name := _LEDGER.match(trace.names[events.name[row]]):
+            found[int(name[2])] = int(events.start_ns[row]), int(events.end_ns[row])
+    return found
+
+
 def _launches(trace: Trace, rows: Ints) -> dict[int, tuple[int, int, int]]:
     """For each collective, when and on which thread the host launched it, and by which event."""
     events = trace.events
     calls = activity.launch_rows(trace)
     gloo = rows[(calls[rows] < 0) & (events.kind[rows] == model.ANNOTATION)]
-    # Gloo takes what was enqueued in that order; a call enqueues one piece of work.
     enqueued = events.in_order((events.kind == model.CPU_OP) & activity.named(trace, "c10d::"))
-    if len(enqueued) == len(gloo):
-        calls[gloo] = enqueued
+    # Gloo takes what was enqueued in that order; a call enqueues one piece of work. Messages do not
+    # queue with the others.
+    is_sent = activity.named(trace, activity.MESSAGE)
+    is_sending = activity.named(trace, "c10d::(send|recv)")
+    for own, asked in (
+        (gloo[is_sent[gloo]], enqueued[is_sending[enqueued]]),
+        (gloo[~is_sent[gloo]], enqueued[~is_sending[enqueued]]),
+    ):
+        if len(own) == len(asked):
+            calls[own] = asked
     rows = rows[calls[rows] >= 0]
     when, thread = events.start_ns[calls[rows]].tolist(), events.tid[calls[rows]].tolist()
     launched = zip(when, thread, calls[rows].tolist(), strict=True)
@@ -199,6 +237,8 @@ def _from_ledger(part: Part, found: re.Match[str], rows: Mapping[int, Mapping[st
         emulates="" if found[1] == part.emulates else part.emulates,
         ledger=int(found[2]),
         label=found[3],
+        members=found[4] or "",
+        is_message=">" in (found[4] or ""),
         bytes=row.get("bytes", part.bytes if found[1] == part.kind else None),
         dtype=row.get("dtype", part.dtype),
         group_size=row.get("ranks", part.group_size),
@@ -234,6 +274,7 @@ class Matched:
     # Per rank, on its own clock: when it was in a collective and others were not, by the rank
     # that came last and the phase that this one was in.
     waits: Mapping[int, Spans]
+    bubbles: Mapping[int, Intervals]  # per rank, on its own clock: a pipeline's
     warnings: tuple[str, ...] = ()
 
     def waited(self, rank: int) -> Intervals:
@@ -266,13 +307,24 @@ def match(traces: Sequence[Trace]) -> Matched:
         )
     collectives = []
     waits: dict[int, dict[tuple[int, str], list[tuple[int, int]]]] = {}
+    bubbles: dict[int, list[tuple[int, int]]] = {}
     for (how, _, number), members in keyed.items():
-        row, late = _collective(how, str(number), members, offsets, errors)
-        collectives.append(row)
+        judge = _message if how == "message" and len(members) == 2 else _collective
+        number = number if members[0].ledger is None else members[0].ledger
+        row, late = judge(how, str(number), members, offsets, errors)
+        between = {p.rank for p in members if p.is_between}
+        collectives.append(replace(row, bubble=bool(between)))
         for rank, (start, end) in late.items():
             assert row.last_rank is not None
-            mine = waits.setdefault(rank, {}).setdefault((row.last_rank, row.phase), [])
+            if rank in between:
+                mine = bubbles.setdefault(rank, [])
+            else:
+                mine = waits.setdefault(rank, {}).setdefault((row.last_rank, row.phase), [])
             mine.append((start + offsets[rank], end + offsets[rank]))
+        # PyTorch's pipelines do not say which message is which: all of it is bubble.
+        for p in members:
+            if p.is_between and p.kind in _POINT_TO_POINT and p.ledger is None:
+                bubbles.setdefault(p.rank, []).append((p.start_ns, p.end_ns))
     missing = {c.group_size for c in collectives if c.group_size} - {len(traces)}
     if len(traces) > 1 and missing and max(missing) > len(traces):
         warnings.append(
@@ -283,12 +335,14 @@ def match(traces: Sequence[Trace]) -> Matched:
     return Matched(
         tuple(collectives),
         offsets,
-        {
-            rank: {key: union(*np.array(spans, np.int64).T) for key, spans in mine.items()}
-            for rank, mine in waits.items()
-        },
+        {rank: {key: _union(spans) for key, spans in mine.items()} for rank, mine in waits.items()},
+        {rank: _union(spans) for rank, spans in bubbles.items()},
         tuple(warnings),
     )
+
+
+def _union(spans: Sequence[tuple[int, int]]) -> Intervals:
+    return union(*np.array(spans, np.int64).T)
 
 
 def _keyed(parts: Mapping[int, Sequence[Part]]) -> tuple[dict[Key, list[Part]], int]:
@@ -298,13 +352,18 @@ def _keyed(parts: Mapping[int, Sequence[Part]]) -> tuple[dict[Key, list[Part]], 
     """
     keyed: dict[Key, list[Part]] = defaultdict(list)
     lengths: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)  # of series, by rank
+    ours: Counter[tuple[int, str, str]] = Counter()  # by rank, group, and step, kind and label
     for rank, mine in parts.items():
         for i, part in enumerate(mine):
             group = part.group + part.members
-            if part.kind in _POINT_TO_POINT or part.step is None:
+            is_alone = part.kind in _POINT_TO_POINT and not part.is_message
+            if is_alone or part.step is None:
                 keyed["alone", str(rank), i].append(part)
             elif part.ledger is not None:
-                keyed["ledger", f"{part.group_size}", part.ledger].append(part)
+                how, kind = ("message", "") if part.is_message else ("ledger", part.kind)
+                group, what = f"{part.group_size} {group}", f"{part.step}:{kind}:{part.label}"
+                keyed[how, group, f"{what}:{ours[rank, group, what]}"].append(part)
+                ours[rank, group, what] += 1
             elif part.seq is not None:
                 keyed["seq", group, part.seq].append(part)
             else:
@@ -440,6 +499,44 @@ def _collective(
     ), late
 
 
+def _message(
+    how: str, number: str, members: Sequence[Part], offsets: Mapping[int, int], errors: Errors
+) -> tuple[model.Collective, dict[int, tuple[int, int]]]:
+    """One row of a message's two ends, and for each that waited from when to when.
+
+    It moves as soon as both have begun it. An end that waits before that waits for the other.
+    """
+    ends = {p.kind: p for p in members}
+    begun = {
+        p.rank: (p.start_ns if p.begun_ns is None else p.begun_ns) - offsets[p.rank]
+        for p in members
+    }
+    row, _ = _collective(how, number, [ends["recv"], ends["send"]], offsets, errors)
+    receiver, sender = ends["recv"], ends["send"]
+    late = {}
+    for p, other in ((receiver, sender), (sender, receiver)):
+        start, end = (ns - offsets[p.rank] for ns in (p.start_ns, p.end_ns))
+        until = min(begun[other.rank], end)
+        if until - start > errors.get((p.rank, other.rank), 0):
+            late[p.rank] = start, until
+    start, end = (ns - offsets[receiver.rank] for ns in (receiver.start_ns, receiver.end_ns))
+    transfer = max(end - max(start, begun[sender.rank]), 0)
+    # What had come before it was waited for took nobody knows how long.
+    algorithm, bus = _bandwidth(receiver, transfer if begun[sender.rank] >= start else 0)
+    waited = {rank: (until - since) / 1000 for rank, (since, until) in late.items()}
+    return replace(
+        row,
+        kind="send",
+        participants=tuple(replace(p, wait_us=waited.get(p.rank, 0.0)) for p in row.participants),
+        last_rank=max(begun, key=lambda rank: begun[rank]),
+        skew_us=max(waited.values(), default=0.0),
+        transfer_us=transfer / 1000,
+        wait_us=sum(waited.values()),
+        algorithm_gbps=algorithm,
+        bus_gbps=bus,
+    ), late
+
+
 def _bandwidth(part: Part, transfer_ns: int) -> tuple[float | None, float | None]:
     """Bytes over time, and the same as what each link carried, as nccl-tests count it."""
     if not part.bytes or transfer_ns <= 0:
@@ -460,7 +557,8 @@ def summarize(
     """Totals by kind, or by kind and label; the longest first."""
     groups: dict[str, list[model.Collective]] = defaultdict(list)
     for row in collectives:
-        groups[row.called if by == "kind" else f"{row.called} {row.label}".strip()].append(row)
+        label = _MICRO.sub("", row.label)  # a pipeline's messages, by where they go
+        groups[row.called if by == "kind" else f"{row.called} {label}".strip()].append(row)
     result = []
     for name, rows in groups.items():
         known = [row for row in rows if row.bytes is not None]
@@ -494,7 +592,7 @@ def stragglers(
     lost: Counter[tuple[int, str]] = Counter()
     for matched, exposed in windows:
         for row in matched.collectives:
-            if row.last_rank is not None and row.wait_us > 0:
+            if row.last_rank is not None and row.wait_us > 0 and not row.bubble:
                 table[row.last_rank, row.phase].append(row)
         for victim, waits in matched.waits.items():
             for culprit, spans in waits.items():

@@ -144,8 +144,9 @@ class Trace:
 class Breakdown:
     """Where one step of one rank went.
 
-    wall = compute + exposed_comm + wait + memory + idle_host + idle, checked. ``hidden_comm`` lies
-    inside compute; comm = hidden_comm + exposed_comm + wait. Definitions: docs/traces.md.
+    wall = compute + exposed_comm + wait + bubble + memory + idle_host + idle, checked.
+    ``hidden_comm`` lies inside compute; comm = hidden_comm + exposed_comm + wait. Definitions:
+    docs/traces.md.
     ``step`` is None in the sum over a rank's steps. A rank with several GPUs: their mean.
     """
 
@@ -161,6 +162,7 @@ class Breakdown:
     idle_us: float
     hidden_comm_us: float
     comm_us: float
+    bubble_us: float = 0.0
 
     def per_step(self, column: str = "wall_us") -> float:
         """A column in the mean step."""
@@ -176,6 +178,7 @@ PARTS = {
     "compute_us": "compute",
     "exposed_comm_us": "exposed communication",
     "wait_us": "waiting for a slower rank",
+    "bubble_us": "pipeline bubble",
     "memory_us": "memory copies",
     "idle_host_us": "host-bound idle",
     "idle_us": "other idle",
@@ -198,7 +201,8 @@ class Collective:
     """One collective, matched across the ranks whose traces are there."""
 
     id: str  # "0:12": group and number within it
-    matched_by: str  # "ledger", "seq" (NCCL's), "order", "alone" (one rank's trace only)
+    # "ledger", "seq" (NCCL's), "order", "message" (the two ends), "alone" (one rank's trace only)
+    matched_by: str
     kind: str  # all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, ...
     label: str  # bucket or block, where the trace says
     group: str
@@ -215,6 +219,7 @@ class Collective:
     algorithm_gbps: float | None  # bytes / transfer
     bus_gbps: float | None  # corrected by (n-1)/n, as nccl-tests do
     emulates: str = ""  # what was asked for, where the backend does not have it (see ``called``)
+    bubble: bool = False  # a pipeline waits in it between its actions: such waits are its bubble
 
     @property
     def called(self) -> str:
@@ -341,7 +346,7 @@ class Lane:
     """Spans of one rank for a timeline: not overlapping, in order, on the common clock."""
 
     rank: int
-    lane: str  # compute, comm, wait, memory, steps; on GPUs of one rank: "compute cuda:1"
+    lane: str  # compute, comm, wait, bubble, memory, steps; on GPUs of one rank: "compute cuda:1"
     start_ns: Ints
     end_ns: Ints
     names: tuple[str, ...]  # one for each span, or empty where spans were merged

@@ -207,17 +207,23 @@ class TraceSet:
     def _activity(self) -> dict[int, list[activity.Device]]:
         return {id(trace): activity.devices(trace) for trace in self.traces}
 
-    def _in_windows(self) -> list[tuple[Trace, Intervals, int]]:
-        """Every trace, when it waited for others, and what its clock is ahead by."""
+    def _in_windows(self) -> list[tuple[Trace, Intervals, Intervals, int]]:
+        """Every trace, when it waited for others, when it was in a pipeline's bubble, and what its
+        clock is ahead by."""
         return [
-            (trace, matched.waited(trace.rank), matched.offsets[trace.rank])
+            (
+                trace,
+                matched.waited(trace.rank),
+                matched.bubbles.get(trace.rank, NOTHING),
+                matched.offsets[trace.rank],
+            )
             for window, matched in zip(self._windows, self._matched, strict=True)
             for trace in window
         ]
 
     def shifts(self) -> dict[Path, int]:
         """By file, what turns its own times into the common clock's, in nanoseconds."""
-        return {trace.path: -offset for trace, _, offset in self._in_windows()}
+        return {trace.path: -offset for trace, _, _, offset in self._in_windows()}
 
     # ------------------------------------------------------------------ the answers
 
@@ -231,8 +237,8 @@ class TraceSet:
     def _breakdown(self) -> tuple[model.Breakdown, ...]:
         rows = [
             found
-            for trace, waits, _ in self._in_windows()
-            for found in breakdown.per_step(trace, self._activity[id(trace)], waits)
+            for trace, waits, bubble, _ in self._in_windows()
+            for found in breakdown.per_step(trace, self._activity[id(trace)], waits, bubble)
         ]
         return tuple(sorted(rows, key=lambda found: found.rank))
 
@@ -303,9 +309,10 @@ class TraceSet:
         return len({step.number for trace in self.traces for step in trace.steps})
 
     def lanes(self) -> tuple[model.Lane, ...]:
-        """Spans for a timeline on one clock: each rank's steps, compute, comm, wait, memory."""
+        """Spans for a timeline on one clock: each rank's steps, compute, comm, wait, bubble,
+        memory."""
         result = []
-        for trace, waits, offset in self._in_windows():
+        for trace, waits, bubble, offset in self._in_windows():
             start, end = trace.edges[::2] - offset, trace.edges[1::2] - offset
             names = tuple(f"step {step.number}" for step in trace.steps)
             result.append(model.Lane(trace.rank, "steps", start, end, names))
@@ -314,7 +321,8 @@ class TraceSet:
                 for name, part in (
                     ("compute", device.compute),
                     ("comm", device.comm),
-                    ("wait", (device.comm - device.compute) & waits),
+                    ("wait", (device.comm - device.compute) & waits - bubble),
+                    ("bubble", (device.comm - device.compute) & bubble),
                     ("memory", device.memory),
                 ):
                     lane = f"{name} {device.name}" if len(devices) > 1 else name

@@ -21,10 +21,13 @@ def watch_first_calls(loss: LossFn, say: Callable[[str], None]) -> LossFn:
     plain attributes. Two calls, because what changes in the first one alone is a cache.
     """
     changed: list[set[str]] = []  # the attributes that each call has changed
+    calls = 0  # those that do not return count too: a pipeline ends the forward of a stage
 
     def watched(model: nn.Module, batch: Batch) -> Tensor:
-        if len(changed) == 2:
+        nonlocal calls
+        if calls == 2:
             return loss(model, batch)
+        calls += 1
         # DDP counts and keeps things of its own: look at the user's model inside it.
         users = model.module if isinstance(model, DistributedDataParallel) else model
         tensors, attributes = registered(users), _attributes(users)

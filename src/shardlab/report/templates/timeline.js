@@ -23,8 +23,16 @@ function drawTimeline(data) {
 
   function kindOf(lane) {
     const word = lane.split(" ")[0];
-    return { operators: "compute", stream: "compute", phases: "phase", steps: "step" }[word] ?? word;
+    return { operators: "compute", stream: "compute", phases: "phase", steps: "step", actions: "action" }[word] ?? word;
   }
+  // A pipeline's action, "forward 3, stage 1": a hue for each micro-batch, backward darker.
+  const actions = data.names.map((name) => {
+    const found = /^(forward|backward|input gradient|weight gradient) (\d+), stage (\d+)$/.exec(name);
+    if (!found) return null;
+    const kind = { forward: "F", backward: "B", "input gradient": "I", "weight gradient": "W" }[found[1]];
+    const light = { F: 46, B: 33, I: 33, W: 24 }[kind];
+    return { short: kind + found[2], color: `hsl(${(found[2] * 137.5) % 360} 52% ${light}%)` };
+  });
 
   let y = AXIS + 2, rank = null;
   for (const lane of lanes) {
@@ -44,6 +52,7 @@ function drawTimeline(data) {
   function readColors() {
     colors = {
       compute: css("--compute"), comm: css("--comm"), wait: css("--wait"), memory: css("--memory"),
+      bubble: css("--bubble"), action: css("--compute"),
       phase: css("--phase"), step: css("--idle"), other: css("--neutral"), ink: css("--ink"),
       muted: css("--muted"), paper: css("--paper"), line: css("--hairline"), wash: css("--wash"),
       onFill: css("--on-fill"),
@@ -151,10 +160,10 @@ function drawTimeline(data) {
         continue;
       }
       c.globalAlpha = matches === null || hit ? 1 : 0.25;
-      c.fillStyle = color;
+      c.fillStyle = (lane.kind === "action" && actions[lane.name[i]]?.color) || color;
       const x = GUTTER + left, w = Math.max(wide - (wide > 3 ? 0.6 : 0), hit ? 2 : 1);
       c.fillRect(x, lane.y, w, lane.height);
-      if (wide > 34) texts.push([Math.max(x, GUTTER), Math.min(x + w, right), i]);
+      if (wide > (lane.kind === "action" ? 18 : 34)) texts.push([Math.max(x, GUTTER), Math.min(x + w, right), i]);
     }
     if (dense) {
       c.fillStyle = color;
@@ -165,15 +174,17 @@ function drawTimeline(data) {
       }
     }
     c.globalAlpha = 1;
-    c.fillStyle = lane.kind === "step" || lane.kind === "phase" ? colors.ink : colors.onFill;
+    c.fillStyle = lane.kind === "step" || lane.kind === "phase" ? colors.ink : lane.kind === "action" ? "#fff" : colors.onFill;
     c.font = "11px system-ui, sans-serif";
     for (const [x, end, i] of texts) {
-      const room = end - x - 8;
-      if (room < 24) continue;
+      const short = lane.kind === "action" ? actions[lane.name[i]]?.short : null;
+      const room = end - x - (short ? 4 : 8);
+      if (room < (short ? 12 : 24)) continue;
       let text = nameOf(lane, i).replace("ProfilerStep#", "step ");
       const fits = Math.floor(room / 5.6);
+      if (short && text.length > fits) text = short;
       if (text.length > fits) text = text.slice(0, Math.max(fits - 1, 1)) + "…";
-      c.fillText(text, x + 4, lane.y + lane.height / 2 + 0.5, room);
+      c.fillText(text, x + (short ? 2 : 4), lane.y + lane.height / 2 + 0.5, room);
     }
     c.restore();
   }
