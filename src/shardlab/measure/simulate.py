@@ -559,7 +559,7 @@ def _simulate(
         loss=in_a_line("the loss", workload.loss, values),
     )
     comm.LEDGER.reset(full_steps=0)
-    make_optimizer, make_sample = assemble.make_optimizer, assemble.cut_sample
+    make_optimizer, make_sample = assemble.make_optimizer, assemble._sample
 
     def steps(workload: Workload, config: Config, world: World) -> Iterator[list[Batch]]:
         """Real samples, made as usual; then only their shapes and types."""

@@ -277,7 +277,7 @@ def _claimed_on_axes(
         microbatches,
         workload.splits_of(model),
         context_of(workload, model),
-        assemble.cut_sample(config, workload, world, subject.dtype),
+        assemble._sample(config, workload, world, subject.dtype),
     )
     rule = assemble.make_rule(config, workload)
     looks = rule.clip_norm is not None or rule.loss_scale is not None

@@ -127,7 +127,7 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
         make_rule(config, workload),
         blocks,
         world.ranks_per_node,
-        cut_sample(config, workload, world, dtype),
+        _sample(config, workload, world, dtype),
         workload.splits_of(model),
         context=context_of(workload, model),
     )
@@ -174,9 +174,7 @@ def on_axes(config: Config, make: type[Strategy], setup: Setup, world: World) ->
     return OnMesh(setup, found, functools.partial(make, **options))
 
 
-def cut_sample(
-    config: Config, workload: Workload, world: World, dtype: torch.dtype
-) -> Batch | None:
+def _sample(config: Config, workload: Workload, world: World, dtype: torch.dtype) -> Batch | None:
     """One sample, if the model is to be cut: running it shows how that can be done."""
     found, _ = axes_of(config, world)
     if found is None or found.model_ranks == 1:
