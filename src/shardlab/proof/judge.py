@@ -14,6 +14,7 @@ Check = dict[str, Any]  # {"pass", "claimed", "measured", "message"}
 # What padding may add to a claim in bytes. Half or twice as much would be another strategy.
 STATE_TOLERANCE = 0.01
 SENT_TOLERANCE = 0.02
+ONE_SHAPE = "on micro-batches of one shape: it refuses a step whose shapes differ"
 UNMEASURED = "not measured: it did not get through"
 MIXED = 2.0**-28  # more rounding than this, as a part of a gradient, is not float64's
 
@@ -62,7 +63,7 @@ def equal(ranks: Sequence[Evidence]) -> Check:
         of += f" that plays {len(ranks)} workers, which exchange every {users['every']} steps"
     parts = [f"{error} of {of}, {steps} of {models}", *how(users)]
     if ranks[0].get("one_shape"):
-        parts.append("on micro-batches of one shape: it refuses a step whose shapes differ")
+        parts.append(ONE_SHAPE)
     return _check(True, claimed, measured, "; ".join(parts))
 
 
