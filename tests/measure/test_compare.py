@@ -129,7 +129,7 @@ def test_axes_are_compared_proved_and_explained(tmp_path: Path) -> None:
     done = commands.here(
         "compare", *SHORT, "--world", "2", "--out", "out", "--accumulate", "4", "--strategies",
         "zero1,zero1:tensor=2,pipeline_interleaved", "--set", "profile.active=1",
-        "--set", "model.options.layers=4", cwd=tmp_path,
+        "--set", "model.options.layers=4", cwd=tmp_path, COLUMNS="80",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     cells = json.loads((tmp_path / "out" / "compare.json").read_text())["cells"]

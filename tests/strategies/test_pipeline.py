@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commands
 from conftest import GetRanks, long_unless
+from meshed import Tied
 from shardlab import comm, naming
 from shardlab import config as configs
 from shardlab.axes import Axes
@@ -74,52 +75,6 @@ class Pairs(nn.Module):
             state = block(state, scale=self.scale)
         out: Tensor = self.head(state["pair"][0] + state["pair"][1])
         return out
-
-
-class Tied(nn.Module):
-    """A tied and a frozen embedding, parameters that nobody or only some data uses, a statistic
-    before the first block and one in each, and a sum before the head of what came first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.places = nn.Embedding(6, 6).requires_grad_(False)
-        self.norm = nn.BatchNorm1d(6)
-        self.blocks = nn.ModuleList(
-            Branch(6 + 2 * (i % 2), 6 + 2 * ((i + 1) % 2)) for i in range(8)
-        )
-        self.never = nn.Linear(6, 3)
-        self.sometimes = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:  # (rows, 6), read as tokens
-        tokens = (x.abs() * 10).long() % 11
-        stream = self.embed(tokens) + self.places.weight  # (rows, 6, 6)
-        if len(x) and x[0, 0] > 0:
-            stream = stream + self.sometimes(stream)
-        if len(x) > 1:
-            stream = stream + self.norm(stream.mean(1))[:, None]
-        y = stream
-        for block in self.blocks:
-            y = block(y)
-        out: Tensor = self.head(y + stream).mean(1)  # past all blocks: each stage makes it again
-        return out
-
-
-class Branch(nn.Module):
-    def __init__(self, inside: int, outside: int) -> None:
-        super().__init__()
-        self.main, self.extra = nn.Linear(inside, outside), nn.Linear(inside, outside)
-        self.frozen = nn.Linear(inside, outside).requires_grad_(False)
-        self.register_buffer("drift", torch.zeros(outside))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.tanh(self.main(x)) + 0.1 * self.frozen(x) + self.drift
-        if len(x):
-            with torch.no_grad():
-                self.drift.mul_(0.9).add_(0.1 * out.mean((0, 1)))
-        return out + self.extra(x) if len(x) and x.mean() > 0 else out
 
 
 class Plain(nn.Module):

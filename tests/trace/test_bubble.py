@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import browser
 import chrome
 from chrome import document, operator, span, step, write
 from conftest import GetRanks
@@ -165,6 +166,28 @@ def test_the_terminal_and_the_page_show_the_same_numbers(tmp_path: Path) -> None
     assert {(0, "actions"), (1, "actions"), (0, "bubble"), (1, "bubble")} <= lanes
     names = timeline.timeline(found)["names"]
     assert {"forward 0, stage 0", "backward 0, stage 1"} <= set(names)
+
+
+def test_actions_are_drawn_with_a_hue_for_each_micro_batch(
+    chromium: browser.Browser, tmp_path: Path
+) -> None:
+    found = made(tmp_path, first_rank(LABELS), last_rank(LABELS))
+    report.write_html(tmp_path / "page.html", found)
+    with chromium.page(tmp_path / "page.html") as page:
+        colors = page.run(
+            "(() => { timeline.paintNow?.(); const c = document.getElementById('timeline');"
+            "const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
+            "const found = new Set();"
+            "for (let i = 0; i < d.length; i += 4) found.add(`${d[i]},${d[i + 1]},${d[i + 2]}`);"
+            "return [...found] })()"
+        )
+        assert {"178,56,56", "128,40,40"} <= set(colors)  # micro-batch 0: forward, and backward
+        page.click("#search")
+        page.type("forward 0, stage 1")
+        assert page.run("found.textContent").startswith("1 span")
+        heads = page.run("[...document.querySelectorAll('#breakdown th')].map(h => h.innerText)")
+        assert "Bubble" in heads
+        assert page.problems == []
 
 
 def test_traces_without_a_pipeline_have_no_such_column(tmp_path: Path) -> None:

@@ -484,7 +484,7 @@ def simulate(
     or hardly less. Stages of a pipeline differ: ``ranks`` has what one rank of each holds at the
     peak of a step.
     """
-    axes = _axes(config, events)
+    axes = _axes(config)
     found: list[dict[str, Any]] = []
     refusal: UsageError | None = None
     asked: dict[str, None] = {}
@@ -638,14 +638,9 @@ def _met(table: Table, _round: int, mine: dict[str, Tensor], *_: object) -> Clos
     return Closed(list(range(table.size)), average, was_closed=False)
 
 
-def _axes(config: Config, events: bool) -> Axes | None:
+def _axes(config: Config) -> Axes | None:
     """How the model is cut, if it is; what ranks without content cannot tell is refused."""
     axes, _ = axes_of(config.strategy.name, config.strategy.options, config.launch.world or 1)
-    if axes is not None and events:
-        raise UsageError(
-            "a plan has no prices for ranks that cut one model between them (tensor, context, "
-            "pipeline); `shardlab compare` measures them"
-        )
     if axes is not None and axes.pipeline > 1 and axes.balance == "time":
         raise UsageError(
             "balance=time: an estimate runs nothing that takes time, so it cannot know these "

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardlab.axes import axes_of
 from shardlab.config import Config
 from shardlab.errors import UsageError
 from shardlab.measure import throughput
@@ -191,6 +192,12 @@ class Predictor:
         On "this" device, without a link, all of them share this machine; with one, each is on a
         machine like this one. A link joins nodes as full as such devices come.
         """
+        strategy, world = config.strategy, config.launch.world or 1
+        if axes_of(strategy.name, strategy.options, world)[0] is not None:
+            raise UsageError(
+                "a plan has no prices for ranks that cut one model between them (tensor, context, "
+                "pipeline); `shardlab compare` measures them"
+            )
         if device != THIS:
             return self._there(config, device, link, change)
         name = None if config.launch.device == "cpu" else gpu_here()

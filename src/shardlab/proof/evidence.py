@@ -25,6 +25,7 @@ from torch import nn
 
 from shardlab import axes, comm, numbers, pulse
 from shardlab import world as worlds
+from shardlab.batch import tensors_of
 from shardlab.config import Config
 from shardlab.errors import UsageError, unknown
 from shardlab.guard import sequence, watchdog
@@ -37,6 +38,7 @@ from shardlab.proof.subjects import Subject
 from shardlab.proof.watch import Message
 from shardlab.run import assemble
 from shardlab.run.rankset import on_its_ranks
+from shardlab.strategies import schedules
 from shardlab.strategies.base import Rounds, Strategy
 from shardlab.strategies.on_mesh import OnMesh
 from shardlab.trace.intervals import union
@@ -63,7 +65,7 @@ class Prepared:
     rounds: Rounds | None = None  # the process played workers that exchange so
 
 
-# "stack" and "users", by the rounds that were played: of which config, and it.
+# "stack", "even stack" and "users", by the rounds that were played: of which config, and it.
 _prepared: dict[tuple[str, Rounds | None], tuple[str, Prepared]] = {}
 
 
@@ -81,7 +83,10 @@ def examine(world: World, config: Config) -> dict[str, Any]:
     users = _prepare("users", world, config, rounds)
     # The stack has nothing that the tensor and context axes could cut.
     has_stack = mesh is None or mesh.tensor == mesh.context == 1
-    stack = _prepare("stack", world, config, rounds) if has_stack else None
+    make = assemble.resolve_strategy(config)
+    is_even = issubclass(make, OnMesh) and make.ONE_SHAPE
+    which = "even stack" if is_even else "stack"
+    stack = _prepare(which, world, config, rounds) if has_stack else None
     if mesh is not None and users.subject.draws:
         raise UsageError(
             f"the forward of {users.subject.workload.name} draws random numbers, and ranks that "
@@ -94,7 +99,13 @@ def examine(world: World, config: Config) -> dict[str, Any]:
         on_users = _examine_users(users, _in_dtype(config, users), world, claim, alive)
         on_stack = {} if stack is None else _examine_stack(stack, config, world, claim)
     models = [found.pop("model") for found in (on_stack, on_users) if found]
-    return {"ranks": world.size, **on_users, **on_stack, "models": models}
+    return {
+        "ranks": world.size,
+        **on_users,
+        **on_stack,
+        "models": models,
+        "one_shape": make.__name__ if is_even else None,
+    }
 
 
 def _examine_users(
@@ -120,16 +131,22 @@ def _examine_users(
     watched = _watch(strategy, subject.steps[0][share])
     groups = {} if claim is None else claim.groups(job)
     used = _job(subject, config, strategy, without=reference.irregular)
-    activations = _activations(subject, strategy, subject.steps[0][share], watched.source, config)
+    on_axes = _on_axes(subject, strategy, subject.steps[0][share], watched, config, world)
+    of_data = [m for m in watched.messages if m.axis is None]
+    live, room = _live(strategy, subject, world), _room(subject, strategy, share, world)
     del strategy, model, weigh
     strategy, _ = _build(subject, config, world)
     again = _run(strategy, subject, share, Trail(reference), looks=False)
     del strategy
     return {
-        "claimed": _claimed(claim, job, activations),
-        "claimed_of_used": _claimed(claim, used, activations),
-        "sends_claimed": activations is not None,
+        "claimed": None if claim is None else claim.of(job),
+        "claimed_of_used": None if claim is None else claim.of(used),
+        # The profiler does not say among how many ranks something was sent.
+        "sends_claimed": not is_cut or watched.source == "ledger",
         "mesh": is_cut,
+        "axes": on_axes,
+        "live": live,
+        "room": room,
         "irregular": bool(reference.irregular) or reference.runs_again,
         "full": _full(job),
         "micro": job.micro,
@@ -141,7 +158,8 @@ def _examine_users(
             "kept": held["step"].rest,
         },
         "outside": {"params": prepared.outside.params, "rest": prepared.outside.rest},
-        "sent": _by_op(watched, _small(job), world.size, groups),
+        "sent": _by_op(watched.messages, watched.steps, _small(job), world.size, groups),
+        "sent_of_data": _by_op(of_data, watched.steps, _small(job), world.size, groups),
         "source": watched.source,
         "model": _model(prepared, trail, again, config, world),
     }
@@ -157,7 +175,9 @@ def _examine_stack(
     strategy, _ = _build(subject, config, world)
     job = _job(subject, config, strategy)
     trail = _run(strategy, subject, share, Trail(reference))
-    overlap = _overlap(_watch(strategy, subject.steps[0][share][:1]), _small(job))
+    # One micro-batch is enough to see when gradients are sent, but not for PyTorch's pipelines.
+    watched = subject.steps[0][share][: None if isinstance(strategy, OnMesh) else 1]
+    overlap = _overlap(_watch(strategy, watched), _small(job))
     del strategy
     memory = watch.Memory()
     phases: list[watch.Phase] = []
@@ -173,7 +193,7 @@ def _examine_stack(
     cut = isinstance(strategy, OnMesh)
     return {
         # A pipeline's stage adds its gradients up until the step's last backward.
-        "claimed_of_stack": _claimed(replace(claim, peak=None) if claim and cut else claim, job),
+        "claimed_of_stack": claim and (replace(claim, peak=None) if cut else claim).of(job),
         "stack": {
             **_full(job),
             "resident": step.held,
@@ -207,53 +227,92 @@ def _job(
         return job
     shapes = strategy.part_shapes()
     params = tuple(replace(p, shape=tuple(shapes[p.name])) for p in job.params if p.name in shapes)
-    return replace(job, params=params, ranks=strategy.groups.data.size())
+    micro = 1 if strategy.joins_microbatches else job.micro
+    return replace(job, params=params, ranks=strategy.groups.data.size(), micro=micro)
 
 
-def _activations(
+def _on_axes(
     subject: Subject,
     strategy: Strategy,
     microbatches: Sequence[Batch],
-    source: str,
+    watched: Watched,
     config: Config,
-) -> dict[str, float] | None:
-    """Bytes on the wire that a rank's activations are, by collective; None: there is no formula.
-
-    The profiler does not say among how many ranks something was sent, so on a mesh only what the
-    ledger has can be held against a claim.
-    """
-    if not isinstance(strategy, OnMesh):
-        return {}
-    mesh = strategy.axes
-    both = mesh.context > 1 and mesh.tensor > 1
-    if mesh.sequence or mesh.pipeline > 1 or both or source != "ledger":
-        return None
-    if config.training.activation_checkpointing:  # what is computed again is sent again
-        return None
-    model = plain.build(subject)
-    if mesh.context > 1:
-        context = context_of(subject.workload, model)
-        if context is None:
-            return None
-        loss = subject.workload.loss
-        return {"send": traffic.of_context(model, context, loss, microbatches, mesh.context)}
-    words = subject.workload.splits_of(model)
-    assert words is not None
-    sizes = traffic.of_tensor(model, words, subject.workload.loss, microbatches)
-    return {op: comm.wire_bytes(op, size, mesh.tensor) for op, size in sizes.items()}
-
-
-def _claimed(
-    claim: claims.Claim | None, job: claims.Job, activations: Mapping[str, float] | None = None
+    world: World,
 ) -> dict[str, Any] | None:
-    """The claim in numbers, with the activations that are sent besides."""
-    if claim is None:
+    """What the axes that cut the model have sent, and what they should: messages and bytes of
+    their tensors, by axis and collective. None: no axis cuts it."""
+    if not isinstance(strategy, OnMesh):
         return None
-    claimed = claim.of(job)
-    for op, size in (activations or {}).items():
-        for key in ("moved", "most"):
-            claimed[key][op] = claimed[key].get(op, 0.0) + size
+    try:
+        claimed = _claimed_on_axes(subject, strategy, microbatches, config, world)
+    except traffic.NoFormula as why:
+        return {"claimed": None, "why": str(why), "sent": watched.on_axes}
+    return {"claimed": claimed, "why": None, "sent": watched.on_axes}
+
+
+def _claimed_on_axes(
+    subject: Subject,
+    strategy: OnMesh,
+    microbatches: Sequence[Batch],
+    config: Config,
+    world: World,
+) -> traffic.Traffic:
+    workload, mesh = subject.workload, strategy.axes
+    if not strategy.SENDS_BY_COMM:
+        raise traffic.NoFormula("PyTorch's own code sends it")
+    if config.training.activation_checkpointing:
+        raise traffic.NoFormula("what is computed again is sent again")
+    model = plain.build(subject)
+    itemsizes = {name: p.element_size() for name, p in model.named_parameters()}
+    shapes = strategy.part_shapes()
+    sizes = {n: shapes[n].numel() * size for n, size in itemsizes.items() if n in shapes}
+    pipeline = strategy.pipeline
+    cuts = None
+    if pipeline is not None:
+        cuts = traffic.Cuts(pipeline.track.blocks, pipeline.track.ends)
+    claimed = traffic.of_step(
+        model,
+        traffic.Place(mesh, mesh.place(world.rank), sizes, cuts),
+        workload.loss,
+        microbatches,
+        workload.splits_of(model),
+        context_of(workload, model),
+        assemble._sample(config, workload, world, subject.dtype),
+    )
+    rule = assemble.make_rule(config, workload)
+    looks = rule.clip_norm is not None or rule.loss_scale is not None
+    if (looks or rule.on_nonfinite == "skip") and min(mesh.tensor, mesh.pipeline) == 1:
+        # The gradient's norm is summed over all that cut the model: here, over one axis.
+        for axis in ("tensor", "pipeline"):
+            if getattr(mesh, axis) > 1:
+                messages, size = claimed.get(f"{axis} all_reduce", (0, 0))
+                claimed[f"{axis} all_reduce"] = messages + 1, size + traffic.SUM
     return claimed
+
+
+def _room(subject: Subject, strategy: Strategy, share: int, world: World) -> int:
+    """Bytes that PyTorch's pipelines keep from step to step: a place for what each micro-batch
+    receives, of every shape that was seen."""
+    if not isinstance(strategy, OnMesh) or strategy.pipeline is None or strategy.SENDS_BY_COMM:
+        return 0
+    track = strategy.pipeline.track
+    place = traffic.Place(
+        strategy.axes, strategy.axes.place(world.rank), {}, traffic.Cuts(track.blocks, track.ends)
+    )
+    steps = {str([t.shape for b in s[share] for t in tensors_of(b)]): s for s in subject.steps}
+    model, loss = plain.build(subject), subject.workload.loss
+    return sum(traffic.received(model, place, loss, step[share]) for step in steps.values())
+
+
+def _live(strategy: Strategy, subject: Subject, world: World) -> dict[str, Any] | None:
+    """How many micro-batches' activations a rank of a pipeline has kept at a time, and how many its
+    schedule says. None: it is no pipeline, or PyTorch runs it."""
+    if not isinstance(strategy, OnMesh) or strategy.pipeline is None or not strategy.SENDS_BY_COMM:
+        return None
+    mesh, pipeline, micro = strategy.axes, strategy.pipeline, len(subject.steps[0][0])
+    said = schedules.claim(mesh.schedule, mesh.pipeline, micro, schedules.Times(), pipeline.chunks)
+    claimed = said.live[mesh.place(world.rank)["pipeline"]]
+    return {"schedule": mesh.schedule, "claimed": claimed, "kept": pipeline.peak_live}
 
 
 def _telling(config: Config, world: World) -> tuple[Config, Rounds | None]:
@@ -291,7 +350,8 @@ def _prepare(which: str, world: World, config: Config, rounds: Rounds | None = N
             made = _prepare_users(config, world, rounds)
         else:
             steps = 3 if rounds is None else config.training.steps
-            stack = subjects.stack(shares, config.training.seed, world.device, steps)
+            even = config.training.accumulate if which == "even stack" else 0
+            stack = subjects.stack(shares, config.training.seed, world.device, steps, even)
             made = _run_plain(stack, config, world, rounds)
         _prepared[place] = (key, made)
     return _prepared[place][1]
@@ -556,10 +616,12 @@ class Watched:
     sent: watch.Sent
     steps: int
     travelling: int | None  # bytes of what workers exchange, on their way when a step had ended
+    on_axes: traffic.Traffic  # what ranks that cut the model have sent of it, by the ledger
 
 
 def _watch(strategy: Strategy, microbatches: Sequence[Batch]) -> Watched:
-    comm.LEDGER.check = None  # it would be in the times
+    among: dict[int, tuple[int, ...]] = {}  # the ranks that each call is made by
+    comm.LEDGER.check = lambda call, group: among.update({call.seq: tuple(comm.members(group))})
     rounds = strategy.rounds
     steps = 1 if rounds is None else rounds.every
     travelling: dict[int, int] = {}
@@ -582,19 +644,37 @@ def _watch(strategy: Strategy, microbatches: Sequence[Batch]) -> Watched:
         time.sleep(0.02)
 
     sent = watch.sent_by(step, settle)
+    comm.LEDGER.check = None
     entries = [entry for entry in comm.LEDGER.entries if entry.step == WATCHED]
+    axis_of = {e.seq: _axis(strategy, e.op, among.get(e.seq, ())) for e in entries}
+    on_axes: traffic.Traffic = {}
+    for entry in entries:
+        if (axis := axis_of[entry.seq]) and entry.op != "recv" and entry.bytes:
+            messages, size = on_axes.get(f"{axis} {entry.op}", (0, 0))
+            on_axes[f"{axis} {entry.op}"] = messages + 1, size + entry.bytes
     on_their_way = None if rounds is None else sum(travelling.values())
     if sum(entry.launches for entry in entries) != len(sent.messages):
-        return Watched("profiler", sent.messages, sent, steps, on_their_way)
+        return Watched("profiler", sent.messages, sent, steps, on_their_way, on_axes)
     launched = iter(sent.messages)
-    messages = []
+    found = []
     for entry in entries:
-        if entry.launches == 0:  # no collective: it went through the store
-            messages.append(Message(entry.op, entry.bytes, entry.enqueue_ns, entry.ranks))
-            continue
-        first, *_ = itertools.islice(launched, entry.launches)
-        messages.append(Message(entry.op, entry.bytes, first.launched_ns, entry.ranks))
-    return Watched("ledger", messages, sent, steps, on_their_way)
+        when_ns = entry.enqueue_ns
+        if entry.launches:  # else it went through the store
+            first, *_ = itertools.islice(launched, entry.launches)
+            when_ns = first.launched_ns
+        axis = axis_of[entry.seq]
+        found.append(Message(entry.op, entry.bytes, when_ns, entry.ranks, axis))
+    return Watched("ledger", found, sent, steps, on_their_way, on_axes)
+
+
+def _axis(strategy: Strategy, op: str, among: tuple[int, ...]) -> str | None:
+    """The axis whose ranks have made a call; None: it is of the ranks that share the data."""
+    if not isinstance(strategy, OnMesh) or len(among) < 2:
+        return None
+    # Ranks of the context axis sum gradients as those of the data axis do.
+    axes = ("tensor", "pipeline", *(["context"] if op in ("send", "recv") else []))
+    groups = {axis: getattr(strategy.groups, axis) for axis in axes}
+    return next((a for a, group in groups.items() if among == tuple(comm.members(group))), None)
 
 
 def sent_per_step(
@@ -605,7 +685,7 @@ def sent_per_step(
     job, claim = _job(subject, config, strategy), claim_of(config)
     watched = _watch(strategy, subject.steps[0][assemble.data_share(config, world)[0]])
     groups = {} if claim is None else claim.groups(job)
-    by_op = _by_op(watched, 0, world.size, groups)
+    by_op = _by_op(watched.messages, watched.steps, 0, world.size, groups)
     found = {
         "source": watched.source,
         "bytes": sum(found["bytes"] for found in by_op.values()),
@@ -640,13 +720,13 @@ def _sent_between(watched: Watched, world: World, groups: Mapping[str, int]) -> 
 
 
 def _by_op(
-    watched: Watched, small: int, ranks: int, groups: Mapping[str, int]
+    messages: Sequence[Message], steps: int, small: int, ranks: int, groups: Mapping[str, int]
 ) -> dict[str, dict[str, float]]:
     """Bytes on the wire and number of messages in a step, by collective; the small ones apart."""
     sent: dict[str, dict[str, float]] = defaultdict(
         lambda: {"bytes": 0.0, "messages": 0, "small_bytes": 0.0, "small_messages": 0}
     )
-    for message in watched.messages:
+    for message in messages:
         # Our reduce-scatter over Gloo is an all-to-all, among the same ranks.
         op = "reduce_scatter" if message.op == "all_to_all" else message.op
         among = message.ranks or groups.get(op, ranks)
@@ -654,8 +734,7 @@ def _by_op(
         sent[message.op][f"{kind}bytes"] += comm.wire_bytes(op, message.bytes, among)
         sent[message.op][f"{kind}messages"] += 1
     sent.pop("barrier", None)
-    steps = watched.steps  # a whole number stays one, for people
-    return {
+    return {  # a whole number stays one, for people
         op: {k: v / steps if v % steps else v // steps for k, v in found.items()}
         for op, found in sent.items()
     }

@@ -14,6 +14,7 @@ Check = dict[str, Any]  # {"pass", "claimed", "measured", "message"}
 # What padding may add to a claim in bytes. Half or twice as much would be another strategy.
 STATE_TOLERANCE = 0.01
 SENT_TOLERANCE = 0.02
+ONE_SHAPE = "on micro-batches of one shape: it refuses a step whose shapes differ"
 UNMEASURED = "not measured: it did not get through"
 MIXED = 2.0**-28  # more rounding than this, as a part of a gradient, is not float64's
 
@@ -60,7 +61,9 @@ def equal(ranks: Sequence[Evidence]) -> Check:
     of = "one process"
     if users["every"] is not None:
         of += f" that plays {len(ranks)} workers, which exchange every {users['every']} steps"
-    parts = (f"{error} of {of}, {steps} of {models}", *how(users))
+    parts = [f"{error} of {of}, {steps} of {models}", *how(users)]
+    if ranks[0].get("one_shape"):
+        parts.append(ONE_SHAPE)
     return _check(True, claimed, measured, "; ".join(parts))
 
 
@@ -94,6 +97,7 @@ def state(ranks: Sequence[Evidence]) -> Check:
         "replicated": ranks[0]["replica"] is not None,
         "outside": outside,
         "ranks": own,
+        "live": [e["live"] and e["live"]["kept"] for e in ranks],
     }
     wanted = claimed and {
         **{kind: claimed[kind] for kind in kinds},
@@ -101,6 +105,7 @@ def state(ranks: Sequence[Evidence]) -> Check:
         and {"resident": _resident(ranks[0]), "peak": ranks[0]["claimed_of_stack"]["peak"]},
     }
     problem = _ranks_disagree(ranks)
+    problem = problem or next(_too_many_live(ranks), None)
     if problem is None and claimed is not None and ranks[0]["mesh"]:  # each has a part of its own
         found = zip(ranks, own, strict=True)
         problem = next((p for e, held in found for p in _misheld([e], held)), None)
@@ -110,9 +115,24 @@ def state(ranks: Sequence[Evidence]) -> Check:
         return _check(False, wanted, measured, problem)
     parts = [f"{numbers.size(fullest[k])} of {k}" for k in ("params", "gradients", "optimizer")]
     message = f"each rank holds {', '.join(parts)}"
+    if room := max(e["room"] for e in ranks):
+        message += f"; PyTorch keeps {numbers.size(room)} to receive activations in"
+    if ranks[0]["live"] is not None:
+        kept = max(e["live"]["kept"] for e in ranks)
+        message += f"; activations of {kept} micro-batches at most, as the schedule says"
     if outside > _slack(ranks[0]["full"]):
         message += f"; the model keeps {numbers.size(outside)} outside of parameters and buffers"
     return _check(True, wanted, measured, message)
+
+
+def _too_many_live(ranks: Sequence[Evidence]) -> Iterator[str]:
+    for rank, evidence in enumerate(ranks):
+        live = evidence["live"]
+        if live is not None and live["kept"] != live["claimed"]:
+            yield (
+                f"rank {rank} keeps the activations of {live['kept']} micro-batches at a time; "
+                f"{live['schedule']} says {live['claimed']}"
+            )
 
 
 def _fullest_stack(ranks: Sequence[Evidence]) -> dict[str, int] | None:
@@ -150,7 +170,7 @@ def _ranks_disagree(ranks: Sequence[Evidence]) -> str | None:
 
 def _misheld(ranks: Sequence[Evidence], fullest: Mapping[str, int]) -> Iterator[str]:
     claimed, full = ranks[0]["claimed"], ranks[0]["full"]
-    slack = _slack(full)
+    slack = _slack(full) + ranks[0]["room"]
     if not _at_most(fullest["kept"], claimed["kept"], slack):
         yield (
             f"between steps {numbers.size(fullest['kept'])} are held beside parameters and "
@@ -220,8 +240,13 @@ def sent(ranks: Sequence[Evidence]) -> Check:
         if evidence["sent"] != first["sent"] and not first["mesh"]:
             message = f"ranks 0 and {rank} do not send the same collectives"
             return _check(False, claimed, measured, message)
-    is_claimed = claimed is not None and first["sends_claimed"]
-    problem = next((p for e in ranks for p in _missent(e)), None) if is_claimed else None
+    if first["axes"] is not None:
+        measured["axes"] = [e["axes"]["sent"] for e in ranks]
+        claimed = {**(claimed or {}), "axes": [e["axes"]["claimed"] for e in ranks]}
+    is_claimed = first["claimed"] is not None and first["sends_claimed"]
+    problem = next(_missent_on_axes(ranks), None)
+    if problem is None and is_claimed:
+        problem = next((p for e in ranks for p in _missent(e)), None)
     if problem is not None:
         return _check(False, claimed, measured, problem)
     parts = [
@@ -232,15 +257,40 @@ def sent(ranks: Sequence[Evidence]) -> Check:
     ]
     by_whom = "rank 0" if first["mesh"] else "each rank"
     per_step = f"{', '.join(parts) or 'nothing'} sent by {by_whom} in a step"
+    if first["axes"] is not None and first["axes"]["claimed"] is None:
+        per_step += f"; of the axes' there is no claim: {first['axes']['why']}"
+    elif first["axes"] is not None:
+        sums = [f"{key} {_messages(*found)}" for key, found in first["axes"]["sent"].items()]
+        per_step += f"; of it, exactly as claimed, {', '.join(sums) or 'nothing'}"
     return _check(True, claimed, measured, per_step)
+
+
+def _missent_on_axes(ranks: Sequence[Evidence]) -> Iterator[str]:
+    """Ranks that cut a model send what one process's shapes say, to the byte."""
+    for rank, evidence in enumerate(ranks):
+        axes = evidence["axes"]
+        if axes is None or axes["claimed"] is None:
+            continue
+        for key in dict.fromkeys((*axes["claimed"], *axes["sent"])):
+            found, wanted = axes["sent"].get(key, (0, 0)), axes["claimed"].get(key, (0, 0))
+            if tuple(found) != tuple(wanted):
+                yield (
+                    f"rank {rank} sent {_messages(*found)} by {key.replace(' ', ' axis, ')} in a "
+                    f"step; by one process's shapes there are {_messages(*wanted)}"
+                )
+
+
+def _messages(messages: int, size: int) -> str:
+    exact = f"{size:,} bytes" if size < 2**20 else f"{numbers.size(size)} ({size:,} bytes)"
+    return f"{exact} in {numbers.count(messages, 'message')}"
 
 
 def _missent(evidence: Evidence) -> Iterator[str]:
     claimed, full = evidence["claimed"]["moved"], evidence["full"]
     of_used = evidence["claimed_of_used"]["moved"]
     nothing = {"bytes": 0.0, "messages": 0, "small_bytes": 0.0}
-    for op in dict.fromkeys((*claimed, *evidence["sent"])):
-        found, wanted = evidence["sent"].get(op, nothing), claimed.get(op, 0.0)
+    for op in dict.fromkeys((*claimed, *evidence["sent_of_data"])):
+        found, wanted = evidence["sent_of_data"].get(op, nothing), claimed.get(op, 0.0)
         # A small message may be a gradient or a count: the claim may lie anywhere between.
         low, high = found["bytes"], found["bytes"] + found["small_bytes"]
         slack = 8 * evidence["ranks"] * max(1, found["messages"])  # padding
@@ -259,7 +309,7 @@ def _missent(evidence: Evidence) -> Iterator[str]:
 def _how_missent(op: str, found: float, wanted: float, evidence: Evidence) -> str:
     micro = evidence["micro"]
     if not found:
-        others = [o for o, s in evidence["sent"].items() if s["messages"] and o != op]
+        others = [o for o, s in evidence["sent_of_data"].items() if s["messages"] and o != op]
         instead = numbers.names(others or ["nothing"])
         return f"no {op} was sent, {numbers.size(wanted)} are claimed; sent: {instead}"
     if not wanted:

@@ -36,6 +36,8 @@ UNJUDGEABLE = 0.03
 # How much more than the twin a right strategy may differ: both are samples of the same noise, and
 # of a tensor with a single element the twin's may happen to be small.
 MARGIN = 64.0
+# How many units of last place of its own dtype a loss may be away.
+ROUNDINGS = 16.0
 # A tensor that is smaller than this part of the largest is measured by this part: its values come
 # from sums of larger ones, whose rounding they carry.
 FLOOR = 2.0**-20
@@ -75,6 +77,7 @@ class Reference:
     start: dict[str, Tensor]
     scale: Scale
     losses: list[Tensor] = field(default_factory=list)
+    loss_eps: list[float] = field(default_factory=list)  # a unit of last place of the loss's dtype
     gradients: list[Gradients] = field(default_factory=list)
     tensors: list[dict[str, Tensor]] = field(default_factory=list)
     parts: list[list[dict[str, Tensor]]] = field(default_factory=list)  # [step][rank, micro]
@@ -301,7 +304,7 @@ def run(
         counts = [sum(batch.count for batch in share) for share in shares]
         count = max(1, sum(counts))
         start = after = copies_of(untrained(model))
-        losses, parts, of_worker = [], [], []
+        losses, eps, parts, of_worker = [], 0.0, [], []
         for rank, share in enumerate(shares):
             own, divisor = models[rank], count if rounds is None else max(1, counts[rank])
             if rounds is None:
@@ -315,6 +318,7 @@ def run(
                 loss = subject.workload.loss(own, batch)
                 (loss / (divisor / scale)).backward()
                 losses.append(loss.detach().double())
+                eps += torch.finfo(loss.dtype).eps * abs(float(losses[-1]))
                 mine.append(_take_gradients(own, scale))
             added = _add_up(mine[::-1] if backwards else mine)
             of_worker.append({name: added.get(name) for name in trained})
@@ -331,6 +335,7 @@ def run(
         whole = _add_up(parts[::-1] if backwards else parts)
         gradients: Gradients = {n: whole.get(n) for n in dict.fromkeys([*order, *trained])}
         result.losses.append(torch.as_tensor(sum(losses) / count))
+        result.loss_eps.append(eps / count)
         _refuse_nonfinite(subject.workload.name, step, result.losses[-1], gradients)
         result.gradients.append(gradients)
         result.parts.append([{n: sample(g) for n, g in part.items()} for part in parts])
@@ -433,8 +438,11 @@ def measure(
                 unit = _unit(floor, MARGIN * away / scale.tolerance)
             reference.units[step]["parameter", name] = unit
         loss, other = reference.losses[step], twin.losses[step]
-        away = MARGIN * abs(float(loss - other)) / scale.tolerance
-        reference.units[step]["loss", ""] = _unit(scale.unit(abs(float(loss))), away)
+        # A loss that the model itself computes in float32 is rounded there, whatever comes before:
+        # the twin adds the same numbers up, but ranks that cut a sequence round each part's.
+        away = max(MARGIN * abs(float(loss - other)), ROUNDINGS * reference.loss_eps[step])
+        unit = _unit(scale.unit(abs(float(loss))), away / scale.tolerance)
+        reference.units[step]["loss", ""] = unit
 
 
 def _moved(

@@ -121,14 +121,16 @@ class _StackData:
         return Batch(inputs=x, targets=x[:, :3].cos(), count=len(rows), samples=len(rows))
 
 
-def stack(ranks: int, seed: int, device: torch.device, steps: int = 3) -> Subject:
-    """Even in step 0, where a wrong factor shows plainly; then ragged; then one rank has none."""
+def stack(ranks: int, seed: int, device: torch.device, steps: int = 3, even: int = 0) -> Subject:
+    """Even in step 0, where a wrong factor shows plainly; then ragged; then one rank has none.
+    ``even``: this many micro-batches in a step, always equal in shape."""
     data = _StackData()
-    micro = 3 if ranks == 2 else 2  # not the number of ranks, so that a factor says which it is
+    # Not the number of ranks, so that a factor says which it is.
+    micro = even or (3 if ranks == 2 else 2)
 
     def share(step: int, rank: int, part: int) -> Batch:
-        rows = 2 if step == 0 else 1 + rank % 2 + (part == 0)
-        if step == 2 and ranks > 1 and rank == ranks - 1:
+        rows = 2 if step == 0 or even else 1 + rank % 2 + (part == 0)
+        if step == 2 and not even and ranks > 1 and rank == ranks - 1:
             rows = 0
         first = ((step * ranks + rank) * micro + part) * 4
         return data.batch(range(first, first + rows)).to(device)

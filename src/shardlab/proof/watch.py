@@ -47,6 +47,7 @@ class Message:
     bytes: int
     launched_ns: int
     ranks: int | None = None  # None: the profiler does not know
+    axis: str | None = None  # that cuts the model, if one has sent it
 
 
 class Running(NamedTuple):

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardlab import numbers as fmt
-from shardlab.proof.judge import how
+from shardlab.proof.judge import ONE_SHAPE, how
 from shardlab.proof.judge import reasons as reasons_of
 from shardlab.report import terminal
 
@@ -98,7 +98,9 @@ def _equal(result: Result) -> Mapping[str, Any]:
 def notes(result: Result) -> list[str]:
     """What had to be done to compare the model with itself."""
     measured = _equal(result)
-    return [f"{text[0].upper()}{text[1:]}." for text in (how(measured) if measured else [])]
+    found = [f"{text[0].upper()}{text[1:]}." for text in (how(measured) if measured else [])]
+    even = [v["label"] for v in result["verdicts"] if ONE_SHAPE in v["checks"]["equal"]["message"]]
+    return [*found, *(f"{label} is proved {ONE_SHAPE}." for label in dict.fromkeys(even))]
 
 
 def summary(result: Result) -> str:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from shardlab import comm
 from shardlab.workloads.base import Batch, LossFn
+
+if TYPE_CHECKING:
+    from shardlab.strategies.pipeline import Pipeline
 
 Runs = tuple[tuple[int, int], ...]  # (start, length) in a flattened tensor, in the part's order
 
@@ -52,6 +55,7 @@ class Cut:
     # Takes a function that says by what the step's loss will be divided, for what runs backward
     # before that.
     ask_divisor: Callable[[Callable[[], Tensor | None]], None] = lambda _ask: None
+    executor: Pipeline | None = None  # runs the stages of a pipeline
 
 
 def whole(tensor: Tensor) -> Held:

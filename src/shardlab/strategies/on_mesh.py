@@ -88,6 +88,8 @@ class OnMesh(base.Strategy):
     """
 
     KEEPS_PARTS = True
+    SENDS_BY_COMM = True  # all that its axes send is in the ledger
+    ONE_SHAPE = False  # the micro-batches of a step must be equal in shape
 
     def __init__(
         self, setup: base.Setup, axes: Axes, inner: Callable[[base.Setup], base.Strategy]
@@ -104,6 +106,7 @@ class OnMesh(base.Strategy):
         self.joins_microbatches = False  # the inner strategy is given all of a step as one batch
         self.share: Callable[[Batch], Batch] | None = None  # cuts this rank's part from a batch
         self.inferred: Callable[[base.Infer[Any], Batch], Any] | None = None
+        self.pipeline: Pipeline | None = None  # runs the stages, if there are several
         loss = self._cut(setup)
         batchnorm.join(self.model, self.groups.data)  # those that look at other samples
         self._refuse_parts_of_whole(setup)
@@ -185,6 +188,7 @@ class OnMesh(base.Strategy):
 
         cut = pipeline.cut(setup, self.axes, self.groups.pipeline, loss, executor)
         self.joins_microbatches, self.inferred = True, cut.infer
+        self.pipeline = cut.executor
         cut.ask_divisor(lambda: self.update.last_divisor)
         return self._note(cut)
 
@@ -263,10 +267,13 @@ class OnMesh(base.Strategy):
         names = list(self.whole_model.trained)
         used = [mine.get(name) is not None for name in names]
         used = steps.any_rank(used, self.groups.cut, label="used parameters")
-        found = {
-            name: torch.zeros_like(self.params[name]) if gradient is None else gradient
-            for name, gradient in mine.items()
-        }
+
+        def nothing(name: str) -> Tensor:  # the parameter itself may be elsewhere now (zero3)
+            length = sum(length for _, length in self.layout[name].runs)
+            dtype = self.whole_model.tensors[name].dtype
+            return torch.zeros(length, dtype=dtype, device=self.device)
+
+        found = {n: nothing(n) if gradient is None else gradient for n, gradient in mine.items()}
         some = [name for name, is_used in zip(names, used, strict=True) if is_used]
         whole = self._put_together(found, some)
         return {name: whole.get(name) for name in names}

@@ -102,7 +102,7 @@ def cut(
     }
     pipeline.outside = [(*cells[n], where[writes[n]]) for n in writes if n not in inside]
     ask = functools.partial(setattr, pipeline, "divisor")
-    return Cut(kept, pipeline.loss, infer=pipeline.infer, ask_divisor=ask)
+    return Cut(kept, pipeline.loss, infer=pipeline.infer, ask_divisor=ask, executor=pipeline)
 
 
 def _refuse_idle_ranks(

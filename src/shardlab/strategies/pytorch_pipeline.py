@@ -51,6 +51,9 @@ class PyTorchPipeline(OnMesh):
         then                the inner strategy's, as for one micro-batch
     """
 
+    SENDS_BY_COMM = False
+    ONE_SHAPE = True
+
     def _cut(self, setup: base.Setup) -> LossFn:
         refusals.option("schedule", self.axes.schedule, SCHEDULES)
         if self.axes.tensor * self.axes.context > 1:

@@ -50,6 +50,8 @@ class PyTorchTensorParallel(OnMesh):
         else                the inner strategy's, among the ranks that hold the same part
     """
 
+    SENDS_BY_COMM = False
+
     def _cut(self, setup: base.Setup) -> LossFn:
         if self.axes.pipeline * self.axes.context > 1 or self.axes.sequence:
             raise UsageError(

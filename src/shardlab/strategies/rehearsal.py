@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardlab.errors import UsageError
@@ -43,11 +43,16 @@ class Rehearsal:
             if torch.is_autocast_enabled(device):
                 dtypes.add(torch.get_autocast_dtype(device))
 
+        def noted(model: nn.Module, batch: Batch) -> Tensor:
+            value = loss(model, batch)
+            dtypes.add(value.dtype)  # transformers' own is float32, whatever the model is
+            return value
+
         hook = model.register_forward_pre_hook(note_precision)
         try:
-            first, again = (_run(model, loss, sample, True, chance) for chance in (1, 2))
+            first, again = (_run(model, noted, sample, True, chance) for chance in (1, 2))
             trains = first == again
-            expected = first if trains else _run(model, loss, sample, False, 1)
+            expected = first if trains else _run(model, noted, sample, False, 1)
         finally:
             hook.remove()
         if not math.isfinite(expected):

@@ -56,9 +56,13 @@ class Positions(Stream):
         self.has_dropout = has_dropout
         self.parts: list[range] = []  # of the sequence that is under way
 
+    def divide(self, x: Tensor) -> None:
+        """The stream that is under way is as long as this one, (batch, positions, dim)."""
+        self.parts = cut_range(x.shape[-2], self.group.size())
+
     def begin(self, x: Tensor, label: str) -> Tensor:
         """Where the stream comes to the first block: keep this rank's positions of it."""
-        self.parts = cut_range(x.shape[-2], self.group.size())
+        self.divide(x)
         if self.has_dropout and x.shape[-2] % self.group.size():
             raise UsageError(
                 f"sequence parallelism: {x.shape[-2]} positions cannot be divided over "

@@ -32,13 +32,13 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from shardlab import comm
-from shardlab.batch import map_tensors
+from shardlab.batch import map_tensors, tensors_of
 from shardlab.errors import UsageError, unknown
 from shardlab.numbers import cut_range
 from shardlab.strategies.layout import Cut, Held, rows, whole, whole_layout
 from shardlab.strategies.rehearsal import Rehearsal
 from shardlab.strategies.sequence_parallel import Positions
-from shardlab.strategies.stages import intercepted, probing
+from shardlab.strategies.stages import WHEN_SKIPPED, intercepted, probing
 from shardlab.strategies.tensor_parallel import ColumnLinear, RowLinear, Stream, Whole, enter
 from shardlab.strategies.vocabulary import Vocabulary, VocabularyEmbedding, VocabularyHead
 from shardlab.workloads.base import Batch, LossFn
@@ -441,7 +441,12 @@ def _begin_at(module: nn.Module, stream: Positions, name: str) -> None:
     def begin(_module: nn.Module, args: Any, kwargs: Any) -> Any:
         return _first_changed((args, kwargs), lambda x: stream.begin(x, name))
 
+    def note(*args: Any, **kwargs: Any) -> None:
+        """A later stage of a pipeline does not run the block, and must know the positions too."""
+        stream.divide(tensors_of((args, kwargs))[0])
+
     module.register_forward_pre_hook(begin, with_kwargs=True)
+    vars(module)[WHEN_SKIPPED] = note
 
 
 def _end_at(module: nn.Module, stream: Positions, name: str) -> None:

@@ -58,6 +58,8 @@ class Output:
 
 
 TENSOR = object()
+# An attribute of a block: what is called with its arguments where a stage does not run it.
+WHEN_SKIPPED = "_when_skipped"
 
 
 def taken_apart(value: Any, block: str) -> tuple[Output, list[Tensor]]:
@@ -511,10 +513,21 @@ class Track:
         self.given: list[Any] = []  # the outputs of the blocks before the stage
         self.result: list[Tensor] = []  # of the stage's last block
         self.shapes: list[list[Shape]] = []  # of each block's output, as far as the stage's last
+        self.changed = set(found.changed)
+        self.steady: dict[str, tuple[nn.Module, str]] = {}  # buffers that nobody should write
+        self.skipped: dict[int, Callable[..., None]] = {}  # who hears of a block that is not run
 
     def attach(self, model: nn.Module) -> None:
+        inside = _inside(self.blocks, model)
         for i, name in enumerate(self.blocks):
-            intercept(model.get_submodule(name), partial(self._call, i))
+            module = model.get_submodule(name)
+            intercept(module, partial(self._call, i))
+            if WHEN_SKIPPED in vars(module):
+                self.skipped[i] = vars(module)[WHEN_SKIPPED]
+        for name, _ in model.named_buffers():
+            if name not in inside and name not in self.changed:
+                path, _, key = name.rpartition(".")
+                self.steady[name] = model.get_submodule(path), key
 
     def first(self, stage: int) -> int:
         return 0 if stage == 0 else self.ends[stage - 1] + 1
@@ -540,12 +553,17 @@ class Track:
         ]
         self.shapes = list(shapes[:first])
         self.stage, self.next, self.result = stage, 0, []
+        before = {name: self._state(name) for name in self.steady}
+        value, is_over = None, False
         try:
             value = forward()
         except EndOfStage:
-            return None
+            is_over = True
         finally:
             self.stage, self.given = None, []
+        self._refuse_written(before)
+        if is_over:
+            return None
         if stage < len(self.ends) - 1 or self.next < len(self.blocks):
             missing = self.blocks[min(self.next, len(self.blocks) - 1)]
             raise UsageError(
@@ -553,6 +571,21 @@ class Track:
                 "sample did; every forward must call the same blocks in the same order"
             )
         return value
+
+    def _state(self, name: str) -> tuple[int, int]:
+        module, key = self.steady[name]
+        buffer = getattr(module, key)
+        return id(buffer), buffer._version
+
+    def _refuse_written(self, before: dict[str, tuple[int, int]]) -> None:
+        """What the sample's forward did not show is not known to be one stage's to write."""
+        for name, state in before.items():
+            if self._state(name) != state:
+                raise UsageError(
+                    f"pipeline: code outside of the blocks changes the buffer '{name}' for this "
+                    "micro-batch, as it did not for the sample, and several stages run it; change "
+                    "it in every forward, or in a block"
+                )
 
     def _call(self, i: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         name = self.blocks[i]
@@ -568,6 +601,8 @@ class Track:
             )
         self.next += 1
         if i < len(self.given):
+            if i in self.skipped:
+                self.skipped[i](*args, **kwargs)
             return self.given[i]
         value = original(*args, **kwargs)
         output, tensors = taken_apart(value, name)
