@@ -409,15 +409,19 @@ def storage_number(tensor: Tensor) -> int:
 
 
 @contextmanager
-def no_padding_in_parts(config: Config) -> Iterator[None]:
-    """transformers looks whether a mask hides anything, and leaves it out if not. It does not look
-    at a tensor without content. The mask of a part of a sequence (context) hides nothing."""
+def masks_left_out(config: Config) -> Iterator[None]:
+    """transformers looks whether a mask is needed, and leaves it out if not. It does not look at
+    tensors without content: here sequences are not packed, as nearly always, and the mask of a part
+    of a sequence (context) hides nothing."""
     axes, _ = axes_of(config.strategy.name, config.strategy.options, config.launch.world or 1)
-    masking = sys.modules.get("transformers.masking_utils")
-    if axes is None or axes.context == 1 or not hasattr(masking, "is_tracing"):
-        yield
-        return
-    with mock.patch.object(masking, "is_tracing", return_value=False):
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    answers: dict[str, Any] = {"find_packed_sequence_indices": None}
+    if axes is not None and axes.context > 1:
+        answers["is_tracing"] = False
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            if hasattr(masking, name):
+                stack.enter_context(mock.patch.object(masking, name, return_value=answer))
         yield
 
 
@@ -609,7 +613,7 @@ def _simulate(
         stack.enter_context(mock.patch.object(Solo, "log", log))
         stack.enter_context(mock.patch.object(Table, "begin", _nothing))
         stack.enter_context(mock.patch.object(Table, "meet", _met))
-        stack.enter_context(no_padding_in_parts(config))
+        stack.enter_context(masks_left_out(config))
         stack.enter_context(told_shapes(all_batches, tracker))
         stack.enter_context(log.following())
         stack.enter_context(mock.patch.object(assemble, "make_optimizer", optimizer_there))
