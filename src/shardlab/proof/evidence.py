@@ -671,9 +671,9 @@ def _axis(strategy: Strategy, op: str, among: tuple[int, ...]) -> str | None:
     """The axis whose ranks have made a call; None: it is of the ranks that share the data."""
     if not isinstance(strategy, OnMesh) or len(among) < 2:
         return None
-    # Ranks of the context axis sum gradients as those of the data axis do.
-    axes = ("tensor", "pipeline", *(["context"] if op in ("send", "recv") else []))
-    groups = {axis: getattr(strategy.groups, axis) for axis in axes}
+    groups = {"tensor": strategy.groups.tensor, "pipeline": strategy.groups.pipeline}
+    if op in ("send", "recv"):  # ranks of the context axis sum gradients as the data axis does
+        groups["context"] = strategy.groups.context
     return next((a for a, group in groups.items() if among == tuple(comm.members(group))), None)
 
 
