@@ -116,6 +116,15 @@ class Published(nn.Module):
         return out
 
 
+class Tuned(Published):
+    """Only the upper half trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in (self.stem, *self.blocks[:4]):
+            part.requires_grad_(False)
+
+
 class Counting(Published):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -188,6 +197,7 @@ TOYS = {
     "tied": Toy(Tied, loss, tuple(f"blocks.{i}" for i in range(8))),
     "plain": Toy(Plain, loss, tuple(f"layers.{i}" for i in range(0, 17, 2))),
     "published": Toy(Published, loss, tuple(f"blocks.{i}" for i in range(8))),
+    "tuned": Toy(Tuned, loss, tuple(f"blocks.{i}" for i in range(8))),
     "counting": Toy(Counting, loss, tuple(f"blocks.{i}" for i in range(8))),
     "shrinking": Toy(Shrinking, loss, tuple(f"blocks.{i}" for i in range(8))),
     "remembering": Toy(Remembering, loss, tuple(f"blocks.{i}" for i in range(8))),
@@ -343,6 +353,8 @@ def test_what_a_pipeline_cannot_do_is_refused(
 CASES = [
     *itertools.product(["pairs", "tied", "plain", "gpt2", "llama"], SCHEDULES, [2], [3]),
     *itertools.product(["published"], SCHEDULES, [2], [3]),
+    *itertools.product(["tuned"], SCHEDULES, [2], [3]),
+    *itertools.product(["tuned"], ["gpipe", "zero_bubble"], [4], [6]),
     *itertools.product(["counting"], ["gpipe", "1f1b", "zero_bubble"], [2], [3]),
     *itertools.product(["tied"], SCHEDULES, [2], [1]),
     *itertools.product(["tied"], SCHEDULES, [4], [6]),

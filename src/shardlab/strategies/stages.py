@@ -328,7 +328,8 @@ def _plain(module: nn.Module) -> dict[str, Any]:
 
 
 def ends_of(found: Probe, model: nn.Module, stages: int, balance: str = "parameters") -> list[int]:
-    """The last block of each stage: the cut that makes the largest stage as small as it can be."""
+    """The last block of each stage: the cut that makes the largest stage as small as it can be. If
+    it can be helped, something trains on each of them."""
     option("balance", balance, BALANCES)
     blocks = len(found.blocks)
     allowed = [k for k in range(blocks - 1) if _blocking(found, k) is None]
@@ -344,20 +345,29 @@ def ends_of(found: Probe, model: nn.Module, stages: int, balance: str = "paramet
     for cost in costs:
         before.append(before[-1] + cost)
     ends = [*allowed, blocks - 1]
-    # best[e]: the cost of the largest stage if those so far end with block e, and their ends.
-    best: dict[int, tuple[float, list[int]]] = {-1: (0.0, [])}
-    for left in range(stages - 1, -1, -1):
-        reached: dict[int, tuple[float, list[int]]] = {}
-        for e in ends if left else ends[-1:]:
-            options = [
-                (max(worst, before[e + 1] - before[s + 1]), [*chosen, e])
-                for s, (worst, chosen) in best.items()
-                if s < e
-            ]
-            if options:
-                reached[e] = min(options)
-        best = reached
-    return best[blocks - 1][1]
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    trains = [bool(used & trained) for used in found.uses]
+    trains[-2] |= trains.pop()  # what is behind the last block is on its stage
+
+    def cut(is_wanted: Callable[[int, int], bool]) -> list[int] | None:
+        # best[e]: the cost of the largest stage if those so far end with block e, and their ends.
+        best: dict[int, tuple[float, list[int]]] = {-1: (0.0, [])}
+        for left in range(stages - 1, -1, -1):
+            reached: dict[int, tuple[float, list[int]]] = {}
+            for e in ends if left else ends[-1:]:
+                options = [
+                    (max(worst, before[e + 1] - before[s + 1]), [*chosen, e])
+                    for s, (worst, chosen) in best.items()
+                    if s < e and is_wanted(s + 1, e)
+                ]
+                if options:
+                    reached[e] = min(options)
+            best = reached
+        return best[blocks - 1][1] if blocks - 1 in best else None
+
+    found_cut = cut(lambda first, last: any(trains[first : last + 1])) or cut(lambda *_: True)
+    assert found_cut is not None
+    return found_cut
 
 
 def _blocking(found: Probe, k: int) -> tuple[int, int] | None:
