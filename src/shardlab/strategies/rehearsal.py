@@ -6,7 +6,6 @@ treat by themselves changes the result, and nothing else would show it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,15 +49,14 @@ class Rehearsal:
 
         hook = model.register_forward_pre_hook(note_precision)
         try:
-            first, again = (_run(model, noted, sample, True, chance) for chance in (1, 2))
-            trains = first == again
-            expected = first if trains else _run(model, noted, sample, False, 1)
+            for trains in (True, False):
+                first, again = (_run(model, noted, sample, trains, chance) for chance in (1, 2))
+                tolerance = max(TOLERANCE.get(dtype, LOW_PRECISION) for dtype in dtypes)
+                if _are_close(first, again, tolerance):
+                    return cls(sample, trains, first, tolerance)
         finally:
             hook.remove()
-        if not math.isfinite(expected):
-            return None
-        tolerance = max((TOLERANCE.get(dtype, LOW_PRECISION) for dtype in dtypes), default=0.0)
-        return cls(sample, trains, expected, tolerance)
+        return None  # it always draws, or it is not finite
 
     def hold(self, run: Callable[[], float], what: str, hint: str) -> None:
         """Refuse a model that ranks share now, if ``run()`` fails or gives another loss."""
@@ -69,7 +67,7 @@ class Rehearsal:
                 f"{what}: the forward of one sample fails in the ranks' parts of the model, and "
                 f"did not in the whole: {str(error).splitlines()[0]} ({hint})"
             ) from error
-        if not abs(found - self.expected) <= self.tolerance * max(abs(self.expected), 1.0):
+        if not _are_close(found, self.expected, self.tolerance):
             raise UsageError(
                 f"{what}: for one sample the ranks together compute the loss {found:.6g}, and one "
                 f"process {self.expected:.6g} ({hint})"
@@ -78,6 +76,10 @@ class Rehearsal:
     def again(self, model: nn.Module, loss: LossFn, sample: Batch) -> float:
         """The loss of a model that was cut, for the sample or a part of it."""
         return _run(model, loss, sample, self.trains, 1)
+
+
+def _are_close(one: float, other: float, tolerance: float) -> bool:
+    return abs(one - other) <= tolerance * max(abs(other), 1.0)  # not if one is no number
 
 
 def _run(model: nn.Module, loss: LossFn, sample: Batch, trains: bool, chance: int) -> float:
