@@ -39,6 +39,14 @@ def test_a_model_that_draws_is_evaluated_and_one_that_always_draws_is_left_alone
     assert Rehearsal.of(made(Noisy(4, 4)), loss, SAMPLE) is None
 
 
+def test_a_model_that_cannot_take_one_sample_is_left_alone() -> None:
+    class Pairs(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) - super().forward(input[1][None])
+
+    assert Rehearsal.of(made(Pairs(4, 4)), loss, SAMPLE) is None
+
+
 def test_what_is_not_finite_is_left_alone() -> None:
     model = made()
     with torch.no_grad():

@@ -295,9 +295,12 @@ def norm_penalised(model: nn.Module, batch: Batch) -> Tensor:
     return value
 
 
-def read_outside(world: World, loss: LossFn, sequence: bool, mixes: bool = False) -> str:
+def read_outside(
+    world: World, loss: LossFn, sequence: bool, mixes: bool = False, frozen: bool = False
+) -> str:
     torch.manual_seed(0)
     sample, model = meshed.tokens(0, 0, 2), meshed.Nasty().double()
+    model.requires_grad_(not frozen)
     if mixes:
         model.blocks[1].register_forward_pre_hook(
             lambda _, args: (args[0] - args[0].mean(1)[:, None],)
@@ -318,6 +321,13 @@ def test_a_penalty_on_what_a_rank_has_in_part_is_refused(ranks: GetRanks) -> Non
     assert ranks(2).run(read_outside, norm_penalised, False) == ["", ""]
     said = ranks(2).run(read_outside, norm_penalised, True)
     assert all("reads 'blocks.1.norm_1.weight' outside" in one for one in said)
+
+
+def test_frozen_layers_are_examined_as_well(ranks: GetRanks) -> None:
+    """As under LoRA: no split weight trains, and a penalty would still see a part."""
+    assert ranks(2).run(read_outside, meshed.nasty_loss, False, False, True) == ["", ""]
+    said = ranks(2).run(read_outside, penalised, False, False, True)
+    assert all("reads 'embed.weight' outside of its module" in one for one in said)
 
 
 def test_a_block_that_mixes_positions_is_refused(ranks: GetRanks) -> None:

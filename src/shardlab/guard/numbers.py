@@ -22,6 +22,7 @@ from shardlab.errors import Halt, UsageError
 from shardlab.guard.nodes import names
 from shardlab.strategies.base import Strategy
 from shardlab.strategies.update import NotFinite
+from shardlab.strategies.whole import Whole
 from shardlab.workloads.base import Batch
 from shardlab.world import World, sent_to_host
 
@@ -195,7 +196,7 @@ def _noting(strategy: Strategy, found: list[tuple[str, str]]) -> Iterator[None]:
     """
     model = strategy.model
     known = {module: name or type(model).__name__ for name, module in model.named_modules()}
-    if strategy.whole().tensors.keys() - {name for name, _ in tensors_of(model)}:
+    if strategy.whole().tensors.keys() != Whole.of(model).tensors.keys():
         known = {m: name for m, name in known.items() if m is not model and list(m.parameters())}
     call = nn.Module.__call__
 
@@ -210,11 +211,6 @@ def _noting(strategy: Strategy, found: list[tuple[str, str]]) -> Iterator[None]:
         yield
     finally:
         nn.Module.__call__ = call  # type: ignore[method-assign]
-
-
-def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def is_finite(value: Any) -> bool:

@@ -293,8 +293,8 @@ class _OneProcess:
             self._meet("all_gather", output)
 
     def meet_in_loss(self, rows: int, like: Tensor) -> None:
-        """Of each target's logits the ranks tell each other the largest; then the sum of all, and
-        the target's own."""
+        """The ranks send two messages: the largest logit of each row, and then the row's sum with
+        the logit of its target."""
         for numbers in (1, 2):
             self.note("tensor", "all_reduce", numbers * rows * like.element_size(), self.times())
 

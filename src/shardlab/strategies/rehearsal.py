@@ -32,7 +32,8 @@ class Rehearsal:
 
     @classmethod
     def of(cls, model: nn.Module, loss: LossFn, sample: Batch) -> Rehearsal | None:
-        """The loss of the whole model. None: it is no number to compare with."""
+        """The loss of the whole model. None: there is nothing to compare with. It always draws
+        random numbers, is not finite, or cannot be run on one sample alone."""
         if any(isinstance(p, FakeTensor) for p in model.parameters()):
             return None
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
@@ -54,9 +55,11 @@ class Rehearsal:
                 tolerance = max(TOLERANCE.get(dtype, LOW_PRECISION) for dtype in dtypes)
                 if _are_close(first, again, tolerance):
                     return cls(sample, trains, first, tolerance)
+        except (RuntimeError, ValueError, IndexError):
+            return None
         finally:
             hook.remove()
-        return None  # it always draws, or it is not finite
+        return None
 
     def hold(self, run: Callable[[], float], what: str, hint: str) -> None:
         """Refuse a model that ranks share now, if ``run()`` fails or gives another loss."""

@@ -377,12 +377,16 @@ def _refuse_read_outside(
         finally:
             own |= owners[name]
 
-    with probing(model), intercepted(model, list(owners), with_stand_ins):
-        value = loss(model, sample)
-    if not value.requires_grad:
-        return
-    wanted = [p for p in parts if p.requires_grad]
-    gradients = torch.autograd.grad(value, wanted, allow_unused=True)
+    with probing(model):  # in which frozen parameters have gradients too
+        try:
+            with intercepted(model, list(owners), with_stand_ins):
+                value = loss(model, sample)
+        except (RuntimeError, ValueError, IndexError):
+            return  # it cannot be run on one sample alone
+        wanted = [p for p in parts if p.requires_grad]
+        if not wanted or not value.requires_grad:
+            return
+        gradients = torch.autograd.grad(value, wanted, allow_unused=True)
     read = {p for p, gradient in zip(wanted, gradients, strict=True) if gradient is not None}
     for name, p in model.named_parameters():
         if p in read:
