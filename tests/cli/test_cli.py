@@ -71,6 +71,10 @@ def test_no_command_is_the_help(tmp_path: Path) -> None:
         (["--out", "full"], "the output folder full exists and is not empty"),
         (["--set", "strategy.options.buckets=3"], "unknown option of strategy simple_ddp"),
         (["--strategy", "zero1:tensor=3", "--world", "4"], "4 ranks cannot be tensor 3"),
+        (
+            ["--strategy", "zero1:tensor=2", "--tensor", "4"],
+            "--strategy says tensor=2, and --tensor 4",
+        ),
         (["--size", "tinny"], "unknown gpt2 size 'tinny'; did you mean 'tiny'?"),
         (["--data", "words.bin"], "words.bin is not a token shard"),
         # Flags of other people's scripts: those that mean one of ours, and one that does not.

@@ -240,7 +240,11 @@ def asked_in(values: Mapping[str, Any], names: Iterable[str]) -> Asked:
         from shardlab.specs import parse_spec
 
         given["strategy.name"], options = parse_spec(given["strategy.name"])
-        given |= {f"strategy.options.{key}": value for key, value in options.items()}
+        for key, value in options.items():
+            before = given.setdefault(f"strategy.options.{key}", value)
+            if before not in (None, value):
+                raise UsageError(f"--strategy says {key}={value}, and --{key} {before}")
+            given[f"strategy.options.{key}"] = value
     return Asked(
         file=values["config"],
         settings=values["settings"] or [],
