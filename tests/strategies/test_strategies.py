@@ -46,7 +46,7 @@ def test_a_five_minute_read(name: str) -> None:
     """A short file, and the schedule in the docstring."""
     make = naming.resolve(name, STRATEGIES, "strategy")
     path = Path(inspect.getfile(make))
-    limit = 350 if name == "zero3" else 220  # it meets every way in which a model may read a weight
+    limit = 350 if name == "zero3" else 230  # it meets every way in which a model may read a weight
     assert len(path.read_text().splitlines()) < limit
     assert "Schedule" in (make.__doc__ or "")
     assert issubclass(make, Strategy)

@@ -99,6 +99,7 @@ class Cell:
     sent: dict[str, Any] | None = None  # by each rank in a step
     changes: str | None = None  # how its steps differ from one process's, if they do
     every: int | None = None  # steps of a round, if its ranks are workers with steps of their own
+    chosen: dict[str, float] = field(default_factory=dict)  # options that it has set by itself
     status: str = "ok"
     reason: str | None = None
 

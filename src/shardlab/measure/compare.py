@@ -188,7 +188,7 @@ def _time(ranks: RankSet, warmup: int, cell: Cell) -> None:
     cell.losses = cell.losses or result["losses"]
     cell.changes = result["changes"]
     cell.samples, cell.tokens_per_sample = result["samples"], result["tokens_per_sample"]
-    cell.every = result["every"]
+    cell.every, cell.chosen = result["every"], result["chosen"]
 
 
 def _weigh(ranks: RankSet, cell: Cell) -> None:
@@ -328,6 +328,7 @@ def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
         "profile": cell.profile,
         "sent": cell.sent,
         "every": cell.every,
+        "chosen": cell.chosen,
         "traces": cell.traces,
     }
     if cell.status != "ok" or not cell.times_ms:
@@ -433,6 +434,7 @@ def time_cell(world: World, config: Config) -> dict[str, Any]:
         "slowest_ms": slowest,
         "skew_ms": skews,
         "every": every,
+        "chosen": strategy.chosen(),
         "changes": prove.changes(config.strategy.options, strategy),
         "losses": [row["loss"] for row in recorder.rows][:asked],
         "samples": config.training.global_batch,

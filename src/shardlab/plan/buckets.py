@@ -1,5 +1,8 @@
 """The bucket size with the shortest predicted step, for ``bucket_mb=auto``.
 
+``bucket_ddp_async`` finds its own in its first step (strategies/bucket_size.py); the others lay out
+their buckets before it.
+
 Large buckets are few messages, but the last of them is sent when nothing is left to hide it.
 """
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from shardlab.plan.predict import Prediction, WhatIf
 
 AUTO = "auto"
+MEASURES = "bucket_ddp_async"
 SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)  # MB; 25 is DDP's own
 
 
@@ -62,7 +66,7 @@ def settled(configs: Sequence[Config]) -> list[Config]:
 
 
 def _is_auto(config: Config) -> bool:
-    if config.strategy.options.get("bucket_mb") != AUTO:
+    if config.strategy.options.get("bucket_mb") != AUTO or config.strategy.name == MEASURES:
         return False
     if not has_buckets(config.strategy.name):
         raise UsageError(f"{config.strategy.name} has no buckets whose size could be chosen")

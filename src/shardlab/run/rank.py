@@ -130,8 +130,16 @@ def _train_rank(
             if audit is not None:
                 audit.note(feed.read, feed.targets)
 
+        def keep_choice(step: int, _loss: Tensor) -> None:
+            chosen = strategy.chosen() if step == start.step and world.rank == 0 else {}
+            if chosen:
+                write_json(folder / "chosen.json", chosen)
+                said = ", ".join(f"{name}={value:.4g}" for name, value in chosen.items())
+                world.tell({"note": f"{config.strategy.name} chose {said}"})
+
         between: list[Act] = [
             keep_count,
+            keep_choice,
             finite.after_step,
             lambda step, _loss: guards.after_step(step, strategy),
             evaluating,
@@ -167,6 +175,7 @@ def _train_rank(
     return {
         "folder": str(folder),
         "data": workload.data,
+        "chosen": strategy.chosen(),
         **summary(rows_of_ranks, workload),
         "seconds": recorder.seconds,
         "first_step": start.step,

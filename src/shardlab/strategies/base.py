@@ -198,6 +198,11 @@ class Strategy(ABC):
         self.update([p.grad for p in self.params.values() if p.grad is not None])
         steps.drop_gradients(self.params)
 
+    def chosen(self) -> dict[str, float]:
+        """Options that it has set by itself so far, by name, where the value asked for was
+        ``auto``. The run folder has them."""
+        return {}
+
     def settle(self) -> None:  # noqa: B027
         """Wait for every collective that is under way, and free what is kept for a step only.
 

@@ -12,6 +12,7 @@ from shardlab import comm
 from shardlab.errors import UsageError
 from shardlab.optim import factory
 from shardlab.strategies import base, overlap, refusals, steps
+from shardlab.strategies.bucket_size import AUTO, BucketSize
 from shardlab.strategies.compress import Compressing, Waitable
 from shardlab.strategies.flat import Layout
 from shardlab.strategies.groups import inside_and_between
@@ -27,6 +28,7 @@ class BucketDDPAsync(Compressing):
         at construction     broadcast parameters and buffers from rank 0
         first step          learn the order in which gradients come; broadcast rank 0's order;
                             lay out the buckets; all_reduce them          Ψ, after backward
+                            (large models measure the link before: ``bucket_size.py``)
         before forward      broadcast buffers from rank 0 (if the model has any)
                             all_reduce the number of targets              8 bytes
         all but the last    forward, backward                             nothing
@@ -59,17 +61,17 @@ class BucketDDPAsync(Compressing):
         self,
         setup: base.Setup,
         *,
-        bucket_mb: float | None = None,
+        bucket_mb: float | str = AUTO,
         first_bucket_mb: float = 1.0,
         compress: str = "none",
         powersgd_rank: int | None = None,
         hierarchical: bool = False,
         ranks_per_node: int | None = None,
     ) -> None:
-        """``ranks_per_node``: of what is taken for a node; None asks the launcher."""
+        """``bucket_mb``: ``auto`` takes what suits the link, or half of all gradients (at most 25
+        MB) where the model is small, or buckets are compressed or hierarchical.
+        ``ranks_per_node``: of what is taken for a node; None asks the launcher."""
         super().__init__(setup, compress=compress, powersgd_rank=powersgd_rank)
-        self.bucket_mb = bucket_mb, first_bucket_mb
-        buckets_of({}, (), *self.bucket_mb)  # refuse a wrong size now, not after the first step
         size = (ranks_per_node or setup.ranks_per_node) if hierarchical else None
         if size is not None and (compress != "none" or not 1 < size < setup.mesh.size()):
             raise UsageError(
@@ -78,6 +80,9 @@ class BucketDDPAsync(Compressing):
             )
         where = setup.mesh, size, "bucket_ddp_async", "ranks_per_node"
         self.node, self.between = inside_and_between(*where)
+        measures = self.compressor is None and self.between is None
+        sizes = bucket_mb, first_bucket_mb
+        self.size = BucketSize(*sizes, self.group, setup.ranks_per_node, measures)
         self.arrivals: dict[str, None] = {}  # whose gradient came in this step, in that order
         self.times: dict[str, int] = {}  # how often, in the last micro-batch
         self.is_last = False  # micro-batch of the step
@@ -98,6 +103,7 @@ class BucketDDPAsync(Compressing):
         if self.is_last:
             self.times[name] = self.times.get(name, 0) + 1
         if not self.buckets:
+            self.size.arrived(name, self.device)
             return
         if is_first:  # in this step: over what the bucket held, so nothing has to be zeroed
             parameter.grad = self.views[name].copy_(parameter.grad)
@@ -182,6 +188,16 @@ class BucketDDPAsync(Compressing):
             for name in names:
                 self.params[name].grad = None
 
+    def chosen(self) -> dict[str, float]:
+        return self.size.chosen
+
+    def own_state(self) -> dict[str, Tensor]:
+        """With the size of the buckets: sums of three and more ranks depend on it."""
+        return super().own_state() | self.size.state()
+
+    def load_own_state(self, state: dict[str, Tensor]) -> None:
+        super().load_own_state(self.size.load(state))
+
     def full_grads(self) -> dict[str, Tensor | None]:
         self.settle()
         return super().full_grads()
@@ -194,7 +210,7 @@ class BucketDDPAsync(Compressing):
         order = torch.tensor([names.index(name) for name in seen], device=self.device)
         comm.broadcast(order, self.group, label="order of gradients")
         ordered = [names[i] for i in order.tolist()]
-        for params in buckets_of(self.params, ordered, *self.bucket_mb):
+        for params in buckets_of(self.params, ordered, *self.size.agreed(self.params, ordered)):
             layout = Layout.of(params, ranks=1 if self.between is None else self.node.size())
             first = next(iter(params.values()))
             flat = torch.zeros(layout.padded, dtype=first.dtype, device=first.device)

@@ -1,8 +1,8 @@
-"""Parameters end to end in one flat buffer that n ranks share evenly."""
+"""Parameters end to end in flat buffers that n ranks share evenly."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm import Group
+from shardlab.strategies.overlap import buckets_of
 
 
 class Piece(NamedTuple):
@@ -156,3 +157,24 @@ class Unit:
         for name, view in self.split(self.full).items():
             self.params[name].data = view
         self.shard = self.layout.of_rank(self.full, self.rank)
+
+
+def bucket_units(
+    params: Mapping[str, nn.Parameter], group: Group, whole: Collection[str], *sizes: Any
+) -> list[Unit]:
+    """Buckets of parameters, moved into flat buffers, in the reverse of the parameters' order,
+    which is about that in which gradients come. ``sizes``: the last arguments of ``buckets_of``.
+
+    The parameters in ``whole``, which the optimizer needs uncut (Muon's matrices), have buckets of
+    their own, in which each lies in one rank's shard.
+    """
+    order, loads = list(params)[::-1], [0] * group.size()
+    cut = buckets_of(params, [name for name in order if name not in whole], *sizes)
+    uncut = buckets_of(params, [name for name in order if name in whole], *sizes)
+    dealt = [Layout.dealt(bucket, deal(bucket, loads), group.size()) for bucket in uncut]
+    both = [*((bucket, None) for bucket in cut), *zip(uncut, dealt, strict=True)]
+    both.sort(key=lambda pair: order.index(list(pair[0])[-1]))
+    units = [Unit(f"bucket {i}", bucket, group, at) for i, (bucket, at) in enumerate(both)]
+    for unit in units:
+        unit.move_in()
+    return units

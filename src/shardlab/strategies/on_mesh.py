@@ -318,6 +318,9 @@ class OnMesh(base.Strategy):
     def saved(self) -> Slots:
         return self._all_in_whole(self.inner.saved())
 
+    def chosen(self) -> dict[str, float]:
+        return self.inner.chosen()
+
     def shared_state(self) -> dict[str, Tensor]:
         return self.inner.shared_state()
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +10,16 @@ from torch import Tensor, nn
 from shardlab import comm
 from shardlab.errors import UsageError
 from shardlab.phases import BACKWARD, FORWARD, phase
-from shardlab.strategies.flat import Layout, Unit, deal
 from shardlab.strategies.steps import backward
 from shardlab.workloads.base import Batch, LossFn
 
 LARGEST_BUCKET_MB = 25.0  # DDP's size
+
+
+def default_mb(params: Mapping[str, nn.Parameter], parts: int = 2) -> float:
+    """An equal part of all gradients in MB, up to DDP's size."""
+    total = sum(p.numel() * p.element_size() for p in params.values())
+    return min(LARGEST_BUCKET_MB, total / parts / 2**20)
 
 
 def buckets_of(
@@ -32,8 +36,7 @@ def buckets_of(
     first is smaller: it is full sooner, so communication starts sooner. Dtypes do not mix.
     """
     if bucket_mb is None:
-        total = sum(p.numel() * p.element_size() for p in params.values())
-        bucket_mb = min(LARGEST_BUCKET_MB, total / parts / 2**20)
+        bucket_mb = default_mb(params, parts)
     elif not bucket_mb > 0:
         raise UsageError(f"bucket_mb must be above 0, got {bucket_mb}")
     if not first_bucket_mb > 0:
@@ -51,27 +54,6 @@ def buckets_of(
         buckets[-1][name] = p
         held += p.numel() * p.element_size()
     return buckets
-
-
-def bucket_units(
-    params: Mapping[str, nn.Parameter], group: comm.Group, whole: Collection[str], *sizes: Any
-) -> list[Unit]:
-    """Buckets of parameters, moved into flat buffers, in the reverse of the parameters' order,
-    which is about that in which gradients come. ``sizes``: the last arguments of ``buckets_of``.
-
-    The parameters in ``whole``, which the optimizer needs uncut (Muon's matrices), have buckets of
-    their own, in which each lies in one rank's shard.
-    """
-    order, loads = list(params)[::-1], [0] * group.size()
-    cut = buckets_of(params, [name for name in order if name not in whole], *sizes)
-    uncut = buckets_of(params, [name for name in order if name in whole], *sizes)
-    dealt = [Layout.dealt(bucket, deal(bucket, loads), group.size()) for bucket in uncut]
-    both = [*((bucket, None) for bucket in cut), *zip(uncut, dealt, strict=True)]
-    both.sort(key=lambda pair: order.index(list(pair[0])[-1]))
-    units = [Unit(f"bucket {i}", bucket, group, at) for i, (bucket, at) in enumerate(both)]
-    for unit in units:
-        unit.move_in()
-    return units
 
 
 class InOrder:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from shardlab import comm
 from shardlab.optim import factory
 from shardlab.strategies import base, overlap, refusals, steps
-from shardlab.strategies.flat import Unit
-from shardlab.strategies.overlap import InOrder, bucket_units
+from shardlab.strategies.flat import Unit, bucket_units
+from shardlab.strategies.overlap import InOrder
 from shardlab.strategies.sharded import Sharded
 from shardlab.workloads.base import Batch
 
