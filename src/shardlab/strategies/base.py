@@ -199,8 +199,7 @@ class Strategy(ABC):
         steps.drop_gradients(self.params)
 
     def chosen(self) -> dict[str, float]:
-        """Options that it has set by itself so far, by name, where the value asked for was
-        ``auto``. The run folder has them."""
+        """Options that it has set by itself so far, by name. The run folder has them."""
         return {}
 
     def settle(self) -> None:  # noqa: B027
@@ -226,8 +225,7 @@ class Strategy(ABC):
     # ------------------------------------------------------------ what it holds
 
     def in_step(self) -> bool:
-        """Whether ranks that hold the same parameter must hold the same values of it now. Override
-        it where they are workers."""
+        """Whether all ranks must hold the same values now. Override it where they are workers."""
         return True
 
     def whole(self) -> Whole:
