@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlab.strategies import layout
+from shardlab.strategies.flat import new_flat
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=3)
 
@@ -56,3 +60,26 @@ def test_neighbouring_runs_are_one() -> None:
     assert layout.rows([4, 3], [range(1, 2), range(2, 4)]).runs == ((3, 9),)
     assert layout.rows([2, 4], [range(2)], dim=1).runs == ((0, 2), (4, 2))
     assert layout.whole(torch.zeros(())).runs == ((0, 1),)
+
+
+def flags_of(address: int) -> list[str]:
+    """What Linux notes of the mapping that an address lies in."""
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif is_inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    return []
+
+
+def test_flat_buffers_ask_for_large_pages() -> None:
+    if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
+        pytest.skip("this system has no large pages")
+    size = 40 * 2**20  # beyond malloc's heap: a mapping of its own
+    plain = torch.empty(size, dtype=torch.uint8)
+    assert "hg" not in flags_of(plain.data_ptr() + size // 2)
+    flat = new_flat(size // 4, torch.float32, torch.device("cpu"))
+    assert "hg" in flags_of(flat.data_ptr() + size // 2)
+    small = new_flat(7, torch.float64, torch.device("cpu"))
+    assert (small.shape, small.dtype) == ((7,), torch.float64)

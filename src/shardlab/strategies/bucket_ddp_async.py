@@ -14,7 +14,7 @@ from shardlab.optim import factory
 from shardlab.strategies import base, overlap, refusals, steps
 from shardlab.strategies.bucket_size import AUTO, BucketSize
 from shardlab.strategies.compress import Compressing, Waitable
-from shardlab.strategies.flat import Layout
+from shardlab.strategies.flat import Layout, new_flat
 from shardlab.strategies.groups import inside_and_between
 from shardlab.strategies.overlap import InOrder, buckets_of
 from shardlab.workloads.base import Batch
@@ -213,7 +213,7 @@ class BucketDDPAsync(Compressing):
         for params in buckets_of(self.params, ordered, *self.size.agreed(self.params, ordered)):
             layout = Layout.of(params, ranks=1 if self.between is None else self.node.size())
             first = next(iter(params.values()))
-            flat = torch.zeros(layout.padded, dtype=first.dtype, device=first.device)
+            flat = new_flat(layout.padded, first.dtype, first.device).zero_()
             for name, p in params.items():
                 view = layout.view(flat, name)
                 if p.grad is not None:

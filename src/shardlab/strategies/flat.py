@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,6 +13,23 @@ from torch import Tensor, nn
 
 from shardlab.comm import Group
 from shardlab.strategies.overlap import buckets_of
+
+HUGE = 2 * 2**20  # bytes of Linux's large pages
+MADV_HUGEPAGE = 14  # of <sys/mman.h>
+
+
+def new_flat(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A buffer whose content is not set yet: (elements,). In the host's memory it asks Linux for
+    large pages: with 4 KiB pages a pass over 40 MB has ten thousand addresses to look up, and takes
+    up to twice as long. Many small tensors could not have them."""
+    flat = torch.empty(elements, dtype=dtype, device=device)
+    is_real = type(flat) is Tensor and flat.device.type == "cpu"  # a simulation's has no address
+    if is_real and flat.nbytes >= 2 * HUGE and sys.platform == "linux":
+        begin = -(-flat.data_ptr() // HUGE) * HUGE
+        size = (flat.data_ptr() + flat.nbytes) // HUGE * HUGE - begin
+        # It may say no; then pages are small.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), MADV_HUGEPAGE)
+    return flat
 
 
 class Piece(NamedTuple):
@@ -140,7 +159,7 @@ class Unit:
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The given tensors, end to end: (padded,)."""
-        flat = torch.zeros(self.layout.padded, **self.like)
+        flat = new_flat(self.layout.padded, **self.like).zero_()
         for name, tensor in tensors.items():
             self.layout.view(flat, name).copy_(tensor)
         return flat

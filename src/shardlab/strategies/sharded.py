@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardlab import comm
 from shardlab.optim import factory
 from shardlab.strategies import base, refusals, steps
-from shardlab.strategies.flat import Piece, Unit
+from shardlab.strategies.flat import Piece, Unit, new_flat
 from shardlab.strategies.sharded_state import ShardedState
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}  # that gradients (ZeRO-3: parameters) travel in
@@ -119,7 +119,7 @@ class Sharded(ShardedState):
         """
         if unit.full_grad is None:
             dtype = self.comm_dtype or unit.like["dtype"]
-            unit.full_grad = torch.empty(unit.layout.padded, dtype=dtype, device=self.device)
+            unit.full_grad = new_flat(unit.layout.padded, dtype, self.device)
             unit.missing = set(unit.params)
         return unit.full_grad
 
