@@ -120,11 +120,12 @@ def judging(*looks: Look, only_first: bool = False) -> Callable[[Evidence], list
 
 
 def each_step(look: Callable[[Rows, int], Finding | None]) -> Look:
-    """Looks at the ranks' rows of one step after the other, up to the first finding."""
+    """Looks at the ranks' rows of one step after the other, up to the first finding. It finds
+    nothing in a case that has no steps."""
 
     @functools.wraps(look)
     def steps(ranks: Rows) -> Finding | None:
-        every = enumerate(zip(*(rank["steps"] for rank in ranks), strict=True))
+        every = enumerate(zip(*(rank.get("steps", ()) for rank in ranks), strict=True))
         return next(filter(None, (look(rows, step) for step, rows in every)), None)
 
     return steps

@@ -148,7 +148,7 @@ def weights_averaged(rows: Rows, _step: int) -> Finding | None:
 
 def all_calls(ranks: Rows) -> list[list[Row]]:
     """The calls of all steps, by rank."""
-    return [[call for row in rank["steps"] for call in row["calls"]] for rank in ranks]
+    return [[call for row in rank.get("steps", ()) for call in row["calls"]] for rank in ranks]
 
 
 def wire_bytes(calls: Rows, world: int) -> float:

@@ -176,6 +176,16 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
+def parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those that train."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def clipped(gradient: Tensor, norm: float) -> Tensor:
+    """A gradient, (elements,), scaled as ``clip_grad_norm_`` does."""
+    return gradient * min(1.0, norm / (float(gradient.double().norm()) + 1e-6))
+
+
 # ------------------------------------------------------------------ one process
 
 
@@ -209,7 +219,7 @@ class OneProcess:
 
     def __init__(self, model: nn.Module, kind: str = "sgd", max_norm: float | None = None) -> None:
         self.model = copy.deepcopy(model)
-        self.optimizer = Factory(kind)(p for p in self.model.parameters() if p.requires_grad)
+        self.optimizer = Factory(kind)(parameters(self.model))
         self.max_norm = max_norm
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ STEPS = 3
 
 def run(at: Stage) -> dict[str, Any]:
     def make(model: nn.Module, factory: toys.Factory) -> Any:
-        trained = (p for p in model.parameters() if p.requires_grad)
-        return at.submission.Zero1(trained, factory, at.options.get("max_norm"))
+        params = iter(toys.parameters(model))  # as model.parameters() is: it can be read once
+        return at.submission.Zero1(params, factory, at.options.get("max_norm"))
 
     return toys.train_sharded(at, "odd", STEPS, make, drops=False)
 
