@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar, cast, get_type_hints
 
 import yaml
 
-from shardlab import naming
+from shardlab import naming, runfolder
 from shardlab.axes import axes_of
 from shardlab.errors import UsageError, unknown
 from shardlab.faults import spec as injected
@@ -84,7 +84,7 @@ def _refuse(reasons: Mapping[str, bool]) -> None:
 
 
 class Section:
-    """A part of the config. What its fields may be stands beside them, and is checked here."""
+    """A part of the config. Each field says which values it may have; they are checked here."""
 
     def __post_init__(self) -> None:
         section = type(self).__name__.removesuffix("Config").lower()
@@ -167,11 +167,10 @@ class TrainingConfig(Section):
     global_batch: int = limited(8, COUNT)  # samples per step, over all ranks and micro-batches
     accumulate: int = limited(1, COUNT)  # micro-batches per rank and step
     # Samples of a rank in a micro-batch; accumulate follows from it and global_batch, or, where
-    # that is not given, global_batch from it and the number of ranks. (uneven: at most so many)
+    # that is not given, global_batch from it and the number of ranks. (uneven: at most this many)
     micro_batch: int | None = limited(None, AT_LEAST_1)
-    batch_split: str = one_of(
-        "exact", "uneven"
-    )  # uneven: ranks differ by one; the loss stays exact
+    # uneven: the ranks' shares differ by one sample; the loss stays exact
+    batch_split: str = one_of("exact", "uneven")
     optimizer: str = "adamw"  # a class of torch.optim, or your own: file.py:Class, module:Class
     learning_rate: float = limited(1e-3, AT_LEAST_0)
     weight_decay: float = limited(0.0, AT_LEAST_0)
@@ -262,7 +261,7 @@ class StrategyConfig(Section):
 
     @property
     def label(self) -> str:
-        """As it is shown: the name, and what sets it apart from others of that name."""
+        """The name as it is shown, with what sets it apart from others of that name."""
         options = ", ".join(f"{key}={value}" for key, value in self.options.items())
         return f"{self.name} ({options})" if options else self.name
 
@@ -442,6 +441,11 @@ class Config:
                 not is_resumed and not is_new,
         })  # fmt: skip
 
+    def new_folder(self, name: str) -> Path:
+        """An empty folder for a command's files: ``output.dir``, or a new one under its root."""
+        chosen = Path(self.output.dir) if self.output.dir else None
+        return runfolder.new_folder(Path(self.output.root), name, chosen)
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -522,7 +526,7 @@ MOST_VALUES = 10_000  # in a config; a few lines of YAML can stand for billions
 
 
 def parse_yaml(text: str) -> Any:
-    """What a YAML text says; ValueError, with the line and the problem, if it is none."""
+    """The value of a YAML text; ValueError, with the line and the problem, if it is not YAML."""
     try:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -648,20 +652,27 @@ def _over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
 
 def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """``values`` with each ``section.key`` (or ``section.options.key``) set."""
-    result = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+    result = dict(values)
     training, launch = result.get("training"), result.get("launch")
-    if isinstance(training, dict):
+    if isinstance(training, Mapping):
         prefix = "training."
         above = {k.removeprefix(prefix): v for k, v in overrides.items() if k.startswith(prefix)}
         result["training"] = training = _over(training, above)
-        was = launch.get("world") if isinstance(launch, dict) else None
+        was = launch.get("world") if isinstance(launch, Mapping) else None
         is_other = was is not None and overrides.get("launch.world", was) != was
         if is_other and training.get("micro_batch") is not None and "accumulate" not in above:
             training.pop("accumulate", None)  # it followed from the number of ranks
-    for dotted, value in overrides.items():
-        *parents, key = dotted.split(".")
-        if not parents and key != "faults":
+    for dotted in overrides:
+        if "." not in dotted and dotted != "faults":
             raise UsageError(f"'{dotted}' is not section.key, as in training.steps")
+    return with_settings(result, overrides)
+
+
+def with_settings(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested ``values`` in which each dotted key is set."""
+    result = dict(values)
+    for dotted, value in settings.items():
+        *parents, key = dotted.split(".")
         node = result
         for parent in parents:
             child = node.get(parent)
