@@ -25,7 +25,7 @@ from shardlab.errors import UsageError
 from shardlab.files import read_jsonl
 from shardlab.runlock import RunLock, table_in
 
-# Of each command, the file by which its folder is known, and what else it writes.
+# What each command writes into its folder; the first file shows whose folder it is.
 OF_A_RANK = ("rank*.jsonl", "ledger.rank*.jsonl", "traces")
 WRITTEN = {
     "train": (
