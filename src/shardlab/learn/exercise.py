@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from shardlab.errors import UsageError, unknown
+from shardlab.files import write_json
 from shardlab.learn import ORDER
 
 if TYPE_CHECKING:
@@ -191,14 +192,12 @@ def progress(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def keep(folder: Path, name: str, **changes: Any) -> None:
-    """Write what changed for one exercise, to a partial file first: a half one is never left."""
+    """Write what changed for one exercise."""
     rows = progress(folder)
     rows[name] = rows[name] | changes
-    partial = folder / f"{PROGRESS}.partial"
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"schema": 1, "exercises": rows}, indent=2) + "\n")
-        partial.replace(folder / PROGRESS)
+        write_json(folder / PROGRESS, {"exercises": rows})
 
 
 @contextmanager

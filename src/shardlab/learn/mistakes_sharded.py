@@ -193,7 +193,7 @@ def held(ranks: Rows) -> Finding | None:
 
 
 def _sent(rows: Rows, step: int, psis: int, formula: str) -> Finding | None:
-    """By each rank in a step; padding and a norm are allowed."""
+    """What each rank sent in a step; padding and a norm are allowed."""
     n, sizes = len(rows), [len(flat(want)) for want in rows[0]["want"].values()]
     psi = sum(sizes) * ITEM
     should = psis * psi * (n - 1) / n

@@ -48,12 +48,12 @@ class Rank:
     buffer: bytes = b""
 
     def begin(self) -> None:
-        """A case."""
+        """Begin a case."""
         self.phase, self.changed = "running", time.monotonic()
         self.calls, self.inside, self.evidence = [], None, {}
 
     def read_report(self) -> None:
-        """All that is there by now."""
+        """Read all that the rank has reported by now."""
         parts = [self.buffer]
         try:
             while data := os.read(self.report, CHUNK):

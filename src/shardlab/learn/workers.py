@@ -52,7 +52,7 @@ class Play:
 
 
 def samples_of(at: Stage, step: int) -> list[int]:
-    """Of each rank. Ragged ones differ from rank to rank and from step to step."""
+    """How many samples each rank has. Ragged ones differ between ranks and between steps."""
     if not at.options.get("ragged"):
         return [4] * at.world
     return [1 + (3 * rank + 2 * step + rank * step) % 5 for rank in range(at.world)]

@@ -90,7 +90,7 @@ def vector(tensors: Iterable[Tensor]) -> Tensor:
 
 
 class OneProcess:
-    """With every rank's samples: SGD with momentum on flat vectors."""
+    """One process with every rank's samples: SGD with momentum on flat vectors."""
 
     def __init__(self, options: Mapping[str, Any], model: Toy) -> None:
         self.options = options

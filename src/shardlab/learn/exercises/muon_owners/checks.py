@@ -55,7 +55,7 @@ class Orthogonal(torch.optim.Optimizer):
 
 
 class Maker:
-    """What the learner calls ``make_muon``. It notes of which matrices a rank gets the state."""
+    """What the learner calls ``make_muon``. It notes which matrices a rank keeps the state of."""
 
     def __init__(self, model: nn.Module) -> None:
         self.starts = toys.trained(model)

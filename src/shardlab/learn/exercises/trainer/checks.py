@@ -173,14 +173,14 @@ def _as_launched(at: Stage) -> None:
         TORCHELASTIC_USE_AGENT_STORE="True",  # else rank 0 would try to open that port
     )
     dist.destroy_process_group()
-    torch.manual_seed(1000 + at.rank)  # whoever does not seed gets another model
+    torch.manual_seed(1000 + at.rank)  # a trainer that does not seed gets another model
 
 
 # ------------------------------------------------------------------ one process
 
 
 def _parts(at: Stage) -> Iterator[list[list[Tensor]]]:
-    """For each step, by rank, the micro-batches."""
+    """The micro-batches of each step, by rank."""
     options = at.options
     for epoch in range(options["epochs"]):
         generator = torch.Generator().manual_seed(RUN_SEED + epoch)
@@ -394,7 +394,7 @@ def sent(ranks: Rows) -> Finding | None:
 
 
 def logged(ranks: Rows) -> Finding | None:
-    """By rank 0, each step, the loss of all ranks."""
+    """Rank 0 must log, in each step, the loss of all ranks."""
     right = ranks[0]["right"]
     for rank, row in enumerate(ranks[1:], start=1):
         if row["logs"]:
