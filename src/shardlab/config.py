@@ -467,42 +467,26 @@ def share_batch(training: TrainingConfig, world: int) -> TrainingConfig:
     """The same, with what follows from ``micro_batch``. A batch that ``world`` ranks cannot share
     as asked is refused."""
     micro, given = training.micro_batch, training.accumulate
-    if micro is None:
-        check_batch(training, world)
-        return training
-    part = world * micro  # of a global batch: one micro-batch of each rank
+    part = world * (given if micro is None else micro)  # the batch must be a multiple of this
     batch = training.global_batch or part * (given or 1)
-    needed = -(-batch // part)
     if batch % part and training.batch_split == "exact":
-        near = batch // part * part
-        raise UsageError(
-            f"training.global_batch {batch} is no multiple of {world} ranks x training.micro_batch "
-            f"{micro}; use {f'{near} or ' if near else ''}{near + part}, or training.batch_split: "
-            "uneven"
-        )
+        lower = batch // part * part
+        what = f"training.global_batch {batch} is no multiple of {world} ranks x "
+        what += f"training.micro_batch {micro}"
+        if micro is None:
+            what = f"a global batch of {batch} cannot be divided evenly over {world} ranks x "
+            what += f"{given} micro-batches"
+        near = f"{lower} or {lower + part}" if lower else str(part)
+        raise UsageError(f"{what}; use {near}, or training.batch_split: uneven")
+    if micro is None:
+        return training
+    needed = -(-batch // part)
     if given not in (0, needed):
         raise UsageError(
             f"training.global_batch {batch} is not {world} ranks x training.micro_batch {micro} x "
             f"training.accumulate {given}; leave out training.accumulate: it would be {needed}"
         )
     return dataclasses.replace(training, global_batch=batch, accumulate=needed)
-
-
-def check_batch(training: TrainingConfig, world: int) -> None:
-    """Refuse a global batch that ``world`` ranks cannot share as asked."""
-    if training.micro_batch is not None:
-        share_batch(dataclasses.replace(training, accumulate=0), world)
-        return
-    parts = world * training.accumulate
-    batch = training.global_batch
-    if training.batch_split == "uneven" or batch % parts == 0:
-        return
-    lower, upper = batch // parts * parts, (batch // parts + 1) * parts
-    near = f"{lower} or {upper}" if lower else str(upper)
-    raise UsageError(
-        f"a global batch of {batch} cannot be divided evenly over {world} ranks x "
-        f"{training.accumulate} micro-batches; use {near}, or training.batch_split: uneven"
-    )
 
 
 # ------------------------------------------------------------------ from YAML and flags

@@ -58,7 +58,7 @@ def import_(source: Path, target: Path, form: str) -> int:
             key: getattr(shape, key) for key in ("layers", "heads", "dim", "context", "vocab")
         }
         config = {"model": {"workload": "gpt2", "size": None, "options": options}}
-        # By the names of the parameters: a tied one once.
+        # Under the names of the parameters, so that a tied tensor comes once.
         state: Mapping[str, Tensor] = {n: p.detach() for n, p in model.named_parameters()}
     else:
         if source.is_dir():

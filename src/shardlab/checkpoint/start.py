@@ -139,8 +139,8 @@ def choose(
     "auto" continues the newest run of this config under ``output.root`` that did not finish, or the
     run in ``output.dir``; if there is none, it begins a new run. A run folder is continued in
     place; from a checkpoint a new folder begins. Damaged checkpoints are passed over with a note.
-    ``chosen`` are settings that nobody made, with what the workload took: it may have taken
-    something else when that run began, which ``refuse_unfit`` then says.
+    ``chosen`` are settings that the user left open, with what the workload took for them. If it
+    took something else when that run began, ``refuse_unfit`` says so.
     """
     wanted = config.checkpoint.resume
     if wanted is None:

@@ -40,7 +40,7 @@ class Echo:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        # For debugging, each rank's lines are shown at once and apart.
+        # With --log-level debug, each rank's lines are shown at once and by themselves.
         self._merges = size > 1 and not output.tells("debug")
         self._pipes: dict[connection.Connection, int] = {}  # our end, and whose it is
         self._begun: dict[int, bytes] = {}  # by rank, a line that has not ended

@@ -106,7 +106,7 @@ def _training(folder: Path) -> Run:
     status, env = checkpoints.state_of(folder), table_in(folder / "env.json")
     settings = checkpoints.settings_in(folder / "config.yaml") or {}
     state = str(status.get("state", "unknown"))
-    # On another host, without a lock that is seen from here, it may be at work for all we know.
+    # On another host, and without a lock that is seen from here, it may still be running.
     is_unknown = runlock.is_held(folder) is None and status.get("host") != socket.gethostname()
     if state == "running" and not is_unknown and not checkpoints.is_running(folder):
         state = "gone"  # it ended without a word: the machine was switched off, or it was killed

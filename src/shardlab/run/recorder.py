@@ -165,7 +165,7 @@ class Recorder:
         assert self._row["step"] == number
         events: tuple[Any, ...] = ()
         if self._events:
-            # To read a GPU's number is to wait for all that is queued behind it as well, so it is
+            # Reading a GPU's number would wait for all that is queued behind it as well, so it is
             # sent to the host now and read when it has come.
             loss, arrived = sent_to_host(loss)
             events = (*self._events, arrived)

@@ -80,7 +80,7 @@ class Workload:
     context: ContextSplit | None = None  # how its sequences are cut; None: they cannot be
     notes: tuple[str, ...] = ()  # findings about it, to be printed once
     data: str = ""  # where its samples come from, in words; empty if that is not known
-    # What it decided because nobody did, by the config's key: what data.source "auto" stands for.
+    # What it decided where the config left it open, by key: what data.source "auto" stands for.
     chosen: Mapping[str, Any] = field(default_factory=dict)
 
     def splits_of(self, model: nn.Module) -> Mapping[str, str] | None:

@@ -89,8 +89,8 @@ def take_positions(batch: Batch, positions: Tensor) -> Batch:
     for name in given:
         if name not in CUT:
             raise UsageError(
-                f"context_parallel: nobody says how the input '{name}' is cut along the sequence; "
-                "leave it out, or give the workload a context of its own"
+                f"context_parallel: it is not known how to cut the input '{name}' along the "
+                "sequence; leave it out, or give the workload a context of its own"
             )
     length = length_of(batch)
     at = positions.clamp(max=length - 1)  # behind the end, any token will do
