@@ -105,7 +105,7 @@ class Rank:
         self.phase, self.error = "tampered", {"names": names}
 
     def read_output(self) -> None:
-        """What it prints: kept for the learner to see, up to a limit, and believed by nobody."""
+        """Keep what it prints, up to a limit: it is shown to the learner, and never believed."""
         data = os.read(self.output, CHUNK)
         if not data:
             self.output = -1

@@ -51,7 +51,7 @@ IN_THE_OUTER_STEP = (
     "momentum-damped", "not-nesterov", "no-momentum", "outer-rate-ignored",
     "anchor-is-the-average", "anchor-not-moved",
 )  # fmt: skip
-# By the message that names the mistake. The first that fits is said.
+# Each mistake under the message that names it. The first that fits is reported.
 WRONG = {
     "never-exchanged": Play(keep),
     "no-outer-step": Play(),

@@ -28,7 +28,7 @@ def _copied(_memory: Memory, params: list[Tensor], _shares: list[float]) -> list
     return [params[0]] * len(params)
 
 
-# By the message that names the mistake. The first that fits is said.
+# Each mistake under the message that names it. The first that fits is reported.
 WRONG = {
     "never-averaged": Play(keep),
     "averaged-each-step": Play(each_step=True),

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from shardlab.learn import mistakes_sharded, toys
-from shardlab.learn.exercise import Case, Evidence, Finding, Stage
+from shardlab.learn.exercise import Case, Stage
 
 CASES = (
     Case("SGD", 2, {"kind": "sgd"}),
@@ -26,5 +26,4 @@ def run(at: Stage) -> dict[str, Any]:
     return toys.train_sharded(at, "odd", STEPS, make, drops=False)
 
 
-def judge(evidence: Evidence) -> list[Finding]:
-    return mistakes_sharded.judge(evidence, lambda _k: 3, "3Ψ(n-1)/n")
+judge = mistakes_sharded.judging_sharded(lambda _k: 3, "3Ψ(n-1)/n")
