@@ -108,7 +108,7 @@ def fit(
             style=style,
         )
     if missing:
-        said = Text(f"left out, the terminal is too narrow: {', '.join(missing)}{where}", "dim")
+        said = Text(f"left out, as the terminal is narrow: {', '.join(missing)}{where}", "dim")
         made.caption = Text("\n").join(
             [Text.assemble(made.caption), said] if made.caption else [said]
         )
