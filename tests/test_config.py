@@ -15,7 +15,7 @@ from commands import ROOT
 from shardlab import config as configs
 from shardlab import naming
 from shardlab.cli.flags import ALIASES
-from shardlab.config import Config, check_batch
+from shardlab.config import Config, share_batch
 from shardlab.errors import UsageError
 from shardlab.specs import parse_spec
 
@@ -151,12 +151,12 @@ def test_uneven_is_allowed_when_asked() -> None:
 def test_the_batch_that_is_suggested_is_accepted(batch: int, world: int, micro: int) -> None:
     training = configs.TrainingConfig(global_batch=batch, accumulate=micro)
     try:
-        check_batch(training, world)
+        share_batch(training, world)
     except UsageError as error:
         assert batch % (world * micro)
         suggested = str(error).partition("use ")[2].partition(",")[0].split(" or ")
         for number in suggested:
-            check_batch(configs.TrainingConfig(global_batch=int(number), accumulate=micro), world)
+            share_batch(configs.TrainingConfig(global_batch=int(number), accumulate=micro), world)
     else:
         assert batch % (world * micro) == 0
 

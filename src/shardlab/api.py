@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardlab import config as configs
-from shardlab import runfolder, specs
+from shardlab import specs
 from shardlab.config import CheckpointConfig, Config, LaunchConfig
 from shardlab.errors import UsageError
 from shardlab.files import write_json
 from shardlab.naming import EVERY_STRATEGY, STRATEGIES
-from shardlab.run import joined, launch
+from shardlab.run import launch, meeting
 from shardlab.run import place as places
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def compare(
     cells = cells_of(resolved, _specs(strategies), axes, plan)
     with console.comparison_progress(enabled=progress) as on_progress:
         found = comparison.compare(cells, plan, "shardlab.compare()", on_progress)
-    folder = _folder(resolved, "compare")
+    folder = resolved.new_folder("compare")
     report.write(folder, found)
     lines = *compare_terminal.verdict_lines(found), *terminal.about(found["env"])
     text = (compare_terminal.compare_table(found), *lines)
@@ -170,7 +170,7 @@ def prove(
     cases = proofs.cases_of(resolved, _specs(strategies), worlds)
     with console.comparison_progress(enabled=progress) as on_progress:
         found = proofs.prove(cases, worlds, "shardlab.prove()", on_progress)
-    folder = _folder(resolved, "prove")
+    folder = resolved.new_folder("prove")
     write_json(folder / "prove.json", found)
     text = (report.table(found), *report.reasons(found), report.summary(found))
     passed = bool(found["verdicts"]) and all(v["pass"] for v in found["verdicts"])
@@ -209,7 +209,7 @@ def memory(
         found = estimate.estimate(
             rows, resolved.launch.device, limit, "shardlab.memory()", None, on_progress
         )
-    folder = _folder(resolved, "memory")
+    folder = resolved.new_folder("memory")
     write_json(folder / "memory.json", found)
     text = (report.table(found), *report.sentences(found), *terminal.about(found))
     some_ran = any(row["status"] == "ok" for row in found["rows"])
@@ -267,7 +267,7 @@ def predict(
     )
     with Predictor() as predictor, console.comparison_progress(enabled=progress) as on_progress:
         found = planning.plan(question, predictor, "shardlab.predict()", on_progress)
-    folder = _folder(resolved, "plan")
+    folder = resolved.new_folder("plan")
     report.write(folder, found)
     text = (*report.tables(found, explain=False), *report.sentences(found))
     some_are = any(row["status"] == "ok" for row in found["rows"])
@@ -298,7 +298,7 @@ def strategy(
     many that are: so the mean over all ranks is exact. ``blocks`` names the modules that zero3 and
     FSDP shard one by one; None lets us look for lists of equal layers. ``schedule`` gives the
     factor of the learning rate of a step. ``ema_decay`` keeps a moving average of the parameters
-    beside them; ``exchange_averages()`` puts it in their place, and them back.
+    as well; ``exchange_averages()`` swaps the two.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
@@ -385,8 +385,8 @@ def save_checkpoint(strategy: Strategy, folder: str | Path, step: int, keep_last
 def load_checkpoint(strategy: Strategy, folder: str | Path) -> int:
     """Continue from the newest whole checkpoint under ``folder``, of any strategy and world.
 
-    Returns how many steps it has behind it; 0 if there is none, and nothing is changed. Your data
-    is your own: read on from that step. All ranks call it.
+    Returns how many steps the checkpoint has behind it; if there is no checkpoint, it returns 0 and
+    changes nothing. Your data is your own: continue it from that step. All ranks call this.
     """
     from shardlab.checkpoint import course, files, manifest, start
 
@@ -435,7 +435,7 @@ def _join() -> Any:
     if place is None:
         return worlds.join(LaunchConfig(), 0, 1, 0, 1, store=HashStore())
     config = LaunchConfig()
-    store = None if place.is_torchruns else joined.store_of(place, config)
+    store = None if place.is_torchruns else meeting.store_of(place, config)
     numbers = place.rank, place.size, place.local_rank, place.local_size
     return worlds.join(config, *numbers, store=store)
 
@@ -483,10 +483,3 @@ def _worlds(world: OneOrMore | None) -> str | None:
     if world is None:
         return None
     return ",".join(str(size) for size in ([world] if isinstance(world, int) else world))
-
-
-def _folder(config: Config, name: str) -> Path:
-    chosen = config.output.dir
-    return runfolder.new_folder(
-        Path(config.output.root), name, None if chosen is None else Path(chosen)
-    )

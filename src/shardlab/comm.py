@@ -63,6 +63,11 @@ def members(group: Group) -> list[int]:
     return _members[group]
 
 
+# Set by an injected fault (faults/inject.py). It is asked before each collective; True skips it.
+# A module variable, as the collectives are plain functions that any strategy calls.
+intercept: Callable[[], bool] | None = None
+
+
 @dataclass(slots=True)
 class Entry:
     """One collective of one rank. Times are of the host's monotonic clock, in nanoseconds."""
@@ -120,7 +125,11 @@ class Ledger:
     ) -> Entry:
         """``link``: the sender and the receiver, by their places in the group, where it goes to one
         rank alone. ``lane``: messages of one kind, which both ends make in the same order; None:
-        every rank of the group makes this call."""
+        every rank of the group makes this call. A call that an injected fault skips is not counted,
+        and over already."""
+        if intercept is not None and intercept():
+            now = time.perf_counter_ns()
+            return Entry(-1, None, op, 0, "", group.size(), "", "", now, ready_ns=now)
         frame = sys._getframe(2)  # open <- the collective <- the strategy
         entry = Entry(
             seq=self.calls,
@@ -203,12 +212,12 @@ class Ledger:
         self.waiting = self.check = None
 
     def arrived(self, entry: Entry, group: Group) -> None:
-        """A message is there: was it meant for this call?"""
+        """Check that a message that has arrived was meant for this call."""
         if self.check is not None:
             self.check(self.call_of(entry), group)
 
     def call_of(self, entry: Entry) -> Call:
-        """What ``recent`` says of an entry, or as much as the entry knows itself."""
+        """The call of an entry, from ``recent`` or, if that has forgotten it, from the entry."""
         for call in reversed(self.recent):
             if call.seq == entry.seq:
                 return call
@@ -293,17 +302,6 @@ def _stamp(entry: Entry, _future: Any) -> None:
     entry.done_ns = time.perf_counter_ns()
 
 
-# Set by an injected fault (faults/inject.py). It is asked before each collective; True skips it.
-# A module variable, as the collectives are plain functions that any strategy calls.
-intercept: Callable[[], bool] | None = None
-
-
-def _left_out(op: str, group: Group) -> Pending:
-    """A collective that this rank does not call: nothing is sent, there is nothing to wait for."""
-    now = time.perf_counter_ns()
-    return Pending(Entry(-1, None, op, 0, "", group.size(), "", "", now, ready_ns=now), [], group)
-
-
 def _begin(
     entry: Entry,
     group: Group,
@@ -312,6 +310,8 @@ def _begin(
     finish: Callable[[], None] | None = None,
 ) -> Pending:
     """Start a collective asynchronously; wait for it here unless ``async_op``."""
+    if entry.ready_ns is not None:  # skipped: nothing is sent, and there is nothing to wait for
+        return Pending(entry, [], group)
     with _span(entry.op, entry):
         pending = Pending(entry, start(), group, finish)
     if not async_op:
@@ -345,8 +345,6 @@ def all_reduce(
     tensor: Tensor, group: Group, *, op: str = "sum", label: str = "", async_op: bool = False
 ) -> Pending:
     """``tensor`` becomes, on each rank, the sum (max, min) of all ranks' tensors."""
-    if intercept is not None and intercept():
-        return _left_out("all_reduce", group)
     entry = LEDGER.open("all_reduce", tensor, group, label, "" if op == "sum" else f"({op})")
     reduction, (dense, finish) = _REDUCTIONS[op], _dense(tensor)
     return _begin(
@@ -360,8 +358,6 @@ def all_reduce(
 
 def broadcast(tensor: Tensor, group: Group, *, label: str = "", async_op: bool = False) -> Pending:
     """``tensor`` becomes, on each rank, that of the group's rank 0."""
-    if intercept is not None and intercept():
-        return _left_out("broadcast", group)
     entry = LEDGER.open("broadcast", tensor, group, label)
     dense, finish = _dense(tensor)
     return _begin(
@@ -388,8 +384,6 @@ def all_gather(
     its part in place: as many bytes, no buffer, and less time. ``sizes`` are the elements of each
     rank's shard where they differ; such parts are broadcast on every backend.
     """
-    if intercept is not None and intercept():
-        return _left_out("all_gather", group)
     entry = LEDGER.open("all_gather", output, group, label)
     if group.name() != "gloo" and sizes is None:
         return _begin(
@@ -426,8 +420,6 @@ def reduce_scatter(
     other the part that is theirs (all-to-all), and sums what it received. ``sizes`` are the
     elements of each rank's shard where they differ; such parts are sent so on every backend.
     """
-    if intercept is not None and intercept():
-        return _left_out("reduce_scatter", group)
     entry = LEDGER.open("reduce_scatter", tensor, group, label)
     if group.name() != "gloo" and sizes is None:
         return _begin(
@@ -485,8 +477,6 @@ def send(
     async_op: bool = False,
 ) -> Pending:
     """Rank ``to`` of the group receives ``tensor`` by a ``recv`` with the same tag and lane."""
-    if intercept is not None and intercept():
-        return _left_out("send", group)
     entry = LEDGER.open("send", tensor, group, label, link=(group.rank(), to), lane=lane)
     dense = _sendable(tensor, group)
     return _begin(
@@ -505,8 +495,6 @@ def recv(
     async_op: bool = False,
 ) -> Pending:
     """``tensor``, which is contiguous, becomes what rank ``source`` of the group has sent."""
-    if intercept is not None and intercept():
-        return _left_out("recv", group)
     entry = LEDGER.open("recv", tensor, group, label, link=(source, group.rank()), lane=lane)
     place, bring_over = _receivable(tensor, group)
 
@@ -538,8 +526,6 @@ def exchange(
     Both are started together: where each rank of a ring sent first and received afterwards, NCCL
     would wait for ever.
     """
-    if intercept is not None and intercept():
-        return _left_out("send", group)
     entry = LEDGER.open("send", sent, group, label, link=(group.rank(), to))
     entry.launches = 2
     place, bring_over = _receivable(received, group)
@@ -552,7 +538,5 @@ def exchange(
 
 def barrier(group: Group, *, label: str = "", async_op: bool = False) -> Pending:
     """Returns when every rank of the group is here."""
-    if intercept is not None and intercept():
-        return _left_out("barrier", group)
     entry = LEDGER.open("barrier", torch.empty(0), group, label)
     return _begin(entry, group, async_op, lambda: dist.barrier(group=group, async_op=True))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar, cast, get_type_hints
 
 import yaml
 
-from shardlab import naming
+from shardlab import naming, runfolder
 from shardlab.axes import axes_of
 from shardlab.errors import UsageError, unknown
 from shardlab.faults import spec as injected
@@ -84,7 +84,7 @@ def _refuse(reasons: Mapping[str, bool]) -> None:
 
 
 class Section:
-    """A part of the config. What its fields may be stands beside them, and is checked here."""
+    """A part of the config. Each field says which values it may have; they are checked here."""
 
     def __post_init__(self) -> None:
         section = type(self).__name__.removesuffix("Config").lower()
@@ -167,11 +167,10 @@ class TrainingConfig(Section):
     global_batch: int = limited(8, COUNT)  # samples per step, over all ranks and micro-batches
     accumulate: int = limited(1, COUNT)  # micro-batches per rank and step
     # Samples of a rank in a micro-batch; accumulate follows from it and global_batch, or, where
-    # that is not given, global_batch from it and the number of ranks. (uneven: at most so many)
+    # that is not given, global_batch from it and the number of ranks. (uneven: at most this many)
     micro_batch: int | None = limited(None, AT_LEAST_1)
-    batch_split: str = one_of(
-        "exact", "uneven"
-    )  # uneven: ranks differ by one; the loss stays exact
+    # uneven: the ranks' shares differ by one sample; the loss stays exact
+    batch_split: str = one_of("exact", "uneven")
     optimizer: str = "adamw"  # a class of torch.optim, or your own: file.py:Class, module:Class
     learning_rate: float = limited(1e-3, AT_LEAST_0)
     weight_decay: float = limited(0.0, AT_LEAST_0)
@@ -262,7 +261,7 @@ class StrategyConfig(Section):
 
     @property
     def label(self) -> str:
-        """As it is shown: the name, and what sets it apart from others of that name."""
+        """The name as it is shown, with what sets it apart from others of that name."""
         options = ", ".join(f"{key}={value}" for key, value in self.options.items())
         return f"{self.name} ({options})" if options else self.name
 
@@ -442,6 +441,11 @@ class Config:
                 not is_resumed and not is_new,
         })  # fmt: skip
 
+    def new_folder(self, name: str) -> Path:
+        """An empty folder for a command's files: ``output.dir``, or a new one under its root."""
+        chosen = Path(self.output.dir) if self.output.dir else None
+        return runfolder.new_folder(Path(self.output.root), name, chosen)
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -463,42 +467,26 @@ def share_batch(training: TrainingConfig, world: int) -> TrainingConfig:
     """The same, with what follows from ``micro_batch``. A batch that ``world`` ranks cannot share
     as asked is refused."""
     micro, given = training.micro_batch, training.accumulate
-    if micro is None:
-        check_batch(training, world)
-        return training
-    part = world * micro  # of a global batch: one micro-batch of each rank
+    part = world * (given if micro is None else micro)  # the batch must be a multiple of this
     batch = training.global_batch or part * (given or 1)
-    needed = -(-batch // part)
     if batch % part and training.batch_split == "exact":
-        near = batch // part * part
-        raise UsageError(
-            f"training.global_batch {batch} is no multiple of {world} ranks x training.micro_batch "
-            f"{micro}; use {f'{near} or ' if near else ''}{near + part}, or training.batch_split: "
-            "uneven"
-        )
+        lower = batch // part * part
+        what = f"training.global_batch {batch} is no multiple of {world} ranks x "
+        what += f"training.micro_batch {micro}"
+        if micro is None:
+            what = f"a global batch of {batch} cannot be divided evenly over {world} ranks x "
+            what += f"{given} micro-batches"
+        near = f"{lower} or {lower + part}" if lower else str(part)
+        raise UsageError(f"{what}; use {near}, or training.batch_split: uneven")
+    if micro is None:
+        return training
+    needed = -(-batch // part)
     if given not in (0, needed):
         raise UsageError(
             f"training.global_batch {batch} is not {world} ranks x training.micro_batch {micro} x "
             f"training.accumulate {given}; leave out training.accumulate: it would be {needed}"
         )
     return dataclasses.replace(training, global_batch=batch, accumulate=needed)
-
-
-def check_batch(training: TrainingConfig, world: int) -> None:
-    """Refuse a global batch that ``world`` ranks cannot share as asked."""
-    if training.micro_batch is not None:
-        share_batch(dataclasses.replace(training, accumulate=0), world)
-        return
-    parts = world * training.accumulate
-    batch = training.global_batch
-    if training.batch_split == "uneven" or batch % parts == 0:
-        return
-    lower, upper = batch // parts * parts, (batch // parts + 1) * parts
-    near = f"{lower} or {upper}" if lower else str(upper)
-    raise UsageError(
-        f"a global batch of {batch} cannot be divided evenly over {world} ranks x "
-        f"{training.accumulate} micro-batches; use {near}, or training.batch_split: uneven"
-    )
 
 
 # ------------------------------------------------------------------ from YAML and flags
@@ -522,7 +510,7 @@ MOST_VALUES = 10_000  # in a config; a few lines of YAML can stand for billions
 
 
 def parse_yaml(text: str) -> Any:
-    """What a YAML text says; ValueError, with the line and the problem, if it is none."""
+    """The value of a YAML text; ValueError, with the line and the problem, if it is not YAML."""
     try:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -648,20 +636,27 @@ def _over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
 
 def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """``values`` with each ``section.key`` (or ``section.options.key``) set."""
-    result = {k: dict(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+    result = dict(values)
     training, launch = result.get("training"), result.get("launch")
-    if isinstance(training, dict):
+    if isinstance(training, Mapping):
         prefix = "training."
         above = {k.removeprefix(prefix): v for k, v in overrides.items() if k.startswith(prefix)}
         result["training"] = training = _over(training, above)
-        was = launch.get("world") if isinstance(launch, dict) else None
+        was = launch.get("world") if isinstance(launch, Mapping) else None
         is_other = was is not None and overrides.get("launch.world", was) != was
         if is_other and training.get("micro_batch") is not None and "accumulate" not in above:
             training.pop("accumulate", None)  # it followed from the number of ranks
-    for dotted, value in overrides.items():
-        *parents, key = dotted.split(".")
-        if not parents and key != "faults":
+    for dotted in overrides:
+        if "." not in dotted and dotted != "faults":
             raise UsageError(f"'{dotted}' is not section.key, as in training.steps")
+    return with_settings(result, overrides)
+
+
+def with_settings(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested ``values`` in which each dotted key is set."""
+    result = dict(values)
+    for dotted, value in settings.items():
+        *parents, key = dotted.split(".")
         node = result
         for parent in parents:
             child = node.get(parent)

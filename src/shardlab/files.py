@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,16 +17,22 @@ from shardlab.errors import Halt
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Whole or not at all: a reader never sees half a file."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A place for what becomes ``path`` when it is whole: a reader never sees half a file."""
     part = path.with_name(path.name + ".part")
     try:
-        part.write_text(text, encoding="utf-8", newline="\n")
+        yield part
         os.replace(part, path)  # noqa: PTH105
-    except OSError:  # a full disk
+    finally:
         with suppress(OSError):
-            part.unlink()
-        raise
+            shutil.rmtree(part) if part.is_dir() else part.unlink()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all, on a full disk too."""
+    with replacing(path) as part:
+        part.write_text(text, encoding="utf-8", newline="\n")
 
 
 def with_schema(value: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -50,6 +57,11 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(v) for v in value]
     return value
+
+
+def append_jsonl(path: Path, row: Mapping[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json_text(row) + "\n")
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_said_and_the_rest_is_whole() -> None:
     made.add_row("0", "123,456", "99.9 100%", "some words")
     fitted = terminal.fit(made, 30, ("two\nlines",), "; a file has all")
     assert [column.header for column in fitted.columns] == ["rank", "one", "words"]
-    assert "left out for want of width: two lines; a file has all" in str(fitted.caption)
+    assert "left out, as the terminal is narrow: two lines; a file has all" in str(fitted.caption)
     same = terminal.fit(fitted, 80, ("one",))
     assert [column.header for column in same.columns] == ["rank", "one", "words"]
 

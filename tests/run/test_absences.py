@@ -1,4 +1,4 @@
-"""Workers that are late or lost: the others go on, and hold what the law says."""
+"""Workers that are late or lost: the others continue, and hold what the law says."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_the_others_go_on_without_a_worker_that_is_killed(tmp_path: Path) -> Non
     assert said.returncode == 0, said.stderr
     assert took_part == [[0, 1, 2]] + 4 * [[0, 2]]
     told = said.stderr + said.stdout
-    assert "worker 1 is lost (the process was killed by SIGKILL); the others go on" in told
-    assert "the exchange after 4 steps went on without worker 1" in told
+    assert "worker 1 is lost (the process was killed by SIGKILL); the others continue" in told
+    assert "the exchange after 4 steps was made without worker 1" in told
     assert "worker 1 took part in 1 of 5 exchanges" in told
     lost = [(1, 1, True), *((number, 1, False) for number in (2, 3, 4))]
     assert agrees(tmp_path, played(tmp_path, 3, lost))
@@ -120,7 +120,7 @@ def test_nobody_waits_for_a_worker_that_stands_still(
     assert said.returncode == 0, said.stderr
     assert took_part == [[0, 1]] + 4 * [[0]]
     told = said.stderr + said.stdout
-    assert "worker 1 is lost (it had not finished); the others go on" in told
+    assert "worker 1 is lost (it had not finished); the others continue" in told
     assert "held out" in told
     lost = [(1, 1, True), *((number, 1, False) for number in (2, 3, 4))]
     assert agrees(tmp_path, played(tmp_path, 2, lost))

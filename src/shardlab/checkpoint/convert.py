@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from shardlab.checkpoint import manifest as manifests
 from shardlab.checkpoint.manifest import MODEL, Manifest
 from shardlab.checkpoint.save import write_manifest
 from shardlab.errors import UsageError, unknown
+from shardlab.files import replacing
 from shardlab.workloads import gpt2, huggingface
 
 SAFETENSORS, HF_GPT2 = "safetensors", "hf-gpt2"
@@ -58,7 +58,7 @@ def import_(source: Path, target: Path, form: str) -> int:
             key: getattr(shape, key) for key in ("layers", "heads", "dim", "context", "vocab")
         }
         config = {"model": {"workload": "gpt2", "size": None, "options": options}}
-        # By the names of the parameters: a tied one once.
+        # Under the names of the parameters, so that a tied tensor comes once.
         state: Mapping[str, Tensor] = {n: p.detach() for n, p in model.named_parameters()}
     else:
         if source.is_dir():
@@ -93,19 +93,13 @@ def _check(form: str, target: Path) -> None:
 
 
 def _whole_or_not_at_all(target: Path, write: Callable[[Path], None]) -> None:
-    part = target.with_name(f".{target.name}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        write(part)
-        part.rename(target)
+        with replacing(target) as part:
+            write(part)
         files.sync_folder(target.parent)
     except OSError as error:
         raise UsageError(f"cannot write {target}: {error.strerror or error}") from None
-    finally:
-        if part.is_dir():
-            shutil.rmtree(part, ignore_errors=True)
-        else:
-            part.unlink(missing_ok=True)
 
 
 def _gpt2_shape(checkpoint: Path, manifest: Manifest) -> gpt2.Shape:

@@ -85,7 +85,7 @@ def offers_of(held: Parts) -> dict[str, Offer]:
 
 
 def plan(offers: Sequence[Mapping[str, Offer]]) -> tuple[dict[str, Entry], list[list[Span]]]:
-    """From what each rank offers: the checkpoint's tensors, and what each rank writes."""
+    """The checkpoint's tensors, and what each rank writes, given what each rank offers."""
     shares = share_out([{name: offer[:2] for name, offer in rank.items()} for rank in offers])
     tensors: dict[str, Entry] = {}
     for rank, (held, share) in enumerate(zip(offers, shares, strict=True)):
@@ -159,8 +159,8 @@ def held_by(strategy: Strategy) -> tuple[Parts, Numbers, dict[str, Any]]:
 
 
 def as_runs(held: Parts, world: World) -> None:
-    """Where a tensor's parts lie in many places (a matrix that is cut along its columns), put it
-    together, and give each rank one run of it to write. One tensor at a time. A collective."""
+    """Put together each tensor whose parts lie in many places (a matrix that is cut along its
+    columns), one tensor at a time, and give each rank one run of it to write. A collective."""
     scattered = {name for name, part in held.items() if part.runs is not None}
     for name in sorted(set().union(*world.gather(scattered))):
         part = held.pop(name, None)
@@ -274,7 +274,7 @@ def _spread(name: str, place: Tensor, values: Tensor) -> None:
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """Within a kind values are rounded when they are copied; between kinds something is lost."""
+    """The kind of number. Copying within a kind rounds values; between kinds it loses something."""
     if dtype == torch.bool:
         return "bool"
     if dtype.is_complex:

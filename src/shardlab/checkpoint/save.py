@@ -51,7 +51,7 @@ class Outcome:
 
     step: int
     seconds: float  # until it had its name
-    held_up_s: float  # of these, what the run waited
+    held_up_s: float  # the part of these seconds that the run waited
     bytes: int
     error: str | None = None
 
@@ -293,7 +293,7 @@ def _in_thread(act: Callable[[], Outcome], name: str) -> Future[Outcome]:
 
 
 def _look_of(path: Path) -> tuple[int, ...] | None:
-    """By what a change of a file is noticed without reading it."""
+    """Size, time and number of a file: they show that it changed without reading it."""
     try:
         found = path.stat()
     except OSError:

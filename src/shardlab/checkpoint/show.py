@@ -18,7 +18,7 @@ def overview(path: Path) -> list[dict[str, Any]]:
 
 
 def _row(folder: Path) -> dict[str, Any]:
-    """Damage stands in the row: the other checkpoints are still worth seeing."""
+    """A damaged checkpoint is a row that says so: the others are still worth seeing."""
     manifest, damage = None, None
     try:
         manifest = manifests.read(folder)

@@ -19,7 +19,7 @@ from shardlab.checkpoint import manifest as manifests
 from shardlab.checkpoint.manifest import Manifest
 from shardlab.config import Config
 from shardlab.errors import UsageError
-from shardlab.files import json_text
+from shardlab.files import append_jsonl
 from shardlab.runlock import RunLock
 
 if TYPE_CHECKING:
@@ -139,8 +139,8 @@ def choose(
     "auto" continues the newest run of this config under ``output.root`` that did not finish, or the
     run in ``output.dir``; if there is none, it begins a new run. A run folder is continued in
     place; from a checkpoint a new folder begins. Damaged checkpoints are passed over with a note.
-    ``chosen`` are settings that nobody made, with what the workload took: it may have taken
-    something else when that run began, which ``refuse_unfit`` then says.
+    ``chosen`` are settings that the user left open, with what the workload took for them. If it
+    took something else when that run began, ``refuse_unfit`` says so.
     """
     wanted = config.checkpoint.resume
     if wanted is None:
@@ -179,7 +179,8 @@ def find_run(config: Config, chosen: Mapping[str, Any] | None = None) -> Path | 
         run = Path(config.output.dir)
         return run if (run / "config.yaml").is_file() else None
     for run, values in files.unfinished(Path(config.output.root)):
-        if not differences(_with(values, chosen or {}), config.to_dict(), MUST_MATCH):
+        saved = configs.with_settings(values, chosen or {})
+        if not differences(saved, config.to_dict(), MUST_MATCH):
             return run
     return None
 
@@ -291,14 +292,14 @@ def refuse_unfit(
 ) -> None:
     """Refuse a checkpoint of another run, with what is different, and one that is too late.
 
-    Checkpoints of before the lab recorded what it chose do not tell: ``chosen`` is taken for it.
+    Older checkpoints do not record what the lab chose: they are taken to have ``chosen``.
     """
     manifest = start.manifest
     if manifest is None:
         return
     claimed = [key for key in MUST_MATCH if key.partition(".")[0] in manifest.config]
     untold = {k: v for k, v in (chosen or {}).items() if not _tells(manifest.config, k)}
-    found = differences(_with(manifest.config, untold), config.to_dict(), claimed)
+    found = differences(configs.with_settings(manifest.config, untold), config.to_dict(), claimed)
     if manifest.samples not in (None, samples):
         found.append(f"the data had {manifest.samples:,} samples, and has {samples:,}")
     if found:
@@ -309,19 +310,6 @@ def refuse_unfit(
             f"{start.checkpoint} is of step {start.step} and training.steps is {steps}: nothing is "
             "left to do; ask for more with --steps"
         )
-
-
-def _with(saved: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved config, with these settings instead of its own."""
-    result = {k: dict(v) if isinstance(v, Mapping) else v for k, v in saved.items()}
-    for key, value in chosen.items():
-        *parents, last = key.split(".")
-        node: Any = result
-        for parent in parents:
-            node[parent] = dict(node.get(parent) or {})
-            node = node[parent]
-        node[last] = value
-    return result
 
 
 def _tells(saved: Any, key: str) -> bool:
@@ -362,6 +350,5 @@ def note(folder: Path, start: Start, config: Config, command: str) -> dict[str, 
         "passed_over": list(start.notes),
         "command": command,
     }
-    with (folder / "resumes.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json_text(row) + "\n")
+    append_jsonl(folder / "resumes.jsonl", row)
     return row

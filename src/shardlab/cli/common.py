@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 import typer
@@ -89,9 +89,12 @@ def _speaking(function: Callable[..., Any]) -> Callable[..., Any]:
                          f"{' '.join(sys.argv[1:])}")  # fmt: skip
             return function(**values)
 
-    parameters = [*signature.parameters.values(), level]
-    run.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[p.replace(kind=p.KEYWORD_ONLY) for p in parameters]
-    )
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return taking(run, [*signature.parameters.values(), level])
+
+
+def taking(run: Callable[..., Any], parameters: Iterable[inspect.Parameter]) -> Callable[..., Any]:
+    """The function with these parameters, from which typer reads a command's options."""
+    named = [p.replace(kind=p.KEYWORD_ONLY) for p in parameters]
+    run.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in named}
     return run

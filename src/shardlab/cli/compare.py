@@ -54,7 +54,7 @@ def compare(
         metavar="LOSS",
     ),
     tokens: int | None = typer.Option(
-        None, help="Train each strategy on so many tokens instead, and compare the held-out loss."
+        None, help="Train each strategy on this many tokens instead, and compare the held-out loss."
     ),
     seeds: int | None = typer.Option(
         None, help="Runs of each strategy with --to-loss or --tokens.  (default: 3)"
@@ -78,7 +78,7 @@ def compare(
         "(default: profile)",
     ),
     resume: Path | None = typer.Option(
-        None, help="Go on with an interrupted comparison; what it has measured is kept.",
+        None, help="Continue an interrupted comparison; what it has measured is kept.",
         metavar="DIR",
     ),
     against: Path | None = typer.Option(
@@ -152,7 +152,7 @@ def compare(
 
     @functools.cache  # created when there is something to write: a refusal leaves nothing behind
     def folder() -> Path:
-        made = resume or flags.new_folder(first, "compare")
+        made = resume or first.new_folder("compare")
         lock.take(made)
         return made
 
@@ -239,7 +239,7 @@ def _reach(asked: flags.Asked, ctx: typer.Context, loss: float | None, tokens: i
             result = to_loss.run(cells, goal, base, flags.command(), on_progress)
     except KeyboardInterrupt:
         raise Interrupted from None
-    folder = flags.new_folder(base, "to-loss")
+    folder = base.new_folder("to-loss")
     files = report.write(folder, result)
     asked.print(result, folder, lambda: report.show(result, files))
     if not any(cell["ranked"] for cell in result["cells"]):

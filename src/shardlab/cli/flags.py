@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardlab import output
+from shardlab.cli.common import taking
 from shardlab.errors import UsageError
 from shardlab.naming import KEY_ALIASES
 
@@ -137,8 +138,8 @@ FLAGS = {
     ),
     "min_workers": Flag(
         "strategy.options.min_workers", int,
-        "local_sgd and diloco: exchange without workers that are late or lost, when so many are "
-        "there.",
+        "local_sgd and diloco: exchange without workers that are late or lost, as long as this "
+        "many are there.",
     ),
     "hang_after": Flag(
         "guard.hang_s", float,
@@ -259,7 +260,7 @@ Command = Callable[..., Any]
 
 
 def configured(*names: str, **instead: str) -> Callable[[Command], Command]:
-    """Give a command these flags, beside its own; their values are its first argument.
+    """Give a command these flags in addition to its own; their values are its first argument.
 
     Every such command also has --config, --set, --out, --quiet and --json. ``instead`` holds
     other help texts for some of the flags.
@@ -284,12 +285,7 @@ def configured(*names: str, **instead: str) -> Callable[[Command], Command]:
         def run(**values: Any) -> Any:
             return command(asked_in(values, shared), **{p.name: values[p.name] for p in own})
 
-        # What typer reads a command's options from.
-        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [p.replace(kind=p.KEYWORD_ONLY) for p in parameters]
-        )
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
-        return run
+        return taking(run, parameters)
 
     return decorate
 
@@ -329,16 +325,6 @@ def config_of(
 def command() -> str:
     """The command as typed, for the record."""
     return shlex.join(["shardlab", *sys.argv[1:]])
-
-
-def new_folder(config: Config, name: str) -> Path:
-    """The folder for a command's files: the one that was asked for, or a new one."""
-    from shardlab import runfolder
-
-    chosen = config.output.dir
-    return runfolder.new_folder(
-        Path(config.output.root), name, None if chosen is None else Path(chosen)
-    )
 
 
 def specs_of(strategies: str | None) -> list[str]:

@@ -103,7 +103,7 @@ def throughput(
     resolved = resolved.with_overrides(overrides)
     with console.comparison_progress(enabled=asked.tells) as on_progress:
         result = measuring.measure(resolved, plan, goal, flags.command(), on_progress)
-    folder = flags.new_folder(resolved, "throughput")
+    folder = resolved.new_folder("throughput")
     files = report.write(folder, result)
     asked.print(result, folder, lambda: report.show(result, files))
     if all(row["status"] != "ok" for row in result["rows"]):
@@ -159,7 +159,7 @@ def memory(
 
     @functools.cache
     def folder() -> Path:
-        return flags.new_folder(resolved, "memory")
+        return resolved.new_folder("memory")
 
     most = max(row.config.launch.world or 1 for row in rows)
     with (

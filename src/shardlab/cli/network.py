@@ -57,6 +57,6 @@ def network(
     if raw is None:  # this is a launcher's rank other than the first
         return
     result = measuring.result_of(raw, plan, flags.command())
-    folder = flags.new_folder(config, "network")
+    folder = config.new_folder("network")
     files = report.write(folder, result)
     asked.print(result, folder, lambda: report.show(result, files))

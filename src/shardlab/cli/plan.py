@@ -41,7 +41,7 @@ def plan(
         "(repeatable).  (default: what such nodes usually have)",
     ),
     tokens: str | None = typer.Option(
-        None, help="Days to train on so many tokens: 300B, 1T."
+        None, help="Days to train on this many tokens: 300B, 1T."
     ),
     price_per_hour: str | None = typer.Option(
         None, help="Of one device, in any currency: what --tokens cost. 2.5, or "
@@ -64,7 +64,7 @@ def plan(
 ) -> None:  # fmt: skip
     """Predict the step on machines that you do not have: time, memory, days and cost.
 
-    Each number has its 90% interval, and a naive guess, in which nothing is sent, beside it.
+    Each number comes with its 90% interval and with a naive guess, in which nothing is sent.
     """
     from shardlab.plan import check as checking
     from shardlab.plan import plan as planning
@@ -99,8 +99,7 @@ def plan(
     ):
         make = checking.check if check else planning.plan
         result = make(question, predictor, flags.command(), on_progress)
-    name = "plan-check" if check else "plan"
-    folder = flags.new_folder(config, name)
+    folder = config.new_folder("plan-check" if check else "plan")
     files = report.write(folder, result)
     asked.print(result, folder, lambda: report.show(result, files, explain))
     if all(row["reason"] is not None for row in result["rows"]):

@@ -50,7 +50,7 @@ def prove(
     cases = proofs.cases_of(resolved, flags.specs_of(strategies), worlds)
     with console.comparison_progress(enabled=asked.tells) as on_progress:
         result = proofs.prove(cases, worlds, flags.command(), on_progress, time_limit)
-    folder = flags.new_folder(resolved, "prove")
+    folder = resolved.new_folder("prove")
     files.write_json(folder / "prove.json", result)
     asked.print(result, folder, lambda: report.show(result, folder / "prove.json"))
     if not result["verdicts"] or not all(v["pass"] for v in result["verdicts"]):

@@ -116,7 +116,7 @@ def read(job: Job) -> flags.Asked | None:
 
 
 def check(job: Job, asked: flags.Asked) -> tuple[Config, list[str]]:
-    """Refuse now what the ranks would refuse on the cluster; what else there is to say."""
+    """Refuse now what the ranks would refuse on the cluster; return the config, and notes on it."""
     from shardlab.config import SYNTHETIC, is_data_here
     from shardlab.run import submit as submitting
 

@@ -55,6 +55,7 @@ def analyze(
 ) -> None:  # fmt: skip
     """Split each step into compute, communication, waiting and idle time; name the stragglers."""
     from shardlab import trace
+    from shardlab.report import terminal
     from shardlab.report import trace_terminal as report
 
     if top < 0:
@@ -76,7 +77,7 @@ def analyze(
             failures.append(f"cannot write to {folder} ({error.strerror}); give --out DIR")
             continue
         if not as_json:
-            report.show_files(files)
+            terminal.say_paths(terminal.out(), files)
         failures += [
             f"{cut.path} is cut: these are numbers of what is left of it, and any step may lack "
             "events (a trace is not in order of time)"

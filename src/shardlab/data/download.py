@@ -37,7 +37,7 @@ class Unreachable(Exception):
 
 
 def silent(_name: str, _done: int, _total: int | None) -> None:
-    """Nobody watches."""
+    """Shows no progress."""
 
 
 def resolve(url: str) -> str:
@@ -118,7 +118,7 @@ class _Https(http.client.HTTPSConnection):
 
 
 def _soon(line: http.client.HTTPConnection, connect: Callable[[], None]) -> None:
-    """It is there soon, or not at all. urllib has one limit for everything."""
+    """Give up soon if nobody answers: urllib has one limit for connecting and for reading."""
     line.timeout = CONNECT_S
     connect()
     line.sock.settimeout(TIMEOUT_S)

@@ -124,7 +124,7 @@ def _labelled(rows: Iterable[Mapping[str, Any]], path: Path) -> Iterator[Row]:
 
 
 def _csv(path: Path) -> Iterator[Row]:
-    """Its first line is a header that names text and label; Yelp's has none: rating, then text."""
+    """A header line names text and label. Yelp's file has no header: rating, then text."""
     number, text_at, label_at, is_yelps = 0, 1, 0, True
     with path.open(encoding="utf-8", newline="") as file:
         try:

@@ -92,7 +92,7 @@ def steps_per_epoch(length: int, size: int, mode: str) -> int:
 
 
 def steps_of_epochs(epochs: float, size: int, length: int, mode: str) -> int:
-    """Steps after which so many epochs are read; the last may begin the next one."""
+    """Steps after which this many epochs are read; the last step may begin the next epoch."""
     in_one = length / size if mode == CONTINUOUS else steps_per_epoch(length, size, mode)
     return max(1, math.ceil(round(epochs * in_one, 6)))  # 0.1 of 30 is 3, not 3.0000000000000004
 
@@ -105,7 +105,7 @@ def finished_epochs(steps: int, size: int, length: int, mode: str) -> int:
 
 
 def check_epoch(length: int, size: int, mode: str) -> None:
-    """Refuse data of which no batch can be made."""
+    """Refuse data that does not fill a single batch."""
     if length == 0:
         raise UsageError("the data set has no samples")
     if mode == "dropped" and length < size:

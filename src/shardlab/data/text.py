@@ -22,7 +22,7 @@ import numpy as np
 from shardlab.data import sources
 from shardlab.data.bpe import Vocabulary, encoder, read_vocabulary
 from shardlab.errors import UsageError, unknown
-from shardlab.files import write_json
+from shardlab.files import replacing, write_json
 
 TOKENIZERS = ("auto", "bytes", "gpt2")
 SHARD_TOKENS = 100_000_000
@@ -139,19 +139,14 @@ def make_shards(
         raise UsageError(f"{to} exists and is not an empty folder; choose another")
     vocabulary = choose_tokenizer(tokenizer, vocab)
     files = find_documents(paths)
-    part = to.with_name(f".{to.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
     try:
-        part.mkdir(parents=True)
-        description = _fill(part, files, paths, vocabulary, shard_tokens, jobs, on_progress)
-        write_json(part / sources.DESCRIPTION, description)
-        if to.exists():
-            to.rmdir()
-        part.rename(to)
+        with replacing(to) as part:
+            shutil.rmtree(part, ignore_errors=True)  # left by a process that was killed
+            part.mkdir(parents=True)
+            description = _fill(part, files, paths, vocabulary, shard_tokens, jobs, on_progress)
+            write_json(part / sources.DESCRIPTION, description)
     except OSError as error:
         raise UsageError(f"cannot write {to}: {error}") from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return {"folder": str(to), **description}
 
 

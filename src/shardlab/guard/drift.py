@@ -1,4 +1,4 @@
-"""Do replicas still hold the same bits? A checksum of each tensor, compared over the ranks.
+"""Whether replicas still hold the same bits, by a checksum of each tensor.
 
 Whole parameters on every rank must stay equal bit for bit: all start from rank 0's and get the same
 update. Buffers are left out, since each rank's own forward changes them until the next broadcast.

@@ -31,7 +31,7 @@ class Guards:
             comm.LEDGER.check = self.sequence.check
 
     def let_go(self, alone: World) -> None:
-        """From now on this rank is compared with no other: they may be late or lost."""
+        """Compare this rank with no other from now on: they may be late or lost."""
         self.world, self.sequence, comm.LEDGER.check = alone, None, None
 
     def after_step(self, step: int, strategy: Strategy) -> None:

@@ -1,4 +1,4 @@
-"""When a node is gone, or its link: the words for it, and who says them.
+"""What is said when a node or its link is gone, and which rank says it.
 
 The ranks of a launcher's world watch each other through a store, which lies on the first node. A
 node that is cut off from the store cannot hear the others' verdict, and comes to its own.
@@ -18,7 +18,7 @@ from shardlab.errors import LOST_PEER, Halt
 from shardlab.guard.nodes import Nodes
 from shardlab.guard.verdict import Seen
 
-SILENT_TICKS = 3  # after so many reports that did not come, a rank is gone
+SILENT_TICKS = 3  # reports in a row that a rank has not sent: then it is gone
 HOLD_S = 2.0  # how long the rank that spoke for its node stays, so that no other speaks too
 TELL_S = 2.0  # how long writing to the run folder may take: it may be on the other side too
 
@@ -41,7 +41,7 @@ def of_ranks(gone: Sequence[int], nodes: Nodes, error: BaseException) -> Halt:
 
 
 def of_store(nodes: Nodes, endpoint: str, own: Seen, stood_s: float, why: str) -> Halt:
-    """What a node knows that no longer reaches the store, which is on the node of rank 0."""
+    """The verdict of a node that no longer reaches the store, which is on the node of rank 0."""
     far = nodes.node_of[0]
     doing = own.waits_for.full if own.waits_for else own.phase
     text = (

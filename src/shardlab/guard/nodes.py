@@ -22,7 +22,7 @@ RANK = re.compile(r"\brank (\d+)\b")
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a world. Of one machine: no nodes."""
+    """The nodes of a world; on a single machine there are none."""
 
     node_of: tuple[int, ...] = ()  # by rank
     host_of: tuple[str, ...] = ()  # by node
@@ -89,8 +89,8 @@ def settle(store: Any, place: Place) -> None:
 
 
 def of(places: Sequence[tuple[int | None, str]], rank: int) -> Nodes:
-    """From each rank's node and host. mpirun does not number the nodes: then a host is one, in the
-    order of the ranks."""
+    """The nodes, given each rank's node and host. mpirun does not number the nodes: then each host
+    is a node, in the order of the ranks."""
     keys = [host if node is None else node for node, host in places]
     order = list(dict.fromkeys(keys)) if None in [n for n, _ in places] else sorted(set(keys))
     hosts = [next(h for key, (_, h) in zip(keys, places, strict=True) if key == k) for k in order]

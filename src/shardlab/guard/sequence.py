@@ -1,4 +1,4 @@
-"""Are all ranks at the same collective? Asked before it is launched, or after a while.
+"""Whether all ranks are at the same collective, checked before it is launched or every few steps.
 
 Ranks pair collectives by order alone. A rank that skips one is paired with the wrong one from then
 on: over Gloo, where the sizes agree, without any error. So in the first steps each collective is

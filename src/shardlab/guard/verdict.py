@@ -82,7 +82,7 @@ class Seen:
 
 
 def judge(ranks: Sequence[Seen], stood_s: float, nodes: Nodes | None = None) -> Halt:
-    """The verdict on ranks of which none has moved for ``stood_s`` seconds."""
+    """The verdict when no rank has moved for ``stood_s`` seconds."""
     nodes = nodes or Nodes()
     silent = [r for r in ranks if not r.answers]
     lone = first_difference({r.rank: r.recent for r in ranks})
@@ -191,8 +191,8 @@ def nth(number: int) -> str:
 
 
 def _behind(ranks: Sequence[Seen]) -> list[Seen]:
-    """Without a collective of ours to go by: the ranks that have done least, or compute while
-    others wait, or are in code of their own while others are in PyTorch's."""
+    """The likely causes where no collective of ours shows them: the ranks that have done least, or
+    compute while others wait, or are in their own code while others are in PyTorch's."""
     for signs in zip(*map(_signs, ranks), strict=True):
         if len(set(signs)) > 1:
             return [r for r, value in zip(ranks, signs, strict=True) if value == max(signs)]

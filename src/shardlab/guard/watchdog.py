@@ -292,7 +292,7 @@ class StoreReporter(Reporter):
         self.answered = time.monotonic()
 
     def _end(self, halt: Halt | None) -> None:
-        """Print the verdict once on each node: whoever found it, and the first of each other."""
+        """See that the verdict is printed once on each node, and end this rank."""
         here = self.nodes.here
         if halt is not None and self.store.add("hung", 1) == 1:
             self.nodes.locate(halt)
@@ -359,7 +359,7 @@ class StoreReporter(Reporter):
                 self._end_alone(why)
 
     def _end_alone(self, why: str) -> None:
-        self.ending.acquire()  # for ever: one thread ends the process
+        self.ending.acquire()  # never released: one thread ends the process
         seen = self.message()
         stood_s = time.monotonic() - self._moved
         halt = lost.of_store(self.nodes, self.endpoint, seen, stood_s, why)

@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from shardlab.errors import UsageError, unknown
+from shardlab.files import write_json
 from shardlab.learn import ORDER
 
 if TYPE_CHECKING:
@@ -120,11 +121,12 @@ def judging(*looks: Look, only_first: bool = False) -> Callable[[Evidence], list
 
 
 def each_step(look: Callable[[Rows, int], Finding | None]) -> Look:
-    """Looks at the ranks' rows of one step after the other, up to the first finding."""
+    """Looks at the ranks' rows of one step after the other, up to the first finding. It finds
+    nothing in a case that has no steps."""
 
     @functools.wraps(look)
     def steps(ranks: Rows) -> Finding | None:
-        every = enumerate(zip(*(rank["steps"] for rank in ranks), strict=True))
+        every = enumerate(zip(*(rank.get("steps", ()) for rank in ranks), strict=True))
         return next(filter(None, (look(rows, step) for step, rows in every)), None)
 
     return steps
@@ -190,14 +192,12 @@ def progress(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def keep(folder: Path, name: str, **changes: Any) -> None:
-    """Write what changed for one exercise, to a partial file first: a half one is never left."""
+    """Write what changed for one exercise."""
     rows = progress(folder)
     rows[name] = rows[name] | changes
-    partial = folder / f"{PROGRESS}.partial"
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps({"schema": 1, "exercises": rows}, indent=2) + "\n")
-        partial.replace(folder / PROGRESS)
+        write_json(folder / PROGRESS, {"exercises": rows})
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The guard: a process between the grader and the learner's ranks, which outlives none of them.
+"""The guard: a process between the grader and the learner's ranks, which ends when they have.
 
 It forks the ranks, reads what they report, and sees that all ends in time. What a learner's file
 may not do to us:

@@ -148,7 +148,7 @@ def weights_averaged(rows: Rows, _step: int) -> Finding | None:
 
 def all_calls(ranks: Rows) -> list[list[Row]]:
     """The calls of all steps, by rank."""
-    return [[call for row in rank["steps"] for call in row["calls"]] for rank in ranks]
+    return [[call for row in rank.get("steps", ()) for call in row["calls"]] for rank in ranks]
 
 
 def wire_bytes(calls: Rows, world: int) -> float:
@@ -179,7 +179,7 @@ def not_by_hand(ranks: Rows) -> Finding | None:
 
 
 def sent_by_hand(ranks: Rows) -> Finding | None:
-    """By the learner's own calls, and each gradient once per step."""
+    """Each gradient must be sent once per step, by the learner's own calls."""
     n, steps = len(ranks), len(ranks[0]["steps"])
     should = steps * numbers.wire_bytes("all_reduce", sum(ranks[0]["sizes"].values()), n)
     return not_by_hand(ranks) or too_many_bytes(all_calls(ranks)[0], n, should)
@@ -206,10 +206,10 @@ def calls_differ(ranks: Rows) -> Finding | None:
 
 
 def difference(a: Rows, b: Rows, rank_a: int, rank_b: int) -> str:
-    """Where two ranks' collectives part, in words; empty: they do not."""
+    """Where two ranks' collectives begin to differ, in words; empty if they do not."""
     for i, (x, y) in enumerate(zip(a, b, strict=False), start=1):
         if any(x[key] != y[key] for key in ("op", "bytes", "dtype")):
-            # An unnamed message beside a gradient was put in between: no gradient is missing.
+            # A call without a known tensor was put in between: then no parameter is missing.
             why = absent(a, b, rank_a, rank_b) if x["what"] and y["what"] else ""
             return (
                 f"call {i} is {described(x)} with {sized(x)} on rank {rank_a}, but "

@@ -20,26 +20,31 @@ REDUCES = (
 CLOSE = 1e-7  # of the largest: an update loses some digits of its gradient
 
 
-def judge(
-    evidence: Evidence, psis: Callable[[int], int], formula: str, memory: Look | None = None
-) -> list[Finding]:
-    """Result first, then where it is held, then what was sent: at most ``psis(k)`` times Ψ(n-1)/n
-    with k micro-batches. One thing at a time: the first that says what is wrong, not only that
-    something is. Without ``memory`` gradients may be sent in step(), too."""
+def judging_sharded(
+    psis: Callable[[int], int], formula: str, memory: Look | None = None
+) -> Callable[[Evidence], list[Finding]]:
+    """A ``judge`` that looks at the result, then at what each rank holds, then at what was sent: at
+    most ``psis(k)`` times Ψ(n-1)/n with k micro-batches. It reports one thing at a time: the first
+    that says what is wrong, not only that something is. Without ``memory``, gradients may be sent
+    in step(), too."""
 
     @each_step
     def sent(rows: Rows, step: int) -> Finding | None:
         return _sent(rows, step, psis(rows[0]["micros"]), formula)
 
     in_backward = [after_backward] if memory else []
-    trained = {case: ranks for case, ranks in evidence.items() if "steps" in ranks[0]}
-    weighed = {case: ranks for case, ranks in evidence.items() if case not in trained}
     looks = (mistakes.not_waited, *in_backward, own_optimizer, left, update, held, sent)
-    findings = judging(*looks)(trained)
-    if memory:
-        findings += judging(memory)(weighed)
-    telling = [f for f in findings if f.cause != "wrong-update"]
-    return (telling or findings)[:1]
+
+    def judge(evidence: Evidence) -> list[Finding]:
+        trained = {case: ranks for case, ranks in evidence.items() if "steps" in ranks[0]}
+        weighed = {case: ranks for case, ranks in evidence.items() if case not in trained}
+        findings = judging(*looks)(trained)
+        if memory:
+            findings += judging(memory)(weighed)
+        telling = [f for f in findings if f.cause != "wrong-update"]
+        return (telling or findings)[:1]
+
+    return judge
 
 
 # ------------------------------------------------------------------ the update
@@ -193,7 +198,7 @@ def held(ranks: Rows) -> Finding | None:
 
 
 def _sent(rows: Rows, step: int, psis: int, formula: str) -> Finding | None:
-    """By each rank in a step; padding and a norm are allowed."""
+    """What each rank sent in a step; padding and a norm are allowed."""
     n, sizes = len(rows), [len(flat(want)) for want in rows[0]["want"].values()]
     psi = sum(sizes) * ITEM
     should = psis * psi * (n - 1) / n

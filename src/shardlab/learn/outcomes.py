@@ -122,7 +122,7 @@ def _one_way(ranks: Ranks) -> str:
 
 
 def _parting(ranks: Ranks) -> str:
-    """Where the ranks' calls part, if they do. Messages between some of the ranks may differ."""
+    """Where the ranks' calls begin to differ, if they do. Messages between two ranks may differ."""
     first, *others = _in_the_case(ranks)
     if any(c["op"] in POINT_TO_POINT for c in first.calls):
         return ""

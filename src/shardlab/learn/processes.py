@@ -23,7 +23,7 @@ GONE = (ProcessLookupError, PermissionError)
 
 
 def confine(number: int, say: int, hear: int, output: int, scratch: str) -> tuple[int, int]:
-    """In the child: a session of its own, its own pipes and no other, limits, an empty folder."""
+    """Give this process a session, pipes, limits and an empty folder of its own; close all else."""
     os.setsid()
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -85,7 +85,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def descendants(pid: int) -> list[int]:
-    """Its children, theirs, and so on. What dies meanwhile is simply not there."""
+    """Its children, their children, and so on. One that dies during the search is left out."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():

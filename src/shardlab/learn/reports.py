@@ -48,12 +48,12 @@ class Rank:
     buffer: bytes = b""
 
     def begin(self) -> None:
-        """A case."""
+        """Begin a case."""
         self.phase, self.changed = "running", time.monotonic()
         self.calls, self.inside, self.evidence = [], None, {}
 
     def read_report(self) -> None:
-        """All that is there by now."""
+        """Read all that the rank has reported by now."""
         parts = [self.buffer]
         try:
             while data := os.read(self.report, CHUNK):
@@ -105,7 +105,7 @@ class Rank:
         self.phase, self.error = "tampered", {"names": names}
 
     def read_output(self) -> None:
-        """What it prints: kept for the learner to see, up to a limit, and believed by nobody."""
+        """Keep what it prints, up to a limit: it is shown to the learner, and never believed."""
         data = os.read(self.output, CHUNK)
         if not data:
             self.output = -1

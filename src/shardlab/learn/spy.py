@@ -1,4 +1,4 @@
-"""Every call of torch.distributed as it was made: what, when, with which tensor, waited for?
+"""Records each call of torch.distributed: when, with which tensor, and whether it was waited for.
 
 The functions of ``torch.distributed`` are replaced before the learner's file is imported, so that
 ``from torch.distributed import all_reduce`` is seen too, and it is seen if they are replaced again.
@@ -108,7 +108,7 @@ class Spy:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """For the check's own calls: they are not the learner's."""
+        """Do not record the check's own calls."""
         self._depth += 1
         try:
             yield

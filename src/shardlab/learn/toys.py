@@ -24,7 +24,7 @@ from shardlab.proof.watch import Memory
 
 Batch = tuple[Tensor, Tensor]  # (rows, width), (rows, out)
 Tensors = dict[str, Tensor | None]
-SEED = 0  # of all batches and models; any other must do as well
+SEED = 0  # of all batches and models; any other number must work, too
 LOOKING = "looking"  # the spy's mark for calls that are made only because we look
 RATE = 0.5  # of SGD: what an update used is (before - after) / RATE
 
@@ -112,7 +112,7 @@ def blocks() -> nn.Module:
 
 
 def wide(depth: int, width: int = 48) -> nn.Module:
-    """Blocks of one size, large beside their activations: what is weighed is parameters."""
+    """Blocks of one size, with many more parameters than activations: those are weighed."""
     return nn.Sequential(
         *(nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh()) for _ in range(depth))
     )
@@ -151,7 +151,7 @@ def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 
 def batch(rank: int, step: int, micro: int, rows: int = 4, width: int = 6, out: int = 3) -> Batch:
-    """Only rank 0's make ``Skipping`` use its extra layer."""
+    """A batch in float64. Only those of rank 0 make ``Skipping`` use its extra layer."""
     generator = torch.Generator().manual_seed(SEED + 10_000 * step + 1000 * micro + rank)
     x = torch.randn(rows, width, generator=generator, dtype=torch.float64)
     x[0, 0] = x[0, 0].abs() + 0.1 if rank == 0 else -x[0, 0].abs() - 0.1
@@ -164,7 +164,7 @@ def loss(forward: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
 
 
 def gradients(model: nn.Module) -> Tensors:
-    """Copies, by name, of the parameters that train; None where there is none."""
+    """Copies of the gradients of the parameters that train, by name; None where there is none."""
     return {
         name: None if p.grad is None else p.grad.detach().clone()
         for name, p in model.named_parameters()
@@ -174,6 +174,16 @@ def gradients(model: nn.Module) -> Tensors:
 
 def trained(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those that train."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def clipped(gradient: Tensor, norm: float) -> Tensor:
+    """A gradient, (elements,), scaled as ``clip_grad_norm_`` does."""
+    return gradient * min(1.0, norm / (float(gradient.double().norm()) + 1e-6))
 
 
 # ------------------------------------------------------------------ one process
@@ -209,7 +219,7 @@ class OneProcess:
 
     def __init__(self, model: nn.Module, kind: str = "sgd", max_norm: float | None = None) -> None:
         self.model = copy.deepcopy(model)
-        self.optimizer = Factory(kind)(p for p in self.model.parameters() if p.requires_grad)
+        self.optimizer = Factory(kind)(parameters(self.model))
         self.max_norm = max_norm
 
     def step(self, batches: Sequence[Sequence[Batch]]) -> dict[str, Any]:
@@ -332,7 +342,7 @@ def gathered(zero: Any) -> dict[str, Tensor]:
 
 
 def backward(loss: Tensor) -> None:
-    """Torch's own words for reading what was freed say nothing to a learner."""
+    """Say it in a learner's words if backward reads what was freed: torch's do not explain it."""
     try:
         loss.backward()
     except RuntimeError as error:

@@ -27,6 +27,11 @@ def average(_memory: Memory, workers: list[Tensor], shares: list[float]) -> list
     return [mean] * len(workers)
 
 
+def keep(_memory: Memory, workers: list[Tensor], _shares: list[float]) -> list[Tensor]:
+    """No exchange at all: each worker keeps what it has."""
+    return workers
+
+
 def sum_of(vectors: Any) -> Tensor:
     return torch.stack(list(vectors)).sum(0)
 
@@ -47,7 +52,7 @@ class Play:
 
 
 def samples_of(at: Stage, step: int) -> list[int]:
-    """Of each rank. Ragged ones differ from rank to rank and from step to step."""
+    """How many samples each rank has. Ragged ones differ between ranks and between steps."""
     if not at.options.get("ragged"):
         return [4] * at.world
     return [1 + (3 * rank + 2 * step + rank * step) % 5 for rank in range(at.world)]
@@ -61,20 +66,16 @@ def batch_of(at: Stage, rank: int, step: int) -> toys.Batch:
     return toys.batch(rank, step, 0, rows=samples_of(at, step)[rank])
 
 
-def trained(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
-
-
 def vector(model: nn.Module) -> Tensor:
     """All that trains, laid end to end: (elements,)."""
-    return torch.cat([p.detach().flatten() for p in trained(model)])
+    return torch.cat([p.detach().flatten() for p in toys.parameters(model)])
 
 
 def played(at: Stage, play: Play) -> Iterator[Tensor]:
     """What this rank's worker holds after each step."""
     every, kind = at.options["every"], at.options["kind"]
     models = [toys.build(toys.TOYS[at.options["toy"]]) for _ in range(at.world)]
-    inner = [toys.Factory(kind)(trained(model)) for model in models]
+    inner = [toys.Factory(kind)(toys.parameters(model)) for model in models]
     seen, memory = [0] * at.world, {"anchor": vector(models[0])}
 
     def exchange(step: int) -> None:
@@ -84,11 +85,11 @@ def played(at: Stage, play: Play) -> Iterator[Tensor]:
         shares = [count / sum(counts) for count in counts]
         moved = play.exchange(memory, [vector(model) for model in models], shares)
         for model, new in zip(models, moved, strict=True):
-            nn.utils.vector_to_parameters(new.clone(), trained(model))
+            nn.utils.vector_to_parameters(new.clone(), toys.parameters(model))
         if play.samples != "all":
             seen = [0] * at.world
         if play.forgets_state:
-            inner = [toys.Factory(kind)(trained(model)) for model in models]
+            inner = [toys.Factory(kind)(toys.parameters(model)) for model in models]
         if play.averages_state:
             _average_state(inner)
 
@@ -97,7 +98,7 @@ def played(at: Stage, play: Play) -> Iterator[Tensor]:
             toys.loss(model, batch_of(at, rank, step)).backward()
             seen[rank] += samples_of(at, step)[rank]
         if play.averages_gradients:
-            for same in zip(*map(trained, models), strict=True):
+            for same in zip(*map(toys.parameters, models), strict=True):
                 mean = torch.stack([_gradient(p) for p in same]).mean(0)
                 for p in same:
                     p.grad = mean.clone()
@@ -135,7 +136,7 @@ def run(
     and with each known mistake."""
     model = toys.build(toys.TOYS[at.options["toy"]])
     at.spy.watch(model)
-    learner = make(model, toys.Factory(at.options["kind"])(trained(model)))
+    learner = make(model, toys.Factory(at.options["kind"])(toys.parameters(model)))
     rows: list[dict[str, Any]] = []
     at.spy.mark("made")
     for step in range(steps_of(at)):
@@ -157,8 +158,9 @@ def _fits(got: Iterable[Tensor], wanted: Iterable[Tensor]) -> bool:
     return all(torch.allclose(a, b, 1e-8, 1e-9) for a, b in zip(got, wanted, strict=False))
 
 
-def judge(evidence: Evidence, only: str) -> list[Finding]:
-    """``only``: the exercise's words for an exchange. Cases become harder, so one at a time."""
+def judging_exchange(only: str) -> Callable[[Evidence], list[Finding]]:
+    """A ``judge``. ``only`` is what the exercise calls an exchange. The cases become harder, so it
+    reports one finding at a time."""
 
     def result(ranks: Rows) -> Finding | None:
         if all(rank["is_right"] for rank in ranks):
@@ -183,7 +185,7 @@ def judge(evidence: Evidence, only: str) -> list[Finding]:
         )
         return say("wrong-exchange", step=step + 1, only=only, error=off)
 
-    return judging(mistakes.not_waited, result, _between, _sent, only_first=True)(evidence)
+    return judging(mistakes.not_waited, result, _between, _sent, only_first=True)
 
 
 def _right_at(ranks: Rows, step: int) -> bool:

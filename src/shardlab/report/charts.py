@@ -48,7 +48,7 @@ class Log:
         return min(max(100 * part, 0.0), 100.0)
 
     def ticks(self, text: Callable[[float], str], one: float, base: float) -> list[Tick]:
-        """At powers of a base, times ``one``; at most twelve of them."""
+        """Ticks at powers of a base, times ``one``; at most twelve."""
         first = math.ceil(math.log(self.low / one, base) - 1e-9)
         last = math.floor(math.log(self.high / one, base) + 1e-9)
         every = max(1, -(-(last - first + 1) // 12))
@@ -56,8 +56,8 @@ class Log:
         return [Tick(self.at(value), text(value)) for value in values]
 
     def round_ticks(self, text: Callable[[float], str]) -> list[Tick]:
-        """At 1, 2 and 5 times powers of ten: at the powers alone if they are enough, and at other
-        round numbers where there are too few of them."""
+        """Ticks at 1, 2 and 5 times powers of ten; at the powers alone if those are enough, and at
+        other round numbers if there are too few."""
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
         powers = [10.0**power for power in range(first, last + 1)]
         values = [factor * power for power in powers for factor in (1, 2, 5)]

@@ -38,12 +38,8 @@ MAX_TIMELINES = 24
 
 def write(folder: Path, result: dict[str, Any]) -> dict[str, Path]:
     """The files of a comparison, each whole or not there at all; by kind."""
-    files = {
-        "json": folder / "compare.json",
-        "csv": folder / "compare.csv",
-        "md": folder / "compare.md",
-        "html": folder / "report.html",
-    }
+    files = {kind: folder / f"compare.{kind}" for kind in ("json", "csv", "md")}
+    files["html"] = folder / "report.html"
     write_json(files["json"], result)
     write_text(files["csv"], csv_text(result))
     write_text(files["md"], markdown(result))
@@ -104,7 +100,7 @@ def markdown(result: Result) -> str:
 
 
 def _pipeless(text: str) -> str:
-    """On one line of a table."""
+    """A text that fits into a cell of a Markdown table."""
     return " ".join(str(text).replace("|", "\\|").split())
 
 
@@ -123,31 +119,27 @@ def _page(result: Result, timelines: Sequence[Timeline]) -> str:
     strategies = len({cell["strategy"] for cell in result["cells"]})
     side = fmt.count(strategies, "strategy", "strategies").replace(" ", "\u00a0")
     has_numbers = bool(readings.measured(result))
-    return (
-        page.templates()
-        .get_template("compare.html.j2")
-        .render(
-            result=result,
-            fmt=fmt,
-            read=readings,
-            css=page.asset("timeline.css"),
-            js=page.asset("tables.js") + (page.asset("timeline.js") if timelines else ""),
-            title=f"{result['workload']} on {ranks} {noun}: {side} side by side",
-            verdict=verdict(result),
-            answer=result.get("answer"),
-            leanest=readings.leanest(result),
-            step_chart=charts.step_chart(result) if has_numbers else None,
-            bar_rows=charts.bar_rows(result) if has_numbers else None,
-            memory=charts.memory_chart(result),
-            stacks=charts.stack_chart(result),
-            scaling=charts.scaling(result),
-            timelines=timelines,
-            best_timeline=_shown_first(result, timelines),
-            checks=CHECKS,
-            proofs=[cell for cell in result["cells"] if cell.get("proof")],
-            loss_chart=charts.loss_chart(result) if has_numbers else None,
-            environment_rows=list(environment_rows(result["env"])),
-        )
+    return page.render(
+        "compare.html.j2",
+        result=result,
+        read=readings,
+        css=page.asset("timeline.css"),
+        js=page.asset("tables.js") + (page.asset("timeline.js") if timelines else ""),
+        title=f"{result['workload']} on {ranks} {noun}: {side} side by side",
+        verdict=verdict(result),
+        answer=result.get("answer"),
+        leanest=readings.leanest(result),
+        step_chart=charts.step_chart(result) if has_numbers else None,
+        bar_rows=charts.bar_rows(result) if has_numbers else None,
+        memory=charts.memory_chart(result),
+        stacks=charts.stack_chart(result),
+        scaling=charts.scaling(result),
+        timelines=timelines,
+        best_timeline=_shown_first(result, timelines),
+        checks=CHECKS,
+        proofs=[cell for cell in result["cells"] if cell.get("proof")],
+        loss_chart=charts.loss_chart(result) if has_numbers else None,
+        environment_rows=list(environment_rows(result["env"])),
     )
 
 

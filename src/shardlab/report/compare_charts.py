@@ -49,9 +49,7 @@ def step_chart(result: Result) -> StepChart:
     times = [ms for cell in near for repeat in cell["step_ms_repeats"] for ms in repeat]
     low: float = min(times)
     p90: float = max(cell["step_ms"]["p90"] for cell in near)
-    high: float = min(
-        max(times), p90 + 0.2 * (p90 - low)
-    )  # one stalled step does not stretch the axis
+    high: float = min(max(times), p90 + 0.2 * (p90 - low))  # a stalled step does not stretch it
     margin = 0.04 * (high - low) or 0.1 * high or 1.0
     low, high = max(low - margin, 0), high + margin
     every = math.ceil(result["timed_steps"] / DOTS_PER_REPEAT)

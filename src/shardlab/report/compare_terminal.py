@@ -217,13 +217,12 @@ def _memory(result: Result) -> str:
 def _agreement(result: Result) -> str:
     others = [cell for cell in readings.measured(result) if not readings.is_baseline(result, cell)]
     workers = [cell["label"] for cell in others if cell.get("every")]
-    others = [cell for cell in others if not cell.get("every")]
-    if workers:
-        verb = "trains" if len(workers) == 1 else "train"
-        apart = f"{fmt.names(workers)} {verb} otherwise than one process, to another loss"
-        rest = _agreement_of(result, others)
-        return f"{rest}; {apart}" if rest else apart
-    return _agreement_of(result, others)
+    rest = _agreement_of(result, [cell for cell in others if not cell.get("every")])
+    if not workers:
+        return rest
+    verb = "trains" if len(workers) == 1 else "train"
+    apart = f"{fmt.names(workers)} {verb} otherwise than one process, to another loss"
+    return f"{rest}; {apart}" if rest else apart
 
 
 def _agreement_of(result: Result, others: Sequence[Cell]) -> str:

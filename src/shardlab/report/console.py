@@ -56,7 +56,7 @@ def training_progress(enabled: bool) -> Iterator[Callable[[Mapping[str, Any]], N
 
 
 def _warn(console: Console, event: Mapping[str, Any]) -> None:
-    """What must be known also by who wants no progress."""
+    """Say what a user must know who asked for no progress."""
     if output.tells("warning", quiet=True):
         kinds = ("warning", "restart", "checkpoint")
         _announce(console, {k: v for k, v in event.items() if k in kinds or "restart" in event})

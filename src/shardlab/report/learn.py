@@ -66,7 +66,7 @@ def print_started(exercise: Exercise, path: Path, flag: str) -> None:
 
 
 def print_readme(exercise: Exercise, with_pitfalls: bool) -> None:
-    """In place of the picture, what it shows and where it is: a path in one piece, to be copied."""
+    """The picture is replaced by what it shows and by its path, in one piece to be copied."""
     console = _out()
     readme = exercise.readme
     if not with_pitfalls:

@@ -152,7 +152,7 @@ def kept_table(result: Result) -> Table:
 
 
 def amount(value: float) -> str:
-    """Beside the others in its unit: what is nothing there is shown as nothing."""
+    """A number in the table's unit; what would round to nothing is shown as 0."""
     decimals = 0 if value >= 1000 else 1 if value >= 100 else 2
     return "0" if value < 0.005 else f"{value:,.{decimals}f}"
 

@@ -95,7 +95,7 @@ def _between(low: float, high: float) -> str:
 
 
 def _gbit(beta: float) -> float:
-    """The rate in Gbit/s of so many seconds per byte."""
+    """Seconds per byte as a rate in Gbit/s."""
     return 8e-9 / beta if beta > 0 else math.inf
 
 
@@ -181,7 +181,8 @@ def html(result: Result) -> str:
         ("PyTorch", result["env"]["torch"]),
         ("Time", result["env"]["time"]),
     ]
-    return page.templates().get_template("network.html.j2").render(
+    return page.render(
+        "network.html.j2",
         result=result,
         title=title(result),
         css=page.asset("trace.css"),
@@ -195,5 +196,4 @@ def html(result: Result) -> str:
         name_of=name_of,
         duration=duration,
         rate=rate,
-        fmt=fmt,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What every page is made with: our templates, and the styles and scripts beside them. And CSV."""
+"""What every page is made with: our templates, styles and scripts. And CSV."""
 
 from __future__ import annotations
 
@@ -13,18 +13,26 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+import shardlab
+from shardlab import numbers
 from shardlab.files import write_json, write_text
 
 
 @functools.cache  # a template takes longer to compile than to fill
 def templates() -> jinja2.Environment:
-    return jinja2.Environment(
+    made = jinja2.Environment(
         loader=jinja2.PackageLoader("shardlab.report"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    made.globals |= {"fmt": numbers, "version": shardlab.__version__}
+    return made
+
+
+def render(template: str, **values: Any) -> str:
+    return templates().get_template(template).render(values)
 
 
 def write(
@@ -39,7 +47,7 @@ def write(
 
 
 def asset(name: str) -> Markup:
-    """A file of ours beside the template. Not from a trace, so not escaped."""
+    """A style or script of ours. It does not come from a trace, so it is not escaped."""
     text = resources.files("shardlab.report").joinpath("templates", name).read_text("utf-8")
     return Markup(text)
 

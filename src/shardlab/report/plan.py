@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from shardlab import __version__
 from shardlab import numbers as fmt
 from shardlab.files import write_json
 from shardlab.report import charts, page, terminal, timeline
@@ -23,7 +22,7 @@ PHASES = {
     "forward": "forward", "backward": "backward", "update": "update", "other": "other work",
     "exposed": "communication that nothing hides",
 }  # fmt: skip
-COLOURS = 8  # of the style sheet; a ninth curve has the first again
+COLOURS = 8  # in the style sheet; a ninth curve has the first one again
 MAX_COLLECTIVES = 12
 
 
@@ -107,7 +106,7 @@ def title(result: Result) -> str:
 
 
 def source(rows: Sequence[Row]) -> str:
-    """Where the numbers come from: this is said beside all of them."""
+    """Where the numbers come from; every table says it."""
     known = [row["is_measured"] for row in rows if row["is_measured"] is not None]
     if not known:
         return "no prediction"
@@ -474,9 +473,9 @@ def html(result: Result) -> str:
     ]
     if result["tokens"] is not None:
         facts.append(("Tokens", fmt.compact(result["tokens"])))
-    return page.templates().get_template("plan.html.j2").render(
+    return page.render(
+        "plan.html.j2",
         result=result,
-        version=__version__,
         css=page.asset("timeline.css") + page.asset("trace.css"),
         js=page.asset("tables.js") + page.asset("timeline.js"),
         title=f"{subject(result)}: {_headline(result)}",
@@ -499,7 +498,6 @@ def html(result: Result) -> str:
         spread=spread,
         share=share,
         held=memory_unit(known),
-        fmt=fmt,
     )  # fmt: skip
 
 

@@ -137,7 +137,7 @@ def _line(actions: Sequence[Row], row: Row, scale: float) -> Text:
 
 
 def _shares(actions: Sequence[Row], row: Row, scale: float) -> Text:
-    """For each character, what the rank did for most of its time."""
+    """A line in which each character shows what the rank did for most of its time."""
     spent: list[dict[tuple[str, str], float]] = [{} for _ in range(round(row["step_ms"] * scale))]
     for action in actions:
         begin, end = action["start_ms"] * scale, action["end_ms"] * scale
@@ -287,7 +287,8 @@ def svg(result: Result) -> str:
         panels.append(Panel(y, row, heading(row), lanes, ticks, bottom))
         y = bottom + 44
     kinds = {kind: name for kind, name in KINDS.items() if any(kind in _kinds(r) for r in rows)}
-    return page.templates().get_template("schedule.svg.j2").render(
+    return page.render(
+        "schedule.svg.j2",
         title=title(result), times=times(result), panels=panels, kinds=kinds, width=WIDTH,
         height=y, left=LEFT, lane_height=LANE, scale=scale,
         has_chunks=any(row["chunks"] > 1 for row in rows),

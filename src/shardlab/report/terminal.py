@@ -108,7 +108,7 @@ def fit(
             style=style,
         )
     if missing:
-        said = Text(f"left out for want of width: {', '.join(missing)}{where}", "dim")
+        said = Text(f"left out, as the terminal is narrow: {', '.join(missing)}{where}", "dim")
         made.caption = Text("\n").join(
             [Text.assemble(made.caption), said] if made.caption else [said]
         )
@@ -180,16 +180,13 @@ def show(console: Console, made: Table) -> None:
 
 
 def say(console: Console, *lines: str, wraps: bool = False) -> None:
-    """Lines as they are: brackets are no markup. ``wraps``: at the terminal's width."""
+    """Print lines as they are, without markup. ``wraps``: fold them at the terminal's width."""
     for line in lines:
         console.print(line, markup=False, soft_wrap=not wraps)
 
 
 def about(env: Mapping[str, Any]) -> Iterator[str]:
-    """What was measured, as far as it is not in the numbers: the data, and what there is to note.
-
-    Records of earlier versions have neither.
-    """
+    """The data that was used, and notes about the run. Records of earlier versions have neither."""
     if env.get("data"):
         yield f"data: {env['data']}"
     yield from (f"note: {note}" for note in env.get("notes", ()))

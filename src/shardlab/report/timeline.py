@@ -99,8 +99,7 @@ ORDER = (
 
 def _lanes(traces: TraceSet) -> Iterable[Lane]:
     """The analysis' lanes, in our order, with phases, operators or kernels, and collectives by
-    name; none is empty.
-    """
+    name; empty lanes are left out."""
     shown, shifts = _shown(traces), traces.shifts()
     extra = (_extra(trace, shifts[trace.path]) for trace in traces.traces if trace.rank in shown)
     lanes: dict[tuple[int, str], list[Lane]] = {}

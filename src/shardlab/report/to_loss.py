@@ -250,7 +250,8 @@ def html(result: Result) -> str:
         chart(result, f"Loss against {unit}", unit, "steps", result["units_per_step"]),
     ]
     verdict, *others = sentences(result)
-    return page.templates().get_template("to_loss.html.j2").render(
+    return page.render(
+        "to_loss.html.j2",
         result=result,
         title=title(result),
         css=page.asset("trace.css"),

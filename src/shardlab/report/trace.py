@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardlab import __version__
 from shardlab import numbers as fmt
 from shardlab.files import write_text
 from shardlab.guard import nodes
 from shardlab.report import timeline
 from shardlab.report import trace_charts as charts
-from shardlab.report.page import asset, templates
+from shardlab.report.page import asset, render
 from shardlab.trace import kernels, model
 
 if TYPE_CHECKING:
@@ -43,36 +42,31 @@ def html(traces: TraceSet) -> str:
     if {row.name for row in by_label} <= {row.name for row in by_kind}:
         by_label = []  # nothing was labelled
     memory = traces.memory()
-    return (
-        templates()
-        .get_template("trace.html.j2")
-        .render(
-            fmt=fmt,
-            ms=fmt.ms,
-            css=asset("timeline.css") + asset("trace.css"),
-            js=asset("tables.js") + asset("timeline.js"),
-            version=__version__,
-            title=title(traces, ranks),
-            verdict=verdict(traces),
-            facts=_facts(traces, ranks, spans),
-            ranks=ranks,
-            columns=_columns(ranks),
-            stacks=charts.stacks(ranks, steps),
-            timeline=spans,
-            by_kind=by_kind[:MAX_ROWS],
-            by_label=by_label[:MAX_ROWS],
-            buckets=charts.buckets(traces.collectives(), traces, steps),
-            stragglers=traces.stragglers(),
-            clocks=clocks(traces),
-            several_ranks=len(ranks) > 1,
-            n_steps=_steps(ranks),
-            memory=memory,
-            curves=charts.curves(memory, traces),
-            what_if=traces.what_if(),
-            kernels=kernels.together(traces.kernels(top=40), ranks)[:MAX_KERNELS],
-            warnings=list(traces.warnings)[:MAX_ROWS],
-            files=[str(trace.path) for trace in traces.traces],
-        )
+    return render(
+        "trace.html.j2",
+        ms=fmt.ms,
+        css=asset("timeline.css") + asset("trace.css"),
+        js=asset("tables.js") + asset("timeline.js"),
+        title=title(traces, ranks),
+        verdict=verdict(traces),
+        facts=_facts(traces, ranks, spans),
+        ranks=ranks,
+        columns=_columns(ranks),
+        stacks=charts.stacks(ranks, steps),
+        timeline=spans,
+        by_kind=by_kind[:MAX_ROWS],
+        by_label=by_label[:MAX_ROWS],
+        buckets=charts.buckets(traces.collectives(), traces, steps),
+        stragglers=traces.stragglers(),
+        clocks=clocks(traces),
+        several_ranks=len(ranks) > 1,
+        n_steps=_steps(ranks),
+        memory=memory,
+        curves=charts.curves(memory, traces),
+        what_if=traces.what_if(),
+        kernels=kernels.together(traces.kernels(top=40), ranks)[:MAX_KERNELS],
+        warnings=list(traces.warnings)[:MAX_ROWS],
+        files=[str(trace.path) for trace in traces.traces],
     )
 
 

@@ -111,7 +111,7 @@ def buckets(
 def _step_span(
     traces: TraceSet, step: int, collectives: Sequence[model.Collective]
 ) -> tuple[int, int]:
-    """From the first rank's begin of a step to the last's end, on the common clock."""
+    """When the first rank began a step and when the last one ended it, on the common clock."""
     spans = [(p.start_ns, p.end_ns) for c in collectives for p in c.participants]
     shifts = traces.shifts()
     for trace in traces.traces:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,10 +76,6 @@ def show(traces: TraceSet, *, hta_compat: bool, top: int, first: bool = True) ->
             out.print()
     notes = (f"note: {note}" for note in traces.warnings)
     terminal.say(out, *page.clocks(traces), *notes, wraps=out.is_terminal)
-
-
-def show_files(files: Sequence[Path]) -> None:
-    terminal.say_paths(terminal.out(), files)
 
 
 def _breakdown(traces: TraceSet) -> Table:
@@ -157,7 +153,7 @@ def _collectives(traces: TraceSet, by: str) -> Table:
 
 
 def _bytes(item: CollectiveSummary) -> str:
-    """With ``≥`` where the trace does not say the size of all of them."""
+    """The sum, with ``≥`` if the trace does not tell the size of all of them."""
     return fmt.at_least(item.bytes, item.bytes_at_least)
 
 

@@ -1,4 +1,4 @@
-"""A run that goes on without workers that are late or lost (``min_workers``).
+"""A run that continues without workers that are late or lost (``min_workers``).
 
 Its ranks call no collective once the loop has begun (``strategies/table.py``). So each records
 and guards itself, and worker 0 alone evaluates and writes checkpoints. ``rounds.jsonl`` in the run
@@ -16,7 +16,7 @@ from torch import Tensor
 from shardlab import numbers
 from shardlab.config import Config
 from shardlab.errors import UsageError
-from shardlab.files import json_text
+from shardlab.files import append_jsonl
 from shardlab.strategies.base import Strategy
 from shardlab.strategies.table import Table
 from shardlab.strategies.workers import Workers
@@ -65,11 +65,10 @@ class Attendance:
     def after_step(self, _step: int, _loss: Tensor) -> None:
         for row in self.table.history[self.written :]:
             steps = self.first + (row["round"] + 1) * self.every
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json_text({"steps": steps, **row}) + "\n")
+            append_jsonl(self.path, {"steps": steps, **row})
             here = set(row["took_part"])
             if missed := self.before - here:
-                self._warn(steps, f"went on without {_named(missed)}")
+                self._warn(steps, f"was made without {_named(missed)}")
             if back := here - self.before:
                 self._warn(steps, f"had {_named(back)} again")
             self.before = here

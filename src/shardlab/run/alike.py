@@ -21,7 +21,7 @@ CODE = "the code of shardlab/"
 
 
 def table(config: LaunchConfig, args: Sequence[Any]) -> dict[str, str]:
-    """Of this process. ``args``: what a rank's function is called with; a config is among them."""
+    """This process's values. ``args`` are those of a rank's function; a config is among them."""
     import torch
 
     found = {"torch": str(torch.__version__), "shardlab": shardlab.__version__}

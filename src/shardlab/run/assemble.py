@@ -67,7 +67,7 @@ def resolve_strategy(config: Config) -> type[Strategy]:
 
 def _taking_options(config: Config) -> Any:
     """The class that the strategy's own options are for. A strategy that is an axis of the mesh has
-    none; those beside the axes' are of the one that shares the data."""
+    no options; those that are not the axes' belong to the strategy that shares the data."""
     name = config.strategy.name
     return naming.resolve(
         axes.inner_of(name) if name in axes.NAMED else name, EVERY_STRATEGY, "strategy"
@@ -245,7 +245,7 @@ def make_optimizer(
 
 
 def make_rule(config: Config, workload: Workload | None = None) -> Rule:
-    """What the config and the workload ask of every update beside the optimizer."""
+    """What the config and the workload ask of every update, apart from the optimizer."""
     training, precision = config.training, config.precision
     return Rule(
         clip_norm=training.clip_norm,

@@ -46,7 +46,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class Line:
-    """Where a rank on another node reaches the process that leads it, and its words for that."""
+    """How a rank on another node reaches the process that leads it, and how it greets it."""
 
     address: str
     port: int
@@ -164,7 +164,7 @@ def _rank_main(
     except BaseException as error:
         with contextlib.suppress(OSError):
             send(*as_message(error))
-            _wait_for_the_end()
+            time.sleep(60)  # the parent ends us: to leave now would look like the failure to peers
         os._exit(1)
 
 
@@ -177,12 +177,6 @@ def _print_to(pipe: connection.Connection) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
-
-
-def _wait_for_the_end() -> None:
-    """Stay until the parent ends us: to leave now would look like the failure to our peers."""
-    time.sleep(60)
-    os._exit(1)
 
 
 def _die_with_parent() -> None:
@@ -212,16 +206,16 @@ def as_message(error: BaseException) -> tuple[str, Any]:
     return "error", (message, "".join(traceback.format_exception(error)), time.time())
 
 
-def loopback_store(port: int = 0) -> Any:
+def loopback_store() -> Any:
     """A store for the ranks of this machine, which no other machine can reach."""
-    return listening_store(socket.AF_INET, LOOPBACK, port)
+    return listening_store(socket.AF_INET, LOOPBACK, port=0)
 
 
 def listening_store(family: int, address: str, port: int) -> Any:
     """A store that listens on one address alone; "" stands for every address of the machine.
 
-    A ``TCPStore`` that opens its own socket listens on every interface: whoever reaches it can read
-    and write the keys by which the ranks find each other. So it is handed a socket that is bound.
+    A ``TCPStore`` that opens its own socket listens on every interface: anybody who reaches it can
+    read and write the keys by which the ranks find each other. So it is handed a bound socket.
     """
     from torch.distributed import TCPStore
 

@@ -5,8 +5,8 @@ the address where the other nodes reach it. At the end of the run one rank of ea
 files there. After a failure too, as far as the nodes still answer: this does not use the process
 group, which is broken then. ``collected.json`` says which parts came, and which are missing.
 
-Whoever sends proves that it knows a key, which the ranks were given through their process group. It
-may write files of its own ranks and, where its node knows better why the run failed, what says so.
+A sender proves that it knows a key, which the ranks were given through their process group. It may
+write files of its own ranks and, if its node knows better why the run failed, files that say so.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
-import os
 import re
 import secrets
 import shutil
@@ -29,7 +28,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from shardlab.errors import LOST_PEER, UsageError
-from shardlab.files import write_json
+from shardlab.files import replacing, write_json
 from shardlab.guard import watchdog
 from shardlab.guard.side import side_store
 from shardlab.run import reach
@@ -177,14 +176,9 @@ class Receiver:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.parent.resolve().is_relative_to(self.folder):
             raise ValueError(f"{name} leaves the folder")
-        part = path.with_name(f"{path.name}.part")
-        try:
-            with part.open("wb") as out:
-                for chunk in _chunks(reading, size):
-                    out.write(chunk)
-            os.replace(part, path)  # noqa: PTH105
-        finally:
-            part.unlink(missing_ok=True)
+        with replacing(path) as part, part.open("wb") as out:
+            for chunk in _chunks(reading, size):
+                out.write(chunk)
 
     def finish(self, world: World) -> None:
         """After each part was sent."""

@@ -40,7 +40,7 @@ class Echo:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        # For debugging, each rank's lines are shown at once and apart.
+        # With --log-level debug, each rank's lines are shown at once and by themselves.
         self._merges = size > 1 and not output.tells("debug")
         self._pipes: dict[connection.Connection, int] = {}  # our end, and whose it is
         self._begun: dict[int, bytes] = {}  # by rank, a line that has not ended
@@ -93,7 +93,7 @@ class Echo:
                 self._show()
 
     def _take(self, rank: int, block: bytes) -> None:
-        """Bytes of a rank; none if it has ended."""
+        """Take the bytes of a rank; no bytes mean that it has ended."""
         *lines, rest = (self._begun.pop(rank, b"") + block).split(b"\n")
         if rest and (not block or len(rest) > LONGEST):
             lines, rest = [*lines, rest], b""
@@ -146,6 +146,6 @@ class Echo:
         return f"[ranks {', '.join(map(str, sorted(ranks)))}] "
 
     def _print(self, text: str) -> None:
-        """On a terminal, above the bar that shows the progress."""
+        """Print a line; on a terminal it appears above the progress bar."""
         if output.tells("warning") and sys.stderr is not None:
             print(text, file=sys.stderr, flush=True)

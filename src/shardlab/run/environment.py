@@ -1,4 +1,4 @@
-"""Where a run ran: versions, CPU, GPU, git commit. Written beside every result."""
+"""Where a run ran: versions, CPU, GPU, git commit. It is written with every result."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from shardlab.errors import UsageError
 from shardlab.files import write_json
 from shardlab.run import collect, environment, reach
 from shardlab.run.assemble import notes
-from shardlab.runfolder import README, mark, new_folder
+from shardlab.runfolder import README, mark
 from shardlab.runlock import RunLock
 from shardlab.strategies.base import T
 from shardlab.workloads.base import Workload
@@ -72,14 +72,12 @@ def _take_folder(
         return start.run
     strategy = config.strategy.name.rpartition(":")[2]
     name = f"{workload.name}-{strategy}-w{world.size}"
-    chosen = Path(config.output.dir) if config.output.dir else None
+    wanted = config.output.dir or config.output.root
     try:
-        str(chosen or config.output.root).encode()
+        wanted.encode()
     except UnicodeEncodeError:  # the file system would take it, but no text file could name it
-        raise UsageError(
-            f"the name of the run folder is not UTF-8: {chosen or config.output.root}"
-        ) from None
-    folder = new_folder(Path(config.output.root), name, chosen)
+        raise UsageError(f"the name of the run folder is not UTF-8: {wanted}") from None
+    folder = config.new_folder(name)
     lock.take(folder)
     if any(path.name != runlock.NAME for path in folder.iterdir()):
         raise UsageError(f"the output folder {folder} has been used meanwhile; choose another")
@@ -145,7 +143,7 @@ def _write_probe(config: Config) -> Path:
     resume = config.checkpoint.resume
     folder = Path(config.output.dir or config.output.root)
     if resume not in (None, starts.AUTO) and not files.is_checkpoint(found := files.find(resume)):
-        folder = found  # it goes on there
+        folder = found  # the run continues there
     folder = next(path for path in (folder, *folder.parents) if path.is_dir() or path == Path())
     token = secrets.token_hex(8)
     probe = folder / f".probe-{token}"

@@ -25,7 +25,7 @@ from shardlab.errors import UsageError
 from shardlab.files import read_jsonl
 from shardlab.runlock import RunLock, table_in
 
-# Of each command, the file by which its folder is known, and what else it writes.
+# What each command writes into its folder; the first file shows whose folder it is.
 OF_A_RANK = ("rank*.jsonl", "ledger.rank*.jsonl", "traces")
 WRITTEN = {
     "train": (
@@ -106,7 +106,7 @@ def _training(folder: Path) -> Run:
     status, env = checkpoints.state_of(folder), table_in(folder / "env.json")
     settings = checkpoints.settings_in(folder / "config.yaml") or {}
     state = str(status.get("state", "unknown"))
-    # On another host, without a lock that is seen from here, it may be at work for all we know.
+    # On another host, and without a lock that is seen from here, it may still be running.
     is_unknown = runlock.is_held(folder) is None and status.get("host") != socket.gethostname()
     if state == "running" and not is_unknown and not checkpoints.is_running(folder):
         state = "gone"  # it ended without a word: the machine was switched off, or it was killed

@@ -21,8 +21,6 @@ from shardlab.guard import nodes, stop
 from shardlab.run import alike as alikes
 from shardlab.run import child, collect, meeting, reach
 from shardlab.run import place as places
-from shardlab.run.meeting import own_address as own_address
-from shardlab.run.meeting import store_of as store_of
 from shardlab.run.place import Place
 from shardlab.run.ranks import GRACE_S, STOP_S, Event, Failure, unless_stopped
 from shardlab.run.reach import Address
@@ -81,7 +79,7 @@ def meet(place: Place, config: LaunchConfig, args: Sequence[Any] | None = None) 
     ``args``: what the function of a rank is called with, which must be alike on all of them; None
     where these processes start ranks later, perhaps fewer than they are.
     """
-    store = store_of(place, config)
+    store = meeting.store_of(place, config)
     refusal, address = _unfit(place, config), None
     if not refusal:
         refusal, address = _listens_at(place, config)

@@ -17,7 +17,7 @@ from shardlab import runfolder
 from shardlab.config import Config, LaunchConfig
 from shardlab.errors import Interrupted, RankFailure, UsageError
 from shardlab.guard import nodes, stop
-from shardlab.run import joined, slots
+from shardlab.run import joined, meeting, slots
 from shardlab.run import place as places
 from shardlab.run.place import LOOPBACK
 from shardlab.run.ranks import Event, Ranks, unless_stopped
@@ -26,13 +26,13 @@ DEFAULT_WORLD = 2  # the fewest that communicate
 
 
 def default_ranks() -> int:
-    """How many ranks a measurement has when nobody says: the launcher's, or two."""
+    """How many ranks a measurement has by default: the launcher's, or two."""
     place = places.joined()
     return DEFAULT_WORLD if place is None else place.size
 
 
 def default_world(config: Config) -> int:
-    """How many ranks when nobody says: two, the fewest that communicate.
+    """How many ranks a run has by default: two, the fewest that communicate.
 
     One task of srun or mpirun is one rank. A Slurm job with more tasks, in which srun has not
     started this command, is refused: it would use one node of many.
@@ -49,8 +49,8 @@ def default_world(config: Config) -> int:
 
 
 def lead(config: LaunchConfig) -> None:
-    """For a command that starts ranks again and again. Under a launcher, this process leads the
-    others, which start the ranks on their nodes; in those others this does not return."""
+    """Prepare a command that starts ranks again and again. Under a launcher, the first process
+    leads the others, which start the ranks on their nodes; in the others this does not return."""
     place = places.joined()
     if place is None:
         return
@@ -60,7 +60,7 @@ def lead(config: LaunchConfig) -> None:
     if place.rank > 0:
         slots.serve(place, store)
     address = LOOPBACK if place.nodes == 1 else config.address or place.address
-    listens = joined.own_address(address, place, config.interface)
+    listens = meeting.own_address(address, place, config.interface)
     slots.LEADER = slots.Leader(place, store, address, listens, config.timeout_s)
 
 
@@ -79,8 +79,8 @@ def launch(
     run fails, the folder will say so.
 
     Ctrl-C and SIGTERM end the ranks. A run that ``saves`` is asked to stop first: it finishes its
-    step and writes a checkpoint. A second signal ends it at once. With ``least`` the run goes on
-    without ranks that are lost, down to so many; rank 0 may not be lost.
+    step and writes a checkpoint. A second signal ends it at once. With ``least`` the run continues
+    without ranks that are lost, down to this many; rank 0 may not be lost.
     """
     folder: Path | None = None
 

@@ -1,8 +1,8 @@
 """How the ranks that a launcher has started come together, before they join.
 
 They find each other in a store: torchrun's, or one that rank 0 holds. Each says there who it is and
-what must be alike on all ranks: versions, code, settings. Who waits for another rank says so after
-a few seconds. What is wrong is told in one line, the same on every rank.
+what must be alike on all ranks: versions, code, settings. A rank that waits for another says so
+after a few seconds. What is wrong is told in one line, the same on every rank.
 """
 
 from __future__ import annotations

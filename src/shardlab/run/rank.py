@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from shardlab import config as configs
 from shardlab.checkpoint import course
 from shardlab.checkpoint import start as starts
 from shardlab.checkpoint.course import Saving, kept_rows
-from shardlab.checkpoint.start import Start, refuse_unfit
+from shardlab.checkpoint.start import refuse_unfit
 from shardlab.config import Config
 from shardlab.data import audit as audits
 from shardlab.data import sampler
@@ -36,7 +35,7 @@ from shardlab.runfolder import mark
 from shardlab.runlock import RunLock
 from shardlab.strategies.base import Strategy
 from shardlab.trace import capture
-from shardlab.workloads.base import Batch, Workload
+from shardlab.workloads.base import Workload
 from shardlab.world import World
 
 
@@ -87,7 +86,8 @@ def _train_rank(
         alone = world.alone()
         guards.let_go(alone)
     if start.manifest is not None:
-        restore(start, strategy, workload, world, config, audit)
+        first = prepared(workload, config, world, order, start.step, depth=0)
+        course.restore(start, strategy, world, config, audit, lambda: next(first).microbatches)
     folder = make_folder(config, workload, world, command, start, lock, apart)
     inject.arm(config.faults, world, config.strategy.name, folder)
     stop.is_on = config.checkpoint.every is not None and table is None
@@ -185,24 +185,6 @@ def _train_rank(
         "traces": None if traces is None else traces.summary(),
         "workers": None if attendance is None else attendance.summary(),
     }
-
-
-def restore(
-    start: Start,
-    strategy: Strategy,
-    workload: Workload,
-    world: World,
-    config: Config,
-    audit: Audit | None,
-) -> None:
-    """The strategy as it was when the checkpoint was taken."""
-
-    def first_batches() -> Sequence[Batch]:
-        order = data_order(workload, config)
-        with closing(prepared(workload, config, world, order, start.step, depth=0)) as steps:
-            return next(steps).microbatches
-
-    course.restore(start, strategy, world, config, audit, first_batches)
 
 
 def make_evaluation_act(

@@ -36,6 +36,9 @@ LATE_S = 10.0  # when the first rank is done and others may be lost: how long on
 STOP_S = 5.0  # how long a rank may take to leave when asked
 
 
+def _ignore(_event: Event) -> None: ...
+
+
 class Ranks:
     """N ranks on this machine, or on the nodes of a launcher whose processes this one leads.
 
@@ -46,6 +49,7 @@ class Ranks:
         self.launch = launch
         self.size = size
         self._monitor: watchdog.Monitor | None = None  # of the ranks that say where they are
+        self._on_event: Callable[[Event], None] = _ignore
         self._pipes: list[connection.Connection] = []
         self._processes: list[Process | slots.Remote] = []
         # What a launcher's ranks print is the launcher's to show.
@@ -101,13 +105,13 @@ class Ranks:
         self,
         target: Target,
         *args: Any,
-        on_event: Callable[[Event], None] | None = None,
+        on_event: Callable[[Event], None] = _ignore,
         deadline_s: float | None = None,
         least: int | None = None,
     ) -> list[Any]:
         """``target(world, *args)`` on every rank; the results in rank order.
 
-        With ``least`` other ranks than the first may be lost, as long as so many are there. The
+        With ``least``, ranks other than the first may be lost, as long as this many are left. The
         result of a lost one is None.
         A ``UsageError`` of any rank is raised here as it is; anything else that ends a rank,
         and a deadline that passes, as a ``RankFailure``. After either, all ranks are gone.
@@ -117,7 +121,8 @@ class Ranks:
             for pipe in self._pipes:
                 with contextlib.suppress(OSError):  # a dead rank: found out below
                     pipe.send((target, args))
-            return self._collect(on_event=on_event, deadline_s=deadline_s, least=least)
+            self._on_event = on_event
+            return self._collect(deadline_s=deadline_s, least=least)
         except BaseException as error:
             self._end_with(error)
 
@@ -155,7 +160,6 @@ class Ranks:
     def _collect(
         self,
         only: int | None = None,
-        on_event: Callable[[Event], None] | None = None,
         deadline_s: float | None = None,
         least: int | None = None,
     ) -> list[Any]:
@@ -180,10 +184,10 @@ class Ranks:
                 left = min(0.5, over_at - time.monotonic())
                 if left <= 0:
                     for rank in sorted(set(awaited) - results.keys()):
-                        self._lose(rank, "it had not finished", results, on_event)
+                        self._lose(rank, "it had not finished", results)
                     break
-            failures = self._listen(left, results, on_event)
-            if least is not None and self._bear(failures, lost, least, results, on_event):
+            failures = self._listen(left, results)
+            if least is not None and self._bear(failures, lost, least, results):
                 failures = []
             if (halt := self._hang()) is not None:
                 raise halt
@@ -192,7 +196,7 @@ class Ranks:
             # milliseconds, and the cause may still be writing its traceback.
             limit = time.monotonic() + GRACE_S
             while (left := limit - time.monotonic()) > 0 and len(failures) < self.size:
-                failures += self._listen(left, results, on_event)
+                failures += self._listen(left, results)
             error = min(failures, key=lambda f: f.suspicion).error
             if isinstance(error, RankFailure):
                 nodes.CURRENT.locate(error)
@@ -200,14 +204,9 @@ class Ranks:
         return [results[rank] for rank in awaited]
 
     def _bear(
-        self,
-        failures: list[Failure],
-        lost: set[int],
-        least: int,
-        results: dict[int, Any],
-        on_event: Callable[[Event], None] | None,
+        self, failures: list[Failure], lost: set[int], least: int, results: dict[int, Any]
     ) -> bool:
-        """Whether the others can go on without the ranks that have failed."""
+        """Whether the others can continue without the ranks that have failed."""
         failed = {f.error.rank for f in failures if isinstance(f.error, RankFailure)}
         bears = all(
             isinstance(f.error, RankFailure) and not isinstance(f.error, Halt) for f in failures
@@ -218,28 +217,19 @@ class Ranks:
             assert isinstance(failure.error, RankFailure)
             if failure.error.rank not in lost:
                 lost.add(failure.error.rank)
-                self._lose(failure.error.rank, failure.error.message, results, on_event)
+                self._lose(failure.error.rank, failure.error.message, results)
         return True
 
-    def _lose(
-        self,
-        rank: int,
-        why: str,
-        results: dict[int, Any],
-        on_event: Callable[[Event], None] | None,
-    ) -> None:
-        """Go on without a rank."""
+    def _lose(self, rank: int, why: str, results: dict[int, Any]) -> None:
+        """Continue without a rank."""
         self._processes[rank].kill()
         self._pipes[rank].close()
         results[rank] = None
         if self._monitor is not None:
             self._monitor.end(rank)
-        if on_event is not None:
-            on_event({"warning": f"worker {rank} is lost ({why}); the others go on"})
+        self._on_event({"warning": f"worker {rank} is lost ({why}); the others continue"})
 
-    def _listen(
-        self, left: float | None, results: dict[int, Any], on_event: Callable[[Event], None] | None
-    ) -> list[Failure]:
+    def _listen(self, left: float | None, results: dict[int, Any]) -> list[Failure]:
         """One round of messages and deaths."""
         waitable: dict[Any, int] = {}
         for rank, (pipe, process) in enumerate(zip(self._pipes, self._processes, strict=True)):
@@ -259,8 +249,7 @@ class Ranks:
                 while pipe.poll():
                     kind, value = pipe.recv()
                     if kind == "event":
-                        if on_event is not None:
-                            on_event(value)
+                        self._on_event(value)
                     elif kind == "pulse":
                         self._hear(value)
                     elif kind == "result":

@@ -52,7 +52,7 @@ def address_of(interface: str) -> str | None:
 
 
 def gloos_address() -> Address | None:
-    """Where Gloo listens on this host: as it looks for it itself. None if that is not known."""
+    """Where Gloo listens on this host, found as Gloo finds it; None if that is not known."""
     if named := os.environ.get("GLOO_SOCKET_IFNAME"):
         name = named.partition(",")[0]
         host = address_of(name)
@@ -147,7 +147,7 @@ def ask(host: str, port: int, token: str) -> tuple[str, float, float]:
 
 
 class _Answering:
-    """Listens on an address, and tells whoever asks its token and the time of this host's clock."""
+    """Listens on an address, and answers each question with its token and this host's time."""
 
     def __init__(self, address: Address | None) -> None:
         self.at: tuple[str, int, str, str] | None = None

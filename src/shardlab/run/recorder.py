@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
-from shardlab.files import json_text
+from shardlab.files import append_jsonl, json_text
 from shardlab.pulse import LEFT, PULSE
 from shardlab.run import boards
 from shardlab.world import sent_to_host
@@ -59,7 +59,7 @@ class Recorder:
         log_every: int | None = None,
         rests: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``first``: the step that a resumed run begins with; the files are gone on with.
+        """``first``: the step that a resumed run begins with; it adds to the files that are there.
         ``rate``: the learning rate of the step just made. ``log_every``: steps whose numbers are
         told in any case; None: ten times in a run, and at least every hundredth step. ``rests``:
         whether the step about to begin is one that a late worker does not make.
@@ -155,7 +155,7 @@ class Recorder:
         self._between_steps(number + 1)
 
     def _between_steps(self, number: int) -> None:
-        """Where windows of the profiler open and close; what that takes is in no step's time."""
+        """Open and close windows of the profiler; what that takes counts in no step's time."""
         if self.capture is not None:
             self.capture.boundary(number)
             self._last_end = time.perf_counter_ns()
@@ -165,7 +165,7 @@ class Recorder:
         assert self._row["step"] == number
         events: tuple[Any, ...] = ()
         if self._events:
-            # To read a GPU's number is to wait for all that is queued behind it as well, so it is
+            # Reading a GPU's number would wait for all that is queued behind it as well, so it is
             # sent to the host now and read when it has come.
             loss, arrived = sent_to_host(loss)
             events = (*self._events, arrived)
@@ -179,12 +179,7 @@ class Recorder:
         self.evaluations.append(row)
         for board in self.boards:
             board.show(finished, boards.of_evaluation(row))
-        if self.world.rank == 0:
-            if self.folder is not None:
-                with (self.folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
-                    file.write(json_text(row) + "\n")
-            self.world.tell({"evaluation": row})
-        self._last_end = time.perf_counter_ns()
+        self._note("evaluation", "evaluation.jsonl", row)
 
     def flush(self) -> None:
         """Every row to its file: a checkpoint's steps are recorded before it has its name."""
@@ -192,11 +187,14 @@ class Recorder:
 
     def checkpointed(self, row: Mapping[str, Any]) -> None:
         """A checkpoint is there, or failed. What the run waited for it is in no step's time."""
+        self._note("checkpoint", "checkpoints.jsonl", row)
+
+    def _note(self, kind: str, file: str, row: Mapping[str, Any]) -> None:
+        """Rank 0 writes a row and tells it. What came before it is in no step's time."""
         if self.world.rank == 0:
             if self.folder is not None:
-                with (self.folder / "checkpoints.jsonl").open("a", encoding="utf-8") as file:
-                    file.write(json_text(row) + "\n")
-            self.world.tell({"checkpoint": row})
+                append_jsonl(self.folder / file, row)
+            self.world.tell({kind: row})
         self._last_end = time.perf_counter_ns()
 
     def _write(self, all_of_them: bool = False) -> None:

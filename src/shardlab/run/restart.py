@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shardlab.checkpoint import files
-from shardlab.config import Config, check_batch, data_ranks
+from shardlab.config import Config, data_ranks, share_batch
 from shardlab.errors import Interrupted, RankFailure, UsageError
 from shardlab.run import launch
 from shardlab.run.ranks import Event
@@ -81,9 +82,12 @@ def next_world(config: Config) -> int:
     """The same number of ranks, or with ``min_world`` the next smaller that can share the batch."""
     world, least = config.launch.world, config.launch.min_world
     assert world is not None
+    training = config.training
+    if training.micro_batch is not None:  # then accumulate follows from the number of ranks
+        training = replace(training, accumulate=0)
     for fewer in range(world - 1, (least or world) - 1, -1):
         try:
-            check_batch(config.training, data_ranks(config.strategy, fewer))
+            share_batch(training, data_ranks(config.strategy, fewer))
         except UsageError:
             continue
         return fewer

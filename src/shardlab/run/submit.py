@@ -15,20 +15,13 @@ import jinja2
 
 from shardlab.errors import UsageError, unknown
 
-# The file that is written for each engine, and the program that takes it.
+# The file that is written for each engine.
 FILES = {
     "slurm": "{name}.sbatch",
     "mpi": "{name}.mpi.sh",
     "torchrun": "{name}.torchrun.sh",
     "ray": "{name}.ray.py",
     "kubernetes": "{name}.trainjob.yaml",
-}
-PROGRAMS = {
-    "slurm": "sbatch",
-    "mpi": "mpirun",
-    "torchrun": "bash",
-    "ray": "ray",
-    "kubernetes": "kubectl",
 }
 # Commands that run as ranks of a launcher.
 COMMANDS = ("train", "compare", "prove", "throughput", "memory", "network", "doctor")
@@ -96,7 +89,7 @@ class Job:
 
     @property
     def is_training(self) -> bool:
-        """Whether it can be started again, and goes on: only a training run has checkpoints."""
+        """Whether it continues when it is started again: only a training run has checkpoints."""
         return self.command == "train"
 
     @property
@@ -112,7 +105,7 @@ def script(job: Job) -> str:
 def arguments(job: Job) -> list[str]:
     """The command's arguments, with a folder, and what a training run that is started again needs.
 
-    ``--resume auto`` with a folder of its own: it begins there, or goes on from the newest
+    With ``--resume auto`` and a folder of its own it begins there, or continues from the newest
     checkpoint. A Slurm job keeps its number when it is requeued, so its folder carries it.
     """
     args = list(job.args)
@@ -131,7 +124,7 @@ def arguments(job: Job) -> list[str]:
 
 
 def quoted(args: Sequence[str], width: int = 90) -> str:
-    """For a shell, in lines. The job's number is the one variable that it expands."""
+    """The arguments as lines for a shell. The job's number is the one variable that it expands."""
     ours = re.compile(r"[\w./-]*-\$SLURM_JOB_ID")
     lines = [""]
     for word in (f'"{arg}"' if ours.fullmatch(arg) else shlex.quote(arg) for arg in args):
@@ -151,18 +144,20 @@ def run_command(job: Job, path: str) -> list[str]:
         )
     if job.engine == "mpi" and job.nodes > 1 and job.hosts is None:
         raise UsageError("mpirun needs to know the nodes: --hosts first,second")
-    if shutil.which(PROGRAMS[job.engine]) is None:
-        raise UsageError(
-            f"{PROGRAMS[job.engine]} is not on this machine; write the file without --run, and "
-            "submit it where it is"
-        )
-    return {
+    command = {
         "slurm": ["sbatch", path],
         "mpi": ["bash", path],
         "torchrun": ["bash", path],
         "ray": ["ray", "job", "submit", "--working-dir", ".", "--", "python", path],
         "kubernetes": ["kubectl", "create", "-f", path],
     }[job.engine]
+    program = "mpirun" if job.engine == "mpi" else command[0]
+    if shutil.which(program) is None:
+        raise UsageError(
+            f"{program} is not on this machine; write the file without --run, and submit it where "
+            "it is"
+        )
+    return command
 
 
 def _templates() -> jinja2.Environment:

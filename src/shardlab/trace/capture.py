@@ -29,6 +29,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.profiler.profiler import _KinetoProfile
 
 from shardlab.errors import UsageError
+from shardlab.files import replacing
 from shardlab.guard import nodes
 from shardlab.trace.clocks import Clocks
 
@@ -81,7 +82,7 @@ class Capture:
         self._opened: dict[str, Any] = {}
 
     def summary(self) -> dict[str, Any]:
-        """The files of all ranks, and their size beside the estimate. A collective."""
+        """The files of all ranks, their size, and the estimate of it. A collective."""
         self._read_clocks("end")
         own = {str(path): path.stat().st_size for path in self.files}
         files = {path: size for rank in self.world.gather(own) for path, size in rank.items()}
@@ -98,9 +99,7 @@ class Capture:
 
     def boundary(self, step: int) -> None:
         """Between two steps: ``step`` is the number of the next, if there is one."""
-        if self._step is not None:
-            self._step.__exit__(None, None, None)
-            self._step = None
+        self._end_step()
         before, now = self.profile.part(step - 1), self.profile.part(step)
         if before == "active" and now != "active":
             self._keep(step - 1)
@@ -131,11 +130,14 @@ class Capture:
 
     def discard(self) -> None:
         """At the end of a run that was asked to stop inside a window: all ranks throw it away."""
+        self._end_step()
+        if self._profiler is not None:
+            self._stop().stop_trace()
+
+    def _end_step(self) -> None:
         if self._step is not None:
             self._step.__exit__(None, None, None)
             self._step = None
-        if self._profiler is not None:
-            self._stop().stop_trace()
 
     def _open(self, step: int) -> None:
         """Start on all ranks at once: one that begins later would look like a straggler."""
@@ -223,15 +225,16 @@ class Capture:
 def write_trace(profiler: Any, path: Path) -> None:
     """Compressed, and whole or not there at all."""
     plain = path.with_name(path.name.removesuffix(".gz") + ".part")
-    part = path.with_name(path.name + ".part")
     try:
         profiler.export_chrome_trace(str(plain))
-        with plain.open("rb") as source, gzip.open(part, "wb", compresslevel=COMPRESSION) as out:
+        with (
+            replacing(path) as part,
+            plain.open("rb") as source,
+            gzip.open(part, "wb", compresslevel=COMPRESSION) as out,
+        ):
             shutil.copyfileobj(source, out, 1 << 20)
-        os.replace(part, path)  # noqa: PTH105
     finally:
         plain.unlink(missing_ok=True)
-        part.unlink(missing_ok=True)
 
 
 def _clock() -> dict[str, int]:

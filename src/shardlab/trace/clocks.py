@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 FILE = "clocks.json"
 SCHEMA = 1
 PINGS = 32
-# A clock that is faster or slower by more than this part was set meanwhile: none drifts so much.
+# A clock that gained or lost more than this share was set in between: none drifts that much.
 MOST_DRIFT = 1e-3
 
 
@@ -52,7 +52,7 @@ def offset(pings: Sequence[Ping]) -> tuple[int, int]:
     A message came after it was sent, so the node's clock is ahead by ``came - sent`` at most; its
     answer says in the same way that it is ahead by ``left - back`` at least. The truth lies between
     the narrowest of these bounds, however long the messages took each way. If the bounds contradict
-    each other, the clock was set meanwhile, and the error covers before and after.
+    each other, the clock was set in between, and the error covers before and after.
     """
     most = [ping.came_ns - ping.sent_ns for ping in pings]
     least = [ping.left_ns - ping.back_ns for ping in pings]
@@ -83,9 +83,8 @@ class Node:
 
     def ahead(self, unix_ns: Ints) -> Ints:
         """By how much to correct times of this clock: linear between two readings."""
-        first = self.readings[
-            0
-        ]  # differences to it: a float of all nanoseconds since 1970 is coarse
+        # Differences to the first: a float of all nanoseconds since 1970 is coarse.
+        first = self.readings[0]
         at = [reading.unix_ns - first.unix_ns for reading in self.readings]
         ahead = [reading.ahead_ns - first.ahead_ns for reading in self.readings]
         found: Ints = np.rint(np.interp(unix_ns - first.unix_ns, at, ahead)).astype(np.int64)

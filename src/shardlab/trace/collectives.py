@@ -521,7 +521,7 @@ def _message(
             late[p.rank] = start, until
     start, end = (ns - offsets[receiver.rank] for ns in (receiver.start_ns, receiver.end_ns))
     transfer = max(end - max(start, begun[sender.rank]), 0)
-    # What had come before it was waited for took nobody knows how long.
+    # How long a message took that came before it was waited for is not known.
     algorithm, bus = _bandwidth(receiver, transfer if begun[sender.rank] >= start else 0)
     waited = {rank: (until - since) / 1000 for rank, (since, until) in late.items()}
     return replace(

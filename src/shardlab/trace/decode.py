@@ -1,4 +1,4 @@
-"""From the text of events to columns: only what is needed, with as little Python as possible.
+"""Turns the text of events into columns: only what is needed, with as little Python as possible.
 
 Most events belong to one of a few categories, and msgspec picks the class by the category: arrows
 and call stacks become empty objects, a kernel's arguments become three numbers and the description

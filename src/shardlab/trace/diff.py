@@ -51,7 +51,7 @@ class Row:
 
     @property
     def change_us(self) -> float:
-        """From the first run to the last: of two runs, from one to the other."""
+        """The change from the first run to the last."""
         return self.b.us - self.a.us
 
     @property
@@ -68,7 +68,7 @@ class Diff:
     runs: tuple[str, ...]  # what they are called
     step: Row
     rows: tuple[Row, ...]  # in each group the largest change first
-    overlaps: tuple[float | None, ...]  # of each run: how much communication was hidden, percent
+    overlaps: tuple[float | None, ...]  # for each run, how much communication was hidden, percent
     notes: tuple[str, ...]  # what makes the comparison unequal
     steps_overlap: bool  # a step of the slower run was shorter than one of the faster (of two runs)
 
@@ -166,7 +166,7 @@ def sentence(diff: Diff) -> str:
 
 
 def _ranking(diff: Diff) -> str:
-    """Of three runs and more: the fastest, and how much more time the others take."""
+    """The fastest of three or more runs, and how much more time the others take."""
     took = sorted(zip((value.us for value in diff.step.values), diff.runs, strict=True))
     (least, best), others = took[0], took[1:]
     more = [
@@ -195,7 +195,7 @@ def _walls(traces: TraceSet) -> list[float]:
 
 
 def _phases(traces: TraceSet) -> dict[str, Value]:
-    """On the host: on a GPU the time to launch a phase, not to run it."""
+    """The phases' time on the host: for a GPU, the time to launch a phase, not to run it."""
     found = []
     for trace in traces.traces:
         events = trace.events

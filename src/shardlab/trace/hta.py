@@ -171,7 +171,7 @@ def temporal(
 
 
 def _hta(rank: int, windows: Sequence[Floats | None]) -> model.Hta:
-    """From the times of each window; None for one without GPU events."""
+    """The sum over windows; ``windows`` has None for one without GPU events."""
     known = [times for times in windows if times is not None]
     if not known:
         return model.Hta(rank, None, None, None, None, None)

@@ -81,7 +81,7 @@ class Step:
 
 @dataclass(frozen=True)
 class CommArgs:
-    """What the profiler (NCCL, or Gloo with shapes) says of a collective beside its times."""
+    """What the profiler (NCCL, or Gloo with shapes) says of a collective apart from its times."""
 
     collective: str = ""  # NCCL's name: allreduce, _allgather_base
     dtype: str = ""
@@ -234,7 +234,7 @@ class CollectiveSummary:
 
     name: str
     count: int
-    bytes: int | None  # of all of them; None: of some it is not known
+    bytes: int | None  # of all of them together; None if some are not known
     time_us: float  # summed over collectives: from the first in to the last out
     transfer_us: float
     wait_us: float

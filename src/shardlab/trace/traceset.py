@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import operator
 import os
-from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from itertools import zip_longest
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -193,11 +193,12 @@ class TraceSet:
     @functools.cached_property
     def _windows(self) -> list[list[Trace]]:
         """The traces that were recorded together: one per rank."""
-        by_rank: dict[int, list[Trace]] = defaultdict(list)
-        for trace in self.traces:
-            by_rank[trace.rank].append(trace)
-        count = max(len(windows) for windows in by_rank.values())
-        return [[w[i] for w in by_rank.values() if i < len(w)] for i in range(count)]
+        return [[t for t in own if t is not None] for own in zip_longest(*self._by_rank)]
+
+    @property
+    def _by_rank(self) -> list[list[Trace]]:
+        """Each rank's traces, in order of time."""
+        return [[t for t in self.traces if t.rank == rank] for rank in self.ranks]
 
     @functools.cached_property
     def _matched(self) -> list[collectives.Matched]:
@@ -285,8 +286,7 @@ class TraceSet:
 
     def kernels(self, top: int = 10) -> tuple[model.Kernel, ...]:
         """Each rank's longest kernels; on a CPU its operators, by the time in them alone."""
-        by_rank = ([t for t in self.traces if t.rank == rank] for rank in self.ranks)
-        return tuple(found for windows in by_rank for found in kernels.longest(windows, top))
+        return tuple(found for own in self._by_rank for found in kernels.longest(own, top))
 
     def kernel_types(self) -> tuple[model.KernelType, ...]:
         """HTA's: time in computation, communication, memory and their overlaps, over all ranks."""
@@ -298,11 +298,8 @@ class TraceSet:
 
     def hta(self, compat: bool = False) -> tuple[model.Hta, ...]:
         """HTA's temporal breakdown and overlap: exact, or (``compat``) by HTA's own rules."""
-        by_rank = ([t for t in self.traces if t.rank == rank] for rank in self.ranks)
-        return tuple(
-            hta.temporal(windows, compat=compat, steps_in_set=self._steps_in_set)
-            for windows in by_rank
-        )
+        steps = self._steps_in_set
+        return tuple(hta.temporal(own, compat=compat, steps_in_set=steps) for own in self._by_rank)
 
     @property
     def _steps_in_set(self) -> int:

@@ -1,4 +1,4 @@
-"""Whether a loss adds up: the loss of a batch, held against the losses of its parts.
+"""Whether a loss adds up: the loss of a batch, compared with the losses of its parts.
 
 Ranks share a batch, so its loss must be made of theirs. A sum is; a mean is, times its count. A
 loss that looks at the samples together (dice, contrastive) is not, and no strategy can make it so.

@@ -65,7 +65,7 @@ class Workload:
     # Names of the modules to shard or checkpoint one by one; None: they are guessed.
     blocks: tuple[str, ...] | None = None
     # How ranks may split the model between them, by names of modules: strategies/splits.py has the
-    # words. None: nobody says, or they are known from the model (Hugging Face's).
+    # words. None: not known, unless the architecture of the model is (Hugging Face's).
     splits: Mapping[str, str] | None = None
     compile_also: tuple[str, ...] = ()  # modules outside the blocks that are worth compiling
     held_out: Dataset | None = None  # samples that are never trained on; None: no evaluation
@@ -79,8 +79,8 @@ class Workload:
     couples_samples: bool = False
     context: ContextSplit | None = None  # how its sequences are cut; None: they cannot be
     notes: tuple[str, ...] = ()  # findings about it, to be printed once
-    data: str = ""  # where its samples come from, in words; empty: nobody says
-    # What it decided because nobody did, by the config's key: what data.source "auto" stands for.
+    data: str = ""  # where its samples come from, in words; empty if that is not known
+    # What it decided where the config left it open, by key: what data.source "auto" stands for.
     chosen: Mapping[str, Any] = field(default_factory=dict)
 
     def splits_of(self, model: nn.Module) -> Mapping[str, str] | None:
@@ -112,13 +112,13 @@ def cast_model(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn
     return model
 
 
+@dataclass(frozen=True)
 class Part:
     """A run of another data set's samples, under their numbers from 0 on."""
 
-    def __init__(self, whole: Dataset, first: int, length: int) -> None:
-        self.whole = whole
-        self.first = first
-        self.length = length
+    whole: Dataset
+    first: int
+    length: int
 
     def __len__(self) -> int:
         return self.length

@@ -43,7 +43,7 @@ SHAPES = {
 }
 OWN, BYTES = "own", "bytes"
 TOKENIZERS = (OWN, BYTES)
-# Files of a model, on the hub and in a folder, of which one is enough.
+# Files of a model, on the hub and in a folder; one of them is enough.
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 BEFORE, AFTER = "Review: ", "\nStars:"  # around the text; then the answer, " 1" to " 5"
@@ -84,7 +84,7 @@ class ReviewDataset:
         # The last token of the answer predicts nothing.
         rows = [([*prompt, *answer[:-1]], [IGNORED] * (len(prompt) - 1) + answer)
                 for prompt, answer in samples]  # fmt: skip
-        if not rows:  # the models cannot take zero rows: one of which nothing counts
+        if not rows:  # the models cannot take zero rows: they get one in which nothing counts
             length = max(len(answer) for answer in self.answers)
             rows = [([0] * length, [IGNORED] * length)]
         inputs = {

@@ -24,7 +24,7 @@ CUT = (TOKENS, "inputs_embeds", "token_type_ids")  # inputs of a value for each 
 
 
 def context_of(workload: Workload, model: nn.Module) -> ContextSplit | None:
-    """The workload's own, or transformers' if it is a model of theirs; None: nobody knows."""
+    """The workload's own, or transformers' if it is a model of theirs; None if there is neither."""
     if workload.context is not None:
         return workload.context
     library = sys.modules.get("transformers")  # a model of theirs has imported it
@@ -33,7 +33,7 @@ def context_of(workload: Workload, model: nn.Module) -> ContextSplit | None:
 
 
 def of_transformers(model: nn.Module) -> ContextSplit | None:
-    """For a causal language model of transformers'. None: its forward takes no positions."""
+    """How to cut a model of transformers'. None if its forward takes no positions."""
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return None
     modules = dict(model.named_modules())
@@ -89,8 +89,8 @@ def take_positions(batch: Batch, positions: Tensor) -> Batch:
     for name in given:
         if name not in CUT:
             raise UsageError(
-                f"context_parallel: nobody says how the input '{name}' is cut along the sequence; "
-                "leave it out, or give the workload a context of its own"
+                f"context_parallel: it is not known how to cut the input '{name}' along the "
+                "sequence; leave it out, or give the workload a context of its own"
             )
     length = length_of(batch)
     at = positions.clamp(max=length - 1)  # behind the end, any token will do

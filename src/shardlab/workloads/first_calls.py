@@ -1,4 +1,4 @@
-"""What a model does to itself in its first forwards, and what no strategy could honour of it."""
+"""Watches what a model changes in itself in its first forwards; refuses what no strategy can do."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Map-style data (a ``Dataset``, a list, a dict or tuple of columns) is read by number. An iterable
 has no numbers, so it is given some: sample i is the i-th that it yields. Every rank reads the whole
-stream and keeps its own samples, the stream begins again when it ends, and a resumed run reads on
-from the sample where it stopped, having read past the others.
+stream and keeps its own samples, and the stream begins again when it ends. A resumed run reads past
+the samples before the one where it stopped.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Samples:
             return map_tensors(self.collate(rows), _as_trained)
 
     def _no_rows(self) -> Any:
-        """For a rank with nothing to do: a batch of sample 0, cut to none."""
+        """A batch without rows, for a rank with nothing to do: one of sample 0, cut to none."""
         with blame(self.name, "sample 0"):
             row = self.sample(0)
         found = [self._collate([row] * times, [0] * times) for times in (1, 2)]

@@ -1,4 +1,4 @@
-"""The loss of a language model, said so that a head split over ranks need not be put together."""
+"""The loss of a language model, written so that a head split over ranks need not be gathered."""
 
 from __future__ import annotations
 

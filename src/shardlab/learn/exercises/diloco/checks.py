@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.learn import workers
-from shardlab.learn.exercise import Case, Evidence, Finding, Stage
-from shardlab.learn.workers import Memory, Play, sum_of
+from shardlab.learn.exercise import Case, Stage
+from shardlab.learn.workers import Memory, Play, keep, sum_of
 
 CASES = (
     Case("AdamW inside, every 3 steps", 2, {"toy": "frozen", "kind": "adamw", "every": 3}),
@@ -25,47 +25,25 @@ def outer(
     memory: Memory, params: list[Tensor], _shares: list[float], mistake: str = ""
 ) -> list[Tensor]:
     """SGD with Nesterov momentum on the mean difference, or the same with a mistake in it."""
-    anchor, n = memory["anchor"], len(params)
-    own = mistake == "differences-not-averaged"
-    mean = sum_of(params) / n
-    differences = [anchor - p for p in params] if own else [anchor - mean]
-    if own and n > 1:
-        anchors = memory.setdefault("anchors", [anchor] * n)
-        differences = [a - p for a, p in zip(anchors, params, strict=True)]
-    if mistake == "differences-summed":
-        differences = [n * differences[0]]
-    if mistake == "wrong-sign":
-        differences = [-differences[0]]
-    blank = [torch.zeros_like(anchor)] * len(differences)
-    before = memory.get("momentum", blank)
-    if mistake == "outer-state-lost":
-        before = blank
+    n = len(params)
+    averages = [sum_of(params) / n] * n
+    anchors = memory.get("anchors", [memory["anchor"]] * n)
+    ends = params if mistake == "differences-not-averaged" else averages
+    factor = {"differences-summed": n, "wrong-sign": -1}.get(mistake, 1)
+    differences = [factor * (a - end) for a, end in zip(anchors, ends, strict=True)]
+    before = [torch.zeros_like(anchors[0])] * n
+    if mistake != "outer-state-lost":
+        before = memory.get("momentum", before)
     fresh = (1 - OUTER_MOMENTUM) if mistake == "momentum-damped" else 1.0
     momentum = [OUTER_MOMENTUM * m + fresh * d for m, d in zip(before, differences, strict=True)]
     memory["momentum"] = momentum
     steps = [d + OUTER_MOMENTUM * m for d, m in zip(differences, momentum, strict=True)]
-    if mistake == "not-nesterov":
-        steps = momentum
-    if mistake == "no-momentum":
-        steps = differences
+    steps = {"not-nesterov": momentum, "no-momentum": differences}.get(mistake, steps)
     rate = 1.0 if mistake == "outer-rate-ignored" else OUTER_LR
-    if own and n > 1:
-        memory["anchors"] = [a - rate * s for a, s in zip(memory["anchors"], steps, strict=True)]
-        return list(memory["anchors"])
-    moved = anchor - rate * steps[0]
-    if mistake == "anchor-is-the-average":
-        memory["anchor"] = mean
-    elif mistake != "anchor-not-moved":
-        memory["anchor"] = moved
-    return [moved] * n
-
-
-def _averaged(_memory: Memory, params: list[Tensor], _shares: list[float]) -> list[Tensor]:
-    return [sum_of(params) / len(params)] * len(params)
-
-
-def _kept(_memory: Memory, params: list[Tensor], _shares: list[float]) -> list[Tensor]:
-    return params
+    moved = [a - rate * step for a, step in zip(anchors, steps, strict=True)]
+    kept = {"anchor-is-the-average": averages, "anchor-not-moved": anchors}
+    memory["anchors"] = kept.get(mistake, moved)
+    return moved
 
 
 IN_THE_OUTER_STEP = (
@@ -73,10 +51,10 @@ IN_THE_OUTER_STEP = (
     "momentum-damped", "not-nesterov", "no-momentum", "outer-rate-ignored",
     "anchor-is-the-average", "anchor-not-moved",
 )  # fmt: skip
-# By the message that names the mistake. The first that fits is said.
+# Each mistake under the message that names it. The first that fits is reported.
 WRONG = {
-    "never-exchanged": Play(_kept),
-    "no-outer-step": Play(_averaged),
+    "never-exchanged": Play(keep),
+    "no-outer-step": Play(),
     **{key: Play(functools.partial(outer, mistake=key)) for key in IN_THE_OUTER_STEP},
     "averaged-each-step/outer": Play(outer, each_step=True),
     "wrong-step/early": Play(outer, first=1),
@@ -94,5 +72,4 @@ def run(at: Stage) -> dict[str, Any]:
     return workers.run(at, make, lambda diloco, _samples: diloco.step(), Play(outer), WRONG)
 
 
-def judge(evidence: Evidence) -> list[Finding]:
-    return workers.judge(evidence, "outer step")
+judge = workers.judging_exchange("outer step")

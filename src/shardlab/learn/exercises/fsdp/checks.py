@@ -30,7 +30,7 @@ CASES = (
 )
 GATHERS = ("all_gather_into_tensor", "all_gather")
 REDUCES = ("reduce_scatter_tensor", "reduce_scatter")
-PADDED = 1.5  # a unit's message may be so much larger: rows are padded to a multiple of the ranks
+PADDED = 1.5  # times a unit's size: rows are padded to a multiple of the number of ranks
 ROUNDED = 0.1  # how far bfloat16 may lead from float32, of the update
 
 
@@ -114,7 +114,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _state(rank: int, got: Any, one: toys.OneProcess) -> dict[str, str]:
-    """What full_state() gave on rank 0, each tensor beside one process's."""
+    """What full_state() gave on rank 0, each tensor compared with one process's."""
     if rank != 0:
         return {}
     if not isinstance(got, dict) or not all(
@@ -230,7 +230,7 @@ def update(ranks: Rows) -> Finding | None:
 
 
 def _factor(row: Row) -> float | None:
-    """By what the mean gradient was multiplied in a step of SGD, if by one number."""
+    """The one number by which a step of SGD multiplied the mean gradient, if there is one."""
     names = list(row["want"])
     used, mean = (
         [mistakes.flat(row["before"][n]) - mistakes.flat(row[key][n]) for n in names]

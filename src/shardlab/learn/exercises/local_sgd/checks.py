@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.learn import workers
-from shardlab.learn.exercise import Case, Evidence, Finding, Stage
-from shardlab.learn.workers import Memory, Play, sum_of
+from shardlab.learn.exercise import Case, Stage
+from shardlab.learn.workers import Memory, Play, keep, sum_of
 
 CASES = (
     Case("AdamW, every 3 steps", 2, {"toy": "frozen", "kind": "adamw", "every": 3}),
@@ -20,10 +20,6 @@ CASES = (
 )
 
 
-def _kept(_memory: Memory, params: list[Tensor], _shares: list[float]) -> list[Tensor]:
-    return params
-
-
 def _summed(_memory: Memory, params: list[Tensor], _shares: list[float]) -> list[Tensor]:
     return [sum_of(params)] * len(params)
 
@@ -32,13 +28,13 @@ def _copied(_memory: Memory, params: list[Tensor], _shares: list[float]) -> list
     return [params[0]] * len(params)
 
 
-# By the message that names the mistake. The first that fits is said.
+# Each mistake under the message that names it. The first that fits is reported.
 WRONG = {
-    "never-averaged": Play(_kept),
+    "never-averaged": Play(keep),
     "averaged-each-step": Play(each_step=True),
     "parameters-summed": Play(_summed),
     "copied-from-rank-0": Play(_copied),
-    "gradients-averaged": Play(_kept, averages_gradients=True),
+    "gradients-averaged": Play(keep, averages_gradients=True),
     "wrong-step/early": Play(first=1),
     "exchanged-first": Play(exchanges_first=True),
     "unweighted": Play(samples="equal"),
@@ -57,5 +53,4 @@ def run(at: Stage) -> dict[str, Any]:
     return workers.run(at, make, lambda local, samples: local.step(samples), Play(), WRONG)
 
 
-def judge(evidence: Evidence) -> list[Finding]:
-    return workers.judge(evidence, "average of the workers")
+judge = workers.judging_exchange("average of the workers")

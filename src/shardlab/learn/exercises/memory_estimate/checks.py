@@ -1,4 +1,4 @@
-"""A memory estimate: the learner's numbers beside ours, and beside those of the usual mistakes."""
+"""A memory estimate: the learner's numbers, compared with ours and with those of usual mistakes."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import vector_to_parameters
 
 from shardlab.learn.exercise import Case, Finding, Row, Rows, Stage, each_step, judging, say
+from shardlab.learn.toys import clipped
 
 SAMPLES, INPUTS, HIDDEN, OUTPUTS = 4, 6, 8, 4
 MOMENTUM = 0.9
@@ -88,12 +89,8 @@ def vector(tensors: Iterable[Tensor]) -> Tensor:
 # ------------------------------------------------------------------ one process
 
 
-def clipped(g: Tensor, norm: float) -> Tensor:
-    return g * min(1.0, norm / (float(g.double().norm()) + 1e-6))
-
-
 class OneProcess:
-    """With every rank's samples: SGD with momentum on flat vectors."""
+    """One process with every rank's samples: SGD with momentum on flat vectors."""
 
     def __init__(self, options: Mapping[str, Any], model: Toy) -> None:
         self.options = options

@@ -55,7 +55,7 @@ class Orthogonal(torch.optim.Optimizer):
 
 
 class Maker:
-    """What the learner calls ``make_muon``. It notes of which matrices a rank gets the state."""
+    """What the learner calls ``make_muon``. It notes which matrices a rank keeps the state of."""
 
     def __init__(self, model: nn.Module) -> None:
         self.starts = toys.trained(model)
@@ -137,8 +137,6 @@ def _asked(at: Stage, shapes: Sequence[tuple[int, int]], world: int) -> dict[str
 
 
 def assigned(ranks: Rows) -> Finding | None:
-    if "answers" not in ranks[0]:
-        return None
     for number, (shapes, world) in enumerate(LISTS):
         owners = ranks[0]["answers"][number]
         for rank, row in enumerate(ranks[1:], start=1):
@@ -169,8 +167,6 @@ def _listed(values: Iterable[int]) -> str:
 
 def held(ranks: Rows) -> Finding | None:
     """Which rank's optimizer has which matrix."""
-    if "steps" not in ranks[0]:
-        return None
     names = list(ranks[0]["steps"][0]["want"])
     for rank, row in enumerate(ranks):
         if row["made"] == 0:
@@ -190,8 +186,6 @@ def held(ranks: Rows) -> Finding | None:
 
 def updated(ranks: Rows) -> Finding | None:
     """Parameters after each step against one process, and whose fault a difference is."""
-    if "steps" not in ranks[0]:
-        return None
     for step in range(STEPS):
         rows = [rank["steps"][step] for rank in ranks]
         wrong = [
@@ -235,8 +229,6 @@ def _explained(ranks: Rows, rows: Rows, wrong: list[tuple[int, str]], step: int)
 
 
 def sent(ranks: Rows) -> Finding | None:
-    if "steps" not in ranks[0]:
-        return None
     n = len(ranks)
     should = STEPS * 3 * numbers.wire_bytes("broadcast", ranks[0]["size"], n)
     calls = mistakes.all_calls(ranks)[0]
@@ -244,6 +236,7 @@ def sent(ranks: Rows) -> Finding | None:
 
 
 def judge(evidence: Evidence) -> list[Finding]:
-    waited = {case: ranks for case, ranks in evidence.items() if "steps" in ranks[0]}
-    found = judging(mistakes.not_waited)(waited)
-    return found[:1] or judging(assigned, held, updated, sent, only_first=True)(evidence)
+    asked = {case: ranks for case, ranks in evidence.items() if "answers" in ranks[0]}
+    stepped = {case: ranks for case, ranks in evidence.items() if case not in asked}
+    found = judging(mistakes.not_waited)(stepped) + judging(assigned)(asked)
+    return found[:1] or judging(held, updated, sent, only_first=True)(stepped)

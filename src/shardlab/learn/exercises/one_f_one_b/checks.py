@@ -327,9 +327,4 @@ def kept(rows: Rows, _step: int) -> Finding | None:
     return None
 
 
-def _stepped(look: Any) -> Any:
-    """Only for cases that ran steps."""
-    return lambda ranks: look(ranks) if "steps" in ranks[0] else None
-
-
-judge = judging(lists, _stepped(in_order), gradients, _stepped(kept), only_first=True)
+judge = judging(lists, in_order, gradients, kept, only_first=True)

@@ -1,6 +1,6 @@
 """Throughput: on a simulated device and clock, so that the right answer is exact on any machine.
 
-A step takes the host no time and the device much; the host's clock goes on when it waits for the
+A step takes the host no time and the device much; the host's clock advances while it waits for the
 device, or in a collective for the other ranks.
 """
 
@@ -87,7 +87,7 @@ class Device:
 
 
 def plain_factor(number: int, warmup: int) -> int:
-    """Of a step without the profiler: its device time, in units of the rank's usual one."""
+    """The device time of a step without the profiler, in units of the rank's usual step."""
     if number < warmup:
         return WARMING
     return SLOW if number == warmup + 1 else 1
@@ -191,7 +191,7 @@ def _candidates(
     every = list(range(n))
 
     def rates(amounts: list[int], times: list[float]) -> Iterator[list[float]]:
-        """Of all ranks by the slowest; of each by its own; the sum of these."""
+        """The rate of all ranks by the slowest; of each rank by its own time; the sum of these."""
         yield [sum(amounts) / max(times)] * n
         yield [amounts[r] / times[r] for r in every]
         yield [sum(amounts[r] / times[r] for r in every)] * n

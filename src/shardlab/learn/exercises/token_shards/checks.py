@@ -38,8 +38,8 @@ CASES = (
     Case("three ranks", 3, {"batch": 3, "seq_len": 4, "sizes": [50, 97, 40], "steps": 5}),
     Case("just enough for the last step", 2, {**SMALL, "sizes": [25, 16], "steps": 5}),
     Case("one token too few", 2, {**SMALL, "sizes": [25, 15], "steps": 3}),
-    Case("goes on", 2, {**SMALL, "sizes": [33, 41, 45], "steps": 4, "saved_by": 2}),
-    Case("goes on, on more ranks", 3, {**SMALL, "sizes": [33, 41, 90], "steps": 3, "saved_by": 2}),
+    Case("continues", 2, {**SMALL, "sizes": [33, 41, 45], "steps": 4, "saved_by": 2}),
+    Case("continues on more ranks", 3, {**SMALL, "sizes": [33, 41, 90], "steps": 3, "saved_by": 2}),
     Case("not a shard", 2, {"bad": True}),
 )
 SAVED_AFTER = 2  # steps
@@ -117,7 +117,7 @@ def _places(got: Any, places: dict[int, int], shape: tuple[int, int]) -> dict[st
 
 
 def refusals(at: Stage, folder: Path) -> dict[str, Any]:
-    """What a loader does with a good shard and one that is none; None: nothing."""
+    """How a loader refuses a good shard beside one that is not a shard; None: it does not."""
     good, bad = folder / "good.bin", folder / "bad.bin"
     write_shard(good, stream(200))
     answers: dict[str, str | None] = {}

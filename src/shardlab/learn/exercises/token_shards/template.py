@@ -9,11 +9,11 @@ int64 of (batch, seq_len).
   refused by ``__init__`` with a ValueError.
 - A row of inputs is seq_len tokens in a row; its targets are the same, one token further on.
 - In a step the ranks' inputs together are the next world * batch * seq_len tokens of the stream,
-  each of them once, whichever rank has which row. Rows go on from one shard into the next.
+  each of them once, whichever rank has which row. Rows continue from one shard into the next.
 - If the stream does not have enough tokens left for the inputs of all ranks and the target of the
   last, the step begins again at its start, and the rest is left out.
 - ``state_dict()`` returns plain numbers, the same on every rank. A loader with another ``rank`` and
-  ``world`` that is given them by ``load_state_dict(state)`` goes on where this one would have.
+  ``world`` that is given them by ``load_state_dict(state)`` continues where this one would have.
 
 Check with:  shardlab learn check token_shards
 """
@@ -41,8 +41,8 @@ class TokenLoader:
         raise NotImplementedError("TODO: this rank's inputs and targets")
 
     def state_dict(self) -> dict[str, int]:
-        # TODO 3: where the stream goes on.
+        # TODO 3: where the stream continues.
         raise NotImplementedError("TODO: the position")
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        raise NotImplementedError("TODO: go on from the position")
+        raise NotImplementedError("TODO: continue from the position")

@@ -173,14 +173,14 @@ def _as_launched(at: Stage) -> None:
         TORCHELASTIC_USE_AGENT_STORE="True",  # else rank 0 would try to open that port
     )
     dist.destroy_process_group()
-    torch.manual_seed(1000 + at.rank)  # whoever does not seed gets another model
+    torch.manual_seed(1000 + at.rank)  # a trainer that does not seed gets another model
 
 
 # ------------------------------------------------------------------ one process
 
 
 def _parts(at: Stage) -> Iterator[list[list[Tensor]]]:
-    """For each step, by rank, the micro-batches."""
+    """The micro-batches of each step, by rank."""
     options = at.options
     for epoch in range(options["epochs"]):
         generator = torch.Generator().manual_seed(RUN_SEED + epoch)
@@ -207,7 +207,7 @@ def _one_process(at: Stage, watched: Watched) -> Iterator[dict[str, Any]]:
             for share in found
         ]
         number = sum(len(part) for share in parts for part in share)
-        right = _clip(gradient / count, limit)
+        right = toys.clipped(gradient / count, limit)
         wrong = {
             "not-clipped": gradient / count,
             "not-divided/gradient": gradient,
@@ -220,9 +220,9 @@ def _one_process(at: Stage, watched: Watched) -> Iterator[dict[str, Any]]:
             "not-averaged/trainer": gradient / count * at.world,
             "only-the-last/trainer": sum(s[-1][0] for s in found if s) / count,
         }
-        clipped = {key: _clip(g, limit) for key, g in wrong.items() if key != "not-clipped"}
-        early = [_clip(g / count, limit) for g, _, _ in sums]
-        early_means = [_clip(mean, limit) for mean in rank_means]
+        clipped = {key: toys.clipped(g, limit) for key, g in wrong.items() if key != "not-clipped"}
+        early = [toys.clipped(g / count, limit) for g, _, _ in sums]
+        early_means = [toys.clipped(mean, limit) for mean in rank_means]
         yield {
             "samples": [i for share in parts for part in share for i in part.tolist()],
             "initial": initial,
@@ -232,13 +232,13 @@ def _one_process(at: Stage, watched: Watched) -> Iterator[dict[str, Any]]:
                 ("clipped-before-averaging/trainer", torch.stack(early).sum(0)),
                 ("clipped-before-averaging/trainer", torch.stack(early).mean(0)),
                 ("clipped-before-averaging/trainer", torch.stack(early_means).mean(0)),
-                ("clipped-before-dividing", _clip(gradient, limit) / count),
+                ("clipped-before-dividing", toys.clipped(gradient, limit) / count),
             ],
             "own": [
                 one
                 for (g, _, _), *means in zip(sums, rank_means, micro_means, strict=True)
                 for each in (g, g / count, *means)
-                for one in (each, _clip(each, limit))
+                for one in (each, toys.clipped(each, limit))
             ],
             "loss": loss / count,
             "losses": {
@@ -258,29 +258,21 @@ def _summed(model: nn.Module, watched: Watched, part: Tensor) -> Sums:
     model.zero_grad()
     loss, count = loss_sum(model, watched.x[part], watched.y[part])
     loss.backward()
-    gradient = torch.cat([p.grad.flatten() for p in _trained(model) if p.grad is not None])
+    gradient = torch.cat([p.grad.flatten() for p in toys.parameters(model) if p.grad is not None])
     return gradient, loss.item(), count
 
 
 def _total(every: Iterable[Sums], model: nn.Module) -> Sums:
-    gradient = torch.zeros(sum(p.numel() for p in _trained(model)), dtype=torch.float64)
+    gradient = torch.zeros(sum(p.numel() for p in toys.parameters(model)), dtype=torch.float64)
     loss, count = 0.0, 0
     for g, s, c in every:
         gradient, loss, count = gradient + g, loss + s, count + c
     return gradient, loss, count
 
 
-def _clip(gradient: Tensor, limit: float) -> Tensor:
-    return gradient * min(1.0, limit / (float(gradient.norm()) + 1e-6))
-
-
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
-
-
 @torch.no_grad()
 def _update(model: nn.Module, gradient: Tensor) -> None:
-    params = _trained(model)
+    params = toys.parameters(model)
     for p, g in zip(params, gradient.split([p.numel() for p in params]), strict=True):
         p.sub_(toys.RATE * g.view_as(p))
 
@@ -402,7 +394,7 @@ def sent(ranks: Rows) -> Finding | None:
 
 
 def logged(ranks: Rows) -> Finding | None:
-    """By rank 0, each step, the loss of all ranks."""
+    """Rank 0 must log, in each step, the loss of all ranks."""
     right = ranks[0]["right"]
     for rank, row in enumerate(ranks[1:], start=1):
         if row["logs"]:

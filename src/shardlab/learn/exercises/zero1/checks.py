@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from shardlab.learn import mistakes_sharded, toys
-from shardlab.learn.exercise import Case, Evidence, Finding, Stage
+from shardlab.learn.exercise import Case, Stage
 
 CASES = (
     Case("SGD", 2, {"kind": "sgd"}),
@@ -20,11 +20,10 @@ STEPS = 3
 
 def run(at: Stage) -> dict[str, Any]:
     def make(model: nn.Module, factory: toys.Factory) -> Any:
-        trained = (p for p in model.parameters() if p.requires_grad)
-        return at.submission.Zero1(trained, factory, at.options.get("max_norm"))
+        params = iter(toys.parameters(model))  # as model.parameters() is: it can be read once
+        return at.submission.Zero1(params, factory, at.options.get("max_norm"))
 
     return toys.train_sharded(at, "odd", STEPS, make, drops=False)
 
 
-def judge(evidence: Evidence) -> list[Finding]:
-    return mistakes_sharded.judge(evidence, lambda _k: 3, "3Ψ(n-1)/n")
+judge = mistakes_sharded.judging_sharded(lambda _k: 3, "3Ψ(n-1)/n")

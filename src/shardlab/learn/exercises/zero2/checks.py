@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardlab.learn import mistakes_sharded, toys
-from shardlab.learn.exercise import Case, Evidence, Finding, Rows, Stage, say
+from shardlab.learn.exercise import Case, Finding, Rows, Stage, say
 
 CASES = (
     Case("SGD", 2, {"kind": "sgd", "micros": 1}),
@@ -24,11 +24,6 @@ def run(at: Stage) -> dict[str, Any]:
     return toys.train_sharded(at, "odd", STEPS, make, drops=True)
 
 
-def judge(evidence: Evidence) -> list[Finding]:
-    formula = "(k+1)Ψ(n-1)/n with k = {k}"
-    return mistakes_sharded.judge(evidence, lambda k: k + 1, formula, memory)
-
-
 def memory(ranks: Rows) -> Finding | None:
     """This rank's share, four of the largest parameter, and one more for the activations."""
     for r, rank in enumerate(ranks):
@@ -44,3 +39,6 @@ def memory(ranks: Rows) -> Finding | None:
                 allowed=share + 4 * largest,
             )  # fmt: skip
     return None
+
+
+judge = mistakes_sharded.judging_sharded(lambda k: k + 1, "(k+1)Ψ(n-1)/n with k = {k}", memory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardlab.learn import mistakes_sharded, toys
-from shardlab.learn.exercise import Case, Evidence, Finding, Rows, Stage, say
+from shardlab.learn.exercise import Case, Finding, Rows, Stage, say
 
 CASES = (
     Case("SGD", 2, {"kind": "sgd", "micros": 1}),
@@ -22,11 +22,6 @@ def run(at: Stage) -> dict[str, Any]:
     if at.case.name == "memory":
         return toys.weigh(at, BLOCKS, make)
     return toys.train_sharded(at, "blocks", STEPS, make, drops=True)
-
-
-def judge(evidence: Evidence) -> list[Finding]:
-    formula = "3kΨ(n-1)/n with k = {k}"
-    return mistakes_sharded.judge(evidence, lambda k: 3 * k, formula, memory)
 
 
 def memory(ranks: Rows) -> Finding | None:
@@ -48,3 +43,6 @@ def memory(ranks: Rows) -> Finding | None:
         if idle or rank["after"] > share + block or rank["backward"] > share + 6 * block:
             return say("gradients-kept/zero3", **facts)
     return None
+
+
+judge = mistakes_sharded.judging_sharded(lambda k: 3 * k, "3kΨ(n-1)/n with k = {k}", memory)
