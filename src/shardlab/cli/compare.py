@@ -169,7 +169,7 @@ def compare(
             console.comparison_progress(enabled=asked.tells) as on_progress,
             _interrupted_by_terminate(),
         ):
-            result = comparison.compare(cells, plan, command, on_progress, folder)
+            result = comparison.compare(cells, plan, command, on_progress, folder, True)
     except (Interrupted, KeyboardInterrupt, NodeLost) as stopped:
         if folder.cache_info().currsize:
             again = f"shardlab compare --resume {shlex.quote(str(folder()))}"

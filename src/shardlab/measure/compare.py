@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 PROOF_STEPS = 2
 # Ranks need these sooner or later. They are renewed several times, and the fork server is not.
-FOR_RANKS = ("shardlab.measure.memory", "shardlab.proof.evidence", "shardlab.run.preflight")
+FOR_RANKS = ("shardlab.measure.simulate", "shardlab.proof.evidence", "shardlab.run.preflight")
 OF_LOSSES = ("normalizes_batches", "loss_not_compared")  # they describe the model, not where it ran
 
 # What a cell has only if it was timed.
@@ -56,11 +56,14 @@ def compare(
     command: str,
     on_progress: OnProgress = lambda _what, _done, _total: None,
     folder: Callable[[], Path] | None = None,
+    keeps_proofs: bool = False,
 ) -> dict[str, Any]:
     """Run the plan and return the content of ``compare.json``. A cell that fails is a row.
 
     Everything measured is kept below ``folder()`` at once, and what the cells have already is not
     measured again: a comparison that was interrupted continues where it stopped.
+    ``keeps_proofs``: in the user's cache. It is for the command alone: ranks import the script that
+    calls us, which may change a strategy.
     """
     size = max(cell.world for cell in cells)
     limit = plan.time_limit_s
@@ -82,7 +85,7 @@ def compare(
         if store is not None:
             store.begin(cells, plan, command)
         estimates = closing.enter_context(_Estimates(env, limit, cells))
-        proofs = kept.Kept(env, source)
+        proofs = kept.Kept(env, source) if keeps_proofs else None
         planned = list(_jobs(ranks, cells, plan, folder, estimates, proofs))
         jobs = [job for job in planned if not job.is_done]
         total = len(planned)
@@ -129,7 +132,7 @@ def _jobs(
     plan: Plan,
     folder: Callable[[], Path] | None,
     estimates: _Estimates,
-    proofs: kept.Kept,
+    proofs: kept.Kept | None,
 ) -> Iterator[Job]:
     """All there is to do, in order: nothing that slows a step comes before the last is timed."""
     time = functools.partial(_time, ranks, plan.warmup)
@@ -144,7 +147,7 @@ def _jobs(
 
         def prove_and_estimate(cell: Cell) -> None:
             estimates.begin()
-            _prove(ranks, cells, proofs, plan.fresh, cell)
+            _prove(ranks, cells, cell, proofs, plan.fresh)
             estimates.take(cell)
 
         passes.append(("proof", prove_and_estimate, "proof"))
@@ -260,10 +263,10 @@ class _Estimates(ExitStack):
 
 
 def _prove(
-    ranks: RankSet, cells: Sequence[Cell], proofs: kept.Kept, fresh: bool, cell: Cell
+    ranks: RankSet, cells: Sequence[Cell], cell: Cell, proofs: kept.Kept | None, fresh: bool
 ) -> None:
     """The five checks on a small model. Precision and accumulation are the proof's own: one
-    proof serves all cells that differ in nothing else. One that is kept serves unless ``fresh``.
+    proof serves all cells that differ in nothing else. One in the cache does, unless ``fresh``.
     """
     config = proof_config(cell.config)
     for other in cells:
@@ -273,7 +276,7 @@ def _prove(
     try:
         prove.refuse_rounding(config.strategy.options)
         data = ranks.run("shardlab.proof.subjects:check", config.to_dict())[0]
-        if not fresh and (found := proofs.find(config, data)) is not None:
+        if proofs is not None and not fresh and (found := proofs.find(config, data)) is not None:
             cell.proof = found
             return
         evidence = ranks.run("shardlab.proof.evidence:examine", config.to_dict())
@@ -288,7 +291,7 @@ def _prove(
         "message": _what_is_wrong(checks) or checks["equal"]["message"],
         "checks": {name: {k: c[k] for k in ("pass", "message")} for name, c in checks.items()},
     }
-    if cell.proof["pass"]:
+    if proofs is not None and cell.proof["pass"]:
         proofs.keep(config, data, cell.proof)
 
 
