@@ -22,8 +22,8 @@ from shardlab.report import compare_terminal
 
 ENV = {
     "python": "3.11.7", "torch": "2.13.0", "platform": "Linux", "cpu": "x", "device": "cpu",
-    "gpus": [], "cuda": None, "backend": "gloo", "threads_per_rank": 1, "nodes": [{"host": "a", "ranks": [0]}],
-    "time": "now", "workload": "w", "parameters": 1,
+    "gpus": [], "cuda": None, "backend": "gloo", "threads_per_rank": 1,
+    "nodes": [{"host": "a", "ranks": [0]}], "time": "now", "workload": "w", "parameters": 1,
 }  # fmt: skip
 PROOF = {
     "pass": True,

@@ -106,7 +106,7 @@ class Kept:
 
     def _path(self, about: Mapping[str, Any]) -> Path:
         name = _digest(json.dumps(about, sort_keys=True).encode())
-        return sources.cache_folder() / "proofs" / f"{self.source}-{name}.json"
+        return sources.kept_proofs() / f"{self.source}-{name}.json"
 
     def _prune(self, folder: Path) -> None:
         files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
