@@ -92,7 +92,7 @@ def test_every_strategy_is_proved_and_explained_in_each_world(tmp_path: Path) ->
     wrong = f"{Path(__file__).parents[1] / 'saboteurs.py'}:NoAveraging"
     done = commands.shardlab(
         "compare", *SHORT, "--world", "1,2", "--out", "out", "--strategies",
-        f"single,pytorch_ddp,{wrong}", "--set", "profile.active=1", cwd=tmp_path,
+        f"single,pytorch_ddp,{wrong}", "--set", "profile.active=1", "--fresh", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr  # one of them is proved wrong
     result = json.loads((tmp_path / "out" / "compare.json").read_text())
@@ -129,7 +129,7 @@ def test_axes_are_compared_proved_and_explained(tmp_path: Path) -> None:
     done = commands.here(
         "compare", *SHORT, "--world", "2", "--out", "out", "--accumulate", "4", "--strategies",
         "zero1,zero1:tensor=2,pipeline_interleaved", "--set", "profile.active=1",
-        "--set", "model.options.layers=4", cwd=tmp_path, COLUMNS="80",
+        "--set", "model.options.layers=4", "--fresh", cwd=tmp_path, COLUMNS="80",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     cells = json.loads((tmp_path / "out" / "compare.json").read_text())["cells"]
