@@ -95,7 +95,7 @@ def on_rank(task: str, out: Path) -> None:
         for number in range(1 + int(rounds)):  # the first round warms up, and does not count
             for shape, strategy in cells(condition)[:: 1 if number % 2 else -1]:
                 values = config_of(shape, strategy, world.size).to_dict()
-                result = compare.time_cell(world, values)
+                result = compare.time_cell(world, values, WARMUP)
                 assert result is not None
                 if number:
                     ms = statistics.median(result["slowest_ms"][WARMUP:])

@@ -34,7 +34,8 @@ def examine_users(world: World, values: dict[str, Any]) -> dict[str, Any] | None
         return None
     config, rounds = evidence._telling(config, member)
     users = evidence._prepare("users", member, config, rounds)
-    with watch.Alive() as alive, watchdog.watching(member, None, 60):
+    alive = watch.Alive()
+    with watchdog.watching(member, None, 60):
         pulse.PULSE.enter(pulse.PROOF)
         claim, own = evidence.claim_of(config), evidence._in_dtype(config, users)
         found = evidence._examine_users(users, own, member, claim, alive)

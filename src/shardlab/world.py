@@ -178,7 +178,10 @@ def seed(value: int) -> None:
     """The same on every rank: for the model's initialisation."""
     random.seed(value)
     np.random.seed(value % 2**32)
-    torch.manual_seed(value)
+    if torch.cuda.is_available():
+        torch.manual_seed(value)
+    else:  # it would note where it was called from, for the GPU that there is not
+        torch.default_generator.manual_seed(value)
 
 
 def seed_rank(value: int, rank: int, step: int = 0) -> None:

@@ -130,11 +130,13 @@ def test_the_cache(tmp_path: Path) -> None:
         (cache / "data" / name).mkdir(parents=True)
         (cache / "data" / name / "file.bin").write_bytes(b"x" * 100)
     (cache / "stdlib-3.11.0-bytes.bin").write_bytes(b"x" * 50)
+    (cache / "proofs").mkdir()
+    (cache / "proofs" / "kept.json").write_bytes(b"x" * 10)
     (cache / "model.pt").write_bytes(b"x")
     with (cache / "data" / ".yelp.lock").open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         done = runs("clean", "--cache", "--yes", cwd=tmp_path)
-    assert done["freed_bytes"] == 150
+    assert done["freed_bytes"] == 160
     assert [row["reason"] for row in done["kept"]] == ["it is being filled"]
     left = {path.name for path in (*cache.iterdir(), *(cache / "data").iterdir())}
     assert left == {"data", "model.pt", ".yelp.lock", "yelp", "mine"}

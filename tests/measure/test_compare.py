@@ -92,7 +92,7 @@ def test_every_strategy_is_proved_and_explained_in_each_world(tmp_path: Path) ->
     wrong = f"{Path(__file__).parents[1] / 'saboteurs.py'}:NoAveraging"
     done = commands.shardlab(
         "compare", *SHORT, "--world", "1,2", "--out", "out", "--strategies",
-        f"single,pytorch_ddp,{wrong}", "--set", "profile.active=1", cwd=tmp_path,
+        f"single,pytorch_ddp,{wrong}", "--set", "profile.active=1", "--fresh", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr  # one of them is proved wrong
     result = json.loads((tmp_path / "out" / "compare.json").read_text())
@@ -129,7 +129,7 @@ def test_axes_are_compared_proved_and_explained(tmp_path: Path) -> None:
     done = commands.here(
         "compare", *SHORT, "--world", "2", "--out", "out", "--accumulate", "4", "--strategies",
         "zero1,zero1:tensor=2,pipeline_interleaved", "--set", "profile.active=1",
-        "--set", "model.options.layers=4", cwd=tmp_path, COLUMNS="80",
+        "--set", "model.options.layers=4", "--fresh", cwd=tmp_path, COLUMNS="80",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     cells = json.loads((tmp_path / "out" / "compare.json").read_text())["cells"]
@@ -269,6 +269,7 @@ def test_json_alone_on_stdout(tmp_path: Path) -> None:
         (["--strategies", "pytorch_ddp:bucket_mb=x"], "pytorch_ddp's bucket_mb must be a number"),
         (["--world", "3"], "a global batch of 8 cannot be divided evenly over 3 ranks"),
         (["--repeats", "0"], "--repeats must be at least 1"),
+        (["--fresh", "--no-prove"], "--fresh makes proofs anew, and --no-prove makes none"),
         (["--size", "huge"], "unknown gpt2 size 'huge'"),
     ],
 )
@@ -482,7 +483,9 @@ def process(_world: World) -> int:
 
 def test_each_repeat_on_a_cpu_has_new_ranks() -> None:
     found = cells(configs.Config(), "single,simple_ddp")
-    jobs = comparison._jobs(RankSet(configs.LaunchConfig(), 2), found, Plan(), None, print)
+    estimates = comparison._Estimates(ENV, 1.0, found)
+    ranks = RankSet(configs.LaunchConfig(), 2)
+    jobs = comparison._jobs(ranks, found, Plan(), None, estimates, None)
     assert [j.what for j in jobs if j.begins_repeat] == [f"repeat {n} of 4" for n in (2, 3, 4)]
     with RankSet(configs.LaunchConfig(), 2) as ranks:
         first = ranks.run(process)
@@ -589,7 +592,7 @@ def test_what_takes_too_long_is_a_row(function: str, said: str) -> None:
 
 def test_a_proof_that_takes_too_long_calls_nothing_wrong() -> None:
     (cell,) = cells(configs.Config(), "simple_ddp")
-    comparison._prove(NeverDone(":examine"), [cell], cell)  # type: ignore[arg-type]
+    comparison._prove(NeverDone(":examine"), [cell], cell, None, False)  # type: ignore[arg-type]
     assert cell.proof is not None
     assert cell.proof["pass"] is None
     assert cell.proof["message"].startswith("the proof took too long (--time-limit): rank 0: no")

@@ -498,18 +498,18 @@ def test_memory_is_followed_until_it_is_gone() -> None:
 
 def test_what_is_alive_is_weighed_by_what_it_is_for() -> None:
     old = [nn.Parameter(torch.ones(100))]
-    with watch.Alive() as alive:
-        model = nn.BatchNorm1d(1000, affine=False)
-        flat = torch.zeros(2000)
-        params = [nn.Parameter(flat[:1000]), nn.Parameter(flat[1000:])]
-        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
-        assert alive.weigh(model) == watch.Held(params=8000, optimizer=0, rest=0)
-        for p in params:
-            p.grad = torch.ones(1000)
-        assert alive.weigh(model).rest == 8000
-        optimizer.step()
-        optimizer.zero_grad()
-        assert alive.weigh(model) == watch.Held(params=8000, optimizer=8000, rest=0)
+    alive = watch.Alive()
+    model = nn.BatchNorm1d(1000, affine=False)
+    flat = torch.zeros(2000)
+    params = [nn.Parameter(flat[:1000]), nn.Parameter(flat[1000:])]
+    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    assert alive.weigh(model) == watch.Held(params=8000, optimizer=0, rest=0)
+    for p in params:
+        p.grad = torch.ones(1000)
+    assert alive.weigh(model).rest == 8000
+    optimizer.step()
+    optimizer.zero_grad()
+    assert alive.weigh(model) == watch.Held(params=8000, optimizer=8000, rest=0)
     assert len(old) == 1
 
 

@@ -66,6 +66,11 @@ def compare(
         "some 3 s and 20 steps of your model on 4 samples a rank. A strategy that is found wrong "
         "makes the exit code 1.",
     ),
+    fresh: bool = typer.Option(
+        False,
+        "--fresh",
+        help="Prove anew, also where a proof by the same source, versions and options is kept.",
+    ),
     time_limit: float = typer.Option(
         600.0,
         help="Seconds that one visit, weighing, estimate, proof or profile of a strategy may take; "
@@ -108,6 +113,8 @@ def compare(
     launch.lead(asked.config().launch)
     if resume is not None and "output.dir" in asked.flags:
         raise UsageError("--resume continues in its own folder; leave out --out")
+    if fresh and not prove:
+        raise UsageError("--fresh makes proofs anew, and --no-prove makes none; leave out one")
     limits = gate.limits_of(fail_if or [])
     must_be_right = limits.pop(gate.WRONG, None) is not None
     if against is None and limits:
@@ -131,6 +138,7 @@ def compare(
             warmup=warmup,
             steps=steps,
             prove=prove,
+            fresh=fresh,
             time_limit_s=time_limit,
             profile=None if profile is False else replace(first.profile, enabled=True),
         )
@@ -161,7 +169,7 @@ def compare(
             console.comparison_progress(enabled=asked.tells) as on_progress,
             _interrupted_by_terminate(),
         ):
-            result = comparison.compare(cells, plan, command, on_progress, folder)
+            result = comparison.compare(cells, plan, command, on_progress, folder, True)
     except (Interrupted, KeyboardInterrupt, NodeLost) as stopped:
         if folder.cache_info().currsize:
             again = f"shardlab compare --resume {shlex.quote(str(folder()))}"
@@ -189,7 +197,7 @@ def compare(
 
 
 # What times steps, and what looks at them afterwards.
-OF_STEPS = ("repeats", "prove", "profile", "resume", "against", "fail_if")
+OF_STEPS = ("repeats", "prove", "fresh", "profile", "resume", "against", "fail_if")
 
 
 def _reach(asked: flags.Asked, ctx: typer.Context, loss: float | None, tokens: int | None) -> None:

@@ -76,8 +76,8 @@ def clean(
         metavar="AGE",
     ),
     cache: bool = typer.Option(
-        False, "--cache", help="The data sets that `shardlab data` has fetched, and tokens that "
-        "were made once; they are fetched and made again when they are needed.",
+        False, "--cache", help="The data sets that `shardlab data` has fetched, and tokens and "
+        "proofs that were made once; they are fetched and made again when they are needed.",
     ),
     folder: Annotated[Path, DIR] = DEFAULT_DIR,
     yes: bool = typer.Option(False, "--yes", "-y", help="Do not ask."),

@@ -65,6 +65,11 @@ def cached(name: str) -> Path:
     return cache_folder() / "data" / name
 
 
+def kept_proofs() -> Path:
+    """Where `shardlab compare` keeps proofs that passed."""
+    return cache_folder() / "proofs"
+
+
 def is_downloaded(name: str) -> bool:
     return described(cached(name)) is not None
 

@@ -30,6 +30,7 @@ class Plan:
     warmup: int = 2
     steps: int = 2  # timed, per repeat: visits differ from each other more than their steps do
     prove: bool = True
+    fresh: bool = False  # proofs are made anew, also where one is kept
     time_limit_s: float = 600.0  # for each visit, weighing, estimate, proof and profile
     profile: ProfileConfig | None = None  # traces, after all is timed; None disables them
 

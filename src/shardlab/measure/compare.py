@@ -10,9 +10,11 @@ that take a ``World`` run in the ranks.
 from __future__ import annotations
 
 import functools
+import queue
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +27,9 @@ from shardlab.measure import choice, estimate
 from shardlab.measure.cells import Cell, Plan
 from shardlab.measure.estimate import WEIGHED, Simulator
 from shardlab.measure.resume import Store
-from shardlab.proof import judge, prove
+from shardlab.naming import EVERY_STRATEGY
+from shardlab.proof import judge, kept, prove
+from shardlab.run import forking
 from shardlab.run.rankset import RankSet, on_its_ranks
 
 if TYPE_CHECKING:
@@ -33,6 +37,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 PROOF_STEPS = 2
+# Ranks need these sooner or later. They are renewed several times, and the fork server is not.
+FOR_RANKS = ("shardlab.measure.simulate", "shardlab.proof.evidence", "shardlab.run.preflight")
 OF_LOSSES = ("normalizes_batches", "loss_not_compared")  # they describe the model, not where it ran
 
 # What a cell has only if it was timed.
@@ -50,15 +56,22 @@ def compare(
     command: str,
     on_progress: OnProgress = lambda _what, _done, _total: None,
     folder: Callable[[], Path] | None = None,
+    keeps_proofs: bool = False,
 ) -> dict[str, Any]:
     """Run the plan and return the content of ``compare.json``. A cell that fails is a row.
 
     Everything measured is kept below ``folder()`` at once, and what the cells have already is not
     measured again: a comparison that was interrupted continues where it stopped.
+    ``keeps_proofs``: in the user's cache. It is for the command alone: ranks import the script that
+    calls us, which may change a strategy.
     """
     size = max(cell.world for cell in cells)
     limit = plan.time_limit_s
-    with RankSet(cells[0].config.launch, size, limit) as ranks, Simulator() as simulator:
+    source = kept.source_digest()
+    names = dict.fromkeys(cell.config.strategy.name for cell in cells)
+    ours = [EVERY_STRATEGY[name].partition(":")[0] for name in names if name in EVERY_STRATEGY]
+    forking.start_server(*FOR_RANKS, *ours)
+    with RankSet(cells[0].config.launch, size, limit) as ranks, ExitStack() as closing:
         # What is wrong with any cell is wrong input, and refused before anything is measured.
         for cell in cells:
             if not cell.times_ms and cell.status == "ok":
@@ -71,8 +84,9 @@ def compare(
         store = None if folder is None else Store(folder())
         if store is not None:
             store.begin(cells, plan, command)
-        estimating = functools.partial(_estimate, simulator, env, limit)
-        planned = list(_jobs(ranks, cells, plan, folder, estimating))
+        estimates = closing.enter_context(_Estimates(env, limit, cells))
+        proofs = kept.Kept(env, source) if keeps_proofs else None
+        planned = list(_jobs(ranks, cells, plan, folder, estimates, proofs))
         jobs = [job for job in planned if not job.is_done]
         total = len(planned)
         for done, job in enumerate(jobs, start=total - len(jobs)):
@@ -117,7 +131,8 @@ def _jobs(
     cells: Sequence[Cell],
     plan: Plan,
     folder: Callable[[], Path] | None,
-    estimating: Callable[[Cell], None],
+    estimates: _Estimates,
+    proofs: kept.Kept | None,
 ) -> Iterator[Job]:
     """All there is to do, in order: nothing that slows a step comes before the last is timed."""
     time = functools.partial(_time, ranks, plan.warmup)
@@ -129,10 +144,15 @@ def _jobs(
         ("memory", functools.partial(_weigh, ranks), "peak_bytes")
     ]
     if plan.prove:
-        proving = functools.partial(_prove_and_estimate, ranks, cells, estimating)
-        passes.append(("proof", proving, "proof"))
+
+        def prove_and_estimate(cell: Cell) -> None:
+            estimates.begin()
+            _prove(ranks, cells, cell, proofs, plan.fresh)
+            estimates.take(cell)
+
+        passes.append(("proof", prove_and_estimate, "proof"))
     else:
-        passes.append(("estimate", estimating, "estimated_bytes"))
+        passes.append(("estimate", estimates.take, "estimated_bytes"))
     if plan.profile is not None and folder is not None:
         profile = functools.partial(_profile, ranks, plan.profile, folder())
         passes.append(("traces", profile, "traces"))
@@ -164,10 +184,10 @@ def look(ranks: RankSet, function: str, cell: Cell, *args: Any) -> Any:
         raise Late(late.rank, f"{what}: {late.message}") from None
 
 
-def _try_on_ranks(ranks: RankSet, function: str, cell: Cell) -> Any:
+def _try_on_ranks(ranks: RankSet, function: str, cell: Cell, *args: Any) -> Any:
     """Rank 0's result of a function of this module; a failure is noted in the cell."""
     try:
-        return ranks.run(f"{__name__}:{function}", cell.config.to_dict())[0]
+        return ranks.run(f"{__name__}:{function}", cell.config.to_dict(), *args)[0]
     except (RankFailure, UsageError) as error:
         cell.status = "failed" if isinstance(error, RankFailure) else "skipped"
         cell.reason = reason_of(error, "a visit" if function == "time_cell" else "weighing it")
@@ -180,7 +200,7 @@ def reason_of(error: Exception, what: str) -> str:
 
 
 def _time(ranks: RankSet, warmup: int, cell: Cell) -> None:
-    result = _try_on_ranks(ranks, "time_cell", cell)
+    result = _try_on_ranks(ranks, "time_cell", cell, warmup)
     if result is None:
         return
     cell.times_ms.append(result["slowest_ms"][warmup:])
@@ -195,32 +215,58 @@ def _weigh(ranks: RankSet, cell: Cell) -> None:
     cell.peak_bytes = _try_on_ranks(ranks, "weigh_cell", cell)
 
 
-def _estimate(simulator: Simulator, env: Mapping[str, Any], limit_s: float, cell: Cell) -> None:
-    """The estimate of ``shardlab memory`` beside what was weighed, or why there is none."""
-    config = cell.config.with_overrides({**WEIGHED, "launch.backend": env["backend"]})
-    try:
-        weights = simulator.run(config, env["device"], limit_s=limit_s)["weights"]
-        cell.estimated_bytes = estimate.fullest(weights[peak] for peak in estimate.PEAKS)
-    except (RankFailure, UsageError) as error:
-        cell.estimated_bytes = {"total": None, "reason": str(error)}
+class _Estimates(ExitStack):
+    """The estimates of ``shardlab memory`` beside what was weighed, or why there are none.
+
+    They are made in processes of their own, beside the proofs: the ranks of a proof often wait for
+    each other, and nothing is timed then.
+    """
+
+    def __init__(self, env: Mapping[str, Any], limit_s: float, cells: Sequence[Cell]) -> None:
+        super().__init__()
+        self.env, self.limit_s, self.cells = env, limit_s, cells
+        self.idle: queue.SimpleQueue[Simulator] = queue.SimpleQueue()
+        self.has_begun = False
+        self.found: dict[Cell, Future[dict[str, Any]]] = {}
+
+    def take(self, cell: Cell) -> None:
+        """Note a cell's estimate, once it is made."""
+        self.begin()
+        if cell in self.found:
+            cell.estimated_bytes = self.found[cell].result()
+
+    def begin(self) -> None:
+        """Start to estimate all cells that have no estimate yet."""
+        if self.has_begun:
+            return
+        self.has_begun = True
+        # On a GPU an estimate asks the device for its kernels, and needs memory there.
+        at_once = 2 if self.env["device"] == "cpu" else 1
+        for _ in range(at_once):
+            self.idle.put(self.enter_context(Simulator()))
+        workers = ThreadPoolExecutor(at_once)
+        # Ctrl-C does not wait for an estimate.
+        self.callback(workers.shutdown, wait=False, cancel_futures=True)
+        missing = [c for c in self.cells if c.status == "ok" and c.estimated_bytes is None]
+        self.found = {cell: workers.submit(self._estimate, cell.config) for cell in missing}
+
+    def _estimate(self, config: Config) -> dict[str, Any]:
+        config = config.with_overrides({**WEIGHED, "launch.backend": self.env["backend"]})
+        simulator = self.idle.get()
+        try:
+            found = simulator.run(config, self.env["device"], limit_s=self.limit_s)["weights"]
+            return estimate.fullest(found[peak] for peak in estimate.PEAKS)
+        except (RankFailure, UsageError) as error:
+            return {"total": None, "reason": str(error)}
+        finally:
+            self.idle.put(simulator)
 
 
-def _prove_and_estimate(
-    ranks: RankSet, cells: Sequence[Cell], estimating: Callable[[Cell], None], cell: Cell
+def _prove(
+    ranks: RankSet, cells: Sequence[Cell], cell: Cell, proofs: kept.Kept | None, fresh: bool
 ) -> None:
-    """Side by side: the ranks of a proof often wait for each other, and nothing is timed."""
-    beside = ThreadPoolExecutor(1)
-    try:
-        estimated = beside.submit(estimating, cell)
-        _prove(ranks, cells, cell)
-        estimated.result()
-    finally:
-        beside.shutdown(wait=False)  # Ctrl-C does not wait for an estimate
-
-
-def _prove(ranks: RankSet, cells: Sequence[Cell], cell: Cell) -> None:
     """The five checks on a small model. Precision and accumulation are the proof's own: one
-    proof serves all cells that differ in nothing else.
+    proof serves all cells that differ in nothing else. One in the cache does, unless ``fresh``.
     """
     config = proof_config(cell.config)
     for other in cells:
@@ -229,7 +275,10 @@ def _prove(ranks: RankSet, cells: Sequence[Cell], cell: Cell) -> None:
             return
     try:
         prove.refuse_rounding(config.strategy.options)
-        ranks.run("shardlab.proof.subjects:check", config.to_dict())
+        data = ranks.run("shardlab.proof.subjects:check", config.to_dict())[0]
+        if proofs is not None and not fresh and (found := proofs.find(config, data)) is not None:
+            cell.proof = found
+            return
         evidence = ranks.run("shardlab.proof.evidence:examine", config.to_dict())
         checks = judge.judge([e for e in evidence if e is not None])
     except (UsageError, Late) as refusal:  # neither says that anything is wrong
@@ -242,6 +291,8 @@ def _prove(ranks: RankSet, cells: Sequence[Cell], cell: Cell) -> None:
         "message": _what_is_wrong(checks) or checks["equal"]["message"],
         "checks": {name: {k: c[k] for k in ("pass", "message")} for name, c in checks.items()},
     }
+    if proofs is not None and cell.proof["pass"]:
+        proofs.keep(config, data, cell.proof)
 
 
 def _what_is_wrong(checks: Mapping[str, dict[str, Any]]) -> str:
@@ -393,8 +444,12 @@ def profile_cell(world: World, config: Config, folder: str, label: str) -> dict[
     with Recorder(own, world, LEDGER, config.training.steps, traces) as recorder:
         steps = range(config.training.steps)
         loop.train(strategy, loop.Batches(workload, config, world), recorder, steps)
-    share = next(loop.Batches(workload, config, world))
     shares = assemble.data_share(config, world)[1]
+    if strategy.rounds is not None:
+        # A whole round is watched. What workers send does not depend on how many samples they saw.
+        few = {"training.global_batch": shares, "training.accumulate": 1}
+        config = config.with_overrides({**few, "training.micro_batch": None})
+    share = next(loop.Batches(workload, config, world))
     subject = Subject(workload, config.training.seed, [[share] * shares])  # its own is ours
     subject.ranks_per_node = world.ranks_per_node
     sent = evidence.sent_per_step(strategy, subject, config, world)
@@ -402,10 +457,10 @@ def profile_cell(world: World, config: Config, folder: str, label: str) -> dict[
 
 
 @on_its_ranks
-def time_cell(world: World, config: Config) -> dict[str, Any]:
+def time_cell(world: World, config: Config, warmup: int) -> dict[str, Any]:
     """Build the cell's strategy from the seed and run warm-up and timed steps.
 
-    Workers exchange in some steps only: of them a whole round is timed, after the others, and its
+    Workers exchange in some steps only: of them a whole round is timed, after the warm-up, and its
     mean stands for each step.
     """
     from shardlab.comm import LEDGER
@@ -419,7 +474,7 @@ def time_cell(world: World, config: Config) -> dict[str, Any]:
     asked, every = config.training.steps, None
     if strategy.rounds is not None:
         every = strategy.rounds.every
-        config = config.with_overrides({"training.steps": asked + every})
+        config = config.with_overrides({"training.steps": max(asked, warmup + every)})
     with (
         watchdog.watching(world, config.guard.hang_s, config.launch.timeout_s),
         Recorder(None, world, LEDGER, config.training.steps) as recorder,

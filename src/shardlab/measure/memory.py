@@ -272,23 +272,20 @@ def run_steps(
     """Build the config's strategy, run its steps, note what is held. Returns when it was built."""
     from shardlab.run import assemble
 
-    gc.freeze()  # a look passes over what is here already: half a million objects of PyTorch's
-    try:
-        strategy = assemble.build_strategy(config, workload, world)
-        on_built(strategy)
-        built = time.time_ns()
-        for microbatches in batches(workload, config, world):
-            with causes.step():
-                strategy.gradients(microbatches)
-            causes.look(with_gradients=True)
-            causes.moments["update"] = time.time_ns()
-            strategy.step()
-            causes.look(with_gradients=False)
-            causes.moments["between"] = time.time_ns()
-        # A collective that ends after the profiler has crashes the process (torch 2.13).
-        strategy.settle()
-    finally:
-        gc.unfreeze()
+    watch.hide()  # a look passes over what is here already
+    strategy = assemble.build_strategy(config, workload, world)
+    on_built(strategy)
+    built = time.time_ns()
+    for microbatches in batches(workload, config, world):
+        with causes.step():
+            strategy.gradients(microbatches)
+        causes.look(with_gradients=True)
+        causes.moments["update"] = time.time_ns()
+        strategy.step()
+        causes.look(with_gradients=False)
+        causes.moments["between"] = time.time_ns()
+    # A collective that ends after the profiler has crashes the process (torch 2.13).
+    strategy.settle()
     return built
 
 

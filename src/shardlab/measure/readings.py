@@ -86,6 +86,21 @@ def proved(cell: Cell) -> bool | None:
     return passed
 
 
+def kept_proofs(result: Result) -> str | None:
+    """Says which proofs were not made in this comparison, and when they were; None: all were."""
+    proofs = [proof for cell in result["cells"] if (proof := cell.get("proof"))]
+    times = sorted(when for proof in proofs if (when := proof.get("kept")))
+    if not times:
+        return None
+    first, last = (times[i][:16].replace("T", " ") for i in (0, -1))
+    when = f"{first} UTC" if first == last else f"{first} to {last} UTC"
+    which = numbers.count(len(times), "proof is", "proofs are")
+    return (
+        f"{which} kept from an earlier comparison ({when}) by the same source, versions and "
+        "options; --fresh proves anew."
+    )
+
+
 def percent_of_peak(cell: Cell) -> float | None:
     """MFU: how much of the rate that its device reaches with matrices alone."""
     return None if cell.get("mfu") is None else 100 * cell["mfu"]

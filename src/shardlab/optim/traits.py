@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardlab.optim.factory import After, Plan
 
 _MEASURED: dict[Any, Traits] = {}
+_ON_ROWS: dict[Any, str | None] = {}
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,20 @@ def measured(plan: Plan) -> Traits:
             "times; no strategy does that"
         )
     samples = _samples(plan)
+    key = _kind(plan, optimizer, samples)
+    if key not in _MEASURED:
+        _MEASURED[key] = _measure(plan, samples, name)
+    return _MEASURED[key]
+
+
+def _kind(plan: Plan, optimizer: Optimizer, samples: list[list[str]]) -> tuple[Any, ...]:
+    """What makes two optimizers do the same to small tensors."""
     options = [
         sorted((k, repr(v)) for k, v in group.items() if k not in ("params", "param_names"))
         for group in optimizer.param_groups
     ]
     dims = [[plan.whole[n].dim() for n in names] for names in samples]
-    key = type(optimizer), repr(options), repr(dims), plan.after, plan.device
-    if key not in _MEASURED:
-        _MEASURED[key] = _measure(plan, samples, name)
-    return _MEASURED[key]
+    return type(optimizer), repr(options), repr(dims), plan.after, plan.device
 
 
 def _samples(plan: Plan) -> list[list[str]]:
@@ -233,9 +239,20 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def fails_on_rows(plan: Plan, mesh: DeviceMesh) -> str | None:
-    """Why PyTorch's DTensor cannot be updated by this optimizer; None if it can."""
-    # A parameter without dimensions has no rows: fully_shard refuses it itself.
-    names = [n for group in _samples(plan) for n in group if plan.whole[n].dim()]
+    """Why PyTorch's DTensor cannot be updated by this optimizer; None if it can. Like ``measured``
+    it is found out once for each kind in a process."""
+    samples = _samples(plan)
+    kind = _kind(plan, plan.built(plan.stand_ins()), samples)
+    # By the ranks themselves: an optimizer that sends something does so among all of them at once.
+    key = (*kind, repr(mesh.mesh.tolist()))
+    if key not in _ON_ROWS:
+        # A parameter without dimensions has no rows: fully_shard refuses it itself.
+        names = [n for group in samples for n in group if plan.whole[n].dim()]
+        _ON_ROWS[key] = _fails_on_rows(plan, names, mesh)
+    return _ON_ROWS[key]
+
+
+def _fails_on_rows(plan: Plan, names: list[str], mesh: DeviceMesh) -> str | None:
     whole = _Trial(plan, names, [dict.fromkeys(names)], torch.float64)
     try:
         rows = _Trial(plan, names, [dict.fromkeys(names, mesh)], torch.float64)

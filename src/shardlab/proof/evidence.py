@@ -41,6 +41,7 @@ from shardlab.run.rankset import on_its_ranks
 from shardlab.strategies import schedules
 from shardlab.strategies.base import Rounds, Strategy
 from shardlab.strategies.on_mesh import OnMesh
+from shardlab.strategies.workers import Workers
 from shardlab.trace.intervals import union
 from shardlab.workloads.base import Batch
 from shardlab.workloads.context import context_of
@@ -94,7 +95,8 @@ def examine(world: World, config: Config) -> dict[str, Any]:
         )
     claim = claim_of(config)
     timeout_s = min(config.launch.timeout_s, TIMEOUT_S)
-    with watch.Alive() as alive, watchdog.watching(world, None, timeout_s), _eager_chance(config):
+    alive = watch.Alive()
+    with watchdog.watching(world, None, timeout_s), _eager_chance(config):
         pulse.PULSE.enter(pulse.PROOF)
         on_users = _examine_users(users, _in_dtype(config, users), world, claim, alive)
         on_stack = {} if stack is None else _examine_stack(stack, config, world, claim)
@@ -320,6 +322,9 @@ def _telling(config: Config, world: World) -> tuple[Config, Rounds | None]:
     beginning of a third. In the first a momentum that is not kept would look right."""
     if assemble.axes_of(config, world)[0] is not None:  # which refuses workers
         return config, None
+    make = assemble.resolve_strategy(config)
+    if make.__module__.startswith("shardlab.strategies.") and not issubclass(make, Workers):
+        return config, None
     shares = assemble.data_share(config, world)[1]
     strategy, _ = _build(subjects.stack(shares, 0, world.device, 1), config, world)
     rounds = strategy.rounds
@@ -391,15 +396,15 @@ def _run_plain(subject: Subject, config: Config, world: World, rounds: Rounds | 
         )
     subject.draws, subject.remembers = nature.draws, nature.remembers
     subject.ranks_per_node = world.ranks_per_node
-    with watch.Alive() as alive:
-        model = build()
-        for shares in subject.steps:
-            for batch in shares[world.rank % len(shares)]:
-                subject.workload.loss(model, batch).backward()
-            model.zero_grad()
-        held = alive.weigh(model)
-        held.params -= sum(p.numel() * p.element_size() for p in model.parameters())
-        del model
+    alive = watch.Alive()
+    model = build()
+    for shares in subject.steps:
+        for batch in shares[world.rank % len(shares)]:
+            subject.workload.loss(model, batch).backward()
+        model.zero_grad()
+    held = alive.weigh(model)
+    held.params -= sum(p.numel() * p.element_size() for p in model.parameters())
+    del model
     return Prepared(subject, plain.refer(subject, config, rounds), held, rounds)
 
 

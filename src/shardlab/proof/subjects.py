@@ -144,14 +144,17 @@ def stack(ranks: int, seed: int, device: torch.device, steps: int = 3, even: int
 # ------------------------------------------------------------------ the user's
 
 
-def check(_world: World, values: dict[str, Any]) -> None:
-    """Refuse a model for which one process at a time is no reference."""
-    workload = assemble.build_workload(configs.from_dict(values))
+def check(_world: World, values: dict[str, Any]) -> str:
+    """Refuse a model for which one process at a time is no reference. Returns where its data comes
+    from, also where the config says ``auto``."""
+    config = configs.from_dict(values)
+    workload = assemble.build_workload(config)
     if workload.couples_ranks:
         raise UsageError(
             f"the reference of a proof runs each rank's samples by themselves, but {workload.name} "
             f"looks at all ranks' together: leave out {workload.couples_ranks}"
         )
+    return str(workload.chosen.get("data.source", config.data.source))
 
 
 def users(

@@ -172,12 +172,14 @@ def verdict(result: Result) -> str:
 
 
 def verdict_lines(result: Result) -> list[str]:
-    """The verdict, what to choose and why, and what would change that; a line each."""
+    """The verdict, what to choose and why, what would change that, and which proofs are older; a
+    line each."""
+    kept = [said] if (said := readings.kept_proofs(result)) else []
     answer = result.get("answer")
     if not answer:
-        return [verdict(result)]
+        return [verdict(result), *kept]
     why = answer["why"] if answer["choice"] is None else f"Choose {answer['why']}"
-    return [verdict(result), why, *(f"  {o}" for o in answer["otherwise"])]
+    return [verdict(result), why, *(f"  {o}" for o in answer["otherwise"]), *kept]
 
 
 def _speed(result: Result) -> str:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
 from shardlab.errors import UsageError
@@ -31,3 +32,9 @@ def fork_server(*also: str) -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["shardlab.run._preload", *also])
     return context
+
+
+def start_server(*also: str) -> None:
+    """Start the fork server now, unless it runs: every process that it forks has these modules."""
+    fork_server(*also)
+    forkserver.ensure_running()

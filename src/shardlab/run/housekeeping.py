@@ -236,7 +236,7 @@ def _remove(path: Path, size: int) -> int:
 
 @dataclass(frozen=True)
 class Cached:
-    """A data set, or a file made once, in the cache."""
+    """A data set, a file made once, or all kept proofs, in the cache."""
 
     path: Path
     bytes: int
@@ -248,6 +248,7 @@ def cached() -> list[Cached]:
     root = sources.cache_folder()
     found = [path for path in root.glob("stdlib-*-bytes.bin") if path.is_file()]
     found += [path for name in sorted(ENTRIES) if (path := root / "data" / name).is_dir()]
+    found += [path for path in [sources.kept_proofs()] if path.is_dir()]
     return [
         Cached(path, size_of(path), "it is being filled" if _is_filled_now(path) else "")
         for path in found

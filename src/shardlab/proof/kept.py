@@ -1,0 +1,148 @@
+"""Proofs that passed, kept in the user's cache: the same source proves the same again.
+
+A proof is found again only if nothing that could change its verdict has changed: its config, every
+file of shardlab, the versions of PyTorch, NumPy and Python, the machine and its devices. That can
+be said of our own strategies on our own workloads and data alone. A proof that runs code or reads
+files of a user's is never kept, and neither is one that found something wrong or was refused.
+No torch is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import shardlab
+from shardlab.config import STDLIB, SYNTHETIC, Config
+from shardlab.data import sources
+from shardlab.files import write_json
+from shardlab.naming import EVERY_STRATEGY
+from shardlab.proof.judge import CHECKS
+
+# These need PyTorch and NumPy alone. causal_lm also needs transformers, and what that has fetched.
+WORKLOADS = ("gpt2", "resnet_cifar10", "cnn_mnist")
+DATA = (STDLIB, SYNTHETIC)
+# What the ranks said about where they are. Times, paths and commits do not matter.
+PLACE = ("python", "torch", "platform", "cpu", "device", "gpus", "cuda", "backend",
+         "threads_per_rank")  # fmt: skip
+MOST = 500  # files: a proof is 2 KB
+
+
+class Kept:
+    """The folder ``proofs`` of the user's cache, for one comparison.
+
+    The source is read when this is made, which must be before any rank is started, and again
+    before a proof is written: what ranks ran while somebody edited it is not kept.
+    """
+
+    def __init__(self, env: Mapping[str, Any], source: str) -> None:
+        self.source = source
+        self.place = {name: env.get(name) for name in PLACE}
+        self.place["numpy"] = importlib.metadata.version("numpy")
+        self.has_one_node = len(env.get("nodes") or [0]) == 1
+
+    def find(self, config: Config, data: str) -> dict[str, Any] | None:
+        """The proof of this config, with ``kept``: when it was made. None: it must be made."""
+        about = self._about(config, data)
+        if about is None:
+            return None
+        path = self._path(about)
+        try:
+            if path.stat().st_uid != os.getuid():  # somebody else's word
+                return None
+            found = json.loads(path.read_bytes())
+            proof, when = found["proof"], found["time"]
+            checks = {n: (c["pass"], type(c["message"])) for n, c in proof["checks"].items()}
+            is_whole = (
+                found["about"] == about
+                and proof["pass"] is True
+                and checks == dict.fromkeys(CHECKS, (True, str))
+                and isinstance(proof["message"], str)
+            )
+            datetime.fromisoformat(when)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None  # it is not there, half of it is, or it is something else
+        return {**proof, "kept": when} if is_whole else None
+
+    def keep(self, config: Config, data: str, proof: Mapping[str, Any]) -> None:
+        """Write a proof that passed, and remove those of other sources. A full disk is no error."""
+        about = self._about(config, data)
+        if about is None or proof["pass"] is not True or source_digest() != self.source:
+            return
+        path = self._path(about)
+        own = path.with_name(f"{path.name}.{os.getpid()}")  # two comparisons may prove the same
+        content = {
+            "about": about,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "proof": {name: proof[name] for name in ("pass", "message", "checks")},
+        }
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+            write_json(own, content)
+            own.replace(path)
+            self._prune(path.parent)
+
+    def _about(self, config: Config, data: str) -> dict[str, Any] | None:
+        """Everything that a verdict depends on, as plain values; None: nobody can say."""
+        is_ours = (
+            config.model.workload in WORKLOADS
+            and config.strategy.name in EVERY_STRATEGY
+            and data in DATA
+            and self.has_one_node
+            and not any(_names_a_place(text) for text in _texts(config.to_dict()))
+        )
+        if not is_ours:
+            return None
+        values = {"config": config.to_dict(), "data": data, "source": self.source, **self.place}
+        about: dict[str, Any] = json.loads(json.dumps(values))  # as it will be read
+        return about
+
+    def _path(self, about: Mapping[str, Any]) -> Path:
+        name = _digest(json.dumps(about, sort_keys=True).encode())
+        return sources.kept_proofs() / f"{self.source}-{name}.json"
+
+    def _prune(self, folder: Path) -> None:
+        files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+        mine = [path for path in files if path.name.startswith(f"{self.source}-")]
+        for path in {*files} - {*mine[:MOST]}:
+            path.unlink(missing_ok=True)
+
+
+def source_digest() -> str:
+    """A digest of every file of this package: names and bytes."""
+    root = Path(shardlab.__file__).parent
+    files = sorted(p for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+    content = hashlib.blake2b(digest_size=16)
+    for path in files:
+        name = str(path.relative_to(root)).encode()
+        text = path.read_bytes()
+        content.update(b"%d %d " % (len(name), len(text)) + name + text)
+    return content.hexdigest()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a config's values."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def _names_a_place(text: str) -> bool:
+    """Whether it may name code or files: ``module:name``, ``file.py:name`` or a path."""
+    return any(sign in text for sign in (":", "/", os.sep))
