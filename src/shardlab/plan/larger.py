@@ -12,6 +12,7 @@ from shardlab.errors import UsageError
 from shardlab.plan.graph import Event, Mark, Start, Step, Wait, Work
 from shardlab.strategies import schedules
 
+AHEAD = 2  # messages that a rank of a pipeline begins to receive before it needs them
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
@@ -59,7 +60,8 @@ def at_world(small: Step, large: Step, world: int) -> Step | None:
 
 def fewest_micro(name: str, axes: Axes | None, micro: int) -> int:
     """The fewest micro-batches of a step from which one with ``micro`` follows: those with which
-    every rank keeps as many activations as with all of them. PyTorch's own schedules are run."""
+    every rank keeps as many activations as with all of them, and has as many messages on their way.
+    PyTorch's own schedules are run as they are."""
     if axes is None or axes.pipeline == 1 or name == "pytorch_pipeline":
         return micro
 
@@ -69,7 +71,7 @@ def fewest_micro(name: str, axes: Axes | None, micro: int) -> int:
 
     most = min(micro, 4 * axes.pipeline)
     wanted = live(micro)
-    return next((number for number in range(2, most) if live(number) == wanted), micro)
+    return min(micro, AHEAD + next((n for n in range(1, most) if live(n) == wanted), micro))
 
 
 def at_micro(step: Step, place: int, axes: Axes, micro: int) -> Step:
