@@ -160,11 +160,3 @@ def test_an_operator_without_a_price_is_named(tmp_path: Path) -> None:
         assert not any("no price" in note for note in predictor.predict(tiny(), "h100").notes)
         sharded = tiny(strategy__name="pytorch_zero3")
         assert not any("no price" in note for note in predictor.predict(sharded, "h100").notes)
-
-
-def test_ranks_that_cut_one_model_have_no_price() -> None:
-    """Also with ranks beside them that share the data; that ended in a NaN once."""
-    asked = {"strategy.name": "zero1", "strategy.options": {"pipeline": 2}, "launch.world": 4}
-    wanted = "a plan has no prices for"
-    with predict.Predictor() as predictor, pytest.raises(UsageError, match=wanted):
-        predictor.predict(configs.load(None, asked))

@@ -333,7 +333,9 @@ class Predictor:
 
         def ask() -> Sequence[Step]:
             self._on_progress(f"{config.strategy.label}: a rank among {world:,}, simulated")
-            found = self._simulator.run(config.with_overrides(WEIGHED), device, events=True)
+            asked = config.with_overrides(WEIGHED)
+            limit = LIMIT_S * (1 if axes is None else axes.pipeline)
+            found = self._simulator.run(asked, device, limit_s=limit, events=True)
             steps: Sequence[Step] = found["steps"]
             return steps
 
