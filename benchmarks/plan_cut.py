@@ -20,6 +20,7 @@ import statistics
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from shardlab import config as configs
 from shardlab.plan import predict
@@ -28,6 +29,11 @@ from shardlab.plan import predict
 # the peak of memory needs, which is not compared here.
 MICRO = 3
 SOURCE = "korthikanti-2022-tab5"
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return [row for row in csv.DictReader(file) if row["source"] == SOURCE]
 
 
 def config_of(row: dict[str, str]) -> configs.Config:
@@ -68,12 +74,10 @@ def main() -> None:
     parser.add_argument("--models", default="megatron-22B,gpt3-175B")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    with given.runs.open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["source"] == SOURCE]
-    rows = [row for row in rows if row["model"] in given.models.split(",")]
-    found = []
-    predict.fewest_micro = lambda _name, _axes, micro: min(MICRO, micro)
-    with predict.Predictor() as predictor:
+    rows = [row for row in read(given.runs) if row["model"] in given.models.split(",")]
+    found: list[dict[str, Any]] = []
+    few = mock.patch.object(predict, "fewest_micro", lambda _name, _axes, micro: min(MICRO, micro))
+    with few, predict.Predictor() as predictor:
         for row in rows:
             config, measured, begin = config_of(row), float(row["value"]), time.perf_counter()
             made = predictor.predict(config, "a100-80", "hdr")

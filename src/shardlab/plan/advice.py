@@ -136,7 +136,7 @@ def _overlap(row: Row, faster: Row) -> bool:
 
 def _cuts(row: Row) -> int:
     """Along how many axes ranks cut the model."""
-    return (row["strategy"] in NAMED) + sum(row["options"].get(axis, 1) > 1 for axis in CUTS)
+    return sum(row["options"].get(axis, 1) > 1 for axis in CUTS) + int(row["strategy"] in NAMED)
 
 
 def _rung(row: Row) -> tuple[int, int, int, float]:
