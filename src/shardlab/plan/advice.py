@@ -136,7 +136,8 @@ def _overlap(row: Row, faster: Row) -> bool:
 
 def _cuts(row: Row) -> int:
     """Along how many axes ranks cut the model."""
-    return sum(row["options"].get(axis, 1) > 1 for axis in CUTS) + int(row["strategy"] in NAMED)
+    axes = [axis for axis in CUTS if row["options"].get(axis, 1) > 1]
+    return len(axes) + (row["strategy"] in NAMED)
 
 
 def _rung(row: Row) -> tuple[int, int, int, float]:
