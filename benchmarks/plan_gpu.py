@@ -4,7 +4,7 @@
     python benchmarks/plan_gpu.py --by-datasheet benchmarks/records/plan-gpu-h200.json
 
 GPT-2 in fp32 and bf16, eager and compiled by blocks. Three batch sizes of each are measured, and
-others are predicted from them (plan.predict.at_batch); then these are measured too. ``single`` has
+others are predicted from them (plan.larger.at_batch); then these are measured too. ``single`` has
 no collectives, so what is measured is its step as it runs in training: `shardlab compare` gives the
 same time.
 
@@ -115,7 +115,7 @@ def main() -> None:
         return
     import torch
 
-    from shardlab.plan import predict
+    from shardlab.plan import larger
     from shardlab.run import environment
 
     begin = time.monotonic()
@@ -133,7 +133,7 @@ def main() -> None:
         first, others = BATCHES[size, precision]
         known = [(batch, step_of(size, precision, compiled, batch)) for batch in first]
         for batch in others:
-            predicted = sum(w.seconds or 0.0 for w in predict.at_batch(known, batch).works())
+            predicted = sum(w.seconds or 0.0 for w in larger.at_batch(known, batch).works())
             measured = statistics.median(step_of(size, precision, compiled, batch).totals_s)
             error = predicted / measured - 1
             row = {"size": size, "precision": precision, "compile": compiled, "batch": batch}

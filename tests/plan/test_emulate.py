@@ -48,7 +48,7 @@ def between(step: Step) -> list[Event]:
 def test_it_sends_and_waits_as_the_simulation(strategy: str, simulator: Simulator) -> None:
     config = config_of(strategy, 4)
     step = emulated(simulator, config)
-    simulated = simulator.run(config.with_overrides(WEIGHED), "cpu", events=True)["step"]
+    simulated = simulator.run(config.with_overrides(WEIGHED), "cpu", events=True)["steps"][0]
     assert between(step) == between(simulated)
     assert (step.world, step.samples, step.tokens) == (4, 16, 16 * 64)
     assert all(work.seconds is not None and work.seconds >= 0 for work in step.works())
@@ -60,7 +60,7 @@ def test_it_sends_and_waits_as_the_simulation(strategy: str, simulator: Simulato
 
 def test_ddp_lays_out_its_buckets_as_the_simulation_says(simulator: Simulator) -> None:
     config = config_of("pytorch_ddp", 4, **{"strategy.options": {"bucket_mb": 0.1}})
-    simulated = simulator.run(config.with_overrides(WEIGHED), "cpu", events=True)["step"]
+    simulated = simulator.run(config.with_overrides(WEIGHED), "cpu", events=True)["steps"][0]
     # DDP fills buckets in the order in which the first step's gradients came: nearly the reverse of
     # the parameters' order.
     found = [s.bytes for s in emulated(simulator, config).starts() if s.bytes > 1000]

@@ -39,7 +39,7 @@ def step_of(
     simulator: Simulator, strategy: str, world: int = 2, device: str = "cpu", **values: Any
 ) -> Step:
     config = config_of(strategy, world, **values)
-    found: Step = simulator.run(config, device, events=True)["step"]
+    found: Step = simulator.run(config, device, events=True)["steps"][0]
     return found
 
 
@@ -161,7 +161,7 @@ def test_groups_have_a_stride(simulator: Simulator) -> None:
 
 
 def test_events_are_only_noted_if_asked_for(simulator: Simulator) -> None:
-    assert "step" not in simulator.run(config_of("single", 1), "cpu")
+    assert "steps" not in simulator.run(config_of("single", 1), "cpu")
 
 
 @pytest.mark.parametrize("strategy", WORKERS)

@@ -9,7 +9,7 @@ import pytest
 
 from shardlab import config as configs
 from shardlab.errors import UsageError
-from shardlab.plan import predict
+from shardlab.plan import larger, predict
 from shardlab.plan.graph import Event, Group, Start, Step, Wait, Work
 
 
@@ -25,7 +25,7 @@ def in_world(ranks: int, size: float = 1.0) -> Step:
 
 
 def test_a_world_follows_from_two_smaller_ones() -> None:
-    found = predict.at_world(in_world(8), in_world(16), 1024)
+    found = larger.at_world(in_world(8), in_world(16), 1024)
     expected = in_world(1024)
     assert found is not None
     for event, other in zip(found.events, expected.events, strict=True):
@@ -43,14 +43,14 @@ def test_a_group_inside_a_node_stays_as_it_is() -> None:
         dataclasses.replace(in_world(n), events=[Start(0, "all_gather", 64, Group(4)), Wait(0)])
         for n in (8, 16)
     )
-    found = predict.at_world(small, large, 64)
+    found = larger.at_world(small, large, 64)
     assert found is not None
     assert next(found.starts()).group == Group(4)
 
 
 def test_steps_that_do_different_things_have_nothing_in_between() -> None:
     other = dataclasses.replace(in_world(16), events=in_world(16).events[1:])
-    assert predict.at_world(in_world(8), other, 64) is None
+    assert larger.at_world(in_world(8), other, 64) is None
 
 
 def measured(*seconds: float) -> Step:
@@ -64,21 +64,21 @@ def total(step: Step) -> float:
 
 def test_a_batch_lies_on_the_line_of_its_neighbours() -> None:
     known = [(4, measured(1.0, 3.0)), (8, measured(2.0, 5.0)), (16, measured(4.0, 9.0))]
-    assert total(predict.at_batch(known, 12)) == pytest.approx(10.0)
-    assert total(predict.at_batch(known, 6)) == pytest.approx(5.5)
-    assert total(predict.at_batch(known, 32)) == pytest.approx(25.0)
+    assert total(larger.at_batch(known, 12)) == pytest.approx(10.0)
+    assert total(larger.at_batch(known, 6)) == pytest.approx(5.5)
+    assert total(larger.at_batch(known, 32)) == pytest.approx(25.0)
 
 
 def test_small_batches_take_the_time_of_the_host() -> None:
     """1 s for any batch up to 10, then 0.1 s a sample."""
     known = [(1, measured(1.0)), (20, measured(2.0)), (40, measured(4.0))]
-    assert total(predict.at_batch(known, 5)) == pytest.approx(1.0)
-    assert total(predict.at_batch(known, 15)) == pytest.approx(1.5)
+    assert total(larger.at_batch(known, 5)) == pytest.approx(1.0)
+    assert total(larger.at_batch(known, 15)) == pytest.approx(1.5)
 
 
 def test_one_batch_is_not_enough() -> None:
     with pytest.raises(UsageError, match="two batches or more"):
-        predict.at_batch([(1, measured(1.0))], 2)
+        larger.at_batch([(1, measured(1.0))], 2)
 
 
 def tiny(**more: object) -> configs.Config:
@@ -160,11 +160,3 @@ def test_an_operator_without_a_price_is_named(tmp_path: Path) -> None:
         assert not any("no price" in note for note in predictor.predict(tiny(), "h100").notes)
         sharded = tiny(strategy__name="pytorch_zero3")
         assert not any("no price" in note for note in predictor.predict(sharded, "h100").notes)
-
-
-def test_ranks_that_cut_one_model_have_no_price() -> None:
-    """Also with ranks beside them that share the data; that ended in a NaN once."""
-    asked = {"strategy.name": "zero1", "strategy.options": {"pipeline": 2}, "launch.world": 4}
-    wanted = "a plan has no prices for"
-    with predict.Predictor() as predictor, pytest.raises(UsageError, match=wanted):
-        predictor.predict(configs.load(None, asked))

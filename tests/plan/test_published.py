@@ -15,17 +15,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardlab.plan import transformer
+from shardlab.plan import predict, transformer
 from shardlab.plan.devices import FITTED
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import plan_cut as cut  # noqa: E402
 import plan_published as published  # noqa: E402
 
 BESIDE = ROOT.parent / "shared" / "published" / "runs.csv"
 FILE = Path(os.environ.get("SHARDLAB_PUBLISHED", BESIDE))
 RECORD = json.loads((ROOT / "benchmarks/records/plan-published.json").read_text(encoding="utf-8"))
+CUT = json.loads((ROOT / "benchmarks/records/plan-cut.json").read_text(encoding="utf-8"))
 needs_runs = pytest.mark.skipif(not FILE.is_file(), reason="the published runs are not here")
 
 
@@ -64,6 +66,18 @@ def test_64_gpus_from_8() -> None:
     )
     assert ours <= 0.05
     assert ours < min(guesses)
+
+
+@pytest.mark.long
+@needs_runs
+def test_a_plan_of_ranks_that_cut_a_model() -> None:
+    """Megatron's 22B on 8 A100s, from the lab's own code and datasheets: as the record says."""
+    rows = [row for row in cut.read(FILE) if row["model"] == "megatron-22B"]
+    with predict.Predictor() as predictor:
+        for row, recorded in zip(rows, CUT["runs"], strict=False):
+            found = predictor.predict(cut.config_of(row), "a100-80", "hdr")
+            assert found.step_s == pytest.approx(recorded["predicted_s"], rel=0.02)
+            assert found.low_s <= float(row["value"]) <= found.high_s
 
 
 @needs_runs

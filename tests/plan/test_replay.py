@@ -20,7 +20,7 @@ def start(call: int) -> Start:
 
 def played(*events: Event, cost: Cost, lanes: Lanes = Lanes()) -> Played:
     step = Step(2, events)
-    return replay(step, lambda w: w.seconds or 0.0, lambda _start, _queued: cost, lanes)
+    return replay([step], lambda w: w.seconds or 0.0, lambda _start, _queued: cost, lanes)
 
 
 def test_what_is_waited_for_at_once_adds_to_the_work() -> None:

@@ -66,7 +66,7 @@ class Simulator:
         """``device``, ``kernels``, and ``weights`` at two peaks: ``building`` and ``step``.
 
         ``here``: for the ranks that this machine would start, which may have to share a GPU.
-        ``events``: the last step's events as well, under ``step`` (``plan.graph.Step``).
+        ``events``: the last step's events as well, under ``steps`` (``plan.graph.Step``).
         """
         function = "shardlab.measure.simulate:simulate"
         found: dict[str, Any] = self.ask(function, limit_s, config, device, here, events)

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from shardlab import comm
 from shardlab.phases import BACKWARD, FORWARD, OPTIMIZER
-from shardlab.plan.graph import Event, Group, Start, Wait, Work
+from shardlab.plan.graph import Event, Group, Mark, Start, Wait, Work
 from shardlab.pulse import PULSE
 
 PHASES = {FORWARD: "forward", BACKWARD: "backward", OPTIMIZER: "update"}
@@ -178,8 +178,10 @@ class Lane:
 class Log:
     """The events of the step that is under way, if ``is_on``; calls are numbered in any case."""
 
-    def __init__(self, kind: str = "gloo") -> None:
+    def __init__(self, kind: str = "gloo", roles: Sequence[int] = ()) -> None:
+        """``roles``: the ranks that do not act alike, of which each has a log of its own."""
         self.has_streams = kind == "nccl"
+        self.roles = set(roles)
         self.is_on = False
         self.step = 0
         self.then: Call | None = None
@@ -222,24 +224,53 @@ class Log:
         self._note(Work(name, flops, size, shapes, phase=PHASES.get(PULSE.phase, "")))
 
     def started(
-        self, group: dist.ProcessGroup, op: str, whole: Sequence[Tensor], result: list[Tensor]
+        self,
+        group: dist.ProcessGroup,
+        op: str,
+        whole: Sequence[Tensor],
+        result: list[Tensor],
+        peer: int | None = None,
     ) -> Handle:
-        """A process group was given a collective. Those that ours is made of are one."""
+        """A process group was given a collective. Those that ours is made of are one. ``peer``: the
+        other end of a message, by its place in the group."""
         if self.then is not None:
             self.waited(self.then)
+        among = self._among(group, op, peer)
         if self._entry is None:
-            return Handle(self, self._start(group, op, total_bytes(whole), "", op), result)
+            call = self._start(group, op, total_bytes(whole), "", op, among)
+            return Handle(self, call, result)
         entry, calls = self._entry
         if not calls:
-            calls.append(self._start(group, entry.op, entry.bytes, entry.label, op))
+            calls.append(self._start(group, entry.op, entry.bytes, entry.label, op, among))
         return Handle(self, calls[0], result)
 
-    def _start(self, group: dist.ProcessGroup, op: str, size: int, label: str, sent: str) -> Call:
+    def _among(self, group: dist.ProcessGroup, op: str, peer: int | None) -> tuple[int, ...]:
+        ranks = comm.members(group) if self.roles else []
+        if peer is not None and ranks:
+            ends = dist.get_rank(), ranks[peer]
+            ranks = list(ends if op == "send" else ends[::-1])
+        found = tuple(rank for rank in ranks if rank in self.roles)
+        return found if len(found) > 1 else ()
+
+    def _start(
+        self,
+        group: dist.ProcessGroup,
+        op: str,
+        size: int,
+        label: str,
+        sent: str,
+        among: tuple[int, ...],
+    ) -> Call:
         call = Call(len(self.starts), self.step)
-        self.starts.append(Start(call.number, op, size, _group(group), label, sent))
+        self.starts.append(Start(call.number, op, size, _group(group), label, sent, among))
         if self.is_on:
             self._note(self.starts[-1])
         return call
+
+    def mark(self, name: str, stage: int = 0, micro: int = 0) -> None:
+        """A pipeline begins an action, or has done all of a step."""
+        if self.is_on:
+            self._note(Mark(name, stage, micro))
 
     def waited(self, call: Call) -> None:
         if call.is_waited_for:
@@ -356,5 +387,6 @@ def _key(stream: Any) -> Any:
 
 
 def _group(group: dist.ProcessGroup) -> Group:
-    ranks = dist.get_process_group_ranks(group)
-    return Group(len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)
+    """With ``context`` in a pipeline they are not equally far apart: the mean distance counts."""
+    ranks = comm.members(group)
+    return Group(len(ranks), round((ranks[-1] - ranks[0]) / max(1, len(ranks) - 1)) or 1)

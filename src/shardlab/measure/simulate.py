@@ -55,6 +55,7 @@ from shardlab.strategies.base import MakeOptimizer, Setup, Strategy
 from shardlab.strategies.lockstep import Lockstep
 from shardlab.strategies.on_mesh import OnMesh
 from shardlab.strategies.pipeline import Pipeline
+from shardlab.strategies.schedules import Action
 from shardlab.strategies.stages import Shape
 from shardlab.strategies.table import Closed, Table
 from shardlab.workloads import context
@@ -77,7 +78,8 @@ def _imitation(op: str, whole: int | None = 0, copied: bool = False) -> Any:
         if copied and self.copies:
             [torch.empty_like(t) for t in moved]  # all at once, and freed
         self.on_tensors(tensors)
-        return self.log.started(self, op, moved, tensors)
+        peer = args[1] if op in ("send", "recv") else None
+        return self.log.started(self, op, moved, tensors, peer)
 
     return collective
 
@@ -458,6 +460,27 @@ def told_shapes(batches: Callable[[], Iterator[Batch]], tracker: Tracker) -> Ite
         yield
 
 
+@contextmanager
+def marked_actions(log: Log) -> Iterator[None]:
+    """The log knows which events belong to which action of a pipeline."""
+    look_ahead, finish = Pipeline._look_ahead, Pipeline._finish_sending
+
+    def begins(line: Pipeline, actions: Sequence[Action], signatures: Any) -> None:
+        kind, stage, micro = actions[0]
+        log.mark(pipeline.NAMES[kind], stage, micro)
+        look_ahead(line, actions, signatures)
+
+    def ends(line: Pipeline) -> None:
+        log.mark("")
+        finish(line)
+
+    with (
+        mock.patch.object(Pipeline, "_look_ahead", begins),
+        mock.patch.object(Pipeline, "_finish_sending", ends),
+    ):
+        yield
+
+
 # ------------------------------------------------------------------ a run
 
 
@@ -476,8 +499,8 @@ def simulate(
     """What the fullest rank of the config's world would hold on such a device.
 
     ``device`` is what the estimate is for, ``kernels`` the device whose operators were asked what
-    they make, ``weights`` the bytes at the two peaks, ``step`` the last step's events if they are
-    asked for. If the model asks its tensors for values
+    they make, ``weights`` the bytes at the two peaks, ``steps`` the last step's events, if they are
+    asked for, of one rank of each stage. If the model asks its tensors for values
     (``assumed`` has the lines), it is the larger of what two answers lead to.
 
     Ranks that share the data, a sequence or the tensors of a stage with rank 0 hold what it does,
@@ -515,14 +538,16 @@ def _of_ranks(
         # The first of those that share a stage has the longest part of each tensor, and of a
         # sequence, but for a token.
         ranks = list(range(0, axes.model_ranks, axes.context * axes.tensor))
-    found = [_simulate(config, rank, device, here, values, events) for rank in ranks]
+    roles = ranks if len(ranks) > 1 else []
+    found = [_simulate(config, rank, device, here, values, events, roles) for rank in ranks]
     weights = [one["weights"] for one in found]
     every = [
         {"rank": rank, "stages": _stages(axes, rank), "step_bytes": own["step"]}
         for rank, own in zip(ranks, weights, strict=True)
     ]
     fullest = {part: max((w[part] for w in weights), key=_total) for part in weights[0]}
-    return {**found[0], "weights": fullest, "ranks": every}
+    steps = {"steps": [one.pop("step") for one in found]} if events else {}
+    return {**found[0], **steps, "weights": fullest, "ranks": every}
 
 
 def _stages(axes: Axes | None, rank: int) -> list[int]:
@@ -540,7 +565,13 @@ def _total(weights: dict[str, int]) -> int:
 
 
 def _simulate(
-    config: Config, rank: int, device: str, here: bool, values: Values, events: bool
+    config: Config,
+    rank: int,
+    device: str,
+    here: bool,
+    values: Values,
+    events: bool,
+    roles: Sequence[int],
 ) -> dict[str, Any]:
     """One rank, with one answer to all questions for values.
 
@@ -552,7 +583,7 @@ def _simulate(
     where = torch.device(device if torch.cuda.is_available() else "cpu")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     backend = backend_of(config.launch, device, here)
-    log = Log(backend)
+    log = Log(backend, roles)
     tracker = Tracker(where.type, CUDA_BLOCK if device == "cuda" else 1, values, log)
     causes = Causes(address=storage_number)
     assemble.resolve_strategy(config)  # imported with PyTorch as it is
@@ -616,6 +647,7 @@ def _simulate(
         stack.enter_context(masks_left_out(config))
         stack.enter_context(told_shapes(all_batches, tracker))
         stack.enter_context(log.following())
+        stack.enter_context(marked_actions(log))
         stack.enter_context(mock.patch.object(assemble, "make_optimizer", optimizer_there))
         stack.enter_context(mock.patch.object(assemble, "_sample", sample_there))
         stack.enter_context(fake)
@@ -627,8 +659,8 @@ def _simulate(
         found: dict[str, Any] = {"device": device, "kernels": where.type}
         found |= {"weights": weights, "about": about}
         if events:
-            peak = max(weights[part]["total"] for part in ("building", "step"))
-            found["step"] = step_of(config, workload, log.events(), peak)
+            peak = weights["step"]["total"]
+            found["step"] = step_of(config, workload, log.events(), peak, rank=rank)
         return found
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardlab import numbers
+from shardlab.axes import CUTS, NAMED
 from shardlab.measure.choice import NOTABLE
 from shardlab.naming import EVERY_STRATEGY
 
@@ -38,6 +39,9 @@ def answered(rows: Sequence[Row]) -> dict[str, Any]:
                 why.append(f"On {place} nothing fits: the least is {rows[least]['label']} with "
                            f"{numbers.size(rows[least]['memory_bytes'])} per rank, of "
                            f"{numbers.size(rows[least]['memory_limit'])}.")  # fmt: skip
+                if not any(_cuts(rows[i]) for i in own):
+                    otherwise.append("Ranks that cut one model between them hold less each: try "
+                                     "zero1:tensor=8 or zero1:pipeline=8.")  # fmt: skip
             continue
         chosen, reason = _choose(rows, can)
         by_place[place] = chosen
@@ -130,11 +134,18 @@ def _overlap(row: Row, faster: Row) -> bool:
     return bool(best >= worst)
 
 
-def _rung(row: Row) -> tuple[int, int, float]:
-    """How much is sharded; then the place in the ladder, where the user's own come first."""
+def _cuts(row: Row) -> int:
+    """Along how many axes ranks cut the model."""
+    axes = [axis for axis in CUTS if row["options"].get(axis, 1) > 1]
+    return len(axes) + (row["strategy"] in NAMED)
+
+
+def _rung(row: Row) -> tuple[int, int, int, float]:
+    """How the model is cut and how much is sharded; then the place in the ladder, where the user's
+    own come first."""
     ladder, name = list(EVERY_STRATEGY), row["strategy"]
     sharded = 3 if "hsdp" in name else max((n for n in (1, 2, 3) if f"zero{n}" in name), default=0)
-    return sharded, ladder.index(name) if name in ladder else -1, -rate(row)
+    return _cuts(row), sharded, ladder.index(name) if name in ladder else -1, -rate(row)
 
 
 def _from_rows(rows: Sequence[Row], own: Sequence[int], chosen: int) -> Iterator[str]:

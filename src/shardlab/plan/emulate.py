@@ -27,7 +27,7 @@ from shardlab.config import Config
 from shardlab.errors import UsageError
 from shardlab.measure import simulate
 from shardlab.measure.events import PHASES, Handle, Log
-from shardlab.plan.graph import Event, Start, Step, Wait, Work
+from shardlab.plan.graph import Event, Step, Work
 from shardlab.run import assemble, loop
 
 WARMUP, LEAST, MOST = 3, 5, 1000  # steps: before the timed ones, and of these
@@ -81,9 +81,16 @@ class Clock(Log):
         self.timed.append(self.events())  # type: ignore[arg-type]
         return self._events[-1][1][2]  # type: ignore[index,no-any-return]
 
-    def started(self, group: Any, op: str, whole: Sequence[Tensor], result: list[Tensor]) -> Handle:
+    def started(
+        self,
+        group: Any,
+        op: str,
+        whole: Sequence[Tensor],
+        result: list[Tensor],
+        peer: int | None = None,
+    ) -> Handle:
         with self.standing():
-            handle = super().started(group, op, whole, result)
+            handle = super().started(group, op, whole, result, peer)
             with torch.no_grad():
                 fill(op, whole, result, group.size())
         return handle
@@ -245,7 +252,7 @@ def _times(factor: float, work: Work) -> Work:
 
 def _median(events: Sequence[Event]) -> Event:
     first = events[0]
-    if isinstance(first, Start | Wait):
+    if not isinstance(first, Work):
         return first
     works = [event for event in events if isinstance(event, Work)]
     seconds = statistics.median(work.seconds or 0.0 for work in works)

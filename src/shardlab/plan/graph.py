@@ -2,7 +2,8 @@
 
 The thread works, starts collectives, and waits for them. ``replay`` turns the events of a step and
 the prices of a machine into times. All ranks of a data-parallel world make the same events, so one
-rank stands for all of them.
+rank stands for all of them. The stages of a pipeline differ: there is a ``Step`` of one rank of
+each, and they send messages to each other.
 """
 
 from __future__ import annotations
@@ -37,13 +38,20 @@ class Start:
     """A collective begins, and the thread goes on."""
 
     call: int  # the number of the collective in the step
-    op: str  # all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, barrier
+    op: str  # all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, barrier, send, recv
     bytes: int  # of the whole tensor, as in the ledger: of all ranks' shards together
     group: Group
     label: str = ""
     # What the backend is given for it: our reduce_scatter over Gloo is an all_to_all, our
     # all_gather there a broadcast by each rank.
     sent: str = ""
+    # The ranks of several stages that take part, of those that are played back: the sender and the
+    # receiver of a message. Empty: only ranks that act alike do.
+    among: tuple[int, ...] = ()
+
+    @property
+    def is_message(self) -> bool:
+        return bool(self.among) and self.op in ("send", "recv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +65,16 @@ class Wait:
     call: int
 
 
-Event = Work | Start | Wait
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """In a pipeline, what follows belongs to this action; to none if the name is empty."""
+
+    name: str  # "forward", "backward", "input gradient" or "weight gradient"
+    stage: int = 0
+    micro: int = 0
+
+
+Event = Work | Start | Wait | Mark
 
 
 @dataclass(frozen=True)
@@ -71,6 +88,7 @@ class Step:
     peak_bytes: int = 0  # what the rank holds at the fullest moment
     totals_s: tuple[float, ...] = ()  # the rank's own work in each step that was timed
     notes: tuple[str, ...] = field(default=())
+    rank: int = 0  # whose step it is
 
     @property
     def flops(self) -> float:

@@ -30,6 +30,12 @@ DEFAULT = (
     "bucket_ddp_async", "zero1", "zero2", "zero3", "pytorch_ddp", "pytorch_zero2", "pytorch_zero3",
 )  # fmt: skip
 STEADY = {"training.steps": 3, "training.warmup_steps": 0, "output.dir": None}
+MOST_SPANS = 20_000  # of an explained step: the longest
+# The part of a step that a stretch of work belongs to, by the first word of its name.
+PHASES = {
+    "forward": "forward", "backward": "backward", "input": "backward", "weight": "backward",
+    "update": "update",
+}  # fmt: skip
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 OnProgress = Callable[[str, int, int], None]
@@ -348,7 +354,7 @@ def plan(
         "answer": answer,
         "what_if": [_what_if(change, i, cells, rows, question)
                     for i, change in enumerate(question.changes)],
-        "explained": [explained(i, cells[i].found) for i in answer["by_place"].values()],
+        "explained": [explained(i, cells[i].found) for i in _to_explain(rows, answer["by_place"])],
         "notes": list(dict.fromkeys(note for found in known for note in found.notes)),
     }  # fmt: skip
 
@@ -421,6 +427,7 @@ def _row(cell: Cell, question: Question) -> dict[str, Any]:
         "mfu": mfu(found),
         "work_s": found.work_s,
         "exposed_s": found.wait_s,
+        "bubble_s": found.bubble_s,
         "comm_s": found.comm_s,
         "parts_s": parts(found),
         "memory_bytes": found.memory_bytes,
@@ -444,8 +451,8 @@ def _row(cell: Cell, question: Question) -> dict[str, Any]:
 # What a row has only if it could be predicted.
 NUMBERS = (
     "step_s", "low_s", "high_s", "naive_s", "is_measured", "samples_per_s", "tokens_per_s", "mfu",
-    "work_s", "exposed_s", "comm_s", "parts_s", "memory_bytes", "memory_limit", "fits", "days",
-    "naive_days", "cost", "notes",
+    "work_s", "exposed_s", "bubble_s", "comm_s", "parts_s", "memory_bytes", "memory_limit", "fits",
+    "days", "naive_days", "cost", "notes",
 )  # fmt: skip
 
 
@@ -463,31 +470,57 @@ def mfu(found: Prediction) -> float | None:
 
 
 def parts(found: Prediction) -> dict[str, float]:
-    """Where the step goes: the rank's work by phase, and communication that nothing hides."""
+    """Where the step goes: the rank's work by phase, communication that nothing hides, and the
+    bubble. In a pipeline it is the mean over the stages."""
     result = {"forward": 0.0, "backward": 0.0, "update": 0.0, "other": 0.0}
+    stages = _stages(found)
     for span in found.spans:
         if span.lane == "work":
-            result[span.name if span.name in result else "other"] += span.end - span.begin
+            part = PHASES.get(span.name.partition(" ")[0], "other")
+            result[part] += (span.end - span.begin) / stages
     # Without spans all that is known is how long it worked.
     result["other"] += max(0.0, found.work_s - sum(result.values()))
-    return {**result, "exposed": found.wait_s}
+    return {**result, "exposed": found.wait_s, "bubble": found.bubble_s}
+
+
+def _stages(found: Prediction) -> int:
+    """How many ranks were played back."""
+    return len({span.rank for span in found.spans}) or 1
+
+
+def _to_explain(rows: Sequence[Row], by_place: Mapping[str, int]) -> list[int]:
+    """What is chosen, and the fastest pipeline at each place."""
+    lines: dict[str, int] = {}
+    for i, row in enumerate(rows):
+        best = lines.get(row["place"])
+        if row["bubble_s"] and (best is None or advice.rate(row) > advice.rate(rows[best])):
+            lines[row["place"]] = i
+    return list(dict.fromkeys([*by_place.values(), *lines.values()]))
 
 
 def explained(row: int, found: Prediction | None) -> dict[str, Any]:
-    """The simulated step of one row: its timeline, and its collectives, the longest first."""
+    """The simulated step of one row: its timeline, and its collectives, the longest first; those of
+    a pipeline as means over the stages."""
     assert found is not None
     sums: dict[str, dict[str, Any]] = {}
+    stages = _stages(found)
     for span in found.spans:
         if span.lane in ("comm", "wait"):
-            empty = {"name": span.name, "count": 0, "comm_s": 0.0, "exposed_s": 0.0}
-            one = sums.setdefault(span.name, empty)
+            name = span.name.partition(" of micro-batch")[0]
+            empty = {"name": name, "count": 0, "comm_s": 0.0, "exposed_s": 0.0}
+            one = sums.setdefault(name, empty)
             one["count"] += span.lane == "comm"
-            one["comm_s" if span.lane == "comm" else "exposed_s"] += span.end - span.begin
+            part = "comm_s" if span.lane == "comm" else "exposed_s"
+            one[part] += (span.end - span.begin) / stages
+    for one in sums.values():
+        one["count"] = -(-one["count"] // stages)
+    spans = sorted(found.spans, key=lambda span: span.begin - span.end)[:MOST_SPANS]
+    spans.sort(key=lambda span: (span.rank, span.begin))
     longest = sorted(sums.values(), key=lambda one: -(one["comm_s"] + one["exposed_s"]))
     return {
         "row": row,
         "collectives": longest,
-        "spans": [[span.lane, span.name, span.begin, span.end] for span in found.spans],
+        "spans": [[span.lane, span.name, span.begin, span.end, span.rank] for span in spans],
     }
 
 

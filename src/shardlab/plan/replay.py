@@ -6,16 +6,19 @@ they leave it. On a GPU a collective has an engine of its own, but takes some of
 bandwidth: work beside it is slower by a factor.
 
 All ranks of a data-parallel world do the same at the same time, so one is played back for all of
-them.
+them. The stages of a pipeline do not: one rank of each is played back, each with a clock of its
+own, and one that needs what another has not sent yet waits until it has. A message travels as soon
+as it is sent, and keeps nobody from working.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from shardlab.plan.graph import Cost, Event, Start, Step, Wait, Work
+from shardlab.plan.graph import Cost, Event, Mark, Start, Step, Wait, Work
 
 TINY = 1e-12  # seconds: less is rounding
 
@@ -34,69 +37,141 @@ class Lanes:
 class Span:
     """A stretch of a lane, in seconds since the step began."""
 
-    lane: str  # "work", "wait" or "comm"
+    lane: str  # "work", "wait", "bubble" or "comm"
     name: str
     begin: float
     end: float
+    rank: int = 0  # whose it is
 
 
 @dataclass(frozen=True)
 class Played:
-    """A step in its times. ``work_s`` and ``wait_s`` add up to ``step_s``."""
+    """A step in its times. ``work_s``, ``wait_s`` and ``bubble_s`` add up to ``step_s``. In a
+    pipeline they are means over the stages."""
 
     step_s: float
     work_s: float  # the rank's thread was at work, or wanted to be
     wait_s: float  # it stood still: communication that nothing hides
+    bubble_s: float  # it stood still: another stage was not there yet
     comm_s: float  # some collective was under way
     spans: tuple[Span, ...]
 
 
+Stretch = tuple[str, float]  # work that nothing interrupts: its name, and its seconds
+
+
 def replay(
-    step: Step,
+    steps: Sequence[Step],
     work: Callable[[Work], float],
     cost: Callable[[Start, bool], Cost],
     lanes: Lanes,
 ) -> Played:
     """The second of two steps in a row: what the first leaves under way, the second waits for.
 
-    ``cost`` is told whether a collective begins while others are under way.
+    ``steps``: of one rank of each kind that there is. ``cost`` is told whether a collective begins
+    while others are under way.
     """
-    events = merged(step.events, work)
-    player = _Player(lanes, cost)
-    player.play(events)
-    begin = player.now
-    player.spans.clear()
-    player.play(events)
-    spans = tuple(
-        Span(s.lane, s.name, max(0.0, s.begin - begin), s.end - begin) for s in player.spans
-    )
-    length = player.now - begin
-    waited = sum(s.end - s.begin for s in spans if s.lane == "wait")
-    return Played(length, length - waited, waited, _covered(spans, length), spans)
+    meetings = _Meetings()
+    players = [_Player(step.rank, lanes, cost, meetings) for step in steps]
+    events = [merged(step.events, work) for step in steps]
+    _play_together(player.play(own) for player, own in zip(players, events, strict=True))
+    begins = [player.now for player in players]
+    for player in players:
+        player.spans.clear()
+    _play_together(player.play(own) for player, own in zip(players, events, strict=True))
+    length = max(p.now - begin for p, begin in zip(players, begins, strict=True))
+    start = min(begins)  # of the pictures
+    spans: list[Span] = []
+    sums = []
+    for player, begin in zip(players, begins, strict=True):
+        own = player.spans
+        if player.now < begin + length:  # it would not begin the next step before the others
+            own.append(Span("bubble", "", player.now, begin + length))
+        lost = {lane: sum(s.end - s.begin for s in own if s.lane == lane)
+                for lane in ("wait", "bubble")}  # fmt: skip
+        sums.append((*lost.values(), _covered(own, begin, begin + length)))
+        spans += [Span(s.lane, s.name, max(0.0, s.begin - start), s.end - start, player.rank)
+                  for s in own]  # fmt: skip
+    waited, idle, sent = map(statistics.fmean, zip(*sums, strict=True))
+    return Played(length, length - waited - idle, waited, idle, sent, tuple(spans))
 
 
-def merged(
-    events: Sequence[Event], work: Callable[[Work], float]
-) -> list[tuple[str, float] | Start | Wait]:
+def _play_together(runs: Iterator[Iterator[_Meeting]]) -> None:
+    """Every player goes on as far as it can, until all are done."""
+    waiting = [(run, meeting) for run in runs if (meeting := next(run, None)) is not None]
+    while waiting:
+        able = [meeting.end is not None for _, meeting in waiting]
+        assert any(able), "every stage waits for what another has not sent"
+        left = []
+        for (run, meeting), is_able in zip(waiting, able, strict=True):
+            then = next(run, None) if is_able else meeting
+            if then is not None:
+                left.append((run, then))
+        waiting = left
+
+
+def merged(events: Sequence[Event], work: Callable[[Work], float]) -> list[Stretch | Start | Wait]:
     """The events with prices; work that nothing interrupts is one stretch."""
-    found: list[tuple[str, float] | Start | Wait] = []
+    found: list[Stretch | Start | Wait] = []
+    action = ""  # of a pipeline
     for event in events:
-        if not isinstance(event, Work):
+        if isinstance(event, Mark):
+            action = f"{event.name} {event.micro}, stage {event.stage}" if event.name else ""
+        elif not isinstance(event, Work):
             found.append(event)
-        elif found and isinstance(found[-1], tuple) and found[-1][0] == event.phase:
-            found[-1] = event.phase, found[-1][1] + work(event)
         else:
-            found.append((event.phase, work(event)))
+            name = action or event.phase
+            if found and isinstance(found[-1], tuple) and found[-1][0] == name:
+                found[-1] = name, found[-1][1] + work(event)
+            else:
+                found.append((name, work(event)))
     return found
 
 
-def _covered(spans: Sequence[Span], length: float) -> float:
+def _covered(spans: Sequence[Span], begin: float, end: float) -> float:
     """Seconds in which at least one collective was under way."""
-    total, end = 0.0, 0.0
+    total, until = 0.0, begin
     for span in sorted((s for s in spans if s.lane == "comm"), key=lambda s: s.begin):
-        total += max(0.0, min(span.end, length) - max(span.begin, end))
-        end = max(end, span.end)
+        total += max(0.0, min(span.end, end) - max(span.begin, until))
+        until = max(until, span.end)
     return total
+
+
+@dataclass
+class _Meeting:
+    """What several stages do together: a message, or a collective among them."""
+
+    begin: float | None = None  # when all that it needs were there
+    end: float | None = None
+    starts: list[float] = field(default_factory=list)
+
+
+class _Meetings:
+    """Those of all players. Both ends of a message give it the same label, and the messages of one
+    label in the same order."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[object, ...], _Meeting] = {}
+        self._turns: Counter[tuple[object, ...]] = Counter()
+        self._free: dict[tuple[object, ...], float] = {}  # when a link has sent what it was given
+
+    def join(self, rank: int, start: Start, now: float, cost: Cost) -> _Meeting:
+        """A rank is there. A message begins when it is sent, whoever receives it later; a
+        collective when the last rank has come."""
+        turn = rank, start.op, start.among, start.label
+        number = self._turns[turn]
+        self._turns[turn] += 1
+        key = start.is_message, start.among, start.label, number
+        meeting = self._made.setdefault(key, _Meeting())
+        if start.op == "recv":
+            return meeting
+        meeting.starts.append(now)
+        if start.is_message or len(meeting.starts) == len(start.among):
+            link = start.among, start.label.partition(" ")[0]  # each kind has a way of its own
+            meeting.begin = max(meeting.starts)
+            sent = max(meeting.begin, self._free.get(link, 0.0)) + cost.wire_s
+            self._free[link], meeting.end = sent, sent + cost.latency_s
+        return meeting
 
 
 class _Collective:
@@ -119,29 +194,61 @@ class _Collective:
 
 
 class _Player:
-    """The two lanes, and the clock that both have."""
+    """The two lanes of a rank, and the clock that both have."""
 
-    def __init__(self, lanes: Lanes, cost: Callable[[Start, bool], Cost]) -> None:
-        self.lanes, self.cost = lanes, cost
+    def __init__(
+        self,
+        rank: int,
+        lanes: Lanes,
+        cost: Callable[[Start, bool], Cost],
+        meetings: _Meetings,
+    ) -> None:
+        self.rank, self.lanes, self.cost, self.meetings = rank, lanes, cost, meetings
         self.now = 0.0
         self.spans: list[Span] = []
         self._active: list[_Collective] = []
         self._queue: deque[_Collective] = deque()
         self._under_way: dict[int, _Collective] = {}  # by the number of the call
+        self._met: dict[int, tuple[Start, _Meeting]] = {}  # likewise
 
-    def play(self, events: Sequence[tuple[str, float] | Start | Wait]) -> None:
+    def play(self, events: Sequence[Stretch | Start | Wait]) -> Iterator[_Meeting]:
+        """Yields what it has to wait for, as long as other players have not come that far."""
         for event in events:
             if isinstance(event, Start):
-                one = _Collective(event, self.cost(event, bool(self._active)))
+                cost = self.cost(event, bool(self._active))
+                if event.among:
+                    meeting = self.meetings.join(self.rank, event, self.now, cost)
+                    if event.op != "send":
+                        self._met[event.call] = event, meeting
+                    continue
+                one = _Collective(event, cost)
                 self._under_way[event.call] = one
                 self._queue.append(one)
                 self._let_in()
             elif isinstance(event, Wait):
+                if event.call in self._met:
+                    start, meeting = self._met.pop(event.call)
+                    while meeting.end is None:
+                        yield meeting
+                    self._meet(start, meeting)
                 one_or_none = self._under_way.pop(event.call, None)
                 if one_or_none is not None:
                     self._wait(one_or_none)
             else:
                 self._work(*event)
+
+    def _meet(self, start: Start, meeting: _Meeting) -> None:
+        """Wait for other stages, and then for what travels."""
+        assert meeting.begin is not None
+        assert meeting.end is not None
+        name = start.label or start.op
+        self.spans.append(Span("comm", name, meeting.begin, meeting.end))
+        for lane, until in (("bubble", meeting.begin), ("wait", meeting.end)):
+            begin = self.now
+            while self.now < until - TINY:
+                self._advance(until - self.now, self._speeds(works=False)[1])
+            if self.now > begin:
+                self.spans.append(Span(lane, name, begin, self.now))
 
     def _work(self, phase: str, seconds: float) -> None:
         begin, left = self.now, seconds

@@ -17,10 +17,13 @@ Result = Mapping[str, Any]  # the content of plan.json, or of plan-check.json
 Row = Mapping[str, Any]
 SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 HELD = {unit: fmt.BYTES[unit] for unit in ("GiB", "MiB", "KiB")}
-PARTS = {"k-compute": "work", "k-comm": "communication that nothing hides"}
+PARTS = {
+    "k-compute": "work", "k-comm": "communication that nothing hides",
+    "k-wait": "bubble: other stages were not there yet",
+}  # fmt: skip
 PHASES = {
     "forward": "forward", "backward": "backward", "update": "update", "other": "other work",
-    "exposed": "communication that nothing hides",
+    "exposed": "communication that nothing hides", "bubble": "bubble",
 }  # fmt: skip
 COLOURS = 8  # in the style sheet; a ninth curve has the first one again
 MAX_COLLECTIVES = 12
@@ -138,11 +141,11 @@ def table(result: Result, place: str) -> Table:
     rows = [row for row in result["rows"] if row["place"] == place]
     unit, one = unit_for(rows)
     held, size = memory_unit(rows)
-    has_tokens = any(row["tokens_per_s"] for row in rows)
+    has_tokens, has_bubble = any(row["tokens_per_s"] for row in rows), bubbles(rows)
     made = terminal.table(
         "<strategy", "ranks", f"step\n{unit}", "90%", "naive",
         f"{'tokens' if has_tokens else 'samples'}\nper s", "MFU", "exposed\ncomm.",
-        f"{held} per\nrank",
+        *(["bubble"] * has_bubble), f"{held} per\nrank",
         title=f"{title(result)}\n{place}, {source(rows)}",
         least=10,
     )  # fmt: skip
@@ -162,9 +165,15 @@ def table(result: Result, place: str) -> Table:
             fmt.compact(row["tokens_per_s"] or row["samples_per_s"]),
             share(row["mfu"], 1),
             share(row["exposed_s"], row["step_s"]),
+            *([share(row["bubble_s"], row["step_s"])] * has_bubble),
             memory_cell(row, size),
         )
     return made
+
+
+def bubbles(rows: Sequence[Row]) -> bool:
+    """Whether some row is a pipeline."""
+    return any(row["bubble_s"] for row in rows)
 
 
 def memory_cell(row: Row, unit: float) -> Text:
@@ -425,7 +434,7 @@ def stacks(result: Result) -> list[tuple[str, charts.StackChart]]:
         bars = [
             charts.Amounts(
                 row,
-                {"k-compute": row["work_s"], "k-comm": row["exposed_s"]},
+                {"k-compute": row["work_s"], "k-comm": row["exposed_s"], "k-wait": row["bubble_s"]},
                 max(0.0, min(row["comm_s"] - row["exposed_s"], row["work_s"])),
             )
             for row in result["rows"]
@@ -443,17 +452,21 @@ def _precise(seconds: float) -> str:
 
 
 def timelines(result: Result) -> list[tuple[str, dict[str, Any]]]:
-    """The simulated steps of what is chosen, for the viewer of traces. All ranks are alike."""
+    """The simulated steps that are explained, for the viewer of traces: one rank stands for all, or
+    one for each stage."""
     found = []
     for one in result["explained"]:
         row = result["rows"][one["row"]]
-        spans: dict[str, list[tuple[int, int, str]]] = {"compute": [], "comm": [], "wait": []}
-        for lane, name, begin, end in one["spans"]:
-            own = "compute" if lane == "work" else lane
-            spans[own].append((round(1e9 * begin), round(1e9 * end), name or lane))
-        lanes = [
-            lane for title, mine in spans.items() for lane in timeline.side_by_side(0, title, mine)
-        ]
+        titles = {"bubble": "bubble", "work": "compute", "comm": "comm", "wait": "wait"}
+        spans: dict[tuple[int, str], list[tuple[int, int, str]]] = {
+            (rank, title): []
+            for rank in sorted({span[4] for span in one["spans"]})
+            for title in titles.values()
+        }
+        for lane, name, begin, end, rank in one["spans"]:
+            own = spans[rank, titles[lane]]
+            own.append((round(1e9 * begin), round(1e9 * end), name or lane))
+        lanes = [lane for key, mine in spans.items() for lane in timeline.side_by_side(*key, mine)]
         if lanes:
             name = f"{row['label']}, {fmt.count(row['world'], 'rank')} on {row['place']}"
             found.append((name, timeline.columns(lanes)))
@@ -490,6 +503,7 @@ def html(result: Result) -> str:
         unit=unit,
         chosen=[rows[i] for i in result["answer"]["by_place"].values()],
         has_places=len(places(result)) > 1,
+        has_bubble=bubbles(known),
         has_tokens=any(row["tokens_per_s"] for row in known),
         stacks=stacks(result),
         timelines=timelines(result),

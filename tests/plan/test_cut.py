@@ -1,0 +1,393 @@
+"""Plans of ranks that cut one model: their events, how stages are played back, and the rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import long_unless
+from fortune import Fortune
+from shardlab import config as configs
+from shardlab.axes import axes_of
+from shardlab.errors import UsageError
+from shardlab.measure.estimate import WEIGHED
+from shardlab.plan import devices, larger, plan, predict
+from shardlab.plan.graph import Cost, Event, Group, Mark, Start, Step, Wait, Work
+from shardlab.plan.replay import Lanes, Played, Span, replay
+from shardlab.proof import traffic
+from shardlab.report import plan as report
+from shardlab.run import assemble, loop
+from shardlab.strategies import schedules
+from shardlab.strategies.schedules import Times
+from shardlab.world import World
+
+# ------------------------------------------------------------------ schedules, played back
+
+
+def stages_of(
+    name: str, ranks: int, micro: int, times: Times, blocks: int = 0, tensor: int = 1
+) -> list[Step]:
+    """A step of one rank of each stage by its schedule; ``blocks`` collectives in each action."""
+    chunks = schedules.chunks_of(name)
+    where = [schedules.rank_of(stage, ranks, name) for stage in range(ranks * chunks)]
+    found = []
+    for place, actions in enumerate(schedules.schedule(name, ranks, micro)):
+        events: list[Event] = []
+        called = 0
+
+        def call(*events_of: Any, **more: Any) -> Start:
+            nonlocal called
+            called += 1
+            return Start(called, *events_of, **more)
+
+        for action in actions:
+            kind, stage, number = action
+            lane = "activation" if kind == "F" else "gradient"
+            of, to = (end(action, len(where)) for end in (schedules.source, schedules.target))
+            events.append(Mark(larger.NAMES[kind], stage, number))
+            if of is not None and where[of] != place:
+                ends = where[of] * tensor, place * tensor
+                label = f"{lane} {number} for {stage}"
+                events.append(call("recv", 8, Group(ranks), label, among=ends))
+                events.append(Wait(called))
+            for _ in range(blocks):
+                events.append(Work("aten.mm", 1e9, 1e6, phase="forward"))
+                events += [call("all_reduce", 1 << 20, Group(tensor), "activations"), Wait(called)]
+            events.append(Work("measured", 0, 0, seconds=times.of(kind)))
+            if to is not None and where[to] != place:
+                ends = place * tensor, where[to] * tensor
+                label = f"{lane} {number} for {to}"
+                events.append(call("send", 8, Group(ranks), label, among=ends))
+        everybody = tuple(rank * tensor for rank in range(ranks))
+        events += [Mark(""), call("all_reduce", 8, Group(ranks), "loss", among=everybody)]
+        events.append(Wait(called))
+        found.append(Step(ranks * tensor, events, samples=micro, rank=place * tensor))
+    return found
+
+
+def played(steps: list[Step], send: float = 0.0) -> Played:
+    def cost(start: Start, _is_queued: bool) -> Cost:
+        return Cost(send if start.is_message else 0.0)
+
+    return replay(steps, lambda work: work.seconds or 0.0, cost, Lanes())
+
+
+@pytest.mark.parametrize("micro", [4, 8, 16])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("name", schedules.SCHEDULES)
+def test_the_bubble_is_that_of_the_formula(name: str, ranks: int, micro: int) -> None:
+    """Exactly, where messages take no time; where the formula knows their time, with it too."""
+    found = played(stages_of(name, ranks, micro, Times()))
+    claimed = schedules.claim(name, ranks, micro, Times()).bubble
+    assert found.bubble_s / found.work_s == pytest.approx(claimed, abs=1e-12)
+    assert found.wait_s == 0.0
+    assert found.step_s == pytest.approx(found.work_s + found.bubble_s)
+    times = Times(1.0, 1.0, 1.0, send=0.25)
+    claimed = schedules.claim(name, ranks, micro, times).bubble
+    if claimed is not None:
+        slower = played(stages_of(name, ranks, micro, times), send=0.25)
+        assert slower.step_s / slower.work_s - 1 == pytest.approx(claimed, abs=1e-12)
+        assert slower.wait_s > 0  # what travels is communication, and no bubble
+
+
+def test_times_that_differ_by_stage_are_those_of_the_simulated_schedule() -> None:
+    times = [Times(0.5 + 0.3 * stage, 0.7, 0.2 * stage) for stage in range(4)]
+    lists = schedules.schedule("1f1b", 4, 6)
+    steps = []
+    for step, own in zip(stages_of("1f1b", 4, 6, Times()), times, strict=True):
+        kinds = {larger.NAMES[kind]: kind for kind in "FBIW"}
+        events = list(step.events)
+        for i, event in enumerate(events):
+            if isinstance(event, Mark) and event.name:
+                kind = kinds[event.name]
+            elif isinstance(event, Work):
+                events[i] = dataclasses.replace(event, seconds=own.of(kind))
+        steps.append(dataclasses.replace(step, events=events))
+    expected = schedules.end(schedules.timeline(lists, times))
+    assert played(steps).step_s == pytest.approx(expected)
+
+
+def test_messages_of_one_kind_share_their_link() -> None:
+    """Three that are sent at once arrive one after another."""
+    together: list[Event] = [Start(9, "barrier", 0, Group(2), among=(0, 1)), Wait(9)]
+    sends, takes = [*together], [*together]
+    for i in range(3):
+        send = Start(i, "send", 8, Group(2), f"activation {i}", among=(0, 1))
+        sends.append(send)
+        takes += [dataclasses.replace(send, op="recv"), Wait(i)]
+    steps = [Step(2, sends, rank=0), Step(2, takes, rank=1)]
+
+    def cost(start: Start, _is_queued: bool) -> Cost:
+        return Cost(0.5, 0.0, 1.0) if start.is_message else Cost(0.0)
+
+    found = replay(steps, lambda _: 0.0, cost, Lanes())
+    waits = [span.end - span.begin for span in found.spans if span.lane == "wait"]
+    assert waits == pytest.approx([1.5, 1.0, 1.0])
+
+
+def test_where_two_ranks_are_decides_what_a_message_takes() -> None:
+    machine = predict.There(devices.machine("h100", "25gbe"), "bf16")
+
+    def step_s(other: int) -> float:
+        start = Start(0, "send", 10**8, Group(2), "activation", among=(0, other))
+        taken = dataclasses.replace(start, op="recv")
+        steps = [Step(16, [start], rank=0), Step(16, [taken, Wait(0)], rank=other)]
+        return machine.play(steps).step_s
+
+    assert step_s(7) < 0.001  # NVLink
+    # Eight GPUs share 25 Gbit/s, of which NCCL reaches 90%.
+    assert step_s(8) == pytest.approx(10**8 / (0.9 * 25e9 / 8 / 8), rel=0.01)
+
+
+def test_groups_of_data_ranks_share_the_ports_of_a_node() -> None:
+    """With tensor=8 each rank of a node is in a data group of its own: eight of them at once."""
+    from shardlab.plan import nccl
+
+    machine = devices.machine("h100", "25gbe")
+    together = nccl.cost("all_reduce", 1e9, Group(32), machine).wire_s
+    apart = nccl.cost("all_reduce", 1e9, Group(4, 8), machine).wire_s
+    assert apart == pytest.approx(8 * together, rel=0.35)  # of 1/8 of the tensor each, really
+
+
+@pytest.mark.parametrize(("ranks", "limit_s"), [(1024, 1.0), (16_384, 10.0)])
+def test_many_ranks_are_played_back_in_seconds(ranks: int, limit_s: float) -> None:
+    """tensor=8, pipeline=8 and 32 micro-batches with three blocks on each rank."""
+    small, large = (
+        [dataclasses.replace(step, world=64 * copies)
+         for step in stages_of("1f1b", 8, 32, Times(1e-3, 1e-3, 1e-3), blocks=6, tensor=8)]
+        for copies in predict.SMALL_COPIES
+    )  # fmt: skip
+    begin = time.process_time()
+    steps = [larger.at_world(*pair, ranks) for pair in zip(small, large, strict=True)]
+    found = predict.There(devices.machine("h100"), "bf16").play([s for s in steps if s is not None])
+    assert time.process_time() - begin < limit_s
+    assert found.bubble_s > 0
+
+
+# ------------------------------------------------------------------ a model's own step
+
+
+@pytest.fixture(scope="module")
+def predictor() -> Iterator[predict.Predictor]:
+    with predict.Predictor() as opened:
+        yield opened
+
+
+def tiny(options: dict[str, Any], world: int, micro: int = 4, **more: Any) -> configs.Config:
+    return configs.load(
+        None,
+        {
+            "model.size": "tiny", "model.options": {"layers": 4}, "data.source": "synthetic",
+            "strategy.name": "zero1", "strategy.options": options, "launch.world": world,
+            "training.global_batch": world * micro, "training.accumulate": micro,
+            **WEIGHED, **{key.replace("__", "."): value for key, value in more.items()},
+        },
+    )  # fmt: skip
+
+
+def simulated(predictor: predict.Predictor, config: configs.Config) -> list[Step]:
+    steps: list[Step] = predictor._simulator.run(config, "cuda", events=True)["steps"]
+    return steps
+
+
+def sent(step: Step) -> traffic.Traffic:
+    """What the axes of tensor=2 and pipeline=2 send."""
+    found: traffic.Traffic = {}
+    for start in step.starts():
+        is_pipeline = bool(start.among) or start.group == Group(2, 2)
+        if start.op != "recv" and start.bytes and (is_pipeline or start.group == Group(2)):
+            key = f"{'pipeline' if is_pipeline else 'tensor'} {start.op}"
+            messages, size = found.get(key, (0, 0))
+            found[key] = messages + 1, size + start.bytes
+    return found
+
+
+def test_the_events_have_the_bytes_that_one_process_claims(predictor: predict.Predictor) -> None:
+    """Of both stages of tensor=2, pipeline=2, by the derivation that the proof uses."""
+    config = tiny({"tensor": 2, "pipeline": 2}, 4, micro=3, training__clip_norm=None)
+    axes, _ = axes_of("zero1", config.strategy.options, 4)
+    assert axes is not None
+    workload = assemble.build_workload(config)
+    cpu: Any = World(0, 4, 0, torch.device("cpu"), "gloo", None)  # type: ignore[arg-type]
+    (microbatches, *_) = loop.Batches(workload, config, cpu)
+    sample = assemble._sample(config, workload, cpu, torch.float32)
+    for step in simulated(predictor, config):
+        model = workload.make_model()
+        size = dict(model.named_parameters())["wte.weight"].numel() * 4
+        blocks = [f"blocks.{i}" for i in range(4)]
+        place = traffic.Place(
+            axes, axes.place(step.rank), {"wte.weight": size // 2}, traffic.Cuts(blocks, [1, 3])
+        )
+        claimed = traffic.of_step(
+            model, place, workload.loss, microbatches, workload.splits_of(model), None, sample
+        )
+        assert sent(step) == claimed
+        assert step.rank in (0, 2)
+        for start in step.starts():
+            assert not start.is_message or start.among in ((0, 2), (2, 0))
+
+
+SCHEDULES = [{"pipeline": 2}, {"pipeline": 2, "schedule": "interleaved"},
+             {"pipeline": 2, "schedule": "zero_bubble"}, {"pipeline": 2, "schedule": "zbv"},
+             {"pipeline": 2, "tensor": 2}]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options", long_unless(lambda options: len(options) == 1, SCHEDULES), ids=str
+)
+def test_many_micro_batches_follow_from_few(
+    options: dict[str, Any], predictor: predict.Predictor
+) -> None:
+    config = tiny(options, 2 * options.get("tensor", 1), micro=11)
+    axes, _ = axes_of("zero1", options, config.launch.world or 1)
+    assert larger.fewest_micro("zero1", axes, 11) < 11
+    direct = simulated(predictor, config)
+    grown = predictor._simulated(config, "cuda")
+    machine = predict.There(devices.machine("h100"), "fp32")
+    assert machine.play(grown).step_s == pytest.approx(machine.play(direct).step_s, rel=1e-9)
+    for one, other in zip(direct, grown, strict=True):
+        works = [[(w.name, w.shapes) for w in step.works()] for step in (one, other)]
+        assert works[0] == works[1]
+        messages = [Counter((s.op, s.label, s.bytes, s.among) for s in step.starts())
+                    for step in (one, other)]  # fmt: skip
+        assert messages[0] == messages[1]
+        assert other.peak_bytes == pytest.approx(one.peak_bytes, rel=0.01)  # but for the batch
+        assert (one.samples, one.tokens) == (other.samples, other.tokens)
+
+
+def test_predictions_of_every_axis(predictor: predict.Predictor) -> None:
+    """1,024 ranks follow from few; the parts add up; a slow rank, a link and overlap count."""
+    for options, world in (
+        ({"tensor": 2}, 1024), ({"tensor": 2, "sequence": True}, 4), ({"context": 2}, 4),
+        ({"tensor": 2, "pipeline": 2}, 1024), ({"pipeline": 2, "context": 2}, 4),
+    ):  # fmt: skip
+        config = tiny(options, world)
+        found = predictor.predict(config, "h100", "ndr")
+        assert found.step_s == pytest.approx(found.work_s + found.wait_s + found.bubble_s)
+        assert (found.bubble_s > 0) == ("pipeline" in options)
+        assert found.samples == 4 * world
+        assert (found.low_s, found.high_s) == pytest.approx(
+            (0.7 * found.step_s, 1.57 * found.step_s)
+        )
+        parts = plan.parts(found)
+        assert sum(parts.values()) == pytest.approx(found.step_s)
+        assert min(parts["forward"], parts["backward"], parts["update"]) > 0
+        changes = predict.WhatIf(slow_rank=2.0), predict.WhatIf(bandwidth=0.01)
+        slow, starved = (predictor.predict(config, "h100", "ndr", change) for change in changes)
+        assert slow.step_s > found.step_s
+        assert (starved.step_s > found.step_s) == (world > 8)  # eight are on a node
+        exposed = predictor.predict(config, "h100", "ndr", predict.WhatIf(overlap=False))
+        assert exposed.step_s > 0.99 * found.step_s
+
+
+def test_pytorchs_pipeline_has_a_plan(predictor: predict.Predictor) -> None:
+    found = predictor.predict(tiny({}, 2, strategy__name="pytorch_pipeline"), "h100")
+    assert found.bubble_s > 0
+    theirs = predictor.predict(tiny({"tensor": 2}, 2, strategy__name="tensor_parallel"), "h100")
+    assert theirs.bubble_s == 0 < theirs.wait_s
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "message"),
+    [
+        ({"tensor": 4}, "h100", "has 2 heads, which 4 ranks cannot share evenly"),
+        ({"pipeline": 8}, "h100", "4 blocks"),
+        ({"tensor": 2}, "this", "name one, as in --device h100; here `shardlab compare` measures"),
+        ({"pipeline": 2, "balance": "time"}, "h100", "an estimate runs nothing that takes time"),
+    ],
+)
+def test_what_cannot_be_planned_says_why_in_a_line(
+    options: dict[str, Any], device: str, message: str, predictor: predict.Predictor
+) -> None:
+    with pytest.raises(UsageError) as refusal:
+        predictor.predict(tiny(options, 8), device)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+# ------------------------------------------------------------------ rows, table and page
+
+
+class Line(Fortune):
+    """A pipeline on ranks 0 and 8 beside the strategies of ``Fortune``."""
+
+    def predict(self, config: configs.Config, *args: Any, **more: Any) -> predict.Prediction:
+        if config.strategy.name != "pipeline_1f1b":
+            return super().predict(config, *args, **more)
+        alone = dataclasses.replace(config, strategy=configs.StrategyConfig("zero3"))
+        found = super().predict(alone, *args, **more)
+        step = found.work_s + found.wait_s
+        both = [
+            Span("work", "forward 0, stage 0", 0.0, step / 3, 0),
+            Span("work", "input gradient 0, stage 0", step / 3, found.work_s, 0),
+            Span("comm", "gradient of micro-batch 0 from stage 1 for stage 0", 0.0, 0.01, 0),
+            Span("work", "backward 0, stage 1", 0.0, found.work_s, 8),
+            Span("bubble", "activation", found.work_s, step + 0.1, 8),
+        ]
+        return dataclasses.replace(found, step_s=step + 0.1, bubble_s=0.1, spans=tuple(both))
+
+
+def asked(**more: Any) -> dict[str, Any]:
+    config = configs.load(None, {"training.micro_batch": 8})
+    specs = ("zero1", "pipeline_1f1b:pipeline=2", "zero1:tensor=3")
+    question = plan.Question(config, specs, (16,), ("h100",), **more)
+    return plan.plan(question, Line(rate=8e9), "shardlab plan")
+
+
+def test_rows_of_a_pipeline() -> None:
+    found = asked()
+    zero1, line, refused = found["rows"]
+    assert zero1["bubble_s"] == 0.0
+    assert line["work_s"] + line["exposed_s"] + line["bubble_s"] == pytest.approx(line["step_s"])
+    assert line["parts_s"]["bubble"] == 0.1
+    assert line["parts_s"]["forward"] < line["parts_s"]["backward"]
+    assert refused["status"] == "skipped"
+    assert "16 ranks cannot be tensor 3" in refused["reason"]
+    # 16 ranks with 8 samples each; two that share a model work on the same 16.
+    assert (line["global_batch"], line["accumulate"]) == (128, 1)
+    assert [one["row"] for one in found["explained"]] == [0, 1]  # the choice, and the pipeline
+    (gradient,) = found["explained"][1]["collectives"]
+    assert (gradient["name"], gradient["count"]) == ("gradient", 1)
+
+
+def test_the_table_and_the_page_of_a_pipeline(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    found = asked()
+    report.show(found, {}, explain=True)
+    out = capsys.readouterr().out
+    assert "bubble" in out.splitlines()[3]
+    assert "pipeline_1f1b (pipeline=2), 16 ranks on h100" in out
+    html = report.html(found)
+    assert "bubble: other stages were not there yet" in html
+    (_, line) = report.timelines(found)
+    lanes = [(lane["rank"], lane["lane"]) for lane in line[1]["lanes"]]
+    assert lanes == [(0, "compute"), (0, "comm"), (8, "bubble"), (8, "compute")]
+    alone = plan.plan(
+        plan.Question(configs.load(None, {}), ("zero1",), (16,), ("h100",)), Fortune(), ""
+    )
+    assert "ubble" not in report.html(alone).partition("<main")[2].partition("<script")[0]
+
+
+def test_a_choice_between_equals_does_not_cut_the_model() -> None:
+    row = {"strategy": "zero1", "label": "zero1", "options": {}, "world": 8, "step_s": 1.0,
+           "low_s": 0.7, "high_s": 1.5, "samples_per_s": 8.0, "tokens_per_s": None, "fits": True,
+           "place": "h100"}  # fmt: skip
+    cut = {**row, "label": "zero1 (tensor=2)", "options": {"tensor": 2}, "samples_per_s": 8.1}
+    from shardlab.plan import advice
+
+    assert advice.chosen_by_place([cut, row]) == {"h100": 1}
+
+
+def test_advice_where_nothing_fits_names_the_axes() -> None:
+    config = configs.load(None, {"training.micro_batch": 8})
+    question = plan.Question(config, ("zero1", "zero3"), (8,), ("h100",))
+    answer = plan.plan(question, Fortune(state=900e9), "")["answer"]
+    assert any("try zero1:tensor=8 or zero1:pipeline=8" in line for line in answer["otherwise"])
