@@ -410,7 +410,7 @@ def weigh(at: Stage, depth: int, make: Callable[[nn.Module, Factory], Any]) -> d
         return most | {"idle": weigher.count(), "params": _in_storages(model)}
 
     # Gloo's threads let go of a tensor a little after its message is done: the least is the truth.
-    rows = [weigh_step(step) for step in range(2)]
+    rows = [weigh_step(step) for step in range(4)]
     least = {key: min(row[key] for row in rows) for key in rows[0]}
     return least | {"psi": psi, "held": held, "block": psi // depth}
 
