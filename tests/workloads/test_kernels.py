@@ -414,11 +414,28 @@ def test_the_turning_kernel_equals_its_reference(shape: tuple[int, int]) -> None
 
 
 @needs_float8
+@pytest.mark.parametrize("is_fast", [False, True])
+@pytest.mark.parametrize("shape", [(16, 768, 64), (512, 768, 50304), (512, 50304, 768)], ids=str)
+def test_the_products_of_float8_equal_their_reference(
+    shape: tuple[int, int, int], is_fast: bool
+) -> None:
+    torch.manual_seed(0)
+    rows, inner, columns = shape
+    a, b = torch.randn(rows, inner).to(kernels.E5M2), torch.randn(columns, inner).to(kernels.E4M3)
+    scales = torch.tensor(0.5), torch.tensor(3.0)
+    ours, theirs = torch.empty(rows, columns, device="cuda"), torch.empty(rows, columns)
+    on_gpu = (t.cuda() for t in (a, b.t(), *scales))
+    kernels._float8_product(*on_gpu, ours, is_fast)
+    kernels._float8_product(a, b.t(), *scales, theirs)
+    assert error(ours.cpu(), theirs) < (1e-2 if is_fast else 1e-3)
+
+
+@needs_float8
 @pytest.mark.parametrize("rows", [0, 16, 45, 2000])
 def test_the_float8_head_on_a_gpu_equals_that_on_a_cpu(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The operands are the same, so their products are too, but for the order of sums."""
+    """But for logits that are rounded to bf16 otherwise, and their gradient to e5m2 then, too."""
     monkeypatch.setattr(kernels, "FLOAT8_ROWS", 512)
     torch.manual_seed(0)
     hidden, weight = torch.randn(rows, 768).bfloat16(), torch.randn(3001, 768) / 30
@@ -427,7 +444,7 @@ def test_the_float8_head_on_a_gpu_equals_that_on_a_cpu(
     theirs = head_by(float8_head, hidden, weight, targets)
     ours = head_by(float8_head, hidden.cuda(), weight.cuda(), targets.cuda())
     errors = [error(a.cpu(), b) for a, b in zip(ours, theirs, strict=True)]
-    assert all(e < most for e, most in zip(errors, (1e-4, 1e-2, 1e-2), strict=True)), errors
+    assert all(e < most for e, most in zip(errors, (1e-3, 2e-2, 2e-2), strict=True)), errors
 
 
 @needs_gpu
@@ -474,3 +491,29 @@ def test_a_compiled_model_on_a_gpu(compute: str) -> None:
     for name, gradient in exact.items():
         allowed = 1e-5 if compute == "fp32" else 1.5 * error(eager[name], gradient) + 1e-3
         assert error(compiled[name], gradient) < allowed, name
+
+
+@needs_float8
+@pytest.mark.filterwarnings("ignore")  # what a compiler says of its own making
+def test_a_compiled_model_with_a_head_of_float8() -> None:
+    """Its gradients are near the plain head's, and not the same; evaluation computes in bf16."""
+    torch.manual_seed(0)
+    model: Any = GPT2(SIZES["tiny"]).cuda()
+    batch = ragged(0, 1).to(torch.device("cuda"))
+    loss = assemble.in_precision(next_token_loss, "bf16")
+
+    def of(float8: bool) -> tuple[float, float, Tensor]:
+        torch._dynamo.reset()
+        model.zero_grad()
+        model.head.float8 = float8
+        compiled: Any = torch.compile(model)
+        trained = loss(compiled, batch)
+        trained.backward()
+        with torch.no_grad():
+            evaluated = float(loss(compiled, batch))
+        return float(trained.detach()), evaluated, model.wte.weight.grad.clone()
+
+    (plain, of_plain, their_gradient), (ours, of_ours, gradient) = of(False), of(True)
+    assert ours == pytest.approx(plain, rel=1e-3)
+    assert of_ours == of_plain
+    assert 5e-3 < error(gradient, their_gradient) < 0.1
