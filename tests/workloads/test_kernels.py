@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import commands
 from conformance import Arrays, arrays
 from conftest import GetRanks, long_unless
 from shardlab import config as configs
+from shardlab.axes import axes_of
+from shardlab.errors import UsageError
 from shardlab.naming import STRATEGIES
+from shardlab.proof import prove
 from shardlab.run import assemble
 from shardlab.workloads import kernels
 from shardlab.workloads.base import Batch
@@ -252,6 +258,98 @@ def test_where_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setattr(kernels, "HAS_TRITON", False)
     assert not asks()
+
+
+BF16, WHOLE = {"precision.compute": "bf16"}, {"training.compile": "model"}
+HOPPER = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "message"),
+    [
+        (WHOLE, HOPPER, "precision.compute: bf16, not fp32"),
+        (WHOLE | {"precision.compute": "fp16"}, HOPPER, "precision.compute: bf16, not fp16"),
+        (WHOLE | {"precision.compute": "fp64"}, HOPPER, "precision.compute: bf16, not fp64"),
+        (BF16, HOPPER, "a compiled model: set training.compile to model or blocks"),
+        (BF16 | WHOLE, torch.device("cpu"), "Hopper generation or newer, and this run is on a CPU"),
+        (BF16 | WHOLE | {"model.options.dim": 72, "model.options.heads": 2}, HOPPER, "not 72"),
+        (BF16 | WHOLE | {"strategy.options.tensor": 2}, HOPPER, "the whole vocabulary"),
+        (BF16 | WHOLE, HOPPER, None),
+        (BF16 | {"training.compile": "blocks"}, HOPPER, None),
+    ],
+)
+def test_where_a_head_of_float8_is_refused(
+    asked: dict[str, Any], device: torch.device, message: str | None, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    monkeypatch.setattr(kernels, "HAS_TRITON", True)
+    overrides = {"model.size": "tiny", "model.options.head": "float8", "launch.world": 2, **asked}
+    config = configs.load(None, overrides)
+    refuse = assemble.build_workload(config).refuse
+    assert refuse is not None
+    axes = axes_of(config.strategy.name, config.strategy.options, 2)[0]
+    if message is None:
+        refuse(config, axes, device)
+        return
+    with pytest.raises(UsageError, match=r"^model\.options\.head: float8 needs .*" + message):
+        refuse(config, axes, device)
+
+
+def test_what_a_gpu_may_lack_for_float8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "A100")
+    assert kernels.no_float8(HOPPER) == "the A100 is older"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (10, 0))
+    monkeypatch.setattr(kernels, "HAS_TRITON", False)
+    assert kernels.no_float8(HOPPER) == "Triton is not installed"
+    monkeypatch.setattr(kernels, "HAS_TRITON", True)
+    assert kernels.no_float8(HOPPER) is None
+    monkeypatch.delattr(torch, "_scaled_mm")
+    assert kernels.no_float8(HOPPER) == "this PyTorch cannot multiply float8"
+
+
+def build(world: World, asked: dict[str, Any]) -> None:
+    config = configs.load(None, {"model.size": "tiny", "strategy.name": "single", **asked})
+    assemble.build_strategy(config, assemble.build_workload(config), world)
+
+
+def test_a_run_that_cannot_honour_float8_ends_before_it_begins(ranks: GetRanks) -> None:
+    with pytest.raises(UsageError, match="this run is on a CPU"):
+        ranks(1).run(build, {"model.options.head": "float8", **BF16, **WHOLE})
+    ranks(1).run(build, {"model.options.head": "plain"})
+    with pytest.raises(UsageError, match="unknown gpt2 head 'float16'"):
+        ranks(1).run(build, {"model.options.head": "float16"})
+
+
+def test_the_documented_command_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    """On a GPU it would take minutes."""
+    page = (commands.ROOT / "docs" / "throughput.md").read_text(encoding="utf-8")
+    (line,) = (found for found in page.splitlines() if found.endswith("head=float8"))
+    words = [*shlex.split(line)[1:], "--device", "cpu", "--strategy", "single"]
+    done = commands.here(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: model.options.head: float8 needs a GPU")
+
+
+def test_a_proof_has_no_head_of_float8() -> None:
+    config = configs.load(None, {"model.size": "tiny", "model.options.head": "float8"})
+    with pytest.raises(UsageError, match=r"made in float64: leave model\.options\.head out"):
+        prove.cases_of(config, ["zero1"], [2])
+    assert prove.cases_of(config.with_overrides({"model.options.head": "plain"}), ["zero1"], [2])
+
+
+def test_a_step_that_is_not_compiled_refuses_float8_and_evaluation_does_without() -> None:
+    model, batch = GPT2(SIZES["tiny"]), ragged(0, 1)
+    with torch.no_grad():
+        plain = next_token_loss(model, batch)
+        model.head.float8 = True
+        assert next_token_loss(model, batch) == plain
+    with pytest.raises(UsageError, match="is for compiled training steps"):
+        next_token_loss(model, batch)
+    with everywhere():
+        trained = next_token_loss(model, batch)
+    assert trained != plain
+    assert float(trained.detach()) == pytest.approx(float(plain), rel=1e-3)
 
 
 # ------------------------------------------------------------------ in the model

@@ -3,7 +3,7 @@
 ``head_loss`` is the head and its loss. The logits are the largest tensor of a language model by
 far, and backward reads and writes them again. Here they live for a few thousand rows at a time: a
 kernel writes their gradient over them, from which the gradients of the input and of the weight are
-computed at once. Backward only scales those two.
+computed at once. Backward only scales those two. On request its products are of float8.
 
 ``linear_gelu`` is a layer and its GELU. Their backward computes the bias's gradient, a sum over all
 rows, in the kernel that has the summands at hand.
@@ -188,8 +188,9 @@ def _padded(x: Tensor, multiple: int) -> Tensor:
 def _float8_product(
     a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, out: Tensor, is_fast: bool = False
 ) -> None:
-    """``out = a @ b``, with the scales of ``a`` and ``b``. If fast, a GPU adds up in some 14 bits:
-    enough for the few hundred products of a logit."""
+    """``out = a @ b``, with the scales of ``a`` and ``b``. If fast, a GPU adds up in fewer bits
+    than fp32's: enough for logits, but not for gradients, of which one summand is far larger than
+    the rest."""
     if a.is_cuda:
         torch._scaled_mm(a, b, of_a, of_b, out_dtype=out.dtype, use_fast_accum=is_fast, out=out)
     else:
