@@ -1,13 +1,15 @@
 """GPT-2 small on one GPU: our loop against a plain PyTorch loop in nanoGPT's manner.
 
-    python benchmarks/gpt2_gpu.py [--batches 8,32,64] [--compile model,blocks] [--out FILE]
+    python benchmarks/gpt2_gpu.py [--batches 8,32,64] [--compile model,blocks]
+                                  [--heads plain,float8] [--out FILE]
 
 Sequence 1024, bf16 autocast over fp32 weights, torch.compile, fused AdamW. Ours is all that
 ``shardlab train --strategy single`` runs: the sampler, the loader, the strategy, the recorder. The
 reference is a model and a loop of its own below, on one batch that never leaves the GPU, with a
-vocabulary padded to 50304 as nanoGPT has it (ours has the published 50257). Both are warmed up,
-then take turns of a few steps on the same GPU, so that its clock slows both. Prints tokens/s of
-each (median, p10–p90 of the turns), the ratio with its 95% bootstrap interval, and peak memory.
+vocabulary padded to 50304 as nanoGPT has it (ours has the published 50257). Ours, with each of the
+heads, and the reference are warmed up, then take turns of a few steps on the same GPU, so that its
+clock slows all. Prints tokens/s of each (median, p10–p90 of the turns), the ratio with its 95%
+bootstrap interval, and peak memory.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +93,13 @@ def reference(batch: int) -> Callable[[int], None]:
     return steps
 
 
-def ours(world: Any, batch: int, compile_what: str) -> Callable[[int], None]:
+def ours(world: Any, batch: int, compile_what: str, head: str) -> Callable[[int], None]:
     """Makes so many steps as ``shardlab train --strategy single`` would."""
     config = configs.load(
         None,
         {
             "model.size": "small",
+            "model.options": {"head": head},
             "strategy.name": "single",
             "precision.compute": "bf16",
             "training.compile": compile_what,
@@ -133,11 +137,12 @@ def peak_bytes(make: Callable[[], Callable[[int], None]]) -> int:
     return torch.cuda.max_memory_allocated()
 
 
-def measure(world: Any, batch: int, compile_what: str) -> dict[str, Any]:
+def measure(world: Any, batch: int, compile_what: str, heads: list[str]) -> list[dict[str, Any]]:
+    """A row for each head, beside the one reference."""
     makers: dict[str, Callable[[], Callable[[int], None]]] = {
-        "ours": lambda: ours(world, batch, compile_what),
-        "reference": lambda: reference(batch),
+        head: partial(ours, world, batch, compile_what, head) for head in heads
     }
+    makers["reference"] = lambda: reference(batch)
     peaks = {kind: peak_bytes(make) for kind, make in makers.items()}
     gc.collect()
     runs = {kind: make() for kind, make in makers.items()}
@@ -151,32 +156,42 @@ def measure(world: Any, batch: int, compile_what: str) -> dict[str, Any]:
             rates[kind].append(tokens / timed(runs[kind], count))
     draw = np.random.default_rng(0)
     medians = {k: np.median(draw.choice(v, (4000, len(v))), axis=1) for k, v in rates.items()}
-    low, high = np.percentile(medians["ours"] / medians["reference"], [2.5, 97.5])
-    return {
-        "batch": batch,
-        "compile": compile_what,
-        "tokens_per_s": {kind: spread(v) for kind, v in rates.items()},
-        "ratio": float(np.median(rates["ours"]) / np.median(rates["reference"])),
-        "ratio_95": [float(low), float(high)],
-        "peak_bytes": peaks,
-    }
+    rows = []
+    for head in heads:
+        low, high = np.percentile(medians[head] / medians["reference"], [2.5, 97.5])
+        both = {"ours": head, "reference": "reference"}
+        rows.append(
+            {
+                "batch": batch,
+                "compile": compile_what,
+                "head": head,
+                "tokens_per_s": {who: spread(rates[kind]) for who, kind in both.items()},
+                "ratio": float(np.median(rates[head]) / np.median(rates["reference"])),
+                "ratio_95": [float(low), float(high)],
+                "peak_bytes": {who: peaks[kind] for who, kind in both.items()},
+            }
+        )
+    return rows
 
 
-def measure_all(world: Any, batches: list[int], compiles: list[str]) -> dict[str, Any]:
+def measure_all(
+    world: Any, batches: list[int], compiles: list[str], heads: list[str]
+) -> dict[str, Any]:
     rows = []
     for what, batch in itertools.product(compiles, batches):
         torch._dynamo.reset()
-        row = measure(world, batch, what)
-        rows.append(row)
-        rates, peaks = row["tokens_per_s"], row["peak_bytes"]
-        print(
-            f"batch {batch:3}  compile {what:6}  ours {rates['ours']['median']:9,.0f} tokens/s "
-            f"[{rates['ours']['p10']:,.0f}, {rates['ours']['p90']:,.0f}]  reference "
-            f"{rates['reference']['median']:9,.0f}  ratio {row['ratio']:.3f} "
-            f"[{row['ratio_95'][0]:.3f}, {row['ratio_95'][1]:.3f}]  peak "
-            f"{peaks['ours'] / 2**30:.1f} / {peaks['reference'] / 2**30:.1f} GiB",
-            flush=True,
-        )
+        found = measure(world, batch, what, heads)
+        rows += found
+        for row in found:
+            rates, peaks = row["tokens_per_s"], row["peak_bytes"]
+            print(
+                f"batch {batch:3}  compile {what:6}  head {row['head']:6}  ours "
+                f"{rates['ours']['median']:9,.0f} tokens/s [{rates['ours']['p10']:,.0f}, "
+                f"{rates['ours']['p90']:,.0f}]  reference {rates['reference']['median']:9,.0f}  "
+                f"ratio {row['ratio']:.3f} [{row['ratio_95'][0]:.3f}, {row['ratio_95'][1]:.3f}]  "
+                f"peak {peaks['ours'] / 2**30:.1f} / {peaks['reference'] / 2**30:.1f} GiB",
+                flush=True,
+            )
     return {
         "env": environment.describe(world.device, " ".join(["python", *sys.argv])),
         "rows": rows,
@@ -187,11 +202,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--batches", default="8,32,64")
     parser.add_argument("--compile", default="model,blocks")
+    parser.add_argument("--heads", default="plain", help="plain, float8, or both")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     batches = [int(b) for b in arguments.batches.split(",")]
     with Ranks(configs.LaunchConfig(world=1, device="cuda"), 1) as ranks:
-        result = ranks.run(measure_all, batches, arguments.compile.split(","))[0]
+        chosen = arguments.compile.split(","), arguments.heads.split(",")
+        result = ranks.run(measure_all, batches, *chosen)[0]
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

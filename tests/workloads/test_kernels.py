@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import commands
 from conformance import Arrays, arrays
 from conftest import GetRanks, long_unless
 from shardlab import config as configs
+from shardlab.axes import axes_of
+from shardlab.errors import UsageError
 from shardlab.naming import STRATEGIES
+from shardlab.proof import prove
 from shardlab.run import assemble
 from shardlab.workloads import kernels
 from shardlab.workloads.base import Batch
@@ -25,12 +31,15 @@ from shardlab.world import World
 # What a relative error may be; the products of bf16 are rounded to 8 bits.
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 IGNORED = kernels.IGNORED
+# The same of a head's loss and its two gradients, with products of float8: e4m3 has 4 bits, e5m2 3.
+FLOAT8 = (1e-2, 6e-2, 6e-2)
 
 
 @pytest.fixture
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five rows of logits at a time, so that small inputs are cut into several parts."""
+    """Few rows of logits at a time, so that small inputs are cut into several parts."""
     monkeypatch.setattr(kernels, "ROWS", 5)
+    monkeypatch.setattr(kernels, "FLOAT8_ROWS", 16)
 
 
 def error(actual: Tensor | None, expected: Tensor | None) -> float:
@@ -118,6 +127,70 @@ def test_a_target_outside_of_the_vocabulary_is_not_a_number(wrong: int) -> None:
     assert of_hidden.isnan().any(1).nonzero().tolist() == [[6]]
 
 
+def float8_head(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return kernels.head_loss(hidden, weight, targets, float8=True)
+
+
+@pytest.mark.usefixtures("few_rows")
+@pytest.mark.parametrize("vocab", [37, 64, 1000])
+@pytest.mark.parametrize("rows", [1, 16, 45])
+def test_a_head_of_float8_is_near_cross_entropy(rows: int, vocab: int) -> None:
+    hidden, weight, targets = a_head(rows, vocab, torch.bfloat16)
+    ours = head_by(float8_head, hidden, weight / 5, targets)
+    theirs = head_by(plain_head, hidden.double(), weight.double() / 5, targets)
+    assert [t.dtype for t in ours] == [weight.dtype, hidden.dtype, weight.dtype]
+    assert [t.shape for t in ours] == [t.shape for t in theirs]
+    errors = list(map(error, ours, theirs))
+    assert all(e < most for e, most in zip(errors, FLOAT8, strict=True)), errors
+    assert errors[2] > 1e-2, "these are not products of float8"
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_a_head_of_float8_computes_what_its_operands_say() -> None:
+    """Only the operands are rounded, and they once: in double precision their products are the
+    same."""
+    hidden, weight, targets = a_head(45, 37, torch.bfloat16)
+
+    def rounded(x: Tensor) -> Tensor:
+        scale = x.double().abs().max() / 448
+        return (x.double() / scale).float().to(torch.float8_e4m3fn).double() * scale
+
+    x, w = rounded(hidden), rounded(weight)
+    y = (x @ w.t()).bfloat16().double()  # the logits are kept in bf16
+    loss = F.cross_entropy(y, targets, reduction="sum")
+    gradient = (y.softmax(1) - F.one_hot(targets.clamp(min=0), 37)) * (targets != IGNORED)[:, None]
+    gradient = (gradient * 2**15).float().to(torch.float8_e5m2).double() / 2**15
+    theirs = [loss, gradient @ w / 7, gradient.t() @ x / 7]
+    ours = head_by(float8_head, hidden, weight, targets)
+    assert max(map(error, ours, theirs)) < 5e-3  # the gradient by hidden is given in bf16
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_a_head_of_float8_without_targets_and_with_a_wrong_one() -> None:
+    hidden, weight, targets = a_head(20, 37, torch.bfloat16)
+    for rows in (0, 20):
+        none = torch.full_like(targets[:rows], IGNORED)
+        loss, *gradients = head_by(float8_head, hidden[:rows], weight, none)
+        assert loss == 0
+        assert [bool(g.any()) for g in gradients] == [False, False]
+    zeros = head_by(float8_head, 0 * hidden, weight, targets)
+    assert zeros[0] == pytest.approx(float((targets != IGNORED).sum()) * np.log(37), rel=1e-4)
+    targets[6] = 37
+    loss, of_hidden, _ = head_by(float8_head, hidden, weight, targets)
+    assert loss.isnan()
+    assert of_hidden.isnan().any(1).nonzero().tolist() == [[6]]
+
+
+def test_tiny_gradients_are_not_lost_in_float8() -> None:
+    """A token of probability 3e-7 is still pushed down. Where 1 is e4m3's largest, it is zero."""
+    logits = torch.tensor([[0.0, -12.0, 0.0, 3.0]])
+    out = torch.empty(1, 4, dtype=torch.float8_e5m2)
+    kernels.loss_to_gradient(logits, torch.tensor([3]), torch.empty(1), 4, out, kernels.LIFT)
+    expected = float(logits.softmax(1)[0, 1])
+    assert float(out[0, 1].float() / kernels.LIFT) == pytest.approx(expected, rel=0.125)
+    assert torch.tensor(448 * expected).to(torch.float8_e4m3fn).float() == 0
+
+
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
 def test_gelu_equals_pytorchs(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -141,6 +214,7 @@ def test_pytorch_finds_no_fault_with_the_operations() -> None:
     hidden, weight, targets = a_head(13, 37, torch.float32)
     of_head = hidden.requires_grad_(), weight.requires_grad_(), targets
     torch.library.opcheck(torch.ops.shardlab.head_loss.default, of_head)
+    torch.library.opcheck(torch.ops.shardlab.float8_head_loss.default, of_head)
     of_gelu = torch.randn(2, 9, 20), torch.randn(2, 9, 20)
     torch.library.opcheck(torch.ops.shardlab.gelu_backward.default, of_gelu)
 
@@ -149,6 +223,7 @@ def test_a_second_derivative_is_refused() -> None:
     hidden, weight, targets = a_head(5, 37, torch.float64)
     losses = (
         kernels.head_loss(hidden.requires_grad_(), weight, targets),
+        kernels.head_loss(hidden, weight, targets, float8=True),
         kernels._GELU.apply(hidden, weight[0]).sum(),
     )
     for loss in losses:
@@ -183,6 +258,98 @@ def test_where_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setattr(kernels, "HAS_TRITON", False)
     assert not asks()
+
+
+BF16, WHOLE = {"precision.compute": "bf16"}, {"training.compile": "model"}
+HOPPER = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "message"),
+    [
+        (WHOLE, HOPPER, "precision.compute: bf16, not fp32"),
+        (WHOLE | {"precision.compute": "fp16"}, HOPPER, "precision.compute: bf16, not fp16"),
+        (WHOLE | {"precision.compute": "fp64"}, HOPPER, "precision.compute: bf16, not fp64"),
+        (BF16, HOPPER, "a compiled model: set training.compile to model or blocks"),
+        (BF16 | WHOLE, torch.device("cpu"), "Hopper generation or newer, and this run is on a CPU"),
+        (BF16 | WHOLE | {"model.options.dim": 72, "model.options.heads": 2}, HOPPER, "not 72"),
+        (BF16 | WHOLE | {"strategy.options.tensor": 2}, HOPPER, "the whole vocabulary"),
+        (BF16 | WHOLE, HOPPER, None),
+        (BF16 | {"training.compile": "blocks"}, HOPPER, None),
+    ],
+)
+def test_where_a_head_of_float8_is_refused(
+    asked: dict[str, Any], device: torch.device, message: str | None, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    monkeypatch.setattr(kernels, "HAS_TRITON", True)
+    overrides = {"model.size": "tiny", "model.options.head": "float8", "launch.world": 2, **asked}
+    config = configs.load(None, overrides)
+    refuse = assemble.build_workload(config).refuse
+    assert refuse is not None
+    axes = axes_of(config.strategy.name, config.strategy.options, 2)[0]
+    if message is None:
+        refuse(config, axes, device)
+        return
+    with pytest.raises(UsageError, match=r"^model\.options\.head: float8 needs .*" + message):
+        refuse(config, axes, device)
+
+
+def test_what_a_gpu_may_lack_for_float8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "A100")
+    assert kernels.no_float8(HOPPER) == "the A100 is older"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (10, 0))
+    monkeypatch.setattr(kernels, "HAS_TRITON", False)
+    assert kernels.no_float8(HOPPER) == "Triton is not installed"
+    monkeypatch.setattr(kernels, "HAS_TRITON", True)
+    assert kernels.no_float8(HOPPER) is None
+    monkeypatch.delattr(torch, "_scaled_mm")
+    assert kernels.no_float8(HOPPER) == "this PyTorch cannot multiply float8"
+
+
+def build(world: World, asked: dict[str, Any]) -> None:
+    config = configs.load(None, {"model.size": "tiny", "strategy.name": "single", **asked})
+    assemble.build_strategy(config, assemble.build_workload(config), world)
+
+
+def test_a_run_that_cannot_honour_float8_ends_before_it_begins(ranks: GetRanks) -> None:
+    with pytest.raises(UsageError, match="this run is on a CPU"):
+        ranks(1).run(build, {"model.options.head": "float8", **BF16, **WHOLE})
+    ranks(1).run(build, {"model.options.head": "plain"})
+    with pytest.raises(UsageError, match="unknown gpt2 head 'float16'"):
+        ranks(1).run(build, {"model.options.head": "float16"})
+
+
+def test_the_documented_command_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    """On a GPU it would take minutes."""
+    page = (commands.ROOT / "docs" / "throughput.md").read_text(encoding="utf-8")
+    (line,) = (found for found in page.splitlines() if found.endswith("head=float8"))
+    words = [*shlex.split(line)[1:], "--device", "cpu", "--strategy", "single"]
+    done = commands.here(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: model.options.head: float8 needs a GPU")
+
+
+def test_a_proof_has_no_head_of_float8() -> None:
+    config = configs.load(None, {"model.size": "tiny", "model.options.head": "float8"})
+    with pytest.raises(UsageError, match=r"made in float64: leave model\.options\.head out"):
+        prove.cases_of(config, ["zero1"], [2])
+    assert prove.cases_of(config.with_overrides({"model.options.head": "plain"}), ["zero1"], [2])
+
+
+def test_a_step_that_is_not_compiled_refuses_float8_and_evaluation_does_without() -> None:
+    model, batch = GPT2(SIZES["tiny"]), ragged(0, 1)
+    with torch.no_grad():
+        plain = next_token_loss(model, batch)
+        model.head.float8 = True
+        assert next_token_loss(model, batch) == plain
+    with pytest.raises(UsageError, match="is for compiled training steps"):
+        next_token_loss(model, batch)
+    with everywhere():
+        trained = next_token_loss(model, batch)
+    assert trained != plain
+    assert float(trained.detach()) == pytest.approx(float(plain), rel=1e-3)
 
 
 # ------------------------------------------------------------------ in the model
@@ -307,6 +474,77 @@ def test_the_loss_kernel_equals_its_reference(vocab: int, dtype: torch.dtype) ->
         torch.testing.assert_close(ours[kept], theirs[kept], atol=1e-5, rtol=1e-2)
 
 
+needs_float8 = pytest.mark.skipif(
+    not torch.cuda.is_available() or kernels.no_float8(torch.device("cuda")) is not None,
+    reason="needs a GPU that multiplies float8, and Triton",
+)
+
+
+@needs_float8
+@pytest.mark.parametrize("vocab", [37, 1024, 50257])
+def test_the_loss_kernel_writes_float8(vocab: int) -> None:
+    torch.manual_seed(0)
+    logits = 5 * torch.randn(9, vocab + -vocab % kernels.TILE, device="cuda").bfloat16()
+    targets = torch.randint(0, vocab, (9,), device="cuda")
+    targets[1], targets[2], targets[3], targets[4] = IGNORED, vocab, 0, vocab - 1
+    results = []
+    for function in (kernels.loss_to_gradient, kernels._triton_loss_to_gradient):
+        out, losses = torch.empty_like(logits, dtype=kernels.E5M2), torch.ones(9, device="cuda")
+        function(logits, targets, losses, vocab, out, kernels.LIFT)
+        assert out[2].float().isnan().any()
+        results.append((losses, out.float()))
+    kept = [i for i in range(9) if i != 2]
+    (their_losses, theirs), (our_losses, ours) = results
+    torch.testing.assert_close(our_losses[kept], their_losses[kept], atol=1e-5, rtol=1e-4)
+    differ = ours[kept] != theirs[kept]  # where exp2 and exp lie on two sides of a rounding
+    assert differ.float().mean() < 1e-3
+    torch.testing.assert_close(ours[kept], theirs[kept], atol=2**-16, rtol=0.26)
+
+
+@needs_gpu
+@pytest.mark.parametrize("shape", [(16, 64), (50304, 48), (48, 50304), (400, 784)], ids=str)
+def test_the_turning_kernel_equals_its_reference(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape).to(kernels.E5M2)
+    out = torch.full((shape[1], shape[0]), 7.0).to(kernels.E5M2)
+    turned = kernels.turn(x.cuda(), out.cuda())
+    assert torch.equal(turned.cpu().float(), kernels.turn(x, out).float())
+
+
+@needs_float8
+@pytest.mark.parametrize("is_fast", [False, True])
+@pytest.mark.parametrize("shape", [(16, 768, 64), (512, 768, 50304), (512, 50304, 768)], ids=str)
+def test_the_products_of_float8_equal_their_reference(
+    shape: tuple[int, int, int], is_fast: bool
+) -> None:
+    torch.manual_seed(0)
+    rows, inner, columns = shape
+    a, b = torch.randn(rows, inner).to(kernels.E5M2), torch.randn(columns, inner).to(kernels.E4M3)
+    scales = torch.tensor(0.5), torch.tensor(3.0)
+    ours, theirs = torch.empty(rows, columns, device="cuda"), torch.empty(rows, columns)
+    on_gpu = (t.cuda() for t in (a, b.t(), *scales))
+    kernels._float8_product(*on_gpu, ours, is_fast)
+    kernels._float8_product(a, b.t(), *scales, theirs)
+    assert error(ours.cpu(), theirs) < (1e-2 if is_fast else 1e-3)
+
+
+@needs_float8
+@pytest.mark.parametrize("rows", [0, 16, 45, 2000])
+def test_the_float8_head_on_a_gpu_equals_that_on_a_cpu(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for logits that are rounded to bf16 otherwise, and their gradient to e5m2 then, too."""
+    monkeypatch.setattr(kernels, "FLOAT8_ROWS", 512)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(rows, 768).bfloat16(), torch.randn(3001, 768) / 30
+    targets = torch.randint(0, 3001, (rows,))
+    targets[1::3] = IGNORED
+    theirs = head_by(float8_head, hidden, weight, targets)
+    ours = head_by(float8_head, hidden.cuda(), weight.cuda(), targets.cuda())
+    errors = [error(a.cpu(), b) for a, b in zip(ours, theirs, strict=True)]
+    assert all(e < most for e, most in zip(errors, (1e-3, 2e-2, 2e-2), strict=True)), errors
+
+
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(3, 700, 100), (1, 1, 3072), (0, 5, 64)], ids=str)
@@ -351,3 +589,29 @@ def test_a_compiled_model_on_a_gpu(compute: str) -> None:
     for name, gradient in exact.items():
         allowed = 1e-5 if compute == "fp32" else 1.5 * error(eager[name], gradient) + 1e-3
         assert error(compiled[name], gradient) < allowed, name
+
+
+@needs_float8
+@pytest.mark.filterwarnings("ignore")  # what a compiler says of its own making
+def test_a_compiled_model_with_a_head_of_float8() -> None:
+    """Its gradients are near the plain head's, and not the same; evaluation computes in bf16."""
+    torch.manual_seed(0)
+    model: Any = GPT2(SIZES["tiny"]).cuda()
+    batch = ragged(0, 1).to(torch.device("cuda"))
+    loss = assemble.in_precision(next_token_loss, "bf16")
+
+    def of(float8: bool) -> tuple[float, float, Tensor]:
+        torch._dynamo.reset()
+        model.zero_grad()
+        model.head.float8 = float8
+        compiled: Any = torch.compile(model)
+        trained = loss(compiled, batch)
+        trained.backward()
+        with torch.no_grad():
+            evaluated = float(loss(compiled, batch))
+        return float(trained.detach()), evaluated, model.wte.weight.grad.clone()
+
+    (plain, of_plain, their_gradient), (ours, of_ours, gradient) = of(False), of(True)
+    assert ours == pytest.approx(plain, rel=1e-3)
+    assert of_ours == of_plain
+    assert 5e-3 < error(gradient, their_gradient) < 0.1

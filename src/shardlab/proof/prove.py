@@ -91,6 +91,8 @@ def cases_of(config: Config, specs: Sequence[str], worlds: Sequence[int]) -> lis
     """A config for each strategy and world; ``single`` is one process in any."""
     if config.precision.compute == "bf16":
         raise UsageError("a proof is made in float64: leave precision.compute out")
+    if config.model.workload == "gpt2" and config.model.options.get("head", "plain") != "plain":
+        raise UsageError("a proof is made in float64: leave model.options.head out")
     cases: list[Config] = []
     for world, spec in product(worlds, specs):
         name, options = parse_spec(spec)

@@ -99,6 +99,8 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
     The model is the same on every rank. What a rank draws from then on is its own.
     """
     make = resolve_strategy(config)
+    if workload.refuse is not None:
+        workload.refuse(config, axes_of(config, world)[0], world.device)
     worlds.seed(config.training.seed)
     dtype = torch.float64 if config.precision.compute == "fp64" else torch.float32
     # Initialised on the CPU, so that the same seed is the same model on every device.

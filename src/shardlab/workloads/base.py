@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardlab.axes import Axes
 from shardlab.batch import Batch as Batch
 from shardlab.batch import Dataset as Dataset
 from shardlab.batch import map_tensors as map_tensors
 from shardlab.batch import tensors_of as tensors_of
+from shardlab.config import Config
 
 # The loss of a batch: a sum over batch.count targets, never their mean, so that batches of
 # different sizes add up to the exact global mean. It must call model(...), not a part of the
@@ -82,6 +84,9 @@ class Workload:
     data: str = ""  # where its samples come from, in words; empty if that is not known
     # What it decided where the config left it open, by key: what data.source "auto" stands for.
     chosen: Mapping[str, Any] = field(default_factory=dict)
+    # Raises a UsageError if the model cannot be trained as asked: in this run, on these axes of a
+    # mesh if there is one, and on this device. None: it always can.
+    refuse: Callable[[Config, Axes | None, torch.device], None] | None = None
 
     def splits_of(self, model: nn.Module) -> Mapping[str, str] | None:
         """How the model may be split: as given, or as is known of its architecture."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardlab.config import SYNTHETIC, DataConfig
+from shardlab.axes import Axes
+from shardlab.config import SYNTHETIC, Config, DataConfig
 from shardlab.data import sources
 from shardlab.data.tokens import TokenDataset
 from shardlab.errors import UsageError, unknown
@@ -40,6 +42,10 @@ SIZES = {
     "large": Shape(layers=36, heads=20, dim=1280),  # 774,030,080
     "xl": Shape(layers=48, heads=25, dim=1600),  # 1,557,611,200
 }
+
+
+HEADS = ("plain", "float8")
+FLOAT8_HEAD = "model.options.head: float8"
 
 
 class Attention(nn.Module):
@@ -79,12 +85,18 @@ class Head(nn.Linear):
     """The logits of each position; or, given the targets, the sum of their losses."""
 
     SUMS_LOSS = True  # so tensor parallelism may put a head in its place that does the same
+    float8 = False  # whether a training step's products are of float8 (see kernels.py)
 
     def forward(self, input: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:
             return F.linear(input, self.weight)  # (batch, seq, vocab)
         if kernels.is_fused(input, self.weight):
-            return kernels.head_loss(input.flatten(0, 1), self.weight, targets.flatten())
+            flat = input.flatten(0, 1), targets.flatten()
+            return kernels.head_loss(flat[0], self.weight, flat[1], self.float8)
+        if self.float8 and torch.is_grad_enabled():
+            raise UsageError(
+                f"{FLOAT8_HEAD} is for compiled training steps with fp32 weights, and this is none"
+            )
         padding = -self.out_features % kernels.TILE
         if not (padding and input.is_cuda and torch.compiler.is_compiling()):
             logits = F.linear(input, self.weight)
@@ -189,10 +201,13 @@ def gpt2(
     vocab: int | None = None,
     weights: str | None = None,
     held_out: float = 0.01,
+    head: str = "plain",
 ) -> Workload:
     """GPT-2, next-token loss on token shards; sizes tiny, mini, midi, small, medium, large, xl."""
     if size is not None and size not in SIZES:
         raise unknown("gpt2 size", size, SIZES)
+    if head not in HEADS:
+        raise unknown("gpt2 head", head, HEADS)
     folder = None if weights is None else sources.located(weights)
     start = SIZES[size or "mini"] if folder is None or size else shape_of(folder)
     given = {"layers": layers, "heads": heads, "dim": dim, "context": context, "vocab": vocab}
@@ -205,11 +220,17 @@ def gpt2(
         raise UsageError(
             f"data.seq_len {seq_len} is longer than the model's context {shape.context}"
         )
+
+    def make_model() -> GPT2:
+        model = GPT2(shape) if folder is None else load_model(folder)
+        model.head.float8 = head == "float8"
+        return model
+
     source, why = _choose(data.source, shape.vocab)
     train, test, about = _split(source, seq_len, shape.vocab, held_out)
     return Workload(
         name=f"gpt2-{size or ('mini' if folder is None else folder.name)}",
-        make_model=lambda: GPT2(shape) if folder is None else load_model(folder),
+        make_model=make_model,
         loss=next_token_loss,
         dataset=train,
         tokens_per_sample=seq_len,
@@ -222,7 +243,24 @@ def gpt2(
         flops_per_sample=seq_len * flops_per_token(shape, seq_len),
         data=about + (f" ({why})" if why else ""),
         chosen={"data.source": source} if data.source == sources.AUTO else {},
+        refuse=partial(_refuse_float8, shape) if head == "float8" else None,
     )
+
+
+def _refuse_float8(shape: Shape, config: Config, axes: Axes | None, device: torch.device) -> None:
+    wrong = None
+    if axes is not None and axes.tensor > 1:
+        wrong = "needs the whole vocabulary on each rank: leave out tensor, or the head"
+    elif config.precision.compute != "bf16":
+        wrong = f"needs precision.compute: bf16, not {config.precision.compute}"
+    elif config.training.compile == "none":
+        wrong = "needs a compiled model: set training.compile to model or blocks"
+    elif shape.dim % kernels.FLOAT8_TILE:
+        wrong = f"needs a dim that is a multiple of {kernels.FLOAT8_TILE}, not {shape.dim}"
+    elif reason := kernels.no_float8(device):
+        wrong = f"needs a GPU of the Hopper generation or newer, and {reason}"
+    if wrong:
+        raise UsageError(f"{FLOAT8_HEAD} {wrong}")
 
 
 def splits_of(shape: Shape) -> dict[str, str]:

@@ -3,7 +3,7 @@
 ``head_loss`` is the head and its loss. The logits are the largest tensor of a language model by
 far, and backward reads and writes them again. Here they live for a few thousand rows at a time: a
 kernel writes their gradient over them, from which the gradients of the input and of the weight are
-computed at once. Backward only scales those two.
+computed at once. Backward only scales those two. On request its products are of float8.
 
 ``linear_gelu`` is a layer and its GELU. Their backward computes the bias's gradient, a sum over all
 rows, in the kernel that has the summands at hand.
@@ -27,6 +27,12 @@ IGNORED = -100  # such a target counts for nothing, as in F.cross_entropy
 TILE = 64  # GPU matrix products are fast on multiples of it, and GPT-2's vocabulary is odd
 ROWS = 8192  # of the logits that exist at a time: 0.8 GB of GPT-2's in bf16
 ROWS_EACH = 512  # that one program of GELU's backward takes
+FLOAT8_ROWS = 16384  # of the logits at a time where the products are of float8, which are faster
+FLOAT8_TILE = 16  # GPUs multiply float8 in such multiples alone
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# A logit's gradient is in [-1, 1], and most of it is tiny: 1/50257 when training begins, and less
+# later. Times this, e5m2 has it down to 2**-31; e4m3 would lose what is below 2**-18.
+LIFT = 2.0**15
 
 
 def is_fused(x: Tensor, weight: Tensor) -> bool:
@@ -43,6 +49,17 @@ def is_fused(x: Tensor, weight: Tensor) -> bool:
         and weight.dtype == torch.float32
         and HAS_TRITON
     )
+
+
+def no_float8(device: torch.device) -> str | None:
+    """Why there is no float8 head on a device; None: there is."""
+    if device.type != "cuda":
+        return f"this run is on a {device.type.upper()}"
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return f"the {torch.cuda.get_device_name(device)} is older"
+    if not HAS_TRITON:
+        return "Triton is not installed"
+    return None if hasattr(torch, "_scaled_mm") else "this PyTorch cannot multiply float8"
 
 
 def _dtype_of_products(x: Tensor) -> torch.dtype:
@@ -62,14 +79,14 @@ def _refuse_second_derivative() -> None:
 # ------------------------------------------------------------------ the head and its loss
 
 
-def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, float8: bool = False) -> Tensor:
     """The summed cross-entropy of ``hidden @ weight.T``: ().
 
     ``hidden`` (rows, dim), ``weight`` (vocab, dim), ``targets`` (rows,). The products are computed
-    as autocast says; the weight's gradient is added up in the dtype of ``weight``.
+    as autocast says, or of float8; the weight's gradient is added up in the dtype of ``weight``.
     """
-    hidden = hidden.to(_dtype_of_products(hidden))
-    loss: Tensor = torch.ops.shardlab.head_loss(hidden, weight, targets)[0]
+    operation = torch.ops.shardlab.float8_head_loss if float8 else torch.ops.shardlab.head_loss
+    loss: Tensor = operation(hidden.to(_dtype_of_products(hidden)), weight, targets)[0]
     return loss
 
 
@@ -95,8 +112,44 @@ def _head_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor,
     return losses.sum(), of_hidden, of_weight[:vocab]
 
 
-@_head_loss.register_fake
-def _(hidden: Tensor, weight: Tensor, _targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op("shardlab::float8_head_loss", mutates_args=())
+def _float8_head_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``_head_loss``, with operands of float8 in the three products.
+
+    A GPU multiplies float8 only where both operands have the numbers that are summed side by side.
+    So the hidden states, the weight and the logits' gradient are each written twice, in rows and in
+    columns. (The gradient's columns cost less than its product in bf16.)
+    """
+    (rows, dim), vocab = hidden.shape, weight.shape[0]
+    x, x_turned, x_scale = to_float8(_padded(hidden, FLOAT8_TILE))
+    w, w_turned, w_scale = to_float8(_padded(weight, TILE))  # (columns, dim), (dim, columns)
+    targets = F.pad(targets, (0, len(x) - rows), value=IGNORED)
+    step = min(len(x), FLOAT8_ROWS)
+    logits = hidden.new_empty(step, len(w))
+    y = hidden.new_empty(step, len(w), dtype=E5M2)
+    y_turned = logits.view(E5M2).view(-1)  # needed when the logits are not any more
+    y_scale = x_scale.new_full((), 1 / LIFT)
+    losses = torch.zeros(len(x), dtype=weight.dtype, device=weight.device)
+    of_hidden = hidden.new_empty(len(x), dim)
+    of_weight = weight.new_empty(len(w), dim)
+    to_gradient = _triton_loss_to_gradient if hidden.is_cuda else loss_to_gradient
+    for start in range(0, len(x), step):
+        part = slice(start, start + step)
+        n = len(x[part])
+        _float8_product(x[part], w.t(), x_scale, w_scale, logits[:n], True)
+        to_gradient(logits[:n], targets[part], losses[part], vocab, y[:n], LIFT)
+        _float8_product(y[:n], w_turned.t(), y_scale, w_scale, of_hidden[part])
+        turned = turn(y[:n], y_turned[: n * len(w)].view(len(w), n))
+        more = of_weight if start == 0 else torch.empty_like(of_weight)
+        _float8_product(turned, x_turned[:, part].t(), y_scale, x_scale, more)
+        if start:
+            of_weight += more
+    return losses.sum(), of_hidden[:rows], of_weight[:vocab]
+
+
+def _fake_loss(hidden: Tensor, weight: Tensor, _targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return weight.new_empty(()), torch.empty_like(hidden), torch.empty_like(weight)
 
 
@@ -111,7 +164,9 @@ def _scale(ctx: Any, gradient: Tensor, *_: None) -> tuple[Tensor, Tensor, None]:
     return of_hidden * gradient, of_weight * gradient, None
 
 
-_head_loss.register_autograd(_scale, setup_context=_keep)
+for _operation in (_head_loss, _float8_head_loss):
+    _operation.register_fake(_fake_loss)
+    _operation.register_autograd(_scale, setup_context=_keep)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -124,10 +179,58 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(a.mm(b))
 
 
-def loss_to_gradient(logits: Tensor, targets: Tensor, losses: Tensor, vocab: int) -> None:
-    """Write each row's loss to ``losses`` (rows,), and its gradient over ``logits`` (rows,
-    columns). Columns from ``vocab`` on are padding. A target outside of the vocabulary gives NaN.
+def _padded(x: Tensor, multiple: int) -> Tensor:
+    """With rows of zeros, up to a multiple that is not 0."""
+    more = -len(x) % multiple if len(x) else multiple
+    return F.pad(x, (0, 0, 0, more)) if more else x.contiguous()
+
+
+def _float8_product(
+    a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, out: Tensor, is_fast: bool = False
+) -> None:
+    """``out = a @ b``, with the scales of ``a`` and ``b``. If fast, a GPU adds up in fewer bits
+    than fp32's: enough for logits, but not for gradients, of which one summand is far larger than
+    the rest."""
+    if a.is_cuda:
+        torch._scaled_mm(a, b, of_a, of_b, out_dtype=out.dtype, use_fast_accum=is_fast, out=out)
+    else:
+        out.copy_((a.float() @ b.float()) * (of_a * of_b))
+
+
+def to_float8(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``x`` (rows, columns) in e4m3, its transpose, and the scale () that both are to be multiplied
+    by: the largest number of ``x`` became e4m3's largest."""
+    largest = torch.linalg.vector_norm(x, torch.inf).float().clamp(min=1e-30)
+    scale = largest / torch.finfo(E4M3).max
+    out = (x.float() / scale).to(E4M3)
+    return out, turn(out, out.new_empty(out.t().shape)), scale
+
+
+def turn(x: Tensor, out: Tensor) -> Tensor:
+    """``out`` (columns, rows), after the transpose of ``x`` (rows, columns), of bytes, was written
+    there."""
+    if not x.is_cuda:
+        return out.copy_(x.t())
+    size = 128
+    grid = -(-x.shape[0] // size), -(-x.shape[1] // size)
+    flat = x.view(torch.uint8), out.view(torch.uint8)
+    kernels()["turn"][grid](*flat, *x.shape, size, num_warps=8)
+    return out
+
+
+def loss_to_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    vocab: int,
+    out: Tensor | None = None,
+    lift: float = 1.0,
+) -> None:
+    """Write each row's loss to ``losses`` (rows,), and its gradient, times ``lift``, to ``out``
+    (rows, columns), by default over ``logits``. Columns from ``vocab`` on are padding. A target
+    outside of the vocabulary gives NaN.
     """
+    out = logits if out is None else out
     real = _wide(logits[:, :vocab])
     counts = targets != IGNORED
     known = (targets >= 0) & (targets < vocab)
@@ -136,19 +239,27 @@ def loss_to_gradient(logits: Tensor, targets: Tensor, losses: Tensor, vocab: int
     losses.copy_((norms - real.gather(1, at)[:, 0]).where(counts, 0))
     gradient = torch.exp(real - norms[:, None])
     gradient.scatter_add_(1, at, -torch.ones_like(at, dtype=gradient.dtype))
-    logits[:, :vocab] = gradient.where(counts[:, None], 0).to(logits.dtype)
-    logits[:, vocab:] = 0
+    out[:, :vocab] = (lift * gradient).where(counts[:, None], 0).to(out.dtype)
+    out[:, vocab:] = 0
 
 
-def _triton_loss_to_gradient(logits: Tensor, targets: Tensor, losses: Tensor, vocab: int) -> None:
+def _triton_loss_to_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    vocab: int,
+    out: Tensor | None = None,
+    lift: float = 1.0,
+) -> None:
     """One program for each row. So many warps, because all rows that are under way should fit in
     the GPU's second-level cache (60 MB on an H200): each is read twice.
     """
     rows, columns = logits.shape
+    out = logits if out is None else out
     block = 16384 if columns > 16384 else 1024  # columns at a time
     kernel = kernels()["loss_to_gradient"]
-    sizes = logits.stride(0), vocab, columns, IGNORED, block
-    kernel[(rows,)](logits, targets, losses, *sizes, num_warps=block // 512)
+    sizes = logits.stride(0), out.stride(0), vocab, columns, IGNORED, block, lift
+    kernel[(rows,)](logits, targets, losses, out, *sizes, num_warps=block // 512)
 
 
 # ------------------------------------------------------------------ a layer and its GELU
@@ -233,18 +344,21 @@ def kernels() -> dict[str, Any]:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def loss_to_gradient(  # type: ignore[no-untyped-def]
-        logits, targets, losses, stride,
+        logits, targets, losses, out, stride, out_stride,
         vocab: tl.constexpr, columns: tl.constexpr, ignored: tl.constexpr, block: tl.constexpr,
+        lift: tl.constexpr,
     ):  # fmt: skip
         number = tl.program_id(0).to(tl.int64)
         row = logits + number * stride
+        out += number * out_stride
         target = tl.load(targets + number)
         full: tl.constexpr = vocab // block * block  # up to here no column needs a mask
         # A thread has 8 columns side by side: 16 bytes in bf16.
         strip = tl.arange(0, block // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
         if target == ignored:
             for first in range(0, columns, block):
-                tl.store(row + first + strip, 0.0, mask=first + strip < columns)
+                zeros = tl.zeros((block // 8, 8), out.dtype.element_ty)
+                tl.store(out + first + strip, zeros, mask=first + strip < columns)
             tl.store(losses + number, 0.0)
         else:
             known = (target >= 0) & (target < vocab)
@@ -275,14 +389,16 @@ def kernels() -> dict[str, Any]:
             tl.store(losses + number, norm / log2_e - own)
             for first in range(0, full, block):
                 x = tl.load(row + first + strip, eviction_policy="evict_first").to(tl.float32)
-                gradient = tl.exp2(x * log2_e - norm)
-                tl.store(row + first + strip, gradient, eviction_policy="evict_first")
+                gradient = tl.exp2(x * log2_e - norm) * lift
+                gradient = gradient.to(out.dtype.element_ty)
+                tl.store(out + first + strip, gradient, eviction_policy="evict_first")
             x = tl.load(row + at, mask=at < columns, other=0.0, eviction_policy="evict_first")
             x = tl.where(at < vocab, x.to(tl.float32) * log2_e, -3e38)
-            gradient = tl.exp2(x - norm)
-            tl.store(row + at, gradient, mask=at < columns, eviction_policy="evict_first")
+            gradient = (tl.exp2(x - norm) * lift).to(out.dtype.element_ty)
+            tl.store(out + at, gradient, mask=at < columns, eviction_policy="evict_first")
             tl.debug_barrier()  # two threads write the target's column, and this one is right
-            tl.store(row + target, tl.exp2(own * log2_e - norm) - 1.0, mask=known)
+            own = (tl.exp2(own * log2_e - norm) - 1.0) * lift
+            tl.store(out + target, own.to(out.dtype.element_ty), mask=known)
 
     @triton.jit  # type: ignore[untyped-decorator]
     def gelu_gradient(  # type: ignore[no-untyped-def]
@@ -307,4 +423,13 @@ def kernels() -> dict[str, Any]:
         sums += tl.program_id(1) * columns
         tl.store(sums + column, tl.sum(total, 0)[None, :], mask=column < columns)
 
-    return {"loss_to_gradient": loss_to_gradient, "gelu_gradient": gelu_gradient}
+    @triton.jit  # type: ignore[untyped-decorator]
+    def turn(inputs, outputs, rows, columns, size: tl.constexpr):  # type: ignore[no-untyped-def]
+        row = tl.program_id(0).to(tl.int64) * size + tl.arange(0, size)
+        column = tl.program_id(1).to(tl.int64) * size + tl.arange(0, size)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        tile = tl.load(inputs + row[:, None] * columns + column[None, :], mask=inside)
+        at = column[:, None] * rows + row[None, :]
+        tl.store(outputs + at, tl.trans(tile), mask=tl.trans(inside))
+
+    return {"loss_to_gradient": loss_to_gradient, "gelu_gradient": gelu_gradient, "turn": turn}
