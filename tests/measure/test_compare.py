@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import markupsafe
 import numpy as np
@@ -25,6 +26,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import commands
+from conftest import GetRanks
 from shardlab import config as configs
 from shardlab import numbers
 from shardlab.cli import app
@@ -38,6 +40,7 @@ from shardlab.measure.memory import peak_bytes
 from shardlab.naming import STRATEGIES
 from shardlab.proof import chance, judge
 from shardlab.report import compare_charts, compare_terminal
+from shardlab.run import loop
 from shardlab.run.rankset import RankSet
 from shardlab.specs import parse_spec
 from shardlab.trace.model import PARTS
@@ -475,6 +478,42 @@ def test_the_commands_defaults_are_the_plans() -> None:
         "repeats": Plan.repeats, "warmup": Plan.warmup, "steps": Plan.steps, "prove": Plan.prove,
         "time_limit": Plan.time_limit_s,
     }  # fmt: skip
+
+
+def test_traces_are_short_unless_somebody_says_how_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plans: list[Plan] = []
+
+    def noted(_cells: list[Cell], plan: Plan, *_: Any) -> None:
+        plans.append(plan)
+        raise UsageError("that is enough")
+
+    monkeypatch.setattr(comparison, "compare", noted)
+    (tmp_path / "file.yaml").write_text("profile: {wait: 1}")
+    for more in ([], ["--set", "profile.active=3"], ["--config", "file.yaml"], ["--no-profile"]):
+        CliRunner().invoke(app, ["compare", "--strategies", "zero2", *more])
+    windows = [p.profile and (p.profile.wait, p.profile.warmup, p.profile.active) for p in plans]
+    assert windows == [(0, 1, 2), (0, 1, 3), (1, 1, 2), None]
+
+
+@pytest.mark.long
+def test_of_workers_a_round_is_timed_after_the_warm_up(ranks: GetRanks) -> None:
+    options = {"strategy.name": "local_sgd", "strategy.options": {"every": 5}}
+    tiny = {"model.size": "tiny", "launch.world": 2, "launch.device": "cpu", "training.steps": 4}
+    values = configs.load(None, {**options, **tiny}).to_dict()
+    steps, found = ranks(2).run(timed, values, 2)[0]
+    assert steps == range(7)  # and not 9
+    assert (found["every"], len(found["losses"]), len(set(found["slowest_ms"]))) == (5, 4, 1)
+    assert len(found["slowest_ms"]) == 4
+
+
+def timed(world: World, values: dict[str, Any], warmup: int) -> tuple[range, Any]:
+    """On a rank: the steps that are made, and what is found."""
+    with mock.patch.object(loop, "train", wraps=loop.train) as train:
+        found = comparison.time_cell(world, values, warmup)
+    return train.call_args.args[3], found
 
 
 def process(_world: World) -> int:

@@ -19,6 +19,9 @@ from shardlab.cli import flags
 from shardlab.errors import Interrupted, NodeLost, UsageError
 from shardlab.runlock import RunLock
 
+# Unless somebody sets it: a short window for each strategy, whose first step is thrown away anyway.
+WINDOW = {"profile": {"wait": 0, "active": 2}}
+
 
 @flags.configured(
     "workload", "size", "data", "seq_len", "global_batch", "micro_batch", "batch_split",
@@ -132,7 +135,7 @@ def compare(
     else:
         if profile:
             asked.flags["profile.enabled"] = True
-        first, command = asked.config(), flags.command()
+        first, command = asked.config(WINDOW), flags.command()
         plan = Plan(
             repeats=repeats,
             warmup=warmup,
