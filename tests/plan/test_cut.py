@@ -289,8 +289,21 @@ def test_predictions_of_every_axis(predictor: predict.Predictor) -> None:
 def test_pytorchs_pipeline_has_a_plan(predictor: predict.Predictor) -> None:
     found = predictor.predict(tiny({}, 2, strategy__name="pytorch_pipeline"), "h100")
     assert found.bubble_s > 0
-    theirs = predictor.predict(tiny({"tensor": 2}, 2, strategy__name="tensor_parallel"), "h100")
-    assert theirs.bubble_s == 0 < theirs.wait_s
+
+
+def test_pytorchs_tensor_parallelism_sends_what_ours_does(predictor: predict.Predictor) -> None:
+    """DTensor's collectives are operators where tensors have no content."""
+    ours, theirs = (
+        simulated(predictor, tiny({}, 2, micro=1, strategy__name=name))[0]
+        for name in ("tensor_parallel", "pytorch_tensor_parallel")
+    )
+    of_blocks = 4 * 4 * 2 * 64 * 64 * 4  # four in each of four blocks, of two samples
+    for step in (ours, theirs):
+        sums = [s for s in step.starts() if s.op == "all_reduce" and s.bytes == 2 * 64 * 64 * 4]
+        assert sum(s.bytes for s in sums) >= of_blocks
+        assert {s.group for s in sums} == {Group(2)}
+        assert {s.call for s in sums} <= {e.call for e in step.events if isinstance(e, Wait)}
+    assert not [work for work in theirs.works() if "c10d" in work.name]
 
 
 @pytest.mark.parametrize(
