@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import commands
 from conftest import long_unless
 from fortune import Fortune
 from shardlab import config as configs
@@ -322,6 +325,18 @@ def test_what_cannot_be_planned_says_why_in_a_line(
         predictor.predict(tiny(options, 8), device)
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.long
+def test_the_command_of_the_docs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/plan.md").read_text(encoding="utf-8")
+    (line,) = (line for line in page.splitlines() if "zero1:tensor=2:pipeline=2" in line
+               and line.startswith("shardlab plan"))  # fmt: skip
+    done = commands.here(*line.split()[1:], "--out", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "out" / "plan.json").read_text())["rows"]
+    assert [row["bubble_s"] > 0 for row in rows] == [False, False, True]
+    assert len({row["global_batch"] for row in rows}) == 1
 
 
 # ------------------------------------------------------------------ rows, table and page
