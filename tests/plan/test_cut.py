@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import commands
 from conftest import long_unless
 from fortune import Fortune
 from shardlab import config as configs
@@ -289,8 +292,21 @@ def test_predictions_of_every_axis(predictor: predict.Predictor) -> None:
 def test_pytorchs_pipeline_has_a_plan(predictor: predict.Predictor) -> None:
     found = predictor.predict(tiny({}, 2, strategy__name="pytorch_pipeline"), "h100")
     assert found.bubble_s > 0
-    theirs = predictor.predict(tiny({"tensor": 2}, 2, strategy__name="tensor_parallel"), "h100")
-    assert theirs.bubble_s == 0 < theirs.wait_s
+
+
+def test_pytorchs_tensor_parallelism_sends_what_ours_does(predictor: predict.Predictor) -> None:
+    """DTensor's collectives are operators where tensors have no content."""
+    ours, theirs = (
+        simulated(predictor, tiny({}, 2, micro=1, strategy__name=name))[0]
+        for name in ("tensor_parallel", "pytorch_tensor_parallel")
+    )
+    of_blocks = 4 * 4 * 2 * 64 * 64 * 4  # four in each of four blocks, of two samples
+    for step in (ours, theirs):
+        sums = [s for s in step.starts() if s.op == "all_reduce" and s.bytes == 2 * 64 * 64 * 4]
+        assert sum(s.bytes for s in sums) >= of_blocks
+        assert {s.group for s in sums} == {Group(2)}
+        assert {s.call for s in sums} <= {e.call for e in step.events if isinstance(e, Wait)}
+    assert not [work for work in theirs.works() if "c10d" in work.name]
 
 
 @pytest.mark.parametrize(
@@ -309,6 +325,18 @@ def test_what_cannot_be_planned_says_why_in_a_line(
         predictor.predict(tiny(options, 8), device)
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.long
+def test_the_command_of_the_docs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/plan.md").read_text(encoding="utf-8")
+    (line,) = (line for line in page.splitlines() if "zero1:tensor=2:pipeline=2" in line
+               and line.startswith("shardlab plan"))  # fmt: skip
+    done = commands.here(*line.split()[1:], "--out", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "out" / "plan.json").read_text())["rows"]
+    assert [row["bubble_s"] > 0 for row in rows] == [False, False, True]
+    assert len({row["global_batch"] for row in rows}) == 1
 
 
 # ------------------------------------------------------------------ rows, table and page

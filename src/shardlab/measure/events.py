@@ -68,6 +68,13 @@ _FLOPS |= {
     _aten.mkldnn_rnn_layer: _recurrent(1), _aten.mkldnn_rnn_layer_backward: _recurrent(2),
     _aten._cudnn_rnn: _recurrent(1), _aten._cudnn_rnn_backward: _recurrent(2),
 }  # fmt: skip
+# DTensor's collectives: without content they are operators, and reach no process group. With the
+# place of the whole tensor: the first argument, or the result.
+FUNCTIONAL = "_c10d_functional"
+_FUNCTIONAL = {
+    "all_reduce": ("all_reduce", 0), "all_gather_into_tensor": ("all_gather", 1),
+    "reduce_scatter_tensor": ("reduce_scatter", 0), "all_to_all_single": ("all_to_all", 0),
+}  # fmt: skip
 _LETTERS = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
@@ -189,6 +196,7 @@ class Log:
         self._events: list[tuple[float, Event]] = []  # by their place
         self._lanes: dict[Any, Lane] = {}
         self._entry: tuple[comm.Entry, list[Call]] | None = None
+        self._results: dict[int, Call] = {}  # of functional collectives, by their storage
         self._of_computing: Any = None  # the key of the computation's stream
 
     def begin_step(self) -> None:
@@ -206,6 +214,9 @@ class Log:
     def operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         packet, inputs = func.overloadpacket, tensors_of((args, kwargs))
         outputs = tensors_of(result)
+        if func.namespace == FUNCTIONAL:
+            self._functional(packet.__name__, inputs, outputs, args)
+            return
         if func.is_view or packet in _FREE or func.namespace == "prim":  # "which device?"
             return
         count = _FLOPS.get(packet)
@@ -222,6 +233,20 @@ class Log:
         shapes = " ".join(map(shape_of, inputs))
         name = str(packet)
         self._note(Work(name, flops, size, shapes, phase=PHASES.get(PULSE.phase, "")))
+
+    def _functional(
+        self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], args: Any
+    ) -> None:
+        if name in _FUNCTIONAL:
+            op, place = _FUNCTIONAL[name]
+            group = dist.distributed_c10d._resolve_process_group(args[-1])
+            size = total_bytes((inputs, outputs)[place])
+            call = self._start(group, op, size, "", op, self._among(group, op, None))
+            self._results[outputs[0].untyped_storage()._cdata] = call
+        elif name == "wait_tensor":
+            found = self._results.pop(inputs[0].untyped_storage()._cdata, None)
+            if found is not None:
+                self.waited(found)
 
     def started(
         self,

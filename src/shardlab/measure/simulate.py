@@ -42,6 +42,7 @@ from shardlab import comm
 from shardlab.axes import Axes, axes_of
 from shardlab.config import Config, LaunchConfig, TrainingConfig
 from shardlab.errors import UsageError
+from shardlab.measure import events as noted
 from shardlab.measure import memory
 from shardlab.measure.events import Log
 from shardlab.measure.memory import Allocation, Causes
@@ -342,7 +343,7 @@ class Tracker(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             self.note(tensor)
-        if self.log.is_on and not self._is_paused:
+        if not self._is_paused and (self.log.is_on or func.namespace == noted.FUNCTIONAL):
             self.log.operator(func, args, kwargs, result)
         return result
 
