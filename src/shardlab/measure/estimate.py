@@ -331,9 +331,12 @@ def snapshots(ranks: RankSet, config: Config, folder: Path) -> list[str]:
 
 def _answer(pipe: Any) -> None:
     """Estimate what the parent asks for, until it is gone."""
+    import torch
+
     from shardlab import config as configs
     from shardlab.guard import stacks
 
+    torch.set_num_threads(1)  # all but a model's own check is without values: more threads only spin
     with contextlib.suppress(EOFError, BrokenPipeError), stacks.Answering() as answering:
         pipe.send(answering.fd)  # the file that the stack is written to, if asked for
         while True:
