@@ -327,7 +327,7 @@ def of_people(name: str, strategy: str = "simple_ddp", batch: int = 2) -> config
 @pytest.mark.parametrize("name", people.EVERYONE)
 def test_peoples_models_are_estimated(name: str, simulator: Simulator) -> None:
     """Each within seconds. ViT's initialisation used to loop for ever."""
-    for strategy in ("single", "pytorch_ddp"):
+    for strategy in ("single", "zero3", "pytorch_ddp"):
         config = of_people(name, strategy)
         found = simulator.run(config, "cpu", limit_s=60)
         assert found["weights"]["step"]["total"] > 0
