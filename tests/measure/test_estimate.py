@@ -102,6 +102,21 @@ def test_what_is_held_before_the_update_and_between_steps(
     assert found["between"]["total"] == pytest.approx(psi * (shares[0] + shares[2]), rel=0.03)
 
 
+def test_an_answer_that_nobody_waited_for_is_not_the_next_ones(
+    simulator: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_limit_s: float) -> Any:
+        raise KeyboardInterrupt
+
+    small, large = (config_of("single", 1, batch, GPT) for batch in (1, 16))
+    expected = step(simulator, small)
+    with monkeypatch.context() as patch:
+        patch.setattr(simulator, "_receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(simulator, large)
+    assert step(simulator, small) == expected
+
+
 @pytest.mark.long
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize(

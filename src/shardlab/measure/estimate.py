@@ -87,6 +87,9 @@ class Simulator:
         except (EOFError, ConnectionResetError, BrokenPipeError):
             self.__exit__()
             raise RankFailure(0, "the estimate's process died") from None
+        except BaseException:  # an answer that nobody waited for would be taken for the next one's
+            self.__exit__()
+            raise
         if kind == "usage":
             raise UsageError(value)
         if kind == "error":
