@@ -339,7 +339,7 @@ def _answer(pipe: Any) -> None:
     from shardlab import config as configs
     from shardlab.guard import stacks
 
-    torch.set_num_threads(1)  # all but a model's own check is without values: more threads only spin
+    torch.set_num_threads(1)  # as a rank has: hardly anything is computed, and more would only spin
     with contextlib.suppress(EOFError, BrokenPipeError), stacks.Answering() as answering:
         pipe.send(answering.fd)  # the file that the stack is written to, if asked for
         while True:
