@@ -239,7 +239,7 @@ def test_the_path_of_a_learner(tmp_path: Path) -> None:
     assert "next: shardlab learn start sampler" in listed.stdout
     assert not (tmp_path / "learn").exists()
 
-    started = commands.shardlab("learn", "start", "broadcast", cwd=tmp_path)
+    started = commands.here("learn", "start", "broadcast", cwd=tmp_path)
     assert started.returncode == 0, started.stderr
     assert "shardlab learn check broadcast" in started.stdout
     again = commands.here("learn", "start", "broadcast", cwd=tmp_path)

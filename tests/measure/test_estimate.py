@@ -517,7 +517,7 @@ def test_the_command(tmp_path: Path) -> None:
         "memory --strategies simple_ddp,zero3 --size tiny --data synthetic --world 64 "
         "--fits 4MB --out out --json"
     )
-    done = commands.shardlab(*command.split(), cwd=tmp_path)
+    done = commands.here(*command.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert json.loads((tmp_path / "out" / "memory.json").read_text()) == result
