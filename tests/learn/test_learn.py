@@ -246,7 +246,7 @@ def test_the_path_of_a_learner(tmp_path: Path) -> None:
     assert again.returncode == 2
     assert "learn/broadcast.py exists" in again.stderr
 
-    failed = commands.shardlab("learn", "check", "broadcast", "--json", cwd=tmp_path)
+    failed = commands.here("learn", "check", "broadcast", "--json", cwd=tmp_path)
     assert failed.returncode == 1, failed.stderr
     result = json.loads(failed.stdout)
     assert result["schema"] == 1
@@ -262,7 +262,7 @@ def test_the_path_of_a_learner(tmp_path: Path) -> None:
     ]
 
     (tmp_path / "learn" / "broadcast.py").write_text(Exercise("broadcast").solution)
-    passed = commands.shardlab("learn", "check", cwd=tmp_path)
+    passed = commands.here("learn", "check", cwd=tmp_path)
     assert passed.returncode == 0, passed.stdout + passed.stderr
     assert "passed" in passed.stdout
     rows = json.loads(commands.here("learn", "--json", cwd=tmp_path).stdout)["exercises"]
