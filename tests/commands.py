@@ -43,8 +43,9 @@ def shardlab(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[s
 
 def here(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """The command in this process, with the same answer: it saves the seconds that torch takes to
-    import. It is for what ends without ranks (refusals, lists, help) and loads no file of a user,
-    since modules stay loaded. Its ranks, if it has any, share the tests' fork server.
+    import. Its ranks, if it has any, come from the tests' own fork server and have that server's
+    environment, so ``env`` does not reach them. A user's file stays loaded: it needs a folder of
+    its own.
     """
     from shardlab import cli
 

@@ -51,7 +51,9 @@ def long_unless(is_quick: Callable[..., bool], cases: Iterable[Any]) -> list[Any
 LONGEST = (
     "test_zoo", "test_learn", "test_people_prove", "test_docs", "test_prove", "test_judge",
     "test_resume", "test_estimate", "test_people_compare", "test_conformance", "test_options",
-    "test_run_faults", "test_compare", "test_site", "test_workloads", "test_twins", "test_desync",
+    "test_run_faults", "test_compare", "test_site", "test_where", "test_workloads", "test_twins",
+    "test_desync", "test_pipeline", "test_planted_mesh", "test_context_parallel", "test_workers",
+    "test_watchdog", "test_node_faults",
 )  # fmt: skip
 
 

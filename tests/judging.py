@@ -62,6 +62,11 @@ def checks_of(
     changes = {key.replace("__", "."): value for key, value in settings.items()}
     config = configs.load(None, {"model.workload": workload, **changes})
     (case,) = cases_of(small(config), [strategy], [world])
+    return checks_of_case(ranks, case)
+
+
+def checks_of_case(ranks: GetRanks, case: configs.Config) -> dict[str, dict[str, Any]]:
+    world = case.launch.world or 1
     found = ranks(world).run("judging:examine_users", case.to_dict(), deadline_s=100)
     evidence = [e for e in found if e is not None]
     return {name: check(evidence) for name, check in CHECKS.items()}

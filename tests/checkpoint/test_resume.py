@@ -284,12 +284,12 @@ def test_epochs_and_a_micro_batch_go_on(ranks: GetRanks, tmp_path: Path) -> None
 @pytest.mark.long
 def test_resume_from_the_command_line(tmp_path: Path) -> None:
     """A run folder's own settings are used, changed by the flags."""
-    first = commands.shardlab(
+    first = commands.here(
         "train", "--size", "tiny", "--data", "synthetic", "--steps", "4", "--lr", "0.01",
         "--checkpoint-every", "2", "--out", "run", "--json", cwd=tmp_path,
     )  # fmt: skip
     assert first.returncode == 0, first.stderr
-    more = commands.shardlab(
+    more = commands.here(
         "train", "--resume", "run", "--steps", "6", "--strategy", "zero2", "--json", cwd=tmp_path
     )
     assert more.returncode == 0, more.stderr

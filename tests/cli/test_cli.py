@@ -122,7 +122,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = commands.shardlab("train", "--port", str(port), cwd=tmp_path)
+        done = commands.here("train", "--port", str(port), cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: port {port} cannot be used: Address already in use")
     assert list(tmp_path.iterdir()) == []
@@ -133,9 +133,7 @@ def test_a_port_of_ones_choice(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("", 0))
         port = str(free.getsockname()[1])
-    done = commands.shardlab(
-        "train", "--port", port, "--size", "tiny", "--steps", "1", cwd=tmp_path
-    )
+    done = commands.here("train", "--port", port, "--size", "tiny", "--steps", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -217,7 +215,7 @@ def test_lists(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_doctor(tmp_path: Path) -> None:
-    done = commands.shardlab("doctor", "--json", cwd=tmp_path)
+    done = commands.here("doctor", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert checks["gloo"]["status"] == "ok"

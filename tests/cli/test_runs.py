@@ -146,13 +146,13 @@ def test_the_cache(tmp_path: Path) -> None:
 def test_what_commands_write_is_known_as_theirs(tmp_path: Path) -> None:
     """A file that a command begins to write, and that is not listed, would never be removed."""
     tiny = ("--size", "tiny", "--world", "2")
-    trained = commands.shardlab(
+    trained = commands.here(
         "train", *tiny, "--steps", "5", "--checkpoint-every", "5", "--audit-data", "--profile",
         "--evaluate-every", "0", "--out", "runs/train", "--inject", "slow:rank=1,ms=1",
         cwd=tmp_path,
     )  # fmt: skip
     assert trained.returncode == 0, trained.stderr
-    compared = commands.shardlab(
+    compared = commands.here(
         "compare", *tiny, "--strategies", "single,simple_ddp", "--repeats", "1", "--no-prove",
         "--out", "runs/compare", cwd=tmp_path,
     )  # fmt: skip

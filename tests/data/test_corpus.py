@@ -166,7 +166,7 @@ def test_commands_refuse_in_a_line(tmp_path: Path) -> None:
             number += 1
         shutil.rmtree(place / "out")
         before = tree(tmp_path)
-        done = commands.shardlab(*command, cwd=place)
+        done = commands.here(*command, cwd=place)
         assert "Traceback" not in done.stderr, f"{name}:{number}\n{done.stderr}"
         assert done.returncode in (1, 2), f"{name}:{number}\n{done.stderr}"
         if done.returncode == 2:

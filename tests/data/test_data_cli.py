@@ -667,7 +667,7 @@ def test_vocabularies(tmp_path: Path) -> None:
 def test_the_embedded_text_through_the_command(tmp_path: Path) -> None:
     """Real text: the documentation of this project, and a run on it."""
     docs = Path(__file__).parents[2] / "docs"
-    done = commands.shardlab(
+    done = commands.here(
         "data", "text", str(docs / "log.md"), str(docs / "decisions"), "--to", "shards",
         "--tokenizer", "bytes", "--jobs", "2", cwd=tmp_path,
     )  # fmt: skip
@@ -675,7 +675,7 @@ def test_the_embedded_text_through_the_command(tmp_path: Path) -> None:
     done = commands.here("data", "show", "shards", cwd=tmp_path)
     assert "tokenizer bytes (vocabulary 256)" in done.stdout
     assert bytes(read_back(tmp_path / "shards")).startswith((docs / "log.md").read_bytes())
-    done = commands.shardlab(
+    done = commands.here(
         "train", "--size", "tiny", "--data", "shards", "--steps", "2", "--json", cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr

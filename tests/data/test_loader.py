@@ -294,7 +294,7 @@ workload = Workload("line", lambda: nn.Linear(1, 1), loss, Rows())
 def test_audit_data_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     command = ("train", "--workload", "own.py:workload", "--steps", "3", "--lr", "0.001")
-    done = commands.shardlab(
+    done = commands.here(
         *command, "--epoch", "padded", "--global-batch", "4", "--audit-data", "--out", "run",
         cwd=tmp_path,
     )  # fmt: skip
@@ -305,7 +305,7 @@ def test_audit_data_of_a_run(tmp_path: Path) -> None:
     assert result["samples_of_ranks"] == [6, 6]
     assert "`audit.json`" in (tmp_path / "run" / "README.md").read_text()
 
-    done = commands.shardlab(
+    done = commands.here(
         *command, "--epoch", "exact", "-b", "4", "--audit-data", "--json", cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
@@ -314,7 +314,7 @@ def test_audit_data_of_a_run(tmp_path: Path) -> None:
     assert result["data_ms"]["median"] >= 0
     assert [e["samples"] for e in result["audit"]["epochs"]] == [10]
 
-    done = commands.shardlab(*command, "--epoch", "dropped", "-b", "12", cwd=tmp_path)
+    done = commands.here(*command, "--epoch", "dropped", "-b", "12", cwd=tmp_path)
     assert done.returncode == 2
     assert "dropped leaves nothing of 10 samples" in done.stderr
     assert len(list((tmp_path / "runs").iterdir())) == 1  # a refusal leaves no folder

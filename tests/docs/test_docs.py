@@ -52,8 +52,10 @@ def fewer(line: str) -> list[str]:
         return []
     if line.startswith("shardlab compare"):
         flags = [*FEW, "--no-prove"]
-        if line == "shardlab compare":  # all strategies
+        if "--size" not in line and "--workload" not in line:
             flags += ["--size", "tiny"]
+        elif "--strategies" not in line:  # all of them: `make compare` does that
+            flags += ["--strategies", "single,simple_ddp"]
         if "runs/buckets" in line:  # the two sides of a gate, whose limit needs two repeats
             flags += ["--repeats", "2"]
         if "--fail-if" in line:  # other tests run beside it: nothing here is too slow
@@ -62,6 +64,9 @@ def fewer(line: str) -> list[str]:
     if line.startswith("shardlab prove"):
         last = line.rpartition(",")[2] if "," in line else line.split()[-1]
         return ["--strategies", last]
+    chosen = ("--size", "--workload", "--config", "--resume", "--data")
+    if line.startswith("shardlab train") and not any(flag in line for flag in chosen):
+        return ["--size", "tiny"]
     if line.startswith("shardlab network"):
         return ["--max-size", "64KiB", "--rounds", "2"]
     return []

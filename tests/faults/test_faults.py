@@ -231,7 +231,7 @@ def test_the_command_says_what_is_injected_and_refuses_what_cannot_be(tmp_path: 
     assert beyond.returncode == 2
     assert beyond.stderr.strip().splitlines()[-1].endswith("the world has 2: ranks 0 to 1")
     assert not (tmp_path / "runs").exists()
-    slow = commands.shardlab(*run, "--inject", "slow:rank=1,ms=5", cwd=tmp_path)
+    slow = commands.here(*run, "--inject", "slow:rank=1,ms=5", cwd=tmp_path)
     assert slow.returncode == 0, slow.stderr
     assert "FAULT INJECTION IS ON: rank 1 is late by 5 ms in forward" in slow.stderr
     assert "injected fault: rank 1 is late" in slow.stderr
@@ -264,7 +264,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         pytest.skip("needs the right to mount a file system")
     try:
         run = ["train", "--size", "tiny", "--data", "synthetic", "--steps", "60"]
-        done = commands.shardlab(*run, "--strategy", "zero1", "--checkpoint-every", "20",
+        done = commands.here(*run, "--strategy", "zero1", "--checkpoint-every", "20",
                                  "--out", "small/run", cwd=tmp_path)  # fmt: skip
         assert done.returncode == 1
         assert "cannot write the run's files: No space left on device" in done.stderr

@@ -418,7 +418,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 )
 def test_a_run_folder_that_cannot_be(setting: str | bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    done = commands.shardlab(
+    done = commands.here(
         "train", "--workload", WORKLOAD, "-w", "1", "--steps", "2", "--set", os.fsdecode(setting),
         cwd=tmp_path,
     )  # fmt: skip

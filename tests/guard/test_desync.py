@@ -337,7 +337,7 @@ def test_data_of_different_lengths_is_refused_before_the_first_step(tmp_path: Pa
 
 @pytest.mark.long
 def test_prove_catches_a_skipped_collective(tmp_path: Path) -> None:
-    done = commands.shardlab(
+    done = commands.here(
         "prove", "--strategies", f"{FILE}:SkippingFirst", "--workload", f"{FILE}:make", "--json",
         "--steps", "2", cwd=tmp_path,
     )  # fmt: skip

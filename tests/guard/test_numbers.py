@@ -121,7 +121,7 @@ def test_ignoring_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_command_says_it_in_a_line(tmp_path: Path) -> None:
-    done = commands.shardlab(
+    done = commands.here(
         "train", "--workload", f"{FILE}:make", "--steps", "8", "-b", "4", "--device", "cpu",
         "--set", "data.shuffle=false", "--set", "model.options.kind=layer", cwd=tmp_path,
     )  # fmt: skip
@@ -144,7 +144,7 @@ class UpdatesItself(SimpleDDP):
 
 @pytest.mark.long
 def test_a_strategy_must_use_the_update(tmp_path: Path) -> None:
-    done = commands.shardlab(
+    done = commands.here(
         "train", "--strategy", f"{__file__}:UpdatesItself", "--size", "tiny", "--steps", "2",
         "--world", "2", "--data", "synthetic", "--out", "run", cwd=tmp_path,
     )  # fmt: skip

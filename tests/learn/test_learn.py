@@ -239,14 +239,14 @@ def test_the_path_of_a_learner(tmp_path: Path) -> None:
     assert "next: shardlab learn start sampler" in listed.stdout
     assert not (tmp_path / "learn").exists()
 
-    started = commands.shardlab("learn", "start", "broadcast", cwd=tmp_path)
+    started = commands.here("learn", "start", "broadcast", cwd=tmp_path)
     assert started.returncode == 0, started.stderr
     assert "shardlab learn check broadcast" in started.stdout
     again = commands.here("learn", "start", "broadcast", cwd=tmp_path)
     assert again.returncode == 2
     assert "learn/broadcast.py exists" in again.stderr
 
-    failed = commands.shardlab("learn", "check", "broadcast", "--json", cwd=tmp_path)
+    failed = commands.here("learn", "check", "broadcast", "--json", cwd=tmp_path)
     assert failed.returncode == 1, failed.stderr
     result = json.loads(failed.stdout)
     assert result["schema"] == 1
@@ -262,7 +262,7 @@ def test_the_path_of_a_learner(tmp_path: Path) -> None:
     ]
 
     (tmp_path / "learn" / "broadcast.py").write_text(Exercise("broadcast").solution)
-    passed = commands.shardlab("learn", "check", cwd=tmp_path)
+    passed = commands.here("learn", "check", cwd=tmp_path)
     assert passed.returncode == 0, passed.stdout + passed.stderr
     assert "passed" in passed.stdout
     rows = json.loads(commands.here("learn", "--json", cwd=tmp_path).stdout)["exercises"]

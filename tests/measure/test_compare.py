@@ -51,7 +51,7 @@ TINY = [*SHORT, "--no-prove", "--no-profile"]
 
 
 def compare(tmp_path: Path, *args: str) -> dict[str, Any]:
-    done = commands.shardlab("compare", *TINY, "--out", "out", *args, cwd=tmp_path)
+    done = commands.here("compare", *TINY, "--out", "out", *args, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("out/compare.") == 3  # where its files are: json, csv, md
     result: dict[str, Any] = json.loads((tmp_path / "out" / "compare.json").read_text())
@@ -93,7 +93,7 @@ def test_losses_agree_with_single(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_every_strategy_is_proved_and_explained_in_each_world(tmp_path: Path) -> None:
     wrong = f"{Path(__file__).parents[1] / 'saboteurs.py'}:NoAveraging"
-    done = commands.shardlab(
+    done = commands.here(
         "compare", *SHORT, "--world", "1,2", "--out", "out", "--strategies",
         f"single,pytorch_ddp,{wrong}", "--set", "profile.active=1", "--fresh", cwd=tmp_path,
     )  # fmt: skip
@@ -188,7 +188,7 @@ def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path: Path) -> N
     other = commands.here("compare", *JOBS, "--steps", "3", "--resume", "out", cwd=tmp_path)
     assert other.returncode == 2
     assert "out was begun with other settings: steps was 2, now 3" in other.stderr
-    rest = commands.shardlab("compare", "--resume", "out", cwd=tmp_path)  # as it was begun
+    rest = commands.here("compare", "--resume", "out", cwd=tmp_path)  # as it was begun
     assert rest.returncode == 0, rest.stderr
     assert done
     assert join(done, progress(rest.stderr)) == everything  # nothing twice, nothing left out
@@ -243,7 +243,7 @@ def test_a_failure_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_only_failures_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(FAILING)
-    done = commands.shardlab(
+    done = commands.here(
         "compare", *TINY, "--strategies", "fails.py:Fails", "--quiet", cwd=tmp_path
     )
     assert done.returncode == 1

@@ -189,7 +189,7 @@ def test_the_command_fails_on_a_slowdown(tmp_path: Path) -> None:
     old |= {"workload": "gpt2-tiny", "parameters": 120_576}
     old["config"]["model"]["size"] = "tiny"
     (tmp_path / "old.json").write_text(json.dumps(old))
-    done = commands.shardlab(
+    done = commands.here(
         "compare", "--size", "tiny", "--repeats", "2", "--warmup", "1", "--steps", "2",
         "--no-prove", "--no-profile", "--strategies", "simple_ddp",
         "--against", "old.json", "--fail-if", "slower=5%", cwd=tmp_path,

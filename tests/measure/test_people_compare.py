@@ -1,8 +1,9 @@
 """``compare`` on models as people bring them: right strategies are not called wrong.
 
 With the settings that a user gets, but one short visit, few strategies and no profile. Each of
-these models is proved under each kind of strategy in ``tests/proof/test_people_prove.py``; here
-some of them, to see that a comparison takes the proof's word.
+these models is proved under each kind of strategy in ``tests/proof/test_people_prove.py`` and
+estimated in ``test_estimate.py``; here some of them are, to see that a comparison takes the word of
+both.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import people
 from conftest import GetRanks
 from shardlab import config as configs
 from shardlab.measure import compare as comparison
-from shardlab.measure.cells import Plan, axes_of, cells_of
+from shardlab.measure.cells import Cell, Plan, axes_of, cells_of
 from shardlab.proof import chance
 from shardlab.report import compare as report
 from shardlab.report import compare_terminal
@@ -41,6 +42,11 @@ def compare(config: configs.Config, strategies: tuple[str, ...], plan: Plan = PL
     return comparison.compare(cells, plan, "shardlab compare")
 
 
+def not_estimated(*args: Any) -> None:
+    cell: Cell = args[-1]
+    cell.estimated_bytes = {"total": None, "reason": "test_estimate.py does it"}
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """As a rank has; and nothing here may change the random state of other tests."""
@@ -51,19 +57,27 @@ def _one_thread() -> Iterator[None]:
 @pytest.mark.long
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", people.EVERYONE)
-def test_right_strategies_are_called_right(name: str, tmp_path: Path) -> None:
-    result = compare(config_of(name), EVERYONES, replace(PLAN, prove=name in PROVED))
+def test_right_strategies_are_called_right(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_proved = name in PROVED
+    if not is_proved:
+        monkeypatch.setattr(comparison, "_estimate", not_estimated)
+    strategies = EVERYONES if is_proved else ("single", "zero3")
+    result = compare(config_of(name), strategies, replace(PLAN, prove=is_proved))
     for cell in result["cells"]:
         assert (cell["status"], cell["reason"]) == ("ok", None)
-        if name in PROVED:
+        assert cell["peak_bytes"]["total"] > 0
+        if is_proved:
             assert cell["proof"]["pass"] is True, (cell["label"], cell["proof"]["message"])
-        assert cell["estimated_bytes"]["total"], cell["estimated_bytes"]
+            assert cell["estimated_bytes"]["total"], cell["estimated_bytes"]
     assert "wrong" not in " ".join(compare_terminal.verdict_lines(result))
     expected = chance.RANDOM if name in people.RANDOM else None
     expected = chance.STATE if name in STATEFUL else expected
     assert result["loss_not_compared"] == expected
     if expected:
-        assert [c["loss_difference"] for c in result["cells"]] == [0.0, None, None]
+        unknown = [None] * (len(strategies) - 1)
+        assert [c["loss_difference"] for c in result["cells"]] == [0.0, *unknown]
     report.write(tmp_path, result)
 
 

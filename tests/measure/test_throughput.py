@@ -220,7 +220,7 @@ def test_a_sweep_ends_with_the_largest_batch_that_fits(tmp_path: Path) -> None:
         "throughput --size tiny --data synthetic --sweep --memory-limit 3MiB --steps 2 "
         "--device cpu --out out --json"
     )
-    done = commands.shardlab(*command.split(), cwd=tmp_path, OMP_NUM_THREADS="1")
+    done = commands.here(*command.split(), cwd=tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert json.loads((tmp_path / "out" / "throughput.json").read_text()) == result
@@ -243,7 +243,7 @@ def test_the_table(tmp_path: Path) -> None:
         "throughput --size tiny --data synthetic --micro-batch 1,2 --world 2 "
         "--strategy zero2 --steps 2 --device cpu"
     )
-    done = commands.shardlab(*command.split(), cwd=tmp_path, OMP_NUM_THREADS="1")
+    done = commands.here(*command.split(), cwd=tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     said = ("tokens/s", "zero2 · 2 ranks", "MFU is of", "1T parameters on 10T tokens")
     for words in (*said, "data: synthetic tokens"):

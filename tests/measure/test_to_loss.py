@@ -35,7 +35,7 @@ def found(done: Any, tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.long
 def test_to_a_loss(tmp_path: Path) -> None:
     words = [*PAIR, "--to-loss", "4.9", "--max-steps", "40", "--seeds", "2"]
-    done = commands.shardlab(*RUN, *words, cwd=tmp_path, COLUMNS="80")
+    done = commands.here(*RUN, *words, cwd=tmp_path, COLUMNS="80")
     result = found(done, tmp_path)
     plain, compressed = result["cells"]
     assert result["seeds"] == [0, 1]
@@ -144,7 +144,7 @@ def workload():
 def test_goals_that_a_workload_cannot_have(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(NO_HELD_OUT)
     words = ["compare", "--strategies", "simple_ddp", "--workload"]
-    done = commands.shardlab(*words, "mine.py:workload", "--to-loss", "3", cwd=tmp_path)
+    done = commands.here(*words, "mine.py:workload", "--to-loss", "3", cwd=tmp_path)
     assert done.returncode == 2
     assert "holds no samples out, and --to-loss" in done.stderr
     for flags, said in (

@@ -182,7 +182,7 @@ def workload():
 def test_a_proof_that_would_pass_any_mistake_is_not_made(tmp_path: Path) -> None:
     """A hook that is not linear differs from itself by a fifth when the loss is scaled."""
     (tmp_path / "hooked.py").write_text(UNJUDGEABLE)
-    done = commands.shardlab(
+    done = commands.here(
         "prove", "--workload", "hooked.py:workload", "--strategies", "simple_ddp",
         cwd=tmp_path,
     )  # fmt: skip

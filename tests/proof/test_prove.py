@@ -584,7 +584,7 @@ def proved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("proved")
     (folder / "bad.py").write_text(BAD)
     names = "single,bad.py:Crashes,bad.py:Refuses,bad.py:Forgets,simple_ddp_ga"
-    return folder, commands.shardlab(
+    return folder, commands.here(
         "prove", "--strategies", names, "--seq-len", "8", "--out", "out", cwd=folder, COLUMNS="80"
     )
 
@@ -642,7 +642,7 @@ def test_a_proof_in_its_file(proved: tuple[Path, Any]) -> None:
 def test_your_own_model(tmp_path: Path) -> None:
     model = Path(__file__).parents[2] / "examples" / "your_model.py"
     flags = ["--workload", f"{model}:workload", "--strategies", "zero1,pytorch_zero3"]
-    done = commands.shardlab("prove", *flags, "--json", cwd=tmp_path)
+    done = commands.here("prove", *flags, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     result = json.loads(done.stdout)

@@ -231,7 +231,7 @@ def test_when_it_evaluates() -> None:
 @pytest.mark.long
 def test_a_run_that_evaluates(tmp_path: Path) -> None:
     """The file, the summary, the words; and no step's time has the evaluation in it."""
-    done = commands.shardlab(
+    done = commands.here(
         "train", "--size", "tiny", "--steps", "4", "--evaluate-every", "2", "--out", "run",
         "--data", "synthetic", "--set", "training.evaluate_samples=301", cwd=tmp_path,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from shardlab.world import World
 
 
 def train(tmp_path: Path, *args: str) -> tuple[dict[str, Any], Path]:
-    done = commands.shardlab("train", "--size", "tiny", "--json", *args, cwd=tmp_path)
+    done = commands.here("train", "--size", "tiny", "--json", *args, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     return result, tmp_path / result["folder"]
@@ -81,7 +81,7 @@ def test_the_folders_config_runs_again(tmp_path: Path) -> None:
     first, folder = train(tmp_path, "--steps", "3", "--seed", "7")
     saved = yaml.safe_load((folder / "config.yaml").read_text())
     assert (saved["launch"]["world"], saved["training"]["seed"]) == (2, 7)
-    done = commands.shardlab(
+    done = commands.here(
         "train", "--config", str(folder / "config.yaml"), "--json", "--out", "again", cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
@@ -221,7 +221,7 @@ number = 3
 @pytest.mark.long
 def test_a_workload_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    done = commands.shardlab(
+    done = commands.here(
         "train", "--workload", "own.py:workload", "--steps", "3", "--lr", "0.1", "--json",
         cwd=tmp_path,
     )  # fmt: skip
@@ -261,9 +261,7 @@ def test_a_crash_shows_its_traceback_once(tmp_path: Path) -> None:
     crashing = OWN.replace("x = torch", planted)
     assert crashing != OWN
     (tmp_path / "own.py").write_text(crashing)
-    done = commands.shardlab(
-        "train", "--workload", "own.py:workload", "--steps", "100", cwd=tmp_path
-    )
+    done = commands.here("train", "--workload", "own.py:workload", "--steps", "100", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.splitlines()[-1].endswith("ValueError: planted in sample 7")

@@ -47,7 +47,7 @@ def test_it_is_proved_trained_resumed_and_compared(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_what_is_no_strategy_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("class Mine:\n    def gradients(self, batches): ...\n")
-    done = commands.shardlab("train", "--strategy", "mine.py:Mine", "--size", "tiny", cwd=tmp_path)
+    done = commands.here("train", "--strategy", "mine.py:Mine", "--size", "tiny", cwd=tmp_path)
     assert done.returncode == 2
     assert "mine.py:Mine is not a strategy: write a class that inherits from" in done.stderr
 

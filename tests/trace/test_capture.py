@@ -213,7 +213,7 @@ def test_no_snapshot_without_a_gpu(ranks: GetRanks, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_compare_profiles_after_it_has_timed(tmp_path: Path) -> None:
-    done = commands.shardlab(
+    done = commands.here(
         "compare", "--size", "tiny", "--repeats", "1", "--steps", "2", "--out", "out", "--profile",
         "--set", "profile.active=1", "--strategies", "single,pytorch_ddp:bucket_mb=1",
         cwd=tmp_path,

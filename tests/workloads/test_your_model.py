@@ -300,7 +300,7 @@ def test_looking_it_over_leaves_no_trace(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_command_says_it_and_exits_with_2(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(GOOD.replace(', reduction="sum")', ")"))
-    done = commands.shardlab("compare", "--workload", "own.py:workload", cwd=tmp_path)
+    done = commands.here("compare", "--workload", "own.py:workload", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: own.py:21: the loss is a mean")
     assert "\n    return F.cross_entropy(" in done.stderr
@@ -311,7 +311,7 @@ def test_the_command_says_it_and_exits_with_2(tmp_path: Path) -> None:
 def test_the_example_runs_through_compare(tmp_path: Path) -> None:
     """(And through prove, in test_prove.)"""
     path = ROOT / "examples" / "your_model.py"
-    done = commands.shardlab(
+    done = commands.here(
         "compare", "--workload", f"{path}:workload", "--strategies", "single,zero3,pytorch_zero3",
         "--repeats", "1", "--warmup", "1", "--steps", "1", "--json", cwd=tmp_path,
     )  # fmt: skip
@@ -324,7 +324,7 @@ def test_the_example_runs_through_compare(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_short_form_is_proved(tmp_path: Path) -> None:
     path = ROOT / "examples" / "short_form.py"
-    done = commands.shardlab(
+    done = commands.here(
         "prove", "--workload", f"{path}:workload", "--strategies", "zero2", "--quiet", cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr

@@ -87,6 +87,9 @@ class Simulator:
         except (EOFError, ConnectionResetError, BrokenPipeError):
             self.__exit__()
             raise RankFailure(0, "the estimate's process died") from None
+        except BaseException:  # an answer that nobody waited for would be taken for the next one's
+            self.__exit__()
+            raise
         if kind == "usage":
             raise UsageError(value)
         if kind == "error":
@@ -331,9 +334,12 @@ def snapshots(ranks: RankSet, config: Config, folder: Path) -> list[str]:
 
 def _answer(pipe: Any) -> None:
     """Estimate what the parent asks for, until it is gone."""
+    import torch
+
     from shardlab import config as configs
     from shardlab.guard import stacks
 
+    torch.set_num_threads(1)  # as a rank has: hardly anything is computed, and more would only spin
     with contextlib.suppress(EOFError, BrokenPipeError), stacks.Answering() as answering:
         pipe.send(answering.fd)  # the file that the stack is written to, if asked for
         while True:
