@@ -67,6 +67,16 @@ def test_nothing_else_is_kept(proof: dict[str, Any], cache: Path) -> None:
     assert not cache.exists()
 
 
+def test_a_proof_that_fails_is_not_outlived_by_one_that_passed(cache: Path) -> None:
+    """As when somebody has patched PyTorch, which no digest sees."""
+    made().keep(config_of(), STDLIB, PROOF)
+    made().keep(config_of(training__seed=7), STDLIB, PROOF)
+    made().keep(config_of(), STDLIB, {**PROOF, "pass": False})
+    assert made().find(config_of(), STDLIB) is None
+    assert made().find(config_of(training__seed=7), STDLIB) is not None
+    assert len(list(cache.iterdir())) == 1
+
+
 @pytest.mark.parametrize("other", [
     {"torch": "2.11.0"}, {"python": "3.12.1"}, {"device": "cuda", "gpus": ["H"]},
     {"backend": "nccl"}, {"cpu": "y"}, {"threads_per_rank": 2},

@@ -235,6 +235,9 @@ def test_a_run_keeps_what_was_chosen(tmp_path: Path) -> None:
     again = ("train", "--resume", str(folder), "--steps", "3", "--json")
     done = commands.here(*again, cwd=tmp_path)
     assert json.loads(done.stdout)["chosen"] == {"bucket_mb": chosen["bucket_mb"]}
+    asked = ("--steps", "4", "--set", "strategy.options.bucket_mb=2")
+    commands.here("train", "--resume", str(folder), *asked, cwd=tmp_path)
+    assert not (folder / "chosen.json").exists()
 
 
 @pytest.mark.long

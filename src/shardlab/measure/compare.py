@@ -291,7 +291,7 @@ def _prove(
         "message": _what_is_wrong(checks) or checks["equal"]["message"],
         "checks": {name: {k: c[k] for k in ("pass", "message")} for name, c in checks.items()},
     }
-    if proofs is not None and cell.proof["pass"]:
+    if proofs is not None:
         proofs.keep(config, data, cell.proof)
 
 

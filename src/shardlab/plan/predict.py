@@ -337,7 +337,11 @@ class Predictor:
             limit = LIMIT_S * (1 if axes is None else axes.pipeline)
             found = self._simulator.run(asked, device, limit_s=limit, events=True)
             steps: Sequence[Step] = found["steps"]
-            return steps
+            if not found["assumed"]:
+                return steps
+            lines = ", ".join(found["assumed"])
+            note = f"the model asks tensors for their values at {lines}: the answer was guessed"
+            return [dataclasses.replace(step, notes=(*step.notes, note)) for step in steps]
 
         worlds = SMALL_WORLDS
         if axes is not None:

@@ -72,11 +72,17 @@ class Kept:
         return {**proof, "kept": when} if is_whole else None
 
     def keep(self, config: Config, data: str, proof: Mapping[str, Any]) -> None:
-        """Write a proof that passed, and remove those of other sources. A full disk is no error."""
+        """Write a proof that passed, and remove those of other sources. One that failed removes the
+        same that passed before: something has changed that we cannot see. A full disk is no error.
+        """
         about = self._about(config, data)
-        if about is None or proof["pass"] is not True or source_digest() != self.source:
+        if about is None or source_digest() != self.source:
             return
         path = self._path(about)
+        if proof["pass"] is not True:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            return
         own = path.with_name(f"{path.name}.{os.getpid()}")  # two comparisons may prove the same
         content = {
             "about": about,

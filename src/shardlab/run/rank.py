@@ -131,8 +131,10 @@ def _train_rank(
                 audit.note(feed.read, feed.targets)
 
         def keep_choice(step: int, _loss: Tensor) -> None:
-            chosen = strategy.chosen() if step == start.step and world.rank == 0 else {}
-            if chosen:
+            if step != start.step or world.rank:
+                return
+            (folder / "chosen.json").unlink(missing_ok=True)  # of before a resume
+            if chosen := strategy.chosen():
                 write_json(folder / "chosen.json", chosen)
                 said = ", ".join(f"{name}={value:.4g}" for name, value in chosen.items())
                 world.tell({"note": f"{config.strategy.name} chose {said}"})
