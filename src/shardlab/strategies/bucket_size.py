@@ -139,7 +139,7 @@ def seconds(stamps: Sequence[Stamp]) -> list[float]:
 def measure(group: comm.Group, device: torch.device, ranks_here: int) -> Link:
     """What all-reduces of two sizes take, and how busy they keep this process. A collective."""
 
-    def timed(message: Tensor) -> tuple[float, float]:
+    def timed(message: Tensor) -> tuple[list[float], float]:
         clock, busy = [], []
         for _ in range(ROUNDS):
             began = time.perf_counter(), time.process_time()
@@ -148,10 +148,11 @@ def measure(group: comm.Group, device: torch.device, ranks_here: int) -> Link:
                 torch.cuda.synchronize(device)
             clock.append(time.perf_counter() - began[0])
             busy.append(time.process_time() - began[1])
-        return statistics.median(clock), statistics.median(busy)
+        return sorted(clock), statistics.median(busy)
 
-    latency, _ = timed(torch.zeros(256, device=device))
-    whole, busy = timed(torch.zeros(SAMPLE_BYTES // 4, device=device))
+    small, _ = timed(torch.zeros(256, device=device))
+    large, busy = timed(torch.zeros(SAMPLE_BYTES // 4, device=device))
+    latency, whole = small[0], statistics.median(large)  # a small message is easily held up
     ranks_here = ranks_here or dist.get_world_size()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     is_spare = device.type == "cuda" or (cores or 1) >= 2 * ranks_here * torch.get_num_threads()
