@@ -20,7 +20,7 @@ import people
 from conftest import GetRanks
 from shardlab import config as configs
 from shardlab.measure import compare as comparison
-from shardlab.measure.cells import Cell, Plan, axes_of, cells_of
+from shardlab.measure.cells import Plan, axes_of, cells_of
 from shardlab.proof import chance
 from shardlab.report import compare as report
 from shardlab.report import compare_terminal
@@ -42,9 +42,8 @@ def compare(config: configs.Config, strategies: tuple[str, ...], plan: Plan = PL
     return comparison.compare(cells, plan, "shardlab compare")
 
 
-def not_estimated(*args: Any) -> None:
-    cell: Cell = args[-1]
-    cell.estimated_bytes = {"total": None, "reason": "test_estimate.py does it"}
+def not_estimated(_estimates: Any, _config: configs.Config) -> dict[str, Any]:
+    return {"total": None, "reason": "test_estimate.py does it"}
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +61,7 @@ def test_right_strategies_are_called_right(
 ) -> None:
     is_proved = name in PROVED
     if not is_proved:
-        monkeypatch.setattr(comparison, "_estimate", not_estimated)
+        monkeypatch.setattr(comparison._Estimates, "_estimate", not_estimated)
     strategies = EVERYONES if is_proved else ("single", "zero3")
     result = compare(config_of(name), strategies, replace(PLAN, prove=is_proved))
     for cell in result["cells"]:

@@ -378,7 +378,7 @@ def _in_world(config: Config, ranks: int) -> Config:
 
 
 def _with_micro(config: Config, micro: int) -> Config:
-    """The config with so many micro-batches in a step, each as large as before."""
+    """The config with this many micro-batches in a step, each as large as before."""
     batch = config.training.global_batch // config.training.accumulate * micro
     more = {"training.global_batch": batch, "training.accumulate": micro}
     return config.with_overrides(more)
