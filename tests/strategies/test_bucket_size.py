@@ -219,7 +219,7 @@ def test_a_resumed_run_has_the_same_buckets(ranks: GetRanks) -> None:
 
 RUN = (
     "train", "--strategy", "bucket_ddp_async", "--workload", "gpt2", "--world", "2",
-    "--data", "synthetic", "--seq-len", "16", "--global-batch", "2",
+    "--data", "synthetic", "--seq-len", "64", "--global-batch", "8",
     "--set", "model.options={layers: 12, dim: 192, heads: 4, context: 64, vocab: 256}",
 )  # fmt: skip
 
@@ -242,11 +242,11 @@ def test_a_run_keeps_what_was_chosen(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_slow_link_gets_smaller_buckets(tmp_path: Path) -> None:
-    """Two hosts with 100 Mbit/s between them: 21 MB take 1.7 s, and half of them would be left when
-    backward is over."""
+    """Two hosts with 500 Mbit/s between them: 21 MB take 0.35 s, and half of them would be left
+    when backward is over."""
     if (reason := hosts.why_not()) is not None:
         pytest.skip(reason)
-    with hosts.made(2, rate="100mbit") as two:
+    with hosts.made(2, rate="500mbit") as two:
         folder = tmp_path / "run"
         words = ("-m", "shardlab", *RUN, "--steps", "2", "--out", str(folder))
         for done in two.torchrun(*words, timeout=120, cwd=tmp_path):
