@@ -583,7 +583,7 @@ REFUSED: dict[str, tuple[Any, Kind, Batch]] = {
     "drops out 0.1": (
         partial(llama_tiny, attention_dropout=0.1), KINDS["llama"], padded_batch(2, 8, 0)),
     "hides tokens before others": (llama_tiny, KINDS["llama"], LATE),
-    "how the input 'weights' is cut": (
+    "how to cut the input 'weights'": (
         llama_tiny, KINDS["llama"],
         replace(LATE, inputs={"input_ids": LATE.inputs["input_ids"], "weights": LATE.targets})),
     "is cut by its 'input_ids', and the batch's inputs are Tensor": (
