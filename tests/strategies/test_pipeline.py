@@ -27,7 +27,7 @@ from meshed import Tied
 from shardlab import comm, naming
 from shardlab import config as configs
 from shardlab.axes import Axes
-from shardlab.errors import UsageError
+from shardlab.errors import Halt, UsageError
 from shardlab.naming import STRATEGIES
 from shardlab.optim import factory
 from shardlab.run import assemble
@@ -569,7 +569,11 @@ def run_with_bug(world: World, bug: str, axes: Axes, inner: str) -> Course:
 def test_a_planted_bug_is_caught(bug: str, ranks: GetRanks) -> None:
     toy, schedule = BUGS[bug][2:]
     axes = Axes(1, pipeline=2, schedule=schedule)
-    courses = ranks(2).run(run_with_bug, bug, axes, "single", deadline_s=60)
+    try:
+        courses = ranks(2).run(run_with_bug, bug, axes, "single", deadline_s=60)
+    except Halt as halt:  # messages are compared where these ranks have run a guarded test before
+        assert "out of step" in str(halt)
+        return
     assert any(difference(course, one_process(toy, 1, 6)) for course in courses)
 
 
