@@ -282,7 +282,8 @@ def test_a_shaped_link_is_recovered(gbit: float | None, delay_ms: float, tmp_pat
         assert link["there"]["median"] == pytest.approx(gbit * GBIT, rel=0.1)
         assert link["back"]["median"] == pytest.approx(gbit * GBIT, rel=0.1)
     if delay_ms:
-        assert link["latency"]["median"] == pytest.approx(delay_ms / 1e3, rel=0.1)
+        # To carry a packet and to wake a process takes 0.05 to 0.2 ms of its own, by the machine.
+        assert link["latency"]["median"] == pytest.approx(delay_ms / 1e3, rel=0.1, abs=0.4e-3)
         (line,) = (f for f in found["fits"] if f["op"] == "all_reduce")
         assert line["alpha_s"] > 2 * delay_ms / 1e3  # there and back at the least
     else:
