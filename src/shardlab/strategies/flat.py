@@ -21,7 +21,7 @@ MADV_HUGEPAGE = 14  # of <sys/mman.h>
 def new_flat(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A buffer whose content is not set yet: (elements,). In the host's memory it asks Linux for
     large pages: with 4 KiB pages a pass over 40 MB has ten thousand addresses to look up, and takes
-    up to twice as long. Many small tensors could not have them."""
+    longer. Many small tensors could not have them."""
     flat = torch.empty(elements, dtype=dtype, device=device)
     is_real = type(flat) is Tensor and flat.device.type == "cpu"  # a simulation's has no address
     if is_real and flat.nbytes >= 2 * HUGE and sys.platform == "linux":
