@@ -439,9 +439,9 @@ def named_by(
             raise unknown(f"option of {kind.__name__}", name, known)
         options[name] = value
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
-    if training.optimizer in ("adam", "adamw") and not {"fused", "foreach"} & options.keys():
-        # On a GPU one kernel for all parameters: a tenth of the step of a small batch is saved.
-        options["fused"] = True if device.type == "cuda" else None
+    # One pass over all that an update reads and writes: on a GPU it saves a tenth of the step of a
+    # small batch, on a CPU it takes a quarter of the time. It knows no complex parameters.
+    may_fuse = training.optimizer in ("adam", "adamw") and not {"fused", "foreach"} & options.keys()
 
     def make(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         groups: list[dict[str, Any]] = []
@@ -456,6 +456,9 @@ def named_by(
             if no_decay:
                 group["weight_decay"] = 0.0
             groups.append(group)
+        trained = [p for group in groups for p in group["params"]]
+        if may_fuse and trained and all(p.is_floating_point() for p in trained):
+            return cast(Optimizer, kind(groups, **options, fused=True))
         return cast(Optimizer, kind(groups, **options))
 
     return make

@@ -47,7 +47,8 @@ class Zero1(Sharded):
     bucket is gone, is refused.
     """
 
-    BUCKETS = 8  # the approximate number of buckets, unless their size is given
+    BUCKETS = 4  # the approximate number of buckets, unless their size is given
+    IN_FLIGHT = 2  # so that backward need not wait for the bucket before
 
     def __init__(
         self,
