@@ -119,7 +119,7 @@ def compare(
     *,
     world: OneOrMore | None = None,
     repeats: int = 4,
-    warmup: int = 2,
+    warmup: int = 1,
     steps: int = 2,
     prove: bool = True,
     out: str | Path | None = None,

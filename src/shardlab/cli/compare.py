@@ -44,7 +44,7 @@ def compare(
         None, help="Bucket sizes, for the strategies that have buckets: 4, or 1,4,25."
     ),
     repeats: int = typer.Option(4, help="Interleaved visits to each strategy."),
-    warmup: int = typer.Option(2, help="Steps before the clock counts, per visit."),
+    warmup: int = typer.Option(1, help="Steps before the clock counts, per visit."),
     steps: int = typer.Option(
         2,
         help="Timed steps per visit; with --to-loss the most steps of a run, where --max-steps "
@@ -72,7 +72,8 @@ def compare(
     fresh: bool = typer.Option(
         False,
         "--fresh",
-        help="Prove anew, also where a proof by the same source, versions and options is kept.",
+        help="Prove and estimate anew, also where a proof or an estimate of memory by the same "
+        "source, versions and options is kept.",
     ),
     time_limit: float = typer.Option(
         600.0,

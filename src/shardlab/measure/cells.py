@@ -27,7 +27,7 @@ class Plan:
     """How often and how long each strategy is run, and what is done after it was timed."""
 
     repeats: int = 4
-    warmup: int = 2
+    warmup: int = 1  # the first step alone learns (order of gradients, bucket sizes, plans)
     steps: int = 2  # timed, per repeat: visits differ from each other more than their steps do
     prove: bool = True
     fresh: bool = False  # proofs are made anew, also where one is kept

@@ -62,8 +62,8 @@ def compare(
 
     Everything measured is kept below ``folder()`` at once, and what the cells have already is not
     measured again: a comparison that was interrupted continues where it stopped.
-    ``keeps_proofs``: in the user's cache. It is for the command alone: ranks import the script that
-    calls us, which may change a strategy.
+    ``keeps_proofs``: and estimates, in the user's cache. It is for the command alone: ranks import
+    the script that calls us, which may change a strategy.
     """
     size = max(cell.world for cell in cells)
     limit = plan.time_limit_s
@@ -84,9 +84,9 @@ def compare(
         store = None if folder is None else Store(folder())
         if store is not None:
             store.begin(cells, plan, command)
-        estimates = closing.enter_context(_Estimates(env, limit, cells))
-        proofs = kept.Kept(env, source) if keeps_proofs else None
-        planned = list(_jobs(ranks, cells, plan, folder, estimates, proofs))
+        cache = kept.Kept(env, source) if keeps_proofs else None
+        estimates = closing.enter_context(_Estimates(env, plan, cells, cache))
+        planned = list(_jobs(ranks, cells, plan, folder, estimates, cache))
         jobs = [job for job in planned if not job.is_done]
         total = len(planned)
         for done, job in enumerate(jobs, start=total - len(jobs)):
@@ -132,7 +132,7 @@ def _jobs(
     plan: Plan,
     folder: Callable[[], Path] | None,
     estimates: _Estimates,
-    proofs: kept.Kept | None,
+    cache: kept.Kept | None,
 ) -> Iterator[Job]:
     """All there is to do, in order: nothing that slows a step comes before the last is timed."""
     time = functools.partial(_time, ranks, plan.warmup)
@@ -147,7 +147,7 @@ def _jobs(
 
         def prove_and_estimate(cell: Cell) -> None:
             estimates.begin()
-            _prove(ranks, cells, cell, proofs, plan.fresh)
+            _prove(ranks, cells, cell, cache, plan.fresh)
             estimates.take(cell)
 
         passes.append(("proof", prove_and_estimate, "proof"))
@@ -222,9 +222,11 @@ class _Estimates(ExitStack):
     each other, and nothing is timed then.
     """
 
-    def __init__(self, env: Mapping[str, Any], limit_s: float, cells: Sequence[Cell]) -> None:
+    def __init__(
+        self, env: Mapping[str, Any], plan: Plan, cells: Sequence[Cell], cache: kept.Kept | None
+    ) -> None:
         super().__init__()
-        self.env, self.limit_s, self.cells = env, limit_s, cells
+        self.env, self.plan, self.cells, self.cache = env, plan, cells, cache
         self.idle: queue.SimpleQueue[Simulator] = queue.SimpleQueue()
         self.has_begun = False
         self.found: dict[Cell, Future[dict[str, Any]]] = {}
@@ -236,34 +238,49 @@ class _Estimates(ExitStack):
             cell.estimated_bytes = self.found[cell].result()
 
     def begin(self) -> None:
-        """Start to estimate all cells that have no estimate yet."""
+        """Start to estimate all cells that have no estimate yet, and none in the cache."""
         if self.has_begun:
             return
         self.has_begun = True
+        missing = [c for c in self.cells if c.status == "ok" and c.estimated_bytes is None]
+        if self.cache is not None and not self.plan.fresh:
+            for cell in missing:
+                cell.estimated_bytes = self.cache.find_estimate(*self._about(cell.config))
+        missing = [cell for cell in missing if cell.estimated_bytes is None]
         # On a GPU an estimate asks the device for its kernels, and needs memory there.
-        at_once = 2 if self.env["device"] == "cpu" else 1
+        at_once = min(len(missing), 2 if self.env["device"] == "cpu" else 1)
+        if not at_once:
+            return
         for _ in range(at_once):
             self.idle.put(self.enter_context(Simulator()))
         workers = ThreadPoolExecutor(at_once)
         # Ctrl-C does not wait for an estimate.
         self.callback(workers.shutdown, wait=False, cancel_futures=True)
-        missing = [c for c in self.cells if c.status == "ok" and c.estimated_bytes is None]
         self.found = {cell: workers.submit(self._estimate, cell.config) for cell in missing}
 
-    def _estimate(self, config: Config) -> dict[str, Any]:
+    def _about(self, config: Config) -> tuple[Config, str]:
+        """What is estimated, and the data that it is for."""
         config = config.with_overrides({**WEIGHED, "launch.backend": self.env["backend"]})
+        return config, self.env["chosen"].get("data.source", config.data.source)
+
+    def _estimate(self, config: Config) -> dict[str, Any]:
+        config, data = self._about(config)
+        limit_s = self.plan.time_limit_s
         simulator = self.idle.get()
         try:
-            found = simulator.run(config, self.env["device"], limit_s=self.limit_s)["weights"]
-            return estimate.fullest(found[peak] for peak in estimate.PEAKS)
+            found = simulator.run(config, self.env["device"], limit_s=limit_s)["weights"]
         except (RankFailure, UsageError) as error:
             return {"total": None, "reason": str(error)}
         finally:
             self.idle.put(simulator)
+        sizes = estimate.fullest(found[peak] for peak in estimate.PEAKS)
+        if self.cache is not None:
+            self.cache.keep_estimate(config, data, sizes)
+        return sizes
 
 
 def _prove(
-    ranks: RankSet, cells: Sequence[Cell], cell: Cell, proofs: kept.Kept | None, fresh: bool
+    ranks: RankSet, cells: Sequence[Cell], cell: Cell, cache: kept.Kept | None, fresh: bool
 ) -> None:
     """The five checks on a small model. Precision and accumulation are the proof's own: one
     proof serves all cells that differ in nothing else. One in the cache does, unless ``fresh``.
@@ -276,7 +293,7 @@ def _prove(
     try:
         prove.refuse_rounding(config.strategy.options)
         data = ranks.run("shardlab.proof.subjects:check", config.to_dict())[0]
-        if proofs is not None and not fresh and (found := proofs.find(config, data)) is not None:
+        if cache is not None and not fresh and (found := cache.find(config, data)) is not None:
             cell.proof = found
             return
         evidence = ranks.run("shardlab.proof.evidence:examine", config.to_dict())
@@ -291,8 +308,8 @@ def _prove(
         "message": _what_is_wrong(checks) or checks["equal"]["message"],
         "checks": {name: {k: c[k] for k in ("pass", "message")} for name, c in checks.items()},
     }
-    if proofs is not None:
-        proofs.keep(config, data, cell.proof)
+    if cache is not None:
+        cache.keep(config, data, cell.proof)
 
 
 def _what_is_wrong(checks: Mapping[str, dict[str, Any]]) -> str:
@@ -418,7 +435,7 @@ def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weigh_cell(world: World, values: dict[str, Any]) -> dict[str, int] | None:
-    """What the fullest rank holds at its peak, over building and three steps."""
+    """What the fullest rank holds at its peak, over building and two steps."""
     config = configs.from_dict(values).with_overrides(WEIGHED)
     weights = estimate.weigh(world, config.to_dict())
     return None if weights is None else estimate.fullest(weights[p] for p in estimate.PEAKS)

@@ -629,7 +629,7 @@ def _simulate(
     def optimizer_there(
         training: TrainingConfig, workload: Workload, model: nn.Module
     ) -> MakeOptimizer:
-        plan = make_optimizer(training, workload, model, torch.device(device), measures=False)
+        plan = make_optimizer(training, workload, model, measures=False)
         with _disable_current_modes():  # there are no values in a simulation
             return factory.knows_what_is_whole(plan)
 

@@ -362,18 +362,16 @@ def plan(
     after: AfterStep | None,
     model: nn.Module,
     label: str,
-    device: torch.device | None = None,
     measures: bool = True,
     blocks: Sequence[str] = (),
 ) -> Plan:
-    """How to make the optimizer of a run. ``device`` is the run's, where it is not the model's.
-    ``blocks``: the names of the model's, whose matrices are Muon's."""
+    """How to make the optimizer of a run. ``blocks``: the names of the model's, whose matrices are
+    Muon's."""
     if make is not None:
         _refuse_both(training, label)
     else:
-        device = device or next(model.parameters()).device
         is_muon = training.optimizer == "muon"
-        make = named_by(training, device, muon.matrices(model, blocks) if is_muon else frozenset())
+        make = named_by(training, muon.matrices(model, blocks) if is_muon else frozenset())
         label = f"training.optimizer {training.optimizer}"
     functions: tuple[AfterStep, ...] = () if after is None else (after,)
     if training.ema_decay is not None:
@@ -412,9 +410,7 @@ def _refuse_both(training: TrainingConfig, label: str) -> None:
             )
 
 
-def named_by(
-    training: TrainingConfig, device: torch.device, matrices: frozenset[str] = frozenset()
-) -> MakeUsers:
+def named_by(training: TrainingConfig, matrices: frozenset[str] = frozenset()) -> MakeUsers:
     """The class that the config names, with its settings as arguments. ``matrices``: Muon's."""
     kind = _resolved(training.optimizer)
     parameters = inspect.signature(kind).parameters.values()

@@ -1,9 +1,10 @@
-"""Proofs that passed, kept in the user's cache: the same source proves the same again.
+"""Proofs that passed and estimates of memory, kept in the user's cache: the same source finds the
+same again.
 
-A proof is found again only if nothing that could change its verdict has changed: its config, every
-file of shardlab, the versions of PyTorch, NumPy and Python, the machine and its devices. That can
-be said of our own strategies on our own workloads and data alone. A proof that runs code or reads
-files of a user's is never kept, and neither is one that found something wrong or was refused.
+One is found again only if nothing that could change it has changed: its config, every file of
+shardlab, the versions of PyTorch, NumPy and Python, the machine and its devices. That can be said
+of our own strategies on our own workloads and data alone. What runs code or reads files of a user's
+is never kept, and neither is a proof that found something wrong or was refused.
 No torch is needed.
 """
 
@@ -50,53 +51,71 @@ class Kept:
 
     def find(self, config: Config, data: str) -> dict[str, Any] | None:
         """The proof of this config, with ``kept``: when it was made. None: it must be made."""
-        about = self._about(config, data)
+        found = self._read(self._about(config, data, "proof"))
+        if found is None:
+            return None
+        proof, when = found
+        try:
+            checks = {n: (c["pass"], type(c["message"])) for n, c in proof["checks"].items()}
+            is_whole = (
+                proof["pass"] is True
+                and checks == dict.fromkeys(CHECKS, (True, str))
+                and isinstance(proof["message"], str)
+            )
+        except (KeyError, TypeError, AttributeError):
+            return None
+        return {**proof, "kept": when} if is_whole else None
+
+    def find_estimate(self, config: Config, data: str) -> dict[str, int] | None:
+        """What a rank of this config holds, by cause. None: it must be estimated."""
+        found = self._read(self._about(config, data, "estimate"))
+        if found is None or not isinstance(found[0], dict) or "total" not in found[0]:
+            return None
+        return found[0] if all(type(size) is int for size in found[0].values()) else None
+
+    def keep(self, config: Config, data: str, proof: Mapping[str, Any]) -> None:
+        """Write a proof that passed, and remove those of other sources. One that failed removes the
+        same that passed before: something has changed that we cannot see. A full disk is no error.
+        """
+        about = self._about(config, data, "proof")
+        if proof["pass"] is True:
+            self._write(about, {name: proof[name] for name in ("pass", "message", "checks")})
+        elif about is not None and source_digest() == self.source:
+            with contextlib.suppress(OSError):
+                self._path(about).unlink(missing_ok=True)
+
+    def keep_estimate(self, config: Config, data: str, sizes: Mapping[str, int]) -> None:
+        self._write(self._about(config, data, "estimate"), sizes)
+
+    def _read(self, about: Mapping[str, Any] | None) -> tuple[Any, str] | None:
+        """What was found, and when; None if it is not there, half of it is, or something else."""
         if about is None:
             return None
         path = self._path(about)
         try:
             if path.stat().st_uid != os.getuid():  # somebody else's word
                 return None
-            found = json.loads(path.read_bytes())
-            proof, when = found["proof"], found["time"]
-            checks = {n: (c["pass"], type(c["message"])) for n, c in proof["checks"].items()}
-            is_whole = (
-                found["about"] == about
-                and proof["pass"] is True
-                and checks == dict.fromkeys(CHECKS, (True, str))
-                and isinstance(proof["message"], str)
-            )
-            datetime.fromisoformat(when)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return None  # it is not there, half of it is, or it is something else
-        return {**proof, "kept": when} if is_whole else None
+            content = json.loads(path.read_bytes())
+            datetime.fromisoformat(content["time"])
+            found = content["found"], content["time"]
+            return found if content["about"] == about else None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
 
-    def keep(self, config: Config, data: str, proof: Mapping[str, Any]) -> None:
-        """Write a proof that passed, and remove those of other sources. One that failed removes the
-        same that passed before: something has changed that we cannot see. A full disk is no error.
-        """
-        about = self._about(config, data)
+    def _write(self, about: Mapping[str, Any] | None, found: Mapping[str, Any]) -> None:
         if about is None or source_digest() != self.source:
             return
         path = self._path(about)
-        if proof["pass"] is not True:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
-            return
-        own = path.with_name(f"{path.name}.{os.getpid()}")  # two comparisons may prove the same
-        content = {
-            "about": about,
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "proof": {name: proof[name] for name in ("pass", "message", "checks")},
-        }
+        own = path.with_name(f"{path.name}.{os.getpid()}")  # two comparisons may find the same
+        now = datetime.now(UTC).isoformat(timespec="seconds")
         with contextlib.suppress(OSError):
             path.parent.mkdir(exist_ok=True)
-            write_json(own, content)
+            write_json(own, {"about": about, "time": now, "found": found})
             own.replace(path)
             self._prune(path.parent)
 
-    def _about(self, config: Config, data: str) -> dict[str, Any] | None:
-        """Everything that a verdict depends on, as plain values; None: nobody can say."""
+    def _about(self, config: Config, data: str, what: str) -> dict[str, Any] | None:
+        """Everything that it depends on, as plain values; None: nobody can say."""
         is_ours = (
             config.model.workload in WORKLOADS
             and config.strategy.name in EVERY_STRATEGY
@@ -106,7 +125,8 @@ class Kept:
         )
         if not is_ours:
             return None
-        values = {"config": config.to_dict(), "data": data, "source": self.source, **self.place}
+        values = {"what": what, "config": config.to_dict(), "data": data} | self.place
+        values["source"] = self.source
         about: dict[str, Any] = json.loads(json.dumps(values))  # as it will be read
         return about
 

@@ -234,16 +234,15 @@ def make_optimizer(
     training: TrainingConfig,
     workload: Workload,
     model: nn.Module,
-    device: torch.device | None = None,
     measures: bool = True,
 ) -> factory.Plan:
     """A factory: a strategy that shards builds its optimizer over what it keeps.
 
-    The model is whole here, before a strategy owns it. ``device``: the run's, if not the model's.
+    The model is whole here, before a strategy owns it.
     """
     make, after = workload.optimizer, workload.after_step
     blocks = workload.blocks_of(model)
-    return factory.plan(training, make, after, model, workload.name, device, measures, blocks)
+    return factory.plan(training, make, after, model, workload.name, measures, blocks)
 
 
 def make_rule(config: Config, workload: Workload | None = None) -> Rule:
