@@ -96,15 +96,18 @@ def ladder(names: str, _numbers: Numbers) -> str:
                 rows.append(
                     [
                         f"`{row['ours']}` / `{row['theirs']}`, {link}",
-                        f"{fmt.number(row['ours_ms']['median'])} / "
-                        f"{fmt.number(row['theirs_ms']['median'])}",
+                        " / ".join(
+                            fmt.number(row[f"{who}_ms"]["median"])
+                            for who in ("ours", "theirs", "alone")
+                        ),
                         _speed(row),
                         " / ".join(
                             fmt.size(row[f"{who}_peak_bytes"]) for who in ("ours", "theirs")
                         ),
                     ]
                 )
-    return table(["ours / PyTorch's, link", "ms per step", "speed, 95%", "peak memory"], rows)
+    heading = "ms per step, ours / PyTorch's / no messages"
+    return table(["ours / PyTorch's, link", heading, "speed, 95%", "peak memory"], rows)
 
 
 def ladder_all(_numbers: Numbers) -> str:

@@ -3,10 +3,12 @@
     python benchmarks/ladder.py [--link 4gbit] [--pairs zero1,zero2] [--world 2] [--out FILE]
 
 Both strategies of a pair live in the same ranks and take turns, step by step, on the same
-batches of a GPT with 10.8 M parameters, so that a machine that slows down slows both. Prints the
-median step of each with p10–p90, the ratio of speeds with its 95% bootstrap interval, and the
-peak of tensor memory. With --link (Linux, root) all of it runs in a private network namespace
-whose loopback is limited to that rate: there, communication is slow but costs the CPU little.
+batches of a GPT with 10.8 M parameters, so that a machine that slows down slows both. So does a
+third, which computes and updates on each rank alone and sends nothing: no strategy that updates all
+parameters can be faster. Prints the median step of each, the ratio of speeds with its 95% bootstrap
+interval, and the peak of tensor memory. With --link (Linux, root) all of it runs in a private
+network namespace whose loopback is limited to that rate: there, communication is slow but costs the
+CPU little. With --unfused, Adam updates as PyTorch does by default on a CPU, in seven passes.
 """
 
 from __future__ import annotations
@@ -32,28 +34,56 @@ PAIRS = {
 WARMUP = 3
 
 
+class Alone:
+    """A rank that computes its share and updates all parameters by that, and sends nothing."""
+
+    def __init__(self, config: Any, workload: Any) -> None:
+        from shardlab.run import assemble
+
+        self.model, self.loss = workload.make_model(), workload.loss
+        plan = assemble.make_optimizer(config.training, workload, self.model)
+        self.optimizer = plan(dict(self.model.named_parameters()))
+
+    def gradients(self, microbatches: Any) -> Any:
+        count = sum(batch.count for batch in microbatches)
+        total = 0.0
+        for batch in microbatches:
+            loss = self.loss(self.model, batch)
+            (loss / count).backward()
+            total = total + loss.detach()
+        return total / count
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+
 def take_turns(world: Any, ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """Step times of both, as long as the slowest rank took: {"ours": [...], "theirs": [...]}."""
+    """Step times, as long as the slowest rank took: {"ours": [...], "theirs": …, "alone": …}."""
     from shardlab import comm
     from shardlab.run import assemble, environment, loop
 
     settings = {"ours": configs.from_dict(ours), "theirs": configs.from_dict(theirs)}
     config = settings["ours"]
     workload = assemble.build_workload(config)
-    strategies = {k: assemble.build_strategy(c, workload, world) for k, c in settings.items()}
-    times: dict[str, list[float]] = {"ours": [], "theirs": []}
+    turns: dict[str, Any] = {
+        kind: assemble.build_strategy(c, workload, world) for kind, c in settings.items()
+    }
+    turns["alone"] = Alone(config, workload)
+    times: dict[str, list[float]] = {kind: [] for kind in turns}
     losses: dict[str, float] = {}
     comm.LEDGER.reset(full_steps=0)  # as in a comparison's timed steps: totals only
     for i, microbatches in enumerate(loop.Batches(workload, config, world)):
         comm.LEDGER.step = i
-        for kind in ("ours", "theirs") if i % 2 else ("theirs", "ours"):
+        for kind in turns if i % 2 else reversed(turns):
             comm.barrier(world.group)
             start = time.perf_counter()
-            losses[kind] = float(strategies[kind].gradients(microbatches))
-            strategies[kind].step()
-            settle = getattr(strategies[kind], "settle", None)
-            if settle is not None:
-                settle()  # what a strategy leaves under way is its own to pay for
+            losses[kind] = float(turns[kind].gradients(microbatches))
+            turns[kind].step()
+            turns[kind].settle()  # what a strategy leaves under way is its own to pay for
             if i >= WARMUP:
                 times[kind].append((time.perf_counter() - start) * 1e3)
     slowest = {
@@ -71,6 +101,7 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
     return {
         "ours_ms": numbers.spread(ours),
         "theirs_ms": numbers.spread(theirs),
+        "alone_ms": numbers.spread(result["times"]["alone"]),
         "speed_ratio": numbers.ratio([theirs], [ours]),
         "speed_ratio_95": list(numbers.ratio_interval([theirs], [ours])),
         "losses": result["losses"],
@@ -86,6 +117,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "training.global_batch": arguments.global_batch,
         "training.steps": WARMUP + arguments.steps,
         "launch.world": arguments.world,
+        **({"training.optimizer_options": {"fused": False}} if arguments.unfused else {}),
     }
     rows, env = [], None
     for name in arguments.pairs.split(","):
@@ -104,11 +136,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         row |= {"ours_peak_bytes": peaks[0], "theirs_peak_bytes": peaks[1]}
         rows.append(row)
         low, high = row["speed_ratio_95"]
+        ms = [row[kind]["median"] for kind in ("ours_ms", "theirs_ms", "alone_ms")]
         print(
-            f"{name:>24} {row['ours_ms']['median']:7.1f} ms  {twin:>14} "
-            f"{row['theirs_ms']['median']:7.1f} ms  speed {row['speed_ratio']:.3f}x "
-            f"[{low:.3f}, {high:.3f}] target {target:.2f}  peak "
-            f"{peaks[0] / 2**20:.1f} / {peaks[1] / 2**20:.1f} MiB",
+            f"{name:>24} {ms[0]:.1f} ms  {twin} {ms[1]:.1f} ms  alone {ms[2]:.1f} ms  "
+            f"speed {row['speed_ratio']:.3f}x [{low:.3f}, {high:.3f}] target {target:.2f}  "
+            f"peak {peaks[0] / 2**20:.1f} / {peaks[1] / 2**20:.1f} MiB",
             flush=True,
         )
     return {"link": arguments.link, "settings": overrides, "env": env, "pairs": rows}
@@ -134,6 +166,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--global-batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--unfused", action="store_true", help="Adam as PyTorch's default")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.link and "SHARDLAB_SLOW_LINK" not in os.environ:

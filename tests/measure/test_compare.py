@@ -344,7 +344,7 @@ def test_a_micro_batch_is_the_same_in_every_world() -> None:
         (1, 4), (4, 1), (1, 4), (2, 2),
     ]  # fmt: skip
     assert {c.config.training.global_batch for c in found} == {8}
-    assert {c.config.training.steps for c in found} == {4}  # and not what 3 epochs would take
+    assert {c.config.training.steps for c in found} == {3}  # and not what 3 epochs would take
     with pytest.raises(UsageError, match=r"leave out training\.accumulate: it would be 1"):
         cells(config, "simple_ddp", world="4", accumulate="2")
 
@@ -522,7 +522,7 @@ def process(_world: World) -> int:
 
 def test_each_repeat_on_a_cpu_has_new_ranks() -> None:
     found = cells(configs.Config(), "single,simple_ddp")
-    estimates = comparison._Estimates(ENV, 1.0, found)
+    estimates = comparison._Estimates(ENV, Plan(), found, None)
     ranks = RankSet(configs.LaunchConfig(), 2)
     jobs = comparison._jobs(ranks, found, Plan(), None, estimates, None)
     assert [j.what for j in jobs if j.begins_repeat] == [f"repeat {n} of 4" for n in (2, 3, 4)]

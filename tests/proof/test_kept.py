@@ -1,7 +1,8 @@
-"""Proofs that are kept: which, how long, and that none is taken for another."""
+"""Proofs and estimates that are kept: which, how long, and that none is taken for another."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ import shardlab
 from shardlab import config as configs
 from shardlab.measure import compare as comparison
 from shardlab.measure import readings
-from shardlab.measure.cells import Cell
+from shardlab.measure.cells import Cell, Plan
 from shardlab.proof import judge, kept
 from shardlab.report import compare as report
 from shardlab.report import compare_terminal
@@ -177,10 +178,10 @@ def damaged(change: dict[str, Any]) -> Any:
     lambda _text: "[]",
     lambda _text: "null",
     lambda _text: "[" * 100_000,
-    damaged({"proof": {**PROOF, "pass": "yes"}}),
-    damaged({"proof": {**PROOF, "checks": {}}}),
-    damaged({"proof": {**PROOF, "checks": {**PROOF["checks"], "equal": {"pass": False}}}}),
-    damaged({"proof": {**PROOF, "message": None}}),
+    damaged({"found": {**PROOF, "pass": "yes"}}),
+    damaged({"found": {**PROOF, "checks": {}}}),
+    damaged({"found": {**PROOF, "checks": {**PROOF["checks"], "equal": {"pass": False}}}}),
+    damaged({"found": {**PROOF, "message": None}}),
     damaged({"time": "yesterday"}),
     damaged({"time": 7}),
     damaged({"about": {}}),
@@ -192,6 +193,27 @@ def test_a_damaged_file_is_not_there(damage: Any, cache: Path) -> None:
     assert made().find(config_of(), STDLIB) is None
     made().keep(config_of(), STDLIB, PROOF)
     assert made().find(config_of(), STDLIB) is not None
+
+
+SIZES = {"total": 12, "parameters": 8, "other": 4}
+
+
+def test_an_estimate_is_found_again_and_is_no_proof(cache: Path) -> None:
+    made().keep_estimate(config_of(), STDLIB, SIZES)
+    assert made().find_estimate(config_of(), STDLIB) == SIZES
+    assert made().find(config_of(), STDLIB) is None
+    assert made(torch="2.11.0").find_estimate(config_of(), STDLIB) is None
+    assert made().find_estimate(config_of(training__seed=7), STDLIB) is None
+    made().keep_estimate(config_of(strategy__name=OWN), STDLIB, SIZES)
+    assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.parametrize("sizes", [None, [], {}, {"total": None}, {"total": 1, "other": "much"}])
+def test_a_damaged_estimate_is_not_there(sizes: Any, cache: Path) -> None:
+    made().keep_estimate(config_of(), STDLIB, SIZES)
+    (file,) = cache.iterdir()
+    file.write_text(damaged({"found": sizes})(file.read_text()))
+    assert made().find_estimate(config_of(), STDLIB) is None
 
 
 def test_another_users_file_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +253,25 @@ def test_fresh_proves_anew(monkeypatch: pytest.MonkeyPatch) -> None:
         comparison._prove(ranks, [cell], cell, store, fresh)  # type: ignore[arg-type]
         proofs.append((ranks.proved, "kept" in (cell.proof or {})))
     assert proofs == [(1, False), (2, False), (2, True), (3, False)]
+
+
+def test_fresh_estimates_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kept estimate needs no simulator; ``--fresh`` and a first comparison do."""
+    config = configs.load(None, {"strategy.name": "zero2", "launch.world": 2})
+    env, asked = {**ENV, "chosen": {"data.source": STDLIB}}, []
+
+    class Simulating(contextlib.ExitStack):
+        def run(self, config: Any, *_args: Any, **_more: Any) -> dict[str, Any]:
+            asked.append(config.strategy.name)
+            return {"weights": dict.fromkeys(("building", "step"), SIZES)}
+
+    monkeypatch.setattr(comparison, "Simulator", Simulating)
+    for cache, fresh in ((None, False), (made(), False), (made(), False), (made(), True)):
+        cell = Cell(config, "zero2")
+        with comparison._Estimates(env, Plan(fresh=fresh), [cell], cache) as estimates:
+            estimates.take(cell)
+        assert cell.estimated_bytes == SIZES
+    assert len(asked) == 3
 
 
 def result_of(*times: str | None) -> dict[str, Any]:
@@ -280,7 +321,7 @@ def test_a_bug_that_is_planted_later_is_found(tmp_path: Path, package: Path, cac
     code, first = compare("first")
     assert (code, [p["pass"] for p in first.values()]) == (0, [True, True])
     assert not any("kept" in proof for proof in first.values())
-    assert len(list(cache.iterdir())) == 2
+    assert len(list(cache.iterdir())) == 4  # and two estimates of memory
     code, second = compare("second")
     assert code == 0
     for label, proof in second.items():
