@@ -48,7 +48,6 @@ class Zero1(Sharded):
     """
 
     BUCKETS = 4  # the approximate number of buckets, unless their size is given
-    IN_FLIGHT = 2  # so that backward need not wait for the bucket before
 
     def __init__(
         self,
