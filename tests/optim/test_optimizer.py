@@ -838,6 +838,50 @@ def test_the_configs_keys_are_the_classes_arguments() -> None:
     assert all(p.dim() < 2 for p in others["params"])
 
 
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": lambda dense: dense.clone(),  # (2, 3, 4, 4)
+    "columns": lambda dense: dense.transpose(0, 1).contiguous().transpose(0, 1),
+    "channels last": lambda dense: dense.to(memory_format=torch.channels_last),
+    "gaps": lambda dense: torch.stack([dense, dense], -1)[..., 0],
+    "one for all": lambda dense: dense[:1].expand_as(dense),
+}
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("gradient", LAYOUTS)
+@pytest.mark.parametrize("parameter", [name for name in LAYOUTS if name != "one for all"])
+def test_memory_in_another_order_is_updated_right(
+    parameter: str, gradient: str, later: bool
+) -> None:
+    """PyTorch's fused Adam updates other elements than it should, and says nothing."""
+    results = []
+    for own in (True, False):
+        torch.manual_seed(0)
+        dense = torch.randn(2, 3, 4, 4)
+        p = nn.Parameter(dense if later else LAYOUTS[parameter](dense))
+        if own:
+            optimizer = factory.named_by(TrainingConfig(learning_rate=0.1))([("p", p)])
+            assert bool(optimizer.defaults["fused"]) == (later or parameter == "rows")
+        else:
+            optimizer = torch.optim.AdamW([p], lr=0.1, weight_decay=0.0)
+        for step in range(3):
+            if later and step == 1:
+                p.data = LAYOUTS[parameter](p.data)
+            p.grad = LAYOUTS[gradient](torch.randn(2, 3, 4, 4))
+            optimizer.step()
+        results.append(p.detach().clone())
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_complex_parameters_are_updated_as_pytorch_does_by_default() -> None:
+    p = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    optimizer = factory.named_by(TrainingConfig())([("p", p)])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert not optimizer.defaults["fused"]
+    assert bool((p != 1).all())
+
+
 def test_state_is_counted_by_measuring() -> None:
     sizes = {n: p.numel() for n, p in build_net(0).named_parameters() if p.requires_grad}
     counted = {}
