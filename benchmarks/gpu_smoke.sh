@@ -12,7 +12,7 @@ for world in 1 2; do
 done
 run python -m shardlab compare --device cuda --world 1 --size small --precision bf16 \
   --global-batch 8 --repeats 2 --warmup 3 --steps 5 --out "$out/bf16-w1"
-for model in frozen_first out_of_order pass_through; do
+for model in frozen_first out_of_order pass_through in_other_orders; do
   for world in 1 2; do
     run python -m shardlab prove --device cuda --world $world --strategies zero3 \
       --workload benchmarks/odd_models.py:$model --out "$out/$model-w$world"

@@ -1,4 +1,5 @@
-"""Three models whose blocks do not run once each, in order, with gradients: for runs on a GPU.
+"""For runs on a GPU: three models whose blocks do not run once each, in order, with gradients, and
+one whose parameters lie in memory in other orders.
 
 shardlab prove --device cuda --strategies zero3 --workload benchmarks/odd_models.py:frozen_first
 """
@@ -68,6 +69,15 @@ class PassThrough(FrozenFirst):
         return y + bias, bias
 
 
+class InOtherOrders(FrozenFirst):
+    """Its matrices are transposed: their elements lie column by column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.up.weight = nn.Parameter(block.up.weight.detach().t().contiguous().t())
+
+
 class Data:
     def __len__(self) -> int:
         return 4096
@@ -91,3 +101,4 @@ def workload_of(model: type[nn.Module]) -> Workload:
 frozen_first = workload_of(FrozenFirst)
 out_of_order = workload_of(OutOfOrder)
 pass_through = workload_of(PassThrough)
+in_other_orders = workload_of(InOtherOrders)

@@ -649,6 +649,32 @@ def cache() -> Workload:
     )
 
 
+class InOtherOrders(nn.Module):
+    """Parameters whose elements do not lie in memory row by row: channels-last convolutions, a
+    transposed matrix, every second element of a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))
+        self.mix = nn.Parameter(torch.randn(6, 3).t())  # (3, 6)
+        self.shift = nn.Parameter(torch.randn(12)[::2])  # (6,)
+        self.head = nn.Linear(6, CLASSES)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:  # (rows, 12)
+        image = x.view(-1, 3, 2, 2)
+        for layer in self.layers:
+            image = torch.tanh(layer(image))
+        out: Tensor = self.head(image.mean((2, 3)) @ self.mix + self.shift)
+        return out
+
+
+def memory_order() -> Workload:
+    """A fused optimizer that walks through memory would update other elements than it should."""
+    blocks = ("layers.0", "layers.1")
+    return Workload("memory-order", InOtherOrders, _loss, _vectors(), blocks=blocks)
+
+
 # Of these, the loss of a batch differs between two seeds in training.
 RANDOM = (
     "gpt2", "bert", "t5", "mobilenet", "diffusion", "functional_dropout", "stochastic_depth",
@@ -657,6 +683,6 @@ RANDOM = (
 # Of these, it does not.
 PLAIN = (
     "vit", "llama", "unet", "unet_batch_norm", "simple_vit", "dino", "weight_norm",
-    "weight_norm_old", "truncated_normal", "batch_norm", "cache",
+    "weight_norm_old", "truncated_normal", "batch_norm", "cache", "memory_order",
 )  # fmt: skip
 EVERYONE = RANDOM + PLAIN
