@@ -75,7 +75,8 @@ class InOtherOrders(FrozenFirst):
     def __init__(self) -> None:
         super().__init__()
         for block in self.blocks:
-            block.up.weight = nn.Parameter(block.up.weight.detach().t().contiguous().t())
+            up = block.get_submodule("up")
+            up.weight = nn.Parameter(up.get_parameter("weight").detach().t().contiguous().t())
 
 
 class Data:
