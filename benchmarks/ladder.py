@@ -8,7 +8,7 @@ third, which computes and updates on each rank alone and sends nothing: no strat
 parameters can be faster. Prints the median step of each, the ratio of speeds with its 95% bootstrap
 interval, and the peak of tensor memory. With --link (Linux, root) all of it runs in a private
 network namespace whose loopback is limited to that rate: there, communication is slow but costs the
-CPU little. With --unfused, Adam updates as PyTorch does by default on a CPU, in seven passes.
+CPU little. With --unfused, Adam updates as PyTorch does by default on a CPU, in several passes.
 """
 
 from __future__ import annotations
