@@ -14,6 +14,7 @@ from shardlab.errors import UsageError
 from shardlab.measure.estimate import WEIGHED, Simulator
 from shardlab.plan.emulate import fill, typical
 from shardlab.plan.graph import Event, Group, Start, Step, Wait, Work
+from shardlab.strategies.bucket_size import Link
 
 TINY = {"model.size": "tiny", "data.source": "synthetic", "launch.device": "cpu"}
 
@@ -29,8 +30,8 @@ def config_of(strategy: str, world: int, **values: Any) -> configs.Config:
     return configs.load(None, {**TINY, **more, **values})
 
 
-def emulated(simulator: Simulator, config: configs.Config) -> Step:
-    step: Step = simulator.ask("shardlab.plan.emulate:emulate", 60.0, config, 0.1)
+def emulated(simulator: Simulator, config: configs.Config, *more: Any) -> Step:
+    step: Step = simulator.ask("shardlab.plan.emulate:emulate", 60.0, config, 0.1, *more)
     return step
 
 
@@ -66,6 +67,16 @@ def test_ddp_lays_out_its_buckets_as_the_simulation_says(simulator: Simulator) -
     found = [s.bytes for s in emulated(simulator, config).starts() if s.bytes > 1000]
     assert len(found) == sum(s.bytes > 1000 for s in simulated.starts())
     assert sum(found) == sum(s.bytes for s in simulated.starts() if s.bytes > 1000)
+
+
+def test_buckets_are_those_of_the_link_that_is_planned_for(simulator: Simulator) -> None:
+    """Over a slow link that costs no core, smaller buckets hide more."""
+    config = config_of("bucket_ddp_async", 2, **{"model.size": "mini"})
+    fast, slow = (Link(1e-4, per_byte, taken) for per_byte, taken in ((1e-10, 1.0), (8e-9, 0.0)))
+    few, many = (emulated(simulator, config, link) for link in (fast, slow))
+    assert len(list(few.starts())) < len(list(many.starts()))
+    both = [sum(start.bytes for start in step.starts()) for step in (few, many)]
+    assert both[0] == pytest.approx(both[1], rel=0.01)
 
 
 def test_a_collective_takes_no_time(simulator: Simulator) -> None:

@@ -31,6 +31,24 @@ NEAR = gloo.measured(points(1e-3, 1e-9))
 HERE = gloo.Gloo(NEAR, gloo.measured(points(2e-3, 8e-9), rate=125e6))
 
 
+def test_a_round_that_was_disturbed_does_not_count() -> None:
+    calm = points(1e-3, 1e-9)
+    rounds = [row for _ in range(7) for row in calm]
+    for row in calm:
+        late = {key: 20 * value for key, value in row.items() if key.endswith("_s")}
+        rounds.append({**row, **late})
+    for op in gloo.OPS:
+        found = gloo.measured(rounds).alone.wall[op].seconds
+        assert found == pytest.approx(NEAR.alone.wall[op].seconds)
+
+
+def test_a_larger_tensor_never_takes_less() -> None:
+    assert gloo.rising([1.0, 2.0, 5.0]) == [1.0, 2.0, 5.0]
+    # One number that is too large does not lift all that follow, as a running maximum would.
+    assert gloo.rising([4.0, 1.0, 1.0, 8.0]) == [2.0, 2.0, 2.0, 8.0]
+    assert gloo.rising([3.0, 4.0, 2.0]) == [3.0, 3.0, 3.0]
+
+
 def test_two_ranks_pay_what_was_measured() -> None:
     found = HERE.cost("all_reduce", 2**20, TWO)
     assert found.wire_s == pytest.approx(1e-3 + 2**20 * 1e-9)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from pathlib import Path
 
 import pytest
 
 from shardlab import config as configs
 from shardlab.errors import UsageError
-from shardlab.plan import larger, predict
+from shardlab.plan import gloo, larger, predict
 from shardlab.plan.graph import Event, Group, Start, Step, Wait, Work
+
+KEYS = ("wall_s", "host_s", "queued_wall_s", "queued_host_s")
 
 
 def in_world(ranks: int, size: float = 1.0) -> Step:
@@ -93,6 +96,32 @@ def tiny(**more: object) -> configs.Config:
             **{key.replace("__", "."): value for key, value in more.items()},
         },
     )
+
+
+def timed(*totals: float, world: int = 2) -> Step:
+    """A stretch of work, and a collective that is waited for."""
+    work = Work("measured", 0, 0, seconds=statistics.median(totals))
+    events = [work, Start(0, "all_reduce", 4, Group(world)), Wait(0)]
+    return Step(world, events, samples=4, totals_s=totals)
+
+
+def test_emulations_of_one_step_are_as_long_as_their_mean() -> None:
+    found = predict.mean_of([timed(1.0, 1.0, 1.0), timed(3.0, 3.0, 3.0)])
+    assert [work.seconds for work in found.works()] == [2.0]
+    assert found.totals_s == (1.0, 1.0, 1.0, 3.0, 3.0, 3.0)
+
+
+def test_the_last_of_many_ranks_is_later_and_none_where_all_steps_take_the_same() -> None:
+    prices = gloo.measured([
+        {"op": op, "bytes": size, **dict.fromkeys(KEYS, 1e-3 + 1e-9 * size)}
+        for op in gloo.OPS for size in (256, 2**24)
+    ])  # fmt: skip
+    here = predict.Here(gloo.Gloo(prices, prices), cores=1.0)
+    alike = here.play([timed(1.0, 1.0, 1.0)])
+    assert alike.wait_s == pytest.approx(1e-3 + predict.MEETING_S, rel=0.01)
+    two = here.play([timed(0.9, 1.0, 1.1)])
+    many = here.play([timed(0.9, 1.0, 1.1, world=8)])
+    assert alike.step_s < two.step_s < many.step_s
 
 
 def test_a_device_that_is_not_here() -> None:

@@ -77,9 +77,13 @@ def test_work_beside_a_collective_is_slower_on_a_gpu() -> None:
 
 
 def test_ranks_are_late_where_they_wait_and_nowhere_else() -> None:
-    lanes = Lanes(late_s=0.25)
+    lanes = Lanes(late=0.25)
     waits = played(work(1.0), start(0), Wait(0), cost=Cost(0.0, 0.0, 1.0), lanes=lanes)
     assert waits.step_s == pytest.approx(2.25)
+    # The longer they work between two meetings, the later is the last: with the root of that time.
+    again = (work(4.0), start(0), Wait(0), work(1.0), start(1), Wait(1))
+    twice = played(*again, cost=Cost(0.0, 0.0, 1.0), lanes=lanes)
+    assert twice.step_s == pytest.approx(4 + 1 + 0.5 + 1 + 1 + 0.25)
     hides = played(start(0), work(1.0), Wait(0), cost=Cost(0.0, 0.0, 0.5), lanes=lanes)
     assert hides.step_s == pytest.approx(1.0)
 

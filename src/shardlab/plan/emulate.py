@@ -29,6 +29,7 @@ from shardlab.measure import simulate
 from shardlab.measure.events import PHASES, Handle, Log
 from shardlab.plan.graph import Event, Step, Work
 from shardlab.run import assemble, loop
+from shardlab.strategies import bucket_size
 
 WARMUP, LEAST, MOST = 3, 5, 1000  # steps: before the timed ones, and of these
 AHEAD = 3  # steps that the host may be ahead of a GPU
@@ -152,8 +153,9 @@ def fill(op: str, whole: Sequence[Tensor], tensors: Sequence[Tensor], ranks: int
 # ------------------------------------------------------------------ a run
 
 
-def emulate(config: Config, seconds: float = 1.5) -> Step:
-    """A step of rank 0 of the config's world, on this machine's device, alone.
+def emulate(config: Config, seconds: float = 1.5, link: bucket_size.Link | None = None) -> Step:
+    """A step of rank 0 of the config's world, on this machine's device, without its peers.
+    ``link`` is what a strategy that measures its link finds.
 
     ``Work("measured", …)`` has the seconds of each stretch: the median over as many steps as take
     ``seconds``, and at least five. On a GPU they are the device's, and ``host_s`` the host's.
@@ -181,6 +183,8 @@ def emulate(config: Config, seconds: float = 1.5) -> Step:
         clock = Clock(backend, device)
         stack.enter_context(mock.patch.object(simulate.Solo, "log", clock))
         stack.enter_context(clock.following())
+        if link is not None:
+            stack.enter_context(mock.patch.object(bucket_size, "measure", return_value=link))
         strategy = assemble.build_strategy(config, workload, alone)
         simulate.refuse_rounds(strategy)
         batches = stack.enter_context(closing(loop.Batches(workload, config, alone)))

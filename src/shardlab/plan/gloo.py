@@ -148,18 +148,35 @@ def measured(points: Sequence[Mapping[str, Any]], rate: float | None = None) -> 
         for op in OPS:
             sizes = sorted({p["bytes"] for p in points})
             seconds = [
-                statistics.median(p[key] for p in points if (p["op"], p["bytes"]) == (op, size))
+                typical([p[key] for p in points if (p["op"], p["bytes"]) == (op, size)])
                 for size in sizes
             ]
-            # A larger tensor does not take less: where it seems to, it was chance.
-            sent = [sent_by(op, size, 2) for size in sizes]
-            found[op] = Curve(sent, list(np.maximum.accumulate(seconds)))
+            found[op] = Curve([sent_by(op, size, 2) for size in sizes], rising(seconds))
         return found
 
     alone, queued = (
         Prices(curves(f"{kind}wall_s"), curves(f"{kind}host_s")) for kind in ("", "queued_")
     )
     return Measured(alone, queued, rate)
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """The mean without the least and the greatest quarter. A step has many messages, of which some
+    take long, so their mean counts; but a few rounds are disturbed by others."""
+    cut = len(seconds) // 4
+    return statistics.fmean(sorted(seconds)[cut : len(seconds) - cut])
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The nearest numbers of which none is less than the one before: a larger tensor does not take
+    less time, so where it seems to, both get their mean."""
+    groups: list[list[float]] = []
+    for value in values:
+        groups.append([value])
+        while len(groups) > 1 and statistics.fmean(groups[-2]) > statistics.fmean(groups[-1]):
+            last = groups.pop()
+            groups[-1] += last
+    return [statistics.fmean(group) for group in groups for _ in group]
 
 
 # Seconds of the link for each byte that a rank sends, as a multiple of 1 / rate: measured at

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,18 +24,23 @@ from shardlab.errors import UsageError
 from shardlab.measure import throughput
 from shardlab.measure.estimate import WEIGHED, Simulator
 from shardlab.plan import calibrate, devices, gloo, nccl
+from shardlab.plan.buckets import MEASURES
 from shardlab.plan.graph import Cost, Event, Group, Start, Step, Wait, Work
 from shardlab.plan.larger import at_micro, at_world, fewest_micro
 from shardlab.plan.replay import Lanes, Played, Span, replay
+from shardlab.run import environment
+from shardlab.strategies.bucket_size import SAMPLE_BYTES, Link
 
 THIS = "this"
 EMULATE = "shardlab.plan.emulate:emulate"
 NAIVE_MFU = 0.4  # of the peak: what is often assumed of large models on GPUs
 BESIDE = 1.05  # times that a GPU's work takes longer while NCCL uses some of it
-# Ranks that compute side by side share caches and memory, and none is on time to the millisecond.
-# Both were set by hand, after looking at steps of two ranks.
-TOGETHER = 1.05  # times that a rank's work takes longer than alone
-LATE_S = 0.4e-3  # at each collective that two ranks wait for; more ranks are later
+# Fitted to steps of two ranks of a machine with two cores, on one machine and over 1 Gbit/s.
+TOGETHER = 1.05  # times that a rank's work takes longer than without its peers
+MEETING_S = 0.2e-3  # what a collective that is waited for takes longer in a step than by itself
+# Three ranks on two cores: one runs alone and two share, until the scheduler moves one of them. The
+# part of that loss which was seen.
+UNEVEN = 0.25
 # Of a 90% interval, as factors of the step: on this machine, by its share of communication; and by
 # a datasheet, of a family whose runs were published and of any other. For ranks that cut one model
 # docs/plan_published.md says how far published runs were off.
@@ -44,6 +49,7 @@ FITTED, UNFITTED = (0.7, 1.55), (0.5, 2.0)
 CUT = (0.7, 1.57)
 # Operators of these libraries compute nothing that their FLOPs and bytes do not tell.
 PYTORCHS = {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "streams"}
+MOST_BESIDE = 4  # ranks that are emulated at the same time: more would need their memory too
 CROWDED = 2  # ranks on a core, up to which predictions were compared with measurements
 SMALL_WORLDS = 8, 16  # simulated; larger ones follow from these two
 SMALL_COPIES = 2, 4  # the same, of models that several ranks hold together
@@ -102,10 +108,24 @@ class Here:
             kind, link = gloo.kind_of(start), (rate, self.latency_s)
             return self.gloo.cost(kind, start.bytes, start.group, is_queued, *link)
 
-        ranks = steps[0].world
-        together = TOGETHER if ranks > 1 else 1.0
-        lanes = Lanes(self.cores, gloo.CHANNELS, late_s=LATE_S * ranks / 2)
-        return _play(steps, lambda work: (work.seconds or 0.0) * together, cost, lanes, change)
+        lanes = Lanes(self.cores, gloo.CHANNELS, meeting_s=MEETING_S, late=_late(steps[0]))
+        longer = 1.0
+        if steps[0].world > 1:
+            sharing = max(1.0, 1 / self.cores)  # ranks on a core
+            longer = TOGETHER * (1 + UNEVEN * (math.ceil(sharing) / sharing - 1))
+        return _play(steps, lambda work: (work.seconds or 0.0) * longer, cost, lanes, change)
+
+    def link(self, ranks: int) -> Link:
+        """What an all-reduce among these ranks takes, as ``bucket_ddp_async`` would measure it."""
+        link = self.rate, self.latency_s
+        small, large = (
+            self.gloo.cost("all_reduce", size, Group(ranks), False, *link)
+            for size in (1024, SAMPLE_BYTES)
+        )
+        least = small.latency_s + max(small.host_s, small.wire_s)
+        whole = large.latency_s + max(large.host_s, large.wire_s)
+        taken = 0.0 if self.cores >= 2 else min(1.0, large.host_s / whole)
+        return Link(least, max(0.0, whole - least) / SAMPLE_BYTES, taken)
 
 
 @dataclass(frozen=True)
@@ -192,12 +212,42 @@ def on_this_machine(machine: Here | There, step: Step, change: WhatIf = AS_IT_IS
     )
 
 
+def side_by_side(
+    simulators: Sequence[Simulator],
+    config: Config,
+    seconds: float = 1.5,
+    link: Link | None = None,
+) -> Step:
+    """A rank's own work, emulated by all of them at once: ranks that share a machine also share its
+    caches and its memory."""
+    with ThreadPoolExecutor(len(simulators)) as pool:
+        asked = [pool.submit(s.ask, EMULATE, LIMIT_S, config, seconds, link) for s in simulators]
+        return mean_of([one.result() for one in asked])
+
+
+def mean_of(steps: Sequence[Step]) -> Step:
+    """The first of several emulations of one step, as long as they took on average."""
+    first = steps[0]
+    factor = statistics.fmean(_median(step) for step in steps) / max(_median(first), 1e-12)
+    events = [
+        dataclasses.replace(e, seconds=(e.seconds or 0.0) * factor) if isinstance(e, Work) else e
+        for e in first.events
+    ]
+    totals = tuple(total for step in steps for total in step.totals_s)
+    return dataclasses.replace(first, events=events, totals_s=totals)
+
+
+def _median(step: Step) -> float:
+    return statistics.median(step.totals_s)
+
+
 class Predictor:
     """Answers one question after another. It owns the process that simulates and emulates."""
 
     def __init__(self, on_progress: Callable[[str], None] = lambda _: None) -> None:
         self._on_progress = on_progress
         self._simulator = Simulator()
+        self._beside: list[Simulator] = []  # of other ranks that share the cores
         self._gloo: gloo.Gloo | None = None
         self._known: dict[str, Sequence[Step]] = {}  # by what was asked
 
@@ -205,7 +255,8 @@ class Predictor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._simulator.__exit__()
+        for simulator in (self._simulator, *self._beside):
+            simulator.__exit__()
 
     def predict(
         self,
@@ -234,12 +285,11 @@ class Predictor:
     # -------------------------------------------------------------- this machine
 
     def _here(self, config: Config, link: str | None, change: WhatIf) -> Prediction:
-        step = self._emulated(config)
         (simulated,) = self._simulated(config, "auto")
         if self._gloo is None:
             self._gloo = calibrate.this_machine(self._on_progress)
         ranks = config.launch.world or 1
-        cores = float(len(os.sched_getaffinity(0)))
+        cores = float(environment.usable_cores())
         if link is None:
             here = Here(self._gloo, cores / ranks)
             sharing = ranks
@@ -247,6 +297,9 @@ class Predictor:
             joined = devices.link(link)
             here = Here(self._gloo, cores, joined.bytes_per_s, joined.latency_s)
             sharing = 1
+        rate = None if here.rate is None else here.rate * change.bandwidth
+        seen = dataclasses.replace(here, rate=rate).link(ranks)
+        step = self._emulated(config, sharing, seen)
         free = throughput.free_bytes()
         found = on_this_machine(here, step, change)
         if (crowd := ranks / cores) > CROWDED and link is None:
@@ -281,12 +334,19 @@ class Predictor:
             notes=notes,
         )
 
-    def _emulated(self, config: Config) -> Step:
+    def _emulated(self, config: Config, sharing: int = 1, link: Link | None = None) -> Step:
+        """``sharing``: ranks that share this machine's cores."""
+        while len(self._beside) < min(sharing, environment.usable_cores(), MOST_BESIDE) - 1:
+            self._beside.append(Simulator())
+
         def ask() -> Sequence[Step]:
             self._on_progress(f"{config.strategy.label}: one rank's own work")
-            return [self._simulator.ask(EMULATE, LIMIT_S, config)]
+            others = self._beside[: max(0, sharing - 1)]
+            return [side_by_side([self._simulator, *others], config, link=link)]
 
-        return self._once(f"here {config.to_dict()}", ask)[0]
+        if config.strategy.name != MEASURES:
+            link = None  # nobody would ask
+        return self._once(f"here {sharing} {link} {config.to_dict()}", ask)[0]
 
     # -------------------------------------------------------------- machines that are not here
 
@@ -395,6 +455,19 @@ def _times(played: Played, low: float, high: float) -> dict[str, Any]:
         "comm_s": played.comm_s,
         "spans": played.spans,
     }
+
+
+def _late(step: Step) -> float:
+    """How much later than the mean the last rank is, for the root of a second of work.
+
+    The ranks' work differs as one rank's did from step to step. If what delays them comes by
+    chance, its standard deviation grows with the root of the time; the last of n ranks is late by
+    the expected maximum of n such numbers (Blom's approximation).
+    """
+    if step.world < 2 or not step.totals_s:
+        return 0.0
+    last = statistics.NormalDist().inv_cdf((step.world - 0.375) / (step.world + 0.25))
+    return last * 1.4826 * _spread(step.totals_s) * math.sqrt(_median(step))
 
 
 def _spread(totals: Sequence[float]) -> float:

@@ -13,6 +13,7 @@ as it is sent, and keeps nobody from working.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,10 @@ class Lanes:
     cores: float | None = None  # of one rank; None: collectives do not need the cores
     channels: int = 1  # collectives that are under way at once; the others wait for their turn
     slowdown: float = 1.0  # times that work takes longer while a collective is under way
-    late_s: float = 0.0  # by which the last rank comes later to what all of them wait for
+    meeting_s: float = 0.0  # what all of them wait for takes this much longer
+    # The last rank comes later to what all of them wait for: by this many seconds, times the root
+    # of the seconds of work since they last met.
+    late: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +209,7 @@ class _Player:
     ) -> None:
         self.rank, self.lanes, self.cost, self.meetings = rank, lanes, cost, meetings
         self.now = 0.0
+        self._apart_s = 0.0  # work since this rank last waited for all others
         self.spans: list[Span] = []
         self._active: list[_Collective] = []
         self._queue: deque[_Collective] = deque()
@@ -252,6 +257,7 @@ class _Player:
 
     def _work(self, phase: str, seconds: float) -> None:
         begin, left = self.now, seconds
+        self._apart_s += seconds
         while left > TINY:
             speed, rates = self._speeds(works=True)
             left -= speed * self._advance(left / speed, rates)
@@ -263,7 +269,8 @@ class _Player:
         while one in self._active or one in self._queue:
             self._advance(float("inf"), self._speeds(works=False)[1])
         if self.now > begin:
-            self.now += self.lanes.late_s
+            self.now += self.lanes.meeting_s + self.lanes.late * math.sqrt(self._apart_s)
+            self._apart_s = 0.0
             self.spans.append(Span("wait", one.start.label or one.start.op, begin, self.now))
 
     # ------------------------------------------------------------------ sharing
