@@ -167,7 +167,8 @@ def main() -> None:
             measures = link if strategy == buckets.MEASURES else None
             asked[shape, strategy] = shape, strategy, ranks, measures
         times: dict[tuple[str, str], list[float]] = defaultdict(list)
-        # The machine is faster and slower by turns, so both are done twice, by turns as well.
+        # The machine is slower for some seconds now and then. So both are done twice, by turns, and
+        # of the emulations the faster one counts.
         for _ in range(LAUNCHES):
             with ExitStack() as stack:
                 beside = [stack.enter_context(Simulator()) for _ in range(min(ranks, cores))]
@@ -179,7 +180,9 @@ def main() -> None:
             for shape, strategy, ms in run(f"{condition} {given.rounds}", ranks, rate, delay_s):
                 times[shape, strategy].append(ms)
         for (shape, strategy), measured in times.items():
-            emulated = predict.mean_of(steps[asked[shape, strategy]])
+            emulated = min(
+                steps[asked[shape, strategy]], key=lambda s: statistics.median(s.totals_s)
+            )
             prediction = predict.on_this_machine(here, emulated)
             ms = statistics.median(measured)
             row = {"condition": condition, "shape": shape, "strategy": strategy, "ranks": ranks}
@@ -215,8 +218,12 @@ def summary_of(rows: list[dict[str, Any]]) -> dict[str, float]:
             if same and one["measured_ms"] * 1.1 < other["measured_ms"]:
                 total += 1
                 right += one["predicted_ms"] < other["predicted_ms"]
+    middle = len(rows[0]["rounds"]) // 2  # where the second launch begins
+    repeats = [[statistics.median(half) for half in (r["rounds"][:middle], r["rounds"][middle:])]
+               for r in rows]  # fmt: skip
     return {
         "points": len(rows),
+        "launches_differ": statistics.mean(abs(one / other - 1) for one, other in repeats),
         "mean_error": statistics.mean(errors),
         "p95_error": errors[int(0.95 * (len(errors) - 1))],
         "inside_interval": statistics.mean(row["inside"] for row in rows),

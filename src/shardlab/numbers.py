@@ -219,6 +219,12 @@ def number(value: float | None, like: float | None = None) -> str:
     return f"{value:,.{decimals}f}"
 
 
+def part_of_step(ms: float) -> str:
+    """As ``number``, with two decimals at most: 0.0588 would take a strategy's name its room in a
+    terminal, and nobody needs its last digits."""
+    return number(ms, max(abs(ms), 1.0))
+
+
 def ms(us: float | None) -> str:
     """Microseconds as milliseconds."""
     return number(None if us is None else us / 1000)

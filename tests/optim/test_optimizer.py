@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -861,7 +861,6 @@ def test_memory_in_another_order_is_updated_right(
         p = nn.Parameter(dense if later else LAYOUTS[parameter](dense))
         if own:
             optimizer = factory.named_by(TrainingConfig(learning_rate=0.1))([("p", p)])
-            assert bool(optimizer.defaults["fused"]) == (later or parameter == "rows")
         else:
             optimizer = torch.optim.AdamW([p], lr=0.1, weight_decay=0.0)
         for step in range(3):
@@ -869,8 +868,34 @@ def test_memory_in_another_order_is_updated_right(
                 p.data = LAYOUTS[parameter](p.data)
             p.grad = LAYOUTS[gradient](torch.randn(2, 3, 4, 4))
             optimizer.step()
+        if own:
+            assert optimizer.param_groups[0]["fused"] == (parameter == "rows")
         results.append(p.detach().clone())
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+FUSED = ("simple_ddp", "bucket_ddp_async", "zero1", "zero2", "zero3", "pytorch_zero1")
+
+
+def test_every_strategy_updates_in_one_pass(ranks: GetRanks) -> None:
+    """Those that shard too, whose optimizer is made before its shards are there."""
+    assert set(ranks(2).run(is_fused, FUSED, deadline_s=60)) == {FUSED}
+
+
+def is_fused(world: World, strategies: Sequence[str]) -> tuple[str, ...]:
+    found = []
+    for name in strategies:
+        settings = {"model.size": "tiny", "data.source": "synthetic", "strategy.name": name,
+                    "launch.world": world.size, "training.steps": 1}  # fmt: skip
+        config = configs.load(None, settings)
+        workload = assemble.build_workload(config)
+        strategy = assemble.build_strategy(config, workload, world)
+        strategy.gradients(next(loop.Batches(workload, config, world)))
+        strategy.step()
+        optimizer = getattr(strategy.optimizer, "optim", strategy.optimizer)
+        if all(group["fused"] for group in optimizer.param_groups):
+            found.append(name)
+    return tuple(found)
 
 
 def test_complex_parameters_are_updated_as_pytorch_does_by_default() -> None:

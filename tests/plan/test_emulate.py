@@ -14,7 +14,6 @@ from shardlab.errors import UsageError
 from shardlab.measure.estimate import WEIGHED, Simulator
 from shardlab.plan.emulate import fill, typical
 from shardlab.plan.graph import Event, Group, Start, Step, Wait, Work
-from shardlab.strategies.bucket_size import Link
 
 TINY = {"model.size": "tiny", "data.source": "synthetic", "launch.device": "cpu"}
 
@@ -72,8 +71,8 @@ def test_ddp_lays_out_its_buckets_as_the_simulation_says(simulator: Simulator) -
 def test_buckets_are_those_of_the_link_that_is_planned_for(simulator: Simulator) -> None:
     """Over a slow link that costs no core, smaller buckets hide more."""
     config = config_of("bucket_ddp_async", 2, **{"model.size": "mini"})
-    fast, slow = (Link(1e-4, per_byte, taken) for per_byte, taken in ((1e-10, 1.0), (8e-9, 0.0)))
-    few, many = (emulated(simulator, config, link) for link in (fast, slow))
+    links = (1e-4, 1e-10, 1.0), (1e-4, 8e-9, 0.0)
+    few, many = (emulated(simulator, config, link) for link in links)
     assert len(list(few.starts())) < len(list(many.starts()))
     both = [sum(start.bytes for start in step.starts()) for step in (few, many)]
     assert both[0] == pytest.approx(both[1], rel=0.01)

@@ -12,6 +12,7 @@ from shardlab import config as configs
 from shardlab.errors import UsageError
 from shardlab.plan import gloo, larger, predict
 from shardlab.plan.graph import Event, Group, Start, Step, Wait, Work
+from shardlab.strategies import bucket_size
 
 KEYS = ("wall_s", "host_s", "queued_wall_s", "queued_host_s")
 
@@ -119,9 +120,27 @@ def test_the_last_of_many_ranks_is_later_and_none_where_all_steps_take_the_same(
     here = predict.Here(gloo.Gloo(prices, prices), cores=1.0)
     alike = here.play([timed(1.0, 1.0, 1.0)])
     assert alike.wait_s == pytest.approx(1e-3 + predict.MEETING_S, rel=0.01)
-    two = here.play([timed(0.9, 1.0, 1.1)])
-    many = here.play([timed(0.9, 1.0, 1.1, world=8)])
+    two = here.play([timed(0.9, 1.1, 0.9, 1.1, 1.0)])
+    many = here.play([timed(0.9, 1.1, 0.9, 1.1, 1.0, world=8)])
     assert alike.step_s < two.step_s < many.step_s
+    # Slower for a while, and then steady: all ranks are, so none is later than the others.
+    steady = here.play([timed(*[0.9] * 5, *[1.1] * 5, 1.0, 1.0)])
+    assert steady.wait_s == pytest.approx(alike.wait_s)
+
+
+def test_a_link_is_seen_as_ranks_would_measure_it() -> None:
+    assert predict.SAMPLE_BYTES == bucket_size.SAMPLE_BYTES
+    rows = [
+        {"op": op, "bytes": size, "wall_s": 1e-3 + 8e-9 * sent, "host_s": 1e-3 + 1e-9 * sent,
+         "queued_wall_s": 1e-3 + 8e-9 * sent, "queued_host_s": 1e-3 + 1e-9 * sent}
+        for op in gloo.OPS for size in (256, 2**24) for sent in (gloo.sent_by(op, size, 2),)
+    ]  # fmt: skip
+    far = gloo.measured(rows, rate=125e6)
+    for rate in (125e6, 500e6):
+        link = bucket_size.Link(*predict.Here(gloo.Gloo(far, far), 2.0, rate).link(2))
+        assert link.latency_s == pytest.approx(1e-3, rel=0.02)
+        assert link.s_per_byte == pytest.approx(1 / rate, rel=0.02)
+        assert link.taken == 0.0  # there is a core for each rank's messages
 
 
 def test_a_device_that_is_not_here() -> None:

@@ -299,6 +299,17 @@ def test_the_terminal_explains_and_proves() -> None:
     assert compare_terminal.verdict_lines(result)[1].startswith("Choose b: ")
 
 
+def test_a_short_wait_does_not_break_the_names() -> None:
+    profile = {**explained(1234.5), "wait_ms": 0.05883}
+    names = ("simple_ddp_async", "bucket_ddp_async", "pytorch_zero3")
+    cells = [cell(name, 1544, profile=profile, sent={"bytes": 43 * 2**20}) for name in names]
+    table = compare_terminal.explained_table(result_of(cell("single", 1600), *cells))
+    assert table is not None
+    lines = drawn_table(table, 80).splitlines()
+    assert [name for name in names if not any(line.startswith(name) for line in lines)] == []
+    assert "0.06" in lines[-1].split()
+
+
 # ------------------------------------------------------------------ files
 
 
@@ -486,7 +497,7 @@ def test_terminal_and_page_agree_on_where_a_step_goes(profile: Any) -> None:
     assert in_terminal == in_page
     # With what is neither computing nor communicating, they are the whole step.
     idle = readings.idle_ms(profile)
-    assert in_page[-1] == fmt.number(idle)
+    assert in_page[-1] == fmt.part_of_step(idle)
     shown = [profile[f"{part}_ms"] for part in names]
     assert sum(shown) + idle == pytest.approx(profile["wall_ms"])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -36,6 +36,20 @@ NOT_COUNTED = {
 PEAKS = ("building", "step")
 MOST = 1 << 20  # samples of a rank: the largest batch that is tried
 LIMIT_S = 300.0  # one estimate of GPT-2 XL takes some 10 s
+
+
+def ask_all(
+    simulators: Sequence[Simulator], function: str, limit_s: float, config: Config, *args: Any
+) -> list[Any]:
+    """What each of them answers, all at work at the same time. If one fails, all are ended."""
+    try:
+        for simulator in simulators:
+            simulator._send(function, limit_s, config, *args)
+        return [simulator._answer(limit_s) for simulator in simulators]
+    except BaseException:
+        for simulator in simulators:
+            simulator.__exit__()
+        raise
 
 
 class Simulator:
@@ -79,18 +93,19 @@ class Simulator:
         After ``limit_s`` seconds without an answer the process is ended, and the error names the
         line it stood at.
         """
-        try:
+        self._send(function, limit_s, config, *args)
+        return self._answer(limit_s)
+
+    def _send(self, function: str, limit_s: float, config: Config, *args: Any) -> None:
+        with self._ended_on_failure():
             if self._process is None:
                 self._start()
                 self._stacks = self._receive(limit_s)
             self._pipe.send((function, config.to_dict(), args))
+
+    def _answer(self, limit_s: float) -> Any:
+        with self._ended_on_failure():
             kind, value = self._receive(limit_s)
-        except (EOFError, ConnectionResetError, BrokenPipeError):
-            self.__exit__()
-            raise RankFailure(0, "the estimate's process died") from None
-        except BaseException:  # an answer that nobody waited for would be taken for the next one's
-            self.__exit__()
-            raise
         if kind == "usage":
             raise UsageError(value)
         if kind == "error":
@@ -98,6 +113,18 @@ class Simulator:
             self.__exit__()  # the next has a new process, in which nothing has failed
             raise RankFailure(0, f"the estimate failed: {message}", trace)
         return value
+
+    @contextlib.contextmanager
+    def _ended_on_failure(self) -> Iterator[None]:
+        """An answer that nobody waited for would be taken for the next one's."""
+        try:
+            yield
+        except (EOFError, ConnectionResetError, BrokenPipeError):
+            self.__exit__()
+            raise RankFailure(0, "the estimate's process died") from None
+        except BaseException:
+            self.__exit__()
+            raise
 
     def _start(self) -> None:
         context = fork_server()

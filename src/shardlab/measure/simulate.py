@@ -218,30 +218,46 @@ def _gather_alone(values: list[Any], value: Any, *_: Any, **__: Any) -> None:
 def _nothing(*_: Any, **__: Any) -> None: ...
 
 
-def _moved(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """``cast_model``, which cannot replace a fake tensor in its place."""
-    of_complex = torch.complex128 if dtype == torch.float64 else torch.complex64
-    new: dict[int, Any] = {}  # by id: a tied parameter stays one
-    old = []  # keeps each old tensor, so that its id is not used again
+def _replacing() -> Callable[..., nn.Module]:
+    """``nn.Module._apply``, which ``to()``, ``double()`` and ``bfloat16()`` call: PyTorch's own
+    cannot change a fake parameter in its place. This one puts new ones there, and a tied parameter
+    stays one."""
+    as_it_is: Any = nn.Module._apply
+    new: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the old one, which is kept meanwhile
+    depth = 0
 
-    def move(tensor: Tensor) -> Tensor:
+    def replaced(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
         if id(tensor) not in new:
-            real = dtype if tensor.is_floating_point() else None
-            moved = tensor.detach().to(device, of_complex if tensor.is_complex() else real)
-            if isinstance(tensor, nn.Parameter):
-                moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
-            new[id(tensor)] = moved
-            old.append(tensor)
-        found: Tensor = new[id(tensor)]
-        return found
+            with torch.no_grad():
+                made = fn(tensor)
+            if made is not tensor and isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+                made.grad = None if tensor.grad is None else fn(tensor.grad)
+            new[id(tensor)] = tensor, made
+        return new[id(tensor)][1]
 
-    for module in model.modules():
-        owned: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for tensors in owned:
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    tensors[name] = move(tensor)
-    return model
+    def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        nonlocal depth
+        depth += 1
+        try:
+            children: Any = self.children() if recurse else ()
+            for child in children:
+                child._apply(fn)
+            owned: list[dict[str, Any]] = [self._parameters, self._buffers]
+            if not any(isinstance(t, FakeTensor) for tensors in owned for t in tensors.values()):
+                as_it_is(self, fn, recurse=False)
+                return self
+            for tensors in owned:
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        tensors[name] = replaced(tensor, fn)
+            return self
+        finally:
+            depth -= 1
+            if not depth:
+                new.clear()
+
+    return apply
 
 
 @contextmanager
@@ -266,7 +282,7 @@ def without_content() -> Iterator[None]:
     """And with tensors that have none."""
     mesh_maker = device_mesh.init_device_mesh
     patches: list[tuple[Any, str, Any]] = [
-        (assemble, "cast_model", _moved),
+        (nn.Module, "_apply", _replacing()),
         (context, "_refuse_early_padding", _nothing),  # a run asks the mask's values
         (torch, "tensor", _tensor),
         (FakeTensor, "tolist", _tolist),

@@ -453,7 +453,7 @@ def named_by(training: TrainingConfig, matrices: frozenset[str] = frozenset()) -
                 group["weight_decay"] = 0.0
             groups.append(group)
         trained = [p for group in groups for p in group["params"]]
-        if not may_fuse or not all(p.is_floating_point() and p.is_contiguous() for p in trained):
+        if not may_fuse or not all(p.is_floating_point() for p in trained):
             return cast(Optimizer, kind(groups, **options))
         optimizer = cast(Optimizer, kind(groups, **options, fused=True))
         optimizer.register_step_pre_hook(_keep_fused_right)
@@ -464,10 +464,12 @@ def named_by(training: TrainingConfig, matrices: frozenset[str] = frozenset()) -
 
 def _keep_fused_right(optimizer: Optimizer, _args: Any, _options: Any) -> None:
     """A fused update takes what it is given for contiguous, without asking (torch 2.13 on a CPU):
-    a gradient in another order would update other elements than its own."""
+    a gradient in another order would update other elements than its own. This is looked at before
+    each step: a strategy that shards puts its shards in place of the whole parameters later, and
+    anybody may set p.data."""
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if not p.is_contiguous():  # since the last step: somebody set p.data
+            if not p.is_contiguous():
                 group["fused"] = False
             if p.grad is not None and not p.grad.is_contiguous():
                 p.grad = p.grad.contiguous()

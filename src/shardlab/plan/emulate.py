@@ -153,9 +153,11 @@ def fill(op: str, whole: Sequence[Tensor], tensors: Sequence[Tensor], ranks: int
 # ------------------------------------------------------------------ a run
 
 
-def emulate(config: Config, seconds: float = 1.5, link: bucket_size.Link | None = None) -> Step:
+def emulate(
+    config: Config, seconds: float = 1.5, link: tuple[float, float, float] | None = None
+) -> Step:
     """A step of rank 0 of the config's world, on this machine's device, without its peers.
-    ``link`` is what a strategy that measures its link finds.
+    ``link`` is what a strategy that measures its link finds: a ``bucket_size.Link`` in numbers.
 
     ``Work("measured", …)`` has the seconds of each stretch: the median over as many steps as take
     ``seconds``, and at least five. On a GPU they are the device's, and ``host_s`` the host's.
@@ -184,7 +186,8 @@ def emulate(config: Config, seconds: float = 1.5, link: bucket_size.Link | None 
         stack.enter_context(mock.patch.object(simulate.Solo, "log", clock))
         stack.enter_context(clock.following())
         if link is not None:
-            stack.enter_context(mock.patch.object(bucket_size, "measure", return_value=link))
+            seen = bucket_size.Link(*link)
+            stack.enter_context(mock.patch.object(bucket_size, "measure", return_value=seen))
         strategy = assemble.build_strategy(config, workload, alone)
         simulate.refuse_rounds(strategy)
         batches = stack.enter_context(closing(loop.Batches(workload, config, alone)))

@@ -52,10 +52,7 @@ def rounds(op: str, ranks: int) -> int:
 
 def trips(op: str, ranks: int) -> float:
     """One-way journeys over the link that follow each other. Gloo's receiver says that it is ready
-    before the sender sends, so a round takes two; messages to different ranks go side by side. The
-    receivers of a broadcast are ready long before."""
-    if op == "broadcast":
-        return float(rounds(op, ranks))
+    before the sender sends, so a round takes two; messages to different ranks go side by side."""
     if op == "broadcasts":
         return 2.0 * rounds("broadcast", ranks) * math.ceil(ranks / CHANNELS)
     return 2.0 * (1 if op == "all_to_all" else rounds(op, ranks))

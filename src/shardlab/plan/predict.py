@@ -14,29 +14,28 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from shardlab.axes import Axes, axes_of
 from shardlab.config import Config
 from shardlab.errors import UsageError
 from shardlab.measure import throughput
-from shardlab.measure.estimate import WEIGHED, Simulator
+from shardlab.measure.estimate import WEIGHED, Simulator, ask_all
 from shardlab.plan import calibrate, devices, gloo, nccl
 from shardlab.plan.buckets import MEASURES
 from shardlab.plan.graph import Cost, Event, Group, Start, Step, Wait, Work
 from shardlab.plan.larger import at_micro, at_world, fewest_micro
 from shardlab.plan.replay import Lanes, Played, Span, replay
 from shardlab.run import environment
-from shardlab.strategies.bucket_size import SAMPLE_BYTES, Link
 
 THIS = "this"
 EMULATE = "shardlab.plan.emulate:emulate"
 NAIVE_MFU = 0.4  # of the peak: what is often assumed of large models on GPUs
 BESIDE = 1.05  # times that a GPU's work takes longer while NCCL uses some of it
 # Fitted to steps of two ranks of a machine with two cores, on one machine and over 1 Gbit/s.
-TOGETHER = 1.05  # times that a rank's work takes longer than without its peers
+TOGETHER = 1.08  # times that a rank's work takes longer than without its peers
 MEETING_S = 0.2e-3  # what a collective that is waited for takes longer in a step than by itself
 # Three ranks on two cores: one runs alone and two share, until the scheduler moves one of them. The
 # part of that loss which was seen.
@@ -54,6 +53,9 @@ CROWDED = 2  # ranks on a core, up to which predictions were compared with measu
 SMALL_WORLDS = 8, 16  # simulated; larger ones follow from these two
 SMALL_COPIES = 2, 4  # the same, of models that several ranks hold together
 LIMIT_S = 300.0
+SAMPLE_BYTES = 4 * 2**20  # of the message that bucket_ddp_async measures
+
+Link = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,8 @@ class Here:
         return _play(steps, lambda work: (work.seconds or 0.0) * longer, cost, lanes, change)
 
     def link(self, ranks: int) -> Link:
-        """What an all-reduce among these ranks takes, as ``bucket_ddp_async`` would measure it."""
+        """What an all-reduce among these ranks takes, as ``bucket_ddp_async`` would measure it: a
+        ``strategies.bucket_size.Link`` in numbers, for this process need not import torch."""
         link = self.rate, self.latency_s
         small, large = (
             self.gloo.cost("all_reduce", size, Group(ranks), False, *link)
@@ -125,7 +128,7 @@ class Here:
         least = small.latency_s + max(small.host_s, small.wire_s)
         whole = large.latency_s + max(large.host_s, large.wire_s)
         taken = 0.0 if self.cores >= 2 else min(1.0, large.host_s / whole)
-        return Link(least, max(0.0, whole - least) / SAMPLE_BYTES, taken)
+        return least, max(0.0, whole - least) / SAMPLE_BYTES, taken
 
 
 @dataclass(frozen=True)
@@ -220,9 +223,7 @@ def side_by_side(
 ) -> Step:
     """A rank's own work, emulated by all of them at once: ranks that share a machine also share its
     caches and its memory."""
-    with ThreadPoolExecutor(len(simulators)) as pool:
-        asked = [pool.submit(s.ask, EMULATE, LIMIT_S, config, seconds, link) for s in simulators]
-        return mean_of([one.result() for one in asked])
+    return mean_of(ask_all(simulators, EMULATE, LIMIT_S, config, seconds, link))
 
 
 def mean_of(steps: Sequence[Step]) -> Step:
@@ -298,9 +299,10 @@ class Predictor:
             here = Here(self._gloo, cores, joined.bytes_per_s, joined.latency_s)
             sharing = 1
         rate = None if here.rate is None else here.rate * change.bandwidth
-        seen = dataclasses.replace(here, rate=rate).link(ranks)
-        step = self._emulated(config, sharing, seen)
+        seen = dataclasses.replace(here, rate=rate).link(ranks) if ranks > 1 else None
         free = throughput.free_bytes()
+        have_room = sharing if free is None else free // max(1, simulated.peak_bytes)
+        step = self._emulated(config, max(1, min(sharing, have_room)), seen)
         found = on_this_machine(here, step, change)
         if (crowd := ranks / cores) > CROWDED and link is None:
             # Nobody has seen so many; the interval grows with them.
@@ -335,18 +337,17 @@ class Predictor:
         )
 
     def _emulated(self, config: Config, sharing: int = 1, link: Link | None = None) -> Step:
-        """``sharing``: ranks that share this machine's cores."""
-        while len(self._beside) < min(sharing, environment.usable_cores(), MOST_BESIDE) - 1:
-            self._beside.append(Simulator())
+        """``sharing``: ranks that share this machine's cores, and for which it has memory."""
+        others = min(sharing, environment.usable_cores(), MOST_BESIDE) - 1
+        if config.strategy.name != MEASURES:
+            link = None  # nobody would ask
 
         def ask() -> Sequence[Step]:
             self._on_progress(f"{config.strategy.label}: one rank's own work")
-            others = self._beside[: max(0, sharing - 1)]
-            return [side_by_side([self._simulator, *others], config, link=link)]
+            self._beside += [Simulator() for _ in range(others - len(self._beside))]
+            return [side_by_side([self._simulator, *self._beside[:others]], config, link=link)]
 
-        if config.strategy.name != MEASURES:
-            link = None  # nobody would ask
-        return self._once(f"here {sharing} {link} {config.to_dict()}", ask)[0]
+        return self._once(f"here {others} {link} {config.to_dict()}", ask)[0]
 
     # -------------------------------------------------------------- machines that are not here
 
@@ -460,14 +461,17 @@ def _times(played: Played, low: float, high: float) -> dict[str, Any]:
 def _late(step: Step) -> float:
     """How much later than the mean the last rank is, for the root of a second of work.
 
-    The ranks' work differs as one rank's did from step to step. If what delays them comes by
-    chance, its standard deviation grows with the root of the time; the last of n ranks is late by
-    the expected maximum of n such numbers (Blom's approximation).
+    The ranks' work differs as one rank's did from one step to the next. (A machine that is slow for
+    some seconds slows all of them, so it does not count.) If what delays them comes by chance, its
+    standard deviation grows with the root of the time; the last of n ranks is late by the expected
+    maximum of n such numbers (Blom's approximation).
     """
-    if step.world < 2 or not step.totals_s:
+    if step.world < 2 or len(step.totals_s) < 2:
         return 0.0
+    changes = [abs(then - now) for now, then in pairwise(step.totals_s)]
+    deviation = 1.4826 * statistics.median(changes) / math.sqrt(2)
     last = statistics.NormalDist().inv_cdf((step.world - 0.375) / (step.world + 0.25))
-    return last * 1.4826 * _spread(step.totals_s) * math.sqrt(_median(step))
+    return last * deviation / math.sqrt(_median(step))
 
 
 def _spread(totals: Sequence[float]) -> float:

@@ -76,7 +76,7 @@ def _profile(cell: Cell, has_bubble: bool) -> list[str]:
     shown = [profile["compute_ms"], profile["exposed_comm_ms"], profile["wait_ms"]]
     shown += [readings.bubble_ms(profile)] * has_bubble
     return [
-        *(fmt.number(value) for value in (*shown, readings.idle_ms(profile))),
+        *(fmt.part_of_step(value) for value in (*shown, readings.idle_ms(profile))),
         fmt.percent(profile["overlap_pct"]),
         fmt.size(readings.sent(cell)),
     ]
