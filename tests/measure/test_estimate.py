@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import commands
 import people
 from conftest import GetRanks, long_unless
 from shardlab import config as configs
 from shardlab.errors import Late, RankFailure, UsageError
-from shardlab.measure import estimate
+from shardlab.measure import estimate, simulate
 from shardlab.measure.estimate import Simulator, largest_batch
 from shardlab.measure.simulate import Tracker, backend_of
 from shardlab.naming import STRATEGIES
@@ -336,6 +337,29 @@ PEOPLE = Path(__file__).parents[1] / "people.py"
 
 def of_people(name: str, strategy: str = "simple_ddp", batch: int = 2) -> configs.Config:
     return config_of(strategy, 2, batch, {"model.workload": f"{PEOPLE}:{name}"})
+
+
+def test_a_model_that_converts_itself_keeps_its_ties() -> None:
+    """PyTorch cannot convert a parameter without content in its place."""
+
+    def tied() -> Any:
+        model = nn.Sequential(nn.Linear(3, 3), nn.LSTM(3, 3), nn.Linear(3, 3))
+        model[2].weight = model[0].weight
+        model.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
+        return model
+
+    real = tied()
+    before = [*real.parameters()]
+    with mock.patch.object(nn.Module, "_apply", simulate._replacing()):
+        with FakeTensorMode():
+            fake = tied().double()
+        real.double()
+    for model in (fake, real):
+        assert model[0].weight is model[2].weight
+        assert {p.dtype for p in model.parameters()} == {torch.float64}
+        assert model.counts.dtype == torch.int64
+    assert all(isinstance(t, FakeTensor) for t in (*fake.parameters(), *fake.buffers()))
+    assert all(now is then for now, then in zip(real.parameters(), before, strict=True))
 
 
 @pytest.mark.long
