@@ -471,7 +471,7 @@ def _late(step: Step) -> float:
     changes = [abs(then - now) for now, then in pairwise(step.totals_s)]
     deviation = 1.4826 * statistics.median(changes) / math.sqrt(2)
     last = statistics.NormalDist().inv_cdf((step.world - 0.375) / (step.world + 0.25))
-    return last * deviation / math.sqrt(_median(step))
+    return last * deviation / math.sqrt(max(_median(step), 1e-12))
 
 
 def _spread(totals: Sequence[float]) -> float:
