@@ -121,7 +121,8 @@ def reference(animal: Animal, world: int, make_optimizer: Any = OPTIMIZER) -> Co
     """A plain loop that sees every rank's micro-batches one after another.
 
     What forward changes beside the gradients (buffers, parameters, which of them train) it changes
-    on each rank from the same start, and rank 0's is kept, as DDP does with buffers.
+    on each rank from the same start, and rank 0's is kept, as DDP does with buffers. Workers are
+    evaluated as one, which leaves no trace in what each of them has.
     """
     model = animal.build(seed=0)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -129,11 +130,13 @@ def reference(animal: Animal, world: int, make_optimizer: Any = OPTIMIZER) -> Co
     course = Course()
     for step in range(STEPS):
         if step == STEPS - 1 and animal.evaluate is not None:
-            course.evaluated = []
+            course.evaluated, before = [], _state(model)
             for rank in _each_rank(model, world):
                 with torch.no_grad():
                     value = animal.evaluate(model, animal.batch(step, rank, MICRO))
                 course.evaluated.append(float(value))
+            if make_optimizer is PLAIN:
+                _set(model, {n: (before[n][0], trains) for n, (_, trains) in _state(model).items()})
         share = [[animal.batch(step, r, m) for m in range(MICRO)] for r in range(world)]
         count = max(1, sum(b.count for batches in share for b in batches))
         total = 0.0
@@ -192,7 +195,8 @@ def _course(animal: Animal, strategy: str, world: World, at: list[int]) -> Cours
         at[0] = step
         if step == STEPS - 1 and animal.evaluate is not None:
             batch = animal.batch(step, world.rank, MICRO)
-            course.evaluated = float(instance.infer(animal.evaluate, batch))
+            with instance.as_one():
+                course.evaluated = float(instance.infer(animal.evaluate, batch))
         batches = [animal.batch(step, world.rank, m) for m in range(MICRO)]
         course.losses.append(float(instance.gradients(batches)))
         if step == STEPS - 1:

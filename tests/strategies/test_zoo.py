@@ -90,7 +90,9 @@ def test_the_page_is_up_to_date() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [0, secrets.randbelow(10_000)], ids=["fixed", "fresh"])
+@pytest.mark.parametrize(
+    "seed", [0, 2553, secrets.randbelow(10_000)], ids=["fixed", "evaluation moves buffers", "fresh"]
+)
 def test_random_models(seed: int, ranks: GetRanks, request: pytest.FixtureRequest) -> None:
     """A failure names its model: ``python tests/zoo_generator.py --only NUMBER`` runs it again."""
     numbers = [
