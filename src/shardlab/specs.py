@@ -16,11 +16,15 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     name, *parts = spec.split(":")
     while parts and "=" not in parts[0]:
         name += ":" + parts.pop(0)
-    options = {}
+    options: dict[str, Any] = {}
     for part in parts:
         key, equals, value = part.partition("=")
         if not equals:
             raise UsageError(f"'{part}' in '{spec}' is not option=value")
+        if not value:
+            raise UsageError(f"'{part}' in '{spec}' has no value")
+        if key in options:
+            raise UsageError(f"{key} is given twice in '{spec}'")
         options[key] = parse_value(value)
     return strategy_named(name), options
 

@@ -719,6 +719,19 @@ def workload():
     assert "'1.weight' in half precision; parameters are kept and updated in float32" in note
 
 
+def test_a_model_in_float64_trains_in_float32_and_that_is_noted(tmp_path: Path) -> None:
+    source = """
+class Mixed(nn.Sequential):
+    def forward(self, x):
+        return self[1](self[0](x).to(self[1].weight.dtype)).float()
+
+def workload():
+    return Mixed(nn.Linear(4, 4), nn.Linear(4, 4).double()), pairs, nn.CrossEntropyLoss()
+"""
+    (note,) = (n for n in build(tmp_path, source).notes if "float64" in n)
+    assert "'1.weight' in float64; parameters are kept and updated in float32" in note
+
+
 def test_a_parameter_that_forward_replaces_is_refused_before_any_strategy(tmp_path: Path) -> None:
     """FSDP puts its own parameters in place, so a look during its forward would see nothing."""
     source = """

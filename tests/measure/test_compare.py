@@ -732,6 +732,9 @@ def test_parse_spec(spec: str, expected: tuple[str, dict[str, Any]]) -> None:
 
 
 def test_parse_spec_refuses() -> None:
+    for spec, why in (("zero1:bucket_mb=", "has no value"), ("zero1:a=1:a=2", "a is given twice")):
+        with pytest.raises(UsageError, match=why):
+            parse_spec(spec)
     with pytest.raises(UsageError, match="is not option=value"):
         parse_spec("a:b=1:c")
 

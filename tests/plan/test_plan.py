@@ -143,6 +143,42 @@ def test_what_would_change_the_choice() -> None:
     assert "pytorch_ddp would no longer fit: it needs 80.1 GiB per rank" in " ".join(large)
 
 
+def test_another_link_may_make_another_number_of_ranks_the_choice() -> None:
+    """64 ranks wait for the link so long that 8, which are one node's, are faster."""
+    rows = planned(specs=("zero1",), ranks=(8, 64))["rows"]
+    rows[1] |= {"step_s": 40 * rows[0]["step_s"], "samples_per_s": 0.2 * rows[0]["samples_per_s"]}
+
+    def at_rate(i: int, factor: float) -> float:
+        return float(rows[i]["step_s"] / (factor if i else 1))
+
+    (said,) = advice.flips(rows, 0, at_rate)
+    assert said == (
+        "With 8 times the bandwidth on h100 over ndr, zero1 on 64 ranks would be 60% faster than "
+        "zero1."
+    )
+    (firm,) = advice.flips(rows, 0, lambda i, _: float(rows[i]["step_s"]))
+    assert firm.endswith("changes the choice.")
+
+
+def test_what_costs_hardly_more_is_not_called_the_cheapest() -> None:
+    rows = planned(
+        specs=("zero1",), devices=("h100", "a100-80"), tokens=1e11, ranks=(8, 64),
+        prices={"h100": 1.0, "a100-80": 9.0},
+    )["rows"]  # fmt: skip
+    costs = {8: 1000.0, 64: 1040.0}
+    rows = [{**r, "cost": costs[r["world"]] * (1 if r["device"] == "h100" else 9)} for r in rows]
+    said = advice.answered(rows)["why"][-1]
+    assert said.startswith("Within 5% of the least cost of all (1,000): zero1 on 64 ranks of h100")
+
+
+def test_a_size_that_is_to_be_found_is_found_for_each_row() -> None:
+    rows = planned(specs=("pytorch_ddp:bucket_mb=auto", "zero3"), ranks=(8,))["rows"]
+    assert rows[0]["label"].startswith("pytorch_ddp (bucket_mb=auto: ")
+    assert rows[0]["step_s"] is not None
+    refused = planned(specs=("zero3:bucket_mb=auto", "zero1"), ranks=(8,))["rows"]
+    assert refused[0]["reason"] == "zero3 has no buckets whose size could be chosen"
+
+
 def test_over_all_devices_by_cost_if_there_are_prices() -> None:
     both: dict[str, Any] = {"devices": ("h100", "a100-80"), "ranks": (8,), "tokens": 1e11}
     assert planned(**both)["answer"]["why"][-1] == (
@@ -265,7 +301,8 @@ def test_budgets_and_prices_as_people_write_them() -> None:
     assert plan.prices_of("h100=2.5, a100=1.3", names) == {"h100": 2.5, "a100-80": 1.3}
     for text, message in (
         ("-1", "not a price of 0 or more"), ("nan", "not a price"), ("x", "not a price"),
-        ("2,3", "write h100=2.5,a100=1.3"), ("t4=1", "unknown device of --price-per-hour"),
+        ("2,3", "write h100=2.5,a100=1.3"), ("t4=1", "--device has only h100, a100-80"),
+        ("h100=2,h100=3", "h100 is named twice"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=message):
             plan.prices_of(text, names)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardlab.plan.graph import Cost, Event, Group, Start, Step, Wait, Work
 from shardlab.plan.replay import Lanes, Played, replay
@@ -68,6 +70,12 @@ def test_a_gather_may_be_left_under_way_for_the_next_step() -> None:
     assert found.step_s == pytest.approx(3.0)
     hidden = played(work(2.0), Wait(0), work(1.0), start(0), cost=Cost(0.0, 0.0, 2.0))
     assert hidden.step_s == pytest.approx(3.0)
+
+
+@given(st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=6), st.floats(1e-9, 1e3))
+def test_ranks_that_are_alike_have_no_bubble(seconds: list[float], sent: float) -> None:
+    events = [event for i, s in enumerate(seconds) for event in (work(s), start(i), Wait(i))]
+    assert played(*events, cost=Cost(sent, 0.0, sent / 3)).bubble_s == 0
 
 
 def test_work_beside_a_collective_is_slower_on_a_gpu() -> None:

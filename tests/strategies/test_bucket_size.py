@@ -83,8 +83,8 @@ def test_sending_less_at_the_end_is_never_worse_without_latency(link: Link) -> N
     assert best(params, list(params), ready, link, 1.0) <= default_mb(params)
 
 
-@pytest.mark.parametrize("size", ["large", "Auto", ""])
-def test_another_word_is_refused(size: str, ranks: GetRanks) -> None:
+@pytest.mark.parametrize("size", ["large", "Auto", "", True])
+def test_another_word_is_refused(size: str | bool, ranks: GetRanks) -> None:
     with pytest.raises(UsageError, match="bucket_mb is a number of MB or auto"):
         ranks(2).run(stack_after, 0, {"bucket_mb": size})
 

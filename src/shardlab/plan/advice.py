@@ -52,7 +52,11 @@ def answered(rows: Sequence[Row]) -> dict[str, Any]:
     cheapest = _cheapest(rows, able)
     if len(by_place) > 1 and cheapest is not None:
         overall = cheapest
-        why.append(f"Cheapest of all: {_named(rows[overall])}, {_budget(rows[overall])}.")
+        least = min(rows[i]["cost"] for i in able)
+        what = "Cheapest of all"
+        if rows[overall]["cost"] > least:
+            what = f"Within {NOTABLE:.0%} of the least cost of all ({least:,.0f})"
+        why.append(f"{what}: {_named(rows[overall])}, {_budget(rows[overall])}.")
     elif len(by_place) > 1:
         overall = max(by_place.values(), key=lambda i: rate(rows[i]))
         why.append(f"Fastest of all: {_named(rows[overall])}.")
@@ -181,10 +185,21 @@ def _rivals(rows: Sequence[Row], chosen: int) -> list[int]:
     return sorted(same, key=lambda i: -rate(rows[i]))[:RIVALS]
 
 
+def _elsewhere(rows: Sequence[Row], chosen: int) -> list[int]:
+    """The fastest at each other number of ranks on the same kind of machine."""
+    found: dict[int, int] = {}
+    for i, row in enumerate(rows):
+        is_other = row["place"] == rows[chosen]["place"] and row["world"] != rows[chosen]["world"]
+        if is_other and row["step_s"] and row["fits"] is not False:
+            found[row["world"]] = max(found.get(row["world"], i), i, key=lambda i: rate(rows[i]))
+    return list(found.values())
+
+
 def flips(rows: Sequence[Row], chosen: int, at_rate: AtRate) -> Iterator[str]:
     """Who cannot be told from the choice, and which rate of the link makes another the fastest."""
     row, rivals = rows[chosen], _rivals(rows, chosen)
-    if row["world"] == 1 or not rivals:
+    others = [*rivals, *_elsewhere(rows, chosen)]
+    if not others:
         return
     near = [rows[i]["label"] for i in rivals if _overlap(rows[i], row)]
     if near:
@@ -195,13 +210,14 @@ def flips(rows: Sequence[Row], chosen: int, at_rate: AtRate) -> Iterator[str]:
     if row["link"] is None:  # the ranks share one machine
         return
     for factor in RATES:
-        times = {i: seconds for i in (chosen, *rivals) if (seconds := at_rate(i, factor))}
-        best = min(times, key=lambda i: times[i], default=chosen)
-        if chosen in times and times[chosen] > (1 + NOTABLE) * times[best]:
+        times = {i: seconds for i in (chosen, *others) if (seconds := at_rate(i, factor))}
+        rates = {i: rate(rows[i]) * rows[i]["step_s"] / seconds for i, seconds in times.items()}
+        best = max(rates, key=lambda i: rates[i], default=chosen)
+        if chosen in rates and rates[best] > (1 + NOTABLE) * rates[chosen]:
             yield (
-                f"With {factor:g} times the bandwidth on {row['place']}, {rows[best]['label']} "
-                f"would be {100 * (times[chosen] / times[best] - 1):.0f}% faster than "
-                f"{row['label']}."
+                f"With {factor:g} times the bandwidth on {row['place']}, "
+                f"{_short(rows[best], row)} would be "
+                f"{100 * (rates[best] / rates[chosen] - 1):.0f}% faster than {row['label']}."
             )
             return
     yield (

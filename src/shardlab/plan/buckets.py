@@ -46,7 +46,7 @@ def with_size(config: Config, size: float) -> Config:
 def settled(configs: Sequence[Config]) -> list[Config]:
     """``auto`` as a number, before any rank is started: all ranks have the same, and the run's own
     config says which. Nothing is predicted if nobody asks for it."""
-    if not any(_is_auto(config) for config in configs):
+    if not any(is_auto(config) for config in configs):
         return list(configs)
     from shardlab.plan.predict import Predictor, WhatIf
 
@@ -59,13 +59,14 @@ def settled(configs: Sequence[Config]) -> list[Config]:
     with Predictor() as predictor:
         return [
             with_size(config, best(predictor, config, "this", None, WhatIf())[0])
-            if _is_auto(config)
+            if is_auto(config)
             else config
             for config in configs
         ]
 
 
-def _is_auto(config: Config) -> bool:
+def is_auto(config: Config) -> bool:
+    """Whether the size is to be found before the run."""
     if config.strategy.options.get("bucket_mb") != AUTO or config.strategy.name == MEASURES:
         return False
     if not has_buckets(config.strategy.name):

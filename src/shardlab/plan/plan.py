@@ -141,7 +141,9 @@ def prices_of(text: str | None, names: Sequence[str]) -> dict[str, float]:
         if equals:
             (own,) = devices_of(name)
             if own not in names:
-                raise unknown("device of --price-per-hour", name, names)
+                raise UsageError(f"--price-per-hour {own}: --device has only {', '.join(names)}")
+            if own in prices:
+                raise UsageError(f"--price-per-hour {text}: {own} is named twice")
         elif "," in text:
             raise UsageError(f"--price-per-hour {text}: whose? write h100=2.5,a100=1.3")
         try:
@@ -303,6 +305,9 @@ def plan(
             on_progress(f"{cell.spec} · {numbers.count(cell.world, 'rank')}", done, total)
             done += 1
             found = _predicted(predictor, cell, change, is_first=number == 0)
+            if found is not None and question.tokens is not None and not found.tokens:
+                name = question.config.model.workload
+                raise UsageError(f"--tokens is for text; a sample of {name} has no tokens")
             if number == 0:
                 cell.found = found
             else:
@@ -310,9 +315,6 @@ def plan(
     on_progress("done", total, total)
     _refuse_if_all(cells)
     known = [cell.found for cell in cells if cell.found is not None]
-    if question.tokens is not None and known and not any(found.tokens for found in known):
-        name = question.config.model.workload
-        raise UsageError(f"--tokens is for text; a sample of {name} has no tokens")
     if question.fits_only:
         cells = [cell for cell in cells if cell.found is None or fits(cell.found) is not False]
         if not any(cell.found for cell in cells):
@@ -369,8 +371,10 @@ def _predicted(
         if config is None:
             return None
         where = cell.device, cell.link, change.machine
-        if change.wants_best and has_buckets(config.strategy.name):
-            cell.buckets[change.text], found = buckets.best(predictor, config, *where)
+        if (change.wants_best and has_buckets(config.strategy.name)) or buckets.is_auto(config):
+            size, found = buckets.best(predictor, config, *where)
+            if is_first or change.wants_best:
+                cell.buckets[change.text] = size
             return found
         return predictor.predict(config, *where)
     except (UsageError, RankFailure) as error:
@@ -397,7 +401,8 @@ def _batch_words(question: Question) -> str:
 def _row(cell: Cell, question: Question) -> dict[str, Any]:
     name, options = parse_spec(cell.spec)
     found, config = cell.found, cell.config
-    label = ", ".join(f"{key}={value}" for key, value in options.items())
+    found_mb = {"bucket_mb": f"auto: {cell.buckets['']:g}"} if "" in cell.buckets else {}
+    label = ", ".join(f"{key}={value}" for key, value in {**options, **found_mb}.items())
     row: dict[str, Any] = {
         "strategy": name,
         "label": f"{name} ({label})" if label else name,

@@ -89,8 +89,9 @@ def replay(
     sums = []
     for player, begin in zip(players, begins, strict=True):
         own = player.spans
-        if player.now < begin + length:  # it would not begin the next step before the others
-            own.append(Span("bubble", "", player.now, begin + length))
+        until = begin + length
+        if until - player.now > TINY * (1 + until):  # it begins the next step with the others
+            own.append(Span("bubble", "", player.now, until))
         lost = {lane: sum(s.end - s.begin for s in own if s.lane == lane)
                 for lane in ("wait", "bubble")}  # fmt: skip
         sums.append((*lost.values(), _covered(own, begin, begin + length)))

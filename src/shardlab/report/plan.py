@@ -27,6 +27,7 @@ PHASES = {
 }  # fmt: skip
 COLOURS = 8  # in the style sheet; a ninth curve has the first one again
 MAX_COLLECTIVES = 12
+SPARE = ("naive", "MFU")  # columns that a narrow terminal goes without
 
 
 def is_check(result: Result) -> bool:
@@ -49,7 +50,7 @@ def show(result: Result, files: Mapping[str, Path], explain: bool = False) -> No
     out = terminal.out()
     shown = [check_table(result)] if is_check(result) else list(tables(result, explain))
     for made in shown:
-        terminal.show(out, terminal.fit(made, out.width))
+        terminal.show(out, terminal.fit(made, out.width, SPARE, "; plan.json has all"))
         out.print()
     terminal.say(out, *sentences(result), wraps=True)
     terminal.say_paths(out, files.values())
@@ -127,9 +128,9 @@ def memory_unit(rows: Sequence[Row]) -> tuple[str, float]:
 
 
 def spread(row: Row) -> str:
-    """The farther end of the interval, as a part of the step."""
-    farther = max(row["high_s"] - row["step_s"], row["step_s"] - row["low_s"])
-    return f"±{100 * farther / row['step_s']:.0f}%"
+    """The two ends of the interval, as parts of the step: one number where they are as far."""
+    low, high = (f"{100 * abs(row[end] / row['step_s'] - 1):.0f}" for end in ("low_s", "high_s"))
+    return f"±{low}%" if low == high else f"-{low} +{high}%"
 
 
 def share(part: float | None, whole: float | None) -> str:
@@ -156,12 +157,12 @@ def table(result: Result, place: str) -> Table:
         if row["step_s"] is None:
             made.add_row(*cells, Text(row["status"], "yellow"))
             continue
-        naive = None if row["naive_s"] is None else row["naive_s"] / one
+        naive = fmt.NOTHING if row["naive_s"] is None else fmt.part_of_step(row["naive_s"] / one)
         made.add_row(
             *cells,
             Text(fmt.number(row["step_s"] / one), style),
             Text(spread(row), "dim"),
-            Text(fmt.number(naive), "dim"),
+            Text(naive, "dim"),
             fmt.compact(row["tokens_per_s"] or row["samples_per_s"]),
             share(row["mfu"], 1),
             share(row["exposed_s"], row["step_s"]),

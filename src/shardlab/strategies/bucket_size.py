@@ -57,7 +57,7 @@ class BucketSize:
     ) -> None:
         """``ranks_here``: how many ranks share this machine's cores; 0: all of them. ``measures``:
         False leaves ``auto`` at its default, where buckets are not sent by a plain all-reduce."""
-        if isinstance(asked, str) and asked != AUTO:
+        if (isinstance(asked, str) and asked != AUTO) or isinstance(asked, bool):
             raise UsageError(f"bucket_mb is a number of MB or auto, got {asked!r}")
         self.mb = None if isinstance(asked, str) else asked  # None: it is not known yet
         buckets_of({}, (), self.mb, first_mb)  # refuse a wrong size now, not after the first step

@@ -231,8 +231,9 @@ class Trial:
         self.workload = built.workload(Finding(SUM)) if isinstance(built, Short) else built
         self.loss_at = Place.of(built.loss) or where  # as the user wrote it
         self.model = self._made_model()
-        halves = (torch.float16, torch.bfloat16)
-        self.narrow = [n for n, p in self.model.named_parameters() if p.dtype in halves]
+        kinds = {name: p.dtype for name, p in self.model.named_parameters()}
+        self.narrow = [n for n, kind in kinds.items() if kind in (torch.float16, torch.bfloat16)]
+        self.wide = [n for n, kind in kinds.items() if kind is torch.float64]
         self.batch = self._first_batch().to(device)
 
     def check(self) -> Checked:
@@ -262,6 +263,11 @@ class Trial:
             notes.append(
                 f"the model is made with '{self.narrow[0]}' in half precision; parameters are kept "
                 "and updated in float32, and --precision bf16 or fp16 computes in half precision"
+            )
+        if self.wide:
+            notes.append(
+                f"the model is made with '{self.wide[0]}' in float64; parameters are kept and "
+                "updated in float32"
             )
         if workload.blocks is None and blocks:
             notes.append(f"the blocks are guessed from the model: {show_blocks(blocks)}")
