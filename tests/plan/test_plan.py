@@ -158,6 +158,9 @@ def test_another_link_may_make_another_number_of_ranks_the_choice() -> None:
     )
     (firm,) = advice.flips(rows, 0, lambda i, _: float(rows[i]["step_s"]))
     assert firm.endswith("changes the choice.")
+    # On this machine only rows with as many ranks are tried, and the sentence says so.
+    here = [{**rows[0], "is_measured": True}, {**rows[0], "strategy": "zero3"}, rows[1]]
+    assert list(advice.flips(here, 0, at_rate))[-1].endswith("changes the choice on 8 ranks.")
 
 
 def test_what_costs_hardly_more_is_not_called_the_cheapest() -> None:
