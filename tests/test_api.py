@@ -43,6 +43,7 @@ def test_importing_is_lazy() -> None:
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.long
 def test_compare_is_an_object_with_a_table(tmp_path: Path) -> None:
     found = shardlab.compare(
         MODEL, ["single", "simple_ddp"], repeats=1, prove=False, out=tmp_path, settings=SMALL

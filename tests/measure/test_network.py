@@ -196,6 +196,7 @@ def kept(_world: World) -> int:
     return len(comm.LEDGER.entries) + comm.LEDGER.calls
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_measure_every_collective_and_link(ranks: GetRanks, size: int) -> None:
     plan = Plan(max_size=16384, rounds=2)

@@ -211,6 +211,7 @@ def sent(step: Step) -> traffic.Traffic:
     return found
 
 
+@pytest.mark.long
 def test_the_events_have_the_bytes_that_one_process_claims(predictor: predict.Predictor) -> None:
     """Of both stages of tensor=2, pipeline=2, by the derivation that the proof uses."""
     config = tiny({"tensor": 2, "pipeline": 2}, 4, micro=3, training__clip_norm=None)
@@ -241,6 +242,7 @@ SCHEDULES = [{"pipeline": 2}, {"pipeline": 2, "schedule": "interleaved"},
              {"pipeline": 2, "tensor": 2}]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", long_unless(lambda options: len(options) == 1, SCHEDULES), ids=str
 )
@@ -264,6 +266,7 @@ def test_many_micro_batches_follow_from_few(
         assert (one.samples, one.tokens) == (other.samples, other.tokens)
 
 
+@pytest.mark.long
 def test_predictions_of_every_axis(predictor: predict.Predictor) -> None:
     """1,024 ranks follow from few; the parts add up; a slow rank, a link and overlap count."""
     for options, world in (

@@ -68,6 +68,7 @@ def test_ddp_lays_out_its_buckets_as_the_simulation_says(simulator: Simulator) -
     assert sum(found) == sum(s.bytes for s in simulated.starts() if s.bytes > 1000)
 
 
+@pytest.mark.long
 def test_buckets_are_those_of_the_link_that_is_planned_for(simulator: Simulator) -> None:
     """Over a slow link that costs no core, smaller buckets hide more."""
     config = config_of("bucket_ddp_async", 2, **{"model.size": "mini"})

@@ -132,6 +132,7 @@ def test_a_gather_left_under_way_is_waited_for_in_the_next_step(simulator: Simul
     assert all(events.index(Wait(call)) < first_forward for call in gathers)
 
 
+@pytest.mark.long
 def test_a_wait_comes_at_once_where_the_strategy_waits(simulator: Simulator) -> None:
     def waits_at_once(step: Step) -> set[bool]:
         pairs = zip(step.events, step.events[1:], strict=False)

@@ -394,6 +394,7 @@ def peak(world: World, length: int) -> int:
     return memory.peak_bytes(world.device, lambda: made.gradients([batch]))[1]
 
 
+@pytest.mark.long
 def test_activations_shrink_with_the_ranks(ranks: GetRanks) -> None:
     (alone,) = ranks(1).run(peak, 1024)
     for world in (2, 4):

@@ -128,6 +128,7 @@ def test_it_equals_attention_in_one_process(world: int, ranks: GetRanks) -> None
 HEADS = [(1, 1), (2, 1), (4, 2), (3, 3), (6, 2)]
 
 
+@pytest.mark.long
 @given(
     st.lists(
         st.builds(

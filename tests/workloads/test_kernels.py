@@ -208,6 +208,7 @@ def test_gelu_equals_pytorchs(dtype: torch.dtype) -> None:
     assert error(bias.grad, theirs.grad.sum((0, 1))) < EXACT[dtype]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("few_rows")
 def test_pytorch_finds_no_fault_with_the_operations() -> None:
     """Shapes without content, autograd, and what compiling makes of them."""

@@ -330,6 +330,7 @@ def test_without_a_network_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -
 # ------------------------------------------------------------------ synthetic twins
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("workload", "options"),
     [

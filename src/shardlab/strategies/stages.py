@@ -514,7 +514,7 @@ class Track:
     """Stands for every block's call, and runs those of one stage."""
 
     def __init__(self, found: Probe, ends: Sequence[int], device: torch.device) -> None:
-        self.blocks, self.outputs, self.of_sample = found.blocks, found.outputs, found.shapes
+        self.blocks, self.outputs = found.blocks, found.outputs
         self.overwritten = found.overwritten
         self.ends = list(ends)
         self.device = device
