@@ -425,18 +425,14 @@ def reduce_scatter(
         return _begin(
             entry, group, async_op, lambda: _scatter_into(shard, tensor, group=group, async_op=True)
         )
-    me, ranks = group.rank(), group.size()
-    there = list(sizes or [shard.numel()] * ranks)  # elements of each rank's part
-    here = [shard.numel()] * ranks
-    parts, sent = tensor.view(-1).split(there), tensor
-    if ranks == 2:  # the other's part is in one piece, so the own need not travel to itself
-        sent, there[me], here[me] = parts[1 - me], 0, 0
-    # The price: a buffer for what comes, while it runs.
-    received = torch.empty(sum(here), dtype=tensor.dtype, device=tensor.device)
-    addends = (parts[me], received) if ranks == 2 else received.split(here)  # (n,) each
+    ranks = group.size()
+    # The price: a buffer of the full size while it runs.
+    received = torch.empty(ranks * shard.numel(), dtype=tensor.dtype, device=tensor.device)
+    there = None if sizes is None else list(sizes)
+    here = None if sizes is None else [shard.numel()] * ranks
 
     def add_up() -> None:
-        first, *rest = addends
+        first, *rest = received.view(ranks, shard.numel())  # (n,) each
         total = shard.view(-1)
         if not rest:
             total.copy_(first)
@@ -447,7 +443,7 @@ def reduce_scatter(
         entry,
         group,
         async_op,
-        lambda: dist.all_to_all_single(received, sent, here, there, group, async_op=True),
+        lambda: dist.all_to_all_single(received, tensor, here, there, group, async_op=True),
         add_up,
     )
 
