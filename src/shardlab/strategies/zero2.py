@@ -42,7 +42,7 @@ class Zero2(Sharded):
     cut: each has an owner, in whose shard it lies.
     """
 
-    BUCKETS = 8  # smaller than ZeRO-1's: three buffers of a bucket's size are what it saves on
+    BUCKETS = 16  # smaller than ZeRO-1's: three buffers of a bucket's size are what it saves on
 
     def __init__(
         self,
