@@ -238,6 +238,8 @@ def unit_of(value: float, units: Mapping[str, float] = BYTES) -> tuple[str, floa
 def compact(value: float | None) -> str:
     """As ``number``, with M, B and T for what is long: parameters, tokens per second."""
     unit, one = unit_of(value or 0, {"T": 1e12, "B": 1e9, "M": 1e6, "": 1})
+    if value is not None and not unit and float(value).is_integer():
+        return f"{value:,.0f}"
     return number(value) if value is None else number(value / one) + unit
 
 

@@ -735,8 +735,9 @@ def test_parse_spec_refuses() -> None:
     for spec, why in (("zero1:bucket_mb=", "has no value"), ("zero1:a=1:a=2", "a is given twice")):
         with pytest.raises(UsageError, match=why):
             parse_spec(spec)
-    with pytest.raises(UsageError, match="is not option=value"):
-        parse_spec("a:b=1:c")
+    for spec in ("a:b=1:c", "zero1:bucket_mb", "zero1::bucket_mb=2", "zero1:"):
+        with pytest.raises(UsageError, match=f"in '{spec}' is not option=value"):
+            parse_spec(spec)
 
 
 def test_spread_and_throughput() -> None:

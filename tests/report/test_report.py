@@ -94,7 +94,12 @@ def test_size(value: float | None, text: str) -> None:
 
 def test_compact_spread_and_names() -> None:
     assert fmt.p10_p90({"p10": 97.02, "p90": 104.1}) == "97–104"
-    assert [fmt.compact(v) for v in (999_999, 3_257_856, 1.5e9)] == ["999,999", "3.26M", "1.50B"]
+    assert [fmt.compact(v) for v in (1, 999_999, 3_257_856, 1.5e9)] == [
+        "1",
+        "999,999",
+        "3.26M",
+        "1.50B",
+    ]
     assert fmt.names(["a"]) == "a"
     assert fmt.names(["a", "b"]) == "a and b"
     assert fmt.names(["a", "b", "c", "d"]) == "a, b, c and d"

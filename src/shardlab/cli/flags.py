@@ -237,7 +237,7 @@ class Asked:
 def asked_in(values: Mapping[str, Any], names: Iterable[str]) -> Asked:
     """What a command's parameters say; ``names`` are those of the shared flags."""
     given = {FLAGS[name].key: values[name] for name in names}
-    if "=" in (given.get("strategy.name") or ""):  # zero1:tensor=2, as in a list of strategies
+    if ":" in (given.get("strategy.name") or ""):  # zero1:tensor=2, as in a list of strategies
         from shardlab.specs import parse_spec
 
         given["strategy.name"], options = parse_spec(given["strategy.name"])
