@@ -90,6 +90,33 @@ def test_latency_counts_as_often_as_gloo_waits_for_it() -> None:
     assert (two, three) == pytest.approx((0.020, 0.040))
 
 
+@pytest.mark.parametrize(("mib", "more_ms"), [(1, 17), (4, 17), (8, 31), (16, 62), (24, 97)])
+def test_each_segment_of_a_ring_waits_for_the_delay(mib: int, more_ms: float) -> None:
+    """What all-reduces between two ranks took longer than the link needs, with 5 ms of delay."""
+    found = HERE.cost("all_reduce", mib * 2**20, TWO, rate=125e6, latency_s=0.005)
+    assert found.latency_s * 1e3 == pytest.approx(more_ms, rel=0.2)
+
+
+def test_a_delay_lets_both_directions_be_used() -> None:
+    """A gather of 16 MiB over 1 Gbit/s took 124 ms, and 78 with a delay of 5 ms."""
+    made = gloo.Gloo(NEAR, gloo.over_a_link(NEAR))
+    size, rate = 2**24, 125e6
+    at_once, delayed, queued = (
+        made.cost("broadcasts", size, TWO, is_queued, rate, latency_s)
+        for is_queued, latency_s in ((False, 0.0), (False, 0.005), (True, 0.005))
+    )
+    assert at_once.wire_s == pytest.approx(1.95 * size / 2 / rate, rel=0.05)
+    assert delayed.wire_s + delayed.latency_s == pytest.approx(0.078, rel=0.05)
+    assert queued.wire_s == pytest.approx(at_once.wire_s, rel=0.05)
+
+
+def test_a_gather_of_ours_needs_every_channel() -> None:
+    """It is a broadcast by each rank: while one is under way, no other can begin."""
+    assert HERE.cost("broadcasts", 8, TWO).channels == gloo.CHANNELS == 2
+    assert HERE.cost("broadcasts", 8, Group(4), rate=125e6).channels == 2
+    assert HERE.cost("all_to_all", 8, TWO).channels == 1
+
+
 def test_a_gather_of_ours_is_priced_as_broadcasts() -> None:
     ours = Start(0, "all_gather", 8, TWO, sent="broadcast")
     theirs = Start(0, "all_gather", 8, TWO, sent="all_gather")

@@ -62,6 +62,9 @@ def test_those_that_are_under_way_together_share_the_link() -> None:
     assert at_once.step_s == pytest.approx(5.0)  # one latency, the link twice
     in_turn = played(*events, cost=Cost(1.0, 0.0, 2.0), lanes=Lanes(channels=1))
     assert in_turn.step_s == pytest.approx(6.0)
+    for channels in (1, 2):  # each needs all that there are
+        alone = played(*events, cost=Cost(1.0, 0.0, 2.0, 2), lanes=Lanes(channels=channels))
+        assert alone.step_s == pytest.approx(6.0)
 
 
 def test_a_gather_may_be_left_under_way_for_the_next_step() -> None:

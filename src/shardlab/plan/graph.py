@@ -108,3 +108,4 @@ class Cost:
     latency_s: float  # passes whatever else happens, and keeps nobody busy
     host_s: float = 0.0  # seconds of one core, of each rank: Gloo's threads copy and add
     wire_s: float = 0.0  # seconds in which the link is taken, at its full rate
+    channels: int = 1  # that it needs at the same time

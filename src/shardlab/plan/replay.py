@@ -186,6 +186,7 @@ class _Collective:
         self.start = start
         self.latency = cost.latency_s
         self.host, self.wire = cost.host_s, cost.wire_s
+        self.channels = cost.channels
         self.left = 1.0 if cost.host_s > 0 or cost.wire_s > 0 else 0.0
         self.begin: float | None = None  # when it got a channel
 
@@ -318,7 +319,10 @@ class _Player:
         return passes
 
     def _let_in(self) -> None:
-        while self._queue and len(self._active) < self.lanes.channels:
+        while self._queue:
+            free = self.lanes.channels - sum(one.channels for one in self._active)
+            if free < min(self._queue[0].channels, self.lanes.channels):
+                break
             one = self._queue.popleft()
             one.begin = self.now
             if one.latency > TINY or one.left > 0:  # else it costs nothing, and is done
