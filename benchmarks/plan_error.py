@@ -192,15 +192,19 @@ def main() -> None:
             rows.append(row)
             print(f"{condition:13}{shape:10}{strategy:18}{row['predicted_ms']:8.1f} ms predicted "
                   f"{ms:8.1f} measured {row['error']:+.1%}", flush=True)  # fmt: skip
-    summary = {
+    summary: dict[str, Any] = {
         name: summary_of([row for row in rows if (row["condition"] in CALIBRATED) == is_calibrated])
         for name, is_calibrated in (("calibrated", True), ("held_out", False))
+    }
+    summary["by_condition"] = {
+        name: summary_of([row for row in rows if row["condition"] == name])
+        for name in given.only.split(",")
     }
     for name, numbers in summary.items():
         print(name, numbers)
     print(f"{time.monotonic() - begin:.0f} s")
     if given.out is not None:
-        command = f"python benchmarks/plan_error.py --rounds {given.rounds}"
+        command = f"python benchmarks/plan_error.py --rounds {given.rounds} --only {given.only}"
         found = environment.describe(torch.device("cpu"), command)
         record = {"command": command, "environment": found, "summary": summary, "rows": rows}
         given.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
