@@ -133,7 +133,13 @@ def resolve(name: str, known: Mapping[str, str], kind: str) -> Any:
     module_name, _, attribute = path.rpartition(":")
     if ":" in name:  # the user's own
         _make_importable(Path(module_name).parent if module_name.endswith(".py") else None)
-    module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name)
+    try:
+        is_file = module_name.endswith(".py")
+        module = _load_file(Path(module_name)) if is_file else _import(module_name)
+    except UsageError as error:
+        if kind != "strategy" or strategy_named(module_name) not in known:
+            raise
+        raise UsageError(f"'{attribute}' in '{name}' is not option=value, and {error}") from None
     try:
         return getattr(module, attribute)
     except AttributeError:

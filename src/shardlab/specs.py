@@ -6,7 +6,7 @@ from typing import Any
 
 from shardlab.config import parse_value
 from shardlab.errors import UsageError
-from shardlab.naming import EVERY_STRATEGY, strategy_named
+from shardlab.naming import strategy_named
 
 BASELINE = "single"  # one plain process, in a world of any size
 
@@ -14,8 +14,9 @@ BASELINE = "single"  # one plain process, in a world of any size
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """``pytorch_ddp:bucket_mb=4`` as a name and options. Import paths keep their own colon."""
     name, *parts = spec.split(":")
-    is_ours = strategy_named(name) in EVERY_STRATEGY
-    while parts and "=" not in parts[0] and not is_ours:
+    if "" in parts:
+        raise UsageError(f"a colon in '{spec}' has no option=value behind it")
+    while parts and "=" not in parts[0]:
         name += ":" + parts.pop(0)
     options: dict[str, Any] = {}
     for part in parts:

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from typer.testing import CliRunner
 import commands
 from conftest import GetRanks
 from shardlab import config as configs
-from shardlab import numbers
+from shardlab import naming, numbers
 from shardlab.cli import app
 from shardlab.cli import compare as cli_compare
 from shardlab.errors import Late, UsageError
@@ -735,9 +736,24 @@ def test_parse_spec_refuses() -> None:
     for spec, why in (("zero1:bucket_mb=", "has no value"), ("zero1:a=1:a=2", "a is given twice")):
         with pytest.raises(UsageError, match=why):
             parse_spec(spec)
-    for spec in ("a:b=1:c", "zero1:bucket_mb", "zero1::bucket_mb=2", "zero1:"):
-        with pytest.raises(UsageError, match=f"in '{spec}' is not option=value"):
+    with pytest.raises(UsageError, match="is not option=value"):
+        parse_spec("a:b=1:c")
+    for spec in ("zero1::bucket_mb=2", "zero1:"):
+        with pytest.raises(UsageError, match=f"a colon in '{spec}' has no option=value"):
             parse_spec(spec)
+
+
+def test_an_option_without_a_value_is_no_module(tmp_path: Path, monkeypatch: Any) -> None:
+    """Unless there is one of that name: somebody's own ddp.py."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for spec in ("zero1:bucket_mb", "ddp:bucket_mb"):
+        with pytest.raises(UsageError, match=f"'bucket_mb' in '{spec}' is not option=value"):
+            naming.resolve(parse_spec(spec)[0], naming.EVERY_STRATEGY, "strategy")
+    Path("ddp.py").write_text("class Mine: ...")
+    name, options = parse_spec("ddp:Mine:rate=2")
+    assert naming.resolve(name, naming.EVERY_STRATEGY, "strategy").__name__ == "Mine"
+    assert options == {"rate": 2}
 
 
 def test_spread_and_throughput() -> None:
