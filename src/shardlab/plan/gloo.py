@@ -28,14 +28,12 @@ SENDS = {"reduce_scatter": "all_reduce", "broadcasts": "all_gather"}
 # Two go through a buffer of the tensor's size. What that takes beyond the collective that they are
 # made of does not depend on the number of ranks.
 MADE_OF = {"all_gather": "all_to_all", "reduce_scatter": "all_reduce"}
-
 SEGMENT = 2**20  # bytes of a ring's messages at most
-# Journeys that each further segment waits for: with two of them under way, and what says "ready" in
-# line behind the other direction's data. Seen with all-reduces of up to 24 MiB and a delay of 5 ms.
+# The next two rules are read from benchmarks/gloo_delay.py. A ring has two segments under way, and
+# each further one waits for this many journeys over the link.
 SEGMENT_TRIPS = 0.75
-# Without a delay the rank that comes later finds the other one ready, and its data goes before what
-# says that it is ready itself: one direction of the link waits for the other. A delay that is
-# longer than the ranks are apart lets both say so first, if nothing else is under way.
+# These often use one direction of a link at a time. With a delay that is longer than the ranks are
+# apart they use both, unless others are under way.
 BOTH_WAYS = ("broadcasts", "all_to_all", "all_gather")
 APART_S = 1e-3
 
