@@ -259,11 +259,11 @@ def fit_memory(runs: Sequence[Run]) -> Held:
         sizes = (transformer.memory(r.model, r.layout, held) / 1e9 for r in runs)
         return huber(errors(sizes, runs), 0.1)
 
-    start = [math.log(value) for value in (7.0, 12.0, 1.0, 10.0, 0.8e9)]
-    return made(least_squares(residuals, start, (0.15, 0.1, 0.4, 0.6, 0.5)))
+    start = [math.log(value) for value in (7.0, 12.0, 4.0, 10.0, 0.8e9)]
+    return made(least_squares(residuals, start, (0.15, 0.1, 0.7, 0.6, 0.5)))
 
 
-MEMORY = ("weights", "optimizer", "activations", "logits", "base")
+MEMORY = ("weights", "optimizer", "working", "logits", "base")
 
 
 def near_best(runs: Sequence[Run]) -> list[Run]:
@@ -273,21 +273,21 @@ def near_best(runs: Sequence[Run]) -> list[Run]:
     return [r for r in runs if r.value >= NEAR * best[r.group]]
 
 
-def says_fits(run: Run) -> bool:
+def says_fits(run: Run, held: Held = transformer.HELD) -> bool:
     if run.layout.pp > run.model.layers:
         return False
-    usable = transformer.HELD.usable * run.machine.device.memory
-    return transformer.memory(run.model, run.layout) <= usable
+    usable = held.usable * run.machine.device.memory
+    return transformer.memory(run.model, run.layout, held) <= usable
 
 
-def choose(runs: Sequence[Run], by: Parallel) -> tuple[Run, float, float]:
+def choose(runs: Sequence[Run], by: Parallel, held: Held) -> tuple[Run, float, float]:
     """Of the layouts of one group: ours, what it reached (0: it did not run), and the best."""
     reached: dict[Layout, float] = defaultdict(float)
     for r in runs:
         reached[r.layout] = max(reached[r.layout], r.value)
     ours = max(
-        (r for r in runs if says_fits(r)),
-        key=lambda r: transformer.judge(r.model, r.layout, by.on(r), by.fit).rank,
+        (r for r in runs if says_fits(r, held)),
+        key=lambda r: transformer.judge(r.model, r.layout, by.on(r), by.fit, held).rank,
     )
     return ours, reached[ours.layout], max(reached.values())
 
@@ -400,11 +400,12 @@ def report_nanotron(runs: Sequence[Run]) -> dict[str, Any]:
     for group in sorted({r.group for r in runs}):
         inside = [r for r in ran + ended if r.group == group]
         others = fit_parallel([r for r in good if r.group != group])
+        held_there = fit_memory([r for r in by_metric["peak_memory"] if r.group != group])
         kept = [r for r in good if r.group == group]
         apart.append(errors(map(others.rate, kept), kept))
         rows = []
-        for by in (fitted, others):
-            _, reached, best = choose(inside, by)
+        for by, memory in ((fitted, held), (others, held_there)):
+            _, reached, best = choose(inside, by, memory)
             rows.append(reached / best)
         speeds = sorted({r.value for r in inside}, reverse=True)
         table.append({"group": f"{group[0]}, {group[1]} GPUs", "reached": rows[0],

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -87,3 +88,21 @@ def test_what_fits() -> None:
     right = [published.says_fits(run) != (run.metric == "fits")
              for run in ours if run.metric != "peak_memory"]  # fmt: skip
     assert np.mean(right) >= 0.9
+
+
+@needs_runs
+def test_the_chosen_layout_is_nearly_the_best() -> None:
+    """Of four in five groups of a model and a number of GPUs, with the constants as recorded."""
+    runs, _ = published.read(FILE)
+    found = RECORD["nanotron"]["constants"]
+    link = published.network(found["fade"], found["hop_s"])
+    by = published.Parallel(transformer.CALIBRATION, link)
+    groups: dict[tuple[str, int], list[published.Run]] = defaultdict(list)
+    for run in runs:
+        if run.source.startswith("nanotron") and run.metric != "peak_memory":
+            groups[run.group].append(run)
+    good = 0
+    for group in groups.values():
+        _, reached, best = published.choose(group, by, transformer.HELD)
+        good += reached >= published.WITHIN * best
+    assert good / len(groups) >= 0.8

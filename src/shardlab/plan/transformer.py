@@ -286,11 +286,11 @@ def predict(
 class Held:
     """What a rank holds, fitted to the peaks that nanotron's runs printed."""
 
-    weights: float = 6.6  # bytes of a parameter that every rank holds: bf16, and a gradient in fp32
-    optimizer: float = 12.8  # of one in master weights and Adam's moments
-    activations: float = 1.38  # compared with our count of the tensors that backward needs
-    logits: float = 6.1  # bytes of one
-    base: float = 0.45e9  # before the model is there
+    weights: float = 7.1  # bytes of a parameter that every rank holds: bf16, and a gradient in fp32
+    optimizer: float = 13.1  # of one in master weights and Adam's moments
+    working: float = 8.5  # layers' activations that backward needs beside those that were kept
+    logits: float = 4.5  # bytes of one
+    base: float = 0.35e9  # before the model is there
     usable: float = 0.92  # of a device's memory; fuller runs ended
     easy: float = 0.86  # of it; fuller runs were slow
 
@@ -310,11 +310,12 @@ def memory(model: Transformer, layout: Layout, held: Held = HELD) -> float:
     state = local * (kept / (parts if layout.zero == 3 else 1) + moments / parts)
     if layout.zero == 3:  # two gathered units, and a gradient that is on its way
         state += 8.0 * max(model.of_layer, model.of_head) / layout.tp
-    whole = held.activations * tokens * (20.0 * model.hidden + 8.0 * model.inner)
+    whole = tokens * (20.0 * model.hidden + 8.0 * model.inner)
     entry = 2.0 * tokens * model.hidden  # all that full checkpointing keeps of a layer
     # Selective checkpointing keeps the matrix products, about two fifths of all.
     one = {"none": whole, "selective": 0.4 * whole, "full": entry}[layout.checkpointing]
-    working = whole if layout.checkpointing != "none" else 0.0
+    # A layer whose forward is repeated is alone with its activations.
+    working = whole * (held.working if layout.checkpointing == "none" else 1.0)
     logits = held.logits * tokens * model.vocab
     first = state + min(layout.pp, layout.micros) * layers * one + working
     last = state + layers * one + working + logits
@@ -353,12 +354,16 @@ class Choice:
 
 
 def judge(
-    model: Transformer, layout: Layout, machine: Machine, fit: Calibration | None = None
+    model: Transformer,
+    layout: Layout,
+    machine: Machine,
+    fit: Calibration | None = None,
+    held: Held = HELD,
 ) -> Choice:
     """What a layout would take, and whether its memory suffices."""
+    full = memory(model, layout, held) / machine.device.memory
     predicted = predict(model, layout, machine, fit)
-    full = predicted.memory / machine.device.memory
-    return Choice(layout, predicted, full <= HELD.usable, full > HELD.easy)
+    return Choice(layout, predicted, full <= held.usable, full > held.easy)
 
 
 def layouts(
