@@ -1,12 +1,17 @@
 """How far the planner is off on this machine, at points that it was not calibrated with.
 
-    python benchmarks/plan_error.py [--rounds 3] [--only loop2,4gbit] [--out FILE]
+    python benchmarks/plan_error.py [--rounds 4] [--only loop2,4gbit] [--out FILE] [--kept FILE]
 
 Needs root: links are those of network namespaces (tests/hosts.py), one rank on each, and all of
 them share this machine's cores. Calibrated: what Gloo's collectives cost two ranks on one machine
 and over 1 Gbit/s, and a rank's own work, which is emulated alone for every point. Held out: steps
-of more ranks, over other links, at other batch sizes and sequence lengths. Every point is predicted
-from the calibration, then measured as `shardlab compare` measures it.
+of more ranks, over other links, at other batch sizes and sequence lengths. Steps are measured as
+`shardlab compare` measures them.
+
+The machine is slower for some minutes now and then, and a process may be slower than another for
+all its life. So a round goes over everything once, with new processes: the calibration, the
+emulations, and the steps of every condition. With `--kept` what was seen is kept after each round,
+and what is there already is only predicted again.
 """
 
 from __future__ import annotations
@@ -16,13 +21,17 @@ import dataclasses
 import importlib
 import json
 import os
+import pickle
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +47,18 @@ SHAPES: dict[str, tuple[dict[str, Any], int]] = {
     "resnet-24": (RESNET, 24),
     "own": ({"model.workload": OWN}, 256),
     "own-128": ({"model.workload": OWN}, 128),
+    "gpt-cut": ({**GPT, "data.seq_len": 128, "training.accumulate": 4}, 8),
 }
 USUAL = ("gpt", "resnet", "own")
 OTHERS = ("gpt-short", "resnet-24", "own-128")
 FEW = ["bucket_ddp_async", "zero2", "zero3", "pytorch_ddp", "pytorch_zero3"]
 SIMPLE = ["simple_ddp", "simple_ddp_ga", "simple_ddp_hook", "simple_ddp_async"]
 ALL_STRATEGIES = [*FEW, *SIMPLE, "zero1", "pytorch_zero1", "pytorch_zero2"]
+# Ranks that cut one model, with four micro-batches.
+PIPELINES = [f"pipeline_{name}" for name in ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")]
+CUT = ["tensor_parallel", "sequence_parallel", "context_parallel", "pytorch_tensor_parallel",
+       *PIPELINES, "pytorch_pipeline"]  # fmt: skip
+CUT_IN_TWO = ["pytorch_hsdp:shards=2", "zero1:tensor=2", "zero3:context=2"]
 # Name: ranks, rate of the links, delay in seconds, shapes.
 CONDITIONS: dict[str, tuple[int, str | None, float, tuple[str, ...]]] = {
     "loop2": (2, None, 0.0, USUAL),
@@ -55,23 +70,31 @@ CONDITIONS: dict[str, tuple[int, str | None, float, tuple[str, ...]]] = {
     "loop3": (3, None, 0.0, USUAL),
     "loop4": (4, None, 0.0, USUAL),
     "loop2-others": (2, None, 0.0, OTHERS),
+    "cut2": (2, None, 0.0, ("gpt-cut",)),
+    "cut2-2gbit": (2, "2gbit", 0.0, ("gpt-cut",)),
+    "cut4": (4, None, 0.0, ("gpt-cut",)),
 }
 CALIBRATED = ("loop2", "1gbit")
 RATES = {"500mbit": 0.5e9 / 8, "1gbit": 1e9 / 8, "2gbit": 2e9 / 8, "4gbit": 4e9 / 8}
 WARMUP, STEPS = 1, 3  # of a visit
-LAUNCHES = 2  # of the ranks: a process may be slower than another for all its life
+Cell = tuple[str, str]  # shape and strategy
 
 
 def config_of(shape: str, strategy: str, ranks: int) -> Any:
     from shardlab import config as configs
+    from shardlab import specs
 
     settings, samples = SHAPES[shape]
-    more = {"strategy.name": strategy, "launch.world": ranks, "training.steps": WARMUP + STEPS}
+    name, options = specs.parse_spec(strategy)
+    more = {"strategy.name": name, "strategy.options": options, "launch.world": ranks}
+    more |= {"training.steps": WARMUP + STEPS}
     return configs.load(None, {**settings, **more, "training.global_batch": samples * ranks})
 
 
-def cells(condition: str) -> list[tuple[str, str]]:
-    shapes = CONDITIONS[condition][3]
+def cells(condition: str) -> list[Cell]:
+    ranks, _, _, shapes = CONDITIONS[condition]
+    if shapes == ("gpt-cut",):
+        return [("gpt-cut", strategy) for strategy in (CUT if ranks == 2 else CUT_IN_TWO)]
     return [(s, t) for s in shapes for t in (ALL_STRATEGIES if s == shapes[0] else FEW)]
 
 
@@ -79,7 +102,7 @@ def cells(condition: str) -> list[tuple[str, str]]:
 
 
 def on_rank(task: str, out: Path) -> None:
-    """``task``: "calibrate", or the name of a condition and how many rounds, as in "loop2 2"."""
+    """``task``: "calibrate", or the name of a condition."""
     from shardlab import comm
     from shardlab import config as configs
     from shardlab import world as worlds
@@ -94,15 +117,12 @@ def on_rank(task: str, out: Path) -> None:
     if task == "calibrate":
         found = calibrate.on_rank(world)
     else:
-        condition, rounds = task.split()
         found = []
-        for number in range(int(rounds)):
-            for shape, strategy in cells(condition)[:: -1 if number % 2 else 1]:
-                values = config_of(shape, strategy, world.size).to_dict()
-                result = compare.time_cell(world, values, WARMUP)
-                assert result is not None
-                ms = statistics.median(result["slowest_ms"][WARMUP:])
-                found.append([shape, strategy, ms])
+        for shape, strategy in cells(task):
+            values = config_of(shape, strategy, world.size).to_dict()
+            result = compare.time_cell(world, values, WARMUP)
+            assert result is not None
+            found.append([shape, strategy, statistics.median(result["slowest_ms"][WARMUP:])])
     if world.rank == 0:
         out.write_text(json.dumps(found))
     comm.barrier(world.group)
@@ -134,11 +154,104 @@ def run(task: str, ranks: int, rate: str | None, delay_s: float) -> Any:
 # ------------------------------------------------------------------ here
 
 
+@dataclass
+class Seen:
+    """What the rounds so far have measured."""
+
+    near: list[Any] = field(default_factory=list)  # points of the calibration, on one machine
+    far: list[Any] = field(default_factory=list)  # over 1 Gbit/s
+    keys: dict[str, dict[Cell, Any]] = field(default_factory=dict)  # of steps, by condition
+    # Emulated: each time one of each stage.
+    steps: dict[Any, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    times: dict[tuple[str, str, str], list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+    def prices(self) -> Any:
+        from shardlab.plan import gloo
+
+        far = gloo.measured(self.far, RATES["1gbit"])
+        return gloo.Gloo(gloo.measured(self.near), far)
+
+    def here(self, condition: str) -> Any:
+        from shardlab.plan import predict
+        from shardlab.run import environment
+
+        ranks, rate, delay_s, _ = CONDITIONS[condition]
+        cores = environment.usable_cores() / ranks
+        return predict.Here(self.prices(), cores, RATES[rate] if rate else None, delay_s)
+
+
+def one_round(seen: Seen, conditions: Sequence[str], number: int) -> None:
+    from shardlab.measure.estimate import Simulator
+    from shardlab.plan import predict
+    from shardlab.run import environment
+
+    seen.near += run("calibrate", 2, None, 0.0)
+    seen.far += run("calibrate", 2, "1gbit", 0.0)
+    for condition in conditions:
+        if condition not in seen.keys:
+            seen.keys[condition] = keys_of(seen, condition)
+        ranks, rate, delay_s, _ = CONDITIONS[condition]
+        with ExitStack() as stack:
+            cores = min(ranks, environment.usable_cores())
+            beside = [stack.enter_context(Simulator()) for _ in range(cores)]
+            for key in seen.keys[condition].values():
+                if len(seen.steps[key]) <= number:  # another condition may have the same step
+                    steps = predict.side_by_side(beside, config_of(*key[:3]), 1.0, key[3])
+                    seen.steps[key].append(steps)
+        for shape, strategy, ms in run(condition, ranks, rate, delay_s):
+            seen.times[condition, shape, strategy].append(ms)
+
+
+def keys_of(seen: Seen, condition: str) -> dict[Cell, Any]:
+    """What the emulated steps of a condition depend on: shape, strategy, ranks, and for a strategy
+    that measures its link, what it finds. (A rank with a link thinks that it has a machine for
+    itself.)"""
+    from shardlab.plan import buckets
+    from shardlab.run import environment
+
+    ranks, rate, _, _ = CONDITIONS[condition]
+    cores = environment.usable_cores() / (1 if rate else ranks)
+    link = dataclasses.replace(seen.here(condition), cores=cores).link(ranks)
+    return {
+        (shape, strategy): (shape, strategy, ranks, link if strategy == buckets.MEASURES else None)
+        for shape, strategy in cells(condition)
+    }
+
+
+def row_of(seen: Seen, here: Any, condition: str, cell: Cell) -> dict[str, Any]:
+    from shardlab.plan import predict
+
+    steps, times = seen.steps[seen.keys[condition][cell]], seen.times[(condition, *cell)]
+    # Of each two emulations the faster one counts, for the other one may have been disturbed.
+    pairs = [steps[i : i + 2] for i in range(0, len(steps), 2)]
+    faster = [min(pair, key=lambda stages: sum(map(predict.own_work_s, stages))) for pair in pairs]
+    found = [predict.on_this_machine(here, stages) for stages in faster]
+    predicted, low, high = (
+        1e3 * statistics.fmean(getattr(one, name) for one in found)
+        for name in ("step_s", "low_s", "high_s")
+    )
+    ms = statistics.median(times)
+    return {
+        "condition": condition,
+        "shape": cell[0],
+        "strategy": cell[1],
+        "ranks": CONDITIONS[condition][0],
+        "predicted_ms": predicted,
+        "measured_ms": ms,
+        "rounds": times,
+        "error": predicted / ms - 1,
+        "inside": low <= ms <= high,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--only", default=",".join(CONDITIONS))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--kept", type=Path)
     parser.add_argument("--on-rank", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.on_rank is not None:
@@ -146,63 +259,34 @@ def main() -> None:
         return
     import torch
 
-    from shardlab.measure.estimate import Simulator
-    from shardlab.plan import buckets, gloo, predict
     from shardlab.run import environment
 
-    begin = time.monotonic()
-    near = [point for _ in range(2) for point in run("calibrate", 2, None, 0.0)]
-    far = [point for _ in range(2) for point in run("calibrate", 2, "1gbit", 0.0)]
-    prices = gloo.Gloo(gloo.measured(near), gloo.measured(far, RATES["1gbit"]))
-    cores = environment.usable_cores()
-    steps: dict[Any, list[Any]] = {}  # emulated; by shape, strategy, ranks, and link
+    conditions = given.only.split(",")
+    begin, seen, done = time.monotonic(), Seen(), 0
+    if given.kept is not None and given.kept.exists():
+        done, seen = pickle.loads(given.kept.read_bytes())
+    for number in range(done, given.rounds):
+        one_round(seen, conditions, number)
+        print(f"round {number + 1} of {given.rounds}, {time.monotonic() - begin:.0f} s", flush=True)
+        if given.kept is not None:
+            given.kept.write_bytes(pickle.dumps((number + 1, seen)))
     rows: list[dict[str, Any]] = []
-    for condition in given.only.split(","):
-        ranks, rate, delay_s, _ = CONDITIONS[condition]
-        here = predict.Here(prices, cores / ranks, RATES[rate] if rate else None, delay_s)
-        # A rank with a link thinks that it has a machine for itself.
-        link = dataclasses.replace(here, cores=cores / (1 if rate else ranks)).link(ranks)
-        asked = {}
-        for shape, strategy in cells(condition):
-            measures = link if strategy == buckets.MEASURES else None
-            asked[shape, strategy] = shape, strategy, ranks, measures
-        times: dict[tuple[str, str], list[float]] = defaultdict(list)
-        # The machine is slower for some seconds now and then. So both are done twice, by turns, and
-        # of the emulations the faster one counts.
-        for _ in range(LAUNCHES):
-            with ExitStack() as stack:
-                beside = [stack.enter_context(Simulator()) for _ in range(min(ranks, cores))]
-                for key in asked.values():
-                    if len(steps.get(key, [])) < LAUNCHES:
-                        config = config_of(*key[:3])
-                        step = predict.side_by_side(beside, config, 1.0, key[3])
-                        steps.setdefault(key, []).append(step)
-            for shape, strategy, ms in run(f"{condition} {given.rounds}", ranks, rate, delay_s):
-                times[shape, strategy].append(ms)
-        for (shape, strategy), measured in times.items():
-            emulated = min(
-                steps[asked[shape, strategy]], key=lambda s: statistics.median(s.totals_s)
-            )
-            prediction = predict.on_this_machine(here, emulated)
-            ms = statistics.median(measured)
-            row = {"condition": condition, "shape": shape, "strategy": strategy, "ranks": ranks}
-            row |= {"predicted_ms": prediction.step_s * 1e3, "measured_ms": ms, "rounds": measured}
-            row |= {"error": prediction.step_s * 1e3 / ms - 1}
-            row |= {"inside": prediction.low_s * 1e3 <= ms <= prediction.high_s * 1e3}
+    for condition in conditions:
+        here = seen.here(condition)
+        for cell in cells(condition):
+            row = row_of(seen, here, condition, cell)
             rows.append(row)
-            print(f"{condition:13}{shape:10}{strategy:18}{row['predicted_ms']:8.1f} ms predicted "
-                  f"{ms:8.1f} measured {row['error']:+.1%}", flush=True)  # fmt: skip
+            print(f"{condition:13}{cell[0]:10}{cell[1]:18}{row['predicted_ms']:8.1f} ms predicted "
+                  f"{row['measured_ms']:8.1f} measured {row['error']:+.1%}")  # fmt: skip
     summary: dict[str, Any] = {
         name: summary_of([row for row in rows if (row["condition"] in CALIBRATED) == is_calibrated])
         for name, is_calibrated in (("calibrated", True), ("held_out", False))
     }
     summary["by_condition"] = {
-        name: summary_of([row for row in rows if row["condition"] == name])
-        for name in given.only.split(",")
+        name: summary_of([row for row in rows if row["condition"] == name]) for name in conditions
     }
     for name, numbers in summary.items():
         print(name, numbers)
-    print(f"{time.monotonic() - begin:.0f} s")
     if given.out is not None:
         command = f"python benchmarks/plan_error.py --rounds {given.rounds} --only {given.only}"
         found = environment.describe(torch.device("cpu"), command)
@@ -222,12 +306,10 @@ def summary_of(rows: list[dict[str, Any]]) -> dict[str, float]:
             if same and one["measured_ms"] * 1.1 < other["measured_ms"]:
                 total += 1
                 right += one["predicted_ms"] < other["predicted_ms"]
-    middle = len(rows[0]["rounds"]) // 2  # where the second launch begins
-    repeats = [[statistics.median(half) for half in (r["rounds"][:middle], r["rounds"][middle:])]
-               for r in rows]  # fmt: skip
+    repeats = [abs(one / other - 1) for row in rows for one, other in pairwise(row["rounds"])]
     return {
         "points": len(rows),
-        "launches_differ": statistics.mean(abs(one / other - 1) for one, other in repeats),
+        "launches_differ": statistics.mean(repeats) if repeats else 0.0,
         "mean_error": statistics.mean(errors),
         "p95_error": errors[int(0.95 * (len(errors) - 1))],
         "inside_interval": statistics.mean(row["inside"] for row in rows),

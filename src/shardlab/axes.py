@@ -56,6 +56,13 @@ class Axes:
         return self.pipeline * self.context * self.tensor
 
     @property
+    def unlike(self) -> range:
+        """One rank of each place in a pipeline: all others act like one of them. The first of those
+        that share a stage has the longest part of each tensor, and of a sequence, but for a token.
+        """
+        return range(0, self.model_ranks, self.context * self.tensor)
+
+    @property
     def summing(self) -> int:
         """The ranks whose gradients are summed: a part of a sequence is as another sample."""
         return self.data * self.context

@@ -317,7 +317,7 @@ def test_pytorchs_tensor_parallelism_sends_what_ours_does(predictor: predict.Pre
     [
         ({"tensor": 4}, "h100", "has 2 heads, which 4 ranks cannot share evenly"),
         ({"pipeline": 8}, "h100", "4 blocks"),
-        ({"tensor": 2}, "this", "name one, as in --device h100; here `shardlab compare` measures"),
+        ({"pipeline": 2}, "this", "a stage that waits leaves its core to another"),
         ({"pipeline": 2, "balance": "time"}, "h100", "an estimate runs nothing that takes time"),
     ],
 )

@@ -14,6 +14,7 @@ from shardlab.errors import UsageError
 from shardlab.measure.estimate import WEIGHED, Simulator
 from shardlab.plan.emulate import fill, typical
 from shardlab.plan.graph import Event, Group, Start, Step, Wait, Work
+from shardlab.specs import parse_spec
 
 TINY = {"model.size": "tiny", "data.source": "synthetic", "launch.device": "cpu"}
 
@@ -56,6 +57,32 @@ def test_it_sends_and_waits_as_the_simulation(strategy: str, simulator: Simulato
     total = sum(work.seconds or 0.0 for work in step.works())
     assert min(step.totals_s) <= total <= max(step.totals_s)
     assert {work.phase for work in step.works()} >= {"forward", "backward", "update"}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    long_unless(
+        lambda spec: spec in ("zero1:tensor=2", "pipeline_1f1b"),
+        ["zero1:tensor=2", "tensor_parallel", "sequence_parallel", "context_parallel",
+         "zero3:context=2", "pipeline_1f1b", "pipeline_zero_bubble", "zero1:tensor=2:pipeline=2",
+         "pytorch_tensor_parallel", "pytorch_pipeline", "pytorch_hsdp:shards=2"],
+    ),
+)  # fmt: skip
+def test_ranks_that_cut_one_model_send_and_wait_as_the_simulation(
+    spec: str, simulator: Simulator
+) -> None:
+    """Each stage its own messages; every tensor that would have come is filled with numbers."""
+    name, options = parse_spec(spec)
+    more = {"strategy.options": options, "training.accumulate": 2}
+    config = config_of(name, 4 if options else 2, **more)
+    simulated = simulator.run(config.with_overrides(WEIGHED), "cpu", events=True)["steps"]
+    ranks = [step.rank for step in simulated]
+    for rank, of_simulation in zip(ranks, simulated, strict=True):
+        step = emulated(simulator, config, None, rank, ranks if len(ranks) > 1 else [])
+        assert step.rank == rank
+        assert between(step) == between(of_simulation)
+        assert all(work.seconds is not None and work.seconds >= 0 for work in step.works())
+    assert len(ranks) == (2 if "pipeline" in spec else 1)
 
 
 def test_ddp_lays_out_its_buckets_as_the_simulation_says(simulator: Simulator) -> None:
@@ -118,3 +145,7 @@ def test_what_others_would_send_is_filled_in() -> None:
     uneven = torch.full((5,), float("nan"))
     fill("all_gather", [uneven], [uneven, own], 3)
     assert uneven.isfinite().all()
+    message, vote = torch.full((2,), float("nan")), torch.zeros(1, dtype=torch.int32)
+    fill("recv", [message, vote], [message, vote], 2)
+    assert message.isfinite().all()
+    assert vote.item() == 1

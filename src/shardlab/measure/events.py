@@ -193,6 +193,7 @@ class Log:
         self.step = 0
         self.then: Call | None = None
         self.starts: list[Start] = []  # of this step
+        self._before = 0  # how many the step before had
         self._events: list[tuple[float, Event]] = []  # by their place
         self._lanes: dict[Any, Lane] = {}
         self._entry: tuple[comm.Entry, list[Call]] | None = None
@@ -201,13 +202,19 @@ class Log:
 
     def begin_step(self) -> None:
         self.step += 1
+        self._before = len(self.starts)
         self.starts, self._events = [], []
         for lane in self._lanes.values():
             lane.place = 0.0
 
     def events(self) -> list[Event]:
         """In the order of the computation."""
-        return [event for _, event in sorted(self._events, key=lambda pair: pair[0])]
+        found = [event for _, event in sorted(self._events, key=lambda pair: pair[0])]
+        calls = sum(isinstance(event, Start) for event in found)
+        return [
+            Wait(event.call + calls) if isinstance(event, Wait) and event.call < 0 else event
+            for event in found
+        ]
 
     # -------------------------------------------------------------- what is told
 
@@ -306,7 +313,12 @@ class Log:
             return
         call.is_waited_for = True
         if self.is_on and self.step - call.step < 2:
-            self._note(Wait(call.number))
+            self._note(self._wait(call))
+
+    def _wait(self, call: Call) -> Wait:
+        """For a call of the step before, counted from that step's end: its first calls may be other
+        ones, such as the shapes that stages tell each other once."""
+        return Wait(call.number - (0 if call.step == self.step else self._before))
 
     def _note(self, event: Event) -> None:
         lane = self._lane()
@@ -338,7 +350,7 @@ class Log:
             if not call.is_waited_for:
                 call.is_waited_for = True
                 if self.is_on and self.step - call.step < 2:
-                    self._events.append((len(self._events), Wait(call.number)))
+                    self._events.append((len(self._events), self._wait(call)))
 
     # -------------------------------------------------------------- around a run
 

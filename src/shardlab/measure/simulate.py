@@ -20,7 +20,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -445,10 +445,12 @@ def masks_left_out(config: Config) -> Iterator[None]:
 
 
 @contextmanager
-def told_shapes(batches: Callable[[], Iterator[Batch]], tracker: Tracker) -> Iterator[None]:
+def told_shapes(
+    batches: Callable[[], Iterator[Batch]], unseen: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
     """A stage knows the shapes of what the stage before, which is not there, would send it.
 
-    Each shape of micro-batch goes through the model once, before the model is cut.
+    Each shape of micro-batch goes through the model once, ``unseen``, before the model is cut.
     """
     seen: dict[pipeline.Signature, list[list[Shape]]] = {}
     into_stages = OnMesh._into_stages
@@ -456,7 +458,7 @@ def told_shapes(batches: Callable[[], Iterator[Batch]], tracker: Tracker) -> Ite
     def rehearse(
         mesh: OnMesh, setup: Setup, loss: LossFn, executor: type[Pipeline] | None = None
     ) -> LossFn:
-        with tracker.paused():
+        with unseen():
             for batch in batches():
                 part = batch if mesh.share is None else mesh.share(batch)
                 signature = pipeline._signature((part.inputs, part.targets))
@@ -550,11 +552,7 @@ def _of_ranks(
     config: Config, axes: Axes | None, device: str, here: bool, values: Values, events: bool
 ) -> dict[str, Any]:
     """The fullest of those that differ, at each of the peaks: one of each place in a pipeline."""
-    ranks = [0]
-    if axes is not None:
-        # The first of those that share a stage has the longest part of each tensor, and of a
-        # sequence, but for a token.
-        ranks = list(range(0, axes.model_ranks, axes.context * axes.tensor))
+    ranks = [0] if axes is None else list(axes.unlike)
     roles = ranks if len(ranks) > 1 else []
     found = [_simulate(config, rank, device, here, values, events, roles) for rank in ranks]
     weights = [one["weights"] for one in found]
@@ -662,7 +660,7 @@ def _simulate(
         stack.enter_context(mock.patch.object(Table, "begin", _nothing))
         stack.enter_context(mock.patch.object(Table, "meet", _met))
         stack.enter_context(masks_left_out(config))
-        stack.enter_context(told_shapes(all_batches, tracker))
+        stack.enter_context(told_shapes(all_batches, tracker.paused))
         stack.enter_context(log.following())
         stack.enter_context(marked_actions(log))
         stack.enter_context(mock.patch.object(assemble, "make_optimizer", optimizer_there))

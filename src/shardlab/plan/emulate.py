@@ -15,7 +15,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -30,6 +30,8 @@ from shardlab.measure.events import PHASES, Handle, Log
 from shardlab.plan.graph import Event, Step, Work
 from shardlab.run import assemble, loop
 from shardlab.strategies import bucket_size
+from shardlab.strategies.rehearsal import Rehearsal
+from shardlab.workloads.base import Batch
 
 WARMUP, LEAST, MOST = 3, 5, 1000  # steps: before the timed ones, and of these
 AHEAD = 3  # steps that the host may be ahead of a GPU
@@ -42,8 +44,8 @@ _record = torch.cuda.Event.record
 class Clock(Log):
     """Notes the rank's work in stretches: from one start, wait or phase to the next."""
 
-    def __init__(self, kind: str, device: torch.device) -> None:
-        super().__init__(kind)
+    def __init__(self, kind: str, device: torch.device, roles: Sequence[int] = ()) -> None:
+        super().__init__(kind, roles)
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self.timed: list[list[Stretch | Event]] = []  # of each step
         self._began = self.stamp()
@@ -100,6 +102,10 @@ class Clock(Log):
         with self.standing():
             super().waited(call)
 
+    def mark(self, name: str, stage: int = 0, micro: int = 0) -> None:
+        with self.standing():
+            super().mark(name, stage, micro)
+
     def now(self) -> float:
         with self.standing():
             return super().now()
@@ -148,16 +154,24 @@ def fill(op: str, whole: Sequence[Tensor], tensors: Sequence[Tensor], ranks: int
         for output, source in zip(tensors[: len(tensors) - len(whole)], whole, strict=False):
             size = output.numel() // (ranks if op == "all_to_all" else 1)
             tile(output, source.reshape(-1)[:size])
+    elif op == "recv":
+        for output in tensors:  # the stages of PyTorch's pipeline vote with integers: 1 is yes
+            output.fill_(0.01 if output.is_floating_point() else 1)
 
 
 # ------------------------------------------------------------------ a run
 
 
 def emulate(
-    config: Config, seconds: float = 1.5, link: tuple[float, float, float] | None = None
+    config: Config,
+    seconds: float = 1.5,
+    link: tuple[float, float, float] | None = None,
+    rank: int = 0,
+    roles: Sequence[int] = (),
 ) -> Step:
-    """A step of rank 0 of the config's world, on this machine's device, without its peers.
+    """A step of one rank of the config's world, on this machine's device, without its peers.
     ``link`` is what a strategy that measures its link finds: a ``bucket_size.Link`` in numbers.
+    ``roles``: the ranks that do not act alike, if there are several.
 
     ``Work("measured", …)`` has the seconds of each stretch: the median over as many steps as take
     ``seconds``, and at least five. On a GPU they are the device's, and ``host_s`` the host's.
@@ -179,12 +193,23 @@ def emulate(
         before = torch.cuda.memory_allocated(device)
     with ExitStack() as stack:
         stack.enter_context(simulate.without_peers())
-        solo = simulate.solo_world(size, device, backend, on_gpu=device.type == "cuda")
+        solo = simulate.solo_world(size, device, backend, rank, on_gpu=device.type == "cuda")
         alone = stack.enter_context(solo)
         stack.enter_context(mock.patch.object(simulate.Solo, "copies", False))
-        clock = Clock(backend, device)
+        # Ranks that cut one model compare the loss of one sample with the whole model's: without
+        # the others' parts it is another.
+        stack.enter_context(mock.patch.object(Rehearsal, "of", return_value=None))
+        clock = Clock(backend, device, roles)
         stack.enter_context(mock.patch.object(simulate.Solo, "log", clock))
         stack.enter_context(clock.following())
+        stack.enter_context(simulate.marked_actions(clock))
+
+        def first_batches() -> Iterator[Batch]:
+            """Of one step: all steps that count are alike."""
+            with closing(loop.Batches(workload, config, alone)) as steps:
+                yield from next(steps)
+
+        stack.enter_context(simulate.told_shapes(first_batches, nullcontext))
         if link is not None:
             seen = bucket_size.Link(*link)
             stack.enter_context(mock.patch.object(bucket_size, "measure", return_value=seen))
@@ -212,7 +237,7 @@ def emulate(
             torch.cuda.synchronize(device)
             peak = torch.cuda.max_memory_allocated(device) - before
         events, totals = typical([_measured(step) for step in clock.timed[WARMUP:]])
-    return simulate.step_of(config, workload, events, peak, totals_s=totals)
+    return simulate.step_of(config, workload, events, peak, totals_s=totals, rank=rank)
 
 
 def _measured(step: Sequence[Stretch | Event]) -> list[Event]:

@@ -122,6 +122,8 @@ class Gloo:
             return Cost(0.0)
         if op == "barrier":
             op, size = "all_reduce", 4.0
+        if op in ("send", "recv"):  # to the next of a ring, or of a pipeline, and from the last
+            op, size, ranks = "all_to_all", 2.0 * size, 2
         if op not in OPS:
             raise UsageError(f"no cost of {op} over Gloo; there is one of {', '.join(OPS)}")
         where = self.near if rate is None else self.far

@@ -50,6 +50,7 @@ CUT = (0.7, 1.57)
 PYTORCHS = {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp", "streams"}
 MOST_BESIDE = 4  # ranks that are emulated at the same time: more would need their memory too
 CROWDED = 2  # ranks on a core, up to which predictions were compared with measurements
+CUT_AND_CROWDED = 2.0  # times that the interval is wider where ranks share a model and cores too
 SMALL_WORLDS = 8, 16  # simulated; larger ones follow from these two
 SMALL_COPIES = 2, 4  # the same, of models that several ranks hold together
 LIMIT_S = 300.0
@@ -196,14 +197,19 @@ def _waited_at_once(step: Step) -> Iterator[Event]:
             yield Wait(event.call)
 
 
-def on_this_machine(machine: Here | There, step: Step, change: WhatIf = AS_IT_IS) -> Prediction:
-    """From a step whose work was measured here. Its memory is not looked at."""
-    played = machine.play([step], change)
-    share = played.wait_s / max(played.step_s, 1e-12)
-    off = math.hypot(HERE_OWN, HERE_WAIT * share, _spread(step.totals_s))
+def on_this_machine(
+    machine: Here | There, steps: Sequence[Step], change: WhatIf = AS_IT_IS
+) -> Prediction:
+    """From a step whose work was measured here, of one rank of each stage. Its memory is not looked
+    at."""
+    played = machine.play(steps, change)
+    share = (played.wait_s + played.bubble_s) / max(played.step_s, 1e-12)
+    spread = max(_spread(step.totals_s) for step in steps)
+    off = math.hypot(HERE_OWN, HERE_WAIT * share, spread)
+    step = steps[0]
     return Prediction(
         **_times(played, 1 - off, 1 + off),
-        naive_s=sum(work.seconds or 0.0 for work in step.works()),
+        naive_s=max(sum(work.seconds or 0.0 for work in step.works()) for step in steps),
         flops=step.flops,
         samples=step.samples,
         tokens=step.tokens,
@@ -220,16 +226,20 @@ def side_by_side(
     config: Config,
     seconds: float = 1.5,
     link: Link | None = None,
-) -> Step:
-    """A rank's own work, emulated by all of them at once: ranks that share a machine also share its
-    caches and its memory."""
-    return mean_of(ask_all(simulators, EMULATE, LIMIT_S, config, seconds, link))
+) -> list[Step]:
+    """The own work of one rank of each stage, emulated by all of them at once: ranks that share a
+    machine also share its caches and its memory."""
+    axes = _axes(config)
+    ranks = [0] if axes is None else list(axes.unlike)
+    roles = ranks if len(ranks) > 1 else []
+    asked = (simulators, EMULATE, LIMIT_S, config, seconds, link)
+    return [mean_of(ask_all(*asked, rank, roles)) for rank in ranks]
 
 
 def mean_of(steps: Sequence[Step]) -> Step:
     """The first of several emulations of one step, as long as they took on average."""
     first = steps[0]
-    factor = statistics.fmean(_median(step) for step in steps) / max(_median(first), 1e-12)
+    factor = statistics.fmean(own_work_s(step) for step in steps) / max(own_work_s(first), 1e-12)
     events = [
         dataclasses.replace(e, seconds=(e.seconds or 0.0) * factor) if isinstance(e, Work) else e
         for e in first.events
@@ -238,7 +248,8 @@ def mean_of(steps: Sequence[Step]) -> Step:
     return dataclasses.replace(first, events=events, totals_s=totals)
 
 
-def _median(step: Step) -> float:
+def own_work_s(step: Step) -> float:
+    """The median over the steps that were timed."""
     return statistics.median(step.totals_s)
 
 
@@ -273,11 +284,6 @@ class Predictor:
         """
         if device != THIS:
             return self._there(config, device, link, change)
-        if _axes(config) is not None:
-            raise UsageError(
-                "ranks that cut one model (tensor, context, pipeline) are planned from datasheets "
-                "alone: name one, as in --device h100; here `shardlab compare` measures them"
-            )
         name = None if config.launch.device == "cpu" else gpu_here()
         if name is not None:
             return self._gpu_here(config, name, link, change)
@@ -286,11 +292,18 @@ class Predictor:
     # -------------------------------------------------------------- this machine
 
     def _here(self, config: Config, link: str | None, change: WhatIf) -> Prediction:
-        (simulated,) = self._simulated(config, "auto")
+        ranks, axes = config.launch.world or 1, _axes(config)
+        cores = float(environment.usable_cores())
+        crowd = ranks / cores if link is None else 0.0
+        if crowd > 1 and axes is not None and axes.pipeline > 1:
+            raise UsageError(
+                f"a stage that waits leaves its core to another, which no plan of {ranks} ranks on "
+                f"{cores:g} cores knows: give each its own machine, as in --link 1gbit, or let "
+                "`shardlab compare` measure it"
+            )
+        flops, peak_bytes = _sizes(self._simulated(config, "auto"))
         if self._gloo is None:
             self._gloo = calibrate.this_machine(self._on_progress)
-        ranks = config.launch.world or 1
-        cores = float(environment.usable_cores())
         if link is None:
             here = Here(self._gloo, cores / ranks)
             sharing = ranks
@@ -301,42 +314,47 @@ class Predictor:
         rate = None if here.rate is None else here.rate * change.bandwidth
         seen = dataclasses.replace(here, rate=rate).link(ranks) if ranks > 1 else None
         free = throughput.free_bytes()
-        have_room = sharing if free is None else free // max(1, simulated.peak_bytes)
-        step = self._emulated(config, max(1, min(sharing, have_room)), seen)
-        found = on_this_machine(here, step, change)
-        if (crowd := ranks / cores) > CROWDED and link is None:
-            # Nobody has seen so many; the interval grows with them.
-            width = (found.high_s / found.step_s - 1) * crowd / CROWDED
+        have_room = sharing if free is None else free // max(1, peak_bytes)
+        steps = self._emulated(config, max(1, min(sharing, have_room)), seen)
+        found = on_this_machine(here, steps, change)
+        wider = crowd / CROWDED
+        note = f"{ranks} ranks on {cores:g} cores are more than were ever measured"
+        if crowd > 1 and axes is not None and axes.model_ranks > 1:
+            wider = max(CUT_AND_CROWDED, wider)
+            note = "ranks that share both cores and a model were seldom measured"
+        if wider > 1:  # the interval grows with what nobody has seen
+            width = (found.high_s / found.step_s - 1) * wider
             low = found.step_s / (1 + width)
             high = found.step_s * (1 + width)
-            note = f"{ranks} ranks on {cores:g} cores are more than were ever measured"
             found = dataclasses.replace(found, low_s=low, high_s=high, notes=(*found.notes, note))
         return dataclasses.replace(
             found,
-            flops=simulated.flops,
-            memory_bytes=simulated.peak_bytes,
+            flops=flops,
+            memory_bytes=peak_bytes,
             memory_limit=None if free is None else free // sharing,
         )
 
     def _gpu_here(self, config: Config, name: str, link: str | None, change: WhatIf) -> Prediction:
         """The work as this GPU does it; its collectives as links of such GPUs are said to."""
         machine = devices.machine(devices.called(name), link or "")
-        step = self._emulated(config)
+        steps = self._emulated(config)
         dtype = config.precision.compute
-        (simulated,) = self._simulated(config, "cuda")
-        notes = step.notes
+        flops, peak_bytes = _sizes(self._simulated(config, "cuda"))
+        notes = steps[0].notes
         if (config.launch.world or 1) > 1:
             notes += (f"work measured on {name}; links as {machine.device.name} usually has them",)
         return dataclasses.replace(
-            on_this_machine(There(machine, dtype), step, change),
-            flops=simulated.flops,
-            memory_bytes=simulated.peak_bytes,
+            on_this_machine(There(machine, dtype), steps, change),
+            flops=flops,
+            memory_bytes=peak_bytes,
             memory_limit=round(machine.device.memory),
             peak_flops_per_s=machine.device.peak(dtype),
             notes=notes,
         )
 
-    def _emulated(self, config: Config, sharing: int = 1, link: Link | None = None) -> Step:
+    def _emulated(
+        self, config: Config, sharing: int = 1, link: Link | None = None
+    ) -> Sequence[Step]:
         """``sharing``: ranks that share this machine's cores, and for which it has memory."""
         others = min(sharing, environment.usable_cores(), MOST_BESIDE) - 1
         if config.strategy.name != MEASURES:
@@ -345,9 +363,9 @@ class Predictor:
         def ask() -> Sequence[Step]:
             self._on_progress(f"{config.strategy.label}: one rank's own work")
             self._beside += [Simulator() for _ in range(others - len(self._beside))]
-            return [side_by_side([self._simulator, *self._beside[:others]], config, link=link)]
+            return side_by_side([self._simulator, *self._beside[:others]], config, link=link)
 
-        return self._once(f"here {others} {link} {config.to_dict()}", ask)[0]
+        return self._once(f"here {others} {link} {config.to_dict()}", ask)
 
     # -------------------------------------------------------------- machines that are not here
 
@@ -360,7 +378,7 @@ class Predictor:
         played = There(machine, dtype).play(steps, change)
         is_fitted, axes = machine.device.family in devices.FITTED, _axes(config)
         low, high = UNFITTED if not is_fitted else FITTED if axes is None else CUT
-        flops = statistics.fmean(step.flops for step in steps)
+        flops, peak_bytes = _sizes(steps)
         notes = [*step.notes]
         names = {w.name for step in steps for w in step.works()}
         if own := sorted(name for name in names if name.split(".")[0] not in PYTORCHS):
@@ -375,7 +393,7 @@ class Predictor:
             flops=flops,
             samples=step.samples,
             tokens=step.tokens,
-            memory_bytes=max(step.peak_bytes for step in steps),
+            memory_bytes=peak_bytes,
             memory_limit=round(machine.device.memory),
             is_measured=False,
             peak_flops_per_s=peak_flops,
@@ -419,6 +437,11 @@ class Predictor:
         if key not in self._known:
             self._known[key] = ask()
         return self._known[key]
+
+
+def _sizes(steps: Sequence[Step]) -> tuple[float, int]:
+    """FLOPs of a rank, on average over the stages, and the bytes that the fullest holds."""
+    return statistics.fmean(s.flops for s in steps), max(s.peak_bytes for s in steps)
 
 
 def _axes(config: Config) -> Axes | None:
@@ -471,7 +494,7 @@ def _late(step: Step) -> float:
     changes = [abs(then - now) for now, then in pairwise(step.totals_s)]
     deviation = 1.4826 * statistics.median(changes) / math.sqrt(2)
     last = statistics.NormalDist().inv_cdf((step.world - 0.375) / (step.world + 0.25))
-    return last * deviation / math.sqrt(max(_median(step), 1e-12))
+    return last * deviation / math.sqrt(max(own_work_s(step), 1e-12))
 
 
 def _spread(totals: Sequence[float]) -> float:
