@@ -20,12 +20,12 @@ from shardlab import config as configs
 from shardlab.axes import axes_of
 from shardlab.errors import UsageError
 from shardlab.measure.estimate import WEIGHED
-from shardlab.plan import devices, larger, plan, predict
+from shardlab.plan import calibrate, devices, gloo, larger, plan, predict
 from shardlab.plan.graph import Cost, Event, Group, Mark, Start, Step, Wait, Work
 from shardlab.plan.replay import Lanes, Played, Span, replay
 from shardlab.proof import traffic
 from shardlab.report import plan as report
-from shardlab.run import assemble, loop
+from shardlab.run import assemble, environment, loop
 from shardlab.strategies import schedules
 from shardlab.strategies.schedules import Times
 from shardlab.world import World
@@ -262,7 +262,7 @@ def test_many_micro_batches_follow_from_few(
         messages = [Counter((s.op, s.label, s.bytes, s.among) for s in step.starts())
                     for step in (one, other)]  # fmt: skip
         assert messages[0] == messages[1]
-        assert other.peak_bytes == pytest.approx(one.peak_bytes, rel=0.01)  # but for the batch
+        assert other.peak_bytes == pytest.approx(one.peak_bytes, rel=0.02)  # but for the batch
         assert (one.samples, one.tokens) == (other.samples, other.tokens)
 
 
@@ -317,7 +317,6 @@ def test_pytorchs_tensor_parallelism_sends_what_ours_does(predictor: predict.Pre
     [
         ({"tensor": 4}, "h100", "has 2 heads, which 4 ranks cannot share evenly"),
         ({"pipeline": 8}, "h100", "4 blocks"),
-        ({"pipeline": 2}, "this", "a stage that waits leaves its core to another"),
         ({"pipeline": 2, "balance": "time"}, "h100", "an estimate runs nothing that takes time"),
     ],
 )
@@ -328,6 +327,47 @@ def test_what_cannot_be_planned_says_why_in_a_line(
         predictor.predict(tiny(options, 8), device)
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_stages_that_share_cores_are_refused(
+    predictor: predict.Predictor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that waits leaves its core to others, and no plan knows that."""
+    config = tiny({"pipeline": 2}, 8).with_overrides({"launch.device": "cpu"})
+    monkeypatch.setattr(environment, "usable_cores", lambda: 4)
+    with pytest.raises(UsageError, match=r"no plan of 8 ranks on 4 cores .* as in --link 1gbit"):
+        predictor.predict(config, "this")
+
+
+def test_plans_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every axis. Here a message takes a millisecond, whatever its size."""
+    keys = ("wall_s", "host_s", "queued_wall_s", "queued_host_s")
+    prices = gloo.measured([
+        {"op": op, "bytes": size, **dict.fromkeys(keys, 1e-3)}
+        for op in gloo.OPS for size in (256, 2**24)
+    ])  # fmt: skip
+    monkeypatch.setattr(calibrate, "this_machine", lambda _: gloo.Gloo(prices, prices))
+    monkeypatch.setattr(environment, "usable_cores", lambda: 2)
+    cpu = {"launch__device": "cpu"}
+    with predict.Predictor() as predictor:
+        tensor, crowded, context, line = (
+            predictor.predict(tiny(options, world, **cpu))
+            for options, world in (
+                ({"tensor": 2}, 2), ({"tensor": 2}, 4), ({"context": 2}, 2), ({"pipeline": 2}, 2)
+            )
+        )  # fmt: skip
+    # There and back through four blocks, for each of four micro-batches, nothing is hidden.
+    assert tensor.wait_s >= 4 * 4 * 4 * 1e-3
+    assert tensor.bubble_s == context.bubble_s == 0
+    assert context.wait_s > 0
+    assert line.bubble_s > 0
+    assert line.wait_s < tensor.wait_s
+    assert line.step_s == pytest.approx(line.work_s + line.wait_s + line.bubble_s)
+    assert {span.rank for span in line.spans} == {0, 1}
+    assert all(found.is_measured for found in (tensor, crowded, context, line))
+    width = [found.high_s / found.step_s for found in (tensor, crowded)]
+    assert width[1] - 1 > 1.5 * (width[0] - 1)
+    assert "ranks that share both cores and a model were seldom measured" in crowded.notes
 
 
 @pytest.mark.long

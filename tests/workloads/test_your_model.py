@@ -289,6 +289,38 @@ def test_the_short_form_makes_batches(tmp_path: Path) -> None:
     assert empty.inputs.shape == (0, 4)
 
 
+RECURRENT = """\
+import torch
+from torch import nn
+
+def refuse(_gradient):
+    raise RuntimeError("cudnn RNN backward can only be called in training mode")
+
+class OfCudnn(nn.GRU):
+    def forward(self, *args):
+        output, state = super().forward(*args)
+        if not self.training:
+            output.register_hook(refuse)
+        return output, state
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = OfCudnn(4, 3, batch_first=True)
+        self.drop, self.head = nn.Dropout(0.5), nn.Linear(3, 2)
+    def forward(self, x):
+        return self.head(self.drop(self.layer(x)[0][:, -1]))
+
+def workload():
+    return Model(), (torch.randn(20, 5, 4), torch.arange(20) % 2), nn.CrossEntropyLoss()
+"""
+
+
+def test_a_recurrent_layer_that_has_a_backward_only_in_training(tmp_path: Path) -> None:
+    """That is how cuDNN's are."""
+    assert build(tmp_path, RECURRENT).loss is not None
+
+
 def test_looking_it_over_leaves_no_trace(tmp_path: Path) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)

@@ -359,6 +359,8 @@ class Trial:
             )
         with blame(self.name, "backward"):
             loss.backward()
+        for recurrent in _recurrent(model):
+            recurrent.train(model.training)
         if all(p.grad is None for p in model.parameters()):
             raise at.mistake(
                 "backward reaches none of the model's parameters: is it called in the loss?"
@@ -367,10 +369,14 @@ class Trial:
         return called
 
     def _loss_in_eval(self) -> Tensor:
-        """In eval mode there is no dropout, and BatchNorm takes a single row. If the loss fails
-        then, because the model returns something else, it is computed in train mode."""
+        """In eval mode there is no dropout, and BatchNorm takes a single row; but cuDNN has no
+        backward for recurrent layers then. If the loss fails, because the model returns something
+        else, it is computed in train mode."""
+        self.model.eval()
+        for recurrent in _recurrent(self.model):
+            recurrent.train()
         try:
-            return self.workload.loss(self.model.eval(), self.batch)
+            return self.workload.loss(self.model, self.batch)
         except Exception:
             try:
                 return self.workload.loss(adding.still(self.model), self.batch)
@@ -481,6 +487,10 @@ class Trial:
                 'global batch, which ranks share unevenly (use reduction="sum", or .sum() for '
                 ".mean())"
             )
+
+
+def _recurrent(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, nn.RNNBase)]
 
 
 def _check_counts(dataset: Dataset, ids: Sequence[int]) -> None:
