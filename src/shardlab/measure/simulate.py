@@ -211,6 +211,21 @@ def _unfaked(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _without_cudnn(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A recurrent layer as PyTorch's own kernels compute it: cuDNN's backward needs a buffer that
+    its forward does not return for tensors without content."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = torch.backends.cudnn.enabled
+        torch._C._set_cudnn_enabled(False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_cudnn_enabled(before)
+
+    return call
+
+
 def _gather_alone(values: list[Any], value: Any, *_: Any, **__: Any) -> None:
     values[:] = [value] * len(values)
 
@@ -290,6 +305,8 @@ def without_content() -> Iterator[None]:
         (DeviceMesh, "__init__", _unfaked(DeviceMesh.__init__)),
         (DeviceMesh, "from_group", staticmethod(_unfaked(DeviceMesh.from_group))),
     ]
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        patches.append((torch._VF, name, _without_cudnn(getattr(torch._VF, name))))
     # Strategies have imported it by its name.
     makers = [m for m in sys.modules.values() if vars(m).get("init_device_mesh") is mesh_maker]
     patches += [(module, "init_device_mesh", _unfaked(mesh_maker)) for module in makers]
