@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ import torch
 from conftest import long_unless
 from shardlab import config as configs
 from shardlab.errors import UsageError
+from shardlab.measure import simulate
 from shardlab.measure.estimate import WEIGHED, Simulator
 from shardlab.plan.emulate import fill, typical
 from shardlab.plan.graph import Event, Group, Start, Step, Wait, Work
 from shardlab.specs import parse_spec
+from shardlab.strategies.pipeline import Pipeline
 
 TINY = {"model.size": "tiny", "data.source": "synthetic", "launch.device": "cpu"}
 
@@ -130,6 +133,16 @@ def test_stretches_are_medians_that_add_up_to_the_median_step() -> None:
 def test_steps_of_which_no_two_are_alike_are_refused() -> None:
     with pytest.raises(UsageError, match="no two steps"):
         typical([[work(1.0, "forward")], [work(1.0, "backward")]])
+
+
+def test_a_pipeline_whose_micro_batches_change_their_shape_is_refused() -> None:
+    line: Any = None
+    signature: Any = ((2, 3),)
+    with (
+        simulate.told_shapes(lambda: iter(()), nullcontext),
+        pytest.raises(UsageError, match="differ in shape from one step to the next"),
+    ):
+        Pipeline._shapes(line, 1, 0, signature)
 
 
 def test_what_others_would_send_is_filled_in() -> None:

@@ -486,6 +486,11 @@ def told_shapes(
     def shapes(
         line: Pipeline, stage: int, _micro: int, signature: pipeline.Signature
     ) -> list[list[Shape]]:
+        if signature not in seen:
+            raise UsageError(
+                "the micro-batches differ in shape from one step to the next, and a plan of a "
+                "pipeline is made from one step that is like all others"
+            )
         found = seen[signature][: line.track.first(stage)]
         return line.known.setdefault((stage, signature), found)
 
