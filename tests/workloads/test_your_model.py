@@ -220,6 +220,12 @@ MISTAKES = [
         "unknown block 'layr'; did you mean 'layer'?",
         "",
     ),
+    Mistake(
+        "evaluate=sums)",
+        "evaluate=sums, blocks=lambda model: model)",
+        "blocks is a function: a list of names belongs there",
+        "",
+    ),
 ]
 
 

@@ -66,6 +66,11 @@ def _size(module: nn.Module) -> int:
 
 def check_blocks(model: nn.Module, blocks: Sequence[str]) -> None:
     """Refuse blocks that the model does not have, or that lie inside each other."""
+    if not isinstance(blocks, list | tuple):
+        raise UsageError(
+            f"blocks is a {type(blocks).__name__}: a list of names belongs there, such as "
+            "['layers.0', 'layers.1']"
+        )
     modules = dict(model.named_modules(remove_duplicate=False))
     for block in blocks:
         if block not in modules or not block:
