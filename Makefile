@@ -1,23 +1,24 @@
 # Two commands do everything on a machine that has Python 3.11+ and make:
 #   make compare   set up, then compare the strategies on this machine
 #   make test      set up, then run every check and test
-# While you work on the code, `make check` has the answer in two minutes.
+# While you work on the code, `make check` answers in two minutes.
 # The environment lives in .venv and is made again only when what it is made from changes.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-WORKERS ?= 2  # tests at a time: each may start several ranks
-PYTEST := $(BIN)/python -m pytest
-SPREAD := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+WORKERS ?= 2# tests at a time: each may start several ranks
+TIER := $(BIN)/python tests/tier.py --workers $(WORKERS)
 
-.PHONY: help setup compare check test test-cluster lint format site soak clean
+.PHONY: help setup compare check test test-cluster test-deep lint format site soak clean
 
 help:
 	@echo "make compare   measure the data-parallel strategies on this machine (about three minutes)"
-	@echo "make check     lint, types and the tests without long runs: every few minutes"
-	@echo "make test      lint, types and every test, as CI runs them"
+	@echo "make check     lint, types and the quick tests: every few minutes"
+	@echo "make test      lint, types and every test that a newcomer should see pass (15 minutes)"
+	@echo "make test-deep the long matrices, hosts, every documented command, outside architectures"
+	@echo "               (over an hour; QUARTER=0 to 3 runs a quarter, as CI does)"
 	@echo "make test-cluster  the tests with a real Slurm, MPI and Ray, which it installs if you are root"
 	@echo "make setup     only create $(VENV) and install"
 	@echo "make lint      only ruff and mypy"
@@ -50,25 +51,22 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 check: $(READY) lint
-	$(PYTEST) $(SPREAD) -m "not long and not alone and not cluster"
-
-# A test that fails beside others runs once more, by itself: a busy machine can miss a deadline. Both
-# results are printed, and what fails twice fails.
-define tested
-	$(PYTEST) --durations=15 $(1) $(2) || { code=$$?; [ $$code -eq 1 ] || exit $$code; \
-	  echo "these failed; they run once more, one after another:"; \
-	  $(PYTEST) $(2) --last-failed --last-failed-no-failures none; }
-endef
+	$(TIER) check
 
 test: $(READY) lint
-	$(call tested,$(SPREAD),-m "not alone and not cluster" --whole)
-	$(call tested,,-m alone)
+	$(TIER) test
 
 # Slurm, munge and Open MPI from Debian's packages, Ray and Kubeflow's models from PyPI; tests of
 # what is not there are skipped.
 test-cluster: $(READY)
 	@sh tests/cluster/install.sh $(BIN)/python
-	$(call tested,,-m cluster tests/cluster)
+	$(TIER) cluster
+
+# torchvision without what it depends on, and beside the environment: transformers would use it.
+test-deep: $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  --no-deps --upgrade --target $(VENV)/deep torchvision
+	PYTHONPATH=$(VENV)/deep $(TIER) deep $(if $(QUARTER),--quarter $(QUARTER))
 
 site: $(READY)
 	$(BIN)/python -m sphinx -W --keep-going -q -b html -d site/.doctrees docs site

@@ -2,7 +2,7 @@
 
 A chapter names such a part in a comment, and ``fill`` puts what the source says now after it:
 
-    <!-- code: src/shardlab/strategies/zero1.py:Zero1.launch -->
+    <!-- code: src/shardlab/strategies/sharded/zero1.py:Zero1.launch -->
     ...
     <!-- end -->
 
@@ -13,7 +13,6 @@ numbers come from ``docs/book/numbers.json`` and ``benchmarks/records``.
 from __future__ import annotations
 
 import ast
-import functools
 import re
 import textwrap
 from collections.abc import Callable
@@ -35,7 +34,9 @@ def chapters() -> list[Path]:
 
 def pages() -> list[Path]:
     """Everything that has parts from sources: the chapters, and pages that show code."""
-    return [*chapters(), ROOT / "README.md", ROOT / "docs" / "your-strategy.md"]
+    docs = ROOT / "docs"
+    clusters = sorted(docs.glob("clusters/*.md"))
+    return [*chapters(), ROOT / "README.md", docs / "your-strategy.md", *clusters]
 
 
 def fill(text: str, numbers: Numbers) -> str:
@@ -73,6 +74,17 @@ def find(place: str) -> tuple[ast.AST, str]:
             raise Missing(f"{place}: there is no {name} in {path}")
         node = found[0]
     return node, text
+
+
+LANGUAGES = {".py": "python", ".sh": "sh", ".sbatch": "sh", ".yaml": "yaml"}
+
+
+def file(path: str, _numbers: Numbers) -> str:
+    """A whole file. A shell script is no ```bash: those blocks hold commands to type."""
+    if not (ROOT / path).is_file():
+        raise Missing(f"there is no file {path}")
+    text = (ROOT / path).read_text(encoding="utf-8").rstrip("\n")
+    return f"```{LANGUAGES[Path(path).suffix]}\n{text}\n```"
 
 
 def code(place: str, _numbers: Numbers) -> str:
@@ -146,18 +158,11 @@ def planted(names: str, numbers: Numbers) -> str:
     found = part(numbers, "planted")
     lines = []
     for name in names.split(", "):
-        file = "saboteurs" if (name in _classes("saboteurs")) else "proof/test_prove"
-        node, _ = find(f"tests/{file}.py:{name}")
+        node, _ = find(f"tests/bugs/saboteurs.py:{name}")
         what = " ".join((ast.get_docstring(node) or "").split())  # type: ignore[arg-type]
         lines.append(f"- `{name}`: {what}")
         lines += [f"  - *{check}*: {message}" for check, message in found[name].items()]
     return "\n".join(lines)
-
-
-@functools.cache
-def _classes(name: str) -> set[str]:
-    tree = ast.parse((ROOT / "tests" / f"{name}.py").read_text(encoding="utf-8"))
-    return {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def trace(name: str, numbers: Numbers) -> str:
@@ -184,6 +189,7 @@ def output(key: str, numbers: Numbers) -> str:
 
 KINDS: dict[str, Callable[[str, Numbers], str]] = {
     "code": code,
+    "file": file,
     "schedule": schedule,
     "cost": cost,
     "proved": proved,

@@ -2,7 +2,8 @@
 
     python benchmarks/gloo_delay.py [--out FILE]
 
-Needs root: the ranks are in network namespaces (tests/hosts.py). Each collective begins 0.1 s after
+Needs root: the ranks are in network namespaces (`tests/support/hosts.py`).
+Each collective begins 0.1 s after
 the one before, with both ranks there, as in a step. "sockets" are plain ones, which send half of
 the bytes each way at once, as an all-to-all between two ranks does. The planner's rules for links
 with a delay (src/shardlab/plan/gloo.py) were read from these times.
@@ -103,7 +104,7 @@ def main() -> None:
 
     from shardlab.run import environment
 
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
     hosts: Any = importlib.import_module("hosts")
     rows: list[dict[str, Any]] = []
     for delay_s in DELAYS_S:

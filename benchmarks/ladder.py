@@ -41,8 +41,8 @@ class Alone:
         from shardlab.run import assemble
 
         self.model, self.loss = workload.make_model(), workload.loss
-        plan = assemble.make_optimizer(config.training, workload, self.model)
-        self.optimizer = plan(dict(self.model.named_parameters()))
+        made = assemble.make_optimizer(config.training, workload, self.model)
+        self.optimizer = made(dict(self.model.named_parameters()))
 
     def gradients(self, microbatches: Any) -> Any:
         count = sum(batch.count for batch in microbatches)

@@ -14,6 +14,11 @@ is for a machine with a GPU (ranks share it, over Gloo).
 does it for the strategies that cut the model, and for combinations of them, with four micro-batches
 in a step: on GPT-2 tiny and mini with two blocks for each rank, and on a Llama of the tests.
 
+    python benchmarks/memory_estimate.py --kernels --worlds 1
+
+does it for models of one kind of layer each (kernel_models.py), whose CPU kernels take memory for
+themselves.
+
     python benchmarks/memory_estimate.py --records benchmarks/records/h200-ladder-w*.json
 
 does the same for a GPU that is not here: beside what a comparison has measured on one (GPT-2 small,
@@ -25,9 +30,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import kernel_models
 
 from shardlab import config as configs
 from shardlab.measure import estimate
@@ -44,12 +51,17 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     },
     "gpt2-small": {"model.size": "small", "data.source": "synthetic"},
     "gpt2-tiny": {"model.size": "tiny"},
-    "llama": {"model.workload": "tests/people.py:llama"},
+    "llama": {"model.workload": "tests/models/people.py:llama"},
+}
+WORKLOADS |= {
+    name: {"model.workload": f"{Path(__file__).parent / 'kernel_models.py'}:{name}"}
+    for name in kernel_models.MODELS
 }
 ON_CPU = ["gpt2-mini", "gpt2-midi", "resnet18w16"]
 ON_MESH = ["gpt2-tiny", "gpt2-mini", "llama"]
 BATCH = {
     "gpt2-mini": 4, "gpt2-midi": 2, "resnet18w16": 16, "gpt2-small": 1, "gpt2-tiny": 4, "llama": 4,
+    **dict.fromkeys(kernel_models.MODELS, 8),
 }  # samples of a rank  # fmt: skip
 # By the number of ranks. The first three of four share the data as well.
 COMBINED = {
@@ -73,6 +85,7 @@ def main() -> None:
     parser.add_argument("--worlds", default="1,2,4")
     parser.add_argument("--workloads")
     parser.add_argument("--mesh", action="store_true", help="the strategies that cut the model")
+    parser.add_argument("--kernels", action="store_true", help="models of one kind of layer")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--batches", help="samples of a rank, comma-separated")
     parser.add_argument("--precision", default="fp32")
@@ -89,14 +102,18 @@ def main() -> None:
         with RankSet(configs.LaunchConfig(device=args.device), world, estimate.LIMIT_S) as ranks:
             env = env or ranks.run(describe)[0] | {"command": COMMAND}  # as typed
 
-            def measure(config: configs.Config, ranks: RankSet = ranks) -> dict[str, Any]:
+            def measure(
+                config: configs.Config, longest: Sequence[int], ranks: RankSet = ranks
+            ) -> dict[str, Any]:
                 target = f"{estimate.__name__}:weigh"
-                weights: dict[str, Any] = ranks.run(target, config.to_dict())[0]
+                weights: dict[str, Any] = ranks.run(target, config.to_dict(), longest)[0]
                 return weights
 
             names = list(STRATEGIES)
             if args.mesh:
                 names = [*MESH_STRATEGIES, *COMBINED.get(world, ())]
+            if args.kernels:
+                names = ["single" if world == 1 else "simple_ddp"]
             if args.strategies:
                 names = args.strategies.split(",")
             names = [name for name in names if name != "single" or world == 1]
@@ -128,7 +145,9 @@ def on_mesh(workload: str, world: int) -> dict[str, Any]:
 
 
 def cases(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    names = args.workloads.split(",") if args.workloads else ON_MESH if args.mesh else ON_CPU
+    names = ON_MESH if args.mesh else [*kernel_models.MODELS] if args.kernels else ON_CPU
+    if args.workloads:
+        names = args.workloads.split(",")
     for workload in names:
         for batch in map(int, args.batches.split(",")) if args.batches else [BATCH[workload]]:
             yield workload, batch

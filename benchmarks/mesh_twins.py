@@ -26,7 +26,6 @@ PAIRS = {
     "pipeline_1f1b": "pytorch_pipeline:schedule=1f1b",
     "pipeline_interleaved": "pytorch_pipeline:schedule=interleaved",
     "pipeline_zero_bubble": "pytorch_pipeline:schedule=zero_bubble",
-    "pipeline_zbv": "pytorch_pipeline:schedule=zbv",
 }
 MICRO = 8  # micro-batches of a pipeline
 MODEL = {"layers": 8, "heads": 8, "dim": 256, "context": 64, "vocab": 512}

@@ -2,7 +2,8 @@
 
     python benchmarks/plan_error.py [--rounds 4] [--only loop2,4gbit] [--out FILE] [--kept FILE]
 
-Needs root: links are those of network namespaces (tests/hosts.py), one rank on each, and all of
+Needs root: links are those of network namespaces (`tests/support/hosts.py`),
+one rank on each, and all of
 them share this machine's cores. Calibrated: what Gloo's collectives cost two ranks on one machine
 and over 1 Gbit/s, and a rank's own work, which is emulated alone for every point. Held out: steps
 of more ranks, over other links, at other batch sizes and sequence lengths. Steps are measured as
@@ -55,7 +56,7 @@ FEW = ["bucket_ddp_async", "zero2", "zero3", "pytorch_ddp", "pytorch_zero3"]
 SIMPLE = ["simple_ddp", "simple_ddp_ga", "simple_ddp_hook", "simple_ddp_async"]
 ALL_STRATEGIES = [*FEW, *SIMPLE, "zero1", "pytorch_zero1", "pytorch_zero2"]
 # Ranks that cut one model, with four micro-batches.
-PIPELINES = [f"pipeline_{name}" for name in ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")]
+PIPELINES = [f"pipeline_{name}" for name in ("gpipe", "1f1b", "interleaved", "zero_bubble")]
 CUT = ["tensor_parallel", "sequence_parallel", "context_parallel", "pytorch_tensor_parallel",
        *PIPELINES, "pytorch_pipeline"]  # fmt: skip
 CUT_IN_TWO = ["pytorch_hsdp:shards=2", "zero1:tensor=2", "zero3:context=2"]
@@ -142,7 +143,7 @@ def run(task: str, ranks: int, rate: str | None, delay_s: float) -> Any:
             variables = {**os.environ, "OMP_NUM_THREADS": "1"}
             subprocess.run(command, env=variables, check=True, cwd=folder, timeout=1500)
         else:
-            sys.path.insert(0, str(ROOT / "tests"))
+            sys.path.insert(0, str(ROOT / "tests" / "support"))
             hosts: Any = importlib.import_module("hosts")
             with hosts.made(ranks, rate=rate, delay_s=delay_s) as made:
                 for done in made.torchrun(*words, timeout=1500, cwd=Path(folder)):

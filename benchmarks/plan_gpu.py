@@ -4,7 +4,7 @@
     python benchmarks/plan_gpu.py --by-datasheet benchmarks/records/plan-gpu-h200.json
 
 GPT-2 in fp32 and bf16, eager and compiled by blocks. Three batch sizes of each are measured, and
-others are predicted from them (plan.larger.at_batch); then these are measured too. ``single`` has
+others are predicted from them; then these are measured too. ``single`` has
 no collectives, so what is measured is its step as it runs in training: `shardlab compare` gives the
 same time.
 
@@ -15,9 +15,11 @@ never been measured, and compared with what was.
 from __future__ import annotations
 
 import argparse
+import bisect
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +103,25 @@ def step_of(size: str, precision: str, compiled: str, batch: int) -> Any:
     return step
 
 
+def at_batch(sizes: Sequence[int], seconds: Sequence[float], batch: int) -> float:
+    """The time at another batch, from the times at ``sizes``.
+
+    A device that is kept busy takes a fixed time and one for each sample: a straight line through
+    the two nearest sizes. At small batches it may wait for the host instead, which takes as long
+    for any batch: where the smallest lies above the line through the next two, its time is that of
+    the host, and holds until the line reaches it.
+    """
+
+    def line(right: int, at: int) -> float:
+        slope = (seconds[right] - seconds[right - 1]) / (sizes[right] - sizes[right - 1])
+        return seconds[right] + slope * (at - sizes[right])
+
+    right = min(max(1, bisect.bisect_left(sizes, batch)), len(sizes) - 1)
+    if right == 1 and len(sizes) > 2 and line(2, sizes[0]) < seconds[0]:
+        return max(seconds[0], line(2, batch))
+    return max(0.0, line(right, batch))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sizes", default="small,medium,large")
@@ -115,7 +136,6 @@ def main() -> None:
         return
     import torch
 
-    from shardlab.plan import larger
     from shardlab.run import environment
 
     begin = time.monotonic()
@@ -132,8 +152,9 @@ def main() -> None:
             continue
         first, others = BATCHES[size, precision]
         known = [(batch, step_of(size, precision, compiled, batch)) for batch in first]
+        seconds = [sum(work.seconds or 0.0 for work in step.works()) for _, step in known]
         for batch in others:
-            predicted = sum(w.seconds or 0.0 for w in larger.at_batch(known, batch).works())
+            predicted = at_batch(first, seconds, batch)
             measured = statistics.median(step_of(size, precision, compiled, batch).totals_s)
             error = predicted / measured - 1
             row = {"size": size, "precision": precision, "compile": compiled, "batch": batch}

@@ -24,10 +24,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import plan_transformer as transformer
+from plan_transformer import Calibration, Held, Layout, Transformer, tokens_per_s_per_gpu
 
-from shardlab.plan import devices, transformer
-from shardlab.plan.devices import Link, Machine, Shares
-from shardlab.plan.transformer import Calibration, Held, Layout, Transformer, predict
+from shardlab.plan import devices
+from shardlab.plan.devices import Machine, Shares
 
 Floats = npt.NDArray[np.float64]
 NEAR = 0.4  # nanotron: rows with at least this part of their group's best speed say how fast it is
@@ -171,7 +172,7 @@ class Compute:
     def rate(self, run: Run, family: str | None = None) -> float:
         fit = dataclasses.replace(Calibration(), traffic=self.traffic, beside=self.beside)
         by = self.families[family or run.machine.device.family]
-        return predict(run.model, run.layout, run.machine, fit, by).tokens_per_s_per_gpu
+        return tokens_per_s_per_gpu(run.model, run.layout, run.machine, fit, by)
 
 
 def errors(rates: Iterable[float], runs: Iterable[Run]) -> Floats:
@@ -215,21 +216,23 @@ def naive(calibration: Sequence[Run], runs: Sequence[Run], by_model: bool) -> li
 # ------------------------------------------------------------------ nanotron
 
 
-def network(fade: float, hop_s: float) -> Link:
-    """nanotron's: 400 Gbit/s for each GPU, of which little is left on many nodes."""
-    return dataclasses.replace(devices.link("ndr"), name="nanotron's", fade=fade, latency_s=hop_s)
-
-
 @dataclass(frozen=True)
 class Parallel:
     fit: Calibration
-    link: Link
+    # nanotron's network: 400 Gbit/s for each GPU, of which nodes ** -fade is left.
+    fade: float
+    hop_s: float
 
     def on(self, run: Run) -> Machine:
-        return dataclasses.replace(run.machine, between=self.link)
+        link = devices.link("ndr")
+        left = math.ceil(run.layout.gpus / run.machine.per_node) ** -self.fade
+        between = dataclasses.replace(
+            link, bytes_per_s=link.bytes_per_s * left, latency_s=self.hop_s
+        )
+        return dataclasses.replace(run.machine, between=between)
 
     def rate(self, run: Run) -> float:
-        return predict(run.model, run.layout, self.on(run), self.fit).tokens_per_s_per_gpu
+        return tokens_per_s_per_gpu(run.model, run.layout, self.on(run), self.fit)
 
 
 def parallel(x: Floats) -> Parallel:
@@ -238,7 +241,7 @@ def parallel(x: Floats) -> Parallel:
         transformer.CALIBRATION, summed_beside=part(x[2]), tp_host_s=e[3] * 1e-3,
         hand_s=e[4] * 1e-3, hand_grows=e[5],
     )  # fmt: skip
-    return Parallel(fit, network(e[0], e[1] * 1e-6))
+    return Parallel(fit, e[0], e[1] * 1e-6)
 
 
 def fit_parallel(runs: Sequence[Run]) -> Parallel:
@@ -287,7 +290,7 @@ def choose(runs: Sequence[Run], by: Parallel, held: Held) -> tuple[Run, float, f
         reached[r.layout] = max(reached[r.layout], r.value)
     ours = max(
         (r for r in runs if says_fits(r, held)),
-        key=lambda r: transformer.judge(r.model, r.layout, by.on(r), by.fit, held).rank,
+        key=lambda r: transformer.rank(r.model, r.layout, by.on(r), by.fit, held),
     )
     return ours, reached[ours.layout], max(reached.values())
 
@@ -380,7 +383,7 @@ def report_nanotron(runs: Sequence[Run]) -> dict[str, Any]:
         "constants": {
             **{name: getattr(fitted.fit, name)
                for name in ("summed_beside", "tp_host_s", "hand_s", "hand_grows")},
-            "fade": fitted.link.fade, "hop_s": fitted.link.latency_s,
+            "fade": fitted.fade, "hop_s": fitted.hop_s,
             "memory": {name: getattr(held, name) for name in MEMORY},
         },
         "near the best of their group, calibrated on them":

@@ -2,7 +2,8 @@
 
     python benchmarks/slow_link.py [--rate 100mbit] [--seeds 5] [--out FILE]
 
-Needs root: the hosts are network namespaces of this machine (tests/hosts.py), with one rank each
+Needs root: the hosts are network namespaces of this machine (`tests/support/hosts.py`),
+with one rank each
 and a link of that rate. They run `shardlab compare --to-loss` under torchrun: a GPT of 0.44 million
 parameters on real text. The record is its to_loss.json with the link beside it.
 """
@@ -19,10 +20,10 @@ from typing import Any
 
 STRATEGIES = (
     "pytorch_ddp,local_sgd:every=10,diloco:every=10,diloco:every=10:outer_momentum=0.5,"
-    "streaming_diloco:every=10:outer_momentum=0.5,streaming_diloco:every=10:outer_momentum=0.5:bits=4"
+    "streaming_diloco:every=10:outer_momentum=0.5"
 )
 COMPARE = [
-    "compare", "--strategies", STRATEGIES, "--to-loss", "3.2", "--max-steps", "150",
+    "compare", "--strategies", STRATEGIES, "--to-loss", "3.2", "--steps", "150",
     "--size", "tiny", "--set", "model.options.dim=128", "--global-batch", "16",
     "--set", "training.learning_rate=0.001", "--set", "training.evaluate_every=5",
     "--set", "training.evaluate_samples=64", "--out", "found",
@@ -31,7 +32,7 @@ COMPARE = [
 
 def measure(rate: str, seeds: int, timeout: float = 600) -> tuple[dict[str, Any], str]:
     """The content of to_loss.json, and what the first host printed."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
     hosts: Any = importlib.import_module("hosts")
     with tempfile.TemporaryDirectory() as folder, hosts.made(2, rate=rate) as made:
         command = ["-m", "shardlab", *COMPARE, "--seeds", str(seeds)]

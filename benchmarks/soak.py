@@ -179,15 +179,13 @@ def _nan(strategy: str, world: int, rng: random.Random) -> Case:
 
 
 def _corrupt(strategy: str, world: int, rng: random.Random) -> Case:
-    """Any of the checkpoints. After the last one no step is left in which to be killed."""
+    """Any of the checkpoints but the last: after it no step is left in which to be killed."""
     how = rng.choice(spec.DAMAGES)
-    after = EVERY * rng.randrange(1, STEPS // EVERY + 1)  # steps, when it was taken
-    is_last = after == STEPS
-    killed_at = rng.randrange(STEPS) if is_last else rng.randrange(after, after + EVERY)
-    kill = f"kill:rank={rng.randrange(world)},step={killed_at}"
+    after = EVERY * rng.randrange(1, STEPS // EVERY)  # steps, when it was taken
+    kill = f"kill:rank={rng.randrange(world)},step={rng.randrange(after, after + EVERY)}"
     damage = f"corrupt-checkpoint:step={after - 1},how={how}"
-    kind = "killed, last checkpoint damaged" if is_last else "checkpoint damaged, then killed"
-    return Case(f"{kind} ({how})", strategy, world, [damage, kill], _on(rng))
+    kind = f"checkpoint damaged, then killed ({how})"
+    return Case(kind, strategy, world, [damage, kill], _on(rng))
 
 
 def _drift(strategy: str, world: int, rng: random.Random) -> Case | None:
@@ -200,7 +198,7 @@ def _drift(strategy: str, world: int, rng: random.Random) -> Case | None:
 def _disk_full(strategy: str, world: int, rng: random.Random) -> Case:
     """Files may still be small: records can be written, a checkpoint cannot."""
     rank, step = rng.randrange(world), rng.randrange(EVERY, STEPS - EVERY)
-    full = f"disk-full:rank={rank},step={step},bytes=12000"
+    full = f"disk-full:rank={rank},step={step},bytes=50000"
     kill = f"kill:rank={rng.randrange(world)},step={STEPS - 1}"
     return Case("disk full in a checkpoint, then killed", strategy, world, [full, kill], _on(rng))
 

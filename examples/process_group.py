@@ -1,4 +1,4 @@
-"""Two ranks find each other and add up a number. The book's chapter 20 tells what happens here.
+"""Two ranks find each other and add up a number. The book's chapter 19 tells what happens here.
 
     torchrun --standalone --nproc-per-node=2 examples/process_group.py
 

@@ -1,4 +1,4 @@
-"""PyTorch's own pipeline, and two calls of step() for one update (the book's chapter 25).
+"""PyTorch's own pipeline, and two calls of step() for one update (the book's chapter 24).
 
     torchrun --standalone --nproc-per-node=2 examples/scale_grads.py
 

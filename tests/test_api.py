@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import commands
 import shardlab
@@ -32,15 +33,17 @@ def test_the_export_list_is_exact() -> None:
     assert all(getattr(shardlab, name) is not None for name in PUBLIC)
     with pytest.raises(AttributeError, match="no attribute 'tarin'"):
         _ = shardlab.tarin  # type: ignore[attr-defined]
+    page = (ROOT / "docs" / "python.md").read_text().partition("## In a notebook")[0]
+    assert set(re.findall(r"`([A-Za-z_]+)`", page)) == set(PUBLIC)
 
 
-def test_importing_is_lazy() -> None:
-    script = "import sys, shardlab; print(sorted(m for m in sys.modules if 'shardlab' in m))"
+def test_importing_costs_and_does_nothing() -> None:
+    """Our name alone loads nothing of ours; what starts ranks and reads configs needs no torch."""
+    script = "import sys, shardlab; print(sorted(m for m in sys.modules if 'shardlab' in m))\n"
+    script += "import shardlab.config, shardlab.run.launch; shardlab.compare\n"
+    script += "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout.strip() == "['shardlab']"
-    script = "import sys, shardlab; shardlab.compare; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout.strip() == "False"
+    assert done.stdout.splitlines() == ["['shardlab']", "False"]
 
 
 @pytest.mark.long
@@ -75,17 +78,13 @@ def test_train_prove_and_memory(tmp_path: Path) -> None:
     run = shardlab.train(MODEL, "zero2", steps=3, out=tmp_path / "run", settings=SMALL)
     assert [row["step"] for row in run.rows] == [0, 1, 2]
     assert "3 steps: loss" in str(run)
-    proof = shardlab.prove(MODEL, ["zero2"], out=tmp_path / "proof")
-    assert proof.passed, str(proof)
+    assert run.data["tokens_per_s"] is None  # its samples are no texts
+    wrong = f"{ROOT / 'tests' / 'bugs' / 'saboteurs.py'}:NoAveraging"
+    proof = shardlab.prove(MODEL, ["zero2", wrong], out=tmp_path / "proof")
+    assert [row["pass"] for row in proof.rows] == [True, False]
+    assert not proof.passed
     held = shardlab.memory(MODEL, ["zero1", "zero3"], world=8, out=tmp_path / "memory")
     assert [row["strategy"] for row in held.rows] == ["zero1", "zero3"]
-
-
-@pytest.mark.long
-def test_a_planted_bug_does_not_pass(tmp_path: Path) -> None:
-    wrong = f"{ROOT / 'tests' / 'saboteurs.py'}:NoAveraging"
-    proof = shardlab.prove(MODEL, [wrong], out=tmp_path)
-    assert not proof.passed
 
 
 def workload(_config: Any) -> Any: ...
@@ -97,18 +96,12 @@ def test_a_function_is_found_by_the_ranks_or_refused() -> None:
     assert _path_of(workload) == f"{__file__}:workload"
     with pytest.raises(UsageError, match="each rank must import the workload"):
         _path_of(lambda: None)
-    with pytest.raises(UsageError, match="unknown strategy 'zero9'"):
-        shardlab.train(MODEL, "zero9")
-    with pytest.raises(UsageError, match="unknown strategy 'zero9'"):
-        shardlab.compare(MODEL, ["zero9"])
 
 
 def test_what_is_wrong_with_a_call_is_one_line() -> None:
-    import torch
-
-    model = torch.nn.Linear(4, 4)
+    model = nn.Linear(4, 4)
     wrong: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UsageError, match="make_optimizer is SGD, not a function"):
+    with pytest.raises(UsageError, match="make_optimizer: the optimizer is a SGD, not a function"):
         shardlab.strategy("single", model, wrong, lambda m, b: m(b.inputs).sum())
     with pytest.raises(UsageError, match="world must be at least 1, got 0"):
         shardlab.memory(MODEL, "zero2", world=0)
@@ -124,62 +117,6 @@ def test_what_is_wrong_with_a_call_is_one_line() -> None:
             steps.local_count(batches, torch.device("cpu"))
 
 
-BUCKETS = "{'bucket_mb': 0.001}"
-OWN_LOOP = """
-import torch
-from torch import nn
-import torch.distributed as dist
-import shardlab
-
-torch.manual_seed(0)
-model = nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3)))
-model = model.double()
-strategy = shardlab.strategy(
-    NAME, model, lambda params: torch.optim.AdamW(params, lr=0.01),
-    lambda m, b: nn.functional.mse_loss(m(b.inputs), b.targets, reduction="sum"),
-    clip_norm=1.0, **OPTIONS,
-)
-ranks, rank = dist.get_world_size(), dist.get_rank()
-generator = torch.Generator().manual_seed(1)
-for step in range(4):
-    x = torch.randn(8, 12, generator=generator, dtype=torch.float64)
-    mine = x[rank::ranks]
-    halves = [shardlab.Batch(h, h.flip(1), len(h) * 12, len(h)) for h in mine.chunk(2)]
-    loss = strategy.gradients(halves)
-    strategy.step()
-total = sum(p.double().sum() for p in strategy.full_params().values())
-from shardlab import comm
-assert not comm.LEDGER.entries, "every collective is kept for ever"
-if rank == 0:
-    print(f"{float(loss):.12f} {float(total):.12f}")
-"""
-
-
-@pytest.mark.long
-@pytest.mark.timeout(300)
-def test_a_strategy_in_a_loop_of_ones_own(tmp_path: Path) -> None:
-    """Under torchrun each equals the same script in one process, to the last printed digit."""
-    script = tmp_path / "mine.py"
-
-    def run(name: str, ranks: int, options: str = "{}") -> str:
-        script.write_text(OWN_LOOP.replace("NAME", repr(name)).replace("OPTIONS", options))
-        starter = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        done = commands.run(
-            sys.executable, *(starter if ranks > 1 else []), str(script), cwd=tmp_path,
-            OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo",
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    alone = run("single", 1)
-    for name, options in (
-        ("zero2", "{'bucket_mb': 0.001}"),
-        ("zero3", "{}"),
-        ("pytorch_ddp", "{}"),
-    ):
-        assert run(name, 2, options) == alone
-
-
 @pytest.mark.long
 def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
@@ -189,7 +126,7 @@ def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
     assert 'if __name__ == "__main__":' in done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.deep
 @pytest.mark.timeout(300)
 def test_the_page_runs_as_printed(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "python.md").read_text()
@@ -208,8 +145,6 @@ def test_the_page_runs_as_printed(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
-    names = re.findall(r"`([A-Za-z_]+)`", page.partition("## In a notebook")[0])
-    assert set(names) == set(PUBLIC)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +152,6 @@ def test_the_page_runs_as_printed(tmp_path: Path) -> None:
     [("zero1", {"tensor": 2}), ("tensor_parallel", {}), ("zero2", {"pipeline": 2})],
 )
 def test_a_loop_of_ones_own_has_no_axes(name: str, options: dict[str, Any]) -> None:
-    model, make = torch.nn.Linear(2, 2), torch.optim.SGD
+    model, make = nn.Linear(2, 2), torch.optim.SGD
     with pytest.raises(UsageError, match="tensor, context and pipeline are not for a loop"):
         shardlab.strategy(name, model, make, lambda model, batch: model(batch.inputs), **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from shardlab import config as configs
 from shardlab.axes import CUTS, Axes, axes_of
 from shardlab.errors import UsageError
 from shardlab.run import assemble
+from shardlab.strategies.cut_model import CutModel
 
 AXES = ("data", *CUTS)
 sizes = st.integers(1, 4)
@@ -65,6 +67,7 @@ def test_what_is_asked_for(
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
+        ("pipeline_interleaved", {"schedule": "gpipe"}, "its name says schedule interleaved"),
         ("zero3", {"tensor": 3}, "4 ranks cannot be tensor 3: one model takes 3 ranks"),
         ("zero3", {"tensor": 0}, "its option tensor must be a number of ranks, 1 or more, got 0"),
         ("zero3", {"tensor": "two"}, "1 or more, got 'two'"),
@@ -73,11 +76,26 @@ def test_what_is_asked_for(
         ("zero1", {"schedule": "gpipe"}, "its option schedule needs pipeline=2 or more"),
         ("zero1", {"tensor": 8}, "4 ranks cannot be tensor 8"),
         ("tensor_parallel", {"tensor": 2, "sequence": 1}, "must be true or false, got 1"),
+        (
+            "pytorch_tensor_parallel",
+            {"sequence": True},
+            "no axes but tensor and data, and seq",
+        ),
+        ("pytorch_tensor_parallel", {"tensor": 1, "context": 2}, "and context was asked"),
+        ("pytorch_pipeline", {"tensor": 2, "pipeline": 1}, "no axes but pipeline and data"),
     ],
 )
 def test_what_is_refused(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         axes_of(name, options, 4)
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel", "context_parallel"])
+def test_ranks_that_meet_inside_of_blocks_do_not_compile_them(name: str) -> None:
+    config = configs.load(None, {"strategy.name": name, "training.compile": "blocks"})
+    world, setup = SimpleNamespace(size=2), None
+    with pytest.raises(UsageError, match="that cannot be compiled"):
+        assemble.on_axes(config, CutModel, setup, world)
 
 
 def test_a_batch_is_shared_among_the_ranks_of_the_data_axis() -> None:
@@ -90,11 +108,6 @@ def test_a_batch_is_shared_among_the_ranks_of_the_data_axis() -> None:
     micro = {"launch.world": 4, "training.micro_batch": 3}
     asked = {**micro, "strategy.name": "zero1", "strategy.options.tensor": 2}
     assert configs.load(None, asked).training.global_batch == 6
-
-
-def test_a_name_and_an_option_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(UsageError, match="its name says schedule interleaved"):
-        axes_of("pipeline_interleaved", {"schedule": "gpipe"}, 2)
 
 
 def test_a_misspelt_axis_is_guessed() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from conftest import GetRanks
-from shardlab import comm
+from shardlab import comm, seal
 from shardlab.errors import Halt
 from shardlab.guard.sequence import Sequence
 from shardlab.measure import memory
@@ -32,6 +33,11 @@ def every_collective(world: World, dtype: torch.dtype, async_op: bool) -> dict[s
         comm.reduce_scatter(shard, mine, world.group, async_op=async_op),
         comm.barrier(world.group, async_op=async_op),
     ]
+    before = torch.empty_like(mine)
+    if world.size > 1:  # a ring
+        to, source = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+        ring = comm.exchange(mine, before, world.group, to=to, source=source, async_op=async_op)
+        pending.append(ring)
     for p in pending:
         p.wait()
     return {
@@ -40,6 +46,7 @@ def every_collective(world: World, dtype: torch.dtype, async_op: bool) -> dict[s
         "broadcast": sent.tolist(),
         "gather": gathered.tolist(),
         "scatter": shard.tolist(),
+        "exchange": before.tolist() if world.size > 1 else mine.tolist(),
     }
 
 
@@ -56,6 +63,7 @@ def test_results(world: int, async_op: bool, ranks: GetRanks) -> None:
             assert result["broadcast"] == inputs[0].tolist()
             assert result["gather"] == inputs[:, :3].flatten().tolist()
             assert result["scatter"] == inputs.sum(0)[4 * rank : 4 * rank + 4].tolist()
+            assert result["exchange"] == inputs[rank - 1].tolist()
 
 
 def uneven(world: World, sizes: list[int], async_op: bool) -> tuple[list[float], list[float]]:
@@ -87,18 +95,41 @@ def ledger_of(world: World, async_op: bool) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 def test_the_ledger(async_op: bool, ranks: GetRanks) -> None:
     for rows in ranks(2).run(ledger_of, async_op):
-        assert [r["seq"] for r in rows] == list(range(6))
+        assert [r["seq"] for r in rows] == list(range(7))
         assert [r["op"] for r in rows] == [
             "all_reduce", "all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier",
+            "send",
         ]  # fmt: skip
         # Ψ: the whole tensor, 8 floats; for all_gather its output, 6.
-        assert [r["bytes"] for r in rows] == [32, 32, 32, 24, 32, 0]
+        assert [r["bytes"] for r in rows] == [32, 32, 32, 24, 32, 0, 32]
         assert {r["ranks"] for r in rows} == {2}
         assert all(r["site"].startswith("test_comm.py:") for r in rows)
         for row in rows:
             assert row["enqueue_ns"] <= row["wait_ns"] <= row["ready_ns"]
             # The end is stamped by Gloo's own thread, which may come to it after the waiter.
             assert row["done_ns"] is None or row["enqueue_ns"] <= row["done_ns"]
+
+
+def as_pytorch(world: World) -> tuple[list[list[float]], list[dict[str, Any]]]:
+    comm.LEDGER.reset()
+    comm.LEDGER.ranks_per_node = 1
+    mine = torch.arange(4.0 * world.size) + 10 * world.rank  # (4 * ranks,)
+    gathered, shard = torch.empty(3 * world.size), torch.empty(4)
+    comm.gather_as_pytorch(gathered, mine[:3], world.group, label="whole")
+    comm.scatter_as_pytorch(shard, mine, world.group, dist.ReduceOp.SUM, label="part")
+    comm.LEDGER.ranks_per_node = 0
+    return [gathered.tolist(), shard.tolist()], comm.LEDGER.take()
+
+
+def test_as_pytorch_makes_them(ranks: GetRanks) -> None:
+    """Gloo's reduce_scatter is an all-reduce: twice the bytes of ours."""
+    inputs = torch.arange(12.0) + 10 * torch.arange(3)[:, None]  # (ranks, 4 * ranks)
+    for rank, (found, rows) in enumerate(ranks(3).run(as_pytorch)):
+        assert found == [inputs[:, :3].flatten().tolist(), inputs.sum(0)[4 * rank :][:4].tolist()]
+        kept = [(r["op"], r["label"], r["bytes"], r["sent_between"]) for r in rows]
+        assert kept == [("all_gather", "whole", 36, 24), ("reduce_scatter", "part", 48, 64)]
+        assert all(r["site"].startswith("test_comm.py:") for r in rows)
+        assert all(r["wait_ns"] <= r["done_ns"] <= r["ready_ns"] for r in rows)
 
 
 def completed_while_away(world: World) -> tuple[bool, int]:
@@ -234,6 +265,28 @@ def test_tensors_of_any_layout(ranks: GetRanks) -> None:
     assert first["summed"] == second["summed"] == [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]
 
 
+def sums_in_16_bits(world: World) -> tuple[list[float], list[float], list[int]]:
+    comm.LEDGER.reset()
+    values = torch.tensor([[1.0, 2.0], [2.0**-10, 3.0]])  # with 1, in 16 bits, 2**-10 is lost
+    summed = (values + world.rank).t()  # not contiguous
+    comm.all_reduce(summed, world.group, dtype=torch.bfloat16)
+    scattered = torch.zeros(2)
+    flat = values.flatten() + world.rank
+    comm.reduce_scatter(scattered, flat, world.group, dtype=torch.bfloat16)
+    sizes = [row["bytes"] for row in comm.LEDGER.take()]
+    return summed.flatten().tolist(), scattered.tolist(), sizes
+
+
+def test_sums_in_16_bits(ranks: GetRanks) -> None:
+    """Rounded, sent and added up so; the result is in the tensor's own type."""
+    small = 2.0**-10 + 1.0
+    assert small != torch.tensor(small).bfloat16().item() == 1.0
+    for rank, (summed, scattered, sizes) in enumerate(ranks(2).run(sums_in_16_bits)):
+        assert summed == [3.0, 1.0, 5.0, 7.0]
+        assert scattered == ([3.0, 5.0], [1.0, 7.0])[rank]
+        assert sizes == [8, 8]
+
+
 def messages(world: World, shape: list[int]) -> tuple[list[float], list[dict[str, Any]]]:
     """Both ranks send large messages first, several at a time, and receive in another order."""
     comm.LEDGER.reset()
@@ -263,6 +316,34 @@ def test_messages(shape: list[int], ranks: GetRanks) -> None:
         assert [row["sent_inside"] for row in rows] == [size] * 3 + [0] * 3
         assert all(row["ready_ns"] is not None for row in rows)
         assert sum(comm.wire_bytes(row["op"], row["bytes"], 2) for row in rows) == 3 * size
+
+
+def objects(world: World, key: bytes | None) -> tuple[Any, Any]:
+    """Rank 1 sends an object, signed with a key of another run if there is one; and tells one."""
+    how: dict[str, Any] = {"tag": 5, "lane": "", "label": "an object", "device": world.device}
+    found: Any = None
+    if world.rank == 1:
+        with mock.patch.object(seal, "_key", key or seal._key):
+            sent = comm.send_object({"of": (1, "rank")}, world.group, 0, **how)
+        for pending in sent:
+            pending.wait()
+    else:
+        try:
+            found = comm.recv_object(world.group, 1, **how)
+        except RuntimeError as error:
+            found = str(error)
+    return found, comm.broadcast_object([world.rank, torch.arange(3)], world.group, 1)
+
+
+def test_objects_are_read_if_a_rank_of_this_run_has_sent_them(ranks: GetRanks) -> None:
+    for key in (None, b"another"):
+        (found, told), (_, own) = ranks(2).run(objects, key)
+        if key is None:
+            assert found == {"of": (1, "rank")}
+        else:
+            assert "an object that no rank of this run has sent" in found
+        assert told[0] == own[0] == 1
+        assert told[1].tolist() == [0, 1, 2]
 
 
 def compared(world: World, label: str) -> str:

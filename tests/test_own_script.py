@@ -18,6 +18,7 @@ import commands
 import shardlab
 from commands import ROOT
 from conftest import GetRanks
+from shardlab import comm
 from shardlab.errors import UsageError
 from shardlab.world import World
 
@@ -45,16 +46,6 @@ def test_the_page_shows_the_difference() -> None:
     come, go = (sum(line[0] == sign for line in shown.splitlines()) for sign in "+-")
     assert come < go
     assert f"{come} lines come in, {go} go out" in " ".join(PAGE.split())
-
-
-@pytest.mark.long
-def test_compare_measures_the_plain_script(tmp_path: Path) -> None:
-    (line,) = (c for c in commands.bash_lines("docs/own-script.md") if c.startswith("shardlab"))
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    fewer = ["--repeats", "1", "--warmup", "1", "--steps", "1", "--no-prove", "--no-profile"]
-    done = commands.here(*line.split()[1:], *fewer, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "zero2" in done.stdout
 
 
 def in_double(path: Path, target: Path, strategy: str = "zero2") -> Path:
@@ -104,12 +95,7 @@ def test_the_script_equals_the_plain_one_and_resumes(
     printed, whole = ran("zero2", 2)
     assert re.findall(r"step (\d+)", printed) == ["20", "40", "60"]
     assert largest_difference(whole, expected) < 1e-10
-    # Killed after step 40, the same ranks end with the same bits.
-    shutil.rmtree(run / "checkpoints" / "step-000060")
-    printed, again = ran("zero2", 2)
-    assert re.findall(r"step (\d+)", printed) == ["60"]
-    assert largest_difference(again, whole) == 0
-    # And so goes on another strategy in another world, here one process without torchrun.
+    # Killed after step 40, it goes on: here in another strategy and world, without torchrun.
     shutil.rmtree(run / "checkpoints" / "step-000060")
     printed, other = ran("pytorch_ddp", 1)
     assert re.findall(r"step (\d+)", printed) == ["60"]
@@ -124,19 +110,22 @@ def made(world: World, name: str, dropout: float = 0.0) -> Any:
     layers = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(dropout)) for _ in range(3)]
     strategy = shardlab.strategy(
         name, nn.Sequential(*layers).double(), lambda params: torch.optim.AdamW(params, lr=0.01),
-        lambda m, b: (m(b.inputs) - b.targets).square().sum(),
+        lambda m, b: (m(b.inputs) - b.targets).square().sum(), clip_norm=1.0,
         mesh=world.mesh, ema_decay=0.5, schedule=lambda step: 0.9**step,
+        **({"bucket_mb": 0.0001} if name == "zero2" else {}),
     )  # fmt: skip
     torch.manual_seed(world.rank)
     return strategy
 
 
 def advance(strategy: Any, steps: range, world: World) -> None:
+    """With two micro-batches in each step."""
     for step in steps:
         x = torch.randn(12, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        mine = x[world.rank :: world.size]
-        strategy.gradients([shardlab.Batch(mine, mine.flip(1), mine.numel(), len(mine))])
+        halves = x[world.rank :: world.size].chunk(2)
+        strategy.gradients([shardlab.Batch(h, h.flip(1), h.numel(), len(h)) for h in halves])
         strategy.step()
+    assert not comm.LEDGER.entries, "every collective is kept for ever"
 
 
 def both(strategy: Any) -> dict[str, Tensor]:
@@ -166,12 +155,13 @@ def load(world: World, name: str, folder: str, dropout: float) -> tuple[int, dic
     return first, both(strategy)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("saved_by", "ranks_then", "loaded_by", "ranks_now"),
     [
         ("zero3", 2, "zero3", 2),
         ("zero3", 2, "pytorch_ddp", 1),
-        ("pytorch_zero3", 1, "zero1", 2),
+        ("pytorch_zero3", 1, "zero2", 2),
         (f"{ROOT / 'examples' / 'my_strategy.py'}:OneMessage", 2, "pytorch_zero2", 2),
     ],
     ids=["the same", "fewer", "more", "your own"],
@@ -195,45 +185,23 @@ def test_a_checkpoint_is_read_by_any_strategy_and_world(
     assert any("average" in name and tensor.abs().sum() > 0 for name, tensor in expected.items())
 
 
-def misuse(world: World, folder: str) -> list[str]:
-    """What is said of checkpoints that cannot be written, or be read into this model."""
-    said = []
+def misuse(world: World, folder: str) -> tuple[str, str]:
+    """What is said of a checkpoint that cannot be written, and of one of another model."""
     strategy = made(world, "zero1")
-    blocked = Path(folder) / "file"
-    for act, error in (
-        (lambda: shardlab.save_checkpoint(strategy, blocked / "run", 1), OSError),
-        (lambda: shardlab.save_checkpoint(strategy, folder, 1, keep_last=0), UsageError),
-        (lambda: shardlab.load_checkpoint(made(world, "zero9"), folder), UsageError),
-    ):
-        try:
-            act()
-        except error as reason:
-            said.append(str(reason))
+    with pytest.raises(OSError, match="checkpoint of step 1") as blocked:
+        shardlab.save_checkpoint(strategy, Path(folder) / "file" / "run", 1)
     shardlab.save_checkpoint(strategy, folder, 1)
     other = shardlab.strategy(
         "zero1", nn.Linear(6, 2).double(), lambda params: torch.optim.SGD(params, lr=0.1),
         lambda m, b: m(b.inputs).sum(), mesh=world.mesh,
     )  # fmt: skip
-    for act in (lambda: shardlab.load_checkpoint(other, folder),):
-        try:
-            act()
-        except UsageError as reason:
-            said.append(str(reason))
-    return said
+    with pytest.raises(UsageError) as of_another:
+        shardlab.load_checkpoint(other, folder)
+    return str(blocked.value), str(of_another.value)
 
 
 def test_what_cannot_be_done_is_said_on_every_rank(tmp_path: Path, ranks: GetRanks) -> None:
     (tmp_path / "file").write_text("")
-    for blocked, kept, unknown, other in ranks(2).run(f"{__name__}:misuse", str(tmp_path)):
+    for blocked, other in ranks(2).run(f"{__name__}:misuse", str(tmp_path)):
         assert blocked.startswith("the checkpoint of step 1 is not written: Not a directory")
-        assert kept.startswith("checkpoint.keep_last must be at least 1")
-        assert "unknown strategy 'zero9'" in unknown
         assert "is of another model" in other
-
-
-def test_an_average_needs_a_number_below_one() -> None:
-    model = nn.Linear(2, 2)
-    with pytest.raises(UsageError, match=r"training\.ema_decay"):
-        shardlab.strategy(
-            "single", model, torch.optim.AdamW, lambda m, b: m(b.inputs).sum(), ema_decay=1.5
-        )

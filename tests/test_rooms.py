@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +13,10 @@ SOURCE = Path(__file__).parents[1] / "src" / "shardlab"
 # A single module stands before its room where the config or the loop needs it.
 ORDER = (
     "errors", "numbers", "shapes", "files", "output", "runfolder", "runlock", "naming", "axes",
-    "batch", "pulse", "phases", "comm", "optim.schedule", "faults.spec", "config", "specs", "world",
-    "data", "workloads", "optim", "strategies",
+    "batch", "pulse", "phases", "seal", "comm", "optim.schedule", "faults.spec", "config", "specs",
+    "world", "data", "workloads", "optim", "strategies",
+    "strategies.data_parallel", "strategies.sharded", "strategies.local", "strategies.tensor",
+    "strategies.context", "strategies.pipeline",
     "guard", "faults", "checkpoint", "trace.clocks", "trace.capture", "run",
     "plan.claims", "plan.graph", "trace", "proof", "measure", "plan", "report", "api", "learn",
     "cli", "__init__", "__main__",
@@ -45,19 +48,46 @@ def imported(path: Path) -> Iterator[str]:
                     yield f"{node.module}.{name.name}"
 
 
-def back_edges() -> list[str]:
+@functools.cache
+def edges() -> list[tuple[str, str]]:
+    """Every module of ours, with each that it imports."""
     found = []
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
         module = ".".join(("shardlab", *parts)).removesuffix(".__init__")
-        found += [
-            f"{module} imports {name}" for name in imported(path) if place(name) > place(module)
-        ]
+        found += [(module, name) for name in imported(path)]
     return found
+
+
+def back_edges() -> list[str]:
+    return [f"{one} imports {other}" for one, other in edges() if place(other) > place(one)]
+
+
+def circles(room: str) -> list[set[str]]:
+    """Files of a room that import each other: what is left when those that can be read are read."""
+    files = {module for module, _ in edges() if module.startswith(f"shardlab.{room}")}
+    needs: dict[str, set[str]] = {module: set() for module in files}
+    for module, name in edges():
+        target = name if name in files else name.rpartition(".")[0]
+        if module in files and target in files:
+            needs[module].add(target)
+    while free := {module for module, needed in needs.items() if not needed}:
+        needs = {m: needed - free for m, needed in needs.items() if m not in free}
+    return [{module, *needed} for module, needed in needs.items()]
 
 
 def test_imports_go_one_way() -> None:
     assert back_edges() == []
+
+
+def test_strategies_import_in_no_circle() -> None:
+    assert circles("strategies") == []
+
+
+def test_a_circle_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = "shardlab.strategies.base", "shardlab.strategies.steps"
+    monkeypatch.setattr("test_rooms.edges", lambda: [(one, f"{other}.wait"), (other, one)])
+    assert circles("strategies") == [{one, other}, {one, other}]
 
 
 def test_the_test_sees_an_import_that_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:

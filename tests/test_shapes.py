@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shardlab.shapes import Meta, Mismatch, convert
 
@@ -35,29 +34,26 @@ class Outer:
     anything: Any = None
 
 
+@dataclass(frozen=True)
+class Even:
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.count % 2:
+            raise ValueError("the count is odd")
+
+
 class Partly(TypedDict, total=False):
     tokens: int
 
 
-PAIRS = st.builds(Pair, st.text(max_size=3), st.integers(0, 9))
-INNER = st.builds(
-    Inner,
-    st.lists(st.integers(0, 9), max_size=3).map(tuple),
-    st.lists(PAIRS, max_size=2),
-    st.sampled_from(["a", "b"]),
-)
-OUTER = st.builds(
-    Outer,
-    INNER,
-    st.dictionaries(st.text(max_size=3), st.none() | INNER, max_size=2),
-    st.floats(allow_nan=False),
-    st.none() | st.text(max_size=3),
-)
-
-
-@given(OUTER)
-def test_what_was_written_is_read(value: Outer) -> None:
-    assert convert(asdict(value), Outer) == value
+def test_what_was_written_is_read() -> None:
+    inner = Inner((0, 7), [Pair("", 0), Pair("x", 3)], "b")
+    for value in (
+        Outer(inner, {"": None, "y": inner, "z": Inner()}, -0.5, "text"),
+        Outer(Inner(), {}, 3.0, None, [1, {"any": "thing"}]),
+    ):
+        assert convert(asdict(value), Outer) == value
 
 
 RIGHT: dict[str, Any] = {"inner": {}, "by_name": {}, "share": 1}
@@ -72,6 +68,10 @@ RIGHT: dict[str, Any] = {"inner": {}, "by_name": {}, "share": 1}
         ({"inner": {"pairs": [["x"]]}}, r"\$.inner.pairs\[0\] has no 'count'"),
         ({"inner": {"kind": "c"}}, r"\$.inner.kind is 'c', which is unknown"),
         ({"by_name": {"x": {"sizes": 1}}}, r"\$.by_name.x.sizes is not a list: 1"),
+        *(
+            ({"share": value}, r"\$.share is (1000.*|nan|-inf), which is no finite number")
+            for value in (10**400, math.nan, -math.inf)
+        ),
         ({"share": "1"}, r"\$.share is not a number: '1'"),
         ({"note": 1}, r"\$.note is not text: 1"),
     ],
@@ -89,3 +89,8 @@ def test_what_is_missing_or_not_known() -> None:
     assert convert({"more": 1}, Partly) == {}
     with pytest.raises(Mismatch, match=r"\$.tokens is not a whole number: 'x'"):
         convert({"tokens": "x"}, Partly)
+
+
+def test_what_a_class_itself_refuses_is_placed() -> None:
+    with pytest.raises(Mismatch, match=r"\$\[1\]: the count is odd"):
+        convert([{"count": 2}, {"count": 3}], list[Even])

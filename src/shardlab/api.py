@@ -61,9 +61,9 @@ class Result:
         return self._drawn()[1]
 
     def _drawn(self) -> tuple[str, str]:
-        from rich.console import Console
+        from shardlab.report.terminal import SafeConsole
 
-        console = Console(file=io.StringIO(), record=True, width=100)
+        console = SafeConsole(file=io.StringIO(), record=True, width=100)
         console.print(self)
         text = console.export_text(clear=False)
         page = '<pre style="line-height:1.2">{code}</pre>'
@@ -172,7 +172,12 @@ def prove(
         found = proofs.prove(cases, worlds, "shardlab.prove()", on_progress)
     folder = resolved.new_folder("prove")
     write_json(folder / "prove.json", found)
-    text = (report.table(found), *report.reasons(found), report.summary(found))
+    text = (
+        report.table(found),
+        *report.reasons(found),
+        *report.notes(found),
+        report.summary(found),
+    )
     passed = bool(found["verdicts"]) and all(v["pass"] for v in found["verdicts"])
     return Result(found, folder, found["verdicts"], text, passed)
 
@@ -305,19 +310,13 @@ def strategy(
 
     from shardlab import axes, comm
     from shardlab import world as worlds
-    from shardlab.optim import factory
+    from shardlab.optim import optimizers
     from shardlab.run import assemble
     from shardlab.strategies.base import Setup
     from shardlab.strategies.update import Rule, constant
     from shardlab.workloads import batchnorm
     from shardlab.workloads.blocks import guess_blocks
 
-    given_for_it: object = make_optimizer  # an optimizer, if the user has made it already
-    if not callable(given_for_it):
-        raise UsageError(
-            f"make_optimizer is {type(given_for_it).__name__}, not a function that makes the "
-            "optimizer from named parameters, as in lambda params: torch.optim.AdamW(params)"
-        )
     training = configs.TrainingConfig(ema_decay=ema_decay)
     given = configs.load(None, {"strategy.name": name, "strategy.options": options or None})
     make = assemble.resolve_strategy(given)
@@ -335,7 +334,7 @@ def strategy(
         assert group is not None
         mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
     batchnorm.join(model, mesh.get_group("dp"))
-    plan = factory.plan(training, make_optimizer, None, model, "make_optimizer")
+    optimizer = optimizers.build(training, make_optimizer, None, model, "make_optimizer")
     rule = Rule(clip_norm=clip_norm, schedule=schedule or constant)
     named = guess_blocks(model) if blocks is None else blocks
     place, group = places.joined(), mesh.get_group("dp")
@@ -347,7 +346,7 @@ def strategy(
     comm.LEDGER.reset(full_steps=0)
     comm.LEDGER.step = 0
     comm.LEDGER.ranks_per_node = per_node
-    setup = Setup(model, plan, loss_fn, mesh, rule, named, per_node)
+    setup = Setup(model, optimizer, loss_fn, mesh, rule, named, per_node)
     made = make(setup, **given.strategy.options)
     atexit.register(_end, made)  # what is registered last is called first: worlds.leave comes after
     return made
@@ -368,7 +367,7 @@ def save_checkpoint(strategy: Strategy, folder: str | Path, step: int, keep_last
     state. The newest ``keep_last`` stay. What cannot be written raises ``OSError`` on every rank,
     and leaves the checkpoint before as it was.
     """
-    from shardlab.checkpoint import course
+    from shardlab.checkpoint import rng
     from shardlab.checkpoint.save import About, Checkpoints
 
     world = _world_of(strategy)
@@ -376,7 +375,7 @@ def save_checkpoint(strategy: Strategy, folder: str | Path, step: int, keep_last
     about = About({}, _name_of(strategy), None)
     checkpoints = Checkpoints(Path(folder), settings, world, strategy, about)
     strategy.settle()
-    checkpoints.save(step, course.own_state(strategy, world.device, None))
+    checkpoints.save(step, rng.get(world.device))
     assert checkpoints.last is not None
     if checkpoints.last.error is not None:
         raise OSError(f"the checkpoint of step {step} is not written: {checkpoints.last.error}")
@@ -455,7 +454,9 @@ def _config(
         given["model.workload"] = workload if isinstance(workload, str) else _path_of(workload)
     given["output.dir"] = None if out is None else str(out)
     overrides = {key: value for key, value in given.items() if value is not None}
-    return configs.load(None if file is None else Path(file), {**(settings or {}), **overrides})
+    config = configs.load(None if file is None else Path(file), {**(settings or {}), **overrides})
+    config.refuse_unwritable()
+    return config
 
 
 def _path_of(function: Callable[..., Any]) -> str:

@@ -31,10 +31,11 @@ NAMED: dict[str, dict[str, Any]] = {
     "pipeline_1f1b": {"pipeline": 0, "schedule": "1f1b"},
     "pipeline_interleaved": {"pipeline": 0, "schedule": "interleaved"},
     "pipeline_zero_bubble": {"pipeline": 0, "schedule": "zero_bubble"},
-    "pipeline_zbv": {"pipeline": 0, "schedule": "zbv"},
     "pytorch_tensor_parallel": {"tensor": 0},
     "pytorch_pipeline": {"pipeline": 0},
 }
+# PyTorch's twins have this axis and data: no other, and no ``sequence``.
+ALONE = {"pytorch_tensor_parallel": "tensor", "pytorch_pipeline": "pipeline"}
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ def axes_of(
         sizes[own] = max(1, ranks // (others[0] * others[1] * others[2]))
         axes = Axes(1, **sizes)
     _refuse_idle(name, asked, axes)
+    _refuse_others(name, axes)
     if ranks % axes.model_ranks:
         cut = " x ".join(f"{a} {getattr(axes, a)}" for a in CUTS if getattr(axes, a) > 1)
         raise UsageError(
@@ -143,6 +145,15 @@ def shares_data(name: str, options: Mapping[str, Any], ranks: int) -> str:
         return name
     axes, _ = axes_of(name, options, ranks)
     return inner_of(name) if axes is not None and axes.summing > 1 else "single"
+
+
+def _refuse_others(name: str, axes: Axes) -> None:
+    others = [axis for axis in CUTS if getattr(axes, axis) > 1] + ["sequence"] * axes.sequence
+    if name in ALONE and (others := [axis for axis in others if axis != ALONE[name]]):
+        raise UsageError(
+            f"strategy {name} has no axes but {ALONE[name]} and data, and {others[0]} was asked "
+            "for; use tensor_parallel or pipeline_1f1b with several axes"
+        )
 
 
 def _refuse_idle(name: str, asked: Mapping[str, Any], axes: Axes) -> None:

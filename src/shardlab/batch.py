@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Protocol
 
@@ -51,16 +51,20 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    """Every tensor of a structure, in order."""
-    found: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(value, keep)
-    return found
+def tensors_of(value: Any, depth: int = 9) -> list[Tensor]:
+    """Every tensor of a structure, in order, however it is wrapped. A structure may hold itself, so
+    none are looked for that lie deeper than ``depth``."""
+    parts: Iterable[Any] = ()
+    if isinstance(value, Tensor):
+        # Inside vmap a tensor stands for a batch of them: it has no storage and takes no hooks.
+        return [] if torch._C._functorch.is_functorch_wrapped_tensor(value) else [value]
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, list | tuple | set):
+        parts = value
+    elif is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, field.name, None) for field in fields(value)]
+    return [t for part in parts for t in tensors_of(part, depth - 1)] if depth else []
 
 
 class Dataset(Protocol):
@@ -69,3 +73,33 @@ class Dataset(Protocol):
     def batch(self, ids: Sequence[int]) -> Batch:
         """The samples ``ids`` as one batch; with no ids, a batch of zero rows."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class StandIn(Batch):
+    """A row that counts nothing, for a model that cannot run without rows: ``count`` and
+    ``samples`` are 0. The loss is given the row with its own, and what it gives is dropped."""
+
+    own_count: int
+    own_samples: int
+
+
+@dataclass(frozen=True)
+class NeverEmpty:
+    """A data set whose batch of no samples is a ``StandIn``."""
+
+    whole: Dataset
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    @property
+    def identity(self) -> Any:
+        return getattr(self.whole, "identity", None)
+
+    def batch(self, ids: Sequence[int]) -> Batch:
+        return self.whole.batch(ids) if len(ids) else self.stand_in(0)
+
+    def stand_in(self, sample: int) -> StandIn:
+        row = self.whole.batch([sample])
+        return StandIn(row.inputs, row.targets, 0, 0, row.count, row.samples)

@@ -2,8 +2,8 @@
 
 Each takes a tensor and a process group and returns when the result is there; with
 ``async_op=True`` it returns a ``Pending`` at once and the result is there after
-``pending.wait()``. PyTorch's own strategies call their collectives from C++: those are not
-in the ledger.
+``pending.wait()``. Those that PyTorch's own strategies call from C++ are not in the ledger. FSDP2
+lets us make its gathers and scatters: those are, though its sums between replicas are not.
 
 ``send`` and ``recv`` are messages between two ranks of a group. Both ends give the same tag, lane
 and label, and make the messages of one lane and direction in the same order. Over Gloo the tag
@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardlab import seal
 from shardlab.numbers import link_shares
 from shardlab.numbers import wire_bytes as wire_bytes
 from shardlab.pulse import Call
@@ -122,11 +123,13 @@ class Ledger:
         reduction: str = "",
         link: tuple[int, int] | None = None,
         lane: str | None = None,
+        ours: bool = True,
     ) -> Entry:
         """``link``: the sender and the receiver, by their places in the group, where it goes to one
         rank alone. ``lane``: messages of one kind, which both ends make in the same order; None:
-        every rank of the group makes this call. A call that an injected fault skips is not counted,
-        and over already."""
+        every rank of the group makes this call. ``ours``: it is sent as this file sends it over
+        Gloo, not as Gloo itself does. A call that an injected fault skips is not counted, and over
+        already."""
         if intercept is not None and intercept():
             now = time.perf_counter_ns()
             return Entry(-1, None, op, 0, "", group.size(), "", "", now, ready_ns=now)
@@ -142,7 +145,7 @@ class Ledger:
             site=f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}",  # noqa: PTH119
             enqueue_ns=time.perf_counter_ns(),
         )
-        entry.sent_inside, entry.sent_between = self._links(op, entry.bytes, group, link)
+        entry.sent_inside, entry.sent_between = self._links(op, entry.bytes, group, link, ours)
         what = f"{op}{reduction} {tuple(tensor.shape)} {entry.dtype} '{label}'"
         ranks = members(group)
         channel = " ".join(map(str, ranks))
@@ -168,27 +171,14 @@ class Ledger:
             self.entries.append(entry)
         return entry
 
-    def note(self, op: str, size: int, group: Group, label: str) -> None:
-        """Count what was exchanged without a collective, and is over."""
-        now = time.perf_counter_ns()
-        site = f"{group.name()} store"
-        entry = Entry(
-            self.calls, self.step, op, size, "uint8", group.size(), label, site, now, ready_ns=now
-        )
-        entry.launches = 0
-        self.calls += 1
-        self.bytes += size
-        if self.keeps_entries:
-            self.entries.append(entry)
-
     def _links(
-        self, op: str, size: int, group: Group, link: tuple[int, int] | None
+        self, op: str, size: int, group: Group, link: tuple[int, int] | None, ours: bool
     ) -> tuple[int, int]:
         """The bytes that this rank sends inside its node, and to other nodes."""
         ranks = members(group) if link is None else [members(group)[place] for place in link]
         place = group.rank() if link is None else int(op == "recv")
         nodes = tuple(rank // self.ranks_per_node if self.ranks_per_node else 0 for rank in ranks)
-        inside, between = link_shares(op, nodes, place, group.name())
+        inside, between = link_shares(op, nodes, place, group.name(), ours)
         return round(inside * size), round(between * size)
 
     @property
@@ -210,11 +200,6 @@ class Ledger:
         self.recent.clear()
         self.channels.clear()
         self.waiting = self.check = None
-
-    def arrived(self, entry: Entry, group: Group) -> None:
-        """Check that a message that has arrived was meant for this call."""
-        if self.check is not None:
-            self.check(self.call_of(entry), group)
 
     def call_of(self, entry: Entry) -> Call:
         """The call of an entry, from ``recent`` or, if that has forgotten it, from the entry."""
@@ -319,20 +304,23 @@ def _begin(
     return pending
 
 
-def _dense(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
+def _dense(
+    tensor: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Callable[[], None] | None]:
     """What a backend can be given for a tensor, and what is left to do afterwards.
 
     Backends read and write numel() elements from the tensor's first on. Where it has gaps or
     another order, that is the wrong memory; where it is expanded, it is beyond its storage.
     """
-    if tensor.is_contiguous() and not tensor.is_conj():
+    dtype = dtype or tensor.dtype
+    if tensor.is_contiguous() and not tensor.is_conj() and tensor.dtype == dtype:
         return tensor, None
     for axis, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
         if stride == 0 and size > 1:  # one element stands for all
             tensor = tensor.narrow(axis, 0, 1)
-    if tensor.is_contiguous() and not tensor.is_conj():
+    if tensor.is_contiguous() and not tensor.is_conj() and tensor.dtype == dtype:
         return tensor, None
-    copy = tensor.resolve_conj().contiguous()
+    copy = tensor.to(dtype).resolve_conj().contiguous()
 
     def write_back() -> None:
         with torch.no_grad():
@@ -342,11 +330,19 @@ def _dense(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
 
 
 def all_reduce(
-    tensor: Tensor, group: Group, *, op: str = "sum", label: str = "", async_op: bool = False
+    tensor: Tensor,
+    group: Group,
+    *,
+    op: str = "sum",
+    dtype: torch.dtype | None = None,
+    label: str = "",
+    async_op: bool = False,
 ) -> Pending:
-    """``tensor`` becomes, on each rank, the sum (max, min) of all ranks' tensors."""
-    entry = LEDGER.open("all_reduce", tensor, group, label, "" if op == "sum" else f"({op})")
-    reduction, (dense, finish) = _REDUCTIONS[op], _dense(tensor)
+    """``tensor`` becomes, on each rank, the sum (max, min) of all ranks' tensors. With ``dtype``
+    they are rounded to it before they are sent, and added up in it."""
+    reduction, (dense, finish) = _REDUCTIONS[op], _dense(tensor, dtype)
+    sent = tensor if dtype is None else dense
+    entry = LEDGER.open("all_reduce", sent, group, label, "" if op == "sum" else f"({op})")
     return _begin(
         entry,
         group,
@@ -411,6 +407,7 @@ def reduce_scatter(
     group: Group,
     *,
     sizes: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
     label: str = "",
     async_op: bool = False,
 ) -> Pending:
@@ -418,34 +415,75 @@ def reduce_scatter(
 
     Gloo's own is an all-reduce in disguise: twice the bytes. There, each rank sends each
     other the part that is theirs (all-to-all), and sums what it received. ``sizes`` are the
-    elements of each rank's shard where they differ; such parts are sent so on every backend.
+    elements of each rank's shard where they differ; such parts are sent so on every backend. With
+    ``dtype`` the tensors are rounded to it before they are sent, and added up in it.
     """
-    entry = LEDGER.open("reduce_scatter", tensor, group, label)
+    sent = tensor if dtype is None else tensor.to(dtype)
+    result, write_back = _dense(shard, dtype)
+    entry = LEDGER.open("reduce_scatter", sent, group, label)
     if group.name() != "gloo" and sizes is None:
         return _begin(
-            entry, group, async_op, lambda: _scatter_into(shard, tensor, group=group, async_op=True)
+            entry,
+            group,
+            async_op,
+            lambda: _scatter_into(result, sent, group=group, async_op=True),
+            write_back,
         )
     ranks = group.size()
     # The price: a buffer of the full size while it runs.
-    received = torch.empty(ranks * shard.numel(), dtype=tensor.dtype, device=tensor.device)
+    received = torch.empty(ranks * shard.numel(), dtype=sent.dtype, device=sent.device)
     there = None if sizes is None else list(sizes)
     here = None if sizes is None else [shard.numel()] * ranks
 
     def add_up() -> None:
         first, *rest = received.view(ranks, shard.numel())  # (n,) each
-        total = shard.view(-1)
+        total = result.view(-1)
         if not rest:
             total.copy_(first)
         for i, part in enumerate(rest):  # a third of the time of torch.sum over two rows
             torch.add(total if i else first, part, out=total)
+        if write_back is not None:
+            write_back()
 
     return _begin(
         entry,
         group,
         async_op,
-        lambda: dist.all_to_all_single(received, tensor, here, there, group, async_op=True),
+        lambda: dist.all_to_all_single(received, sent, here, there, group, async_op=True),
         add_up,
     )
+
+
+def gather_as_pytorch(output: Tensor, shard: Tensor, group: Group, *, label: str = "") -> None:
+    """``all_gather`` as the backend itself does it: for PyTorch's own strategies."""
+    entry = LEDGER.open("all_gather", output, group, label, ours=False)
+    _begin_as_pytorch(entry, group, functools.partial(_gather_into, output, shard, group=group))
+
+
+def scatter_as_pytorch(
+    shard: Tensor, tensor: Tensor, group: Group, op: Any, *, label: str = ""
+) -> None:
+    """``reduce_scatter`` as the backend itself does it, by a ReduceOp of PyTorch's."""
+    entry = LEDGER.open("reduce_scatter", tensor, group, label, ours=False)
+    start = functools.partial(_scatter_into, shard, tensor, op=op, group=group)
+    _begin_as_pytorch(entry, group, start)
+
+
+def _begin_as_pytorch(entry: Entry, group: Group, call: Callable[..., Any]) -> None:
+    """Gloo's host waits. NCCL's current stream does: an asynchronous call would leave it."""
+    is_gloo = group.name() == "gloo"
+    works: list[Any] = []  # not for Pending: Gloo's own reduce_scatter has no future to ask
+
+    def start() -> list[Any]:
+        works.append(call(async_op=is_gloo))
+        return []
+
+    def wait() -> None:
+        if is_gloo:
+            works[0].wait()
+            entry.done_ns = time.perf_counter_ns()
+
+    _begin(entry, group, False, start, wait)
 
 
 def _sendable(tensor: Tensor, group: Group) -> Tensor:
@@ -500,7 +538,8 @@ def recv(
 
     def arrived() -> None:
         bring_over()
-        LEDGER.arrived(entry, group)
+        if LEDGER.check is not None:  # whether the message was meant for this call
+            LEDGER.check(LEDGER.call_of(entry), group)
 
     return _begin(
         entry,
@@ -509,6 +548,38 @@ def recv(
         lambda: dist.irecv(place, group=group, group_src=source, tag=tag),
         arrived,
     )
+
+
+def send_object(
+    value: Any, group: Group, to: int, *, tag: int, lane: str, label: str, device: torch.device
+) -> list[Pending]:
+    """Begin to send any object, signed (``seal.py``), to rank ``to`` of the group, which calls
+    ``recv_object`` with the same tag, lane and label. It takes this tag and the next. ``device``
+    is one that the group's messages may start from."""
+    data = torch.frombuffer(bytearray(seal.dumps(value)), dtype=torch.uint8)
+    return [
+        send(part.to(device), group, to, tag=tag + i, lane=lane, label=label, async_op=True)
+        for i, part in enumerate((torch.tensor([data.numel()]), data))
+    ]
+
+
+def recv_object(
+    group: Group, source: int, *, tag: int, lane: str, label: str, device: torch.device
+) -> Any:
+    """Wait for an object. One that no rank of this run has sent is not read."""
+    size = torch.zeros(1, dtype=torch.int64, device=device)
+    recv(size, group, source, tag=tag, lane=lane, label=label)
+    data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    recv(data, group, source, tag=tag + 1, lane=lane, label=label)
+    return seal.loads(data.cpu().numpy().tobytes())
+
+
+def broadcast_object(value: Any, group: Group, source: int) -> Any:
+    """Rank ``source``'s value, on every rank of the group. PyTorch's pickles are signed too
+    (``seal.use``). The ledger does not count it."""
+    box = [value]
+    dist.broadcast_object_list(box, group=group, group_src=source)
+    return box[0]
 
 
 def exchange(

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import errno
+import functools
 import glob
 import math
 import re
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,11 +42,17 @@ NO_DECAY = ("nothing", "norms_and_biases")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 LOSS_SCALE = 65536.0  # fp16 begins with it by default, and halves it where it is too large
 CONTINUOUS = "continuous"
-EPOCHS = (CONTINUOUS, "padded", "dropped", "exact")  # shardlab.data.sampler says what they are
+EPOCHS = (CONTINUOUS, "padded", "exact")  # shardlab.data.sampler says what they are
 AUTO, STDLIB, SYNTHETIC = "auto", "stdlib", "synthetic"
-# Data sets that `shardlab data NAME` fetches and a model can be trained on.
-DATA_SETS = ("fineweb", "yelp", "movie_reviews", "cifar10", "mnist", "fashion_mnist", "digits")
+# Data sets that `shardlab data NAME` fetches, or, the digits, that scikit-learn brings along.
+DATA_SETS = ("fineweb", "yelp", "cifar10", "mnist", "fashion_mnist", "digits")
 DATA_WORDS = (AUTO, STDLIB, SYNTHETIC, *DATA_SETS)  # a data source that is no path
+
+
+# For what evaluates nothing: a run's settings of its evaluations.
+NO_EVALUATION = dict.fromkeys(
+    ("training.evaluate_every", "training.evaluate_samples", "training.patience")
+)
 
 
 # ------------------------------------------------------------------ what a value may be
@@ -62,6 +71,9 @@ ABOVE_0 = Limit("above 0", lambda value: 0 < value < math.inf)
 INSIDE = Limit("above 0 and below 1", lambda value: 0 < value < 1)
 FRACTION = Limit("a fraction of the learning rate, 0 to 1", lambda value: 0 <= value <= 1)
 PORT = Limit("0 to 65535", lambda value: 0 <= value < 65536)
+MOST_S = 1e8  # three years; timers overflow beyond some thousand
+WAITED = Limit(f"above 0 and at most {MOST_S:,.0f} seconds", lambda value: 0 < value <= MOST_S)
+MOST = 2**63 - 1  # what a tensor's element and PyTorch's seed can hold
 # 0 stands for a number that follows from others, and is refused where nothing says it.
 COUNT = Limit("at least 1", lambda value: value >= 0)
 
@@ -95,6 +107,8 @@ class Section:
                 if value.lower() not in known:
                     raise unknown(f"{section}.{spec.name}", value, known)
                 object.__setattr__(self, spec.name, value.lower())  # FP16
+            if isinstance(value, int) and abs(value) > MOST:
+                raise UsageError(f"{section}.{spec.name} must be at most {MOST}, got {value}")
             limit: Limit | None = spec.metadata.get("limit")
             if limit is not None and value is not None and not limit.holds(value):
                 raise UsageError(f"{section}.{spec.name} must be {limit.words}, got {value}")
@@ -113,12 +127,6 @@ def located(text: str) -> Path:
     return path
 
 
-def is_data_here(source: str) -> bool:
-    """Whether a data source needs no file, or has it on this machine."""
-    path = located(source)
-    return source in DATA_WORDS or path.exists() or bool(glob.glob(str(path)))  # noqa: PTH207
-
-
 # ------------------------------------------------------------------ the sections
 
 
@@ -129,7 +137,6 @@ class ModelConfig(Section):
     options: dict[str, Any] = field(default_factory=dict)  # passed to the workload by name
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "workload", naming.workload_named(self.workload))
         if ":" not in self.workload and self.workload not in WORKLOADS:
             raise unknown("workload", self.workload, WORKLOADS)
 
@@ -144,17 +151,17 @@ class DataConfig(Section):
     seq_len: int | None = limited(None, AT_LEAST_1)  # tokens per sample; None: the model's context
     shuffle: bool = True  # a new order each epoch, from seed and epoch alone
     # What becomes of the samples that fill no whole batch at an epoch's end. "continuous": the next
-    # epoch fills it up; "padded": samples of this one again; "dropped"; "exact": a short batch
+    # epoch fills it up; "padded": samples of this one again; "exact": a short batch
     epoch: str = one_of(*EPOCHS)
     prefetch: int = limited(2, AT_LEAST_0)  # steps whose batches a thread prepares ahead; 0: no
-    audit: bool = False  # count what is fed; say after the run what was repeated or missed
 
     def __post_init__(self) -> None:
         super().__post_init__()
         # A missing path is refused before anything starts; what is in it, the workload checks.
-        if not is_data_here(self.source):
+        path = located(self.source)
+        if not (self.source in DATA_WORDS or path.exists() or glob.glob(str(path))):  # noqa: PTH207
             raise UsageError(
-                f"no such data: {located(self.source)}; data.source is a file, folder or glob, or "
+                f"no such data: {path}; data.source is a file, folder or glob, or "
                 f"one of {', '.join(DATA_WORDS)}"
             )
 
@@ -199,6 +206,8 @@ class TrainingConfig(Section):
     on_nonfinite: str = one_of("stop", "skip", "ignore")
     evaluate_every: int | None = limited(None, AT_LEAST_0)  # steps; 0: at the end; None: never
     evaluate_samples: int | None = limited(None, AT_LEAST_1)  # held-out ones; None: all
+    # The run ends when so many evaluations in a row have not lowered the held-out loss; None: no
+    patience: int | None = limited(None, AT_LEAST_1)
     seed: int = limited(0, AT_LEAST_0)
 
     def __post_init__(self) -> None:
@@ -217,6 +226,8 @@ class TrainingConfig(Section):
                                   ("accumulate", self.micro_batch is not None))},
             "training.evaluate_samples is for a run that evaluates; set training.evaluate_every":
                 self.evaluate_samples is not None and self.evaluate_every is None,
+            "training.patience counts evaluations between steps; set training.evaluate_every to "
+            "1 or more": self.patience is not None and not self.evaluate_every,
             f"training.no_decay {self.no_decay} is for a run with decay; set training.weight_decay":
                 self.no_decay != NO_DECAY[0] and self.weight_decay == 0,
             f"training.momentum is for sgd; {self.optimizer} has no such setting":
@@ -309,13 +320,13 @@ class LaunchConfig(Section):
     device: str = one_of("auto", "cpu", "cuda")
     # auto: gloo on CPU or on a shared GPU, nccl with a GPU for each rank
     backend: str = one_of("auto", "gloo", "nccl")
-    port: int = limited(0, PORT)  # 0: a free one; under srun and mpirun one that the job gives
+    port: int = limited(0, PORT)  # of rank 0, under srun and mpirun; 0: one that the job gives
     # Where rank 0 listens, under srun and mpirun. None: the first node, as far as they name it
     address: str | None = None
     # The network interface that ranks use, under torchrun, srun and mpirun. None: Gloo's or NCCL's
     interface: str | None = None
     threads_per_rank: int = limited(1, AT_LEAST_1)  # on CPU; 2 ranks on 2 cores want 1
-    timeout_s: float = limited(300.0, ABOVE_0)  # a collective that waits longer ends the run
+    timeout_s: float = limited(300.0, WAITED)  # a collective that waits longer ends the run
     # When a rank dies, from the last checkpoint; torchrun has its own flag.
     max_restarts: int = limited(0, AT_LEAST_0)
     min_world: int | None = None  # a restart may have fewer ranks, down to this; None: as many
@@ -422,12 +433,11 @@ class Config:
             f"strategy 'single' is one process; launch.world is {world}: use --world 1, or another "
             "strategy": world not in (None, 1) and self.strategy.name == "single",
         })  # fmt: skip
-        self._check_folder()
         if world is not None:
             shares = data_ranks(self.strategy, world)
             object.__setattr__(self, "training", share_batch(self.training, shares))
 
-    def _check_folder(self) -> None:
+    def refuse_used_folder(self) -> None:
         """The output folder must be new or empty; with resume: auto it may be a run's."""
         if self.output.dir is None:
             return
@@ -446,6 +456,11 @@ class Config:
         chosen = Path(self.output.dir) if self.output.dir else None
         return runfolder.new_folder(Path(self.output.root), name, chosen)
 
+    def refuse_unwritable(self) -> None:
+        """Before the work: a folder for its files can be made. (A run that resumes has one.)"""
+        if self.checkpoint.resume in (None, "auto"):
+            runfolder.refuse_unwritable(located(self.output.dir or self.output.root))
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -454,7 +469,7 @@ class Config:
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> Config:
         """A copy with ``{"training.steps": 3}`` applied, checked anew."""
-        return from_dict(_merged(self.to_dict(), overrides))
+        return _resolved(_merged(self.to_dict(), overrides))
 
 
 def data_ranks(strategy: StrategyConfig, world: int) -> int:
@@ -492,11 +507,40 @@ def share_batch(training: TrainingConfig, world: int) -> TrainingConfig:
 # ------------------------------------------------------------------ from YAML and flags
 
 
+MOST_BITS = 1024  # of a whole number in YAML; Python prints none of more than 4,300 digits
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.1, but ``1e-4`` is a number (the standard wants a dot and a sign: ``1.0e-4``)."""
 
     # A copy: the class attribute is shared, and adding to it would change every SafeLoader.
     yaml_implicit_resolvers = copy.deepcopy(yaml.SafeLoader.yaml_implicit_resolvers)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """As PyYAML does it, whose constructors raise whatever Python raises for ``!!int x``."""
+        try:
+            value = super().construct_object(node, deep)
+            if isinstance(value, int) and value.bit_length() > MOST_BITS:
+                raise ValueError
+        except (yaml.YAMLError, RecursionError):
+            raise
+        except Exception:
+            text = node.value if isinstance(node.value, str) else "…"
+            text = text if len(text) <= 40 else f"{text[:39]}…"
+            reason = f"'{text}' is not a valid {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, reason, node.start_mark) from None
+        return value
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """PyYAML would take the last of two values without a word."""
+        seen = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    reason = f"the key '{key.value[:40]}' is there twice"
+                    raise yaml.constructor.ConstructorError(None, None, reason, key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -506,6 +550,7 @@ _Loader.add_implicit_resolver(
 )
 
 
+MOST_BYTES = 1 << 20  # of a config
 MOST_VALUES = 10_000  # in a config; a few lines of YAML can stand for billions
 
 
@@ -539,39 +584,74 @@ def parse_value(text: str) -> Any:
         return text
 
 
+def settings_in(path: Path) -> dict[str, Any]:
+    """What a config file says."""
+    try:
+        content = _text_of(path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UsageError(f"cannot read the config {path}: {reason}") from None
+    try:
+        loaded = parse_yaml(content)
+    except ValueError as error:
+        joint = ", " if str(error).startswith("line") else ": "
+        raise UsageError(f"{path}{joint}{error}") from None
+    if not isinstance(loaded, dict | None):
+        kind = type(loaded).__name__
+        raise UsageError(f"{path}: a config is a mapping of sections, not a {kind}")
+    return loaded or {}
+
+
+def _text_of(path: Path) -> str:
+    """The text of a file, or of a pipe that a shell opened: ``/dev/stdin``, ``<(…)``."""
+    status = path.stat()
+    # A shell's pipe has no name: it leads to /proc/7/fd/pipe:[99]. One with a name is a FIFO, and
+    # opening it would wait for whoever writes into it.
+    if stat.S_ISFIFO(status.st_mode) and not path.resolve().exists():
+        return _piped(path, status.st_ino)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+    return _limited(path)
+
+
+@functools.cache
+def _piped(path: Path, _inode: int) -> str:
+    """It can be read once, and a command asks for its config more than once."""
+    return _limited(path)
+
+
+def _limited(path: Path) -> str:
+    with path.open("rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise OSError(errno.EFBIG, f"more than {MOST_BYTES >> 20} MiB")
+    return content.decode("utf-8")
+
+
 def load(
     path: str | Path | None = None,
     overrides: Mapping[str, Any] | None = None,
     base: Mapping[str, Any] | None = None,
 ) -> Config:
     """The file's config with the overrides on top; what it leaves out is ``base``'s, or default."""
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            content = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-            raise UsageError(f"cannot read the config {path}: {reason}") from None
-        try:
-            loaded = parse_yaml(content)
-        except ValueError as error:
-            joint = ", " if str(error).startswith("line") else ": "
-            raise UsageError(f"{path}{joint}{error}") from None
-        if not isinstance(loaded, dict | None):
-            kind = type(loaded).__name__
-            raise UsageError(f"{path}: a config is a mapping of sections, not a {kind}")
-        values = loaded or {}
+    values = {} if path is None else settings_in(Path(path))
     sections = {key: dict(value) for key, value in (base or {}).items()}
-    for key, value in _in_our_words(values).items():
+    for key, value in values.items():
         if isinstance(value, Mapping) and key in sections:
             sections[key] = _over(sections[key], value)
         else:
             sections[key] = value
-    given = {_our_key(key): value for key, value in (overrides or {}).items()}
-    return from_dict(_with_depth(_merged(sections, given)))
+    return from_dict(_merged(sections, overrides or {}))
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
+    """What a user asks for, whose output folder must be free: it is not looked at again."""
+    config = _resolved(values)
+    config.refuse_used_folder()
+    return config
+
+
+def _resolved(values: Mapping[str, Any]) -> Config:
     training = values.get("training")
     if isinstance(training, Mapping):
         follow = dict.fromkeys(("steps",) if training.get("epochs") is not None else (), 0)
@@ -579,40 +659,6 @@ def from_dict(values: Mapping[str, Any]) -> Config:
             follow |= {"global_batch": 0, "accumulate": 0}
         values = {**values, "training": {**follow, **training}}
     return _build(Config, values, "")
-
-
-def _our_key(dotted: str) -> str:
-    return naming.KEY_ALIASES.get(dotted, dotted)
-
-
-def _in_our_words(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A file's sections, with the keys of other people's configs that mean one of ours renamed."""
-    result = {}
-    for section, inside in values.items():
-        if isinstance(inside, Mapping):
-            renamed: dict[str, Any] = {}
-            for key, value in inside.items():
-                ours = _our_key(f"{section}.{key}").removeprefix(f"{section}.")
-                if ours in renamed or (ours != key and ours in inside):
-                    raise UsageError(f"{section}.{key} is {section}.{ours}, which is there as well")
-                renamed[ours] = value
-            inside = renamed
-        result[section] = inside
-    return result
-
-
-def _with_depth(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``model.num_layers`` as the option that the workload has for it."""
-    model = values.get("model")
-    if not isinstance(model, Mapping) or "num_layers" not in model:
-        return values
-    workload = naming.workload_named(str(model.get("workload", ModelConfig.workload)))
-    key, options = naming.LAYERS.get(workload), model.get("options") or {}
-    if key is None or key in options:
-        where = f"model.options.{key}" if key else "set among its model.options"
-        raise UsageError(f"model.num_layers: the depth of {workload} is {where}")
-    rest = {name: value for name, value in model.items() if name != "num_layers"}
-    return {**values, "model": {**rest, "options": {**options, key: model["num_layers"]}}}
 
 
 def _over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
@@ -693,13 +739,10 @@ _LOOKED_IN = ("data", "training", "precision", "launch")
 
 
 def _unknown_key(key: object, where: str, names: Iterable[str]) -> UsageError:
-    """A key that stands in the wrong section, or is another's word for ours, is answered with ours;
-    any other with the nearest."""
+    """A key that stands in the wrong section is answered with the right one; any other with the
+    nearest."""
     kind, word = f"key in {where}" if where else "section", str(key)
-    found = [ours for theirs, ours in naming.KEY_ALIASES.items() if theirs.endswith(f".{word}")]
     sections = get_type_hints(Config)
-    found += [f"{s}.{word}" for s in _LOOKED_IN if word in get_type_hints(sections[s])]
-    found += [naming.OTHER_WORDS[word.lower()]] if word.lower() in naming.OTHER_WORDS else []
-    if found:
+    if found := [f"{s}.{word}" for s in _LOOKED_IN if word in get_type_hints(sections[s])]:
         return UsageError(f"unknown {kind} '{word}'; did you mean '{found[0]}'?")
     return unknown(kind, key, names)

@@ -25,6 +25,18 @@ class UsageError(Exception):
         super().__init__(readable(message, lines))
 
 
+class Mistake(UsageError):
+    """What is wrong in the user's own code: perhaps on one rank alone, as with its data."""
+
+    def __init__(self, message: str = "", rank: int | None = None) -> None:
+        super().__init__(message, lines=True)
+        self.rank = rank
+
+    def named(self) -> Mistake:
+        """The same, with the rank that found it."""
+        return Mistake(f"rank {self.rank}: {self}")
+
+
 def readable(text: str, lines: bool = False) -> str:
     """A message may repeat what a file said: it must not fill the screen, nor speak to it."""
     if len(text) > LONGEST:

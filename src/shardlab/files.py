@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from shardlab.errors import Halt
 
@@ -21,12 +21,21 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 def replacing(path: Path) -> Iterator[Path]:
     """A place for what becomes ``path`` when it is whole: a reader never sees half a file."""
     part = path.with_name(path.name + ".part")
+    if part.is_symlink():
+        part.unlink()  # what it leads to is not ours
     try:
         yield part
         os.replace(part, path)  # noqa: PTH105
     finally:
         with suppress(OSError):
             shutil.rmtree(part) if part.is_dir() else part.unlink()
+
+
+def text_of(path: Path) -> str:
+    """The text of a regular file. Reading a pipe would wait for whoever writes into it."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path.read_text(encoding="utf-8")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -59,8 +68,14 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def append_to(path: Path) -> TextIO:
+    """A file to append to. A link is not followed: what it leads to is not ours."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+    return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")
+
+
 def append_jsonl(path: Path, row: Mapping[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
+    with append_to(path) as file:
         file.write(json_text(row) + "\n")
 
 

@@ -22,43 +22,54 @@ from shardlab.errors import UsageError, unknown
 # Import paths and not classes, so that a name is checked (and ``--help`` answered) without torch.
 # The strategies stand in order of difficulty.
 STRATEGIES = {
-    "single": "shardlab.strategies.single:Single",
-    "simple_ddp": "shardlab.strategies.simple_ddp:SimpleDDP",
-    "simple_ddp_ga": "shardlab.strategies.simple_ddp_ga:SimpleDDPGradientAccumulation",
-    "simple_ddp_hook": "shardlab.strategies.simple_ddp_hook:SimpleDDPHook",
-    "simple_ddp_async": "shardlab.strategies.simple_ddp_async:SimpleDDPAsync",
-    "bucket_ddp_async": "shardlab.strategies.bucket_ddp_async:BucketDDPAsync",
-    "zero1": "shardlab.strategies.zero1:Zero1",
-    "zero2": "shardlab.strategies.zero2:Zero2",
-    "zero3": "shardlab.strategies.zero3:Zero3",
-    "pytorch_ddp": "shardlab.strategies.pytorch_ddp:PyTorchDDP",
-    "pytorch_zero1": "shardlab.strategies.pytorch_zero1:PyTorchZero1",
-    "pytorch_zero2": "shardlab.strategies.pytorch_zero2:PyTorchZero2",
-    "pytorch_zero3": "shardlab.strategies.pytorch_zero3:PyTorchZero3",
-    "pytorch_hsdp": "shardlab.strategies.pytorch_hsdp:PyTorchHSDP",
-    "local_sgd": "shardlab.strategies.local_sgd:LocalSGD",
-    "diloco": "shardlab.strategies.diloco:DiLoCo",
-    "streaming_diloco": "shardlab.strategies.streaming_diloco:StreamingDiLoCo",
+    "single": "shardlab.strategies.data_parallel.single:Single",
+    "simple_ddp": "shardlab.strategies.data_parallel.simple_ddp:SimpleDDP",
+    "simple_ddp_ga": (
+        "shardlab.strategies.data_parallel.simple_ddp_ga:SimpleDDPGradientAccumulation"
+    ),
+    "simple_ddp_hook": "shardlab.strategies.data_parallel.simple_ddp_hook:SimpleDDPHook",
+    "simple_ddp_async": "shardlab.strategies.data_parallel.simple_ddp_async:SimpleDDPAsync",
+    "bucket_ddp_async": "shardlab.strategies.data_parallel.bucket_ddp_async:BucketDDPAsync",
+    "zero1": "shardlab.strategies.sharded.zero1:Zero1",
+    "zero2": "shardlab.strategies.sharded.zero2:Zero2",
+    "zero3": "shardlab.strategies.sharded.zero3:Zero3",
+    "pytorch_ddp": "shardlab.strategies.data_parallel.pytorch_ddp:PyTorchDDP",
+    "pytorch_zero1": "shardlab.strategies.sharded.pytorch_zero1:PyTorchZero1",
+    "pytorch_zero2": "shardlab.strategies.sharded.pytorch_fsdp:PyTorchZero2",
+    "pytorch_zero3": "shardlab.strategies.sharded.pytorch_fsdp:PyTorchZero3",
+    "pytorch_hsdp": "shardlab.strategies.sharded.pytorch_fsdp:PyTorchHSDP",
+    "local_sgd": "shardlab.strategies.local.local_sgd:LocalSGD",
+    "diloco": "shardlab.strategies.local.diloco:DiLoCo",
+    "streaming_diloco": "shardlab.strategies.local.streaming_diloco:StreamingDiLoCo",
 }
 # Those that cut one model between their ranks (axes.NAMED). A comparison of all strategies leaves
 # them out: not every model can be cut.
 MESH_STRATEGIES: dict[str, str] = {
-    "tensor_parallel": "shardlab.strategies.tensor_parallel:TensorParallel",
-    "sequence_parallel": "shardlab.strategies.sequence_parallel:SequenceParallel",
-    "context_parallel": "shardlab.strategies.context_parallel:ContextParallel",
-    "pipeline_gpipe": "shardlab.strategies.pipelines:PipelineGPipe",
-    "pipeline_1f1b": "shardlab.strategies.pipelines:PipelineOneFOneB",
-    "pipeline_interleaved": "shardlab.strategies.pipelines:PipelineInterleaved",
-    "pipeline_zero_bubble": "shardlab.strategies.pipelines:PipelineZeroBubble",
-    "pipeline_zbv": "shardlab.strategies.pipelines:PipelineZBV",
+    "tensor_parallel": "shardlab.strategies.tensor.tensor_parallel:TensorParallel",
+    "sequence_parallel": "shardlab.strategies.tensor.tensor_parallel:SequenceParallel",
+    "context_parallel": "shardlab.strategies.context.context_parallel:ContextParallel",
+    "pipeline_gpipe": "shardlab.strategies.pipeline.pipeline:PipelineGPipe",
+    "pipeline_1f1b": "shardlab.strategies.pipeline.pipeline:PipelineOneFOneB",
+    "pipeline_interleaved": "shardlab.strategies.pipeline.pipeline:PipelineInterleaved",
+    "pipeline_zero_bubble": "shardlab.strategies.pipeline.pipeline:PipelineZeroBubble",
     "pytorch_tensor_parallel": (
-        "shardlab.strategies.pytorch_tensor_parallel:PyTorchTensorParallel"
+        "shardlab.strategies.tensor.pytorch_tensor_parallel:PyTorchTensorParallel"
     ),
-    "pytorch_pipeline": "shardlab.strategies.pytorch_pipeline:PyTorchPipeline",
+    "pytorch_pipeline": "shardlab.strategies.pipeline.pytorch_pipeline:PyTorchPipeline",
+}
+# The function that cuts the model along an axis. PyTorch's twins have their own.
+CUTS = {
+    "tensor": "shardlab.strategies.tensor.tensor_parallel:cut",
+    "context": "shardlab.strategies.context.context_parallel:cut",
+    "pipeline": "shardlab.strategies.pipeline.pipeline:cut",
+}
+TWINS_CUTS = {
+    "pytorch_tensor_parallel": {"tensor": "shardlab.strategies.tensor.pytorch_tensor_parallel:cut"},
+    "pytorch_pipeline": {"pipeline": "shardlab.strategies.pipeline.pytorch_pipeline:cut"},
 }
 EVERY_STRATEGY = {**STRATEGIES, **MESH_STRATEGIES}
-# What others call them, in any case, with - or _: the words of PyTorch's first FSDP, and the names
-# that scripts and folders of published experiments have.
+# What the field calls them, in any case, with - or _: the words of PyTorch's first FSDP, and those
+# of published experiments.
 ALIASES = {
     "baseline": "single",
     "ddp": "pytorch_ddp",
@@ -79,33 +90,6 @@ WORKLOADS = {
     "cnn_mnist": "shardlab.workloads.cnn:cnn_mnist",
     "causal_lm": "shardlab.workloads.causal_lm:causal_lm",
 }
-WORKLOAD_ALIASES = {"small_resnet": "resnet_cifar10", "gpt_2": "gpt2"}
-# Keys of other people's configs that mean exactly one of ours.
-KEY_ALIASES = {
-    "model.name": "model.workload",
-    "training.batch_size": "training.micro_batch",  # of a GPU, as a DataLoader's is
-    "training.global_batch_size": "training.global_batch",
-    "training.gradient_accumulation_steps": "training.accumulate",
-    "training.lr": "training.learning_rate",
-    "training.max_steps": "training.steps",
-    "training.num_epochs": "training.epochs",
-    "launch.num_gpus": "launch.world",
-    "launch.nproc_per_node": "launch.world",
-}
-# Words of theirs that are no key of ours by themselves, and where it is said here.
-OTHER_WORDS = {
-    "depth": "model.options.depth",
-    "width": "model.options.width",
-    "dataset": "data.source",
-    "fsdp": "strategy.name",
-    "sharding": "strategy.name",
-    "sharding_strategy": "strategy.name",
-    "ddp_choice": "strategy.name",
-    "fp16": "precision.compute",
-    "mixed_precision": "precision.compute",
-}
-# A model's depth is the workload's own option, and each calls it as its papers do.
-LAYERS = {"resnet_cifar10": "depth", "gpt2": "layers"}
 _WORDS = {
     int: "whole number", float: "number", str: "text", bool: "true or false", dict: "mapping",
     list: "list",
@@ -115,14 +99,9 @@ PLAIN = (*_TYPES, *(kind | None for kind in _TYPES))
 
 
 def strategy_named(name: str) -> str:
-    """Our name of a strategy that others may call otherwise. Import paths and typing errors stay
+    """Our name of a strategy that the field may call otherwise. Import paths and typing errors stay
     as they are."""
     return name if name in EVERY_STRATEGY else ALIASES.get(name.lower().replace("-", "_"), name)
-
-
-def workload_named(name: str) -> str:
-    word = name.lower().replace("-", "_")
-    return word if word in WORKLOADS else WORKLOAD_ALIASES.get(word, name)
 
 
 def resolve(name: str, known: Mapping[str, str], kind: str) -> Any:

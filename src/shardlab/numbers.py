@@ -123,12 +123,23 @@ def wire_bytes(op: str, size: int, ranks: int) -> float:
         "reduce_scatter": share,
         "all_to_all": share,  # each rank sends every other its part of the tensor
         "broadcast": share,  # averaged over ranks: the tensor enters each rank but the source
+        "reduce": share,  # and leaves each but one
+        "gather": share,
+        "scatter": share,
         "barrier": 0.0,
         "send": 1.0,  # from one rank to one other; it is counted where it is sent
         "recv": 0.0,
-        "exchange": 2.0,  # through the store: to its host and back (strategies/table.py)
     }
     return factor[op] * size
+
+
+def bus_bytes(op: str, size: int, ranks: int) -> float:
+    """Bytes for the bus bandwidth, as nccl-tests count it: what one link must carry.
+
+    A tensor of one root crosses a link whole, although not every rank sends it.
+    """
+    is_whole = op in ("broadcast", "reduce", "send", "recv")
+    return float(size) if is_whole else wire_bytes(op, size, ranks)
 
 
 def cut_evenly(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
@@ -317,6 +328,12 @@ def difference(value: float | None) -> str:
 def count(amount: int, noun: str, plural: str | None = None) -> str:
     """``1 step``, ``10 steps``."""
     return f"{amount:,} {noun if amount == 1 else plural or noun + 's'}"
+
+
+def beside(batch: int, parts: int) -> str:
+    """How many other samples are with each in its part of a batch: ``7``, ``7 or 8``."""
+    least, is_more = divmod(batch, parts)
+    return f"{least - 1:,} or {least:,}" if is_more else f"{least - 1:,}"
 
 
 def names(labels: Sequence[str], at_most: int = 3) -> str:

@@ -75,14 +75,6 @@ def stream() -> TextIO:
     return _result or sys.stdout
 
 
-def descriptor() -> int | None:
-    """The same for a program that is started; None, which is its own stdout, if that is no file."""
-    try:
-        return stream().fileno()
-    except (OSError, ValueError):
-        return None
-
-
 def say(text: object) -> None:
     """A line of the result. It is written at once, so that a closed pipe is noticed here."""
     try:
@@ -90,9 +82,15 @@ def say(text: object) -> None:
     except BrokenPipeError:
         raise  # the reader has left: the command ends without a word
     except OSError as error:
-        with contextlib.suppress(OSError, ValueError):  # what is left would fail again at the end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream().fileno())
+        give_up()
         raise UsageError(f"the result cannot be written to stdout: {error.strerror}") from None
+
+
+def give_up() -> None:
+    """Nothing more can be written: what is left in a buffer would fail again at the end."""
+    for lost in (stream(), sys.stdout):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), lost.fileno())
 
 
 def say_json(value: Mapping[str, Any]) -> None:

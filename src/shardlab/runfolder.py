@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+import stat
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -31,13 +33,11 @@ README = """\
 | `clocks.json` | only with traces of several nodes: how far their clocks were apart |
 | `tensorboard/` | only with `output.tensorboard`: for `tensorboard --logdir .` |
 | `wandb/` | only with `output.wandb`: what Weights & Biases keeps of the run |
-| `audit.json` | only after `--audit-data`: how often each sample was fed, epoch by epoch |
 | `evaluation.jsonl` | only if the run evaluated: a line per evaluation on the held-out samples |
 | `checkpoints/step-<n>/` | only with `--checkpoint-every`: what `--resume .` continues from |
 | `checkpoints.jsonl` | a line per checkpoint: how long it took, how large, what went wrong |
 | `resumes.jsonl` | only if the run was resumed: a line each time, from where and as what |
 | `faults.rank<r>.jsonl` | only with `--inject`: the faults that struck rank r |
-| `collected.json` | only if nodes shared no folder: whose files were brought here, and whose not |
 | `crash.txt` | only after a crash: the first failing rank and its traceback |
 | `hang.txt`, `hang.json` | only after a hang: who was missing, and each rank's Python stack |
 | `lost.txt`, `lost.json` | only if ranks of another node were lost: which |
@@ -48,6 +48,9 @@ communication and update; `data_ms` is the wait for the batch before it.
 """
 
 
+OF_LOGGERS = ("tensorboard", "wandb")  # they write links
+
+
 def new_folder(root: Path, name: str, chosen: Path | None = None) -> Path:
     """An empty folder: the chosen one, or ``root/<time>-<name>``."""
     try:
@@ -56,13 +59,39 @@ def new_folder(root: Path, name: str, chosen: Path | None = None) -> Path:
         raise UsageError(f"cannot write the run folder: {error}") from None
 
 
+def refuse_links(folder: Path) -> None:
+    """Refuse a run's folder that leads elsewhere: a run that continues writes into its files."""
+    for inside, folders, names in os.walk(folder):  # it does not follow links
+        for path in (Path(inside, name) for name in (*folders, *names)):
+            kind = path.lstat().st_mode
+            if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
+                what = "a link" if stat.S_ISLNK(kind) else "neither a file nor a folder"
+                raise UsageError(f"cannot continue in {folder}: {path} is {what}")
+        if inside == str(folder):
+            folders[:] = [name for name in folders if name not in OF_LOGGERS]
+
+
+def refuse_led_away(folder: Path, named: Sequence[Path]) -> None:
+    """Refuse to write where a link inside of a folder leads that the user named."""
+    for place in (folder, *folder.parents):
+        if place.is_symlink() and any(path in place.parents for path in named):
+            raise UsageError(
+                f"cannot write to {folder}: {place} is a link; name a folder with --out"
+            )
+
+
 def refuse_unwritable(folder: Path) -> None:
     """Say so before the work is done, if it cannot be there."""
-    for place in (folder, *folder.absolute().parents):
-        if place.exists():
-            if not (place.is_dir() and os.access(place, os.W_OK)):
-                raise UsageError(f"cannot write the folder: {place} is not a folder to write to")
-            return
+    folder = folder.absolute()
+    place = next(place for place in (folder, *folder.parents) if place.exists())
+    is_writable = place.is_dir() and os.access(place, os.W_OK)
+    if is_writable and place != folder:  # in /proc, permissions do not say what can be made
+        try:
+            Path(tempfile.mkdtemp(dir=place)).rmdir()
+        except OSError:
+            is_writable = False
+    if not is_writable:
+        raise UsageError(f"cannot write the folder: {place} is not a folder to write to")
 
 
 def _made(root: Path, name: str, chosen: Path | None) -> Path:

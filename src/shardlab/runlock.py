@@ -14,22 +14,29 @@ import os
 import secrets
 import shutil
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from shardlab.errors import UsageError
+from shardlab.files import text_of
 
 NAME = "run.lock"
 HELD = (errno.EACCES, errno.EAGAIN)
+WRITTEN_S = 2.0  # after which a holder that has not said who it is stays unknown
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class RunLock:
-    """The lock of at most one folder. ``take`` refuses where another process has it."""
+    """The lock of at most one folder. ``take`` refuses where another process has it.
 
-    def __init__(self) -> None:
+    Without ``keeps`` the file goes with the lock.
+    """
+
+    def __init__(self, keeps: bool = True) -> None:
         self.folder: Path | None = None
+        self.keeps = keeps
         self.token = secrets.token_hex(8)  # in the file: ranks recognise the folder by it
         self._handle: int | None = None
         # A forked process (a data loader's worker) would keep the lock after this one has ended.
@@ -39,6 +46,8 @@ class RunLock:
         return self
 
     def __exit__(self, *_error: object) -> None:
+        if self.folder is not None and not self.keeps:
+            (self.folder / NAME).unlink(missing_ok=True)
         self._close()
 
     def _close(self) -> None:
@@ -50,15 +59,15 @@ class RunLock:
         """Raises ``UsageError`` if another run has the folder, ``OSError`` if it is unwritable."""
         if self.folder == folder:
             return
-        handle = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o666)
+        handle = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in NO_LOCKS:
-                by = table_in(folder / NAME)
                 os.close(handle)
                 if error.errno not in HELD:
                     raise
+                by = _holder(folder / NAME)
                 raise UsageError(
                     f"{folder} belongs to a run that is still active: process "
                     f"{by.get('pid', '?')} on {by.get('host', '?')}; wait for it, or choose "
@@ -77,10 +86,18 @@ class RunLock:
         self._close()
 
 
+def _holder(file: Path) -> dict[str, Any]:
+    """Who has the lock: its holder writes it a moment after it has taken the lock."""
+    limit = time.monotonic() + WRITTEN_S
+    while not (found := table_in(file)) and time.monotonic() < limit:
+        time.sleep(0.01)
+    return found
+
+
 def is_held(folder: Path) -> bool | None:
     """Whether another process has the folder's lock; None if there is no lock to ask."""
     try:
-        handle = os.open(folder / NAME, os.O_RDWR)
+        handle = os.open(folder / NAME, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
@@ -95,7 +112,7 @@ def is_held(folder: Path) -> bool | None:
 
 def table_in(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if it cannot be read."""
-    with suppress(OSError, ValueError):
-        content = json.loads(path.read_text(encoding="utf-8"))
+    with suppress(OSError, ValueError, RecursionError):
+        content = json.loads(text_of(path))
         return content if isinstance(content, dict) else {}
     return {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import sys
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,7 +69,9 @@ def convert(value: Any, hint: Any, place: str = "$") -> Any:
         return value
     if hint is None or hint is types.NoneType:
         return _typed(value, types.NoneType, "null", place)
-    if hint is float and type(value) is int:
+    if hint is float and type(value) in (int, float):
+        if not abs(value) <= sys.float_info.max:
+            raise Mismatch(f"{place} is {_shown(value)}, which is no finite number")
         return float(value)
     if hint in (bool, int, float, str):
         return _typed(value, hint, hint.__name__, place)
@@ -125,7 +128,10 @@ def _object(value: Any, kind: Any, place: str) -> Any:
     if missing := [name for name in needed if name not in given]:
         raise Mismatch(f"{place} has no '{missing[0]}'")
     fields = {n: convert(given[n], h, f"{place}.{n}") for n, h in hints.items() if n in given}
-    return kind(**fields)
+    try:
+        return kind(**fields)
+    except ValueError as error:  # what the class itself refuses
+        raise Mismatch(f"{place}: {error}") from None
 
 
 @functools.cache

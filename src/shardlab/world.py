@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import random
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlab import numbers
+from shardlab import numbers, seal
 from shardlab.config import LaunchConfig
 from shardlab.errors import UsageError
 
@@ -61,12 +59,6 @@ class World:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def alone(self) -> World:
-        """A world of this rank alone, which keeps its number: what it asks, it asks itself. For a
-        run in which the others may be lost."""
-        group = dist.new_group([self.rank], use_local_synchronization=True)
-        return replace(self, size=1, mesh=_mesh(group, self.device), ranks_per_node=0)
-
     def first(self, size: int) -> World | None:
         """A world of the first ``size`` ranks, or None on the others. All ranks must call this."""
         if size == self.size:
@@ -107,6 +99,7 @@ def join(
     )
     group = dist.group.WORLD
     assert group is not None
+    seal.use(dist.distributed_c10d._get_default_store())
     per_node = ranks_per_node(group, local_rank, local_size)
     mesh = _mesh(group, device)
     return World(rank, size, local_rank, device, backend, mesh, tell, pulse, per_node)
@@ -118,7 +111,6 @@ def prepare(launch: LaunchConfig, device: torch.device) -> None:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(launch.threads_per_rank)
-        _keep_freed_memory()
 
 
 def ranks_per_node(group: dist.ProcessGroup, local_rank: int, local_size: int) -> int:
@@ -128,22 +120,10 @@ def ranks_per_node(group: dist.ProcessGroup, local_rank: int, local_size: int) -
     return numbers.ranks_per_node(places)
 
 
-def _keep_freed_memory() -> None:
-    """What a step frees stays with the process, for the next step to use.
-
-    By default glibc returns it to the system at times, and each page costs a fault when it is
-    touched again: 2 to 6% of a sharded step, depending on what ran before.
-    """
-    trim_threshold, mmap_threshold = -1, -3  # of <malloc.h>
-    with contextlib.suppress(OSError, AttributeError):  # not glibc: there is nothing to set
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(trim_threshold, 2**31 - 1)  # free memory at the end of the heap, to be given back
-        mallopt(mmap_threshold, 32 * 2**20)  # beyond, a mapping of its own; the most it takes
-
-
 def leave() -> None:
     if dist.is_initialized():
         _first_groups.clear()
+        seal.leave()
         dist.destroy_process_group()
 
 

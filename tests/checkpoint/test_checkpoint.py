@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +16,19 @@ import numpy as np
 import pytest
 import torch
 
-import toys
-from conformance import make_optimizer
+import commands
 from conftest import GetRanks
-from resuming import batches, build, run, settings, train
+from resuming import build, run, settings, train
 from shardlab import config as configs
-from shardlab.checkpoint import convert, files, parts, rng, storage
-from shardlab.checkpoint import load as loading
+from shardlab.checkpoint import convert, files, load, parts, rng, storage
 from shardlab.checkpoint import manifest as manifests
 from shardlab.checkpoint import show as showing
 from shardlab.checkpoint.save import About, Checkpoints
 from shardlab.checkpoint.start import Start
 from shardlab.config import CheckpointConfig
 from shardlab.errors import UsageError
-from shardlab.faults import inject
 from shardlab.files import read_jsonl
-from shardlab.strategies import steps
-from shardlab.strategies.base import Setup, Strategy
-from shardlab.strategies.simple_ddp import all_reduce_gradients
+from shardlab.strategies.whole import Whole
 from shardlab.workloads import gpt2, huggingface
 from shardlab.world import World
 
@@ -76,22 +73,6 @@ def test_retention(keep_last: int, keep_every: int | None, left: list[int]) -> N
     assert [step for step in steps if step not in removed] == left
 
 
-def test_damaged_ones_push_out_no_good_ones() -> None:
-    """Whatever is damaged, the newest ``keep_last`` whole ones stay."""
-    draw = random.Random()
-    for _ in range(300):
-        steps = draw.sample(range(1, 40), draw.randint(0, 9))
-        damaged = {step for step in steps if draw.random() < 0.4}
-        keep_last, keep_every = draw.randint(1, 4), draw.choice([None, 3])
-        removed = files.to_remove(steps, keep_last, keep_every, lambda s, d=damaged: s not in d)
-        whole = sorted(set(steps) - damaged)
-        assert set(whole[-keep_last:]).isdisjoint(removed)
-        assert all(keep_every is None or step % keep_every for step in removed)
-        if len(whole) >= keep_last:  # and nothing older is left that need not be
-            old = [s for s in steps if s < whole[-keep_last] and (not keep_every or s % keep_every)]
-            assert removed == sorted(old)
-
-
 def test_random_states_come_back() -> None:
     device = torch.device("cpu")
     random.gauss(0, 1)  # leaves a second number in hand
@@ -124,8 +105,9 @@ def write(world: World, strategy: str, folder: str, asynchronous: bool = False) 
     return [outcome.row() for outcome in outcomes]
 
 
-@pytest.mark.parametrize("strategy", ["simple_ddp", "zero3", "pytorch_zero3"])
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("strategy", "asynchronous"), [("simple_ddp", False), ("zero3", True), ("pytorch_zero3", True)]
+)
 def test_all_ranks_write_and_old_ones_go(
     strategy: str, asynchronous: bool, ranks: GetRanks, tmp_path: Path
 ) -> None:
@@ -191,105 +173,6 @@ def test_a_full_disk_loses_nothing(
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000003"]
 
 
-def with_damage(world: World, folder: str, asynchronous: bool, how: str) -> list[str]:
-    """Four checkpoints, of which the second is damaged when the third is written: who is left."""
-    instance = build(world, "zero2", "mlp", 0, "adamw")
-    settings = CheckpointConfig(every=1, keep_last=2, asynchronous=asynchronous)
-    saver = Checkpoints(Path(folder), settings, world, instance, About({}, "zero2", None))
-    left = []
-    for step in range(1, 5):
-        run(instance, world, range(step - 1, step), 2)
-        saver.save(step, {})
-        saver.wait()
-        if step == 2 and world.rank == 0:
-            inject.damage(files.steps_in(Path(folder))[2], how)
-        left.append(str(world.share(list(files.steps_in(Path(folder))))))
-    return left
-
-
-@pytest.mark.parametrize(("asynchronous", "how"), [(False, "flip"), (True, "delete")])
-def test_a_damaged_one_does_not_count_among_keep_last(
-    asynchronous: bool, how: str, ranks: GetRanks, tmp_path: Path
-) -> None:
-    left = ranks(2).run(with_damage, str(tmp_path), asynchronous, how, deadline_s=60)
-    assert left[0] == ["[1]", "[2, 1]", "[3, 2, 1]", "[4, 3]"]
-
-
-def last_one_damaged(world: World, folder: str, asynchronous: bool, times: int) -> list[Any]:
-    """A run's last checkpoint, damaged so many times as soon as it is there."""
-    instance = build(world, "simple_ddp", "mlp", 0, "adamw")
-    settings = CheckpointConfig(every=1, asynchronous=asynchronous)
-    outcomes: list[Any] = []
-
-    def done(outcome: Any) -> None:
-        outcomes.append(outcome.error)
-        if world.rank == 0 and len(outcomes) <= times:
-            inject.damage(
-                files.steps_in(Path(folder))[1], ("flip", "truncate", "delete")[times - 1]
-            )
-
-    about = About({}, "simple_ddp", None)
-    saver = Checkpoints(Path(folder), settings, world, instance, about, done)
-    run(instance, world, range(1), 2)
-    saver.save_last(1, {})
-    return outcomes
-
-
-@pytest.mark.parametrize(("asynchronous", "times"), [(False, 1), (True, 2), (False, 3)])
-def test_the_last_checkpoint_is_read_back_and_written_again(
-    asynchronous: bool, times: int, ranks: GetRanks, tmp_path: Path
-) -> None:
-    for errors in ranks(2).run(last_one_damaged, str(tmp_path), asynchronous, times, deadline_s=60):
-        assert errors[:times] == [None] * times
-        if times < 3:
-            assert errors[times:] == [None]
-        else:
-            assert "step-000001" in errors[-1]
-            assert errors[-1].endswith(", 3 times")
-    newest = files.steps_in(tmp_path)[1]
-    damage = showing.overview(tmp_path)[0]["damage"]
-    assert (damage is None) == (times < 3), newest
-
-
-class Bare(Strategy):
-    """A strategy by the contract alone: it writes gradients() and inherits the rest."""
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        steps.broadcast_model(self.model, self.group)
-
-    def gradients(self, microbatches: Any) -> Any:
-        total = steps.global_count(microbatches, self.device, self.group)
-        loss_sum = steps.accumulate(self.model, self.loss_fn, microbatches, total)
-        all_reduce_gradients(self.params, self.group)
-        return steps.global_mean(loss_sum, total, self.group)
-
-
-def bare(world: World, folder: str) -> bool:
-    def made(seed: int) -> Bare:
-        return Bare(Setup(toys.build("odd", seed), make_optimizer("adamw"), toys.loss, world.mesh))
-
-    first = made(0)
-    first.gradients(batches(world, 0, 2))
-    first.step()
-    saver = Checkpoints(
-        Path(folder), CheckpointConfig(every=1), world, first, About({}, "bare", None)
-    )
-    saver.save(1, {})
-    path = files.steps_in(Path(folder))[1]
-    second = made(1)
-    loading.load(Start(None, path, manifests.read(path)), second, world, configs.Config())
-    for strategy in (first, second):
-        strategy.gradients(batches(world, 1, 2))
-        strategy.step()
-    before, after = first.full_params(), second.full_params()
-    return all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_a_strategy_of_the_contract_alone(ranks: GetRanks, tmp_path: Path) -> None:
-    assert ranks(2).run(bare, str(tmp_path), deadline_s=60) == [True, True]
-
-
 # ------------------------------------------------------------------ damage
 
 
@@ -299,10 +182,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory, ranks: GetRanks) -> Path:
     values = settings(
         tmp_path_factory.mktemp("saved"),
         **{"strategy.name": "zero1", "training.steps": 4, "checkpoint.every": 2,
-           "training.evaluate_every": None, "training.evaluate_samples": None,
-           "data.audit": False},
+           "training.evaluate_every": None, "training.evaluate_samples": None},
     )  # fmt: skip
     return train(ranks, 2, values)[1]
+
+
+def resume(ranks: GetRanks, run: Path, start: Path, **changes: Any) -> tuple[dict[str, Any], Path]:
+    """The run again with its own settings, from a run or a checkpoint."""
+    changes["checkpoint.resume"] = str(start)
+    return train(ranks, 2, configs.load(run / "config.yaml", changes).to_dict())
 
 
 def flip(path: Path, position: int) -> None:
@@ -344,10 +232,7 @@ def test_damage_is_named_and_passed_over(
     assert rows[0]["damage"] is not None
     assert rows[1]["damage"] is None
 
-    values = configs.load(run / "config.yaml").to_dict()
-    values["checkpoint"]["resume"] = str(run)
-    result = ranks(2).run("shardlab.run.rank:train_rank", values, "a test", deadline_s=60)[0]
-    assert result["folder"] == str(run)
+    assert resume(ranks, run, run)[1] == run
     (resumed,) = read_jsonl(run / "resumes.jsonl")
     assert resumed["step"] == 2
     assert name in resumed["passed_over"][0]
@@ -355,15 +240,27 @@ def test_damage_is_named_and_passed_over(
     manifests.verify(newest, manifests.read(newest).files)  # it is whole again
 
 
+def test_damage_in_the_file_of_a_rank_that_is_gone(
+    saved: Path, ranks: GetRanks, tmp_path: Path
+) -> None:
+    """Fewer ranks than wrote a checkpoint look at all of its files."""
+    run = copy_of(saved, tmp_path)
+    file = run / "checkpoints" / "step-000004" / "rank1.safetensors"
+    flip(file, file.stat().st_size * 2 // 3)
+    given = {"checkpoint.resume": str(run), "launch.world": 1, "strategy.name": "single"}
+    train(ranks, 1, configs.load(run / "config.yaml", given).to_dict())
+    (resumed,) = read_jsonl(run / "resumes.jsonl")
+    assert resumed["step"] == 2
+    assert "rank1.safetensors" in resumed["passed_over"][0]
+
+
 def test_nothing_whole_left(saved: Path, ranks: GetRanks, tmp_path: Path) -> None:
     run = copy_of(saved, tmp_path)
     for path in run.glob("checkpoints/*/rank0.safetensors"):
         flip(path, 20)
-    values = configs.load(run / "config.yaml").to_dict()
     for named in (run, run / "checkpoints" / "step-000004"):
-        values["checkpoint"]["resume"] = str(named)
         with pytest.raises(UsageError, match="damaged"):
-            ranks(2).run("shardlab.run.rank:train_rank", values, "a test", deadline_s=60)
+            resume(ranks, run, named)
     before = sorted(run.parent.iterdir())
     assert before == [run]  # no folder was made
 
@@ -398,18 +295,103 @@ def test_a_mutated_manifest_is_refused_in_a_line(saved: Path, tmp_path: Path) ->
             _read_and_verify(tmp_path)
 
 
+@pytest.mark.parametrize(("place", "value"), [(0, -1), (624, 2**20), (624, -1)])
+def test_random_states_that_cannot_be_are_refused(place: int, value: int) -> None:
+    """numpy takes any position, and reads what lies there."""
+    states = rng.get(torch.device("cpu"))
+    states["numpy"][place] = value
+    with (
+        pytest.raises(UsageError, match="the random states in it are wrong"),
+        load.fits(Start(None), "the random states", RuntimeError),
+    ):
+        rng.put(states, torch.device("cpu"))
+
+
+def test_another_name_of_a_tensor_is_no_tensor_of_its_own(saved: Path) -> None:
+    """An export would write one tensor under both names, and lose the other."""
+    manifest = manifests.read(saved / "checkpoints" / "step-000004")
+    first, second = list(manifest.model())[:2]
+    for tied in ({first: first}, {first: second}, {"more": first, first: second}):
+        with pytest.raises(ValueError, match=f"'{first}' is a tensor of its own, and another"):
+            replace(manifest, tied=tied)
+
+
+def test_a_buffer_that_is_a_parameter_as_well_has_no_other_name() -> None:
+    """A checkpoint has it as a tensor of its own."""
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("also", model.bias)
+    assert {"bias", "also"} <= Whole.of(model).tensors.keys()
+    assert Whole.of(model).tied == {}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_number_that_is_none_is_not_saved(value: float) -> None:
+    """It would be refused when it is read."""
+    with pytest.raises(UsageError, match=r"cannot hold '.*step', which is (nan|inf)"):
+        parts._number("optimizer/a/step", value)
+
+
+@pytest.mark.long
+def test_wrong_content_under_right_sums_is_refused(
+    saved: Path, ranks: GetRanks, tmp_path: Path
+) -> None:
+    """Whoever writes the content can make the sums fit; a run says what is wrong, in a line."""
+    run = copy_of(saved, tmp_path)
+    folder = run / "checkpoints" / "step-000002"
+    body = json.loads((folder / "checkpoint.json").read_text())["checkpoint"]
+    state = next(name for name in body["tensors"] if name.endswith("/exp_avg"))
+
+    def without(part: str, name: str) -> dict[str, Any]:
+        return {part: {key: value for key, value in body[part].items() if key != name}}
+
+    cases = [
+        ({"update": {**body["update"], "steps": "4"}}, r"\$\.update\.steps is not a whole number"),
+        ({"update": {**body["update"], "scale": -(2**70)}}, r"\$\.update\.scale is not above 0"),
+        ({"numbers": dict.fromkeys(body["numbers"], math.nan)}, "is nan, which is no finite"),
+        ({"update": {**body["update"], "good_steps": {}}}, "good_steps is not a whole number"),
+        (
+            {"update": {**body["update"], "groups": [3]}},
+            r"\$\.update\.groups\[0\] is not an object",
+        ),
+        (without("tensors", state), "the optimizer cannot continue .* KeyError: 'exp_avg'"),
+        (
+            without("tensors", "own/0/rng/python"),
+            "the random states in it are wrong: KeyError: 'python'",
+        ),
+    ]
+
+    def resume_with(changes: dict[str, Any]) -> None:
+        mutant = body | changes
+        content = {"sha256": manifests._sum_of(mutant), "checkpoint": mutant}
+        (folder / "checkpoint.json").write_text(json.dumps(content))
+        resume(ranks, run, folder)
+
+    for changes, message in cases:
+        with pytest.raises(UsageError, match=message):
+            resume_with(changes)
+    # The config of a checkpoint is told, not used: what is no section of it has nothing to tell.
+    resume_with({"config": {**body["config"], "launch": "here"}})
+
+
+def test_an_optimizers_counts_stay_whole_numbers(tmp_path: Path) -> None:
+    """It may index with them, and adds them up exactly."""
+    numbers: dict[str, bool | int | float] = {"taken": 3, "rate": 0.5, "warm": True}
+    update: manifests.Update = {"steps": 3, "scale": 1.0, "good_steps": 3, "groups": [numbers]}
+    sealed = manifests.Manifest(
+        step=3, strategy="zero1", world=1, config={}, samples=None, update=update, numbers={},
+        tensors={}, files={},
+    )  # fmt: skip
+    (tmp_path / manifests.NAME).write_text(sealed.to_json())
+    (found,) = manifests.read(tmp_path).update["groups"]
+    assert {key: (value, type(value)) for key, value in found.items()} == {
+        "taken": (3, int), "rate": (0.5, float), "warm": (True, bool),
+    }  # fmt: skip
+
+
 def _read_and_verify(folder: Path) -> None:
     manifest = manifests.read(folder)
     assert all("/" not in name for name in manifest.files)
     manifests.verify(folder, manifest.files)
-
-
-def test_nothing_in_a_checkpoint_is_a_pickle(saved: Path) -> None:
-    for path in (saved / "checkpoints").glob("*/*"):
-        if path.suffix == ".json":
-            json.loads(path.read_text())
-        else:
-            assert huggingface.load_safetensors(path)
 
 
 # ------------------------------------------------------------------ what does not fit
@@ -428,12 +410,9 @@ def test_nothing_in_a_checkpoint_is_a_pickle(saved: Path) -> None:
 def test_another_run_is_refused(
     changes: dict[str, Any], message: str, saved: Path, ranks: GetRanks, tmp_path: Path
 ) -> None:
-    values = configs.load(saved / "config.yaml", {**changes, "output.root": str(tmp_path)})
-    resumed = values.with_overrides(
-        {"checkpoint.resume": str(saved / "checkpoints" / "step-000004"), "training.clip_norm": 1.0}
-    )
+    changes |= {"output.root": str(tmp_path), "training.clip_norm": 1.0}
     with pytest.raises(UsageError, match=message):
-        ranks(2).run("shardlab.run.rank:train_rank", resumed.to_dict(), "a test", deadline_s=60)
+        resume(ranks, saved, saved / "checkpoints" / "step-000004", **changes)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -447,10 +426,8 @@ def test_another_model_says_which_tensors(saved: Path, tmp_path: Path, ranks: Ge
     tensors["wpe.weight"] = torch.zeros(8, 16)
     huggingface.save_safetensors(tmp_path / "other.safetensors", tensors)
     convert.import_(tmp_path / "other.safetensors", tmp_path / "other", "safetensors")
-    values = configs.load(saved / "config.yaml", {"output.root": str(tmp_path / "runs")}).to_dict()
-    values["checkpoint"]["resume"] = str(tmp_path / "other")
     with pytest.raises(UsageError) as refused:
-        ranks(2).run("shardlab.run.rank:train_rank", values, "a test", deadline_s=60)
+        resume(ranks, saved, tmp_path / "other", **{"output.root": str(tmp_path / "runs")})
     assert str(refused.value).endswith(
         "is of another model: it lacks 'ln_f.bias'; it has 'more' besides; "
         "'wpe.weight' is 8x16 there and 16x16 here"
@@ -458,6 +435,8 @@ def test_another_model_says_which_tensors(saved: Path, tmp_path: Path, ranks: Ge
 
 
 # ------------------------------------------------------------------ other formats
+
+SHAPE = gpt2.Shape(layers=2, heads=2, dim=16, context=16, vocab=257)  # of ``settings``
 
 
 def test_weights_go_out_and_in(saved: Path, tmp_path: Path, ranks: GetRanks) -> None:
@@ -470,19 +449,50 @@ def test_weights_go_out_and_in(saved: Path, tmp_path: Path, ranks: GetRanks) -> 
     read = load_file(tmp_path / "model.safetensors")
     assert read.keys() == {*state, "head.weight"}  # tied: under both of its names
     assert all(torch.equal(read[name], state[name]) for name in state)
+    model = gpt2.GPT2(SHAPE)
+    model.load_state_dict(read, strict=True)  # as Hugging Face's models are loaded
+    assert torch.equal(model.head.weight, state["wte.weight"])
 
     convert.import_(tmp_path / "model.safetensors", tmp_path / "start", "safetensors")
     again = storage.whole_tensors(tmp_path / "start", manifests.read(tmp_path / "start"), "model/")
     assert all(torch.equal(again[name], state[name]) for name in state)
-    values = configs.load(saved / "config.yaml", {"output.root": str(tmp_path / "runs")}).to_dict()
-    values["checkpoint"]["resume"] = str(tmp_path / "start")
-    values["training"]["learning_rate"] = 0.0
-    result, run = train(ranks, 2, values)
+    still = {"output.root": str(tmp_path / "runs"), "training.learning_rate": 0.0}
+    result, run = resume(ranks, saved, tmp_path / "start", **still)
     assert result["steps"] == 4
     end = files.steps_in(run)[4]
     trained = storage.whole_tensors(end, manifests.read(end), "model/")
     for name in state:  # a rate of 0: the weights stay what they were
         torch.testing.assert_close(trained[name], state[name], rtol=0, atol=0)
+
+
+@pytest.mark.long
+def test_the_moving_average_is_exported_if_it_is_asked_for(
+    saved: Path, tmp_path: Path, ranks: GetRanks
+) -> None:
+    """A run evaluates the average; the weights that were trained are others."""
+    from safetensors.torch import load_file
+
+    checkpoint = saved / "checkpoints" / "step-000004"
+    with pytest.raises(UsageError, match=r"no moving average: training\.ema_decay keeps one"):
+        convert.export(checkpoint, tmp_path / "none.safetensors", "safetensors", average=True)
+    assert convert.export(checkpoint, tmp_path / "all.safetensors", "safetensors")[1] is False
+
+    values = configs.load(
+        saved / "config.yaml", {"output.root": str(tmp_path), "training.ema_decay": 0.5}
+    ).to_dict()
+    newest = train(ranks, 2, values)[1] / "checkpoints" / "step-000004"
+    files = {}
+    for average in (False, True):
+        path = tmp_path / f"{average}.safetensors"
+        assert convert.export(newest, path, "safetensors", average)[1]
+        files[average] = load_file(path)
+    assert files[True].keys() == files[False].keys()
+    assert files[True]["head.weight"].equal(files[True]["wte.weight"])  # a tied one
+    older = load_file(tmp_path / "all.safetensors")
+    assert older["ln_f.weight"].equal(files[False]["ln_f.weight"])
+    for name, trained in files[False].items():
+        assert not files[True][name].equal(trained), name
+        torch.testing.assert_close(files[True][name], trained, rtol=0, atol=0.05)
 
 
 @pytest.mark.long
@@ -492,12 +502,15 @@ def test_hugging_faces_gpt2(saved: Path, tmp_path: Path) -> None:
     checkpoint = saved / "checkpoints" / "step-000004"
     convert.export(checkpoint, tmp_path / "theirs", "hf-gpt2")
     theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "theirs").eval()
-    ours = gpt2.GPT2(gpt2.Shape(layers=2, heads=2, dim=16, context=16, vocab=257))
+    ours = gpt2.GPT2(SHAPE)
     state = storage.whole_tensors(checkpoint, manifests.read(checkpoint), "model/")
     ours.load_state_dict(state | {"head.weight": state["wte.weight"]})
     tokens = torch.randint(0, 257, (2, 16))
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+    written = huggingface.load_safetensors(tmp_path / "theirs" / "model.safetensors")
+    theirs.load_state_dict(written, strict=True)  # with lm_head.weight, though it is tied
+    assert torch.equal(theirs.lm_head.weight, state["wte.weight"])
     theirs.save_pretrained(tmp_path / "back")
     convert.import_(tmp_path / "back", tmp_path / "start", "hf-gpt2")
     manifest = manifests.read(tmp_path / "start")
@@ -507,18 +520,10 @@ def test_hugging_faces_gpt2(saved: Path, tmp_path: Path) -> None:
     assert manifest.config["model"]["options"]["heads"] == 2
 
 
-def test_the_commands(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from shardlab import cli
-
-    monkeypatch.chdir(tmp_path)
-
+def test_the_commands(saved: Path, tmp_path: Path) -> None:
     def shardlab(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["shardlab", *args])
-        with pytest.raises(SystemExit) as left:
-            cli.main()
-        return (int(left.value.code or 0), *capsys.readouterr())
+        done = commands.here(*args, cwd=tmp_path)
+        return done.returncode, done.stdout, done.stderr
 
     code, out, _ = shardlab("checkpoint", "show", str(saved))
     assert code == 0
@@ -527,17 +532,17 @@ def test_the_commands(
     code, out, _ = shardlab("checkpoint", "show", str(saved / "checkpoints" / "step-000004"))
     assert "wte.weight" in out
     assert "257 x 16" in out
-    export = ["checkpoint", "export", str(saved), "--to", "model.safetensors"]
+    export = ["checkpoint", "export", str(saved), "--out", "model.safetensors"]
     assert shardlab(*export)[0] == 0
     assert shardlab(*export) == (2, "", "error: model.safetensors exists; choose another name\n")
-    assert shardlab(*export[:3], "--to", "x", "--format", "gguf")[0] == 2
+    assert shardlab(*export[:3], "--out", "x", "--format", "gguf")[0] == 2
 
     broken = copy_of(saved, tmp_path)
     flip(broken / "checkpoints" / "step-000004" / "rank0.safetensors", 900)
     code, out, _ = shardlab("checkpoint", "show", "run")
     assert code == 1
     assert "rank0.safetensors is damaged: its checksum does not match" in out
-    code, _, err = shardlab("checkpoint", "export", "run", "--to", "x")
+    code, _, err = shardlab("checkpoint", "export", "run", "--out", "x")
     assert code == 2
     assert err.startswith("error: run/checkpoints/step-000004/rank0.safetensors is damaged")
     assert not (tmp_path / "x").exists()

@@ -16,20 +16,20 @@ import torch
 import commands
 import toys
 from conformance import AS_ONE, REFUSED, arrays
-from conftest import GetRanks
+from conftest import GetRanks, deep_unless, long_unless
 from resuming import batches, build, losses_of, run, settings, state_at, train
 from shardlab import config as configs
-from shardlab.checkpoint import course, files
+from shardlab.checkpoint import course, files, rng
 from shardlab.checkpoint import manifest as manifests
-from shardlab.checkpoint import show as showing
 from shardlab.checkpoint import start as starts
-from shardlab.checkpoint.course import own_state
+from shardlab.checkpoint.manifest import Manifest
 from shardlab.checkpoint.save import About, Checkpoints
 from shardlab.checkpoint.start import Start
 from shardlab.config import CheckpointConfig, Config
 from shardlab.errors import UsageError
-from shardlab.files import read_jsonl
+from shardlab.files import append_jsonl, read_jsonl, write_text
 from shardlab.naming import STRATEGIES
+from shardlab.run import housekeeping
 from shardlab.runlock import RunLock
 from shardlab.world import World
 
@@ -48,11 +48,11 @@ def save_and_go_on(
     settings = CheckpointConfig(every=1)
     about = About({}, strategy, None)
     checkpoints = Checkpoints(Path(folder), settings, world, instance, about)
-    checkpoints.save(SAVED, own_state(instance, world.device, None))
+    checkpoints.save(SAVED, rng.get(world.device))
     assert checkpoints.last is not None
     assert checkpoints.last.error is None
     losses = run(instance, world, range(SAVED, STEPS), of_world)
-    return losses, arrays(instance.full_params())
+    return losses, arrays(instance.full_tensors())
 
 
 def load_and_go_on(
@@ -67,7 +67,7 @@ def load_and_go_on(
     start = Start(None, path, manifests.read(path))
     course.put_back(start, instance, world, configs.load(None, {"strategy.name": strategy}))
     losses = run(instance, world, range(SAVED, STEPS), of_world)
-    return losses, arrays(instance.full_params())
+    return losses, arrays(instance.full_tensors())
 
 
 def toys_of(strategy: str) -> list[str]:
@@ -85,8 +85,14 @@ def all_toys(world: World, what: str, strategy: str, folder: str, of_world: int)
     }
 
 
+# One of each way to hold parameters and optimizer state, and to lay out what is sent.
+MECHANISMS = (
+    "bucket_ddp_async", "pytorch_ddp", "zero1", "zero3", "pytorch_zero3", "streaming_diloco",
+)  # fmt: skip
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", deep_unless(lambda name: name in MECHANISMS, STRATEGIES))
 def test_the_same_again_bit_for_bit(strategy: str, ranks: GetRanks, tmp_path: Path) -> None:
     """On models with tied, frozen, unused, odd and scalar tensors, and buffers."""
     world = ranks(1 if strategy == "single" else 2)
@@ -100,19 +106,7 @@ def test_the_same_again_bit_for_bit(strategy: str, ranks: GetRanks, tmp_path: Pa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["bucket_ddp_async", "pytorch_ddp", "zero3", "pytorch_zero3"])
-def test_bit_for_bit_on_three_ranks(strategy: str, ranks: GetRanks, tmp_path: Path) -> None:
-    """Where the order of a sum matters, and with it how DDP has laid out its buckets."""
-    args = (strategy, "odd", "adamw", str(tmp_path), 3)
-    whole = ranks(3).run(save_and_go_on, *args, deadline_s=60)
-    again = ranks(3).run(load_and_go_on, *args, deadline_s=60)
-    for (losses, params), (losses_again, params_again) in zip(whole, again, strict=True):
-        assert losses == losses_again
-        assert all(np.array_equal(params[name], params_again[name]) for name in params)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("strategy", DISTRIBUTED)
+@pytest.mark.parametrize("strategy", deep_unless(lambda name: name in MECHANISMS, DISTRIBUTED))
 def test_on_as_one_process(strategy: str, ranks: GetRanks, tmp_path: Path) -> None:
     """Every strategy's checkpoint is read by a plain process, and the other way round."""
     toy_names = [t for t in toys_of(strategy) if t != "buffers"]  # whose meaning the world changes
@@ -134,53 +128,40 @@ def assert_close(first: Any, second: Any, what: str) -> None:
 
 # ------------------------------------------------------------------ whole runs
 
-LONG = pytest.mark.long
+NOT_EVALUATED = {"training.evaluate_every": None, "training.evaluate_samples": None}
+UNEVEN = {"training.batch_split": "uneven"}
+# What a run may keep of its own, each under one strategy. The order of a sum matters, and with it
+# how buckets are laid out: that shows on three ranks.
+VARIED: list[tuple[str, int, dict[str, Any]]] = [
+    ("simple_ddp", 2, {"training.accumulate": 2, "data.prefetch": 0}),
+    ("zero3", 2, {"checkpoint.asynchronous": True}),
+    ("zero3", 2, {"precision.compute": "fp16"}),
+    ("pytorch_zero3", 2, {"precision.compute": "bf16"}),
+    ("bucket_ddp_async", 2, {"strategy.options": {"comm_dtype": "bf16"}}),
+    ("zero1", 2, {"model.workload": "cnn_mnist", "model.options": {"dropout": True},
+                  **NOT_EVALUATED}),
+    ("bucket_ddp_async", 3, UNEVEN),
+    ("pytorch_ddp", 3, UNEVEN),
+]  # fmt: skip
+PLAIN = [(name, 2, {}) for name in STRATEGIES if name != "single"]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "changes"),
+    ("strategy", "size", "changes"),
     [
-        *(pytest.param(n, {}, id=n, marks=() if n == "zero3" else LONG) for n in STRATEGIES),
-        pytest.param("zero3", {"precision.compute": "fp16"}, id="fp16", marks=LONG),
-        pytest.param("pytorch_zero3", {"precision.compute": "bf16"}, id="bf16", marks=LONG),
-        pytest.param(
-            "simple_ddp",
-            {"training.accumulate": 2, "data.prefetch": 0},
-            id="accumulate",
-            marks=LONG,
-        ),
-        pytest.param("simple_ddp", {"checkpoint.asynchronous": True}, id="asynchronous"),
-        pytest.param(
-            "zero3", {"checkpoint.asynchronous": True}, id="asynchronous shards", marks=LONG
-        ),
-        pytest.param(
-            "bucket_ddp_async",
-            {"strategy.options": {"compress": "powersgd"}},
-            id="powersgd",
-            marks=LONG,
-        ),
-        pytest.param(
-            "zero1",
-            {
-                "model.workload": "cnn_mnist",
-                "model.options": {"dropout": True},
-                "training.evaluate_every": None,
-                "training.evaluate_samples": None,
-            },
-            id="dropout",
-            marks=LONG,
-        ),
+        *long_unless(lambda strategy, *_: strategy == "simple_ddp", VARIED),
+        *deep_unless(lambda *_: False, [("single", 1, {}), *PLAIN]),
+        *deep_unless(lambda *_: False, [(n, 3, UNEVEN) for n in ("zero3", "pytorch_zero3")]),
     ],
 )
 def test_a_run_goes_on_exactly(
-    strategy: str, changes: dict[str, Any], ranks: GetRanks, tmp_path: Path
+    strategy: str, size: int, changes: dict[str, Any], ranks: GetRanks, tmp_path: Path
 ) -> None:
-    size = 1 if strategy == "single" else 2
     values = settings(tmp_path, **{"strategy.name": strategy}, **changes)
     _, whole = train(ranks, size, values)
     middle = whole / "checkpoints" / "step-000003"
     values["checkpoint"]["resume"] = str(middle)
-    result, resumed = train(ranks, size, values)
+    _, resumed = train(ranks, size, values)
     assert resumed != whole
     expected = {step: loss for step, loss in losses_of(whole).items() if step >= 3}
     assert losses_of(resumed) == expected
@@ -189,7 +170,6 @@ def test_a_run_goes_on_exactly(
     assert want.keys() == got.keys()
     different = [name for name, value in want.items() if not torch.equal(value, got[name])]
     assert different == []
-    assert result["audit"]["samples"] == 48  # those before the checkpoint were noted in it
     if "training.evaluate_every" not in changes:
         held_out = [read_jsonl(f / "evaluation.jsonl")[-1]["loss"] for f in (whole, resumed)]
         assert held_out[0] == held_out[1]
@@ -212,7 +192,7 @@ def test_through_strategies_and_worlds(ranks: GetRanks, tmp_path: Path) -> None:
         values["strategy"]["name"] = strategy
         values["training"]["steps"] = steps
         values["checkpoint"]["resume"] = str(folder)
-        result, again = train(ranks, size, values)
+        _, again = train(ranks, size, values)
         assert again == folder
     want, got = losses_of(whole), losses_of(folder)
     assert list(got) == list(range(9))  # no gap, nothing twice
@@ -220,14 +200,13 @@ def test_through_strategies_and_worlds(ranks: GetRanks, tmp_path: Path) -> None:
     expected, reached = state_at(whole, 9), state_at(folder, 9)
     for name, value in expected.items():
         np.testing.assert_allclose(value, reached[name], rtol=0, atol=1e-8, err_msg=name)
-    assert result["audit"]["samples"] == 72
-    assert all(e["repeated"] == 0 for e in result["audit"]["epochs"])
     resumes = read_jsonl(folder / "resumes.jsonl")
     assert [row["step"] for row in resumes] == [3, 6]
     assert "strategy.name was 'zero3', is 'pytorch_ddp'" in resumes[0]["changed"]
     assert "launch.world was 4, is 2" in resumes[0]["changed"]
 
 
+@pytest.mark.long
 def test_records_go_on_without_gap_or_repetition(ranks: GetRanks, tmp_path: Path) -> None:
     """A run that was killed after its checkpoint has rows of steps that will be done again."""
     values = settings(tmp_path, **{"strategy.name": "simple_ddp", "training.steps": 6})
@@ -265,7 +244,7 @@ def test_epochs_and_a_micro_batch_go_on(ranks: GetRanks, tmp_path: Path) -> None
     values = configs.load(None, given, base).to_dict()
     result, folder = train(ranks, 2, values)
     assert result["steps"] == 3
-    saved = configs.load(folder / "config.yaml", {"data.audit": True})
+    saved = configs.load(folder / "config.yaml")
     assert (saved.training.steps, saved.training.accumulate) == (3, 2)
     with pytest.raises(UsageError, match=r"training\.steps is 4; leave out one of them"):
         train(ranks, 2, saved.with_overrides({"training.steps": 4, **given}).to_dict())
@@ -276,44 +255,6 @@ def test_epochs_and_a_micro_batch_go_on(ranks: GetRanks, tmp_path: Path) -> None
     assert [row["step"] for row in read_jsonl(folder / "rank0.jsonl")] == list(range(5))
     saved = configs.load(folder / "config.yaml")
     assert (saved.training.steps, saved.training.accumulate) == (5, 4)
-
-
-# ------------------------------------------------------------------ the command
-
-
-@pytest.mark.long
-def test_resume_from_the_command_line(tmp_path: Path) -> None:
-    """A run folder's own settings are used, changed by the flags."""
-    first = commands.here(
-        "train", "--size", "tiny", "--data", "synthetic", "--steps", "4", "--lr", "0.01",
-        "--checkpoint-every", "2", "--out", "run", "--json", cwd=tmp_path,
-    )  # fmt: skip
-    assert first.returncode == 0, first.stderr
-    more = commands.here(
-        "train", "--resume", "run", "--steps", "6", "--strategy", "zero2", "--json", cwd=tmp_path
-    )
-    assert more.returncode == 0, more.stderr
-    result = json.loads(more.stdout)
-    assert result["folder"] == "run"
-    rows = read_jsonl(tmp_path / "run" / "rank0.jsonl")
-    assert [row["step"] for row in rows] == list(range(6))
-    listed = showing.overview(tmp_path / "run")
-    assert [(row["step"], row["strategy"], row["damage"]) for row in listed] == [
-        (6, "zero2", None), (4, "simple_ddp", None),
-    ]  # fmt: skip
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("strategy", ["bucket_ddp_async", "pytorch_ddp", "pytorch_zero1"])
-def test_a_whole_run_on_three_ranks(strategy: str, ranks: GetRanks, tmp_path: Path) -> None:
-    """Buckets are laid out as they were: the sums of three have the same last bits."""
-    changes = {"strategy.name": strategy, "training.batch_split": "uneven"}
-    values = settings(tmp_path, **changes)
-    _, whole = train(ranks, 3, values)
-    values["checkpoint"]["resume"] = str(whole / "checkpoints" / "step-000003")
-    _, resumed = train(ranks, 3, values)
-    want, got = state_at(whole, 6), state_at(resumed, 6)
-    assert [name for name in want if not torch.equal(want[name], got[name])] == []
 
 
 # ------------------------------------------------------------------ which run "auto" means
@@ -351,20 +292,116 @@ def test_auto_takes_the_newest_that_did_not_finish(tmp_path: Path) -> None:
         starts.taken(tmp_path / "alive", RunLock())
 
 
-def test_code_is_run_only_if_it_is_named(tmp_path: Path) -> None:
-    """A checkpoint cannot make us import a file, nor say where to write."""
-    run = fake_run(
-        tmp_path, "run", {"state": "crashed"}, 1,
-        **{"strategy.name": "evil.py:Strategy", "output.root": "/elsewhere"},
-    )  # fmt: skip
+@pytest.mark.parametrize("name", ["run.lock", "resumes.jsonl", "traces/rank0", "status.json.part"])
+def test_a_run_folder_that_leads_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
+    """A run that continues would write through the link, into somebody's file."""
+    run = fake_run(tmp_path, "run", {"state": "crashed"}, 1)
     (run / "checkpoints" / files.name_of(1)).mkdir(parents=True)
-    with pytest.raises(UsageError, match=r"only if you name it: --strategy evil\.py:Strategy"):
+    (tmp_path / "precious").write_text("mine")
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).symlink_to(tmp_path / "precious")
+    (run / "wandb").mkdir()
+    (run / "wandb" / "latest-run").symlink_to("run-1")  # its own business
+    with pytest.raises(UsageError, match=rf"cannot continue in .*{name} is a link"):
+        starts.taken(run, RunLock())
+    assert (tmp_path / "precious").read_text() == "mine"
+    (run / name).unlink()
+    with RunLock() as lock:
+        assert starts.taken(run, lock) == run
+
+
+def test_no_link_is_written_through(tmp_path: Path) -> None:
+    """Nor where a link comes after the folder was looked at."""
+    (tmp_path / "precious").write_text("mine")
+    for name in ("run.lock", "rows.jsonl", "text.part"):
+        (tmp_path / name).symlink_to("precious")
+    with pytest.raises(OSError, match="symbolic links"):
+        RunLock().take(tmp_path)
+    with pytest.raises(OSError, match="symbolic links"):
+        append_jsonl(tmp_path / "rows.jsonl", {})
+    write_text(tmp_path / "text", "ours")
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert (tmp_path / "text").read_text() == "ours"
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    """``--resume auto`` and ``runs`` read the files of every folder under their root."""
+    run = fake_run(tmp_path, "run", {"state": "crashed"}, 1)
+    for name in ("status.json", "config.yaml"):
+        (run / name).unlink()
+        os.mkfifo(run / name)
+    assert files.state_of(run) == {}
+    assert files.settings_in(run / "config.yaml") is None
+    assert housekeeping.runs_in(tmp_path) == []
+    with pytest.raises(UsageError, match="neither a file nor a folder"):
+        starts.taken(run, RunLock())
+    saved = run / "checkpoints" / files.name_of(1)
+    saved.mkdir(parents=True)
+    os.mkfifo(saved / manifests.NAME)
+    with pytest.raises(UsageError, match="not a regular file"):
+        manifests.read(saved)
+    os.mkfifo(saved / "rank0.safetensors")
+    with pytest.raises(UsageError, match="not a regular file"):
+        manifests.verify(saved, {"rank0.safetensors": manifests.File(0, "")})
+
+
+def test_deep_json_is_an_unreadable_file(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text("[" * 100_000)
+    assert files.state_of(tmp_path) == {}
+
+
+def test_keys_of_an_older_version_are_passed_over_if_they_were_off(tmp_path: Path) -> None:
+    run = fake_run(tmp_path, "run", {"state": "crashed"}, 1)
+    (run / "checkpoints" / files.name_of(1)).mkdir(parents=True)
+    config = (run / "config.yaml").read_text()
+    for value, is_refused in (("false", False), ("true", True)):
+        (run / "config.yaml").write_text(config.replace("data:\n", f"data:\n  audit: {value}\n"))
+        base = starts.settings_of(str(run))
+        if is_refused:
+            with pytest.raises(UsageError, match="unknown key in data 'audit'"):
+                configs.load(None, {}, base)
+        else:
+            assert configs.load(None, {}, base).data == Config().data
+
+
+CODE = "payload.py:Thing"
+# Every setting that names code, by itself: a key that CODE lacks is not looked for.
+NAMES_CODE = ("model.workload", "strategy.name", "training.optimizer", "training.schedule")
+
+
+@pytest.mark.parametrize("key", NAMES_CODE)
+def test_code_is_run_only_if_it_is_named(key: str, tmp_path: Path) -> None:
+    """A checkpoint or run folder cannot make us import a file, nor say where to write."""
+    settings = {key: CODE, "output.root": "/elsewhere"}
+    run = fake_run(tmp_path, "run", {"state": "crashed"}, 1, **settings)
+    (run / "checkpoints" / files.name_of(1)).mkdir(parents=True)
+    with pytest.raises(UsageError, match=rf"only if you name it: {starts.CODE[key]}payload\.py"):
         starts.settings_of(str(run))
-    base = starts.settings_of(str(run), {"strategy": "zero3"})
-    assert base["strategy"] == {}
+    base = starts.settings_of(str(run), {key: "mine"})
     assert "root" not in base["output"]
-    (tmp_path / "mine.yaml").write_text("strategy: {name: 'evil.py:Strategy'}")
-    named = starts.named_by(tmp_path / "mine.yaml", None, None)
-    assert named == {"model": None, "strategy": "evil.py:Strategy"}
+    section, _, name = key.partition(".")
+    (tmp_path / "mine.yaml").write_text(f"{section}: {{{name}: '{CODE}'}}")
+    named = starts.named_by(tmp_path / "mine.yaml", {})
+    assert named == {**dict.fromkeys(starts.CODE), key: CODE}
+    assert named == starts.named_by(None, {key: CODE})
     base = starts.settings_of(str(run), named)
-    assert base["strategy"]["name"] == "evil.py:Strategy"
+    assert base[section][name] == CODE
+
+
+@pytest.mark.parametrize("key", NAMES_CODE)
+def test_the_command_refuses_before_it_imports(key: str, tmp_path: Path) -> None:
+    """The checkpoint's checksum is right, and the file that it names lies beside it."""
+    (tmp_path / "payload.py").write_text("open('ran', 'w')\nclass Thing: pass\n")
+    config = configs.load(None, {key: CODE}).to_dict()
+    sealed = Manifest(
+        step=1, strategy="zero1", world=1, config=config, samples=None, update={}, numbers={},
+        tensors={}, files={},
+    )  # fmt: skip
+    checkpoint = tmp_path / "step-000001"
+    checkpoint.mkdir()
+    (checkpoint / manifests.NAME).write_text(sealed.to_json())
+    said = commands.here("train", "--resume", "step-000001", "--world", "1", cwd=tmp_path)
+    assert said.returncode == 2
+    assert f"only if you name it: {starts.CODE[key]}{CODE}" in said.stderr
+    assert not (tmp_path / "ran").exists()

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 import commands
+from conftest import deep_unless
 from shardlab.data import obtaining
 from shardlab.data.catalog import ENTRIES
 from shardlab.learn.exercise import Exercise
 
-LOUD = f"--workload {Path(__file__).parents[1] / 'loud.py'}:workload --device cpu"
+LOUD = f"--workload {Path(__file__).with_name('printing_workload.py')}:workload --device cpu"
 FEW = "--warmup 2 --steps 1"
 
 # What runs a model that prints, in processes of its own.
@@ -32,15 +33,15 @@ OF_A_MODEL = {
 }
 # What looks at files, or at the machine.
 OTHERS = {
-    "network": "--max-size 16KiB --rounds 2 --time-limit 0.5 --device cpu",
+    "network": "--max-size 16KiB --rounds 2 --time-limit 20 --device cpu",
     "strategies": "", "workloads": "", "doctor": "", "schedule": "all",
     "trace analyze": "run", "trace diff": "run run", "checkpoint show": "run",
-    "runs": "--dir .", "runs show": "run", "runs clean": "--older-than 9d --yes --dir .",
+    "runs": "--dir .", "runs show": "run",
     "learn": "", "learn check": "sampler.py",
     "data text": "notes.txt --out shards --tokenizer bytes", "data show": "shards",
     **{f"data {name}": "" for name in ENTRIES},
 }  # fmt: skip
-STARTS_RANKS = ("network", "doctor", "learn check")
+STARTS_RANKS = ("network", "doctor")
 
 
 def one_object(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
@@ -68,6 +69,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_command_with_json_is_here() -> None:
     known = {command.name for command in commands.tree() if "--json" in command.options}
     assert known == {*OF_A_MODEL, *OTHERS}
+    page = (commands.ROOT / "docs" / "scripts.md").read_text()
+    assert all(f"`{name}`" in page for name in known if not name.startswith("data "))
 
 
 @pytest.mark.long
@@ -75,16 +78,23 @@ def test_a_training_run(folder: Path) -> None:
     said = (folder / "train.err").read_text()
     one_object(subprocess.CompletedProcess([], 0, (folder / "train.out").read_text(), said))
     for way in ("print", "__stdout__", "descriptor", "C", "another process"):
-        assert said.splitlines().count(f"[2 ranks] import: {way}") == 1
-    assert "[2 ranks] init: C" in said
-    assert "[2 ranks] forward: print" in said
-    assert "[rank 1] rank 1 reads its own samples" in said
-    assert "[2 ranks] rank" not in said
+        for rank in (0, 1):
+            assert said.splitlines().count(f"[rank {rank}] import: {way}") == 1
+    for rank in (0, 1):
+        assert f"[rank {rank}] init: C" in said
+        assert f"[rank {rank}] forward: print" in said
+        assert f"[rank {rank}] rank {rank} reads its own samples" in said
+    assert "[rank 0] rank 1" not in said
     assert "step 1/5" not in said
+    written = list((folder / "run").glob("*.json"))
+    assert written
+    assert all("schema" in json.loads(path.read_text()) for path in written)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in OF_A_MODEL if name != "train"])
+@pytest.mark.parametrize(
+    "name", deep_unless(lambda name: name == "throughput", [n for n in OF_A_MODEL if n != "train"])
+)
 def test_a_command_with_a_model_that_prints(name: str, tmp_path: Path) -> None:
     done = commands.shardlab(name, *OF_A_MODEL[name].split(), "--json", cwd=tmp_path)
     one_object(done)
@@ -92,7 +102,7 @@ def test_a_command_with_a_model_that_prints(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("command", ["train", "compare"])
+@pytest.mark.parametrize("command", deep_unless(lambda c: c == "train", ["train", "compare"]))
 def test_under_torchrun(command: str, tmp_path: Path) -> None:
     """There the ranks are processes of torchrun's, or started by them."""
     run = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "shardlab")
@@ -104,14 +114,24 @@ def test_under_torchrun(command: str, tmp_path: Path) -> None:
     assert "forward: C" in done.stderr
 
 
+IN_THE_FOLDER = [name for name in OTHERS if not name.startswith(("data", "learn check"))]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", [n for n in OTHERS if not n.startswith(("data", "learn check"))])
+@pytest.mark.parametrize("name", deep_unless(lambda name: name != "network", IN_THE_FOLDER))
 def test_the_other_commands(name: str, folder: Path) -> None:
     shardlab = commands.shardlab if name in STARTS_RANKS else commands.here
     done = shardlab(
         *name.split(), *OTHERS[name].split(), "--json", cwd=folder, SHARDLAB_CACHE=str(folder)
     )
-    one_object(done)
+    found = one_object(done)
+    if name == "doctor":
+        checks = {check["name"]: check for check in found["checks"]}
+        assert checks["gloo"]["status"] == "ok"
+        assert "all_reduce took" in checks["gloo"]["detail"]
+        assert checks["GPU"]["status"] in ("ok", "missing")
+    if name == "runs":
+        assert ("train", "finished") in [(run["command"], run["state"]) for run in found["runs"]]
 
 
 @pytest.mark.long
@@ -121,7 +141,7 @@ def test_a_learners_code_that_prints(folder: Path) -> None:
 
 
 def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The data sets are not fetched; what puts one in place prints, as a package might."""
+    """The data sets are not fetched; what puts one in place prints, as a library might."""
 
     def obtain(wanted: Any, *_args: Any, **_options: Any) -> dict[str, Any]:
         print("unpacking …")
@@ -148,16 +168,13 @@ def test_how_much_stderr_says(tmp_path: Path) -> None:
         assert bool(done.stderr) == speaks
 
 
-@pytest.mark.long
+@pytest.mark.deep
 def test_the_page_for_scripts(tmp_path: Path) -> None:
     for line in commands.bash_lines("docs/scripts.md"):
         command = line.replace("shardlab ", f"{sys.executable} -m shardlab ", 1)
         done = commands.run("bash", "-ec", command, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "result.json").read_text())["steps"] == 2
-    page = (commands.ROOT / "docs" / "scripts.md").read_text()
-    for name in {*OF_A_MODEL, *OTHERS} - {n for n in OTHERS if n.startswith("data ")}:
-        assert f"`{name}`" in page
 
 
 def test_a_reader_that_leaves(tmp_path: Path) -> None:
@@ -170,9 +187,16 @@ def test_a_reader_that_leaves(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    command = f"{sys.executable} -m shardlab strategies --json > /dev/full"
-    done = commands.run("bash", "-c", command, cwd=tmp_path)
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("strategies --json", "the result cannot be written to stdout"),
+        ("strategies", "cannot write to stdout"),
+        ("train --help", "cannot write to stdout"),
+    ],
+)
+def test_a_disk_that_is_full(command: str, said: str, tmp_path: Path) -> None:
+    line = f"{sys.executable} -m shardlab {command} > /dev/full"
+    done = commands.run("bash", "-c", line, cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: the result cannot be written to stdout: No space left")
-    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr == f"error: {said}: No space left on device\n"

@@ -5,7 +5,7 @@
 # Ray, and the models of Kubeflow's manifests (a package of types; nothing of it runs).
 "$1" -c 'import aiohttp_cors, kubeflow_trainer_api, ray.train' 2>/dev/null ||
     "$1" -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-        -e '.[ray]' kubeflow-trainer-api ||
+        'ray[default,train]' kubeflow-trainer-api ||
     echo "Ray or kubeflow-trainer-api could not be installed: those tests skip"
 
 # Slurm and MPI, if this is a Debian and we are root.

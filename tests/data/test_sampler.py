@@ -39,6 +39,13 @@ def in_turn(ranks: list[list[int]]) -> list[int]:
 # ------------------------------------------------------------------ an epoch of samples
 
 
+@pytest.mark.parametrize("mode", sampler.MODES)
+def test_without_shuffling_samples_come_in_their_order(mode: str) -> None:
+    """And from the start again, when all were read."""
+    drawn = [sampler.draw(step, 4, 8, 0, shuffle=False, mode=mode) for step in range(3)]
+    assert [d.ids.tolist() for d in drawn] == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]
+
+
 @given(length=LENGTHS, world=WORLDS, seed=SEEDS, number=FEW)
 def test_padded(length: int, world: int, seed: int, number: int) -> None:
     """Equal counts by the ceil rule, everything covered, the tail repeated from the start."""
@@ -49,17 +56,6 @@ def test_padded(length: int, world: int, seed: int, number: int) -> None:
     assert stream[:length] == order
     # Also where the data set is smaller than the world: round as often as it takes.
     assert all(stream[i] == order[i % length] for i in range(length, len(stream)))
-
-
-@given(length=LENGTHS, world=WORLDS, seed=SEEDS, number=FEW)
-def test_dropped(length: int, world: int, seed: int, number: int) -> None:
-    """Equal counts by the floor rule, nothing twice, fewer than a world missed."""
-    ranks = epoch(length, world, "dropped", seed, number)
-    assert {len(ids) for ids in ranks} == {length // world}
-    seen = Counter(i for ids in ranks for i in ids)
-    assert set(seen.values()) <= {1}
-    assert set(seen) <= set(range(length))
-    assert length - len(seen) == length % world
 
 
 @given(length=LENGTHS, world=WORLDS, seed=SEEDS, number=FEW)
@@ -92,12 +88,9 @@ def test_resumed_at_another_world(
     read = in_turn([ids[:done] for ids in whole])
     rest = in_turn(epoch(length, after, mode, seed, position=len(read)))
     order = sampler.epoch_order(length, seed, 0, True).tolist()
-    together = (read + rest)[:length]
-    assert together == order[: len(together)]
-    missed = length - len(together)
-    assert missed == (max(0, length - len(read)) % after if mode == "dropped" else 0)
-    if mode != "padded":
-        assert len(read) + len(rest) == len(together)
+    assert (read + rest)[:length] == order
+    if mode == "exact":
+        assert len(read) + len(rest) == length
     elif len(read) < length:
         assert len(read) + len(rest) - length < after
 
@@ -121,6 +114,11 @@ def test_an_unknown_mode_is_refused() -> None:
 # ------------------------------------------------------------------ the same, batch by batch
 
 
+def finished_epochs(steps: int, size: int, length: int, mode: str) -> int:
+    """Epochs that are wholly read after this many steps."""
+    return steps * size // length if mode == "continuous" else steps // -(-length // size)
+
+
 @given(
     length=st.integers(1, 200),
     size=st.integers(1, 64),
@@ -133,10 +131,6 @@ def test_an_unknown_mode_is_refused() -> None:
 def test_batches_are_slices_of_the_epochs_order(
     length: int, size: int, world: int, micro: int, mode: str, seed: int
 ) -> None:
-    if mode == "dropped" and length < size:
-        with pytest.raises(UsageError, match="leaves nothing"):
-            sampler.check_epoch(length, size, mode)
-        return
     order = loader.Order(length, size, micro, seed, True, mode)
     # Enough steps for two epochs.
     steps = (
@@ -148,17 +142,19 @@ def test_batches_are_slices_of_the_epochs_order(
     for step in range(steps):
         shares = [order.share(step, world, rank) for rank in range(world)]
         whole = sampler.draw(step, size, length, seed, True, mode)
+        assert all(len(share) == micro for share in shares)
+        sizes = [sum(len(part.ids) for part in share) for share in shares]
+        # Rank 0, whose buffers all follow, is the last to have nothing.
+        assert sizes[0] == max(sizes) <= min(sizes) + 1
         fed = Counter(int(i) for share in shares for part in share for i in part.ids)
         assert fed == Counter(whole.ids.tolist())  # the ranks share it, whatever their number
         assert len(whole.ids) == size or mode == "exact"
         stream += zip(whole.epochs.tolist(), whole.ids.tolist(), strict=True)
-    assert sampler.finished_epochs(steps, size, length, mode) >= 2
+    assert finished_epochs(steps, size, length, mode) >= 2
     for number in range(2):
         ids = [i for e, i in stream if e == number]
         want = sampler.epoch_order(length, seed, number, True).tolist()
-        if mode == "dropped":
-            assert ids == want[: length // size * size]
-        elif mode == "padded":
+        if mode == "padded":
             assert ids == [want[i % length] for i in range(-(-length // size) * size)]
         else:
             assert ids == want
@@ -166,19 +162,18 @@ def test_batches_are_slices_of_the_epochs_order(
 
 def test_a_rank_reads_the_same_by_sample_and_by_batch() -> None:
     """One law: the batches of a rank, one after another, are its part of the epoch."""
-    for mode in ("padded", "dropped"):
-        order = loader.Order(103, 12, 1, 5, True, mode)
-        steps = sampler.steps_per_epoch(103, 12, mode)
-        by_batch = [order.share(s, 4, 1)[0].ids for s in range(steps)]
-        slots = sampler.epoch_slots(103, 12, mode)
-        by_sample = sampler.rank_ids(slots, 4, 1, 5, 0, mode="exact", shuffle=False)
-        want = sampler.epoch_order(103, 5, 0, True)[by_sample % 103]
-        assert np.array_equal(np.concatenate(by_batch), want)
+    order = loader.Order(103, 12, 1, 5, True, "padded")
+    steps = sampler.steps_per_epoch(103, 12, "padded")
+    by_batch = [order.share(s, 4, 1)[0].ids for s in range(steps)]
+    slots = sampler.epoch_slots(103, 12, "padded")
+    by_sample = sampler.rank_ids(slots, 4, 1, 5, 0, mode="exact", shuffle=False)
+    want = sampler.epoch_order(103, 5, 0, True)[by_sample % 103]
+    assert np.array_equal(np.concatenate(by_batch), want)
 
 
 def test_an_empty_data_set_has_no_batches() -> None:
     with pytest.raises(UsageError, match="no samples"):
-        sampler.check_epoch(0, 4, "continuous")
+        loader.Order(0, 4, 1, 0, True, "continuous")
 
 
 @given(
@@ -190,11 +185,9 @@ def test_an_empty_data_set_has_no_batches() -> None:
 def test_steps_of_epochs_read_them_and_no_more(
     epochs: int, size: int, length: int, mode: str
 ) -> None:
-    if mode == "dropped" and length < size:
-        return  # refused: nothing is left of an epoch
     steps = sampler.steps_of_epochs(epochs, size, length, mode)
-    assert sampler.finished_epochs(steps, size, length, mode) >= epochs
-    assert sampler.finished_epochs(steps - 1, size, length, mode) < epochs
+    assert finished_epochs(steps, size, length, mode) >= epochs
+    assert finished_epochs(steps - 1, size, length, mode) < epochs
 
 
 def test_a_part_of_an_epoch() -> None:

@@ -7,7 +7,9 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,10 @@ from torch import nn
 
 import commands
 from shardlab import config as configs
+from shardlab.checkpoint import files
 from shardlab.data.loader import cast
 from shardlab.errors import UsageError
+from shardlab.files import read_jsonl
 from shardlab.run import assemble
 from shardlab.workloads.base import Workload
 from shardlab.workloads.blocks import check_blocks, guess_blocks
@@ -27,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 HAVE = """\
 import copy
 import dataclasses
+import random
 from collections import namedtuple
 import numpy as np
 import torch
@@ -36,6 +41,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.nn.utils.rnn import pad_sequence
 from shardlab.workloads.base import Batch, Workload
 
+torch.manual_seed(0)  # how small a penalty is noticed depends on the weights
 g = torch.Generator().manual_seed(0)
 inputs = torch.randn(24, 4, generator=g)
 labels = torch.randint(0, 3, (24,), generator=g)
@@ -60,51 +66,39 @@ def pad(rows):
     x, y = zip(*rows)
     return pad_sequence(x, batch_first=True), pad_sequence(y, batch_first=True, padding_value=-100)
 
+padded = DataLoader(sentences, collate_fn=pad)
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(pairs)
 stream = Stream()
 
-class Named(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
+class Named(nn.Linear):
     def forward(self, x):
-        return self.layer(x)
-named_model = Named()
+        return super().forward(x)
+named_model = Named(4, 3)
 
-class TwoInputs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 2)
+class TwoInputs(nn.Linear):
     def forward(self, a, b):
-        return self.layer(torch.cat([a, b], -1))
-two_inputs = TwoInputs()
+        return super().forward(torch.cat([a, b], -1))
+two_inputs = TwoInputs(8, 2)
 
-class TwoHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.heads = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 2)])
+class TwoHeads(nn.ModuleList):
     def forward(self, x):
-        return tuple(head(x) for head in self.heads)
-two_outputs = two_heads = TwoHeads()
+        return tuple(head(x) for head in self)
+two_outputs = two_heads = TwoHeads([nn.Linear(4, 3), nn.Linear(4, 2)])
 
-class Tagger(nn.Module):
+class Tagger(nn.Sequential):
     def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(11, 6)
-        self.head = nn.Linear(6, 3)
+        super().__init__(nn.Embedding(11, 6), nn.Linear(6, 3))
     def forward(self, x):
-        return self.head(self.table(x)).transpose(1, 2)  # (batch, classes, tokens)
+        return super().forward(x).transpose(1, 2)  # (batch, classes, tokens)
 tagger = Tagger()
 
-class WithLoss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
+class WithLoss(nn.Linear):
     def forward(self, x, y):
-        return F.cross_entropy(self.layer(x), y)
-with_loss = WithLoss()
+        return F.cross_entropy(super().forward(x), y)
+with_loss = WithLoss(4, 3)
 
 class CausalLM(nn.Module):
     '''As Hugging Face's: labels are shifted in here, and the loss is a mean over what counts.'''
@@ -145,16 +139,22 @@ def refused(folder: Path, source: str, **overrides: Any) -> str:
     return str(caught.value)
 
 
-def shared(workload: Workload, parts: Sequence[Sequence[int]]) -> tuple[float, list[Any]]:
-    """Loss and gradient of a global batch that is shared out so, as the strategies compute them."""
+def known(workload: Workload) -> nn.Module:
+    """The model with the same weights each time: the short form's may be one and the same."""
     torch.manual_seed(3)
     model = workload.make_model().double()
     with torch.no_grad():
-        for p in model.parameters():  # the short form's may be one and the same
+        for p in model.parameters():
             p.copy_(torch.linspace(-1, 1, p.numel()).reshape(p.shape).cos() * 0.3)
+    model.zero_grad()
+    return model
+
+
+def shared(workload: Workload, parts: Sequence[Sequence[int]]) -> tuple[float, list[Any]]:
+    """Loss and gradient of a global batch that is shared out so, as the strategies compute them."""
+    model = known(workload)
     batches = [cast(workload.dataset.batch(ids), torch.float64) for ids in parts]
     count = sum(batch.count for batch in batches)
-    model.zero_grad()
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
         loss = workload.loss(model, batch) / count
@@ -168,13 +168,17 @@ EVENLY: list[list[int]] = [[0, 1, 2, 3, 4, 5, 6, 7]]
 UNEVENLY = [[0], [], [6, 2, 3], [4, 5, 1, 7]]
 
 
-def assert_same(workload: Workload) -> None:
-    loss, grads = shared(workload, EVENLY)
-    other_loss, other_grads = shared(workload, UNEVENLY)
-    assert other_loss == pytest.approx(loss, rel=1e-12)
-    for a, b in zip(grads, other_grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+def assert_same(workload: Workload, *parts: list[list[int]]) -> list[Any]:
+    """The first parts and the others give the same; the gradients."""
+    whole, *others = parts or (EVENLY, UNEVENLY)
+    loss, grads = shared(workload, whole)
+    for part in others:
+        other_loss, other_grads = shared(workload, part)
+        assert other_loss == pytest.approx(loss, rel=1e-12)
+        for a, b in zip(grads, other_grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
     assert any(g is not None and g.abs().max() > 0 for g in grads)
+    return grads
 
 
 # ------------------------------------------------------------------ the table
@@ -219,16 +223,10 @@ WHOLE = {  # what one process computes on the whole batch, in plain PyTorch
 @pytest.mark.parametrize("three", WHOLE)
 def test_it_is_the_loss_of_one_process(three: str, tmp_path: Path) -> None:
     workload = build(tmp_path, returns(three))
-    own: Any = type("Own", (), {})
     exec(HAVE, own_names := {})  # the names of the user's file
-    for name, value in own_names.items():
-        setattr(own, name, staticmethod(value) if name == "pad" else value)
+    own = SimpleNamespace(**own_names)
     loss, grads = shared(workload, UNEVENLY)
-    model = workload.make_model().double()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.linspace(-1, 1, p.numel()).reshape(p.shape).cos() * 0.3)
-    model.zero_grad()
+    model = known(workload)
     expected = WHOLE[three](model, own)
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-12)
@@ -290,104 +288,59 @@ def test_no_rows_are_cut_from_the_dimension_that_the_rows_are_along(tmp_path: Pa
     empty = workload.dataset.batch([])
     assert empty.inputs["x"].shape == (1, 0)
     assert (empty.count, empty.samples) == (0, 0)
-    parts = [[0], [6, 2, 3], [4, 5, 1, 7]]  # (a GRU itself refuses a batch of no rows)
-    loss, _ = shared(workload, EVENLY)
-    assert shared(workload, parts)[0] == pytest.approx(loss, rel=1e-12)
+    # (A GRU itself refuses a batch of no rows.)
+    assert_same(workload, EVENLY, [[0], [6, 2, 3], [4, 5, 1, 7]])
 
 
-WRONG = {
-    "a sample that raises": (
-        "model, Broken(), nn.CrossEntropyLoss()",
-        "KeyError: 'no such file' (in sample 13 of",
-    ),
-    "unequal shapes": (
-        "tagger, sentences, nn.CrossEntropyLoss()",
-        "samples of different shapes, [(1,), (1,)] and [(2,), (2,)], make no batch",
-    ),
-    "what no batch can be made of": (
-        "model, [(object(), y) for x, y in pairs], nn.CrossEntropyLoss()",
-        "TypeError: default_collate: batch must contain tensors",
-    ),
-    "strings for a linear layer": (
-        "model, [('text', y) for x, y in pairs], nn.CrossEntropyLoss()",
-        "(in the loss of",
-    ),
-    "columns of different lengths": (
-        "model, {'x': inputs, 'y': labels[:5]}, nn.CrossEntropyLoss()",
-        "columns of different lengths: x 24, y 5",
-    ),
-    "tensors of different lengths": (
-        "model, (inputs, labels[:5]), nn.CrossEntropyLoss()",
-        "a tuple of columns of different lengths: 0 24, 1 5",
-    ),
-    "a generator": (
-        "model, (p for p in pairs), nn.CrossEntropyLoss()",
-        "a generator, can be read only once",
-    ),
-    "a stream that is to be shuffled": (
-        "model, stream, nn.CrossEntropyLoss()",
-        "so it is read in its own order: --set data.shuffle=false",
-    ),
-    "neither": ("model, 5, nn.CrossEntropyLoss()", "can be neither indexed nor iterated"),
-    "a sampler": (
-        "model, DataLoader(pairs, sampler=torch.utils.data.WeightedRandomSampler([1.] * 24, 24)), "
-        "nn.CrossEntropyLoss()",
-        "the DataLoader's WeightedRandomSampler cannot be kept",
-    ),
-    "a batch sampler": (
-        "model, DataLoader(pairs, batch_sampler=[[0, 1], [2, 3]]), nn.CrossEntropyLoss()",
-        "the DataLoader's list cannot be kept",
-    ),
-    "batches as samples": (
-        "model, DataLoader(pairs, batch_size=None), nn.CrossEntropyLoss()",
-        "has batch_size=None, so its samples are batches already",
-    ),
-    "class weights": (
-        "model, pairs, nn.CrossEntropyLoss(torch.ones(3))",
-        "CrossEntropyLoss with class weights is divided by the weights",
-    ),
-    "a loss with parameters": (
-        "model, pairs, nn.Sequential(nn.Linear(3, 1))",
-        "has parameters, which would not be trained",
-    ),
-    "a loss class": (
-        "model, pairs, nn.CrossEntropyLoss",
-        "the loss is the class CrossEntropyLoss, not a function",
-    ),
-    "no loss inside": (
-        "named_model, [{'x': x} for x in inputs], None",
-        "the loss is a tensor of shape (2, 3), not one number",
-    ),
-    "outputs of another type": (
-        "two_outputs, pairs, nn.CrossEntropyLoss()",
-        "must be Tensor, not tuple (in the loss of",
-    ),
-    "dice": (
-        "autoencoder, inputs, lambda o, t: 1 - 2 * (o * t).sum() / (o * o + t * t).sum()",
-        "the loss is neither a sum nor a mean over targets (of 6 samples together it is",
-    ),
-    "contrastive": (
-        "autoencoder, inputs, lambda o, t: F.cross_entropy(o @ t.T, torch.arange(len(o)))",
-        "the loss is neither a sum nor a mean over targets",
-    ),
-    "a root": (
-        "autoencoder, inputs, lambda o, t: F.mse_loss(o, t).sqrt()",
-        "the loss is neither a sum nor a mean over targets",
-    ),
-    "a small penalty over the batch": (
-        "autoencoder, inputs, lambda o, t: F.mse_loss(o, t) + 1e-3 * o.mean(0).square().sum()",
-        "the loss is neither a sum nor a mean over targets",
-    ),
-    "weights in a function": (
-        "model, pairs, lambda o, t: F.cross_entropy(o, t, torch.tensor([1., 2., 3.]).to(o))",
-        "the loss is neither a sum nor a mean over targets",
-    ),
-    "a mean over padding": (
-        "tagger, DataLoader(sentences, collate_fn=pad), "
-        "lambda o, t: F.cross_entropy(o, t, reduction='none').mean()",
-        "the loss is neither a sum nor a mean over targets",
-    ),
-}
+# What is wrong, and below it what is said; ce is nn.CrossEntropyLoss().
+WRONG = """
+model, Broken(), ce
+    KeyError: 'no such file' (in sample 13 of
+tagger, sentences, ce
+    samples of different shapes, [(1,), (1,)] and [(2,), (2,)], make no batch
+model, [(object(), y) for x, y in pairs], ce
+    TypeError: default_collate: batch must contain tensors
+model, [('text', y) for x, y in pairs], ce
+    (in the model's forward, for the loss of
+model, {'x': inputs, 'y': labels[:5]}, ce
+    columns of different lengths: x 24, y 5
+model, (inputs, labels[:5]), ce
+    a tuple of columns of different lengths: 0 24, 1 5
+model, (p for p in pairs), ce
+    a generator, can be read only once
+model, stream, ce
+    so it is read in its own order: --set data.shuffle=false
+model, 5, ce
+    can be neither indexed nor iterated
+model, DataLoader(pairs, sampler=torch.utils.data.WeightedRandomSampler([1.] * 24, 24)), ce
+    the DataLoader's WeightedRandomSampler cannot be kept
+model, DataLoader(pairs, batch_sampler=[[0, 1], [2, 3]]), ce
+    the DataLoader's list cannot be kept
+model, DataLoader(pairs, batch_size=None), ce
+    has batch_size=None, so its samples are batches already
+model, pairs, nn.CrossEntropyLoss(torch.ones(3))
+    CrossEntropyLoss with class weights is divided by the weights
+model, pairs, nn.Sequential(nn.Linear(3, 1))
+    has parameters, which would not be trained
+model, pairs, nn.CrossEntropyLoss
+    the loss is the class CrossEntropyLoss, not a function
+named_model, [{'x': x} for x in inputs], None
+    the loss is a tensor of shape (2, 3), not one number
+two_outputs, pairs, ce
+    must be Tensor, not tuple (in the loss of
+autoencoder, inputs, lambda o, t: 1 - 2 * (o * t).sum() / (o * o + t * t).sum()
+    the loss is neither a sum nor a mean over targets (of 6 samples together it is
+autoencoder, inputs, lambda o, t: F.cross_entropy(o @ t.T, torch.arange(len(o)))
+    the loss is neither a sum nor a mean over targets
+autoencoder, inputs, lambda o, t: F.mse_loss(o, t).sqrt()
+    the loss is neither a sum nor a mean over targets
+autoencoder, inputs, lambda o, t: F.mse_loss(o, t) + 1e-3 * o.mean(0).square().sum()
+    the loss is neither a sum nor a mean over targets
+model, pairs, lambda o, t: F.cross_entropy(o, t, torch.tensor([1., 2., 3.]).to(o))
+    the loss is neither a sum nor a mean over targets
+tagger, padded, lambda o, t: F.cross_entropy(o, t, reduction='none').mean()
+    the loss is neither a sum nor a mean over targets
+"""
 
 BROKEN = """
 class Broken(Dataset):
@@ -400,10 +353,9 @@ class Broken(Dataset):
 """
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_what_is_wrong_is_said_in_a_line(what: str, tmp_path: Path) -> None:
-    three, message = WRONG[what]
-    text = refused(tmp_path, BROKEN + returns(three))
+@pytest.mark.parametrize(("three", "message"), re.findall(r"(\S.*)\n    (.+)\n", WRONG))
+def test_what_is_wrong_is_said_in_a_line(three: str, message: str, tmp_path: Path) -> None:
+    text = refused(tmp_path, BROKEN + "ce = nn.CrossEntropyLoss()\n" + returns(three))
     assert message in text.partition("\n")[0], text
 
 
@@ -432,15 +384,14 @@ def masked(output, target):
     losses = F.cross_entropy(output, target, reduction="none")
     return losses.sum() / (target != -100).sum()
 
-class Spare(Tagger):
+class Spare(nn.Module):
     def __init__(self):
         super().__init__()
-        self.spare = nn.Linear(6, 2)
+        self.tagger, self.spare = Tagger(), nn.Embedding(11, 2)
     def forward(self, x):
-        self.unused = self.spare(self.table(x))
-        return super().forward(x), self.unused
+        return self.tagger(x), self.spare(x)
 
-rows = [(row, torch.where(torch.arange(6) < n, row % 3, -100)) for row, n in zip(ids, lengths)]
+rows = list(ignoring)
 rows[3] = (rows[3][0], torch.full((6,), -100))
 
 def workload():
@@ -448,12 +399,8 @@ def workload():
 """
     workload = build(tmp_path, source)
     assert workload.dataset.batch([3]).count == 0
-    loss, grads = shared(workload, [[0, 1, 2, 3, 4]])
-    for parts in ([[3], [0, 1, 2, 4]], [[], [0, 1, 3], [2, 4]]):
-        other_loss, other_grads = shared(workload, parts)
-        assert other_loss == pytest.approx(loss, rel=1e-12)
-        for a, b in zip(grads, other_grads, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+    uneven = [[3], [0, 1, 2, 4]], [[], [0, 1, 3], [2, 4]]
+    grads = assert_same(workload, [[0, 1, 2, 3, 4]], *uneven)
     assert grads[-1] is None  # the spare layer's
 
 
@@ -468,13 +415,11 @@ class Data:
         x = inputs[list(numbers)]
         return Batch(inputs=x, targets=labels[list(numbers)], count=len(x), samples=len(x))
 
-class Net(nn.Module):
+class Net(nn.Sequential):
     def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
-        self.drop = nn.Dropout(0.5)
-    def forward(self, x):
-        return self.last(self.drop(torch.relu(self.norm(self.first(x)))))
+        super().__init__(
+            nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 3)
+        )
 
 class Noisy(Net):
     def forward(self, x):
@@ -524,6 +469,17 @@ def zero(model, batch):
 def contrastive(model, batch):
     return F.cross_entropy(model(batch.inputs) @ batch.inputs[:, :3].T, torch.arange(batch.count))
 
+class Warm(Net):  # half of it in its first five calls
+    calls = 0
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * (0.5 if self.calls <= 5 else 1)
+
+class Skips(Net):  # what it draws, it draws seldom, and not from torch's generator
+    draw = random.Random(3)
+    def forward(self, x):
+        return super().forward(x) * (self.draw.random() > 0.15)
+
 class Batchwise(Net):  # statistics of the batch in eval mode, too
     def forward(self, x):
         return super().forward((x - x.mean(0)) / (1 + x.var(0)))
@@ -539,6 +495,8 @@ RIGHT = {
     "Net, gradient_penalty": "",
     "Net, penalty_per_target": "",
     "Net, penalty": "the loss has a term that is the same whatever the samples are",
+    "Warm, loss": "the loss of the same samples is not the same each time",
+    "Skips, loss": "the loss of the same samples is not the same each time",
     "Net, zero": "the loss of the samples that were tried is 0",
     "Batchwise, loss": "a sample's output depends on the samples beside it, also in eval mode",
 }
@@ -554,17 +512,17 @@ def test_no_false_alarm(made_of: str, tmp_path: Path) -> None:
     assert all(RIGHT[made_of] in note for note in notes)
 
 
-@pytest.mark.parametrize(("three", "count"), [
-    ("Noisy(), pairs, nn.CrossEntropyLoss()", "targets"),
-    ("Noisy(), pairs, lambda o, t: F.cross_entropy(o, t)", "targets"),
-    ("Noisy(), pairs, lambda o, t: F.cross_entropy(o, t, reduction='sum')", None),
-])  # fmt: skip
-def test_a_random_mean_is_told_from_a_random_sum(
-    three: str, count: str | None, tmp_path: Path
-) -> None:
-    workload = build(tmp_path, SUMS + returns(three))
-    said = "the loss is a mean over targets" in " ".join(workload.notes)
-    assert said == (count is not None), workload.notes
+@pytest.mark.parametrize(
+    ("loss", "is_mean"),
+    [
+        ("nn.CrossEntropyLoss()", True),
+        ("lambda o, t: F.cross_entropy(o, t)", True),
+        ("lambda o, t: F.cross_entropy(o, t, reduction='sum')", False),
+    ],
+)
+def test_a_random_mean_is_told_from_a_random_sum(loss: str, is_mean: bool, tmp_path: Path) -> None:
+    notes = build(tmp_path, SUMS + returns(f"Noisy(), pairs, {loss}")).notes
+    assert ("the loss is a mean over targets" in " ".join(notes)) == is_mean, notes
 
 
 def test_wrong_losses_of_a_workload(tmp_path: Path) -> None:
@@ -577,7 +535,15 @@ def test_wrong_losses_of_a_workload(tmp_path: Path) -> None:
         assert message in refused(tmp_path / loss, source.replace("LOSS", loss))
     meant = source.replace("LOSS, Data()", "contrastive, Data(), couples_samples=True")
     (tmp_path / "meant").mkdir()
-    assert build(tmp_path / "meant", meant).couples_samples
+    workload = build(tmp_path / "meant", meant)
+    assert workload.couples_samples
+    for world, batch, said in ((2, 32, "beside 7 others"), (2, 30, "beside 6 or 7"), (1, 32, "")):
+        values = {"launch.world": world, "training.global_batch": batch, "training.accumulate": 2,
+                  "training.batch_split": "uneven", "strategy.name": "simple_ddp"}  # fmt: skip
+        notes = assemble.notes(configs.load(None, values), workload)
+        found = [n for n in notes if "the loss looks at the samples of a micro-batch" in n]
+        assert len(found) == (world > 1), notes
+        assert all(f"{said}" in n and f"would be {batch // 2 - 1}, " in n for n in found)
 
 
 def test_a_count_that_includes_padding(tmp_path: Path) -> None:
@@ -701,35 +667,26 @@ class Uncalled(nn.Module):
     def forward(self, x):
         x = F.linear(x, self.layers[0].weight)
         return self.layers[2](self.layers[1](x))
-
-def workload():
-    return Uncalled(), pairs, nn.CrossEntropyLoss()
 """
-    workload = build(tmp_path, source)
+    workload = build(tmp_path, source + returns("Uncalled(), pairs, nn.CrossEntropyLoss()"))
     assert workload.blocks == ("layers.1", "layers.2")
     assert "the blocks are guessed from the model: layers.1, layers.2" in workload.notes
 
 
-def test_a_model_in_half_precision_trains_in_float32_and_that_is_noted(tmp_path: Path) -> None:
-    source = """
-def workload():
-    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).half()), pairs, nn.CrossEntropyLoss()
-"""
-    (note,) = (n for n in build(tmp_path, source).notes if "half precision" in n)
-    assert "'1.weight' in half precision; parameters are kept and updated in float32" in note
-
-
-def test_a_model_in_float64_trains_in_float32_and_that_is_noted(tmp_path: Path) -> None:
-    source = """
+@pytest.mark.parametrize(("made", "said"), [("half", "half precision"), ("double", "float64")])
+def test_another_precision_trains_in_float32_and_that_is_noted(
+    made: str, said: str, tmp_path: Path
+) -> None:
+    source = f"""
 class Mixed(nn.Sequential):
     def forward(self, x):
         return self[1](self[0](x).to(self[1].weight.dtype)).float()
 
-def workload():
-    return Mixed(nn.Linear(4, 4), nn.Linear(4, 4).double()), pairs, nn.CrossEntropyLoss()
+mixed = Mixed(nn.Linear(4, 4), nn.Linear(4, 4).{made}())
 """
-    (note,) = (n for n in build(tmp_path, source).notes if "float64" in n)
-    assert "'1.weight' in float64; parameters are kept and updated in float32" in note
+    notes = build(tmp_path, source + returns("mixed, pairs, nn.CrossEntropyLoss()")).notes
+    (note,) = (n for n in notes if said in n)
+    assert f"'1.weight' in {said}; parameters are kept and updated in float32" in note
 
 
 def test_a_parameter_that_forward_replaces_is_refused_before_any_strategy(tmp_path: Path) -> None:
@@ -739,12 +696,9 @@ class Replaces(nn.Linear):
     def forward(self, x):
         self.weight = nn.Parameter(self.weight.detach().clone())
         return super().forward(x)
-
-def workload():
-    return Replaces(4, 4), pairs, nn.CrossEntropyLoss()
 """
-    with pytest.raises(UsageError, match="a new parameter in the place of 'weight' in forward"):
-        build(tmp_path, source)
+    text = refused(tmp_path, source + returns("Replaces(4, 4), pairs, nn.CrossEntropyLoss()"))
+    assert "a new parameter in the place of 'weight' in forward" in text
 
 
 # ------------------------------------------------------------------ streams
@@ -781,7 +735,6 @@ def test_a_stream_by_number(tmp_path: Path) -> None:
      "yield other samples each time they are iterated"),
     ("iter([])", {}, "yield no samples"),
     ("iter(pairs)", {"data.epoch": "exact"}, "data.epoch exact is not possible"),
-    ("iter(pairs)", {"data.audit": True}, "data.audit cannot count them"),
 ])  # fmt: skip
 def test_what_a_stream_cannot_do(
     source: str, overrides: dict[str, Any], message: str, tmp_path: Path
@@ -817,6 +770,16 @@ def streamed():
 def whole():
     return nn.Linear(4, 3), pairs, nn.CrossEntropyLoss()
 
+def complete():
+    return {
+        "model": Deep(), "data": pairs[:20], "loss": nn.CrossEntropyLoss(), "held_out": pairs[20:],
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.9),
+        "schedule": lambda step: 1 / (1 + step),
+    }
+
+def unmoved():
+    return {**complete(), "schedule": lambda step: 0.0}
+
 def sharded():
     import os
     class Own(IterableDataset):
@@ -841,6 +804,7 @@ def run(ranks: Any, size: int, folder: Path, name: str, **changes: Any) -> dict[
     return result
 
 
+@pytest.mark.long
 def test_a_loader_on_ranks_is_one_process(ranks: Any, tmp_path: Path) -> None:
     """A mean, uneven shares, a helper module beside the file; and what is said about it."""
     three = run(ranks, 3, tmp_path, "loader", **{"training.global_batch": 4,
@@ -856,6 +820,110 @@ def test_a_loader_on_ranks_is_one_process(ranks: Any, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.long
+def test_optimizer_schedule_and_held_out_samples_are_those_of_a_plain_loop(
+    ranks: Any, tmp_path: Path
+) -> None:
+    """Under sharded and whole parameters, with uneven shares; one of them from a checkpoint on."""
+    changes = {"data.shuffle": False, "training.evaluate_every": 2, "checkpoint.every": 2}
+    found = {
+        name: run(ranks, 2, tmp_path, "complete", **changes, **{"strategy.name": name})
+        for name in ("zero3", "pytorch_zero3", "bucket_ddp_async")
+    }
+    resumed = run(ranks, 2, tmp_path, "complete", **changes, **{
+        "strategy.name": "zero1",
+        "checkpoint.resume": str(Path(found["zero3"]["folder"]) / "checkpoints" / "step-000002"),
+    })  # fmt: skip
+    own = assemble.build_workload(
+        configs.load(None, {"model.workload": f"{tmp_path / 'own.py'}:complete"})
+    )
+    torch.manual_seed(0)
+    model = own.make_model().double()
+    exec(HAVE, names := {})
+    x, y = names["inputs"].double(), names["labels"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    held_out, losses = [], []
+    for step in range(4):
+        ids = [(7 * step + i) % 20 for i in range(7)]
+        optimizer.param_groups[0]["lr"] = 0.3 / (1 + step)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x[ids]), y[ids])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        held_out.append(nn.functional.cross_entropy(model(x[20:]), y[20:]).item())
+    for name, result in found.items():
+        rows = read_jsonl(Path(result["folder"]) / "rank0.jsonl")
+        assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-10), name
+        told = [row["loss"] for row in result["evaluations"]]
+        assert told == pytest.approx(held_out[1::2], abs=1e-10), name
+    assert resumed["loss"] == pytest.approx(losses[-1], abs=1e-10)
+    assert resumed["evaluations"][-1]["loss"] == pytest.approx(held_out[-1], abs=1e-10)
+
+
+DICT = "'model': copy.deepcopy(model), 'data': pairs, 'loss': F.cross_entropy"
+
+
+@pytest.mark.parametrize(("parts", "message"), [
+    (f"{DICT}, 'held_outt': pairs", "unknown part of a workload 'held_outt'; did you mean 'held_o"),
+    ("'model': model, 'data': pairs", "the dict has no 'loss'"),
+    (f"{DICT}, 'held_out': stream", "so it cannot be held out: give a list of its samples"),
+    (f"{DICT}, 'held_out': [(1, 2)]", "(in the loss of held-out sample 0 of"),
+], ids=["unknown", "missing", "stream", "another form"])  # fmt: skip
+def test_the_parts_of_a_dict_are_looked_over(parts: str, message: str, tmp_path: Path) -> None:
+    assert message in refused(tmp_path, f"def workload():\n    return {{{parts}}}\n")
+
+
+def test_an_optimizer_is_given_by_what_makes_it_and_not_twice(tmp_path: Path) -> None:
+    parts = f"{DICT}, 'optimizer': torch.optim.AdamW, 'schedule': lambda step: 1.0"
+    workload = build(tmp_path, f"def workload():\n    return {{{parts}}}\n")
+    model = workload.make_model()
+    assemble.make_optimizer(configs.TrainingConfig(), workload, model)
+    asked = configs.TrainingConfig(learning_rate=0.1, schedule="cosine")
+    with pytest.raises(UsageError, match="learning_rate is for an optimizer of the config"):
+        assemble.make_optimizer(asked, workload, model)
+    with pytest.raises(UsageError, match=r"leave out training\.schedule"):
+        assemble.make_schedule(asked, workload)
+    made: Any = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UsageError, match="the optimizer is a AdamW, not a function that makes one"):
+        assemble.make_optimizer(configs.TrainingConfig(), replace(workload, optimizer=made), model)
+
+
+PATIENT = {"training.steps": 9, "training.evaluate_every": 1, "training.patience": 2,
+           "checkpoint.every": 2}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "options"), [
+    ("zero3", {}), ("local_sgd", {"every": 2}), ("simple_ddp", {"pipeline": 2}),
+])  # fmt: skip
+def test_a_run_ends_when_its_held_out_loss_does_not_fall(
+    name: str, options: dict[str, Any], ranks: Any, tmp_path: Path
+) -> None:
+    """Nothing moves, so it ends after three evaluations; and one that was cut counts on."""
+    changes = {**PATIENT, "strategy.name": name, "strategy.options": options}
+    if "pipeline" in options:
+        changes |= {"training.accumulate": 2, "training.global_batch": 8}
+    result = run(ranks, 2, tmp_path, "unmoved", **changes)
+    folder = Path(result["folder"])
+    assert result["steps"] == result["checkpoint"]["step"] == 3
+    status = files.state_of(folder)
+    assert (status["state"], status["reason"]) == ("finished", result["ended_early"])
+    assert status["reason"].startswith("2 evaluations in a row have not lowered the held-out loss")
+    if name != "zero3":
+        return
+    changes["checkpoint.resume"] = str(folder / "checkpoints" / "step-000002")
+    assert run(ranks, 2, tmp_path, "unmoved", **changes)["steps"] == 1
+    changes["checkpoint.resume"] = str(folder / "checkpoints" / "step-000003")
+    with pytest.raises(UsageError, match="to go on, raise training"):
+        run(ranks, 2, tmp_path, "unmoved", **changes)
+    changes |= {"checkpoint.resume": str(folder), "training.patience": 6, "training.steps": 7}
+    last = run(ranks, 2, tmp_path, "unmoved", **changes)
+    assert (last["steps"], last["ended_early"]) == (7, None)  # it had no step left to leave out
+    assert "reason" not in files.state_of(folder)
+
+
+@pytest.mark.long
 def test_a_stream_goes_on_where_it_stopped(ranks: Any, tmp_path: Path) -> None:
     """5 steps of 7 are more than its 24 samples; another world reads on at the next sample."""
     changes = {"data.shuffle": False, "training.steps": 5, "checkpoint.every": 3}
@@ -887,7 +955,7 @@ TORCHRUN = ["torchrun", "--nproc-per-node=2", "--no-python", sys.executable, "-m
 @pytest.mark.parametrize(("command", "workload", "where"), [
     ([sys.executable, "-c", PROGRAM], "inner/own.py:loader", "."),
     ([sys.executable, "-c", PROGRAM], "own:loader", "inner"),
-    (TORCHRUN, "inner/own.py:loader", "."),
+    pytest.param(TORCHRUN, "inner/own.py:loader", ".", marks=pytest.mark.deep),
 ], ids=["a file", "a module", "torchrun"])  # fmt: skip
 def test_the_folders_are_importable_by_the_command(
     command: list[str], workload: str, where: str, tmp_path: Path

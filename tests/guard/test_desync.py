@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,58 +14,26 @@ import torch
 from torch import nn
 
 import commands
-import troubled
-from conftest import GetRanks
+from conftest import GetRanks, deep_unless
+from faulty_workload import FILE, config_of, line_of, run
 from shardlab import comm
 from shardlab import config as configs
 from shardlab.checkpoint import files, storage
 from shardlab.checkpoint import manifest as manifests
-from shardlab.config import LaunchConfig
 from shardlab.errors import Halt, RankFailure, UsageError
 from shardlab.guard import drift, sequence
 from shardlab.naming import STRATEGIES
 from shardlab.run import restart
-from shardlab.run.ranks import Ranks
 from shardlab.world import World
 
-LAUNCH = LaunchConfig(device="cpu", timeout_s=60)
-FILE = Path(troubled.__file__)
 
-
-def config_of(root: Path, strategy: str, **more: Any) -> configs.Config:
-    return configs.load(
-        None,
-        {
-            "model.workload": f"{FILE}:make",
-            "strategy.name": strategy,
-            "training.steps": 12,
-            "training.global_batch": troubled.BATCH,
-            "training.batch_split": "uneven",
-            "data.shuffle": False,
-            "output.root": str(root),
-            "launch.device": "cpu",
-            **more,
-        },
-    )
-
-
-def run(config: configs.Config, size: int = 2) -> list[Any]:
-    with Ranks(LAUNCH, size) as ranks:
-        return ranks.run("shardlab.run.rank:train_rank", config.to_dict(), "test", deadline_s=40)
-
-
-def site_of(text: str) -> str:
-    lines = FILE.read_text().splitlines()
-    (found,) = [i for i, line in enumerate(lines, start=1) if text in line]
-    return f"troubled.py:{found}"
-
-
+@pytest.mark.long
 def test_a_skipped_all_reduce_of_the_same_shape_is_caught_before_it_is_made(tmp_path: Path) -> None:
     """Gloo alone computes a wrong gradient and says nothing: see the next test."""
     config = config_of(tmp_path, f"{FILE}:SkippingFirst")
     with pytest.raises(Halt) as caught:
         run(config)
-    halt, site = caught.value, site_of('comm.all_reduce(grad, self.group, label=f"grad {name}")')
+    halt, site = caught.value, line_of('comm.all_reduce(grad, self.group, label=f"grad {name}")')
     assert halt.state == "out of step"
     assert "rank 1 skipped all_reduce #" in str(halt)
     assert f"'grad second.weight' at {site}, step 1" in str(halt)
@@ -97,7 +67,9 @@ def test_later_the_fingerprint_finds_it(tmp_path: Path) -> None:
     with pytest.raises(Halt) as caught:
         run(config)
     assert caught.value.rank == 1
-    assert "is all_reduce (6, 6) float32 'grad third.weight' at troubled.py:" in str(caught.value)
+    assert "is all_reduce (6, 6) float32 'grad third.weight' at faulty_workload.py:" in str(
+        caught.value
+    )
     assert "'grad second.weight'" in str(caught.value)
     assert str(caught.value).endswith("(results since then are wrong)")
     assert len(losses_of(tmp_path)) == 5
@@ -163,8 +135,13 @@ def test_every_way_to_differ(ranks: GetRanks, how: str, said: str | None) -> Non
         assert "and the others' is all_reduce (4,) float32 'second' at test_desync" in answers[0]
 
 
+MECHANISMS = ("bucket_ddp_async", "zero1", "zero3", "pytorch_zero3", "streaming_diloco")
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", [n for n in STRATEGIES if n != "single"])
+@pytest.mark.parametrize(
+    "name", deep_unless(lambda name: name in MECHANISMS, [n for n in STRATEGIES if n != "single"])
+)
 def test_no_false_alarm(ranks: GetRanks, tmp_path: Path, name: str) -> None:
     """Every strategy, with every guard at its keenest."""
     config = config_of(
@@ -211,18 +188,25 @@ def state_after(config: configs.Config) -> tuple[dict[str, torch.Tensor], list[s
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("strategy", "more", "reason"),
+    ("strategy", "plain", "more", "reason"),
     [
         # On the code before, the checkpoint of step 4 was made of drifted replicas and was taken.
-        ("DriftingOnce", {}, "replicas have drifted apart"),
-        ("bucket_ddp_async", {"faults": ["drift:rank=1,step=3"]}, "replicas have drifted apart"),
-        ("pytorch_ddp", {"faults": ["drift:rank=0,step=2"]}, "replicas have drifted apart"),
-        ("OptimizerDriftingOnce", {}, "'second.weight/exp_avg' of rank 1 differs"),
-        ("SwappingOnce", {"guard.drift_every": 0}, "results since then are wrong"),
+        ("Drifting", "simple_ddp", {}, "replicas have drifted apart"),
+        ("OptimizerDrifting", "simple_ddp", {}, "'second.weight/exp_avg' of rank 1 differs"),
+        ("Swapping", "InOrder", {"guard.drift_every": 0}, "results since then are"),
+        *(
+            pytest.param(
+                name, name, {"faults": [fault]}, "replicas have drifted apart",
+                marks=pytest.mark.deep,
+            )
+            for name, fault in (
+                ("bucket_ddp_async", "drift:rank=1,step=3"), ("pytorch_ddp", "drift:rank=0,step=2")
+            )
+        ),
     ],
-)
+)  # fmt: skip
 def test_no_checkpoint_is_made_of_replicas_that_differ(
-    strategy: str, more: dict[str, Any], reason: str, tmp_path: Path
+    strategy: str, plain: str, more: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     """Drifted or out of step, saved, found later, started again: as if nothing had happened."""
     base = {
@@ -230,18 +214,11 @@ def test_no_checkpoint_is_made_of_replicas_that_differ(
         "launch.device": "cpu", "guard.drift_every": 7, "guard.check_steps": 0,
         "guard.check_every": 7, "data.shuffle": True,
     }  # fmt: skip
-    plain = {
-        "DriftingOnce": "simple_ddp",
-        "OptimizerDriftingOnce": "simple_ddp",
-        "SwappingOnce": f"{FILE}:InOrder",
-    }
-    name = f"{FILE}:{strategy}" if strategy in plain else strategy
-    if strategy in plain:
+    if strategy != plain:
         more = more | {"strategy.options": {"marker": str(tmp_path / "marker")}}
-    undisturbed, none = state_after(
-        config_of(tmp_path / "plain", plain.get(strategy, strategy), **base)
-    )
-    got, reasons = state_after(config_of(tmp_path / "disturbed", name, **base | more))
+    right, wrong = (n if n in STRATEGIES else f"{FILE}:{n}" for n in (plain, strategy))
+    undisturbed, none = state_after(config_of(tmp_path / "plain", right, **base))
+    got, reasons = state_after(config_of(tmp_path / "disturbed", wrong, **base | more))
     assert none == []
     assert len(reasons) == 1
     assert reason in reasons[0]
@@ -250,15 +227,34 @@ def test_no_checkpoint_is_made_of_replicas_that_differ(
         assert torch.equal(got[key].nan_to_num(), value.nan_to_num()), key
 
 
+def sums(model: nn.Module) -> list[drift.Held]:
+    return drift.sums_of((name, "whole", p) for name, p in model.named_parameters())
+
+
 def test_checksums_see_one_bit() -> None:
     model = nn.Linear(50, 40)
-    before = drift.checksums(model)
+    before = sums(model)
     with torch.no_grad():
         model.weight[3, 4] = torch.nextafter(model.weight[3, 4], torch.tensor(9.0))
-    after = drift.checksums(model)
+    after = sums(model)
     assert [a == b for a, b in zip(before, after, strict=True)] == [False, True]
     assert drift.first_difference([before, after, before]) == ("weight", [1], [0, 2])
     assert drift.first_difference([before, before]) is None
+
+
+def test_numbers_that_are_nan_on_all_ranks_have_not_drifted() -> None:
+    """NaN differs from itself: the verdict named all ranks, and nobody that they differ from."""
+
+    def check(others: float) -> None:
+        def gather(mine: Any) -> list[Any]:
+            return [mine, [(short, name, repr(others)) for short, name, _ in mine]]
+
+        world: Any = SimpleNamespace(gather=gather, size=2)
+        drift.check_saved({}, {"optimizer/w/step": math.nan}, world, 3)
+
+    check(math.nan)
+    with pytest.raises(Halt, match="'w/step' of rank 1 differs from that of rank 0 after step 3"):
+        check(4.0)
 
 
 WIDTHS = [torch.bool, torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.int64,
@@ -306,9 +302,9 @@ def test_checksums_see_swaps_between_blocks_and_between_tensors() -> None:
         assert drift.checksum(wide).tolist() != first, (seed, i, j)
     assert drift.checksum(wide).tolist() != before
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    found = drift.checksums(model)
+    found = sums(model)
     model[0].weight, model[1].weight = model[1].weight, model[0].weight
-    assert drift.first_difference([found, drift.checksums(model)]) == ("0.weight", [1], [0])
+    assert drift.first_difference([found, sums(model)]) == ("0.weight", [1], [0])
 
 
 def test_checksums_of_nothing_and_of_expanded_tensors() -> None:

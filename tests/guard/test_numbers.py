@@ -13,99 +13,82 @@ import torch
 from torch import nn
 
 import commands
-import troubled
-from shardlab import config as configs
-from shardlab.config import LaunchConfig
+from conftest import deep_unless, long_unless
+from faulty_workload import FILE, config_of
+from faulty_workload import run as run_ranks
 from shardlab.errors import Halt
 from shardlab.guard import numbers
-from shardlab.run.ranks import Ranks
-from shardlab.strategies.simple_ddp import SimpleDDP
+from shardlab.strategies.data_parallel.simple_ddp import SimpleDDP
 from shardlab.strategies.update import NotFinite, Rule, Update
-
-LAUNCH = LaunchConfig(device="cpu", timeout_s=60)
-FILE = Path(troubled.__file__)
 
 
 def run(root: Path, strategy: str, size: int = 2, **more: Any) -> tuple[Any, list[float | None]]:
     """The result or the verdict, and the losses that rank 0 wrote."""
-    config = configs.load(
-        None,
-        {
-            "model.workload": f"{FILE}:make",
-            "strategy.name": strategy,
-            "training.steps": 8,
-            "training.global_batch": troubled.BATCH,
-            "training.batch_split": "uneven",
-            "data.shuffle": False,
-            "output.root": str(root),
-            "launch.device": "cpu",
-            **more,
-        },
-    )
+    config = config_of(root, strategy, **{"training.steps": 8, **more})
     result: Any
-    with Ranks(LAUNCH, size) as ranks:
-        try:
-            result = ranks.run(
-                "shardlab.run.rank:train_rank", config.to_dict(), "test", deadline_s=40
-            )
-        except Halt as halt:
-            result = halt
+    try:
+        result = run_ranks(config, size)
+    except Halt as halt:
+        result = halt
     rows = [p.read_text().splitlines() for p in root.glob("*/rank0.jsonl")]
     return result, [json.loads(line)["loss"] for line in (rows[0] if rows else [])]
 
 
-@pytest.mark.parametrize("strategy", ["simple_ddp", "bucket_ddp_async", "zero3", "pytorch_zero3"])
-def test_the_layer_and_the_rank_are_named(tmp_path: Path, strategy: str) -> None:
-    halt, losses = run(tmp_path, strategy, **{"model.options.kind": "layer"})
-    assert isinstance(halt, Halt)
-    assert str(halt) == (
-        "the loss of step 4 is nan: it arose on rank 1, first in the output of 'second' (Linear)"
-    )
-    assert (halt.state, halt.rank, halt.details["was_updated"]) == ("not finite", 1, False)
-    assert len(losses) == 4
+IN_LAYER = {"model.options.kind": "layer"}
+IN_DATA = {"model.options.kind": "input", "model.options.rank": 0}
+# The loss is finite: backward made it.
+IN_BACKWARD = {"model.options.kind": "backward", "model.options.how": "nan"}
+CLIPPED = IN_BACKWARD | {"training.clip_norm": 1.0}
+LOSS = "the loss of step 4 is nan: it arose on rank"
+GRADIENT = "the gradient of step 4 is not finite, though the loss is finite: .*"
+SECOND = rf"{LOSS} 1, first in the output of 'second' \(Linear\)$"
+HEAD = f"{GRADIENT}backward met it first at 'head.bias'"
+FROM_RANK_1 = rf"(?=.*it arose on rank 1){HEAD}"
+# The shard of one rank is all that it knows of.
+IN_SHARD = rf"{GRADIENT}in the shard of rank \d backward met it first at '"
+STOPS = [
+    ("simple_ddp", 2, IN_LAYER, SECOND),
+    ("zero3", 2, IN_LAYER, SECOND),
+    ("zero1", 3, IN_DATA, rf"{LOSS} 0, in its input \(micro-batch 0\)$"),
+    ("simple_ddp", 2, CLIPPED, FROM_RANK_1),
+    ("bucket_ddp_async", 2, IN_BACKWARD, HEAD),
+    ("bucket_ddp_async", 2, CLIPPED, FROM_RANK_1),
+    ("zero2", 2, IN_BACKWARD, IN_SHARD),
+]
+OTHERS = [
+    ("bucket_ddp_async", 2, IN_LAYER, SECOND),
+    ("pytorch_zero3", 2, IN_LAYER, SECOND),
+    ("simple_ddp", 2, IN_BACKWARD, FROM_RANK_1),
+    ("pytorch_ddp", 2, IN_BACKWARD, FROM_RANK_1),
+    ("pytorch_ddp", 2, CLIPPED, FROM_RANK_1),
+    ("zero2", 2, CLIPPED, IN_SHARD),
+]
 
 
-def test_a_nan_in_the_data(tmp_path: Path) -> None:
-    halt, _ = run(
-        tmp_path, "zero1", size=3, **{"model.options.kind": "input", "model.options.rank": 0}
-    )
-    assert str(halt) == (
-        "the loss of step 4 is nan: it arose on rank 0, in its input (micro-batch 0)"
-    )
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("strategy", ["simple_ddp", "pytorch_ddp", "bucket_ddp_async", "zero2"])
-@pytest.mark.parametrize("clip", [None, 1.0], ids=["", "clipped"])
-def test_a_gradient_alone(tmp_path: Path, strategy: str, clip: float | None) -> None:
-    """The loss is finite: backward made it."""
-    halt, losses = run(
-        tmp_path,
-        strategy,
-        **{
-            "model.options.kind": "backward",
-            "model.options.how": "nan",
-            "training.clip_norm": clip,
-        },
-    )
+@pytest.mark.parametrize(
+    ("strategy", "size", "more", "said"),
+    [
+        *long_unless(lambda *case: case == STOPS[0], STOPS),
+        *deep_unless(lambda *_: False, OTHERS),
+    ],
+)
+def test_what_is_not_finite_stops_the_run_and_is_named(
+    strategy: str, size: int, more: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    halt, losses = run(tmp_path, strategy, size, **more)
     assert isinstance(halt, Halt), losses
-    assert "the gradient of step 4 is not finite, though the loss is finite:" in str(halt)
-    if strategy == "zero2":  # the shard of one rank is all that it knows of
-        assert re.search(r"in the shard of rank \d backward met it first at '", str(halt))
-    else:
-        assert "backward met it first at 'head.bias'" in str(halt)
-    if strategy in ("simple_ddp", "pytorch_ddp") or (clip and strategy == "bucket_ddp_async"):
-        assert "it arose on rank 1" in str(halt)
+    assert re.match(said, str(halt)), str(halt)
+    assert halt.state == "not finite"
+    if said.startswith(LOSS):
+        assert halt.details["was_updated"] is False
     assert len(losses) == 4
 
 
 @pytest.mark.long
 def test_skipping_leaves_the_step_out(tmp_path: Path) -> None:
     """One update is left out, and all others are as if it had not been."""
-    result, losses = run(
-        tmp_path, "zero1", **{"model.options.kind": "layer", "training.on_nonfinite": "skip"}
-    )
-    assert result[0]["steps"] == 8
+    result, losses = run(tmp_path, "zero1", **IN_LAYER, **{"training.on_nonfinite": "skip"})
+    assert result["steps"] == 8
     assert losses[4] is None  # JSON has no NaN
     assert all(loss is not None and math.isfinite(loss) for loss in losses[:4] + losses[5:])
 
@@ -114,7 +97,7 @@ def test_skipping_leaves_the_step_out(tmp_path: Path) -> None:
 def test_ignoring_goes_on(tmp_path: Path) -> None:
     _, losses = run(
         tmp_path, "simple_ddp",
-        **{"model.options.kind": "layer", "training.on_nonfinite": "ignore", "training.steps": 6},
+        **IN_LAYER, **{"training.on_nonfinite": "ignore", "training.steps": 6},
     )  # fmt: skip
     assert losses[4:] == [None, None]
 
@@ -128,9 +111,10 @@ def test_the_command_says_it_in_a_line(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: the loss of step 4 is nan: it arose on")
-    (status,) = (tmp_path / "runs").glob("*/status.json")
-    assert json.loads(status.read_text())["state"] == "not finite"
-    found = json.loads((status.parent / "not-finite.json").read_text())
+    (path,) = (tmp_path / "runs").glob("*/status.json")
+    status = json.loads(path.read_text())
+    assert (status["state"], status["rank"]) == ("not finite", 1)
+    found = json.loads((path.parent / "not-finite.json").read_text())
     assert (found["step"], found["ranks"]) == (4, [1])
 
 

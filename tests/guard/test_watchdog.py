@@ -19,10 +19,9 @@ import pytest
 import torch
 
 import commands
-import troubled
+from faulty_workload import FILE, LAUNCH, config_of, line_of
 from shardlab import comm, pulse
 from shardlab import config as configs
-from shardlab.config import LaunchConfig
 from shardlab.errors import Halt, UsageError
 from shardlab.guard import stacks, verdict, watchdog
 from shardlab.guard.stacks import Frame
@@ -31,11 +30,7 @@ from shardlab.pulse import Call
 from shardlab.run.ranks import Ranks
 from shardlab.world import World
 
-LAUNCH = LaunchConfig(device="cpu", timeout_s=60)
 LIMIT_S = 3.0  # a busy machine must not look like a hung run
-FILE = Path(troubled.__file__)
-
-
 # ------------------------------------------------------------------ the verdict, without ranks
 
 
@@ -237,22 +232,8 @@ def caught(world: Ranks, target: Any, *args: Any) -> Halt:
 
 def trained(strategy: str, root: Path, world: int = 2, **options: Any) -> Halt:
     """The verdict on a run of the troubled workload."""
-    config = configs.load(
-        None,
-        {
-            "model.workload": f"{FILE}:make",
-            "model.options": options,
-            "strategy.name": strategy,
-            "training.steps": 100_000,
-            "training.global_batch": troubled.BATCH,
-            "training.batch_split": "uneven",
-            "data.shuffle": False,
-            "guard.hang_s": LIMIT_S,
-            "guard.check_steps": 1,
-            "output.root": str(root),
-            "launch.device": "cpu",
-        },
-    )
+    more = {"training.steps": 100_000, "guard.hang_s": LIMIT_S, "guard.check_steps": 1}
+    config = config_of(root, strategy, **more, **{"model.options": options})
     with Ranks(LAUNCH, world) as ranks:
         return caught(ranks, "shardlab.run.rank:train_rank", config.to_dict(), "test")
 
@@ -297,119 +278,93 @@ def commanded(command: list[str], root: Path) -> subprocess.CompletedProcess[str
     return commands.run(*command, cwd=root, OMP_NUM_THREADS="1", timeout=100)
 
 
-CASES: dict[str, Callable[[Path], Any]] = {
+PROVED = [
+    "prove", "--strategies", f"{FILE}:Waiting", "--workload", f"{FILE}:make", "--set",
+    "launch.timeout_s=6", "--json", "--device", "cpu",
+]  # fmt: skip
+COMMANDS: dict[str, Callable[[Path], Any]] = {
     "torchrun": partial(commanded, [*TORCHRUN, "-m", "shardlab", *TRAIN, *STOPPED]),
     "command": partial(commanded, [*commands.SHARDLAB, *TRAIN, *IN_DATA]),
-    "prove": partial(
-        commanded,
-        [
-            *commands.SHARDLAB,
-            "prove",
-            "--strategies",
-            f"{FILE}:Waiting",
-            "--workload",
-            f"{FILE}:make",
-            "--set",
-            "launch.timeout_s=6",
-            "--json",
-            "--device",
-            "cpu",
-        ],
+    "prove": partial(commanded, [*commands.SHARDLAB, *PROVED]),
+}
+ASLEEP = line_of("time.sleep(600)")
+# Runs, and what is said of rank 1, which all others wait for.
+RUNS: dict[str, tuple[Callable[[Path], Halt], tuple[str, ...]]] = {
+    "data": (
+        partial(trained, "simple_ddp", world=3, kind="data"),
+        (
+            "rank 1 never entered all_reduce #",
+            "(target count, step 4): it is in data loading",
+            f"at {ASLEEP}; ranks 0, 2 wait for it",
+        ),
     ),
-    "data": partial(trained, "simple_ddp", world=3, kind="data"),
-    "forward": partial(trained, "bucket_ddp_async", kind="forward", how="sleep"),
-    "loop": partial(trained, "simple_ddp", kind="forward", how="loop"),
-    "backward, zero3": partial(trained, "zero3", kind="backward", how="sleep"),
-    "backward, pytorch_ddp": partial(trained, "pytorch_ddp", kind="backward", how="sleep"),
-    "backward, pytorch_zero3": partial(trained, "pytorch_zero3", kind="backward", how="sleep"),
-    "stopped": partial(trained, "simple_ddp", kind="forward", how="stop"),
-    "holds": partial(trained, "simple_ddp", kind="forward", how="hold"),
-    "leave": partial(looped, "leave"),
-    "order": partial(looped, "order"),
+    "forward": (
+        partial(trained, "bucket_ddp_async", kind="forward", how="sleep"),
+        (f"it is in forward, at {ASLEEP}", "rank 0 waits for it"),
+    ),
+    "loop": (
+        partial(trained, "simple_ddp", kind="forward", how="loop"),
+        (f"it is in forward, at {FILE.name}:", "rank 0 waits for it"),
+    ),
+    "backward, zero3": (
+        partial(trained, "zero3", kind="backward", how="sleep"),
+        (f"it is in backward, at {ASLEEP}", "rank 0 waits for it"),
+    ),
+    "backward, pytorch_zero3": (
+        partial(trained, "pytorch_zero3", kind="backward", how="sleep"),
+        ("never entered all_gather #", "(params root, step 4): it is in backward", "rank 0 waits"),
+    ),
+    "backward, pytorch_ddp": (
+        partial(trained, "pytorch_ddp", kind="backward", how="sleep"),
+        (f"it is in backward, at {ASLEEP}", "rank 0 waits for it", "of PyTorch's own collectives"),
+    ),
+    "stopped": (
+        partial(trained, "simple_ddp", kind="forward", how="stop"),
+        ("rank 1 does not answer: it is stopped (SIGSTOP)", "last seen in"),
+    ),
+    # No thread of it can run Python; faulthandler answers from the signal's handler.
+    "holds Python's lock": (
+        partial(trained, "simple_ddp", kind="forward", how="hold"),
+        ("rank 1 does not answer: Python cannot run there", line_of("ctypes.PyDLL(None)")),
+    ),
+    "left the loop early": (
+        partial(looped, "leave"),
+        (
+            "rank 1 never entered all_reduce #4 (a, step 2)",
+            "it has left the loop after 2 steps; rank 0 waits for it",
+        ),
+    ),
+    # Whatever Gloo makes of it, what the ranks called under one number tells.
+    "another order": (
+        partial(looped, "order"),
+        ("#6", "broadcast (3,) float32 'b'", "all_reduce (8,) float32 'a'"),
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def hangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Any, Path]]]:
     """Each case's verdict and folder. They wait most of their time, so they hang side by side."""
-    roots = {name: tmp_path_factory.mktemp("hang") for name in CASES}
+    cases = COMMANDS | {name: run for name, (run, _) in RUNS.items()}
+    roots = {name: tmp_path_factory.mktemp("hang") for name in cases}
     with ThreadPoolExecutor(max_workers=5) as pool:
-        found: dict[str, Future[Any]] = {n: pool.submit(c, roots[n]) for n, c in CASES.items()}
+        found: dict[str, Future[Any]] = {n: pool.submit(c, roots[n]) for n, c in cases.items()}
         yield lambda name: (found[name].result(timeout=110), roots[name])
 
 
 Hangs = Callable[[str], tuple[Any, Path]]
 
 
-def line_of(text: str) -> str:
-    """``file:line`` of a line of the troubled workload."""
-    lines = FILE.read_text().splitlines()
-    (found,) = [i for i, line in enumerate(lines, start=1) if text in line]
-    return f"troubled.py:{found}"
-
-
+@pytest.mark.long
 @pytest.mark.alone
-def test_stuck_in_data_loading(hangs: Hangs) -> None:
-    halt, _ = hangs("data")
-    assert (halt.rank, halt.details["causes"]) == (1, [1])
-    assert "rank 1 never entered all_reduce #" in str(halt)
-    assert "(target count, step 4): it is in data loading" in str(halt)
-    assert f"at {line_of('time.sleep(600)')}; ranks 0, 2 wait for it" in str(halt)
-    assert "in strike" in halt.traceback
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("case", ["forward", "loop"])
-def test_stuck_in_the_loss_function(hangs: Hangs, case: str) -> None:
+@pytest.mark.parametrize("case", RUNS)
+def test_the_rank_and_where_it_stands_are_named(hangs: Hangs, case: str) -> None:
     halt, _ = hangs(case)
-    assert halt.details["causes"] == [1]
-    assert "it is in forward, at troubled.py:" in str(halt)
-    assert "rank 0 waits for it" in str(halt)
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("strategy", ["zero3", "pytorch_ddp", "pytorch_zero3"])
-def test_stuck_in_backward(hangs: Hangs, strategy: str) -> None:
-    halt, _ = hangs(f"backward, {strategy}")
-    assert halt.details["causes"] == [1], str(halt)
-    assert f"it is in backward, at {line_of('time.sleep(600)')}" in str(halt)
-    assert "rank 0 waits for it" in str(halt)
-    if strategy.startswith("pytorch_"):
-        assert "of PyTorch's own collectives" in str(halt)
-
-
-@pytest.mark.alone
-def test_a_stopped_rank(hangs: Hangs) -> None:
-    halt, _ = hangs("stopped")
-    assert halt.details["causes"] == [1]
-    assert "rank 1 does not answer: it is stopped (SIGSTOP)" in str(halt)
-    assert "last seen in" in str(halt)
-
-
-@pytest.mark.alone
-def test_a_rank_that_holds_pythons_lock(hangs: Hangs) -> None:
-    """No thread of it can run Python; faulthandler answers from the signal's handler."""
-    halt, _ = hangs("holds")
-    assert halt.details["causes"] == [1]
-    assert "rank 1 does not answer: Python cannot run there" in str(halt)
-    assert line_of("ctypes.PyDLL(None)") in str(halt)
-
-
-@pytest.mark.alone
-def test_a_rank_that_left_the_loop_early(hangs: Hangs) -> None:
-    halt, _ = hangs("leave")
-    assert "rank 1 never entered all_reduce #4 (a, step 2)" in str(halt)
-    assert "it has left the loop after 2 steps; rank 0 waits for it" in str(halt)
-
-
-@pytest.mark.alone
-def test_different_orders(hangs: Hangs) -> None:
-    """Whatever Gloo makes of it, what the ranks called under one number tells."""
-    halt, _ = hangs("order")
-    assert "#6" in str(halt)
-    assert "broadcast (3,) float32 'b'" in str(halt)
-    assert "all_reduce (8,) float32 'a'" in str(halt)
-    assert halt.details["causes"] == [1]
+    for words in RUNS[case][1]:
+        assert words in str(halt)
+    assert (halt.rank, halt.details["causes"]) == (1, [1]), str(halt)
+    if case == "data":
+        assert "in strike" in halt.traceback
 
 
 # ------------------------------------------------------------------ as a user sees it
@@ -420,6 +375,7 @@ def status_of(root: Path) -> tuple[Path, dict[str, Any]]:
     return path.parent, json.loads(path.read_text())
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_the_command_ends_and_the_folder_says_why(hangs: Hangs) -> None:
     done, root = hangs("command")
@@ -437,6 +393,7 @@ def test_the_command_ends_and_the_folder_says_why(hangs: Hangs) -> None:
     assert "rank 0: is in the step" in (folder / "hang.txt").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_a_strategy_that_hangs_in_its_proof(hangs: Hangs) -> None:
     done, _ = hangs("prove")
@@ -444,9 +401,10 @@ def test_a_strategy_that_hangs_in_its_proof(hangs: Hangs) -> None:
     (verdict,) = json.loads(done.stdout)["verdicts"]
     assert not verdict["pass"]
     assert "rank 1 never entered all_reduce #" in done.stdout
-    assert f"at {line_of('time.sleep(600)')}; rank 0 waits for it" in done.stdout
+    assert f"at {ASLEEP}; rank 0 waits for it" in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_torchrun(hangs: Hangs) -> None:
     """Ranks that nobody of ours started watch over each other, through the store."""

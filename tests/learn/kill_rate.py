@@ -1,6 +1,10 @@
 """How good the grader is: planted bugs caught and named, correct solutions passed.
 
-Run it:  python tests/learn/kill_rate.py [EXERCISE …]
+    python tests/learn/kill_rate.py [EXERCISE …]
+    python tests/learn/kill_rate.py --any-change [EXERCISE …]
+
+With --any-change a machine makes every small change of our solutions, and those are listed that
+pass: such a change alters nothing that the contract asks for, or it shows a gap in the checks.
 """
 
 from __future__ import annotations
@@ -8,20 +12,28 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardlab.learn import ORDER, grade
-from shardlab.learn import exercise as exercises
+if TYPE_CHECKING:
+    import pytest
 
 HERE = Path(__file__).parent
+BUG = re.compile(r"^([a-z0-9-]+): .*\n((?:  .*\n)+)", flags=re.M)
+HUNK = re.compile(r"^  ~.*\n|(?:^  [- ].*\n)+(?:^  \+.*\n)*", flags=re.M)
+sys.path.insert(0, str(HERE.parent / "support"))
+
+import mutants as small_changes  # noqa: E402
+from shardlab.learn import ORDER, grade  # noqa: E402
+from shardlab.learn import exercise as exercises  # noqa: E402
 
 
 class Submission(NamedTuple):
     exercise: str
-    kind: str  # "template", "solution", "correct", "mutant"
+    kind: str  # "template", "solution", "correct", "mutant", "change"
     name: str
     source: str
     cause: str = ""  # of a mutant: what the grader must name first
@@ -41,40 +53,59 @@ def submissions(names: list[str] | None = None) -> Iterator[Submission]:
         yield from (mutant for mutant in planted if mutant.exercise == name)
 
 
+def changes(names: list[str]) -> Iterator[Submission]:
+    for name in names or ORDER:
+        for c in small_changes.changes(exercises.find(name).solution):
+            yield Submission(name, "change", f"line {c.line}: {c.before} -> {c.after}", c.source)
+
+
 def mutants() -> Iterator[Submission]:
-    """The planted bugs of mutants.diff, each a patch on our solution.
+    """The planted bugs of mutants.diff, each a patch on our solution. The file's rows:
 
-    An entry is ``=== EXERCISE/NAME: CAUSE``, a line with the reason, and hunks as diff writes them,
-    with @@ between two. What a hunk replaces must be in the solution exactly once.
+        === EXERCISE          the bugs below are in its solution
+        CAUSE: what is wrong  and the rows of the patch, indented
+          ~OLD => NEW         a part of a line
+          -OLD, ' KEPT', +NEW whole lines, those that are added last; "-..." is all up to the next
+          @@                  ends such a group where nothing is added
+
+    What a patch replaces must be in the solution exactly once. The first bug with a cause has its
+    name, the others have a number as well.
     """
-    for entry in re.split(r"^=== ", (HERE / "mutants.diff").read_text(), flags=re.M)[1:]:
-        head, _reason, *lines = entry.rstrip("\n").split("\n")
-        found = re.fullmatch(r"(\w+)/(\w+): ([a-z0-9-]+)", head)
-        assert found, head
-        exercise, name, cause = found.groups()
-        solution = exercises.find(exercise).solution
-        yield Submission(exercise, "mutant", name, patched(solution, lines), cause)
+    for part in re.split(r"^=== ", (HERE / "mutants.diff").read_text(), flags=re.M)[1:]:
+        exercise, _, bugs = part.partition("\n")
+        assert not BUG.sub("", bugs).strip()
+        seen: Counter[str] = Counter()
+        for cause, patch in BUG.findall(bugs):
+            seen[cause] += 1
+            name = cause if seen[cause] == 1 else f"{cause}-{seen[cause]}"
+            source = patched(exercises.find(exercise).solution, patch)
+            yield Submission(exercise, "mutant", name, source, cause)
 
 
-def patched(source: str, patch: list[str]) -> str:
+def patched(source: str, patch: str) -> str:
     """Every hunk is found in the unpatched text, so that none depends on another."""
-    lines = source.splitlines()
+    assert not HUNK.sub("", patch).replace("  @@\n", "")
     places = []
-    for hunk in "\n".join(patch).split("\n@@\n"):
-        rows = hunk.split("\n")
-        old = [row[1:] for row in rows if not row.startswith("+")]
-        new = [row[1:] for row in rows if not row.startswith("-")]
-        starts = [i for i in range(len(lines)) if lines[i : i + len(old)] == old]
-        assert len(starts) == 1, f"{len(starts)} places for\n{hunk}"
-        places.append((starts[0], len(old), new))
-    for start, length, new in sorted(places, reverse=True):
-        lines[start : start + length] = new
-    return "\n".join(lines) + "\n"
+    for hunk in HUNK.findall(patch):
+        rows = [row[2:] for row in hunk.splitlines()]
+        if rows[0][0] == "~":
+            old, _, new = rows[0][1:].partition(" => ")
+            old = re.escape(old)
+        else:
+            kept = (r"(?:.*\n)*?" if r == "-..." else f"^{re.escape(r[1:])}\n" for r in rows
+                    if r[0] != "+")  # fmt: skip
+            old, new = "".join(kept), "".join(f"{row[1:]}\n" for row in rows if row[0] != "-")
+        found = list(re.finditer(old, source, flags=re.M))
+        assert len(found) == 1, f"{len(found)} places for\n{hunk}"
+        places.append((*found[0].span(), new))
+    for start, end, new in sorted(places, reverse=True):
+        source = source[:start] + new + source[end:]
+    return source
 
 
 def graded(one: Submission) -> grade.Verdict:
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{one.name}.py"
+        path = Path(folder) / f"{one.exercise}.py"
         path.write_text(one.source)
         return grade.grade(exercises.find(one.exercise), path)
 
@@ -84,6 +115,12 @@ def checked(every: Iterable[Submission]) -> Iterator[tuple[Submission, grade.Ver
     every = list(every)
     with ThreadPoolExecutor(3) as pool:
         yield from zip(every, pool.map(graded, every), strict=True)
+
+
+def chosen(request: pytest.FixtureRequest, name: str) -> list[Any]:
+    """The values of this parameter in the chosen tests of a file, once each."""
+    specs = (getattr(i, "callspec", None) for i in request.session.items if i.path == request.path)
+    return list(dict.fromkeys(s.params[name] for s in specs if s and name in s.params))
 
 
 def main(names: list[str]) -> None:
@@ -116,5 +153,17 @@ def main(names: list[str]) -> None:
         print(f"| {name} | " + " | ".join(str(value) for value in row.values()) + " |")
 
 
+def main_any_change(names: list[str]) -> None:
+    caught: Counter[bool] = Counter()
+    for change, verdict in checked(changes(names)):
+        caught[not verdict.passed] += 1
+        if verdict.passed:
+            print(change, flush=True)
+    print(f"{caught[True]} of {caught.total()} caught")
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1:2] == ["--any-change"]:
+        main_any_change(sys.argv[2:])
+    else:
+        main(sys.argv[1:])

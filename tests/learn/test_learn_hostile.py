@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 
 import commands
+import kill_rate
 from shardlab.learn import exercise as exercises
 from shardlab.learn import grade
 from shardlab.learn.reports import Rank
 
-ENDLESS_S = 8.0  # the deadline of what would not end by itself
+ENDLESS_S = 4.0  # the deadline of what would not end by itself
 # Each runs as average_gradients(model) of the exercise simple_ddp; the causes that may be named,
 # and words of the message.
 HOSTILE: dict[str, tuple[str, set[str], str]] = {
-    "infinite loop": ("while True:\n    pass", {"timed-out"}, "was busy in line"),
     "infinite loop on one rank": (
         "while dist.get_rank() == 1:\n    pass\ndist.barrier()",
         {"timed-out"},
@@ -141,8 +141,6 @@ def verdict(request: pytest.FixtureRequest, scratch: Path) -> Iterator[GetVerdic
     """The verdict of each chosen test, and how long it took; three at a time."""
     folder = scratch.parent / "submissions"
     folder.mkdir()
-    items = [i for i in request.session.items if i.path == request.path and hasattr(i, "callspec")]
-    chosen = [i.callspec.params["name"] for i in items if "name" in i.callspec.params]
 
     def check(name: str) -> tuple[grade.Verdict, float]:
         body, causes, _ = HOSTILE[name]
@@ -153,7 +151,7 @@ def verdict(request: pytest.FixtureRequest, scratch: Path) -> Iterator[GetVerdic
         return found, time.monotonic() - begin
 
     with ThreadPoolExecutor(3) as pool:
-        futures = {name: pool.submit(check, name) for name in chosen}
+        futures = {name: pool.submit(check, name) for name in kill_rate.chosen(request, "name")}
         yield lambda name: futures[name].result()
 
 
@@ -206,25 +204,16 @@ def test_processes_are_found_by_their_folder(tmp_path: Path) -> None:
 def test_ending_the_command_ends_the_ranks(how: signal.Signals, tmp_path: Path) -> None:
     path = tmp_path / "submission.py"
     path.write_text(submission("while True:\n    pass"))
-    with tempfile.TemporaryDirectory() as folder:  # short: the path of a socket has an end
-        _end_the_command(how, path, Path(folder))
-
-
-def _end_the_command(how: signal.Signals, path: Path, scratch: Path) -> None:
-    command = [*commands.SHARDLAB, "learn", "check", str(path), "--exercise", "simple_ddp"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(scratch))
-        running = commands.start(*command, cwd=path.parent)
-    limit = time.monotonic() + 60
-    while len(ranks := processes_in(scratch)) < 2 and time.monotonic() < limit:
-        time.sleep(0.1)
-    assert len(ranks) >= 2
-    below = commands.descendants(running.pid)
-    os.kill(running.pid, how)
-    _, errors = running.communicate(timeout=60)
-    assert running.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL), errors
-    assert not commands.wait_until_gone([*ranks, *below], timeout=20)
-    assert not list(scratch.glob("shardlab-learn-*"))
+    check = [*commands.SHARDLAB, "learn", "check", str(path), "--exercise", "simple_ddp"]
+    with tempfile.TemporaryDirectory() as scratch:  # short: the path of a socket has an end
+        running = commands.start(*check, cwd=tmp_path, TMPDIR=scratch)
+        commands.wait_for(lambda: len(processes_in(Path(scratch))) >= 2)
+        ranks, below = processes_in(Path(scratch)), commands.descendants(running.pid)
+        os.kill(running.pid, how)
+        _, errors = running.communicate(timeout=60)
+        assert running.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL), errors
+        assert not commands.wait_until_gone([*ranks, *below], timeout=20)
+        assert not list(Path(scratch).glob("shardlab-learn-*"))
 
 
 def test_tampering_is_not_undone_by_what_follows() -> None:

@@ -7,13 +7,11 @@ import inspect
 import itertools
 import json
 import os
-import re
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +25,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import commands
+import people
 from conftest import GetRanks
 from shardlab import config as configs
 from shardlab import naming, numbers
@@ -40,40 +39,47 @@ from shardlab.measure.cells import Cell, Plan
 from shardlab.measure.memory import peak_bytes
 from shardlab.naming import STRATEGIES
 from shardlab.proof import chance, judge
+from shardlab.report import compare as report
 from shardlab.report import compare_charts, compare_terminal
 from shardlab.run import loop
 from shardlab.run.rankset import RankSet
 from shardlab.specs import parse_spec
+from shardlab.strategies.data_parallel.simple_ddp_ga import SimpleDDPGradientAccumulation
 from shardlab.trace.model import PARTS
 from shardlab.world import World
 
 SHORT = ["--size", "tiny", "--repeats", "2", "--warmup", "1", "--steps", "2"]
-TINY = [*SHORT, "--no-prove", "--no-profile"]
 
 
-def compare(tmp_path: Path, *args: str) -> dict[str, Any]:
-    done = commands.here("compare", *TINY, "--out", "out", *args, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("out/compare.") == 3  # where its files are: json, csv, md
-    result: dict[str, Any] = json.loads((tmp_path / "out" / "compare.json").read_text())
-    data = result["env"]["data"]
-    assert data.startswith("stdlib: the text of Python's library")
-    assert f"data: {data}" in done.stdout
-    assert str(markupsafe.escape(data)) in (tmp_path / "out" / "report.html").read_text()
-    assert result["env"]["chosen"] == {"data.source": "stdlib"}
-    return result
+class Fails(SimpleDDPGradientAccumulation):
+    def step(self) -> None:
+        if self.group.rank() == 1:
+            raise ArithmeticError("planted")
+        super().step()
 
 
 @pytest.mark.long
-def test_losses_agree_with_single(tmp_path: Path) -> None:
-    result = compare(tmp_path, "--strategies", "single,simple_ddp,pytorch_ddp", "--world", "2")
+def test_losses_agree_with_single_and_a_failure_is_a_row(tmp_path: Path) -> None:
+    """With nothing but JSON on the standard output of the command and of its ranks."""
+    done = commands.shardlab(
+        "compare", *SHORT, "--no-prove", "--no-profile", "--world", "2", "--out", "out", "--json",
+        "--strategies", f"{__file__}:Fails,single,simple_ddp,pytorch_ddp:bucket_mb=1", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert json.loads((tmp_path / "out" / "compare.json").read_text()) == result
     assert result["schema"] == 1
     assert result["baseline"] == "single"
     assert result["command"].startswith("shardlab compare")
     assert (result["workload"], result["parameters"]) == ("gpt2-tiny", 120_576)
-    cells = result["cells"]
-    assert [(c["strategy"], c["world"]) for c in cells] == [
-        ("single", 1), ("simple_ddp", 2), ("pytorch_ddp", 2),
+    assert result["env"]["chosen"] == {"data.source": "stdlib"}
+    failed, *cells = result["cells"]
+    assert failed["status"] == "failed"
+    assert failed["reason"] == "rank 1: ArithmeticError: planted"
+    assert failed["step_ms"] is None
+    assert [(c["label"], c["world"], c["options"]) for c in cells] == [
+        ("single", 1, {}), ("simple_ddp", 2, {}),
+        ("pytorch_ddp (bucket_mb=1)", 2, {"bucket_mb": 1}),
     ]  # fmt: skip
     for cell in cells:
         assert (cell["status"], cell["reason"]) == ("ok", None)
@@ -87,203 +93,121 @@ def test_losses_agree_with_single(tmp_path: Path) -> None:
         estimate = cell["estimated_bytes"]["total"]
         assert estimate == pytest.approx(cell["peak_bytes"]["total"], rel=0.05)
     with (tmp_path / "out" / "compare.csv").open() as file:
-        assert [row["strategy"] for row in csv.DictReader(file)] == [c["strategy"] for c in cells]
-    assert "<html" in (tmp_path / "out" / "report.html").read_text()
+        names = [row["strategy"] for row in csv.DictReader(file)]
+    assert names == [cell["strategy"] for cell in result["cells"]]
 
 
 @pytest.mark.long
-def test_every_strategy_is_proved_and_explained_in_each_world(tmp_path: Path) -> None:
-    wrong = f"{Path(__file__).parents[1] / 'saboteurs.py'}:NoAveraging"
+def test_every_strategy_is_proved_and_explained(tmp_path: Path) -> None:
+    """The model of a proof has a block for each stage, though the smallest has two."""
+    wrong = f"{Path(__file__).parents[1] / 'bugs' / 'saboteurs.py'}:NoAveraging"
     done = commands.here(
-        "compare", *SHORT, "--world", "1,2", "--out", "out", "--strategies",
-        f"single,pytorch_ddp,{wrong}", "--set", "profile.active=1", "--fresh", cwd=tmp_path,
+        "compare", *SHORT, "--world", "2", "--out", "out", "--accumulate", "4", "--strategies",
+        f"single,pipeline_interleaved,{wrong}",
+        "--set", "profile.active=1", "--set", "model.options.layers=4", "--fresh", cwd=tmp_path,
+        COLUMNS="80",
     )  # fmt: skip
     assert done.returncode == 1, done.stderr  # one of them is proved wrong
+    assert done.stdout.count("out/compare.") == 3  # where its files are: json, csv, md
+    assert not (tmp_path / "out" / "run.lock").exists()
     result = json.loads((tmp_path / "out" / "compare.json").read_text())
+    page = (tmp_path / "out" / "report.html").read_text()
+    data = result["env"]["data"]
+    assert data.startswith("stdlib: the text of Python's library")
+    assert f"data: {data}" in " ".join(done.stdout.split())
+    assert str(markupsafe.escape(data)) in page
     cells = result["cells"]
-    assert [(c["strategy"].rpartition(":")[2], c["world"]) for c in cells] == [
-        ("single", 1), ("pytorch_ddp", 1), ("NoAveraging", 1), ("pytorch_ddp", 2),
-        ("NoAveraging", 2),
+    assert [(c["label"].rpartition(":")[2], c["world"], c["proof"]["pass"]) for c in cells] == [
+        ("single", 1, True), ("pipeline_interleaved", 2, True), ("NoAveraging", 2, False),
     ]  # fmt: skip
     for cell in cells:
-        assert cell["status"] == "ok"
-        assert cell["baseline"] == "single"
+        assert (cell["status"], cell["baseline"]) == ("ok", "single")
         profile = cell["profile"]
         parts = sum(profile[part.replace("_us", "_ms")] for part in PARTS)
         assert parts == pytest.approx(profile["wall_ms"], rel=1e-6)
+        assert (profile["bubble_ms"] > 0) == (cell["label"] == "pipeline_interleaved")
+        files = [tmp_path / name for name in cell["traces"]["files"]]
+        assert [path.exists() for path in files] == [True] * cell["world"]
         low, high = cell["speed_interval"]
         assert low <= cell["speed_to_baseline"] <= high
-    # With one rank there is nothing to average: what is wrong shows in a world of two.
-    assert [c["proof"]["pass"] for c in cells] == [True, True, True, True, False]
     assert "equal: " in cells[-1]["proof"]["message"]
-    assert "is wrong: equal: " in done.stdout
-    assert (
-        "NoAveraging" not in result["answer"]["choice"] or "world=1" in result["answer"]["choice"]
-    )
-    psi = 4 * 120_576
-    assert [c["sent"]["bytes"] for c in cells[:2]] == [0, 0]
-    assert cells[3]["sent"]["bytes"] == pytest.approx(psi, rel=0.01)  # 2 Ψ (n - 1) / n
-    assert (tmp_path / "out" / "compare.md").read_text().count("\n| ") == 6
-    assert "Scaling" in (tmp_path / "out" / "report.html").read_text()
-
-
-@pytest.mark.long
-def test_axes_are_compared_proved_and_explained(tmp_path: Path) -> None:
-    """The model of a proof has a block for each stage, though the smallest has two."""
-    done = commands.here(
-        "compare", *SHORT, "--world", "2", "--out", "out", "--accumulate", "4", "--strategies",
-        "zero1,zero1:tensor=2,pipeline_interleaved", "--set", "profile.active=1",
-        "--set", "model.options.layers=4", "--fresh", cwd=tmp_path, COLUMNS="80",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    cells = json.loads((tmp_path / "out" / "compare.json").read_text())["cells"]
-    assert [(c["label"], c["proof"]["pass"]) for c in cells] == [
-        ("zero1", True), ("zero1 (tensor=2)", True), ("pipeline_interleaved", True)
-    ]  # fmt: skip
-    assert [c["profile"]["bubble_ms"] > 0 for c in cells] == [False, False, True]
-    page = (tmp_path / "out" / "report.html").read_text()
-    for words in ("pipeline bubble", ">Bubble<", "(tensor=2)", "forward 3, stage 2"):
-        assert words in page, words
-    table = done.stdout.partition("where a profiled step goes")[2].partition("\n\n")[0]
-    assert "bubble" in table
-    assert max(map(len, table.splitlines()[1:])) <= 80
+    assert "is wrong: equal: " in " ".join(done.stdout.split())
+    assert "NoAveraging" not in result["answer"]["choice"]
+    assert cells[0]["sent"]["bytes"] == 0
+    psi = 4 * result["parameters"]
+    assert cells[-1]["sent"]["bytes"] == pytest.approx(psi, rel=0.01)  # 2 Ψ (n - 1) / n
+    assert "where a profiled step goes" in done.stdout
+    assert "forward 3, stage 2" in page
     assert "| bubble ms |" in (tmp_path / "out" / "compare.md").read_text()
 
 
 # ------------------------------------------------------------------ interrupted
 
-JOBS = ["--strategies", "single,simple_ddp", "--no-prove", "--repeats", "2",
-        "--size", "tiny", "--warmup", "1", "--steps", "2", "--set", "profile.active=1"]  # fmt: skip
-
-
-def progress(stderr: str) -> list[str]:
-    """What was done, in order: ``single · repeat 1 of 2``."""
-    found = re.findall(r"^\[\d+/\d+\] (.* · .*)$", stderr, flags=re.M)
-    return [str(line) for line in found]
-
 
 @pytest.mark.long
-def test_an_interrupted_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    everything = [f"{name} · repeat {r} of 2" for r, order in
-                  ((1, ("single", "simple_ddp")), (2, ("simple_ddp", "single")))
-                  for name in order]  # fmt: skip
-    everything += [f"{name} · {what}" for what in ("memory", "estimate", "traces")
-                   for name in ("single", "simple_ddp")]  # fmt: skip
-    done: list[str] = []
-    measured: list[list[float]] = []
-    command = [*commands.SHARDLAB, "compare"]
-    for arguments, stop, file in (
-        ([*JOBS, "--out", "out"], signal.SIGTERM, "0.json"),
-        ([*JOBS, "--resume", "out"], signal.SIGKILL, "1.json"),  # nobody can say goodbye
-    ):
-        process = commands.start(*command, *arguments, cwd=tmp_path)
-        wait_for(tmp_path / "out" / "cells" / file, process)
-        process.send_signal(stop)
-        _, stderr = process.communicate(timeout=60)
-        assert process.returncode == (130 if stop == signal.SIGTERM else -signal.SIGKILL)
-        if stop == signal.SIGTERM:
-            assert "to continue where it stopped: shardlab compare --resume out" in stderr
-        done = join(done, progress(stderr))
-        assert not (tmp_path / "out" / "compare.json").exists()
-        measured = json.loads((tmp_path / "out" / "cells" / "0.json").read_text())["times_ms"]
-    other = commands.here("compare", *JOBS, "--steps", "3", "--resume", "out", cwd=tmp_path)
-    assert other.returncode == 2
-    assert "out was begun with other settings: steps was 2, now 3" in other.stderr
-    rest = commands.here("compare", "--resume", "out", cwd=tmp_path)  # as it was begun
-    assert rest.returncode == 0, rest.stderr
-    assert done
-    assert join(done, progress(rest.stderr)) == everything  # nothing twice, nothing left out
+def test_an_interrupted_comparison_reports_what_was_measured(tmp_path: Path) -> None:
+    process = commands.start(
+        *commands.SHARDLAB, "compare", *SHORT, "--out", "out", "--set", "profile.active=1",
+        "--strategies", "single,simple_ddp", cwd=tmp_path,
+    )  # fmt: skip
+    assert process.stderr is not None
+    said = ""
+    while "simple_ddp · repeat 1" not in said:  # single has its first visit behind it
+        line = process.stderr.readline()
+        assert line, said
+        said += line
+    process.send_signal(signal.SIGTERM)
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "what was measured so far: out/report.html" in rest
     result = json.loads((tmp_path / "out" / "compare.json").read_text())
-    assert [c["step_ms"]["n"] for c in result["cells"]] == [4, 4]
-    assert result["cells"][0]["step_ms_repeats"][: len(measured)] == measured
-    assert "--out out" in result["command"]
+    assert result["interrupted"]
+    first, second = result["cells"]
+    assert first["step_ms"]["n"] == 2
+    assert first["proof"]["message"] == "the comparison was interrupted"
+    assert second["step_ms"] is None
+    assert second["reason"] == "not measured: the comparison was interrupted"
+    for page in ("report.html", "compare.md"):
+        text = (tmp_path / "out" / page).read_text()
+        assert "The comparison was interrupted." in text
+        assert "not measured: the comparison was interrupted" in text
+    listed = commands.here("runs", "show", "out", cwd=tmp_path).stdout
+    assert "compare, interrupted" in listed
 
 
-def join(before: list[str], after: list[str]) -> list[str]:
-    """What two runs did. The last of the first may not have ended, and then is done again."""
-    return before[:-1] + after if before[-1:] == after[:1] else before + after
+# ------------------------------------------------------------------ models as people bring them
+
+PEOPLE = Path(__file__).parents[1] / "models" / "people.py"
+SAID = dict.fromkeys(people.RANDOM, chance.RANDOM)
+SAID["dino"] = chance.STATE  # a buffer that follows the batches
 
 
-def wait_for(path: Path, process: subprocess.Popen[str], timeout: float = 80) -> None:
-    limit = time.monotonic() + timeout
-    while not path.exists():
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < limit
-        time.sleep(0.02)
-
-
-def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
-    done = commands.here("compare", "--resume", "none", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "nothing to resume: none has no cells/plan.json" in done.stderr
-
-
-FAILING = """
-from shardlab.strategies.simple_ddp_ga import SimpleDDPGradientAccumulation
-
-class Fails(SimpleDDPGradientAccumulation):
-    def step(self):
-        if self.group.rank() == 1:
-            raise ArithmeticError("planted")
-        super().step()
-"""
+def of_people(name: str) -> configs.Config:
+    return configs.load(None, {"model.workload": f"{PEOPLE}:{name}", "launch.device": "cpu"})
 
 
 @pytest.mark.long
-def test_a_failure_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:
-    (tmp_path / "fails.py").write_text(FAILING)
-    result = compare(tmp_path, "--strategies", "fails.py:Fails,simple_ddp,single")
-    failed, good, single = result["cells"]
-    assert failed["status"] == "failed"
-    assert failed["reason"] == "rank 1: ArithmeticError: planted"
-    assert failed["step_ms"] is None
-    assert (good["status"], single["status"]) == ("ok", "ok")
-    assert result["baseline"] == "single"
+@pytest.mark.parametrize("name", people.EVERYONE)
+def test_what_is_random_is_seen(name: str, ranks: GetRanks) -> None:
+    found = ranks(1).run(chance.why_losses_differ, of_people(name).to_dict())[0]
+    assert found == SAID.get(name)
 
 
 @pytest.mark.long
-def test_only_failures_is_a_failure(tmp_path: Path) -> None:
-    (tmp_path / "fails.py").write_text(FAILING)
-    done = commands.here(
-        "compare", *TINY, "--strategies", "fails.py:Fails", "--quiet", cwd=tmp_path
-    )
-    assert done.returncode == 1
-    assert (tmp_path / done.stdout.strip() / "compare.json").exists()
-
-
-@pytest.mark.long
-def test_json_alone_on_stdout(tmp_path: Path) -> None:
-    done = commands.shardlab(
-        "compare", *TINY, "--strategies", "pytorch_ddp:bucket_mb=1", "--json", cwd=tmp_path
-    )
-    result = json.loads(done.stdout)
-    (cell,) = result["cells"]
-    assert (cell["options"], cell["label"]) == ({"bucket_mb": 1}, "pytorch_ddp (bucket_mb=1)")
-    assert result["baseline"] == cell["label"]
-    assert cell["loss_difference"] is None  # there is no single to differ from
-    assert cell["speed_to_baseline"] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--strategies", "single,zero9"], "unknown strategy 'zero9'"),
-        (["--strategies", "single,single"], "strategy single is named twice"),
-        (["--strategies", "pytorch_ddp:bucket=4"], "unknown option of strategy pytorch_ddp"),
-        (["--strategies", "pytorch_ddp:bucket_mb=x"], "pytorch_ddp's bucket_mb must be a number"),
-        (["--world", "3"], "a global batch of 8 cannot be divided evenly over 3 ranks"),
-        (["--repeats", "0"], "--repeats must be at least 1"),
-        (["--fresh", "--no-prove"], "--fresh makes proofs anew, and --no-prove makes none"),
-        (["--size", "huge"], "unknown gpt2 size 'huge'"),
-    ],
-)
-def test_wrong_input(args: list[str], message: str, tmp_path: Path) -> None:
-    done = commands.here("compare", *args, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) <= 2
-    assert list(tmp_path.iterdir()) == []
+def test_right_strategies_are_called_right_where_forward_is_random(tmp_path: Path) -> None:
+    """All of these models are proved in ``tests/proof/test_people_prove.py``."""
+    plan = Plan(repeats=1, warmup=1, steps=1)
+    found = cells(of_people("stochastic_depth"), "single,zero3", plan)
+    with torch.random.fork_rng(devices=[]):
+        result = comparison.compare(found, plan, "shardlab compare")
+    for cell in result["cells"]:
+        assert (cell["status"], cell["reason"]) == ("ok", None)
+        assert cell["proof"]["pass"] is True, (cell["label"], cell["proof"]["message"])
+        assert cell["estimated_bytes"]["total"], cell["estimated_bytes"]
+    assert "wrong" not in " ".join(compare_terminal.verdict_lines(result))
+    assert result["loss_not_compared"] == chance.RANDOM
+    assert [c["loss_difference"] for c in result["cells"]] == [0.0, None]
+    report.write(tmp_path, result)
 
 
 # ------------------------------------------------------------------ pure
@@ -362,30 +286,22 @@ def test_the_strategies_with_buckets_are_known() -> None:
     assert [point(cell)[-1] for cell in found] == [None, None, 1, 4, None, 9]
 
 
-@pytest.mark.parametrize(
-    ("flag", "text", "message"),
-    [
-        ("world", "2,x", "--world 2,x: not whole numbers"),
-        ("world", "0", "--world must be at least 1, got 0"),
-        ("precision", "fp32,bf61", "unknown value of --precision 'bf61'; did you mean 'bf16'"),
-        ("accumulate", "1.5", "--accumulate 1.5: not whole numbers"),
-        ("accumulate", "1,8", "cannot be divided evenly over 2 ranks x 8 micro-batches"),
-        ("bucket_mb", "1,-4", "--bucket-mb 1,-4: not sizes in MB above 0"),
-    ],
-)
-def test_axes_refuse(flag: str, text: str, message: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(message)):
-        cells(configs.Config(), "single,simple_ddp", **{flag: text})
-
-
 ENV = {"workload": "w", "parameters": 1, "device": "cpu"}
+
+
+def summarized(
+    found: list[Cell], ms: float | Sequence[float] = 1.0, losses: Sequence[float] = (), **env: Any
+) -> dict[str, Any]:
+    """As if each cell had been visited twice."""
+    of_cells = [ms] * len(found) if isinstance(ms, float) else ms
+    for cell, one, loss in zip(found, of_cells, losses or [5.0] * len(found), strict=True):
+        cell.times_ms, cell.skews_ms, cell.losses = [[one, one], [one, one]], [0.0], [loss]
+    return comparison.summarize(found, Plan(), "shardlab compare", ENV | env)
 
 
 def test_each_precision_has_its_own_baseline() -> None:
     found = cells(configs.Config(), "single,simple_ddp", precision="fp32,bf16")
-    for cell, ms in zip(found, (100.0, 50.0, 400.0, 100.0), strict=True):
-        cell.times_ms, cell.skews_ms, cell.losses = [[ms, ms], [ms, ms]], [0.0], [5.0]
-    rows = comparison.summarize(found, Plan(), "shardlab compare", ENV)["cells"]
+    rows = summarized(found, (100.0, 50.0, 400.0, 100.0))["cells"]
     assert [row["baseline"] for row in rows] == ["single (fp32)"] * 2 + ["single (bf16)"] * 2
     assert [row["speed_to_baseline"] for row in rows] == [1, 2, 1, 4]
 
@@ -393,27 +309,28 @@ def test_each_precision_has_its_own_baseline() -> None:
 def test_mfu_is_a_share_of_the_measured_rate_of_a_device() -> None:
     found = cells(configs.Config(), "single,simple_ddp")
     for cell in found:
-        cell.times_ms, cell.skews_ms, cell.losses, cell.samples = [[100.0]], [0.0], [5.0], 8
+        cell.samples = 8
+
+    def mfu(**env: Any) -> list[float | None]:
+        return [row["mfu"] for row in summarized(found, 100.0, **env)["cells"]]
+
     peak = {"flops_per_s": 160e9, "devices": 2}
-    env = ENV | {"flops_per_sample": 1e9, "matmul": {"fp32": peak}}
-    rows = comparison.summarize(found, Plan(), "shardlab compare", env)["cells"]
-    assert [row["mfu"] for row in rows] == [0.5, 0.25]  # 80 GFLOP/s, by one device, by two
-    env["matmul"] = {"fp32": peak | {"devices": 1}}  # that the two share
-    rows = comparison.summarize(found, Plan(), "shardlab compare", env)["cells"]
-    assert [row["mfu"] for row in rows] == [0.5, 0.5]
-    rows = comparison.summarize(found, Plan(), "shardlab compare", ENV)["cells"]
-    assert rows[0]["mfu"] is None
+    known = {"flops_per_sample": 1e9, "matmul": {"fp32": peak}}
+    assert mfu(**known) == [0.5, 0.25]  # 80 GFLOP/s, by one device, by two
+    known["matmul"] = {"fp32": peak | {"devices": 1}}  # that the two share
+    assert mfu(**known) == [0.5, 0.5]
+    assert mfu() == [None, None]
 
 
-@pytest.mark.parametrize(("normalizes", "difference"), [(False, 1.0), (True, None)])
-def test_loss_with_batchnorm_is_compared_only_on_the_same_micro_batches(
-    normalizes: bool, difference: float | None
+@pytest.mark.parametrize(
+    ("seen", "difference"),
+    [({}, 1.0), ({"normalizes_batches": True}, None), ({"couples_samples": True}, None)],
+)
+def test_loss_over_micro_batches_is_compared_only_on_the_same_ones(
+    seen: dict[str, bool], difference: float | None
 ) -> None:
     found = cells(configs.Config(), "single,simple_ddp", world="1,2")
-    for cell, loss in zip(found, (5.0, 5.0, 6.0), strict=True):
-        cell.times_ms, cell.skews_ms, cell.losses = [[1.0]], [0.0], [loss]
-    env = ENV | {"normalizes_batches": normalizes}
-    rows = comparison.summarize(found, Plan(), "shardlab compare", env)["cells"]
+    rows = summarized(found, losses=(5.0, 5.0, 6.0), **seen)["cells"]
     assert [row["loss_difference"] for row in rows] == [0.0, 0.0, difference]
 
 
@@ -521,26 +438,21 @@ def process(_world: World) -> int:
     return os.getpid()
 
 
-def test_each_repeat_on_a_cpu_has_new_ranks() -> None:
+@pytest.mark.long
+def test_each_repeat_on_a_cpu_has_new_ranks_and_nothing_slows_what_is_timed() -> None:
     found = cells(configs.Config(), "single,simple_ddp")
     estimates = comparison._Estimates(ENV, Plan(), found, None)
     ranks = RankSet(configs.LaunchConfig(), 2)
-    jobs = comparison._jobs(ranks, found, Plan(), None, estimates, None)
-    assert [j.what for j in jobs if j.begins_repeat] == [f"repeat {n} of 4" for n in (2, 3, 4)]
+    plan = Plan(profile=configs.ProfileConfig())
+    jobs = [*comparison._jobs(ranks, found, plan, Path("traces"), estimates, None)]
+    repeats = [f"repeat {n} of 4" for n in (1, 2, 3, 4)]
+    assert [*dict.fromkeys(j.what for j in jobs)] == [*repeats, "memory", "proof", "traces"]
+    assert [j.what for j in jobs if j.begins_repeat] == repeats[1:]
     with RankSet(configs.LaunchConfig(), 2) as ranks:
         first = ranks.run(process)
         assert ranks.run(process) == first
         ranks.renew()
         assert not set(ranks.run(process)) & set(first)
-
-
-def test_the_interval_of_the_same_numbers() -> None:
-    times = [[100.0, 101.0], [99.0, 100.0], [100.0, 100.0], [101.0, 99.0]]
-    assert numbers.ratio(times, times) == 1
-    low, high = numbers.ratio_interval(times, times, paired=True)
-    assert 0.95 < low <= 1 <= high < 1.05
-    assert not numbers.can_tell([[5.0, 6.0]], times)  # nothing is known of its noise
-    assert numbers.can_tell(times, times)
 
 
 def one_visit_to_each() -> dict[str, Any]:
@@ -551,6 +463,10 @@ def one_visit_to_each() -> dict[str, Any]:
 
 
 def test_one_repeat_has_no_interval_and_chooses_nothing() -> None:
+    times = [[100.0, 101.0], [99.0, 100.0], [100.0, 100.0], [101.0, 99.0]]
+    assert numbers.ratio(times, times) == 1
+    assert not numbers.can_tell([[5.0, 6.0]], times)  # nothing is known of its noise
+    assert numbers.can_tell(times, times)
     result = one_visit_to_each()
     assert result["cells"][1]["speed_to_baseline"] == pytest.approx(100.5 / 50.5)
     assert result["cells"][1]["speed_interval"] is None
@@ -587,11 +503,9 @@ def test_a_crashed_proof_is_reported_once() -> None:
 @pytest.mark.parametrize("proved", [True, False])
 def test_losses_of_a_random_forward_are_not_compared(proved: bool) -> None:
     found = cells(configs.Config(), "single,simple_ddp")
-    for cell, loss in zip(found, (5.0, 6.0), strict=True):
-        cell.times_ms, cell.skews_ms, cell.losses = [[1.0], [1.0]], [0.0], [loss]
+    for cell in found:
         cell.proof = {"pass": True, "message": "", "checks": {}} if proved else None
-    env = ENV | {"loss_not_compared": chance.RANDOM}
-    result = comparison.summarize(found, Plan(), "shardlab compare", env)
+    result = summarized(found, losses=(5.0, 6.0), loss_not_compared=chance.RANDOM)
     assert [row["loss_difference"] for row in result["cells"]] == [0.0, None]
     assert result["answer"]["choice"] == "single"
     assert "Left out" not in str(result["answer"])
@@ -601,6 +515,21 @@ def test_losses_of_a_random_forward_are_not_compared(proved: bool) -> None:
     chart = compare_charts.loss_chart(result)
     assert chart is not None
     assert chart.note.startswith("They need not coincide: forward draws random numbers")
+
+
+def profiled_apart(world: World, values: dict[str, Any], folder: str) -> Any:
+    """As on two nodes, of which one has the folder."""
+    here = folder if world.rank == 0 else f"{folder}/gone"
+    return comparison.profile_cell(world, values, here, "simple_ddp")
+
+
+def test_nodes_that_share_no_folder_are_told_so(ranks: GetRanks, tmp_path: Path) -> None:
+    config = configs.load(None, {"model.size": "tiny", "launch.world": 2})
+    said = (
+        r"where the traces go, is not visible to rank 1 on .*: name a folder that all nodes share"
+    )
+    with pytest.raises(UsageError, match=said):
+        ranks(2).run(profiled_apart, config.to_dict(), str(tmp_path))
 
 
 # ------------------------------------------------------------------ what takes too long
@@ -651,44 +580,30 @@ def test_every_job_of_ranks_has_the_limit() -> None:
         assert ranks.run(nap, 0.0) == [None]  # new ones
 
 
+@pytest.mark.parametrize(
+    ("proved", "status", "code"),
+    [(True, "ok", 0), (None, "ok", 0), (False, "ok", 1), (None, "failed", 1)],
+)
 def test_a_strategy_that_is_proved_wrong_fails_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    proved: bool | None, status: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    code = {}
-    for passed in (True, None, False):
+    """So does a comparison in which nothing ran; a proof that came to no end does not."""
 
-        def measured(cells: list[Cell], plan: Plan, command: str, *_: Any, p: Any = passed) -> Any:
-            for cell in cells:
-                cell.times_ms, cell.skews_ms, cell.losses = [[1.0], [1.0]], [0.0], [5.0]
-            cells[1].proof = {"pass": p, "message": "said", "checks": {}}
-            env = ENV | {"shardlab": "", "time": "", "backend": "gloo"}
-            return comparison.summarize(cells, plan, command, env)
+    def measured(cells: list[Cell], *_: Any) -> Any:
+        (cell,) = cells
+        cell.status, cell.proof = status, {"pass": proved, "message": "said", "checks": {}}
+        return summarized(cells, shardlab="", time="", backend="gloo")
 
-        monkeypatch.setattr(comparison, "compare", measured)
-        out = f"out-{passed}"
-        done = CliRunner().invoke(app, ["compare", "--strategies", "single,zero3", "--out", out])
-        code[passed] = done.exit_code
-        assert (tmp_path / out / "report.html").exists(), done
-    assert code == {True: 0, None: 0, False: 1}
-
-
-def test_help_says_what_the_proof_is_of_and_how_long_it_takes() -> None:
-    text = " ".join(CliRunner().invoke(app, ["compare", "--help"]).stdout.replace("│", " ").split())
-    assert "prove each strategy on your model" in text
-    assert "3 s and 20 steps of your model on 4 samples a rank" in text
+    monkeypatch.setattr(comparison, "compare", measured)
+    done = commands.here("compare", "--strategies", "zero3", "--out", "out", cwd=tmp_path)
+    assert done.returncode == code
+    assert (tmp_path / "out" / "report.html").exists(), done
+    (row,) = json.loads((tmp_path / "out" / "compare.json").read_text())["cells"]
+    assert row["loss_difference"] is None  # there is no single to differ from
+    assert row["speed_to_baseline"] == (1.0 if status == "ok" else None)
 
 
 # ------------------------------------------------------------------ the rest
-
-
-def test_single_has_every_ranks_microbatches() -> None:
-    """So that BatchNorm sees batches of the same size, and the arithmetic is the same."""
-    config = configs.load(None, {"training.accumulate": 2, "training.global_batch": 24})
-    single, ddp = cells(config, "single,simple_ddp", world="3", plan=Plan(steps=5, warmup=2))
-    assert (single.config.launch.world, single.config.training.accumulate) == (1, 6)
-    assert (ddp.config.launch.world, ddp.config.training.accumulate) == (3, 2)
-    assert single.config.training.steps == 7
 
 
 @given(cells=st.integers(1, 20), repeats=st.integers(1, 50))
@@ -732,17 +647,6 @@ def test_parse_spec(spec: str, expected: tuple[str, dict[str, Any]]) -> None:
     assert parse_spec(spec) == expected
 
 
-def test_parse_spec_refuses() -> None:
-    for spec, why in (("zero1:bucket_mb=", "has no value"), ("zero1:a=1:a=2", "a is given twice")):
-        with pytest.raises(UsageError, match=why):
-            parse_spec(spec)
-    with pytest.raises(UsageError, match="is not option=value"):
-        parse_spec("a:b=1:c")
-    for spec in ("zero1::bucket_mb=2", "zero1:"):
-        with pytest.raises(UsageError, match=f"a colon in '{spec}' has no option=value"):
-            parse_spec(spec)
-
-
 def test_an_option_without_a_value_is_no_module(tmp_path: Path, monkeypatch: Any) -> None:
     """Unless there is one of that name: somebody's own ddp.py."""
     monkeypatch.chdir(tmp_path)
@@ -766,6 +670,7 @@ def test_spread_and_throughput() -> None:
     assert numbers.throughput([100], 8, None)["tokens_per_s"] is None
 
 
+@pytest.mark.long
 def test_peak_is_the_peak() -> None:
     """Not what is left, not a sum, not what an earlier measurement held."""
     mib = 1 << 20

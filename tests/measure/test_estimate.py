@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,19 +20,23 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import commands
 import people
-from conftest import GetRanks, long_unless
+from conftest import GetRanks, deep_unless
+from results import drawn_table
 from shardlab import config as configs
 from shardlab.errors import Late, RankFailure, UsageError
-from shardlab.measure import estimate, simulate
+from shardlab.measure import estimate, kernels, simulate
 from shardlab.measure.estimate import Simulator, largest_batch
+from shardlab.measure.kernels import Kernels
+from shardlab.measure.longest import Found, Longest, look
 from shardlab.measure.simulate import Tracker, backend_of
 from shardlab.naming import STRATEGIES
 from shardlab.numbers import parse_bytes
 from shardlab.report import memory as report
 from shardlab.report import terminal
 from shardlab.strategies.base import Setup
-from shardlab.strategies.simple_ddp import SimpleDDP
-from shardlab.workloads.base import Workload, classification_loss
+from shardlab.strategies.data_parallel.simple_ddp import SimpleDDP
+from shardlab.workloads.base import Batch, Workload, classification_loss
+from shardlab.workloads.samples import Stream
 
 WEIGH = "shardlab.measure.estimate:weigh"
 GPT = {"model.size": "tiny", "data.source": "synthetic"}
@@ -60,87 +64,6 @@ def step(simulator: Simulator, config: configs.Config, device: str = "cpu") -> d
 
 
 # ------------------------------------------------------------------ against what is measured
-
-
-@pytest.mark.timeout(100)
-@pytest.mark.parametrize("strategy", long_unless(lambda name: name == "zero3", STRATEGIES))
-def test_within_5_percent_of_the_measured_peak(
-    strategy: str, simulator: Simulator, ranks: GetRanks
-) -> None:
-    world = 1 if strategy == "single" else 2
-    config = config_of(strategy, world, 4, GPT)
-    found = simulator.run(config, "cpu")["weights"]
-    # A release on a thread of Gloo's may go unseen, and the measured is then too high: look again.
-    for _ in range(3):
-        measured = ranks(world).run(WEIGH, config.to_dict(), deadline_s=60)[0]
-        if found["step"]["total"] > 0.95 * measured["step"]["total"]:
-            break
-    assert found["step"]["total"] == pytest.approx(measured["step"]["total"], rel=0.05)
-    assert found["building"]["total"] <= 1.05 * measured["building"]["total"]
-    error = estimate.errors(found["step"], measured["step"])
-    assert error is not None
-    assert sum(e for term, e in error.items() if term != "total") == pytest.approx(error["total"])
-    for term in ("parameters", "optimizer"):
-        assert abs(error[term]) < 0.01, term
-    for moment in ("update", "between"):
-        assert 0 < found[moment]["total"] <= 1.05 * measured[moment]["total"]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "world", "shares"),
-    [("single", 1, (1, 1, 2)), ("zero2", 2, (1, 0.5, 1)), ("zero3", 2, (0.5, 0.5, 1))],
-)
-def test_what_is_held_before_the_update_and_between_steps(
-    strategy: str, world: int, shares: tuple[float, ...], simulator: Simulator
-) -> None:
-    """The table of parameters, gradients and optimizer state that courses let one compute."""
-    found = simulator.run(config_of(strategy, world, 1, GPT), "cpu")["weights"]
-    psi = 4 * 120_576  # bytes of all parameters
-    terms = ("parameters", "gradients", "optimizer")
-    held = [found["update"][term] / psi for term in terms]
-    assert held == pytest.approx(shares, rel=0.02)  # with norms, padding and Adam's counters
-    assert found["between"]["gradients"] < 0.01 * psi  # a batch is still there, among the rest
-    assert found["between"]["total"] == pytest.approx(psi * (shares[0] + shares[2]), rel=0.03)
-
-
-def test_an_answer_that_nobody_waited_for_is_not_the_next_ones(
-    simulator: Simulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(_limit_s: float) -> Any:
-        raise KeyboardInterrupt
-
-    small, large = (config_of("single", 1, batch, GPT) for batch in (1, 16))
-    expected = step(simulator, small)
-    with monkeypatch.context() as patch:
-        patch.setattr(simulator, "_receive", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            step(simulator, large)
-    assert step(simulator, small) == expected
-
-
-@pytest.mark.long
-@pytest.mark.timeout(100)
-@pytest.mark.parametrize(
-    ("strategy", "world", "values"),
-    [
-        ("zero3", 2, RESNET),
-        ("pytorch_zero3", 2, RESNET),
-        ("zero1", 3, {**GPT, "training.optimizer": "muon"}),
-        ("zero2", 2, {**GPT, "training.optimizer": "muon"}),
-    ],
-)
-def test_with_convolutions_and_with_owners(
-    strategy: str, world: int, values: dict[str, Any], simulator: Simulator, ranks: GetRanks
-) -> None:
-    config = config_of(strategy, world, 8, values)
-    measured = ranks(world).run(WEIGH, config.to_dict(), deadline_s=60)[0]["step"]
-    assert step(simulator, config)["total"] == pytest.approx(measured["total"], rel=0.05)
-
-
-# ------------------------------------------------------------------ ranks that cut the model
-
-FOUR_BLOCKS = {**GPT, "model.options.layers": 4, "training.accumulate": 3}
-TURNED = {"model.workload": f"{__file__}:turned", "training.accumulate": 2}
 
 
 class Turn(nn.Module):
@@ -177,49 +100,136 @@ def turned() -> Workload:
     return Workload("turned", Turned, classification_loss, data, blocks=blocks)
 
 
+PEOPLE = Path(__file__).parents[1] / "models" / "people.py"
+KERNELS = Path(__file__).parents[2] / "benchmarks" / "kernel_models.py"
+MUON = {**GPT, "training.optimizer": "muon"}  # its parameters have owners
+FOUR_BLOCKS = {**GPT, "model.options.layers": 4, "training.accumulate": 3}
+TURNED = {"model.workload": f"{__file__}:turned", "training.accumulate": 2}
+
+
+def workload(file: Path, name: str) -> dict[str, Any]:
+    return {"model.workload": f"{file}:{name}"}
+
+
+MECHANISMS = ("bucket_ddp_async", "zero1", "zero3", "pytorch_ddp", "pytorch_zero3", "local_sgd")
+OTHERS = [name for name in STRATEGIES if name not in (*MECHANISMS, "single")]
+FAST: list[tuple[str, int, int, dict[str, Any]]] = [
+    *((name, 2, 4, GPT) for name in (*MECHANISMS, "pipeline_gpipe", "context_parallel")),
+    ("zero1:tensor=2:pipeline=2", 4, 4, GPT),
+    ("pipeline_zero_bubble", 2, 4, TURNED),
+    ("zero3", 2, 4, RESNET),
+    ("zero1", 3, 4, MUON),
+    *(("single", 1, 8, workload(KERNELS, n)) for n in ("lstm", "conv2d_strided", "fourier")),
+    *(("simple_ddp", 2, 2, workload(PEOPLE, name)) for name in ("unet", "cache")),
+]
+DEEP: list[tuple[str, int, int, dict[str, Any]]] = [
+    *((name, 2, 4, GPT) for name in (*OTHERS, "pytorch_tensor_parallel")),
+    ("single", 1, 4, GPT),
+    ("pipeline_interleaved", 2, 4, FOUR_BLOCKS),
+    ("pytorch_pipeline:schedule=zero_bubble", 2, 4, FOUR_BLOCKS),
+    ("pytorch_zero3", 2, 4, RESNET),
+    ("zero2", 2, 4, MUON),
+    *(("simple_ddp", 2, 2, workload(PEOPLE, name)) for name in ("vit", "bert", "weight_norm")),
+]
+
+
+@pytest.mark.long
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize(
-    ("strategy", "world", "values"),
-    [
-        ("pipeline_gpipe", 2, GPT),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in (
-                ("pipeline_interleaved", 2, FOUR_BLOCKS),
-                ("pytorch_pipeline:schedule=zero_bubble", 2, FOUR_BLOCKS),
-                ("context_parallel", 2, GPT),
-                ("pytorch_tensor_parallel", 2, GPT),
-                ("zero1:tensor=2:pipeline=2", 4, GPT),
-                ("pipeline_zero_bubble", 2, TURNED),
-            )
-        ),
-    ],
+    ("strategy", "world", "batch", "values"), [*FAST, *deep_unless(lambda *_: False, DEEP)]
 )
-def test_each_stage_holds_what_is_estimated(
-    strategy: str, world: int, values: dict[str, Any], simulator: Simulator, ranks: GetRanks
+def test_the_estimate_is_what_is_measured(
+    strategy: str,
+    world: int,
+    batch: int,
+    values: dict[str, Any],
+    simulator: Simulator,
+    ranks: GetRanks,
 ) -> None:
-    config = config_of(strategy, world, 4, values)
-    found = simulator.run(config, "cpu")
-    for _ in range(3):  # as above
+    """Of the fullest rank and of each stage; what kernels take for themselves is counted."""
+    config = config_of(strategy, world, batch, values)
+    answer = simulator.run(config, "cpu")
+    found = answer["weights"]
+    # A release on a thread of Gloo's may go unseen, and the measured is then too high: look again.
+    for _ in range(3):
         measured = ranks(world).run(WEIGH, config.to_dict(), deadline_s=60)[0]
-        if found["weights"]["step"]["total"] > 0.95 * measured["step"]["total"]:
+        if found["step"]["total"] > 0.95 * measured["step"]["total"]:
             break
-    assert found["weights"]["step"]["total"] == pytest.approx(measured["step"]["total"], rel=0.05)
-    for rank in found["ranks"]:
-        assert rank["step_bytes"]["total"] == pytest.approx(
-            measured["ranks"][rank["rank"]], rel=0.05
-        )
+    within = 0.02 if world == 1 else 0.05
+    assert found["step"]["total"] == pytest.approx(measured["step"]["total"], rel=within)
+    assert found["building"]["total"] <= 1.05 * measured["building"]["total"]
+    error = estimate.errors(found["step"], measured["step"])
+    assert error is not None
+    assert sum(e for term, e in error.items() if term != "total") == pytest.approx(error["total"])
+    for term in ("parameters", "optimizer"):
+        assert abs(error[term]) < 0.01, term
+    for moment in ("update", "between"):
+        assert 0 < found[moment]["total"] <= 1.05 * measured[moment]["total"]
+    assert answer["uncounted"] == []
+    for rank in answer["ranks"]:
+        of_rank = measured["ranks"][rank["rank"]]
+        assert rank["step_bytes"]["total"] == pytest.approx(of_rank, rel=0.05)
+    assert len(answer["ranks"]) == (2 if "pipeline" in strategy else 1)
     if "pipeline" in strategy:
-        assert len(found["ranks"]) == 2
-        assert sorted(s for rank in found["ranks"] for s in rank["stages"])[0] == 0
+        assert min(stage for rank in answer["ranks"] for stage in rank["stages"]) == 0
 
 
-def test_the_last_stage_of_a_gpipe_holds_most(simulator: Simulator) -> None:
-    """It has the logits; rank 0 alone would be too little."""
-    several = {**GPT, "training.accumulate": 4}
-    first, last = simulator.run(config_of("pipeline_gpipe", 2, 4, several), "cpu")["ranks"]
-    assert (first["stages"], last["stages"]) == ([0], [1])
-    assert last["step_bytes"]["total"] > 1.05 * first["step_bytes"]["total"]
+@pytest.mark.parametrize(
+    ("strategy", "world", "shares"),
+    [("single", 1, (1, 1, 2)), ("zero2", 2, (1, 0.5, 1)), ("zero3", 2, (0.5, 0.5, 1))],
+)
+def test_what_is_held_before_the_update_and_between_steps(
+    strategy: str, world: int, shares: tuple[float, ...], simulator: Simulator
+) -> None:
+    """The table of parameters, gradients and optimizer state that courses let one compute."""
+    found = simulator.run(config_of(strategy, world, 1, GPT), "cpu")["weights"]
+    psi = 4 * 120_576  # bytes of all parameters
+    terms = ("parameters", "gradients", "optimizer")
+    held = [found["update"][term] / psi for term in terms]
+    assert held == pytest.approx(shares, rel=0.02)  # with norms, padding and Adam's counters
+    assert found["between"]["gradients"] < 0.01 * psi  # a batch is still there, among the rest
+    assert found["between"]["total"] == pytest.approx(psi * (shares[0] + shares[2]), rel=0.03)
+
+
+@pytest.mark.long
+def test_an_answer_that_nobody_waited_for_is_not_the_next_ones(
+    simulator: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_limit_s: float) -> Any:
+        raise KeyboardInterrupt
+
+    small, large = (config_of("single", 1, batch, GPT) for batch in (1, 16))
+    expected = step(simulator, small)
+    with monkeypatch.context() as patch:
+        patch.setattr(simulator, "_receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(simulator, large)
+    assert step(simulator, small) == expected
+
+
+def test_a_large_batch_follows_from_two_smaller_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a kernel that cannot run is named."""
+    x, weight = torch.ones(64, 16, 32, 32), torch.ones(64, 16, 3, 3)
+    asked = [x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1]
+    convolution = torch.ops.aten.convolution.default
+    few = Kernels("cpu").taken(convolution, asked)
+    monkeypatch.setattr(kernels, "ENOUGH", 2**20)
+    assert Kernels("cpu").taken(convolution, asked) == few
+    asked[1] = torch.ones(64, 15, 3, 3)
+    broken = Kernels("cpu")
+    assert broken.taken(convolution, asked) is None
+    assert list(broken.uncounted) == ["convolution"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "kernels"), [("lstm", ["lstm"]), ("conv2d", ["convolution"]), ("linear", [])]
+)
+def test_on_a_gpu_what_cudnn_takes_is_not_known(
+    name: str, kernels: list[str], simulator: Simulator
+) -> None:
+    config = config_of("single", 1, 1, workload(KERNELS, name))
+    assert simulator.run(config, "cuda")["uncounted"] == kernels
 
 
 @pytest.mark.parametrize(
@@ -246,6 +256,7 @@ class Hoarder(SimpleDDP):
         self.hoard = [p.detach().clone() for p in self.params.values()]
 
 
+@pytest.mark.long
 def test_a_users_strategy_is_weighed_by_its_own_code(simulator: Simulator) -> None:
     plain = step(simulator, config_of("simple_ddp", 2, 2, GPT))
     hoarding = step(simulator, config_of(f"{__file__}:Hoarder", 2, 2, GPT))
@@ -258,6 +269,10 @@ def test_what_is_asked_for_shows(simulator: Simulator) -> None:
     assert adam["optimizer"] == pytest.approx(2 * adam["parameters"], rel=0.01)
     sgd = step(simulator, config_of("simple_ddp", 2, 8, {**GPT, "training.optimizer": "sgd"}))
     assert sgd["optimizer"] == 0
+    begun = {**GPT, "training.optimizer": "adagrad"}  # it has state before the first step
+    for strategy, share in (("simple_ddp", 1.0), ("zero1", 0.5), ("pytorch_zero3", 0.5)):
+        adagrad = step(simulator, config_of(strategy, 2, 8, begun))
+        assert adagrad["optimizer"] == pytest.approx(share * adam["parameters"], rel=0.05)
     half = step(simulator, config_of("simple_ddp", 2, 4, GPT))
     assert half["activations"] == pytest.approx(adam["activations"] / 2, rel=0.02)
     again = config_of("simple_ddp", 2, 8, {**GPT, "training.activation_checkpointing": True})
@@ -266,6 +281,7 @@ def test_what_is_asked_for_shows(simulator: Simulator) -> None:
     assert step(simulator, several)["activations"] == pytest.approx(adam["activations"], rel=0.02)
 
 
+@pytest.mark.long
 def test_many_ranks_are_no_more_work(simulator: Simulator) -> None:
     few = step(simulator, config_of("zero3", 2, 1, GPT))
     many = step(simulator, config_of("zero3", 64, 1, GPT))
@@ -273,17 +289,12 @@ def test_many_ranks_are_no_more_work(simulator: Simulator) -> None:
     assert many["total"] < few["total"]
 
 
+@pytest.mark.long
 def test_groups_of_ranks_hold_more(simulator: Simulator) -> None:
     """Shards of a group of two, not of all eight."""
-    whole, groups = (
-        step(simulator, config_of(strategy, 8, 1, GPT)) for strategy in ("zero3", "zero3:shards=2")
-    )
+    names = "pytorch_zero3", "pytorch_hsdp:shards=2"
+    whole, groups = (step(simulator, config_of(name, 8, 1, GPT)) for name in names)
     assert groups["optimizer"] == pytest.approx(4 * whole["optimizer"], rel=0.05)
-    nodes = "bucket_ddp_async:hierarchical=true:ranks_per_node=2"
-    flat, by_nodes = (
-        step(simulator, config_of(name, 8, 1, GPT)) for name in ("bucket_ddp_async", nodes)
-    )
-    assert by_nodes["total"] >= flat["total"]
 
 
 def test_a_gpu_gives_out_blocks(simulator: Simulator) -> None:
@@ -317,6 +328,7 @@ def test_ranks_that_share_a_gpu_are_estimated_over_gloo(monkeypatch: pytest.Monk
     assert backend_of(configs.LaunchConfig(world=2), "cpu", here=True) == "gloo"
 
 
+@pytest.mark.long
 def test_wrong_input_and_a_crash_are_told_apart(simulator: Simulator) -> None:
     with pytest.raises(UsageError, match="cannot form groups of 3"):
         simulator.run(config_of("pytorch_hsdp:shards=3", 4, 1, GPT), "cpu")
@@ -331,12 +343,6 @@ class Broken(SimpleDDP):
 
 
 # ------------------------------------------------------------------ people's models
-
-PEOPLE = Path(__file__).parents[1] / "people.py"
-
-
-def of_people(name: str, strategy: str = "simple_ddp", batch: int = 2) -> configs.Config:
-    return config_of(strategy, 2, batch, {"model.workload": f"{PEOPLE}:{name}"})
 
 
 def test_a_model_that_converts_itself_keeps_its_ties() -> None:
@@ -363,25 +369,15 @@ def test_a_model_that_converts_itself_keeps_its_ties() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    "strategy", deep_unless("zero3".__eq__, ("single", "zero3", "pytorch_ddp"))
+)
 @pytest.mark.parametrize("name", people.EVERYONE)
-def test_peoples_models_are_estimated(name: str, simulator: Simulator) -> None:
+def test_peoples_models_are_estimated(name: str, strategy: str, simulator: Simulator) -> None:
     """Each within seconds. ViT's initialisation used to loop for ever."""
-    for strategy in ("single", "zero3", "pytorch_ddp"):
-        config = of_people(name, strategy)
-        found = simulator.run(config, "cpu", limit_s=60)
-        assert found["weights"]["step"]["total"] > 0
-        assert bool(found["assumed"]) is (name == "stochastic_depth")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["vit", "bert", "unet", "weight_norm", "cache"])
-def test_peoples_models_are_estimated_right(
-    name: str, simulator: Simulator, ranks: GetRanks
-) -> None:
-    config = of_people(name)
-    estimated = step(simulator, config)["total"]
-    measured = ranks(2).run("shardlab.measure.estimate:weigh", config.to_dict())[0]
-    assert estimated == pytest.approx(measured["step"]["total"], rel=0.06)
+    found = simulator.run(config_of(strategy, 2, 2, workload(PEOPLE, name)), "cpu", limit_s=60)
+    assert found["weights"]["step"]["total"] > 0
+    assert bool(found["assumed"]) is (name in people.SKIPPING)
 
 
 ODD = """
@@ -438,8 +434,8 @@ def test_an_estimate_has_a_time_limit(tmp_path: Path) -> None:
     sleeps = odd(tmp_path, "import time; time.sleep(60 * (type(x) is not torch.Tensor))")
     with Simulator() as opened:
         opened.run(config_of("single", 1, 1, GPT), "cpu")  # its process has begun
-        with pytest.raises(Late, match=r"no answer within 8 s; it stood at odd.py:10"):
-            opened.run(sleeps, "cpu", limit_s=8)
+        with pytest.raises(Late, match=r"no answer within 4 s; it stood at odd.py:10"):
+            opened.run(sleeps, "cpu", limit_s=4)
         assert step(opened, config_of("single", 1, 1, GPT))["total"] > 0  # with a new one
 
 
@@ -532,6 +528,101 @@ def test_what_is_no_size(text: str) -> None:
         parse_bytes(text, "--fits")
 
 
+# ------------------------------------------------------------------ samples of different lengths
+
+LENGTHS = [400 if i % 50 == 49 else 8 for i in range(200)]  # 2% are long
+
+
+class Sentences:
+    """Ragged, and padded to the longest of the batch."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def batch(self, ids: Sequence[int]) -> Batch:
+        longest = max(self.lengths[i] for i in ids)
+        return Batch(
+            torch.zeros(len(ids), longest, 8), torch.zeros(len(ids)).long(), len(ids), len(ids)
+        )
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.head = nn.Linear(8, 64), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # (samples, length, 8)
+        out: Tensor = self.head(torch.tanh(self.wide(x)).mean(1))
+        return out
+
+
+def ragged(_data: configs.DataConfig, *, long_ones: bool = False) -> Workload:
+    lengths = [400] * 200 if long_ones else LENGTHS
+    return Workload("reader", Reader, classification_loss, Sentences(lengths), blocks=())
+
+
+@pytest.mark.long
+def test_the_largest_batch_that_fits_is_of_the_longest_samples(
+    simulator: Simulator, ranks: GetRanks
+) -> None:
+    """Most steps meet short samples alone, and sooner or later one meets a long one."""
+
+    def weigh(config: configs.Config, longest: Sequence[int]) -> dict[str, Any]:
+        weighed: dict[str, Any] = ranks(2).run(WEIGH, config.to_dict(), longest)[0]
+        return weighed
+
+    values = {"model.workload": f"{__file__}:ragged"}
+    rows = estimate.rows_of(configs.load(None, values), ["simple_ddp"], 2, 1)
+    result = estimate.estimate(rows, "cpu", 10**6, "command", weigh)
+    (row,) = result["rows"]
+    all_long = values | {"model.options.long_ones": True}
+    one, most, more = (step(simulator, config_of("simple_ddp", 2, n, all_long)) for n in (1, 3, 4))
+    assert one == row["step_bytes"]
+    assert row["largest_batch"] == 3
+    assert most["total"] <= 10**6 < more["total"]
+    assert row["measured_step_bytes"]["total"] > 0.95 * one["total"]
+    parameters = 4 * (8 * 64 + 64 + 64 * 3 + 3)
+    assert one["optimizer"] == pytest.approx(2 * parameters, rel=0.02)  # in the second step
+    said = "the estimate is of batches of the longest samples: the largest of 200 is 48.5 times as"
+    assert result["notes"][0].startswith(said)
+
+
+class WithGaps(Sentences):
+    def batch(self, ids: Sequence[int]) -> Batch:
+        if -1 in [self.lengths[i] for i in ids]:
+            raise OSError("no such file")
+        return super().batch(ids)
+
+
+def test_what_the_sizes_of_samples_have_shown() -> None:
+    found = look(Sentences(LENGTHS))
+    assert sorted(found.ids[:4]) == [49, 99, 149, 199]
+    long_batch = Longest(Sentences(LENGTHS), found.ids[:2]).batch([0, 1, 2])
+    assert long_batch.inputs.shape == (3, 400, 8)
+    many = look(Sentences([3] * 10_000))
+    assert not many.ids
+    assert many.note == "the 4,096 samples that were looked at, of 10,000, are all of one size"
+    assert look(Sentences([3] * 5)) == Found()
+    some = look(WithGaps([3, -1, 4]))
+    assert some.ids == [2, 0]
+    assert "largest of 2 that were looked at, of 3, is 1.1 times as large" in str(some.note)
+    none = look(WithGaps([-1]))
+    assert none.note == (
+        "the estimate is of batches of the first samples: the sizes of single samples are not "
+        "known (sample 0: no such file)"
+    )
+    rows = Stream("rows", range(5), torch.tensor, keep_targets=False)
+    first = look(rows)
+    assert str(first.note).endswith(
+        "first samples: the data is a stream, and longer ones may follow"
+    )
+    again = Longest(rows, first.ids)
+    assert [again.batch([i, 7]).inputs.tolist() for i in range(3)] == 3 * [[0, 1]]
+
+
 # ------------------------------------------------------------------ as a user does
 
 
@@ -552,23 +643,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert whole["fits"] is sharded["fits"] is True
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("memory --fits lots", "--fits lots: not a size"),
-        ("memory --micro-batch 0", "a batch has at least one sample"),
-        ("memory --strategy zero4", "did you mean 'zero"),
-        ("memory --strategy zero1 --snapshot --size tiny --data synthetic", "CUDA allocator"),
-    ],
-)
-def test_refusals(command: str, words: str, tmp_path: Path) -> None:
-    done = commands.here(*command.split(), cwd=tmp_path)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert len(done.stderr.strip().splitlines()[-1:]) == 1
-    assert "Traceback" not in done.stderr
-
-
 # ------------------------------------------------------------------ as it is shown
 
 
@@ -583,20 +657,21 @@ def test_the_tables() -> None:
         row.measured = {"step": {**step, "total": 1000 + more, "other": 10 + more},
                         "building": {"total": 1}, "reserved": 5 * 2**20}  # fmt: skip
         row.largest_batch = 7
+    rows[1].uncounted = ["lstm"]
     rows[2].status, rows[2].reason = "failed", "it broke"
     result = estimate.summarize(rows, 999, "command")
     assert result["rows"][1]["error"]["other"] == pytest.approx(-100 / 1100)
     assert result["rows"][0]["fits"] is False
-    console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(report.table(result))
-    console.print(report.kept_table(result))
-    console.print(report.error_table(result))
-    for line in report.sentences(result):
-        console.print(line)
-    text = console.export_text()
+    tables = [report.table(result), report.kept_table(result), report.error_table(result)]
+    text = "\n".join(drawn_table(table) for table in tables)
+    assert max(map(len, text.splitlines())) <= 80
+    said = " ".join([text, *report.sentences(result)])
     for words in (
         "gpt2 tiny · 2 ranks · batch 4 per rank",
         "what it holds after backward, and between steps, KiB",
+        "at the peak of a step, KiB; ≥: a lower bound, see below",
+        "zero3 ≥ 0.98",
+        "zero3: a lower bound: what lstm takes for itself on a CPU is not known here",
         "simple_ddp 0.59 0.05 0.29 0.01 0.94 0.88",
         "simple_ddp: PyTorch's allocator reserved 5.00 MiB of the GPU for the 1,000 B that tensors",
         "-9.1%",
@@ -604,8 +679,7 @@ def test_the_tables() -> None:
         "more than in a step is held while the model is built",
         "not counted: ",
     ):
-        assert words in " ".join(text.split()), text
-    assert max(map(len, text.splitlines())) <= 80
+        assert words in " ".join(said.split()), said
 
 
 def test_long_names_and_ranks_that_differ_are_drawn_in_80_columns() -> None:
@@ -633,10 +707,3 @@ def test_long_names_and_ranks_that_differ_are_drawn_in_80_columns() -> None:
     said = [line for line in report.sentences(result) if "holds most" in line]
     rank = "zero1 (tensor=2, pipeline=2): rank 2, with stage 1 (the last is 1), "
     assert said == [rank + "holds most: 900 MiB"]
-
-
-def test_what_no_strategy_can_take_is_refused_once(tmp_path: Path) -> None:
-    done = commands.here("memory", "--size", "tinny", "--quiet", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == "error: unknown gpt2 size 'tinny'; did you mean 'tiny'?\n"
-    assert not list(tmp_path.iterdir())

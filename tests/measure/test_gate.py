@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -37,10 +36,16 @@ def verdicts(new: dict[str, Any], old: dict[str, Any], limits: gate.Limits) -> d
     return {row["label"]: row["verdict"] for row in gate.check(new, old, limits)["cells"]}
 
 
-def test_noise_passes() -> None:
-    for seed in range(20):
-        old, new = record(noisy("a", 100, seed)), record(noisy("a", 101, seed + 100))
-        assert gate.check(new, old, SLOWER)["pass"]
+@pytest.mark.parametrize(
+    ("before", "now", "noise", "by_chance"),
+    [(100, 101, 0.02, 0), (100, 50, 0.02, 0), (100, 115, 0.3, 1)],  # an interval is of 95%
+)
+def test_what_is_not_surely_slower_passes(
+    before: float, now: float, noise: float, by_chance: int
+) -> None:
+    pairs = ((noisy("a", before, i, noise), noisy("a", now, i + 100, noise)) for i in range(20))
+    passed = [gate.check(record(new), record(old), SLOWER)["pass"] for old, new in pairs]
+    assert passed.count(False) <= by_chance
 
 
 def test_a_slowdown_beyond_the_limit_fails_and_one_within_does_not() -> None:
@@ -54,16 +59,6 @@ def test_a_slowdown_beyond_the_limit_fails_and_one_within_does_not() -> None:
     assert 1.05 < low < slow["time_ratio"] < high
     assert slow["reason"].startswith("at least ")
     assert gate.check(new, old, {"slower": 0.5})["pass"]
-
-
-def test_a_large_but_uncertain_slowdown_does_not_fail() -> None:
-    old = record(noisy("a", 100, 1, noise=0.3))
-    new = record(noisy("a", 115, 2, noise=0.3))
-    assert gate.check(new, old, SLOWER)["pass"]
-
-
-def test_faster_passes() -> None:
-    assert gate.check(record(noisy("a", 50, 1)), record(noisy("a", 100, 2)), SLOWER)["pass"]
 
 
 def test_memory_is_compared_as_it_is() -> None:
@@ -94,27 +89,18 @@ def test_another_machine_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("change", "message"),
     [
-        ("workload", "resnet", "--against has workload resnet, this has gpt2-mini"),
-        ("global_batch", 16, "--against has global_batch 16, this has 8"),
+        ({"workload": "resnet"}, "--against has workload resnet, this has gpt2-mini"),
+        ({"global_batch": 16}, "--against has global_batch 16, this has 8"),
+        ({"env": {"device": "cuda"}}, "measured on cuda, this on cpu"),
+        ({"cells": [cell("a", 100, world=4)]}, "none of these strategies in this world; it has a"),
     ],
 )
-def test_another_workload_is_refused(key: str, value: Any, message: str) -> None:
+def test_what_cannot_be_compared_is_refused(change: dict[str, Any], message: str) -> None:
     new = record(noisy("a", 100, 1))
     with pytest.raises(UsageError, match=message):
-        gate.check(new, new | {key: value}, SLOWER)
-
-
-def test_another_world_or_device_is_refused() -> None:
-    new = record(noisy("a", 100, 1))
-    old = record(noisy("a", 100, 1, world=4))
-    with pytest.raises(UsageError, match="none of these strategies in this world; it has a in"):
-        gate.check(new, old, SLOWER)
-    old = copy.deepcopy(new)
-    old["env"]["device"] = "cuda"
-    with pytest.raises(UsageError, match="measured on cuda, this on cpu"):
-        gate.check(new, old, SLOWER)
+        gate.check(new, new | change, SLOWER)
 
 
 def test_the_table_says_what_failed() -> None:
@@ -151,35 +137,6 @@ def test_what_is_not_proved_right() -> None:
 )
 def test_limits(texts: list[str], expected: dict[str, float]) -> None:
     assert gate.limits_of(texts) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--fail-if", "slower=5%"], "--fail-if slower is for a comparison with an earlier one"),
-        (["--fail-if", "wrong", "--no-prove"], "looks at the proofs; leave out --no-prove"),
-        (["--fail-if", "wrong=5%"], "wrong has no share; a strategy is wrong or not"),
-        (["--against", "old.json", "--fail-if", "slow=5%"], "did you mean 'slower'"),
-        (["--against", "old.json", "--fail-if", "slower=5"], "not a share, as in slower=5%"),
-        (["--against", "none.json"], "cannot read none.json"),
-        (["--against", "text.json"], "text.json is not JSON"),
-        (["--against", "other.json"], "other.json is not a compare.json of schema 1"),
-        (["--against", "old.json", "-b", "16"], "measured with training.global_batch 8"),
-        (["--against", "old.json", "--size", "tiny"], "measured with model.size None"),
-        (["--against", "old.json"], "none of these strategies in this world; it has a in world 2"),
-    ],
-)
-def test_wrong_input_is_refused_before_anything_runs(
-    args: list[str], message: str, tmp_path: Path
-) -> None:
-    (tmp_path / "old.json").write_text(json.dumps(record(noisy("a", 100, 1))))
-    (tmp_path / "text.json").write_text("hello")
-    (tmp_path / "other.json").write_text("{}")
-    before = set(tmp_path.iterdir())
-    done = commands.here("compare", *args, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert set(tmp_path.iterdir()) == before
 
 
 @pytest.mark.long

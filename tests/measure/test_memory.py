@@ -1,15 +1,9 @@
-"""The peak of memory, what it is made of, and that it falls from rung to rung."""
+"""The peak of memory, and what it is made of."""
 
 from __future__ import annotations
 
-import pytest
-
-from conftest import GetRanks
-from shardlab import config as configs
 from shardlab.measure.estimate import fullest
 from shardlab.measure.memory import Allocation, Causes, at_peak, lives
-
-WEIGH = "shardlab.measure.compare:weigh_cell"
 
 
 def test_lives_of_allocations() -> None:
@@ -60,33 +54,3 @@ def test_causes_follow_time_not_addresses_alone() -> None:
     }  # fmt: skip
     one, two = {"total": 1, "parameters": 1}, {"total": 3, "parameters": 1, "other": 2}
     assert fullest([one, two]) == two
-
-
-@pytest.mark.long
-@pytest.mark.timeout(200)
-def test_the_peak_falls_from_rung_to_rung(ranks: GetRanks) -> None:
-    """At 4 ranks, on a GPT whose parameters outweigh its activations."""
-    peaks = {}
-    for name in ("simple_ddp", "zero1", "zero2", "zero3"):
-        config = configs.load(
-            None,
-            {
-                "model.size": "mini",
-                "model.options.layers": 8,
-                "data.seq_len": 16,
-                "training.global_batch": 4,
-                "launch.world": 4,
-                "strategy.name": name,
-            },
-        )
-        peaks[name] = ranks(4).run(WEIGH, config.to_dict(), deadline_s=150)[0]
-    totals = [peak["total"] for peak in peaks.values()]
-    assert totals == sorted(totals, reverse=True)
-    assert len(set(totals)) == 4
-    for peak in peaks.values():
-        assert peak["total"] == sum(v for k, v in peak.items() if k != "total")
-    # Adam keeps two numbers for each parameter: on one rank all of them, or a quarter.
-    whole = peaks["simple_ddp"]["optimizer"]
-    assert whole == pytest.approx(2 * peaks["simple_ddp"]["parameters"], rel=0.01)
-    for name in ("zero1", "zero2", "zero3"):
-        assert peaks[name]["optimizer"] == pytest.approx(whole / 4, rel=0.01)

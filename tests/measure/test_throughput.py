@@ -18,7 +18,7 @@ from shardlab.errors import RankFailure, UsageError
 from shardlab.measure import throughput
 from shardlab.measure.throughput import Goal, Plan, extrapolate, limit_of, sweep
 from shardlab.report import throughput as report
-from shardlab.strategies.simple_ddp import SimpleDDP
+from shardlab.strategies.data_parallel.simple_ddp import SimpleDDP
 
 TINY = {"model.size": "tiny", "data.source": "synthetic", "launch.device": "cpu"}
 
@@ -67,8 +67,6 @@ def test_a_trillion_parameters() -> None:
     assert list(report._extrapolation(priced))[1] == (
         "  at 2.5 per device and hour that costs 104,166,667"
     )
-    with pytest.raises(UsageError, match="--price-per-hour must be above 0, got 0"):
-        Goal(price_per_hour=0)
 
 
 def _result(rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -82,7 +80,8 @@ def _result(rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     limit = {"bytes": 2**20, "source": "given", "refused_beyond": None}
     stopped = more.pop("stopped", None)
     plan = Plan(batches=(1,), sweep=True)
-    return throughput.summarize(config, plan, Goal(), env, limit, rows, stopped, "command")
+    goal = more.pop("goal", None)
+    return throughput.summarize(config, plan, goal, env, limit, rows, stopped, "command")
 
 
 def _measured(batch: int, ms: float) -> dict[str, Any]:
@@ -104,7 +103,10 @@ def test_rates_of_a_row() -> None:
     assert row["flops_per_s"] == pytest.approx(100 * 80 / 2)  # of each of two ranks
     assert row["mfu"] == pytest.approx(0.5)
     assert (result["largest_batch"], result["largest_is_exact"]) == (4, True)
-    assert result["extrapolation"]["mfu"] == pytest.approx(0.5)
+    assert result["extrapolation"] is None  # nobody asked
+    asked = _result([_measured(4, 100.0)], goal=Goal(tokens=1e9))
+    assert asked["extrapolation"]["mfu"] == pytest.approx(0.5)
+    assert "on 1B tokens" in "\n".join(report.sentences(asked))
     text = "\n".join(report.sentences(result))
     assert "the largest batch that fits: 4 per rank" in text
     assert report.csv_text(result).splitlines()[2].startswith("5,10,oom,,")
@@ -120,19 +122,6 @@ def test_an_open_end_is_said() -> None:
     assert "not even the first batch fits" in "\n".join(report.sentences(nothing))
 
 
-def test_refusals() -> None:
-    with pytest.raises(UsageError, match="at least 2: its state makes the peak"):
-        Plan(warmup=1)
-    with pytest.raises(UsageError, match="at least one sample"):
-        Plan(batches=(4, 0))
-    with pytest.raises(UsageError, match="give --micro-batch one number"):
-        Plan(sweep=True)
-    with pytest.raises(UsageError, match="--tokens must be above 0"):
-        Goal(tokens=0)
-    with pytest.raises(UsageError, match="its own limit"):
-        limit_of(10**9, "cuda", 1)
-
-
 def test_the_limit_is_what_is_free_unless_given() -> None:
     assert limit_of(5, "cpu", 2)["bytes"] == 5
     much = limit_of(1 << 60, "cpu", 2)  # more than there is: refused before
@@ -141,6 +130,8 @@ def test_the_limit_is_what_is_free_unless_given() -> None:
     alone, shared = limit_of(None, "cpu", 1)["bytes"], limit_of(None, "cpu", 4)["bytes"]
     assert shared == pytest.approx(alone / 4, rel=0.5)  # others come and go meanwhile
     assert limit_of(None, "cuda", 1)["bytes"] is None
+    with pytest.raises(UsageError, match="its own limit"):
+        limit_of(10**9, "cuda", 1)
 
 
 # ------------------------------------------------------------------ in ranks
@@ -177,11 +168,9 @@ def test_the_peak_is_measured(ranks: GetRanks) -> None:
 @pytest.mark.timeout(100)
 def test_ranks_that_are_refused_memory_are_a_row() -> None:
     """Two of them: one alone cannot go on, so all are replaced, and the next size is tried."""
-    config = configs.load(
-        None, {**TINY, "model.size": "mini", "launch.world": 2, "training.global_batch": 2}
-    )
-    plan = Plan(batches=(512, 1), steps=1, memory_limit=100 << 20)
-    result = throughput.measure(config, plan, Goal(), "command")
+    config = configs.load(None, {**TINY, "launch.world": 2, "training.global_batch": 2})
+    plan = Plan(batches=(512, 1), steps=1, memory_limit=8 << 20)
+    result = throughput.measure(config, plan, None, "command")
     assert [row["status"] for row in result["rows"]] == ["oom", "ok"]
     assert throughput.is_out_of_memory(result["rows"][0]["reason"])
 
@@ -191,16 +180,16 @@ def test_what_fails_for_another_reason_is_raised() -> None:
     values = {**TINY, "launch.world": 1, "strategy.name": f"{__file__}:Broken"}
     config = configs.load(None, {**values, "training.global_batch": 1})
     with pytest.raises(RankFailure, match="ZeroDivisionError"):
-        throughput.measure(config, Plan(batches=(1,), steps=1), Goal(), "command")
+        throughput.measure(config, Plan(batches=(1,), steps=1), None, "command")
 
 
 @pytest.mark.long
 def test_a_size_that_fails_is_a_row_and_the_next_is_tried() -> None:
     """BatchNorm takes no batch of one sample, which is where --micro-batch begins."""
-    workload = f"{Path(__file__).parents[1] / 'people.py'}:batch_norm"
+    workload = f"{Path(__file__).parents[1] / 'models' / 'people.py'}:batch_norm"
     values = {"model.workload": workload, "launch.world": 1, "strategy.name": "single"}
     config = configs.load(None, {**values, "training.global_batch": 1, "launch.device": "cpu"})
-    result = throughput.measure(config, Plan(batches=(1, 2), steps=1), Goal(), "command")
+    result = throughput.measure(config, Plan(batches=(1, 2), steps=1), None, "command")
     assert [row["status"] for row in result["rows"]] == ["failed", "ok"]
     assert "Expected more than 1 value per channel" in result["rows"][0]["reason"]
 
@@ -218,12 +207,14 @@ class Broken(SimpleDDP):
 def test_a_sweep_ends_with_the_largest_batch_that_fits(tmp_path: Path) -> None:
     command = (
         "throughput --size tiny --data synthetic --sweep --memory-limit 3MiB --steps 2 "
-        "--device cpu --out out --json"
+        "--device cpu --out out --model-params 7e9"
     )
     done = commands.here(*command.split(), cwd=tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert json.loads((tmp_path / "out" / "throughput.json").read_text()) == result
+    for words in ("tokens/s", "MFU is of", "7B parameters on 10T tokens", "data: synthetic tokens"):
+        assert words in done.stdout
+    assert "batch 2" in done.stderr
+    result = json.loads((tmp_path / "out" / "throughput.json").read_text())
     rows = {row["batch"]: row for row in result["rows"]}
     largest = result["largest_batch"]
     assert result["largest_is_exact"]
@@ -234,36 +225,3 @@ def test_a_sweep_ends_with_the_largest_batch_that_fits(tmp_path: Path) -> None:
     assert peaks == sorted(peaks)  # each size begins anew: nothing is left of a larger one
     assert all(0 < row["mfu"] < 3 for row in rows.values() if row["mfu"] is not None)
     assert (tmp_path / "out" / "throughput.csv").read_text().count("\n") == len(rows) + 1
-
-
-@pytest.mark.long
-@pytest.mark.timeout(100)
-def test_the_table(tmp_path: Path) -> None:
-    command = (
-        "throughput --size tiny --data synthetic --micro-batch 1,2 --world 2 "
-        "--strategy zero2 --steps 2 --device cpu"
-    )
-    done = commands.here(*command.split(), cwd=tmp_path, OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
-    said = ("tokens/s", "zero2 · 2 ranks", "MFU is of", "1T parameters on 10T tokens")
-    for words in (*said, "data: synthetic tokens"):
-        assert words in done.stdout
-    assert "[1/2] batch 2" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("throughput --micro-batch 1,x", "--micro-batch 1,x: not whole numbers"),
-        ("throughput --memory-limit much", "--memory-limit much: not a size"),
-        ("throughput --sweep --micro-batch 1,2", "give --micro-batch one number"),
-        ("throughput --strategy simple --world 2", "did you mean 'simple_ddp'?"),
-        ("throughput --strategy single --world 2", "'single' is one process"),
-    ],
-)
-def test_refused_commands(command: str, words: str, tmp_path: Path) -> None:
-    done = commands.here(*command.split(), cwd=tmp_path)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not list(tmp_path.iterdir())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,22 +17,23 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
+import resuming
 import toys
-from conformance import Arrays, arrays
-from conftest import GetRanks, long_unless
-from shardlab import comm, naming
+from conformance import Arrays, arrays, by_config
+from conftest import GetRanks, deep_unless, long_unless
 from shardlab import config as configs
+from shardlab import naming
 from shardlab.checkpoint import load as loading
 from shardlab.checkpoint import manifest as manifests
-from shardlab.checkpoint.course import own_state
+from shardlab.checkpoint import parts, rng
 from shardlab.checkpoint.save import About, Checkpoints
 from shardlab.checkpoint.start import Start
 from shardlab.config import OPTIMIZERS, CheckpointConfig, Config, TrainingConfig
 from shardlab.errors import UsageError
 from shardlab.naming import STRATEGIES
-from shardlab.optim import factory
+from shardlab.optim import after_step, optimizers, traits
 from shardlab.optim.muon import Muon, matrices
-from shardlab.run import assemble, loop
+from shardlab.run import assemble
 from shardlab.strategies import flat
 from shardlab.strategies.base import Setup
 from shardlab.strategies.update import Rule
@@ -44,6 +44,7 @@ Named = Iterable[tuple[str, nn.Parameter]]
 STEPS = 3
 BY_BLOCK = ("zero3", "pytorch_zero3")
 FLAT = ("zero1", "zero2", "zero3")
+BY_RANK = ("zero1", "zero2", "pytorch_zero1")  # a rank updates some of the parameters
 KINDS = (*FLAT, "pytorch_zero1", "pytorch_zero3", "bucket_ddp_async")
 
 
@@ -73,60 +74,68 @@ def build_net(seed: int) -> nn.Module:
 # ------------------------------------------------------------------ optimizers
 
 
-class Lion(torch.optim.Optimizer):
+class Own(torch.optim.Optimizer):
+    """Updates each parameter by itself, as ``update`` says."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float = 0.1, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, _closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad, self.state[p], group)
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+        raise NotImplementedError
+
+
+class Lion(Own):
     """As people write it: one tensor of state, the sign of a mean."""
 
     def __init__(self, params: Any, lr: float = 1e-2, decay: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "decay": decay})
+        super().__init__(params, lr, decay=decay)
 
-    @torch.no_grad()
-    def step(self, _closure: Callable[[], float] | None = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["mean"] = torch.zeros_like(p)
-                p.mul_(1 - group["lr"] * group["decay"])
-                p.add_((0.9 * state["mean"] + 0.1 * p.grad).sign(), alpha=-group["lr"])
-                state["mean"].mul_(0.99).add_(p.grad, alpha=0.01)
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+        mean = state.setdefault("mean", torch.zeros_like(p))
+        p.mul_(1 - group["lr"] * group["decay"])
+        p.add_((0.9 * mean + 0.1 * grad).sign(), alpha=-group["lr"])
+        mean.mul_(0.99).add_(grad, alpha=0.01)
 
 
-class Counts(torch.optim.Optimizer):
+class Counts(Own):
     """Counts its steps in its groups, and for each parameter in an int: both change the rate."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "taken": 0})
+        super().__init__(params, lr, taken=0)
 
-    @torch.no_grad()
     def step(self, _closure: Callable[[], float] | None = None) -> None:
         for group in self.param_groups:
             group["taken"] += 1
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    state["times"] = state.get("times", 0) + 1
-                    rate = group["lr"] / (group["taken"] + state["times"])
-                    p.sub_(p.grad, alpha=rate)
+        super().step()
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+        state["times"] = state.get("times", 0) + 1
+        p.sub_(grad, alpha=group["lr"] / (group["taken"] + state["times"]))
 
 
-class Normed(torch.optim.Optimizer):
+class Normed(Own):
     """A rate for each tensor, from its norm, as LARS and LAMB have it: not elementwise."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
+    elementwise = False
+    by_parameter = True
 
-    @torch.no_grad()
-    def step(self, _closure: Callable[[], float] | None = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad / (p.grad.norm() + 1e-9), alpha=group["lr"])
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:  # noqa: ARG002
+        p.sub_(grad / (grad.norm() + 1e-9), alpha=group["lr"])
 
 
 class Coupled(Normed):
     """One rate for all tensors, from the norm of all their gradients."""
+
+    by_parameter = False
 
     @torch.no_grad()
     def step(self, _closure: Callable[[], float] | None = None) -> None:
@@ -137,48 +146,34 @@ class Coupled(Normed):
                 p.sub_(p.grad / norm, alpha=group["lr"])
 
 
-class Noisy(Normed):
-    @torch.no_grad()
-    def step(self, _closure: Callable[[], float] | None = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad + torch.randn_like(p), alpha=group["lr"])
-
-
 class Lists(Normed):
     """Keeps gradients in a list."""
 
-    @torch.no_grad()
-    def step(self, _closure: Callable[[], float] | None = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    history = self.state[p].setdefault("history", [])
-                    history.append(p.grad)
-                    p.sub_(sum(history), alpha=group["lr"])
-
-
-class Outside(Normed):
-    """Counts in an attribute."""
-
-    taken = 0
-
-    @torch.no_grad()
-    def step(self, _closure: Callable[[], float] | None = None) -> None:
-        self.taken += 1
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=group["lr"] / self.taken)
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: Any) -> None:
+        history = state.setdefault("history", [])
+        history.append(grad)
+        p.sub_(sum(history), alpha=group["lr"])
 
 
 class Remembers(torch.optim.SGD):
     """Keeps a list of its own, as LBFGS does."""
 
+    elementwise = True
+
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr=lr)
         self.own = self.param_groups[0]["params"]
+
+
+class Anchored(torch.optim.SGD):
+    """Has the first parameters as its state before the first step."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["anchor"] = p.detach().clone()
 
 
 @dataclass(frozen=True)
@@ -248,13 +243,6 @@ def keeps_largest(
         kept[name]["largest"] = torch.maximum(largest, part)
 
 
-def normalizes(
-    _step: int, parts: Mapping[str, Tensor], _kept: Mapping[str, dict[str, Tensor]]
-) -> None:
-    for part in parts.values():
-        part.div_(part.norm())
-
-
 PLAIN = Rule()
 
 
@@ -292,9 +280,21 @@ CASES = {
     "muon clipped": Case(by_muon, Rule(clip_norm=0.05, schedule=halves)),
     "muon averaged": Case(by_muon, ema=0.7),
     "by tensor": Case(of(Normed)),
+    "coupled": Case(of(Coupled)),  # buckets must wait for the last gradient
 }
 WHOLE = ("muon", "muon clipped", "muon averaged", "by tensor")  # they need whole parameters
-AGAIN = ("adamw", "nadam", "asgd", "adagrad", "counts", "by name", "average", "after step")
+AGAIN = (
+    "adamw", "nadam", "asgd", "adagrad", "counts", "by name", "average", "after step", "muon",
+    "muon averaged",
+)  # fmt: skip
+
+
+def taken_by(strategy: str) -> list[str]:
+    """The cases that a strategy can take."""
+    refused = () if strategy == "bucket_ddp_async" else ("coupled",)
+    refused += WHOLE if strategy in BY_BLOCK else ()
+    refused += ("rprop",) if strategy == "pytorch_zero3" else ()  # DTensor fails on it, see below
+    return [name for name in CASES if name not in refused]
 
 
 # ------------------------------------------------------------------ both ways
@@ -342,32 +342,56 @@ def build(world: World, strategy: str, name: str, seed: int) -> Any:
     blocks = ("inlet", "middle") if strategy in BY_BLOCK else ()
     if "first_bucket_mb" in inspect.signature(make).parameters:
         options |= {"bucket_mb": 1e-4, "first_bucket_mb": 1e-4}  # several
-    plan = factory.plan(
+    plan = optimizers.build(
         TrainingConfig(ema_decay=case.ema), case.make, case.after, model, "the case"
     )
     return make(Setup(model, plan, toys.loss, world.mesh, case.rule, blocks), **options)
 
 
-def run(world: World, strategy: str, names: list[str]) -> dict[str, tuple[list[Arrays], Arrays]]:
-    results = {}
+def train(world: World, instance: Any, steps: Iterable[int] = range(STEPS)) -> list[Arrays]:
+    """The tensors after each step."""
+    history = []
+    for step in steps:
+        instance.gradients([toys.batch(step, world.rank, 0)])
+        instance.step()
+        history.append(arrays(instance.full_tensors()))
+    return history
+
+
+@dataclass
+class Course:
+    tensors: list[Arrays]  # after each step
+    kept: Arrays  # of each parameter, beside the optimizer's own state
+    # Of an average: with it in the parameters' place, and back again; and what the model returns.
+    exchanged: list[tuple[Arrays, Any]]
+
+
+def run(world: World, giver: str, taker: str, names: list[str]) -> list[Course]:
+    """The last step by the taker, from a checkpoint of the giver, if they are two."""
+    found = []
     for name in names:
-        instance = build(world, strategy, name, world.rank)
-        history = []
-        for step in range(STEPS):
-            instance.gradients([toys.batch(step, world.rank, 0)])
-            instance.step()
-            history.append(arrays(instance.full_params()))
-        results[name] = history, arrays(beside(instance.state_dict()))
-    return results
+        instance = build(world, giver, name, world.rank)
+        tensors = train(world, instance, range(STEPS - 1))
+        if taker != giver:
+            first, instance = instance, build(world, taker, name, 10 + world.rank)
+            resuming.hand_over(world, first, instance)
+        tensors += train(world, instance, [STEPS - 1])
+        course = Course(tensors, beside(world, instance), [])
+        for _ in range(2 if CASES[name].ema else 0):
+            instance.exchange_averages()
+            output = instance.infer(lambda m, b: m(b.inputs), toys.batch(0, 0, 0))
+            course.exchanged.append((arrays(instance.full_tensors()), output))
+        found.append(course)
+    return found
 
 
-def beside(state: dict[str, Any]) -> dict[str, Tensor | None]:
-    return {
-        name: value
-        for name, of_parameter in state["optimizer"].items()
-        for key, value in of_parameter.items()
-        if key.startswith(factory.KEPT)
-    }
+def beside(world: World, strategy: Any) -> Arrays:
+    """What the case keeps of each parameter beside the optimizer's own state."""
+    return arrays({
+        path.rpartition("/")[0]: value
+        for path, value in resuming.whole_state(world, strategy).items()
+        if path.rpartition("/")[2].startswith(after_step.KEPT)
+    })  # fmt: skip
 
 
 def close(actual: Arrays, expected: Arrays, what: str) -> None:
@@ -378,134 +402,79 @@ def close(actual: Arrays, expected: Arrays, what: str) -> None:
         )
 
 
-@pytest.mark.parametrize("world", long_unless(lambda world: world == 2, [2, 3]))
-@pytest.mark.parametrize("strategy", long_unless(lambda name: name == "zero2", KINDS))
-def test_every_optimizer_equals_one_process(strategy: str, world: int, ranks: GetRanks) -> None:
-    # PyTorch's DTensor cannot do what Rprop does: refused, see below.
-    refused = {"pytorch_zero3": ("rprop", *WHOLE), "zero3": WHOLE}.get(strategy, ())
-    names = [name for name in CASES if name not in refused]
-    for results in ranks(world).run(run, strategy, names, deadline_s=200):
-        for name in names:
+def outputs(tensors: Arrays) -> Tensor:
+    model = build_net(0)
+    model.load_state_dict({n: torch.from_numpy(a) for n, a in tensors.items()})
+    out: Tensor = model(toys.batch(0, 0, 0).inputs)
+    return out
+
+
+def compare(ranks: GetRanks, giver: str, taker: str, world: int, names: list[str]) -> None:
+    for courses in ranks(world).run(run, giver, taker, names, deadline_s=200):
+        for name, course in zip(names, courses, strict=True):
             history, kept = reference(name, world)
             for step in range(STEPS):
-                close(results[name][0][step], history[step], f"{name}, step {step}:")
-            close(results[name][1], kept, f"{name}, kept:")
+                close(course.tensors[step], history[step], f"{name}, step {step}:")
+            close(course.kept, kept, f"{name}, kept:")
+            places = {**history[-1], **kept}, history[-1]
+            for (tensors, output), wanted in zip(course.exchanged, places, strict=False):
+                close(tensors, wanted, f"{name}, exchanged:")
+                torch.testing.assert_close(output, outputs(wanted))
 
 
-def again(*strategies: str) -> list[str]:
-    """The cases that all of the strategies can take."""
-    return [*AGAIN, *(() if set(strategies) & set(BY_BLOCK) else ("muon", "muon averaged"))]
-
-
-def hand_over(world: World, giver: str, takers: list[str]) -> dict[str, dict[str, Arrays]]:
-    """Two steps by one strategy, the last by others, from its state."""
-    results: dict[str, dict[str, Arrays]] = {}
-    for name in again(giver, *takers):
-        first = build(world, giver, name, world.rank)
-        for step in range(STEPS - 1):
-            first.gradients([toys.batch(step, world.rank, 0)])
-            first.step()
-        state = first.state_dict()
-        for taker in takers:
-            second = build(world, taker, name, 10 + world.rank)
-            second.load_state_dict(copy.deepcopy(state))
-            second.gradients([toys.batch(STEPS - 1, world.rank, 0)])
-            second.step()
-            end = arrays(second.full_params())
-            kept = arrays(beside(second.state_dict()))
-            results.setdefault(name, {})[taker] = {
-                **end,
-                **{f"kept {n}": a for n, a in kept.items()},
-            }
-    return results
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("giver", "takers"),
-    [
-        ("zero2", ["bucket_ddp_async", "pytorch_zero1", "zero3", "pytorch_zero3"]),
-        ("pytorch_zero1", ["zero1"]),
-        ("zero1", ["zero2", "bucket_ddp_async"]),
-        ("bucket_ddp_async", ["zero3"]),
-        ("pytorch_zero3", ["zero2", "bucket_ddp_async"]),
-    ],
+# Each strategy takes half of its cases with two ranks and the others with three.
+HALVES = [
+    (strategy, strategy, world, taken_by(strategy)[(world + place) % 2 :: 2])
+    for place, strategy in enumerate(KINDS)
+    for world in (2, 3)
+]
+# A checkpoint has whole tensors, so who wrote it does not matter: each kind writes and reads once.
+RING = itertools.pairwise(
+    ("zero2", "pytorch_zero1", "zero1", "bucket_ddp_async", "zero3", "pytorch_zero3", "zero2")
 )
-def test_the_state_goes_from_one_strategy_to_another(
-    giver: str, takers: list[str], ranks: GetRanks
-) -> None:
-    for results in ranks(2).run(hand_over, giver, takers, deadline_s=200):
-        for name in again(giver, *takers):
-            history, kept = reference(name, 2)
-            expected = {**history[-1], **{f"kept {n}": a for n, a in kept.items()}}
-            for taker in takers:
-                close(results[name][taker], expected, f"{name}, {giver} to {taker}:")
+GIVEN = [(a, b, 2, [n for n in AGAIN if {n} <= {*taken_by(a)} & {*taken_by(b)}]) for a, b in RING]
+REST = [
+    (strategy, strategy, world, [name for name in taken_by(strategy) if name not in names])
+    for strategy, _, world, names in HALVES
+]
 
 
-def saved(world: World, strategy: str, folder: str, names: list[str]) -> None:
-    for name in names:
-        instance = build(world, strategy, name, world.rank)
-        for step in range(STEPS - 1):
-            instance.gradients([toys.batch(step, world.rank, 0)])
-            instance.step()
-        about = About({}, strategy, None)
-        path = Path(folder) / name
-        checkpoints = Checkpoints(path, CheckpointConfig(every=1), world, instance, about)
-        checkpoints.save(STEPS - 1, own_state(instance, world.device, None))
-        assert checkpoints.last is not None
-        assert checkpoints.last.error is None
-
-
-def went_on(world: World, strategy: str, folder: str, names: list[str]) -> dict[str, Arrays]:
-    ends = {}
-    for name in names:
-        instance = build(world, strategy, name, 10 + world.rank)
-        path = Path(folder) / name / "checkpoints" / f"step-{STEPS - 1:06d}"
-        loading.load(Start(None, path, manifests.read(path)), instance, world, Config())
-        instance.gradients([toys.batch(STEPS - 1, world.rank, 0)])
-        instance.step()
-        kept = arrays(beside(instance.state_dict()))
-        ends[name] = arrays(instance.full_params()) | {f"kept {n}": a for n, a in kept.items()}
-    return ends
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
-    ("giver", "taker"),
-    [
-        ("zero2", "pytorch_zero1"),
-        ("pytorch_zero3", "zero3"),
-        ("bucket_ddp_async", "pytorch_zero3"),
-        ("zero1", "zero2"),
-    ],
+    ("giver", "taker", "world", "names"),
+    long_unless(
+        lambda giver, taker, world, _: (giver, taker, world) == ("zero2", "zero2", 2),
+        [*HALVES, *GIVEN, *deep_unless(lambda *_: False, REST)],
+    ),
 )
-def test_a_checkpoint_has_all_that_an_optimizer_keeps(
-    giver: str, taker: str, ranks: GetRanks, tmp_path: Path
+def test_every_optimizer_equals_one_process(
+    giver: str, taker: str, world: int, names: list[str], ranks: GetRanks
 ) -> None:
-    names = again(giver, taker)
-    ranks(2).run(saved, giver, str(tmp_path), names, deadline_s=100)
-    for ends in ranks(2).run(went_on, taker, str(tmp_path), names, deadline_s=100):
-        for name in names:
-            history, kept = reference(name, 2)
-            expected = {**history[-1], **{f"kept {n}": a for n, a in kept.items()}}
-            close(ends[name], expected, f"{name}, {giver} to {taker}:")
+    compare(ranks, giver, taker, world, names)
+
+
+def saved(world: World, folder: str) -> None:
+    instance = build(world, "zero1", "muon", world.rank)
+    train(world, instance, range(STEPS - 1))
+    about = About({}, "zero1", None)
+    checkpoints = Checkpoints(Path(folder), CheckpointConfig(every=1), world, instance, about)
+    checkpoints.save(STEPS - 1, rng.get(world.device))
+    assert checkpoints.last is not None
+    assert checkpoints.last.error is None
 
 
 def loaded(world: World, folder: str) -> Arrays:
     """Parameters and Muon's state as a checkpoint gives them to this world."""
-    path = Path(folder) / "muon" / "checkpoints" / f"step-{STEPS - 1:06d}"
+    path = Path(folder) / "checkpoints" / f"step-{STEPS - 1:06d}"
     instance = build(world, "zero2", "muon", 10 + world.rank)
     loading.load(Start(None, path, manifests.read(path)), instance, world, Config())
-    state = instance.state_dict()
-    kept = {f"{n} {k}": t for n, held in state["optimizer"].items() for k, t in held.items()}
-    return arrays(state["model"]) | arrays(kept)
+    return arrays(instance.full_tensors()) | arrays(resuming.whole_state(world, instance))
 
 
 @pytest.mark.long
 def test_owners_may_change_with_the_world(ranks: GetRanks, tmp_path: Path) -> None:
-    ranks(2).run(saved, "zero1", str(tmp_path), ["muon"], deadline_s=60)
+    ranks(2).run(saved, str(tmp_path), deadline_s=60)
     expected, *_ = ranks(2).run(loaded, str(tmp_path), deadline_s=60)
-    assert expected["inlet.weight momentum_buffer"].shape == (7, 6)
+    assert expected["inlet.weight/momentum_buffer"].shape == (7, 6)
     close(reference("muon", 2)[0][STEPS - 2], {n: expected[n] for n in Net().state_dict()}, "")
     for size in (1, 3):
         for found in ranks(size).run(loaded, str(tmp_path), deadline_s=60):
@@ -523,9 +492,9 @@ def test_our_muon_is_pytorchs_beside_its_adamw() -> None:
     muon = torch.optim.Muon(mine, adjust_lr_fn="match_rms_adamw", **settings)
     two = [muon, torch.optim.AdamW(rest, **settings)]
     for step in range(STEPS):
-        for model, optimizers in ((ours, [one]), (theirs, two)):
+        for model, made in ((ours, [one]), (theirs, two)):
             toys.loss(model, toys.batch(step, 0, 0)).backward()
-            for optimizer in optimizers:
+            for optimizer in made:
                 optimizer.step()
             model.zero_grad()
     for (name, p), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
@@ -547,62 +516,11 @@ def test_muon_takes_the_matrices_of_the_blocks() -> None:
         matrices(nn.LayerNorm(3), ())
 
 
-def planted(world: World, bug: str) -> Arrays:
-    """Two steps of zero1 with Muon, and something wrong in how owners are treated."""
-    plain_scatter, plain_gather = comm.reduce_scatter, comm.all_gather
-
-    def drop_momentum(instance: Any) -> None:
-        for state in instance.optimizer.state.values():
-            if "momentum_buffer" in state:
-                state["momentum_buffer"].zero_()
-
-    def own_gradient(shard: Tensor, tensor: Tensor, *args: Any, **how: Any) -> Any:
-        before = shard.clone() if how["sizes"] is not None else None
-        pending = plain_scatter(shard, tensor, *args, **how)
-        if bug == "not summed" and before is not None:
-            pending.wait()
-            shard.copy_(before)
-        return pending
-
-    def stale(output: Tensor, shard: Tensor, *args: Any, **how: Any) -> Any:
-        before = output.clone() if how["sizes"] is not None else None
-        pending = plain_gather(output, shard, *args, **how)
-        if bug == "not sent back" and before is not None:
-            pending.wait()
-            output.copy_(before)
-        return pending
-
-    with (
-        mock.patch.object(comm, "reduce_scatter", own_gradient),
-        mock.patch.object(comm, "all_gather", stale),
-    ):
-        instance = build(world, "zero1", "muon", world.rank)
-        for step in range(2):
-            instance.gradients([toys.batch(step, world.rank, 0)])
-            instance.step()
-            instance.settle()
-            if bug == "momentum is lost":
-                drop_momentum(instance)
-            if bug == "transposed":
-                for p in instance.optimizer.state:
-                    if p.dim() == 2 and p.shape[0] > p.shape[1]:
-                        p.data.copy_(p.data.T.reshape(p.shape))
-    return arrays(dict(instance.model.named_parameters()))
-
-
-@pytest.mark.parametrize("bug", ["not summed", "not sent back", "momentum is lost", "transposed"])
-def test_a_bug_in_the_owners_shows(bug: str, ranks: GetRanks) -> None:
-    expected = reference("muon", 2)[0][1]
-    close(ranks(2).run(planted, "", deadline_s=60)[0], expected, "without a bug")
-    ends = ranks(2).run(planted, bug, deadline_s=60)
-    assert any(not np.allclose(end[n], expected[n], atol=1e-10) for end in ends for n in expected)
-
-
 @given(st.lists(st.integers(1, 500), max_size=40), st.integers(1, 9))
 def test_whole_parameters_are_dealt_evenly(sizes: list[int], ranks: int) -> None:
     params = {str(i): torch.empty(size, device="meta") for i, size in enumerate(sizes)}
     loads = [0] * ranks
-    layout = flat.Layout.dealt(params, flat.deal(params, loads), ranks)
+    layout = flat.Layout.of(params, ranks, flat.deal(params, loads))
     assert layout.sizes == tuple(loads)
     assert layout.padded == layout.size == sum(sizes)
     assert max(loads) <= sum(sizes) / ranks + max(sizes, default=0)
@@ -615,114 +533,165 @@ def test_whole_parameters_are_dealt_evenly(sizes: list[int], ranks: int) -> None
         assert [low for low, _ in covered] == [0, *(high for _, high in covered)][: len(covered)]
 
 
-def exchanged(world: World, strategy: str) -> list[Arrays]:
-    """The parameters; after the exchange, the average; after another, the parameters again."""
-    instance = build(world, strategy, "average", world.rank)
-    for step in range(STEPS):
-        instance.gradients([toys.batch(step, world.rank, 0)])
-        instance.step()
-    found = [arrays(instance.full_params())]
-    for _ in range(2):
-        instance.exchange_averages()
-        found.append(arrays(instance.full_params()))
-        x = toys.batch(0, 0, 0)
-        found[-1]["output"] = arrays(instance.infer(lambda m, b: {"y": m(b.inputs)}, x))["y"]
-    return found
-
-
-@pytest.mark.parametrize("strategy", KINDS)
-def test_the_average_takes_the_parameters_place_and_gives_it_back(
-    strategy: str, ranks: GetRanks
-) -> None:
-    history, kept = reference("average", 2)
-    average = {**history[-1], **kept}
-    model = build_net(0)
-    model.load_state_dict({n: torch.from_numpy(a) for n, a in average.items()})
-    output = model(toys.batch(0, 0, 0).inputs).detach().numpy()
-    for before, there, back in ranks(2).run(exchanged, strategy, deadline_s=60):
-        close(before, history[-1], "before")
-        close(there, {**average, "output": output}, "the average")
-        assert not np.allclose(back.pop("output"), output)
-        close(back, history[-1], "back")
-
-
 # ------------------------------------------------------------------ what is refused
 
 
 def plan_of(make: MakeUsers | None = None, after: AfterStep | None = None, **settings: Any) -> Any:
-    return factory.plan(TrainingConfig(**settings), make, after, build_net(0), "the workload")
+    return optimizers.build(TrainingConfig(**settings), make, after, build_net(0), "the workload")
 
 
-def refusals(world: World, make: MakeUsers, after: AfterStep | None) -> dict[str, str]:
+def made(world: World, make: MakeUsers, strategy: str = "simple_ddp") -> Any:
+    model, kind = build_net(0), naming.resolve(strategy, STRATEGIES, "strategy")
+    plan = optimizers.build(TrainingConfig(), make, None, model, "the workload")
+    return kind(Setup(model, plan, toys.loss, world.mesh))
+
+
+def refusals(world: World, make: MakeUsers) -> dict[str, str]:
     found = {}
     for strategy in (*KINDS, "simple_ddp"):
-        model = build_net(0)
-        kind = naming.resolve(strategy, STRATEGIES, "strategy")
-        plan = factory.plan(TrainingConfig(), make, after, model, "the workload")
         try:
-            kind(Setup(model, plan, toys.loss, world.mesh))
+            made(world, make, strategy)
         except UsageError as error:
             found[strategy] = str(error)
     return found
 
 
+def test_the_function_is_called_once_with_the_models_own_parameters() -> None:
+    model, calls = build_net(0), []
+
+    def make(named: Named) -> torch.optim.Optimizer:
+        calls.append(dict(named))
+        return no_decay(calls[-1].items())
+
+    whole = optimizers.build(TrainingConfig(), make, None, model, "a test")
+    piece = nn.Parameter(torch.zeros(3))
+    optimizer = whole({"norm.weight": piece})
+    (given,) = calls
+    assert {n: id(p) for n, p in given.items()} == {n: id(p) for n, p in model.named_parameters()}
+    two_dims, vectors = optimizer.param_groups
+    assert [p.numel() for p in two_dims["params"]] == [0]
+    assert vectors["params"] == [piece]
+
+
+class Undeclared(torch.optim.SGD):
+    """A subclass may update in another way than PyTorch's class does."""
+
+
+NOT_SAID = "does not update each element by itself, or its class does not say so"
+BY_RANKS = "gives each rank some of the parameters, and the"
+# What may look at all gradients: a rank would take one rate for all from those of its own.
+OF_ALL = {**dict.fromkeys(BY_BLOCK, NOT_SAID), **dict.fromkeys(BY_RANK, BY_RANKS)}
+
+
 @pytest.mark.parametrize(
-    ("make", "after", "refusing", "reason"),
+    ("make", "refused"),
     [
-        (of(Normed), None, BY_BLOCK, "Normed does not update each element by it"),
+        (of(Normed), dict.fromkeys(BY_BLOCK, f"Normed {NOT_SAID}")),
         (
-            of(torch.optim.Adafactor), None, (*FLAT, "pytorch_zero3"),
-            "Adafactor does not update each element by itself",
+            of(torch.optim.Adafactor),
+            dict.fromkeys((*FLAT, "pytorch_zero3"), "Adafactor does not update each element by"),
+        ),
+        (of(torch.optim.Rprop), {"pytorch_zero3": "Rprop fails on them"}),
+        (
+            of(Remembers),
+            dict.fromkeys((*FLAT, "pytorch_zero3"), "Remembers keeps parameters in 'own' beside"),
         ),
         (
-            of(Coupled), None, (*FLAT, "pytorch_zero3", "pytorch_zero1"),
-            "Coupled updates a parameter from what it knows of others",
+            of(Anchored),
+            dict.fromkeys(
+                (*FLAT, "pytorch_zero3"),
+                "can only cut state of the same shape whose elements are equal",
+            ),
         ),
-        (
-            of(torch.optim.SGD, lr=0.1), normalizes, BY_BLOCK,
-            "after_step does not update each element by itself",
-        ),
-        (of(torch.optim.Rprop), None, ("pytorch_zero3",), "Rprop fails on it (RuntimeError"),
-        (of(Noisy), None, (*KINDS, "simple_ddp"), ""),
-        (
-            of(Remembers), None, BY_BLOCK,
-            "Remembers keeps parameters in 'own' beside its groups",
-        ),
+        (of(Undeclared, lr=0.1), OF_ALL),
+        (of(Coupled), OF_ALL),
     ],
-)  # fmt: skip
-def test_what_is_not_elementwise_is_refused_where_elements_are_apart(
-    make: MakeUsers,
-    after: AfterStep | None,
-    refusing: tuple[str, ...],
-    reason: str,
-    ranks: GetRanks,
+)
+def test_an_optimizer_that_needs_more_than_a_rank_has_is_refused(
+    make: MakeUsers, refused: dict[str, str], ranks: GetRanks
 ) -> None:
-    for found in ranks(2).run(refusals, make, after, deadline_s=100):
-        assert sorted(found) == sorted(refusing)
-        for message in found.values():
-            assert reason in message
+    for found in ranks(2).run(refusals, make, deadline_s=100):
+        assert found.keys() == refused.keys()
+        for strategy, message in found.items():
+            assert refused[strategy] in message
             assert "\n" not in message
+            if refused[strategy] == BY_RANKS:
+                assert message.startswith(f"{strategy} ")
+                assert "write by_parameter = True in the class" in message
 
 
-def coupled(world: World) -> Arrays:
-    """By an optimizer that needs all gradients at once: in buckets, that is after the last."""
-    model = build_net(world.rank)
-    kind = naming.resolve("bucket_ddp_async", STRATEGIES, "strategy")
-    plan = factory.plan(TrainingConfig(), of(Coupled), None, model, "the workload")
-    instance = kind(Setup(model, plan, toys.loss, world.mesh), bucket_mb=1e-4, first_bucket_mb=1e-4)
-    for step in range(STEPS):
-        instance.gradients([toys.batch(step, world.rank, 0)])
-        instance.step()
-    return arrays(instance.full_params())
+@pytest.mark.parametrize("strategy", ["tensor_parallel", "pipeline_1f1b", "pytorch_pipeline"])
+def test_so_it_is_where_the_model_is_cut(strategy: str, ranks: GetRanks) -> None:
+    axis = "tensor" if "tensor" in strategy else "pipeline"
+    for message in ranks(2).run(refused_by, strategy, deadline_s=60):
+        assert message.startswith(f"{axis} gives each rank some of the parameters, and the class")
 
 
-def test_buckets_wait_for_each_other_where_the_optimizer_needs_all(
-    ranks: GetRanks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(CASES, "coupled", Case(of(Coupled)))
-    expected = reference("coupled", 2)[0][-1]
-    for end in ranks(2).run(coupled, deadline_s=60):
-        close(end, expected, "coupled")
+def refused_by(world: World, strategy: str) -> str:
+    config = configs.load(None, {"model.size": "tiny", "strategy.name": strategy})
+    workload = replace(assemble.build_workload(config), optimizer=of(Undeclared, lr=0.1))
+    with pytest.raises(UsageError) as caught:
+        assemble.build_strategy(config, workload, world)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------ the table of PyTorch's classes
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "scalar": (),
+    "vector": (5,),
+    "matrix": (5, 4),
+    "cube": (5, 4, 3),
+}
+OF_PYTORCH = [
+    kind for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and kind.__name__ not in ("Optimizer", "LBFGS", "SparseAdam")
+]  # fmt: skip
+
+
+def after_steps(kind: Any, shapes: Mapping[str, tuple[int, ...]], cut: bool, by_parts: bool) -> Any:
+    """Small tensors after a few steps: whole, or each as two flat pieces of different sizes."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random() -> list[dict[str, Tensor]]:
+        """What each rank has."""
+        named = {
+            name: torch.randn(shape, generator=generator, dtype=torch.float64)
+            for name, shape in shapes.items()
+        }
+        if not cut:
+            return [named]
+        pieces = {n: t.flatten().tensor_split([t.numel() // 3]) for n, t in named.items()}
+        return [{n: of_ranks[rank] for n, of_ranks in pieces.items()} for rank in range(2)]
+
+    start, *gradients = [random() for _ in range(5)]
+    model = nn.ParameterDict({n: torch.zeros(shape) for n, shape in shapes.items()})
+    plan = optimizers.build(TrainingConfig(), of(kind, lr=0.05), None, model, "a test")
+    ends = []
+    for rank, mine in enumerate(start):
+        held = {name: nn.Parameter(t) for name, t in mine.items()}
+        optimizer = plan(held)
+        for gradient in gradients:
+            for names in [[name] for name in held] if by_parts else [list(held)]:
+                for name in names:
+                    held[name].grad = gradient[rank][name]
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append(held)
+    return {n: torch.cat([held[n].detach().flatten() for held in ends]) for n in shapes}
+
+
+@pytest.mark.parametrize("kind", OF_PYTORCH)
+def test_the_table_of_pytorchs_optimizers_is_right(kind: Any) -> None:
+    shapes = SHAPES if kind is not torch.optim.Muon else {"matrix": (5, 4)}
+    assert kind in traits.KNOWN
+    whole = after_steps(kind, shapes, cut=False, by_parts=False)
+    torch.testing.assert_close(after_steps(kind, shapes, cut=False, by_parts=True), whole)
+    if kind in traits.ELEMENTWISE:
+        torch.testing.assert_close(after_steps(kind, shapes, cut=True, by_parts=True), whole)
+    else:
+        with pytest.raises((AssertionError, ValueError, ZeroDivisionError)):
+            torch.testing.assert_close(after_steps(kind, shapes, cut=True, by_parts=False), whole)
 
 
 def foreign(_named: Named) -> torch.optim.Optimizer:
@@ -753,53 +722,44 @@ def raising(_named: Named) -> torch.optim.Optimizer:
     raise KeyError("head")
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (foreign, "has a tensor that is none of the parameters that its function was given"),
-        (frozen_alone, "updates no parameter that trains"),
-        (twice, "has the parameter 'scale' twice"),
-        (several, "is a list, not one torch.optim.Optimizer: put several into one class"),
-        (without_rate, "group 0 of SGD has no learning rate 'lr'"),
-        (raising, "KeyError: 'head' (in the optimizer of the workload)"),
-        (of(torch.optim.LBFGS), "LBFGS.step() needs a closure: it computes the loss again itself"),
-        (of(torch.optim.SparseAdam), "SparseAdam cannot take a step: SparseAdam does not support"),
-    ],
-)
-def test_a_wrong_optimizer_is_refused_in_a_line(make: MakeUsers, message: str) -> None:
+WRONG: list[tuple[MakeUsers | None, dict[str, Any], str]] = [
+    (foreign, {}, "has a tensor that is none of the parameters that its function was given"),
+    (frozen_alone, {}, "updates no parameter that trains"),
+    (twice, {}, "has the parameter 'scale' twice"),
+    (several, {}, "is a list, not one torch.optim.Optimizer: put several into one class"),
+    (without_rate, {}, "group 0 of SGD has no learning rate 'lr'"),
+    (raising, {}, "KeyError: 'head' (in the optimizer of the workload)"),
+    (of(torch.optim.LBFGS), {}, "LBFGS.step() needs a closure: it computes the loss again"),
+    (of(torch.optim.SparseAdam), {}, "SparseAdam needs sparse gradients, which no strategy"),
+    (None, {"optimizer": "rmspop"}, "did you mean 'rmsprop'"),
+    (None, {"betas": [0.9, 1.5]}, "training.betas are 0 or more and below 1, got 1.5"),
+    (None, {"optimizer": "sgd", "betas": [0.9, 0.9]}, "betas: SGD has no such setting"),
+    (None, {"optimizer": "rprop", "weight_decay": 0.1}, "decay: Rprop has no such setting"),
+    (None, {"optimizer_options": {"amsgrab": True}}, "did you mean 'amsgrad'"),
+    (None, {"optimizer_options": {"lr": 1.0}}, "has its own key: training.learning_rate"),
+    (None, {"no_decay": "norms_and_biases"}, "set training.weight_decay"),
+    (None, {"no_decay": "norms_and_bias"}, "did you mean 'norms_and_biases'"),
+    (None, {"clip_norm": 1.0, "clip_value": 1.0}, "which comes first? Set one of them"),
+    (None, {"clip_value": 0.0}, "training.clip_value must be above 0"),
+    (None, {"ema_decay": 1.0}, "training.ema_decay must be above 0 and below 1"),
+    (None, {"optimizer": "torch.nn:Linear"}, "is no class of torch.optim.Optimizer's kind"),
+    (None, {"schedule": "test_optimizer:halves", "warmup_steps": 2}, "says it all itself"),
+    (no_decay, {"learning_rate": 0.5}, "training.learning_rate is for an optimizer of the conf"),
+]
+
+
+@pytest.mark.parametrize(("make", "settings", "message"), WRONG)
+def test_what_is_wrong_is_refused_in_a_line(
+    make: MakeUsers | None, settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UsageError) as caught:
-        plan_of(make)
+        plan_of(make, **settings)
     assert message in str(caught.value)
+    if make is not raising:  # the user's own error is shown with its place
+        assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"optimizer": "rmspop"}, "did you mean 'rmsprop'"),
-        ({"betas": [0.9, 1.5]}, "training.betas are 0 or more and below 1, got 1.5"),
-        ({"optimizer": "sgd", "betas": [0.9, 0.9]}, "training.betas: SGD has no such setting"),
-        ({"optimizer": "rprop", "weight_decay": 0.1}, "weight_decay: Rprop has no such setting"),
-        ({"optimizer_options": {"amsgrab": True}}, "did you mean 'amsgrad'"),
-        ({"optimizer_options": {"lr": 1.0}}, "has its own key: training.learning_rate"),
-        ({"no_decay": "norms_and_biases"}, "set training.weight_decay"),
-        ({"no_decay": "norms_and_bias"}, "did you mean 'norms_and_biases'"),
-        ({"clip_norm": 1.0, "clip_value": 1.0}, "which comes first? Set one of them"),
-        ({"clip_value": 0.0}, "training.clip_value must be above 0"),
-        ({"ema_decay": 1.0}, "training.ema_decay must be above 0 and below 1"),
-        ({"optimizer": "torch.nn:Linear"}, "is no class of torch.optim.Optimizer's kind"),
-        ({"schedule": "test_optimizer:halves", "warmup_steps": 2}, "says it all itself"),
-    ],
-)
-def test_a_wrong_setting_is_refused_in_a_line(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        plan_of(**settings)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_setting_that_the_users_optimizer_would_not_know_of_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"training.learning_rate is for an optimizer of the conf"):
-        plan_of(no_decay, learning_rate=0.5)
+def test_two_schedules_are_refused() -> None:
     workload = Workload("w", Net, toys.loss, toys, schedule=halves)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="has a schedule of its own"):
         assemble.make_schedule(TrainingConfig(schedule="cosine"), workload)
@@ -860,7 +820,7 @@ def test_memory_in_another_order_is_updated_right(
         dense = torch.randn(2, 3, 4, 4)
         p = nn.Parameter(dense if later else LAYOUTS[parameter](dense))
         if own:
-            optimizer = factory.named_by(TrainingConfig(learning_rate=0.1))([("p", p)])
+            optimizer = optimizers.named_by(TrainingConfig(learning_rate=0.1))([("p", p)])
         else:
             optimizer = torch.optim.AdamW([p], lr=0.1, weight_decay=0.0)
         for step in range(3):
@@ -885,13 +845,7 @@ def test_every_strategy_updates_in_one_pass(ranks: GetRanks) -> None:
 def is_fused(world: World, strategies: Sequence[str]) -> tuple[str, ...]:
     found = []
     for name in strategies:
-        settings = {"model.size": "tiny", "data.source": "synthetic", "strategy.name": name,
-                    "launch.world": world.size, "training.steps": 1}  # fmt: skip
-        config = configs.load(None, settings)
-        workload = assemble.build_workload(config)
-        strategy = assemble.build_strategy(config, workload, world)
-        strategy.gradients(next(loop.Batches(workload, config, world)))
-        strategy.step()
+        (strategy, _), *_ = by_config(world, {"strategy.name": name, "training.steps": 1})
         optimizer = getattr(strategy.optimizer, "optim", strategy.optimizer)
         if all(group["fused"] for group in optimizer.param_groups):
             found.append(name)
@@ -900,18 +854,19 @@ def is_fused(world: World, strategies: Sequence[str]) -> tuple[str, ...]:
 
 def test_complex_parameters_are_updated_as_pytorch_does_by_default() -> None:
     p = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    optimizer = factory.named_by(TrainingConfig())([("p", p)])
+    optimizer = optimizers.named_by(TrainingConfig())([("p", p)])
     p.grad = torch.ones_like(p)
     optimizer.step()
     assert not optimizer.defaults["fused"]
     assert bool((p != 1).all())
 
 
-def test_state_is_counted_by_measuring() -> None:
+def test_state_is_counted_after_a_step() -> None:
     sizes = {n: p.numel() for n, p in build_net(0).named_parameters() if p.requires_grad}
     counted = {}
     for name in ("sgd", "adam", "adamw", "adagrad", "lion", "counts", "average", "by name"):
-        tensors = plan_of(CASES[name].make, ema_decay=CASES[name].ema).state_tensors()
+        plan = plan_of(CASES[name].make, ema_decay=CASES[name].ema)
+        tensors = optimizers.state_tensors(plan, dict(build_net(0).named_parameters()))
         kept = sum(count * sizes[n] for n, count in tensors.items())
         counted[name] = kept / sum(sizes.values())
     left_out = 1 - (sizes["inlet.weight"] + sizes["inlet.bias"]) / sum(sizes.values())
@@ -921,44 +876,52 @@ def test_state_is_counted_by_measuring() -> None:
     }  # fmt: skip
 
 
-def test_what_a_checkpoint_would_lose_is_refused_before_the_run(ranks: GetRanks) -> None:
-    config = configs.load(
-        None,
-        {
-            "model.size": "tiny", "training.steps": 2, "training.optimizer": "test_optimizer:Lists",
-            "checkpoint.every": 1, "data.source": "synthetic",
-        },
-    )  # fmt: skip
-    (message,) = set(ranks(2).run(refused, config, deadline_s=60))
-    assert "checkpoint.every: Lists keeps a list for a parameter ('history')" in message
-    outside = plan_of(of(Outside)).traits
-    assert outside.unsaved == "Outside keeps what it needs outside of its state"
-    assert plan_of(of(Counts)).traits.unsaved is None
+class Apart(torch.optim.SGD):
+    """Halves its rate in every step, by a count of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.taken = 0
+        self.fixed = (2, torch.ones(2))
+
+    def step(self, closure: Any = None) -> Any:
+        self.taken += 1
+        return super().step(closure)
 
 
-def refused(world: World, config: Config) -> str:
-    workload = assemble.build_workload(config)
+def begun(world: World, kind: Any, folder: Path) -> None:
+    """What can be known when the run begins is refused then."""
+    strategy = made(world, of(kind))
+    Checkpoints(folder, CheckpointConfig(), world, strategy, About({}, "simple_ddp", 1))
+    train(world, strategy, [0])
+    parts.held_by(strategy)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Lists, ("a checkpoint cannot hold 'optimizer/", "/history', which is a list")),
+        (Apart, ("a checkpoint cannot hold 'taken' of Apart, which step() changes",)),
+    ],
+)
+def test_what_a_checkpoint_would_lose_is_refused(
+    kind: Any, words: Sequence[str], ranks: GetRanks, tmp_path: Path
+) -> None:
+    """A resumed run would begin to count again, without a word."""
     with pytest.raises(UsageError) as caught:
-        assemble.build_strategy(config, workload, world)
-    return str(caught.value)
+        ranks(2).run(begun, kind, tmp_path, deadline_s=60)
+    assert all(part in str(caught.value) for part in words)
+    assert list(tmp_path.iterdir()) == []
 
 
-def trained_by_config(world: World, overrides: dict[str, Any]) -> list[float]:
-    config = configs.load(None, {"model.size": "tiny", "training.steps": 3, **overrides})
-    workload = assemble.build_workload(config)
-    strategy: Any = assemble.build_strategy(config, workload, world)
-    rates = []
-    for microbatches in loop.Batches(workload, config, world):
-        strategy.gradients(microbatches)
-        strategy.step()
-        rates.append(strategy.optimizer.param_groups[0]["lr"])
-    return rates
+def rates(world: World, settings: dict[str, Any]) -> list[float]:
+    return [s.optimizer.param_groups[0]["lr"] for s, _ in by_config(world, settings)]
 
 
 def test_a_schedule_of_the_users(ranks: GetRanks) -> None:
-    overrides = {
-        "strategy.name": "zero2", "data.source": "synthetic", "training.learning_rate": 0.01,
-        "training.schedule": "test_optimizer:halves", "training.optimizer": "nadam",
+    settings = {
+        "strategy.name": "zero2", "training.learning_rate": 0.01, "training.optimizer": "nadam",
+        "training.schedule": "test_optimizer:halves",
     }  # fmt: skip
-    for rates in ranks(2).run(trained_by_config, overrides, deadline_s=60):
-        assert rates == [0.01, 0.005, 0.0025]
+    for found in ranks(2).run(rates, settings, deadline_s=60):
+        assert found == [0.01, 0.005, 0.0025]

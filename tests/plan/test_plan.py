@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from rich.cells import cell_len
+from rich.text import Text
 
 import browser
 import commands
-from fortune import Fortune
+from fake_predictor import FakePredictor
 from shardlab import config as configs
 from shardlab.errors import UsageError
 from shardlab.plan import advice, buckets, check, plan
@@ -31,8 +32,8 @@ def question(settings: dict[str, Any] | None = None, **more: Any) -> Question:
     return Question(config, **{"specs": THREE, "ranks": (8, 64), "devices": ("h100",), **more})
 
 
-def planned(fortune: Fortune | None = None, **more: Any) -> dict[str, Any]:
-    return plan.plan(question(**more), fortune or Fortune(rate=8e9), "shardlab plan")
+def planned(fortune: FakePredictor | None = None, **more: Any) -> dict[str, Any]:
+    return plan.plan(question(**more), fortune or FakePredictor(rate=8e9), "shardlab plan")
 
 
 def test_rows_keep_the_samples_of_a_rank_or_the_global_batch() -> None:
@@ -40,7 +41,7 @@ def test_rows_keep_the_samples_of_a_rank_or_the_global_batch() -> None:
     assert [(row["world"], row["global_batch"]) for row in rows[::3]] == [(8, 64), (64, 512)]
     assert {row["accumulate"] for row in rows} == {1}
     asked = question({"training.global_batch": 1024}, keeps_global_batch=True)
-    rows = plan.plan(asked, Fortune(), "")["rows"]
+    rows = plan.plan(asked, FakePredictor(), "")["rows"]
     assert [(row["world"], row["accumulate"]) for row in rows[::3]] == [(8, 16), (64, 2)]
     assert {row["global_batch"] for row in rows} == {1024}
     # Without a word, as `shardlab compare` has it: 8 samples on 2 ranks.
@@ -96,15 +97,17 @@ def test_the_numbers_of_a_row() -> None:
 def test_the_fastest_that_fits() -> None:
     answer = planned(ranks=(8,))["answer"]
     assert answer["why"] == [
-        "On h100 over ndr: pytorch_ddp on 8 ranks, 409,600 tokens/s: it is the fastest that fits."
+        "On h100 over ndr: pytorch_ddp on 8 ranks, 409,600 tokens/s: it ties with zero1 and zero3 "
+        "for the fastest within the interval, and has the best predicted rate; only a measurement "
+        "would tell."
     ]
-    full = planned(Fortune(rate=8e9, state=90e9), ranks=(8,))
+    full = planned(FakePredictor(rate=8e9, state=90e9), ranks=(8,))
     assert full["rows"][full["answer"]["choice"]]["strategy"] == "zero3"
     assert any(
         line.startswith("With more memory: pytorch_ddp on 8 ranks of h100 over ndr would be 1.")
         for line in full["answer"]["otherwise"]
     )
-    none = planned(Fortune(state=900e9), ranks=(8,))["answer"]
+    none = planned(FakePredictor(state=900e9), ranks=(8,))["answer"]
     assert none["choice"] is None
     assert none["why"] == [
         "On h100 over ndr nothing fits: the least is zero3 with 91.3 GiB per rank, of 74.5 GiB."
@@ -112,34 +115,64 @@ def test_the_fastest_that_fits() -> None:
 
 
 def test_a_tie_goes_to_fewer_ranks_then_to_the_simpler() -> None:
-    fast = planned(Fortune(rate=1e12), ranks=(8,))["answer"]  # nothing is exposed
+    fast = planned(FakePredictor(rate=1e12), ranks=(8,))["answer"]  # nothing is exposed
     assert fast["why"] == [
-        "On h100 over ndr: pytorch_ddp on 8 ranks, 409,600 tokens/s: as fast as zero1 and zero3 "
-        "within the interval, and it is the simplest of them."
+        "On h100 over ndr: pytorch_ddp on 8 ranks, 409,600 tokens/s: it ties with zero1 and zero3 "
+        "for the fastest within the interval, and is the simplest of them; only a measurement "
+        "would tell."
     ]
+    assert not any("interval" in line for line in fast["otherwise"])
     slow = planned(  # the more ranks, the more it waits: 16 are no faster than 8
-        Fortune(rate=1e7), settings={"training.global_batch": 128}, specs=("zero1",),
+        FakePredictor(rate=1e7), settings={"training.global_batch": 128}, specs=("zero1",),
         ranks=(8, 16), keeps_global_batch=True,
     )  # fmt: skip
     rates = [row["samples_per_s"] for row in slow["rows"]]
     assert rates[0] == pytest.approx(rates[1], rel=0.08)
     same = {**slow["rows"][0], "world": 4, "samples_per_s": 0.97 * rates[0]}
-    (chosen,) = advice.chosen_by_place([slow["rows"][0], same]).values()
-    assert chosen == 1
+    assert advice.chosen_by([slow["rows"][0], same], "place") == [1]
+
+
+def test_what_is_within_the_interval_of_the_fastest_ties_with_it_however_far_its_rate() -> None:
+    """It was called the fastest, and the next sentence said that others may be as fast."""
+    rows = planned(specs=("zero1", "zero3"), ranks=(8,))["rows"]
+    rows[1]["step_s"] = 1.2 * rows[0]["step_s"]
+    rows[1]["samples_per_s"] = rows[0]["samples_per_s"] / 1.2
+
+    def said(low: float) -> str:
+        for row in rows:
+            row |= {"low_s": low * row["step_s"], "high_s": row["step_s"] / low}
+        why: str = advice.answered(rows)["why"][0]
+        return why
+
+    assert said(0.99).endswith("tokens/s: it is the fastest that fits.")
+    assert said(0.7).endswith(
+        "it ties with zero3 for the fastest within the interval, and has the best predicted rate; "
+        "only a measurement would tell."
+    )
+    assert list(advice.flips(rows, 0, lambda i, _: float(rows[i]["step_s"]))) == [
+        "On h100 over ndr, no link from 0.125 to 8 times as fast changes the choice."
+    ]
+
+
+def test_the_table_of_budgets_has_what_is_chosen_of_those_that_tie() -> None:
+    result = planned(FakePredictor(rate=1e12), ranks=(8,), tokens=1e11)
+    ddp, *_, last = result["rows"]
+    last |= {"days": 0.99 * ddp["days"], "samples_per_s": ddp["samples_per_s"] / 0.99}
+    assert advice.answered(result["rows"])["choice"] == 0
+    assert [*report.budget_table(result).columns[0].cells] == [Text("pytorch_ddp")]
 
 
 def test_what_would_change_the_choice() -> None:
     # Here all is hidden and zero1 is the simplest; a slower link shows what it does not hide.
     specs = ("zero1", "pytorch_zero1", "zero3")
-    answer = planned(Fortune(rate=16e9), ranks=(64,), specs=specs)["answer"]
-    assert "zero1 on 64 ranks" in answer["why"][0]
+    answer = planned(FakePredictor(rate=16e9), ranks=(64,), specs=specs)["answer"]
+    assert "it ties with pytorch_zero1 and zero3 for the fastest" in answer["why"][0]
     said = " ".join(answer["otherwise"])
-    assert "pytorch_zero1 and zero3 lie within the interval of zero1: only a measurement" in said
     assert "With 0.5 times the bandwidth on h100 over ndr, pytorch_zero1 would be 27%" in said
     assert "With twice the global batch on h100 over ndr, zero1 would do 1.00 times" in said
-    firm = planned(Fortune(rate=1e15), ranks=(64,))["answer"]["otherwise"]
+    firm = planned(FakePredictor(rate=1e15), ranks=(64,))["answer"]["otherwise"]
     assert "no link from 0.125 to 8 times as fast changes the choice" in " ".join(firm)
-    large = planned(Fortune(rate=8e9, state=70e9), ranks=(8,))["answer"]["otherwise"]
+    large = planned(FakePredictor(rate=8e9, state=70e9), ranks=(8,))["answer"]["otherwise"]
     assert "pytorch_ddp would no longer fit: it needs 80.1 GiB per rank" in " ".join(large)
 
 
@@ -185,23 +218,25 @@ def test_a_size_that_is_to_be_found_is_found_for_each_row() -> None:
 def test_over_all_devices_by_cost_if_there_are_prices() -> None:
     both: dict[str, Any] = {"devices": ("h100", "a100-80"), "ranks": (8,), "tokens": 1e11}
     assert planned(**both)["answer"]["why"][-1] == (
-        "Fastest of all: pytorch_ddp on 8 ranks of h100 over ndr."
+        "Of all: pytorch_ddp on 8 ranks of h100 over ndr: it is the fastest that fits."
     )
     cheap = planned(**both, prices={"h100": 4.0, "a100-80": 0.5})["answer"]
     assert cheap["why"][-1].startswith(
         "Cheapest of all: pytorch_ddp on 8 ranks of a100-80 over hdr"
     )
-    one = planned(Fortune(rate=2e9), tokens=1e11, prices={"h100": 2.0}, ranks=(1, 64))["answer"]
+    one = planned(FakePredictor(rate=2e9), tokens=1e11, prices={"h100": 2.0}, ranks=(1, 64))[
+        "answer"
+    ]
     assert one["otherwise"][0].startswith("If money matters more than time: ")
 
 
 def test_only_what_fits() -> None:
-    fortune = Fortune(state=90e9)
+    fortune = FakePredictor(state=90e9)
     assert {row["strategy"] for row in planned(fortune, fits_only=True)["rows"]} == {
         "zero1", "zero3",
     }  # fmt: skip
     with pytest.raises(UsageError, match="nothing fits; the least is"):
-        planned(Fortune(state=900e9), fits_only=True)
+        planned(FakePredictor(state=900e9), fits_only=True)
     # On a machine whose memory is not known nothing is left out.
     assert len(planned(fortune, fits_only=True, devices=("this",))["rows"]) == 6
 
@@ -210,7 +245,7 @@ def test_only_what_fits() -> None:
 
 
 def test_changes_of_the_machine_and_of_the_run() -> None:
-    fortune = Fortune(rate=8e9)
+    fortune = FakePredictor(rate=8e9)
     texts = ("bandwidth=0.25", "slow-rank=1.5", "overlap=off", "checkpointing=on")
     found = planned(fortune, changes=tuple(map(change_of, texts)), specs=("zero1",), ranks=(8,))
     before = found["rows"][0]["step_s"]
@@ -241,7 +276,7 @@ def test_a_part_of_a_change_that_does_not_concern_a_row_leaves_the_rest() -> Non
 
 
 def test_a_bucket_size_concerns_those_that_have_buckets() -> None:
-    fortune = Fortune()
+    fortune = FakePredictor()
     found = planned(fortune, changes=(change_of("bucket-mb=4"),), ranks=(8,))
     steps = found["what_if"][0]["step_s"]
     assert [step is None for step in steps] == [False, False, True]  # zero3 has none
@@ -250,7 +285,7 @@ def test_a_bucket_size_concerns_those_that_have_buckets() -> None:
 
 def test_the_best_bucket_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """sqrt(1 ms x 500 MB x 2 GB/s) = 32 MB; 25 is nearer than 50."""
-    slow = Fortune(rate=2e9)
+    slow = FakePredictor(rate=2e9)
     found = planned(slow, changes=(change_of("bucket-mb=best"),), ranks=(8,))
     assert found["what_if"][0]["bucket_mb"] == [25.0, 25.0, None]
     said = "The best bucket size of pytorch_ddp on 8 ranks of h100 over ndr is 25 MB."
@@ -268,25 +303,6 @@ def test_the_best_bucket_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, "joined", lambda: SimpleNamespace(launcher="torchrun"))
     with pytest.raises(UsageError, match="is settled before ranks are started, and torchrun has"):
         buckets.settled([auto])
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("bandwith=2", "unknown change of --what-if 'bandwith'; did you mean 'bandwidth'?"),
-        ("bandwidth=0", "--what-if bandwidth=0: write bandwidth= and a number above 0"),
-        ("bandwidth=nan", "a number above 0"),
-        ("slow-rank=0.5", "--what-if slow-rank=0.5: write slow-rank= and a number of at least 1"),
-        ("overlap=maybe", "--what-if overlap=maybe: write overlap=on or overlap=off"),
-        ("overlap", "write overlap=on or overlap=off"),
-        ("", "unknown change of --what-if ''"),
-        ("bandwidth=2,bandwidth=3", "bandwidth is named twice"),
-    ],
-)
-def test_a_change_that_is_none(text: str, message: str) -> None:
-    with pytest.raises(UsageError) as refusal:
-        change_of(text)
-    assert message in str(refusal.value)
 
 
 # ------------------------------------------------------------------ words and numbers
@@ -325,41 +341,19 @@ def test_devices_and_links() -> None:
 
 # ------------------------------------------------------------------ the terminal and the page
 
-GOLDEN = """\
-gpt2 · 8 samples per rank · bf16
-h100 over ndr, never measured: from datasheets
-                       step                tokens       exposed  GiB per
-strategy     ranks       ms   90%  naive    per s  MFU    comm.     rank
-────────────────────────────────────────────────────────────────────────
-pytorch_ddp      8      160  ±20%    192  409,600  40%       0%   63.3 ✓
-zero2            8  skipped
-pytorch_ddp     64      160  ±20%    192    3.28M  40%       0%   63.3 ✓
-zero2           64  skipped
-
-to train on 1.00T tokens
-strategy     ranks  on             days   90%  naive    cost
-────────────────────────────────────────────────────────────
-pytorch_ddp      8  h100 over ndr  28.3  ±20%   33.9  13,563
-pytorch_ddp     64  h100 over ndr  3.53  ±20%   4.24  13,563
-
-what if
-                                                  step
-if …           on             strategy     ranks    ms  then  times
-───────────────────────────────────────────────────────────────────
-bandwidth=0.5  h100 over ndr  pytorch_ddp     64   160   278  1.74×
-
-pytorch_ddp, 64 ranks on h100 over
-ndr: a step of 160 ms
-                              exposed
-part      times    ms  share       ms
-─────────────────────────────────────
-forward          53.3    33%
-backward         90.7    57%
-update           16.0    10%
-bucket 1      1   123    77%        0
-bucket 0      1  61.5    38%        0
-
-"""
+# A row of each table.
+SHOWN = (
+    "gpt2 · 8 samples per rank · bf16",
+    "h100 over ndr, never measured: from datasheets",
+    "strategy ranks ms 90% naive per s MFU comm. rank",
+    "pytorch_ddp 64 160 ±20% 192 3.28M 40% 0% 63.3 ✓",
+    "zero2 64 skipped",
+    "to train on 1.00T tokens",
+    "pytorch_ddp 8 h100 over ndr 28.3 ±20% 33.9 13,563",
+    "bandwidth=0.5 h100 over ndr pytorch_ddp 64 160 278 1.74×",
+    "backward 90.7 57%",
+    "bucket 1 1 123 77% 0",
+)
 
 
 def test_the_tables_at_80_columns(
@@ -373,19 +367,19 @@ def test_the_tables_at_80_columns(
     report.show(found, report.write(tmp_path, found), explain=True)
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert not [line for line in lines if cell_len(line) > 80 and not line.startswith("  /")]
-    assert "\n".join(lines).startswith(GOLDEN)
+    assert set(SHOWN) <= {" ".join(line.split()) for line in lines}
     assert "zero2 on 8 ranks and zero2 on 64 ranks: zero2 cannot be predicted" in lines
     assert json.loads((tmp_path / "plan.json").read_text())["schema"] == 1
 
 
 def test_samples_where_there_are_no_tokens() -> None:
-    found = planned(Fortune(tokens=0), ranks=(8,))
+    found = planned(FakePredictor(tokens=0), ranks=(8,))
     assert found["rows"][0]["tokens_per_s"] is None
     assert "400 samples/s" in found["answer"]["why"][0]
     assert report.table(found, "h100 over ndr").columns[5].header == "samples\nper s"
     assert "Samples/s" in report.html(found)
     with pytest.raises(UsageError, match="--tokens is for text; a sample of gpt2 has no tokens"):
-        planned(Fortune(tokens=0), tokens=1e9)
+        planned(FakePredictor(tokens=0), tokens=1e9)
 
 
 @pytest.fixture(scope="module")
@@ -433,7 +427,7 @@ def test_an_axis_has_round_numbers() -> None:
 def test_one_number_of_ranks_has_no_curves() -> None:
     assert report.scaling(planned(ranks=(8,))) == []
     assert 'id="scaling"' not in report.html(planned(ranks=(8,)))
-    full = planned(Fortune(state=900e9))
+    full = planned(FakePredictor(state=900e9))
     assert "nothing fits" in report.html(full)
 
 
@@ -441,13 +435,13 @@ def test_one_number_of_ranks_has_no_curves() -> None:
 
 
 @pytest.fixture
-def fortune(monkeypatch: pytest.MonkeyPatch) -> Fortune:
-    made = Fortune(rate=8e9)
+def fortune(monkeypatch: pytest.MonkeyPatch) -> FakePredictor:
+    made = FakePredictor(rate=8e9)
     monkeypatch.setattr(engine, "Predictor", lambda: made)
     return made
 
 
-def test_the_command(fortune: Fortune, tmp_path: Path) -> None:
+def test_the_command(fortune: FakePredictor, tmp_path: Path) -> None:
     done = commands.here(
         "plan", "--size", "small", "--ranks", "8,64,8", "--device", "h100,a100", "--link", "ndr",
         "--link", "25gbit,50us", "--strategies", "pytorch_ddp,zero1", "--tokens", "300B",
@@ -468,19 +462,24 @@ def test_the_command(fortune: Fortune, tmp_path: Path) -> None:
     ("flags", "message"),
     [
         ("--ranks 0", "--ranks must be at least 1, got 0"),
-        ("--ranks x", "--ranks x: not whole numbers"),
         ("--ranks 1.5", "not whole numbers"),
         ("--ranks ,", "--ranks"),
-        ("--device h1000", "unknown device 'h1000'; did you mean 'h100'?"),
-        ("--device ,", "--device names no device"),
         ("--link nonsense", "nonsense"),
-        ("--tokens 0", "--tokens 0: not a number of tokens above 0"),
-        ("--tokens 1T --price-per-hour -2", "not a price of 0 or more"),
         ("--price-per-hour 2", "--price-per-hour is the price of a budget; add --tokens"),
         ("--strategies zero9", "unknown strategy 'zero9'"),
         ("--strategies ,", "unknown strategy ''"),
-        ("--what-if speed=2", "unknown change of --what-if 'speed'"),
         ("--global-batch 10 --ranks 3 --strategies zero1", "10 cannot be divided evenly over 3"),
+        (
+            "--what-if bandwith=2",
+            "unknown change of --what-if 'bandwith'; did you mean 'bandwidth'",
+        ),
+        ("--what-if bandwidth=0", "--what-if bandwidth=0: write bandwidth= and a number above 0"),
+        ("--what-if bandwidth=nan", "a number above 0"),
+        ("--what-if slow-rank=0.5", "slow-rank=0.5: write slow-rank= and a number of at least 1"),
+        ("--what-if overlap=maybe", "--what-if overlap=maybe: write overlap=on or overlap=off"),
+        ("--what-if overlap", "write overlap=on or overlap=off"),
+        ("--what-if=", "unknown change of --what-if ''"),
+        ("--what-if bandwidth=2,bandwidth=3", "bandwidth is named twice"),
         ("--check --device h100", "--check measures what runs here, as it is; leave out --device"),
         ("--check --link ndr", "leave out --link"),
         ("--check --ranks 4096", "4096 are too many"),
@@ -506,7 +505,7 @@ def test_a_check_says_how_far_it_was_off(
     took: list[list[float] | str] = [[63.0, 63.0, 90.0], [80.0], "rank 1: killed"]
     monkeypatch.setattr(check, "measure", lambda configs, *_: took[: len(configs)])
     asked = question(devices=("this",), ranks=(2,), specs=(*THREE, "zero2"))
-    found = check.check(asked, Fortune(rate=1e15), "", lambda *_: None)
+    found = check.check(asked, FakePredictor(rate=1e15), "", lambda *_: None)
     first, second, third, fourth = found["rows"]
     assert first["error"] == pytest.approx(64 / 63 - 1)
     assert (first["inside"], second["inside"]) == (True, False)
@@ -523,7 +522,7 @@ def test_a_check_says_how_far_it_was_off(
 
 
 @pytest.mark.long
-def test_a_check_measures_real_ranks(fortune: Fortune, tmp_path: Path) -> None:
+def test_a_check_measures_real_ranks(fortune: FakePredictor, tmp_path: Path) -> None:
     del fortune
     done = commands.here(
         "plan", "--check", "--size", "tiny", "--seq-len", "16", "--strategies",

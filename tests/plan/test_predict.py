@@ -9,18 +9,16 @@ from pathlib import Path
 import pytest
 
 from shardlab import config as configs
-from shardlab.errors import UsageError
 from shardlab.plan import gloo, larger, predict
 from shardlab.plan.graph import Event, Group, Start, Step, Wait, Work
-from shardlab.strategies import bucket_size
+from shardlab.strategies.data_parallel import bucket_size
+from test_gloo import NEAR
 
-KEYS = ("wall_s", "host_s", "queued_wall_s", "queued_host_s")
 
-
-def in_world(ranks: int, size: float = 1.0) -> Step:
+def in_world(ranks: int) -> Step:
     """A sharded step: whole tensors in forward, a shard in the update."""
     events: list[Event] = [
-        Work("aten.mm", 600.0 * size, 100.0, phase="forward"),
+        Work("aten.mm", 600.0, 100.0, phase="forward"),
         Start(0, "all_reduce", 4096, Group(ranks)),
         Wait(0),
         Work("aten.add_", 0.0, 64.0 / ranks, phase="update"),
@@ -57,34 +55,6 @@ def test_steps_that_do_different_things_have_nothing_in_between() -> None:
     assert larger.at_world(in_world(8), other, 64) is None
 
 
-def measured(*seconds: float) -> Step:
-    works = [Work("measured", 0, 0, seconds=s) for s in seconds]
-    return Step(1, works, samples=1, totals_s=(sum(seconds),))
-
-
-def total(step: Step) -> float:
-    return sum(work.seconds or 0.0 for work in step.works())
-
-
-def test_a_batch_lies_on_the_line_of_its_neighbours() -> None:
-    known = [(4, measured(1.0, 3.0)), (8, measured(2.0, 5.0)), (16, measured(4.0, 9.0))]
-    assert total(larger.at_batch(known, 12)) == pytest.approx(10.0)
-    assert total(larger.at_batch(known, 6)) == pytest.approx(5.5)
-    assert total(larger.at_batch(known, 32)) == pytest.approx(25.0)
-
-
-def test_small_batches_take_the_time_of_the_host() -> None:
-    """1 s for any batch up to 10, then 0.1 s a sample."""
-    known = [(1, measured(1.0)), (20, measured(2.0)), (40, measured(4.0))]
-    assert total(larger.at_batch(known, 5)) == pytest.approx(1.0)
-    assert total(larger.at_batch(known, 15)) == pytest.approx(1.5)
-
-
-def test_one_batch_is_not_enough() -> None:
-    with pytest.raises(UsageError, match="two batches or more"):
-        larger.at_batch([(1, measured(1.0))], 2)
-
-
 def tiny(**more: object) -> configs.Config:
     return configs.load(
         None,
@@ -113,11 +83,7 @@ def test_emulations_of_one_step_are_as_long_as_their_mean() -> None:
 
 
 def test_the_last_of_many_ranks_is_later_and_none_where_all_steps_take_the_same() -> None:
-    prices = gloo.measured([
-        {"op": op, "bytes": size, **dict.fromkeys(KEYS, 1e-3 + 1e-9 * size)}
-        for op in gloo.OPS for size in (256, 2**24)
-    ])  # fmt: skip
-    here = predict.Here(gloo.Gloo(prices, prices), cores=1.0)
+    here = predict.Here(gloo.Gloo(NEAR, NEAR), cores=1.0)
     alike = here.play([timed(1.0, 1.0, 1.0)])
     assert alike.wait_s == pytest.approx(1e-3 + predict.MEETING_S, rel=0.01)
     two = here.play([timed(0.9, 1.1, 0.9, 1.1, 1.0)])
@@ -143,27 +109,7 @@ def test_a_link_is_seen_as_ranks_would_measure_it() -> None:
         assert link.taken == 0.0  # there is a core for each rank's messages
 
 
-def test_a_device_that_is_not_here() -> None:
-    """1,024 ranks follow from 8 and 16, and every time adds up."""
-    with predict.Predictor() as predictor:
-        found = predictor.predict(tiny(), "h100")
-        assert found.step_s == pytest.approx(found.work_s + found.wait_s)
-        assert found.low_s < found.step_s < found.high_s
-        assert not found.is_measured
-        many = tiny(launch__world=1024, training__global_batch=4096)
-        large = predictor.predict(many, "h100", "ndr")
-        assert large.samples == 4096
-        assert large.comm_s > found.comm_s
-        half = predictor.predict(many, "h100", "ndr", predict.WhatIf(bandwidth=0.5))
-        assert half.comm_s > large.comm_s
-        slow = predictor.predict(many, "h100", "ndr", predict.WhatIf(slow_rank=2.0))
-        assert slow.work_s > 1.5 * large.work_s
-        exposed = predictor.predict(many, "h100", "ndr", predict.WhatIf(overlap=False))
-        assert exposed.wait_s >= large.wait_s
-        with pytest.raises(UsageError, match="h1000"):
-            predictor.predict(tiny(), "h1000")
-
-
+@pytest.mark.long
 def test_this_machine_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its work is measured, its links are those of its datasheet. (Here a CPU stands for it.)"""
     monkeypatch.setattr(predict, "gpu_here", lambda: "NVIDIA H200")
@@ -200,6 +146,7 @@ def workload():
 """
 
 
+@pytest.mark.long
 def test_an_operator_without_a_price_is_named(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(CUSTOM)
     with predict.Predictor() as predictor:

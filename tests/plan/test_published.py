@@ -16,14 +16,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardlab.plan import predict, transformer
-from shardlab.plan.devices import FITTED
+from shardlab.plan import predict
+from shardlab.plan.devices import FITTED, machine
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import plan_cut as cut  # noqa: E402
 import plan_published as published  # noqa: E402
+import plan_transformer as transformer  # noqa: E402
 
 BESIDE = ROOT.parent / "shared" / "published" / "runs.csv"
 FILE = Path(os.environ.get("SHARDLAB_PUBLISHED", BESIDE))
@@ -46,7 +47,31 @@ def test_what_is_shipped_is_what_was_recorded() -> None:
         assert getattr(transformer.HELD, name) == pytest.approx(value, rel=0.02)
 
 
-@pytest.mark.long
+# Published tokens per second and GPU: llm-foundry's MPT models with FSDP, 6 of its 13 runs on 64
+# GPUs. None was used in the calibration. The worst of the 13 (70B on A100s with 40 GB, 28% off) is
+# not among these six; the tests below count all.
+FOUNDRY = [
+    # layers, hidden, heads, device, micro-batch, global batch, checkpointing, state, measured
+    (24, 2048, 16, "h100", 20, 1280, "none", "mixed", 44402),
+    (40, 5120, 40, "h100", 2, 128, "none", "mixed", 4800),
+    (80, 8192, 64, "h100", 8, 2048, "full", "mixed", 1039),
+    (12, 768, 12, "a100-40", 26, 1664, "none", "pure", 125234),
+    (32, 4096, 32, "a100-40", 18, 1152, "full", "pure", 3665),
+    (80, 8192, 64, "a100-80", 8, 2048, "full", "pure", 410),
+]
+
+
+@pytest.mark.parametrize("run", FOUNDRY, ids=lambda run: f"{run[1]} on {run[3]}")
+def test_six_runs_on_64_gpus(run: tuple[int, int, int, str, int, int, str, str, float]) -> None:
+    layers, hidden, heads, device, micro, whole, checkpointing, state, measured = run
+    model = transformer.Transformer(layers, hidden, heads, 2048, 50368)
+    layout = transformer.Layout(64, 1, 1, micro, whole, 3, checkpointing, state=state)
+    nodes = machine(device, "8x200gbit" if device.startswith("a100") else "ndr")
+    found = transformer.tokens_per_s_per_gpu(model, layout, nodes)
+    assert found == pytest.approx(measured, rel=0.06)
+
+
+@pytest.mark.deep
 @needs_runs
 def test_64_gpus_from_8() -> None:
     runs, _ = published.read(FILE)
@@ -69,7 +94,7 @@ def test_64_gpus_from_8() -> None:
     assert ours < min(guesses)
 
 
-@pytest.mark.long
+@pytest.mark.deep
 @needs_runs
 def test_a_plan_of_ranks_that_cut_a_model() -> None:
     """Megatron's 22B on 8 A100s, from the lab's own code and datasheets: as the record says."""
@@ -81,6 +106,7 @@ def test_a_plan_of_ranks_that_cut_a_model() -> None:
             assert found.low_s <= float(row["value"]) <= found.high_s
 
 
+@pytest.mark.deep
 @needs_runs
 def test_what_fits() -> None:
     runs, _ = published.read(FILE)
@@ -90,13 +116,13 @@ def test_what_fits() -> None:
     assert np.mean(right) >= 0.9
 
 
+@pytest.mark.deep
 @needs_runs
 def test_the_chosen_layout_is_nearly_the_best() -> None:
     """Of four in five groups of a model and a number of GPUs, with the constants as recorded."""
     runs, _ = published.read(FILE)
     found = RECORD["nanotron"]["constants"]
-    link = published.network(found["fade"], found["hop_s"])
-    by = published.Parallel(transformer.CALIBRATION, link)
+    by = published.Parallel(transformer.CALIBRATION, found["fade"], found["hop_s"])
     groups: dict[tuple[str, int], list[published.Run]] = defaultdict(list)
     for run in runs:
         if run.source.startswith("nanotron") and run.metric != "peak_memory":

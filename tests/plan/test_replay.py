@@ -25,78 +25,56 @@ def played(*events: Event, cost: Cost, lanes: Lanes = Lanes()) -> Played:
     return replay([step], lambda w: w.seconds or 0.0, lambda _start, _queued: cost, lanes)
 
 
-def test_what_is_waited_for_at_once_adds_to_the_work() -> None:
+AT_ONCE = (start(0), start(1), Wait(0), Wait(1))
+SLOW = Cost(1.0, 0.0, 2.0)  # a latency, no work of the host's, the link
+CASES: list[tuple[tuple[Event, ...], Cost, Lanes, float]] = [
+    # What is waited for at once adds to the work; work hides what is under way.
+    ((work(1.0), start(0), Wait(0)), Cost(0.5, 0.0, 1.5), Lanes(), 3.0),
+    ((start(0), work(3.0), Wait(0)), Cost(0.5, 0.0, 1.5), Lanes(), 3.0),
+    # Two seconds of work and one of Gloo's copying on one core are three.
+    ((start(0), work(2.0), Wait(0)), Cost(0.0, 1.0, 1.0), Lanes(cores=1.0), 3.0),
+    ((start(0), work(2.0), Wait(0)), Cost(0.0, 1.0, 1.0), Lanes(cores=2.0), 2.0),
+    # What the link holds up for 10 s takes a tenth of a core meanwhile.
+    ((start(0), work(9.0), Wait(0)), Cost(0.0, 1.0, 10.0), Lanes(cores=1.0), 10.0),
+    # Under way together: one latency, the link twice; in turn; each needs all channels there are.
+    (AT_ONCE, SLOW, Lanes(channels=2), 5.0),
+    (AT_ONCE, SLOW, Lanes(channels=1), 6.0),
+    (AT_ONCE, Cost(1.0, 0.0, 2.0, 2), Lanes(channels=1), 6.0),
+    (AT_ONCE, Cost(1.0, 0.0, 2.0, 2), Lanes(channels=2), 6.0),
+    # A gather that is left under way is waited for before the next forward: the work after it
+    # hides nothing.
+    ((Wait(0), work(1.0), start(0)), Cost(0.0, 0.0, 2.0), Lanes(), 3.0),
+    ((work(2.0), Wait(0), work(1.0), start(0)), Cost(0.0, 0.0, 2.0), Lanes(), 3.0),
+    # Ranks are late where they wait. The longer they work between two meetings, the later is the
+    # last: with the root of that time.
+    ((work(1.0), start(0), Wait(0)), Cost(0.0, 0.0, 1.0), Lanes(late=0.25), 2.25),
+    ((work(4.0), start(0), Wait(0), work(1.0), start(1), Wait(1)), Cost(0.0, 0.0, 1.0),
+     Lanes(late=0.25), 4 + 1 + 0.5 + 1 + 1 + 0.25),
+    ((start(0), work(1.0), Wait(0)), Cost(0.0, 0.0, 0.5), Lanes(late=0.25), 1.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("events", "cost", "lanes", "step_s"), CASES)
+def test_how_long_a_step_takes(
+    events: tuple[Event, ...], cost: Cost, lanes: Lanes, step_s: float
+) -> None:
+    assert played(*events, cost=cost, lanes=lanes).step_s == pytest.approx(step_s)
+
+
+def test_what_a_step_consists_of() -> None:
     found = played(work(1.0), start(0), Wait(0), cost=Cost(0.5, 0.0, 1.5))
-    assert found.step_s == pytest.approx(3.0)
-    assert found.work_s == pytest.approx(1.0)
-    assert found.wait_s == pytest.approx(2.0)
-    assert found.comm_s == pytest.approx(2.0)
-
-
-def test_work_hides_what_is_under_way() -> None:
-    found = played(start(0), work(3.0), Wait(0), cost=Cost(0.5, 0.0, 1.5))
-    assert found.step_s == pytest.approx(3.0)
-    assert found.wait_s == 0.0
-
-
-def test_on_a_cpu_both_need_the_same_core() -> None:
-    """Two seconds of work and one of Gloo's copying on one core are three."""
-    one_core = Lanes(cores=1.0)
-    found = played(start(0), work(2.0), Wait(0), cost=Cost(0.0, 1.0, 1.0), lanes=one_core)
-    assert found.step_s == pytest.approx(3.0)
-    two_cores = Lanes(cores=2.0)
-    found = played(start(0), work(2.0), Wait(0), cost=Cost(0.0, 1.0, 1.0), lanes=two_cores)
-    assert found.step_s == pytest.approx(2.0)
-
-
-def test_a_slow_link_leaves_the_core_to_the_work() -> None:
-    """A collective that the link holds up for 10 s takes a tenth of a core meanwhile."""
-    lanes = Lanes(cores=1.0)
-    found = played(start(0), work(9.0), Wait(0), cost=Cost(0.0, 1.0, 10.0), lanes=lanes)
-    assert found.step_s == pytest.approx(10.0)
-
-
-def test_those_that_are_under_way_together_share_the_link() -> None:
-    events = (start(0), start(1), Wait(0), Wait(1))
-    at_once = played(*events, cost=Cost(1.0, 0.0, 2.0), lanes=Lanes(channels=2))
-    assert at_once.step_s == pytest.approx(5.0)  # one latency, the link twice
-    in_turn = played(*events, cost=Cost(1.0, 0.0, 2.0), lanes=Lanes(channels=1))
-    assert in_turn.step_s == pytest.approx(6.0)
-    for channels in (1, 2):  # each needs all that there are
-        alone = played(*events, cost=Cost(1.0, 0.0, 2.0, 2), lanes=Lanes(channels=channels))
-        assert alone.step_s == pytest.approx(6.0)
-
-
-def test_a_gather_may_be_left_under_way_for_the_next_step() -> None:
-    """It is waited for before the next forward, and the work after it hides nothing."""
-    found = played(Wait(0), work(1.0), start(0), cost=Cost(0.0, 0.0, 2.0))
-    assert found.step_s == pytest.approx(3.0)
-    hidden = played(work(2.0), Wait(0), work(1.0), start(0), cost=Cost(0.0, 0.0, 2.0))
-    assert hidden.step_s == pytest.approx(3.0)
+    assert (found.work_s, found.wait_s, found.comm_s) == pytest.approx((1.0, 2.0, 2.0))
+    hidden = played(start(0), work(3.0), Wait(0), cost=Cost(0.5, 0.0, 1.5))
+    assert hidden.wait_s == 0.0
+    # On a GPU, work beside a collective is slower.
+    beside = played(start(0), work(1.0), Wait(0), cost=Cost(0.0, 0.0, 5.0), lanes=Lanes(slowdown=2))
+    assert (beside.work_s, beside.step_s) == pytest.approx((2.0, 5.0))
 
 
 @given(st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=6), st.floats(1e-9, 1e3))
 def test_ranks_that_are_alike_have_no_bubble(seconds: list[float], sent: float) -> None:
     events = [event for i, s in enumerate(seconds) for event in (work(s), start(i), Wait(i))]
     assert played(*events, cost=Cost(sent, 0.0, sent / 3)).bubble_s == 0
-
-
-def test_work_beside_a_collective_is_slower_on_a_gpu() -> None:
-    found = played(start(0), work(1.0), Wait(0), cost=Cost(0.0, 0.0, 5.0), lanes=Lanes(slowdown=2))
-    assert found.work_s == pytest.approx(2.0)
-    assert found.step_s == pytest.approx(5.0)
-
-
-def test_ranks_are_late_where_they_wait_and_nowhere_else() -> None:
-    lanes = Lanes(late=0.25)
-    waits = played(work(1.0), start(0), Wait(0), cost=Cost(0.0, 0.0, 1.0), lanes=lanes)
-    assert waits.step_s == pytest.approx(2.25)
-    # The longer they work between two meetings, the later is the last: with the root of that time.
-    again = (work(4.0), start(0), Wait(0), work(1.0), start(1), Wait(1))
-    twice = played(*again, cost=Cost(0.0, 0.0, 1.0), lanes=lanes)
-    assert twice.step_s == pytest.approx(4 + 1 + 0.5 + 1 + 1 + 0.25)
-    hides = played(start(0), work(1.0), Wait(0), cost=Cost(0.0, 0.0, 0.5), lanes=lanes)
-    assert hides.step_s == pytest.approx(1.0)
 
 
 def test_spans_tell_the_step_again() -> None:

@@ -15,10 +15,10 @@ from conftest import GetRanks
 from shardlab import naming
 from shardlab.errors import UsageError
 from shardlab.naming import STRATEGIES
-from shardlab.optim import factory
+from shardlab.optim import optimizers
 from shardlab.strategies import refusals
 from shardlab.strategies.base import Setup
-from shardlab.strategies.zero3 import Zero3
+from shardlab.strategies.sharded.zero3 import Zero3
 from shardlab.workloads import first_calls
 from shardlab.workloads.base import Batch
 from shardlab.workloads.first_calls import watch_first_calls
@@ -123,7 +123,7 @@ def notes_of(world: World) -> dict[str, list[str]]:
             continue
         make = naming.resolve(name, STRATEGIES, "strategy")
         watched = watch_first_calls(toys.loss, found.setdefault(name, []).append)
-        optimizer = factory.of_class(torch.optim.SGD, lr=0.1)
+        optimizer = optimizers.of_class(torch.optim.SGD, lr=0.1)
         setup = Setup(toys.build("mlp", seed=0), optimizer, watched, world.mesh)
         instance = make(setup)
         for step in range(3):
@@ -133,6 +133,7 @@ def notes_of(world: World) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.long
 def test_what_a_strategy_counts_is_not_the_models(ranks: GetRanks) -> None:
     for found in ranks(2).run(notes_of, deadline_s=60):
         assert len(found) == len(STRATEGIES) - 1
@@ -149,7 +150,7 @@ def test_a_hook_after_accumulation_sees_a_part_only() -> None:
 
 def scripted(world: World) -> None:
     model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 1)))
-    make = factory.of_class(torch.optim.SGD, lr=0.1)
+    make = optimizers.of_class(torch.optim.SGD, lr=0.1)
     Zero3(Setup(model, make, lambda m, b: m(b.inputs).sum(), world.mesh, blocks=["1"]))
 
 

@@ -3,61 +3,70 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 
-import chrome
-import commands
-from shardlab.report import checkpoint, terminal
+import chrome_trace
+from shardlab import trace as traces
+from shardlab.report import checkpoint, terminal, trace_diff, trace_terminal
+from shardlab.trace import diff
 
-MESSAGES = ("note:", "left out for", "  /")  # text that may be as long as it is
+WIDTHS = (80, 60)
+MESSAGES = ("note:", "left out for")  # text that may be as long as it is
+SENTENCE = re.compile(r"[A-Z](?!.*  ).*\.")  # so may a verdict
 
-
-def drawn(width: int, tmp_path: Path, *args: str) -> list[str]:
-    done = commands.here(*args, cwd=tmp_path, COLUMNS=str(width))
-    assert done.returncode == 0, done.stderr
-    return [line.rstrip() for line in done.stdout.splitlines()]
-
-
-def too_long(lines: list[str], width: int) -> list[str]:
-    return [line for line in lines if cell_len(line) > width and not line.startswith(MESSAGES)]
+Drawn = Callable[..., list[str]]
 
 
-@pytest.mark.parametrize("width", [80, 60])
-@chrome.every_real
-def test_an_analysis_fits_and_cuts_nothing(folder: Path, width: int, tmp_path: Path) -> None:
-    lines = drawn(width, tmp_path, "trace", "analyze", str(folder), "--out", "out")
-    assert not too_long(lines, width)
-    ranks = len(re.findall(r"^\d+ +[\d.,]+ ", "\n".join(lines), re.MULTILINE))
-    assert ranks >= 1
-    titles = [i for i, line in enumerate(lines) if line.startswith("rank ")]
-    assert titles
-    for i in titles:  # below each heading of ranks there is a rank
-        assert re.match(r"\d+ +\S", lines[i + 2]), lines[i + 2]
-    # A name may end with an ellipsis; a number and a heading never do.
-    assert not re.search(r"[\d%]…|\b\w{1,6}…(  |$)", "\n".join(lines[:12]))
+@pytest.fixture
+def drawn(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Drawn:
+    """What a view prints at a width; each line fits."""
+
+    def draw(width: int, show: Callable[[], None]) -> list[str]:
+        monkeypatch.setenv("COLUMNS", str(width))
+        show()
+        lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+        tables = [line for line in lines if not line.startswith(MESSAGES)]
+        assert [t for t in tables if cell_len(t) > width and not SENTENCE.fullmatch(t)] == []
+        return lines
+
+    return draw
 
 
-@pytest.mark.parametrize("width", [80, 60])
-def test_runs_side_by_side_fit(width: int, tmp_path: Path) -> None:
-    runs = [str(folder) for folder in chrome.FOLDERS if folder.parent == chrome.RECORDED]
-    for some in (runs[:2], runs[:3], runs):
-        lines = drawn(width, tmp_path, "trace", "diff", *some)
-        assert not too_long(lines, width)
-        assert not [line for line in lines if re.search(r"\d…", line)]
-    names = [Path(run).name for run in runs]
-    table = lines[lines.index("where the step went, in each run") :]
-    first_words = [line.split()[0] for line in table if line]
-    assert [word for word in first_words if word in names][: len(names)] == names
+@chrome_trace.every_real
+def test_an_analysis_fits_and_cuts_nothing(folder: Path, drawn: Drawn) -> None:
+    found = traces.load(folder)
+    for width in WIDTHS:
+        lines = drawn(width, lambda: trace_terminal.show(found, hta_compat=False, top=5))
+        ranks = len(re.findall(r"^\d+ +[\d.,]+ ", "\n".join(lines), re.MULTILINE))
+        assert ranks >= 1
+        titles = [i for i, line in enumerate(lines) if line.startswith("rank ")]
+        assert titles
+        for i in titles:  # below each heading of ranks there is a rank
+            assert re.match(r"\d+ +\S", lines[i + 2]), lines[i + 2]
+        # A name may end with an ellipsis; a number and a heading never do.
+        assert not re.search(r"[\d%]…|\b\w{1,6}…(  |$)", "\n".join(lines[:12]))
 
 
-@pytest.mark.parametrize("width", [80, 60])
-def test_checkpoints_fit(
-    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
+def test_runs_side_by_side_fit(drawn: Drawn) -> None:
+    folders = [own for own in chrome_trace.FOLDERS if own.parent == chrome_trace.RECORDED]
+    runs = [traces.load(own) for own in folders]
+    names = [own.name for own in folders]
+    for count in (2, 3, len(runs)):
+        found = diff.diff(*runs[:count], names=names[:count])
+        for width in WIDTHS:
+            lines = drawn(width, lambda found=found: trace_diff.show(found))  # type: ignore[misc]
+            assert not [line for line in lines if re.search(r"\d…", line)]
+            if count > 2:
+                table = lines[lines.index("where the step went, in each run") :]
+                folded = "".join(line.split()[0] for line in table if line)  # or on two lines
+                assert re.search(".*".join(names[:count]), folded)
+
+
+def test_checkpoints_fit(drawn: Drawn) -> None:
     whole = {
         "step": 100_000, "strategy": "pytorch_zero3", "world": 16, "model_tensors": 580,
         "parameters": 1_557_611_200, "optimizer_tensors": 1160, "files": 32, "bytes": 18 << 30,
@@ -67,12 +76,11 @@ def test_checkpoints_fit(
         {"name": "transformer.blocks.47.attention.projection.weight", "shape": (1600, 1600),
          "dtype": "float32", "chunks": 16, "optimizer": ["exp_avg", "exp_avg_sq", "step"]},
     ]  # fmt: skip
-    checkpoint.show([whole, {"damage": "cut"}], tensors)
-    text = capsys.readouterr().out
-    assert not too_long(text.splitlines(), width)
-    for words in ("100000", "1,557,611,200", "18.0 GiB", "damaged", "1600 x 1600", "exp_avg_sq"):
-        assert words in text
-    assert "…" not in text
+    said = ("100000", "1,557,611,200", "18.0 GiB", "damaged", "1600 x 1600", "exp_avg_sq")
+    for width in WIDTHS:
+        text = "\n".join(drawn(width, lambda: checkpoint.show([whole, {"damage": "cut"}], tensors)))
+        assert [words for words in said if words not in text] == []
+        assert "…" not in text
 
 
 def test_what_does_not_fit_is_said_and_the_rest_is_whole() -> None:
@@ -85,17 +93,22 @@ def test_what_does_not_fit_is_said_and_the_rest_is_whole() -> None:
     assert [column.header for column in same.columns] == ["rank", "one", "words"]
 
 
-def test_long_names_fold_where_their_parts_end() -> None:
-    assert terminal.folded("all_reduce used parameters", 12) == "all_reduce used parameters"
-    assert terminal.folded("reduce_scatter", 8) == "reduce_\nscatter"
-    assert terminal.folded("RegisterPostBackwardFunctionBackward", 20) == (
-        "RegisterPostBackward\nFunctionBackward"
-    )
-    assert terminal.folded("at::native::reduce_kernel<128, 4>", 14) == (
-        "at::native::\nreduce_kernel<\n128, 4>"
-    )
-    assert terminal.folded("x" * 30, 10) == "x" * 30  # it has no parts
-    assert terminal.folded("", 10) == ""
+@pytest.mark.parametrize(
+    ("name", "width", "lines"),
+    [
+        ("all_reduce used parameters", 12, "all_reduce used parameters"),
+        ("reduce_scatter", 8, "reduce_\nscatter"),
+        ("RegisterPostBackwardFunctionBackward", 20, "RegisterPostBackward\nFunctionBackward"),
+        ("at::native::reduce_kernel<128, 4>", 14, "at::native::\nreduce_kernel<\n128, 4>"),
+        ("x" * 30, 10, "x" * 30),  # it has no parts
+        ("", 10, ""),
+    ],
+)
+def test_long_names_fold_where_their_parts_end(name: str, width: int, lines: str) -> None:
+    assert terminal.folded(name, width) == lines
+
+
+def test_long_names_are_cut_where_their_parts_end() -> None:
     assert terminal.short("a_b", 10) == "a_b"
     assert terminal.short("alpha::beta::gamma<delta>", 16) == "alpha::beta…"
     assert terminal.short("x" * 30, 10) == "x" * 9 + "…"

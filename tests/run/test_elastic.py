@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,48 +11,25 @@ import pytest
 import torch
 
 import commands
-from conftest import GetRanks
-from resuming import losses_of, state_at, train
+from resuming import losses_of, state_at
 from shardlab import config as configs
-from shardlab.errors import UsageError
 from shardlab.files import read_jsonl
 from shardlab.run import restart
 
 STEPS, EVERY = 24, 4
-RUN = [
+ZERO2 = [
     "train", "--size", "tiny", "--data", "synthetic", "--steps", str(STEPS), "--global-batch", "8",
     "--checkpoint-every", str(EVERY), "--set", "training.clip_norm=0.5",
-    "--set", "training.schedule=cosine", "--set", "checkpoint.keep_last=20",
+    "--set", "training.schedule=cosine", "--set", "checkpoint.keep_last=20", "--strategy", "zero2",
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, ranks: GetRanks) -> Path:
-    values = {
-        "model.size": "tiny",
-        "data.source": "synthetic",
-        "training.steps": STEPS,
-        "training.global_batch": 8,
-        "training.clip_norm": 0.5,
-        "training.schedule": "cosine",
-        "strategy.name": "zero2",
-        "checkpoint.every": EVERY,
-        "output.root": str(tmp_path_factory.mktemp("undisturbed")),
-    }
-    return train(ranks, 2, configs.load(None, values).to_dict())[1]
-
-
-def kill_a_rank(process: subprocess.Popen[str], root: Path, after: int) -> tuple[str, str]:
-    """End rank 1 once it has made some steps, and wait for the command."""
-    status = commands.wait_for_steps(root, after)
-    os.kill(status["pids"][1], signal.SIGKILL)
-    try:
-        out, err = process.communicate(timeout=90)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    return out, err
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = commands.here(*ZERO2, "--out", "run", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
 
 
 def assert_same(run: Path, undisturbed: Path, bitwise: bool = True) -> None:
@@ -74,63 +48,71 @@ def assert_same(run: Path, undisturbed: Path, bitwise: bool = True) -> None:
     assert list((run / "checkpoints").glob(".*")) == []
 
 
-def resumes_of(run: Path) -> list[dict[str, Any]]:
-    return read_jsonl(run / "resumes.jsonl")
+KILL = ("--inject", f"kill:rank=1,step={EVERY + 2},where=collective")
+KILL_FIRST = ("--inject", f"kill:rank=0,step={EVERY + 2}")
+TORCHRUN = [
+    sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2",
+    "--monitor-interval=0.2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m",
+    "shardlab",
+]  # fmt: skip
+
+
+def the_run_of(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The only run in a folder, and how it was resumed: once, and not from the beginning."""
+    (run,) = (folder / "runs").iterdir()
+    (resumed,) = read_jsonl(run / "resumes.jsonl")
+    assert resumed["step"] >= EVERY
+    return run, resumed
 
 
 @pytest.mark.long
-def test_our_launcher_starts_again(undisturbed: Path, tmp_path: Path) -> None:
-    command = [*commands.SHARDLAB, *RUN, "--strategy", "zero2", "--max-restarts", "2"]
-    process = commands.start(*command, cwd=tmp_path)
-    _, err = kill_a_rank(process, tmp_path / "runs", EVERY + 2)
-    assert process.returncode == 0, err
-    (run,) = (tmp_path / "runs").iterdir()
+@pytest.mark.parametrize(("kill", "least"), [(KILL, 2), (KILL_FIRST, 1)], ids=["all", "fewer"])
+def test_our_launcher_starts_again(
+    kill: tuple[str, ...], least: int, undisturbed: Path, tmp_path: Path
+) -> None:
+    """With as many ranks as before, or with one fewer if it may: then the numbers are close."""
+    more = ("--max-restarts", "2", "--min-world", str(least))
+    done = commands.here(*ZERO2, *kill, *more, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run, resumed = the_run_of(tmp_path)
+    assert resumed["world"] == least
+    assert_same(run, undisturbed, bitwise=least == 2)
+    how = "killed by SIGKILL; restart 1 of 2 with"
+    said = f"rank 1: the process was {how} 2 ranks", f"rank 0: the process was {how} 1 rank"
+    assert said[2 - least] in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "out", [(), pytest.param(("--out", "runs/mine"), marks=pytest.mark.deep)], ids=["own", "--out"]
+)
+def test_torchruns_agent_starts_again(
+    out: tuple[str, ...], undisturbed: Path, tmp_path: Path
+) -> None:
+    """Nothing but torchrun's own flag is needed: a restarted rank continues its own run.
+
+    There is one folder, of a world of two, and one summary: rank 0 alone prints.
+    """
+    done = commands.run(*TORCHRUN, *ZERO2, *KILL, *out, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run, resumed = the_run_of(tmp_path)
+    assert resumed["world"] == 2
     assert_same(run, undisturbed)
-    (row,) = resumes_of(run)
-    assert row["step"] >= EVERY  # not from the beginning
-    assert "rank 1: the process was killed by SIGKILL; restart 1 of 2 with 2 ranks" in err
+    assert json.loads(done.stdout)["folder"] == str(run.relative_to(tmp_path))
 
 
-@pytest.mark.long
-def test_with_fewer_ranks(undisturbed: Path, tmp_path: Path) -> None:
-    command = [*commands.SHARDLAB, *RUN, "--strategy", "zero2", "--max-restarts", "1",
-               "--min-world", "1"]  # fmt: skip
-    process = commands.start(*command, cwd=tmp_path)
-    _, err = kill_a_rank(process, tmp_path / "runs", EVERY + 2)
-    assert process.returncode == 0, err
-    (run,) = (tmp_path / "runs").iterdir()
-    assert_same(run, undisturbed, bitwise=False)
-    assert resumes_of(run)[0]["world"] == 1
-
-
-@pytest.mark.long
-def test_torchruns_agent_starts_again(undisturbed: Path, tmp_path: Path) -> None:
-    """Nothing but torchrun's own flag is needed: a restarted rank goes on."""
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
-             "--max-restarts=2", "--monitor-interval=0.2", "--rdzv-backend=c10d",
-             "--rdzv-endpoint=localhost:0", "-m", "shardlab"]  # fmt: skip
-    process = commands.start(*agent, *RUN, "--strategy", "zero2", cwd=tmp_path)
-    _, err = kill_a_rank(process, tmp_path / "runs", EVERY + 2)
-    assert process.returncode == 0, err
-    (run,) = (tmp_path / "runs").iterdir()
-    assert_same(run, undisturbed)
-    (row,) = resumes_of(run)
-    assert row["step"] >= EVERY
-
-
-@pytest.mark.long
+@pytest.mark.deep
 def test_a_run_that_was_killed_whole(undisturbed: Path, tmp_path: Path) -> None:
     """The parent too: `--resume auto` finds the run, and a new one begins where there is none."""
-    command = [*commands.SHARDLAB, *RUN, "--strategy", "zero2", "--resume", "auto"]
+    command = [*commands.SHARDLAB, *ZERO2, "--resume", "auto"]
     process = commands.start(*command, cwd=tmp_path)
     status = commands.wait_for_steps(tmp_path / "runs", EVERY + 2)
     process.kill()
     process.communicate()
     assert commands.wait_until_gone(status["pids"]) == []
-    done = commands.run(*command, "--json", cwd=tmp_path)
+    done = commands.here(*command[3:], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    (run,) = (tmp_path / "runs").iterdir()
-    assert_same(run, undisturbed)
+    assert_same(the_run_of(tmp_path)[0], undisturbed)
 
 
 def resolved(**changes: Any) -> configs.Config:
@@ -144,16 +126,3 @@ def test_the_next_world() -> None:
     # 5 ranks cannot share a batch of 12
     assert restart.next_world(resolved(**{"launch.world": 6, "launch.min_world": 2})) == 4
     assert restart.next_world(resolved(**{"launch.world": 6, "launch.min_world": 5})) == 6
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"checkpoint.every": None}, "set checkpoint.every"),
-        ({"launch.max_restarts": 0, "launch.min_world": 1}, "set launch.max_restarts"),
-        ({"launch.world": 2, "launch.min_world": 3}, "1 to launch.world"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        resolved(**changes)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,14 +17,19 @@ from torch.nn import functional as F
 
 import commands
 import toys
-from conftest import GetRanks
+from conftest import GetRanks, deep_unless
 from shardlab import config as configs
+from shardlab.config import TrainingConfig
+from shardlab.data.loader import cast
 from shardlab.errors import UsageError
+from shardlab.files import read_jsonl
 from shardlab.naming import STRATEGIES
 from shardlab.run import assemble, evaluate, loop, rank
 from shardlab.run.evaluate import Evaluation
 from shardlab.workloads.base import Batch, Workload
 from shardlab.world import World
+
+MECHANISMS = ("single", "bucket_ddp_async", "zero2", "zero3", "local_sgd", "pytorch_zero3")
 
 
 class Rows:
@@ -91,17 +96,15 @@ def trained_and_evaluated(world: World, name: str, held_out: int) -> list[dict[s
     Once before the first step: a strategy that looks at its first steps must not be misled.
     """
     workload = make_workload(held_out)
-    config = configs.load(
-        None,
-        {
-            "strategy.name": name,
-            "precision.compute": "fp64",
-            "training.steps": 3,
-            "training.accumulate": 2,
-            "training.global_batch": 12,
-            "launch.device": "cpu",
-        },
-    )
+    asked = {
+        "strategy.name": name,
+        "precision.compute": "fp64",
+        "training.steps": 3,
+        "training.accumulate": 2,
+        "training.global_batch": 12,
+        "launch.device": "cpu",
+    }
+    config = configs.load(None, asked)
     strategy: Any = assemble.build_strategy(config, workload, world)
     run = rank.make_evaluation(config, workload, world, strategy)
     results = [run()]
@@ -111,14 +114,13 @@ def trained_and_evaluated(world: World, name: str, held_out: int) -> list[dict[s
         if i > 0:
             results.append(run())
     assert isinstance(workload.held_out, Rows)
-    full = strategy.full_params()
-    model = Net().double()
-    with torch.no_grad():
-        for key, tensor in (*model.named_parameters(), *model.named_buffers()):
-            tensor.copy_(full[key])
     assert all(m.training for m in strategy.model.modules())  # as it was
-    alone = Evaluation(_Holder(model), workload, _Alone(world), sums, 5, dtype=torch.float64)  # type: ignore[arg-type]
-    return [*results, alone(), {"read": workload.held_out.read}]
+    model = Net().double().eval()
+    model.load_state_dict(strategy.full_params(), strict=True)
+    with torch.no_grad():
+        found = sums(model, cast(workload.held_out.batch(range(held_out)), torch.float64))
+    alone = {name: float(value) / held_out for name, value in found.items()}
+    return [*results, alone, {"read": workload.held_out.read}]
 
 
 class _Holder:
@@ -133,26 +135,20 @@ class _Holder:
         return contextlib.nullcontext()
 
 
-class _Alone:
-    """A world of one beside the others: the collectives of one process are none."""
-
-    def __init__(self, world: World) -> None:
-        import torch.distributed as dist
-
-        groups = [dist.new_group([r]) for r in range(world.size)]
-        self.rank, self.size, self.device = 0, 1, world.device
-        self.group = groups[world.rank]
+def _alone() -> Any:
+    """A world of one: it has no collectives."""
+    return SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), group=None)
 
 
-@pytest.mark.parametrize("name", list(STRATEGIES))
+@pytest.mark.parametrize("name", deep_unless(lambda name: name in MECHANISMS, STRATEGIES))
 def test_every_strategy_evaluates_like_one_process(name: str, ranks: GetRanks) -> None:
     """21 samples in chunks of 6 over 2 ranks: uneven, and at the end one rank has fewer."""
     size = 1 if name == "single" else 2
     answers = ranks(size).run(trained_and_evaluated, name, 21)
     for before, middle, last, alone, _ in answers:
-        assert last["samples"] == last["targets"] == alone["samples"] == 21
-        for key in ("loss", "accuracy", "logits"):
-            assert last[key] == pytest.approx(alone[key], abs=1e-10)
+        assert last["samples"] == last["targets"] == 21
+        for key, summed in {"loss": "loss", "accuracy": "correct", "logits": "logits"}.items():
+            assert last[key] == pytest.approx(alone[summed], abs=1e-10)
             assert last[key] == answers[0][2][key]  # the same on every rank, to the bit
         assert before["loss"] != middle["loss"] != last["loss"]
 
@@ -176,16 +172,9 @@ def test_a_saboteur_that_skips_empty_batches_would_be_noticed() -> None:
 
     workload = replace(make_workload(), held_out=Lossy(9))
     holder = _Holder(Net())
-    run = Evaluation(holder, workload, _here(), sums, 3)  # type: ignore[arg-type]
+    run = Evaluation(holder, workload, _alone(), sums, 3)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="evaluated 6 samples of 9"):
         run()
-
-
-def _here() -> Any:
-    class Here:
-        rank, size, device, group = 0, 1, torch.device("cpu"), None
-
-    return Here()
 
 
 @pytest.fixture(autouse=True)
@@ -205,7 +194,7 @@ def test_means_and_perplexity() -> None:
         }
 
     workload = replace(make_workload(8), tokens_per_sample=4)
-    run = Evaluation(_Holder(Net()), workload, _here(), two_of_each, 4)  # type: ignore[arg-type]
+    run = Evaluation(_Holder(Net()), workload, _alone(), two_of_each, 4)  # type: ignore[arg-type]
     result = run()
     assert result.pop("seconds") > 0
     assert result == {
@@ -216,7 +205,7 @@ def test_means_and_perplexity() -> None:
         "accuracy": 0.5,
         "words": 5.0,
     }
-    limited = Evaluation(_Holder(Net()), workload, _here(), two_of_each, 4, samples=6)  # type: ignore[arg-type]
+    limited = Evaluation(_Holder(Net()), workload, _alone(), two_of_each, 4, samples=6)  # type: ignore[arg-type]
     assert limited()["samples"] == 6
     assert isinstance(workload.held_out, Rows)
     assert workload.held_out.read[8:] == [0, 1, 2, 4, 5, 6]  # spread: files come sorted by label
@@ -228,42 +217,45 @@ def test_when_it_evaluates() -> None:
         assert due == expected
 
 
+def test_when_patience_ends_a_run() -> None:
+    """Equal is not lower, nor is NaN; an evaluation at an end that was none does not count."""
+    training = TrainingConfig(evaluate_every=5, patience=2)
+    nan = math.nan
+
+    def ended(*losses: float | None, patience: int = 2) -> str | None:
+        rows = [{"steps": 5 * i, "loss": loss} for i, loss in enumerate(losses, 1)]
+        return evaluate.why_ended(rows, replace(training, patience=patience))
+
+    assert ended() is ended(1.0) is ended(3.0, 2.0, 1.0) is ended(1.0, 2.0, 0.5, 0.6) is None
+    why = "2 evaluations in a row have not lowered the held-out loss of 1 after 5 steps"
+    assert str(ended(1.0, 1.0, 2.0)).startswith(why)
+    assert ended(1.0, 1.0, 2.0, patience=3) is None
+    assert ended(2.0, 1.0, nan, nan) == ended(2.0, 1.0, None, None)  # as in evaluation.jsonl
+    assert "of 1 after 10 steps" in str(ended(2.0, 1.0, nan, nan))
+    assert ended(nan, nan) is None is ended(nan, nan, 3.0)
+    cut = [{"steps": n, "loss": loss} for n, loss in [(5, 1.0), (7, 2.0), (10, 2.0)]]
+    assert evaluate.why_ended(cut, training) is None
+    assert evaluate.why_ended([*cut, {"steps": 15, "loss": 2.0}], training) is not None
+    assert evaluate.why_ended([*cut, cut[-1]], TrainingConfig()) is None
+    with pytest.raises(UsageError, match="evaluate of this workload gives no 'loss'"):
+        evaluate.why_ended([{"steps": 5, "accuracy": 0.5}], training)
+
+
 @pytest.mark.long
 def test_a_run_that_evaluates(tmp_path: Path) -> None:
-    """The file, the summary, the words; and no step's time has the evaluation in it."""
+    """The file and the words; and no step's time has the evaluation in it."""
     done = commands.here(
         "train", "--size", "tiny", "--steps", "4", "--evaluate-every", "2", "--out", "run",
         "--data", "synthetic", "--set", "training.evaluate_samples=301", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "held out: loss" in done.stdout
     assert "(301 samples, after 4 steps)" in done.stdout
     assert "(301 samples, after 2 steps)" in done.stderr
-    lines = (tmp_path / "run" / "evaluation.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = read_jsonl(tmp_path / "run" / "evaluation.jsonl")
     assert [row["steps"] for row in rows] == [2, 4]
-    assert rows[1]["perplexity"] == pytest.approx(math.exp(rows[1]["loss"]))
     assert rows[1]["loss"] < rows[0]["loss"]
-    assert "evaluation.jsonl" in (tmp_path / "run" / "README.md").read_text()
-    steps = [json.loads(s) for s in (tmp_path / "run" / "rank0.jsonl").read_text().splitlines()]
+    steps = read_jsonl(tmp_path / "run" / "rank0.jsonl")
     assert steps[2]["data_ms"] < 1e3 * rows[0]["seconds"] / 2
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"training.evaluate_every": -1}, "evaluate_every must be 0 or more"),
-        ({"training.evaluate_every": 1, "training.evaluate_samples": 0}, "must be at least 1"),
-        ({"training.evaluate_samples": 5}, "set training.evaluate_every"),
-        (
-            {"training.evaluate_every": 2, "profile.enabled": True, "training.steps": 9},
-            "would be in the profile",
-        ),
-    ],
-)
-def test_refuses(overrides: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        configs.load(None, overrides)
 
 
 def test_a_workload_without_held_out_samples_is_refused() -> None:

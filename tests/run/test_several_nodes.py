@@ -1,4 +1,7 @@
-"""The commands that start ranks again and again, on two hosts under torchrun."""
+"""The commands that start ranks again and again, on two hosts under torchrun.
+
+A short case of them, throughput, is in `test_meeting.py`: its hosts have imported torch already.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,13 @@ import pytest
 import commands
 import hosts
 from hosts import Hosts
-from shardlab.naming import STRATEGIES
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.deep
+
+# One of each mechanism, and one process.
+NAMES = (
+    "single", "simple_ddp", "bucket_ddp_async", "zero2", "zero3", "local_sgd", "pytorch_zero3",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +35,11 @@ def two() -> Iterator[Hosts]:
         yield made
 
 
-def on_both(
-    two: Hosts, cwd: Path, *words: str, ranks: int = 1, timeout: float = 400
-) -> list[subprocess.CompletedProcess[str]]:
-    """A shardlab command as the ranks of both hosts."""
-    return two.torchrun("-m", "shardlab", *words, ranks=ranks, timeout=timeout, cwd=cwd)
+def on_both(two: Hosts, cwd: Path, *words: str, ranks: int = 1) -> tuple[str, str]:
+    """What a shardlab command prints as the ranks of both hosts."""
+    done = two.torchrun("-m", "shardlab", *words, ranks=ranks, timeout=400, cwd=cwd)
+    assert [d.returncode for d in done] == [0, 0], done[0].stderr + done[1].stderr
+    return done[0].stdout, done[1].stdout
 
 
 def written(cwd: Path, name: str) -> dict[str, Any]:
@@ -42,47 +49,20 @@ def written(cwd: Path, name: str) -> dict[str, Any]:
     return record
 
 
-def ranks_of(record: dict[str, Any]) -> list[list[int]]:
-    return [node["ranks"] for node in record["env"]["nodes"]]
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_every_strategy_is_proved(two: Hosts, tmp_path: Path, ranks: int) -> None:
-    first, second = on_both(two, tmp_path, "prove", ranks=ranks, timeout=800)
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    assert f"All {len(STRATEGIES)} do what is claimed" in first.stdout
-    assert second.stdout == ""
+@pytest.mark.timeout(500)
+def test_every_mechanism_is_proved(two: Hosts, tmp_path: Path) -> None:
+    names = ("--strategies", ",".join(NAMES))
+    first, second = on_both(two, tmp_path, "prove", *names, ranks=2)
+    assert f"All {len(NAMES)} do what is claimed" in first
+    assert second == ""
     record = written(tmp_path, "prove.json")
-    assert {v["strategy"] for v in record["verdicts"]} == set(STRATEGIES)
-    assert {v["world"] for v in record["verdicts"]} == {1, 2 * ranks}
-    assert ranks_of(record) == ([[0], [1]] if ranks == 1 else [[0, 1], [2, 3]])
+    assert {v["strategy"] for v in record["verdicts"]} == set(NAMES)
+    assert {v["world"] for v in record["verdicts"]} == {1, 4}
+    assert [node["ranks"] for node in record["env"]["nodes"]] == [[0, 1], [2, 3]]
 
 
-def test_compare_measures_every_strategy(two: Hosts, tmp_path: Path) -> None:
-    """The report says which ranks were on which host."""
-    few = ["--size", "tiny", "--repeats", "1", "--steps", "2", "--warmup", "1", "--no-prove"]
-    first, second = on_both(two, tmp_path, "compare", *few, "--no-profile")
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    assert "measured on 2 nodes: " in first.stdout
-    assert second.stdout == ""
-    record = written(tmp_path, "compare.json")
-    assert {cell["strategy"]: cell["status"] for cell in record["cells"]} == dict.fromkeys(
-        STRATEGIES, "ok"
-    )
-    assert ranks_of(record) == [[0], [1]]
-    assert "2 nodes: " in next(tmp_path.rglob("report.html")).read_text(encoding="utf-8")
-
-
-def test_throughput_and_memory(two: Hosts, tmp_path: Path) -> None:
-    size = ("--size", "tiny")
-    for r in on_both(two, tmp_path, "throughput", *size, "--micro-batch", "1", "--steps", "2"):
-        assert r.returncode == 0, r.stderr
-    record = written(tmp_path, "throughput.json")
-    assert (record["world"], ranks_of(record)) == (2, [[0], [1]])
-    words = ("memory", *size, "--strategies", "zero3", "--measure")
-    for r in on_both(two, tmp_path, *words):
-        assert r.returncode == 0, r.stderr
+def test_memory(two: Hosts, tmp_path: Path) -> None:
+    on_both(two, tmp_path, "memory", "--size", "tiny", "--strategies", "zero3", "--measure")
     (row,) = written(tmp_path, "memory.json")["rows"]
     assert row["world"] == 2
     assert row["measured_step_bytes"]
@@ -93,7 +73,7 @@ def test_what_is_refused_is_refused_on_both(two: Hosts, tmp_path: Path) -> None:
         (("compare", "--strategies", "zero9"), "zero9"),
         (("prove", "--world", "3"), "3 ranks were asked for, but torchrun has started 2"),
     ):
-        first, _ = on_both(two, tmp_path, *words, timeout=120)
+        first, _ = two.torchrun("-m", "shardlab", *words, timeout=120, cwd=tmp_path)
         assert first.returncode != 0, words
         assert line in first.stderr
         errors = [e for e in first.stderr.splitlines() if e.startswith("error: ")]
@@ -104,7 +84,7 @@ def test_what_is_refused_is_refused_on_both(two: Hosts, tmp_path: Path) -> None:
 SLOW = '''
 """A strategy that is stuck in its first step."""
 import time
-from shardlab.strategies.simple_ddp import SimpleDDP
+from shardlab.strategies.data_parallel.simple_ddp import SimpleDDP
 
 
 class Slow(SimpleDDP):
@@ -122,10 +102,7 @@ def stuck(two: Hosts, folder: Path) -> Iterator[tuple[list[subprocess.Popen[str]
     with log.open("w", encoding="utf-8") as out:
         started = two.start_torchrun(*words, cwd=folder, log=out)
         try:
-            limit = time.monotonic() + 120
-            while "Slow · world 2" not in log.read_text(encoding="utf-8"):
-                assert time.monotonic() < limit, log.read_text(encoding="utf-8")
-                time.sleep(0.2)
+            commands.wait_for(lambda: "Slow · world 2" in log.read_text(), 120, log.read_text)
             time.sleep(2)  # the ranks are in their step
             yield started, log
         finally:

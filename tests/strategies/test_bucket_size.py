@@ -15,14 +15,14 @@ from torch import nn
 
 import commands
 import hosts
+import resuming
 from conftest import GetRanks
 from shardlab.batch import Batch
 from shardlab.errors import UsageError
-from shardlab.strategies import bucket_size
 from shardlab.strategies.base import Setup
-from shardlab.strategies.bucket_ddp_async import BucketDDPAsync
-from shardlab.strategies.bucket_size import Link, best, finish
-from shardlab.strategies.overlap import buckets_of, default_mb
+from shardlab.strategies.data_parallel import bucket_size
+from shardlab.strategies.data_parallel.bucket_ddp_async import BucketDDPAsync
+from shardlab.strategies.data_parallel.bucket_size import Link, best, finish
 from shardlab.world import World
 
 MB = 2**20
@@ -34,25 +34,25 @@ def layers(count: int, each_mb: float) -> dict[str, nn.Parameter]:
         return {f"{i}": nn.Parameter(torch.empty(int(each_mb * MB / 4))) for i in range(count)}
 
 
-def chosen_parts(link: Link, backward_s: float, count: int = 40, each_mb: float = 1.0) -> float:
-    """How many buckets' worth of the model the chosen size cuts it into."""
+def chosen_parts(link: Link, count: int = 40, each_mb: float = 1.0) -> float:
+    """Into how many buckets the chosen size cuts a model whose backward takes 0.2 s."""
     params = layers(count, each_mb)
-    ready = [backward_s * (i + 1) / count for i in range(count)]
+    ready = [0.2 * (i + 1) / count for i in range(count)]
     return round(count * each_mb / best(params, list(params), ready, link, first_mb=1.0), 3)
 
 
 def test_what_is_chosen() -> None:
     # The threads that send take the core that computes: nothing can be hidden.
-    assert chosen_parts(Link(0.6e-3, GBIT / 4, taken=1.0), 0.2) == 2
+    assert chosen_parts(Link(0.6e-3, GBIT / 4, taken=1.0)) == 2
     # The link is slow and takes no core: the shorter the end, the better.
-    assert chosen_parts(Link(0.6e-3, GBIT / 4, taken=0.2), 0.2) >= 4
+    assert chosen_parts(Link(0.6e-3, GBIT / 4, taken=0.2)) >= 4
     # Messages cost more than hiding them gains.
-    assert chosen_parts(Link(30e-3, GBIT / 4, taken=0.0), 0.2) <= 3
+    assert chosen_parts(Link(30e-3, GBIT / 4, taken=0.0)) <= 3
     # Nothing to gain: all of it takes less than one in fifty of the time.
-    assert chosen_parts(Link(1e-5, 1e-11, taken=0.0), 0.2) == 2
+    assert chosen_parts(Link(1e-5, 1e-11, taken=0.0)) == 2
     # Of a large model the default is DDP's size, and smaller ones are tried from there.
-    assert chosen_parts(Link(1e-5, 1e-12, taken=0.0), 0.2, 100, 5.0) == 500 / 25
-    assert chosen_parts(Link(1e-5, 5e-10, taken=0.0), 0.2, 100, 5.0) > 500 / 25
+    assert chosen_parts(Link(1e-5, 1e-12, taken=0.0), 100, 5.0) == 500 / 25
+    assert chosen_parts(Link(1e-5, 5e-10, taken=0.0), 100, 5.0) > 500 / 25
 
 
 def test_when_a_layout_ends() -> None:
@@ -68,19 +68,6 @@ def test_when_a_layout_ends() -> None:
     assert finish(buckets, ["0", "1"], [0.010, 0.012], link) == pytest.approx(0.020)
     # One bucket is sent when backward is over.
     assert finish([params], ["0", "1"], [0.010, 0.020], link) == pytest.approx(0.029)
-
-
-@pytest.mark.parametrize("link", [Link(1e-4, GBIT, 0.0), Link(1e-3, GBIT / 10, 0.5)])
-def test_sending_less_at_the_end_is_never_worse_without_latency(link: Link) -> None:
-    params = layers(24, 1.0)
-    ready = [0.01 * i for i in range(24)]
-    free = Link(0.0, link.s_per_byte, 0.0)
-    ends = [
-        finish(buckets_of(params, list(params), mb, 1.0), list(params), ready, free)
-        for mb in (12.0, 6.0, 3.0, 1.0)
-    ]
-    assert ends == sorted(ends, reverse=True)
-    assert best(params, list(params), ready, link, 1.0) <= default_mb(params)
 
 
 @pytest.mark.parametrize("size", ["large", "Auto", "", True])
@@ -131,7 +118,7 @@ def stack_after(world: World, steps: int, options: dict[str, Any]) -> Any:
     for number in range(steps):
         step(world, strategy, number)
     strategy.settle()
-    return strategy.chosen(), [len(names) for names in strategy.names]
+    return strategy.chosen(), [len(names) for names in strategy.buckets.names]
 
 
 @contextmanager
@@ -166,7 +153,7 @@ def test_a_size_that_is_asked_for_is_not_measured(ranks: GetRanks) -> None:
     (chosen, names), _ = ranks(2).run(with_links, [SLOW, SLOW], 1, {"bucket_mb": 4})
     assert chosen == {}
     assert names == [1, 4, 4, 4, 3]
-    (chosen, _), _ = ranks(2).run(with_links, [SLOW, SLOW], 1, {"compress": "bf16"})
+    (chosen, _), _ = ranks(2).run(with_links, [SLOW, SLOW], 1, {"comm_dtype": "bf16"})
     assert chosen == {"bucket_mb": 8.0}  # what is sent is not a plain all-reduce of the bucket
     (chosen, _), *_ = ranks(1).run(with_links, [SLOW], 1, {})
     assert chosen == {"bucket_mb": 8.0}
@@ -192,20 +179,21 @@ def saved_and_loaded(world: World) -> Any:
         first = stack(world, {})
         step(world, first, 0)
         first.settle()
-    own, whole = first.own_state(), first.state_dict()
+    shared, own = first.extra_state()
     with seeing(FAST):
         second = stack(world, {})
-        second.load_state_dict(whole)
-        second.load_own_state(own)
+        resuming.hand_over(world, first, second)
+        second.load_extra_state(shared, own)
         for strategy in (first, second):
             step(world, strategy, 1)
             strategy.settle()
-    pairs = zip(first.full_params().values(), second.full_params().values(), strict=True)
+    pairs = zip(first.full_tensors().values(), second.full_tensors().values(), strict=True)
     asked = stack(world, {"bucket_mb": 2})  # what is asked for now counts, not what was chosen
-    asked.load_own_state(own)
+    asked.load_extra_state(shared, own)
     return first.chosen(), second.chosen(), all(torch.equal(a, b) for a, b in pairs), asked.size.mb
 
 
+@pytest.mark.long
 def test_a_resumed_run_has_the_same_buckets(ranks: GetRanks) -> None:
     """With three ranks the order of a sum depends on them, so the bits do."""
     for first, second, is_equal, asked in ranks(3).run(saved_and_loaded):
@@ -240,7 +228,7 @@ def test_a_run_keeps_what_was_chosen(tmp_path: Path) -> None:
     assert not (folder / "chosen.json").exists()
 
 
-@pytest.mark.long
+@pytest.mark.deep
 def test_a_slow_link_gets_smaller_buckets(tmp_path: Path) -> None:
     """Two hosts with 500 Mbit/s between them: 21 MB take 0.35 s, and half of them would be left
     when backward is over."""

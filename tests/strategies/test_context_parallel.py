@@ -4,35 +4,40 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
-import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import conformance
-from conftest import GetRanks
+import meshed
+import planted_mesh
+import resuming
+from conformance import Trajectory, first_difference
+from conftest import GetRanks, long_unless
 from shardlab import naming
 from shardlab.axes import Axes
 from shardlab.errors import RankFailure, UsageError
 from shardlab.measure import memory
 from shardlab.naming import STRATEGIES
-from shardlab.strategies import context_parallel, ring_attention
-from shardlab.strategies.base import Setup
-from shardlab.strategies.context_parallel import ContextParallel
-from shardlab.strategies.ring_attention import Zigzag
+from shardlab.strategies.base import Setup, Strategy
+from shardlab.strategies.context import context_parallel
+from shardlab.strategies.context.context_parallel import ContextParallel
 from shardlab.workloads import causal_lm, context, gpt2
 from shardlab.workloads.base import Batch, ContextSplit, LossFn
 from shardlab.workloads.samples import IGNORED
 from shardlab.world import World
 
-TOLERANCE = 1e-10
-VOCAB = 31
+VOCAB = meshed.VOCAB
+CONTEXT = planted_mesh.words().context  # gpt2's, of targets of which some do not count
 STEPS = 2
 
 
@@ -43,31 +48,10 @@ def gpt2_tiny() -> nn.Module:
     return gpt2.GPT2(gpt2.Shape(layers=2, heads=2, dim=8, context=32, vocab=VOCAB))
 
 
-def llama_tiny(attention: str = "sdpa", **changes: Any) -> nn.Module:
+def llama_tiny(**changes: Any) -> nn.Module:
     """Rotary positions, and two heads of queries for each of keys."""
-    import transformers
-
-    sizes = {
-        "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-        "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
-    config = transformers.LlamaConfig(**{**sizes, **changes}, attn_implementation=attention)
-    config.use_cache = False
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    return model.train()
-
-
-def theirs_gpt2() -> nn.Module:
-    """transformers' own: learnt positions, and projections that are not nn.Linear."""
-    import transformers
-
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=8, n_layer=2, n_head=2, n_positions=32, use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    return model.train()
+    sizes = {"num_key_value_heads": 2, "tie_word_embeddings": True}
+    return meshed.theirs("llama", **{**sizes, **changes}).train()
 
 
 class Encoder(nn.Module):
@@ -125,7 +109,8 @@ def tokens_of(rows: int, length: int, seed: int) -> Tensor:
 
 def plain_batch(rows: int, length: int, seed: int) -> Batch:
     stream = tokens_of(rows, length, seed)
-    return Batch(stream[:, :-1], stream[:, 1:], rows * length, rows)
+    targets = torch.where(stream[:, 1:] % 5 == 0, IGNORED, stream[:, 1:])
+    return Batch(stream[:, :-1], targets, int((targets != IGNORED).sum()), rows)
 
 
 def padded_batch(rows: int, length: int, seed: int) -> Batch:
@@ -161,18 +146,26 @@ class Kind(NamedTuple):
 LAYERS = ("model.layers.0", "model.layers.1")
 KINDS = {
     "gpt2": Kind(
-        gpt2_tiny, gpt2.next_token_loss, plain_batch, gpt2.CONTEXT, ("blocks.0", "blocks.1")
+        gpt2_tiny,
+        gpt2.next_token_loss,
+        plain_batch,
+        CONTEXT,
+        ("blocks.0", "blocks.1"),
     ),
     "llama": Kind(llama_tiny, causal_lm.answer_loss, padded_batch, None, LAYERS),
     "llama-labels": Kind(llama_tiny, labelled_loss, labelled_batch, None, LAYERS),
-    "their-gpt2": Kind(
-        theirs_gpt2, labelled_loss, labelled_batch, None, ("transformer.h.0", "transformer.h.1")
+    "their-gpt2": Kind(  # learnt positions, and projections that are not nn.Linear
+        partial(meshed.theirs, "gpt2"),
+        labelled_loss,
+        labelled_batch,
+        None,
+        ("transformer.h.0", "transformer.h.1"),
     ),
     "encoder": Kind(
         Encoder,
         encoder_loss,
         plain_batch,
-        ContextSplit(lambda batch: batch.inputs.shape[1], gpt2.take_positions, ("mix",)),
+        ContextSplit(lambda batch: batch.inputs.shape[1], CONTEXT.take, ("mix",)),
         (),
     ),
 }
@@ -194,42 +187,24 @@ def batches(case: Case, step: int, share: int) -> list[Batch]:
     ]
 
 
-class Found(NamedTuple):
-    losses: list[float]
-    grads: list[conformance.Arrays]
-    params: list[conformance.Arrays]
-    evaluated: float
-
-
 def built(kind: Kind, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return kind.make().double()
 
 
 @functools.cache
-def reference(case: Case, shares: int) -> Found:
+def reference(case: Case, shares: int) -> Trajectory:
     kind = KINDS[case.kind]
     model = built(kind, 0)
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    optimizer = conformance.make_optimizer("adamw")(trained)
-    found = Found([], [], [], 0.0)
-    for step in range(STEPS):
-        every = [batch for share in range(shares) for batch in batches(case, step, share)]
-        count = sum(batch.count for batch in every)
-        total = 0.0
-        for batch in every:
-            loss = kind.loss(model, batch)
-            (loss / count).backward()
-            total += float(loss.detach())
-        found.losses.append(total / count)
-        found.grads.append(conformance.arrays({n: p.grad for n, p in trained.items()}))
-        optimizer.step()
-        optimizer.zero_grad()
-        tensors = (*model.named_parameters(), *model.named_buffers())
-        found.params.append(conformance.arrays(dict(tensors)))
+
+    def everything(step: int) -> list[list[Batch]]:
+        return [[batch for share in range(shares) for batch in batches(case, step, share)]]
+
+    make = conformance.make_optimizer("adamw")
+    seen = conformance.one_process(model, make, kind.loss, everything, STEPS)
     with torch.no_grad():
-        evaluated = float(kind.loss(model, batches(case, 0, 0)[0]))
-    return found._replace(evaluated=evaluated)
+        seen.evaluated = [float(kind.loss(model, batches(case, 0, 0)[0]))]
+    return seen
 
 
 def strategy_of(world: World, case: Case) -> ContextParallel:
@@ -246,124 +221,94 @@ def strategy_of(world: World, case: Case) -> ContextParallel:
     )  # fmt: skip
     ranks = case.context or world.size
     axes = Axes(data=world.size // ranks, context=ranks)
-    return ContextParallel(setup, axes, naming.resolve(case.inner, STRATEGIES, "strategy"))
+    inner = naming.resolve(case.inner, STRATEGIES, "strategy")
+    return ContextParallel(setup, axes, inner, [context_parallel.cut])
 
 
-def on_rank(
-    world: World, cases: Sequence[Case], plant: Callable[[pytest.MonkeyPatch], None] | None = None
-) -> list[Found]:
-    results = []
-    with pytest.MonkeyPatch.context() as patch:
-        if plant is not None:
-            plant(patch)
-        for case in cases:
+def take_steps(world: World, cases: Sequence[Case]) -> Trajectory:
+    """Each step under a layout of its own, begun with the state that the one before has left."""
+    before, found = None, Trajectory()
+    for step, case in enumerate(cases):
+        if before is None or case != cases[step - 1]:
             strategy = strategy_of(world, case)
-            share = strategy.axes.data_share(world.rank)[0]
-            found = Found([], [], [], 0.0)
-            for step in range(STEPS):
-                found.losses.append(float(strategy.gradients(batches(case, step, share))))
-                found.grads.append(conformance.arrays(strategy.full_grads()))
-                strategy.step()
-                found.params.append(conformance.arrays(strategy.full_params()))
-            value = strategy.infer(KINDS[case.kind].loss, batches(case, 0, 0)[0])
-            results.append(found._replace(evaluated=float(value)))
-    return results
+            if before is not None:
+                resuming.hand_over(world, before, strategy)
+        share = strategy.axes.data_share(world.rank)[0]
+        found.take_step(strategy, batches(case, step, share))
+        before = strategy
+    found.evaluated = [float(strategy.infer(KINDS[case.kind].loss, batches(case, 0, 0)[0]))]
+    return found
 
 
-def difference(got: Found, wanted: Found) -> str | None:
-    for step in range(STEPS):
-        if not abs(got.losses[step] - wanted.losses[step]) < TOLERANCE:
-            return f"step {step}: the loss is {got.losses[step]}, not {wanted.losses[step]}"
-        for what in ("grads", "params"):
-            mine, theirs = getattr(got, what)[step], getattr(wanted, what)[step]
-            if mine.keys() != theirs.keys():
-                return f"step {step}: {what} has other names"
-            for name, a in mine.items():
-                b = theirs[name]
-                if (a is None) != (b is None):
-                    return f"step {step}: {what} {name} is {a}, not {b}"
-                if a is not None and not np.allclose(a, b, rtol=0, atol=TOLERANCE):
-                    return f"step {step}: {what} {name} is off by {np.abs(a - b).max():.1e}"
-    if not abs(got.evaluated - wanted.evaluated) < 1e-8:
-        return f"evaluated as {got.evaluated}, not {wanted.evaluated}"
-    return None
+def on_rank(world: World, cases: Sequence[Case], bug: str = "") -> list[Trajectory]:
+    with ExitStack() as planted:
+        for plant in BUGS[bug][1] if bug else ():
+            planted.enter_context(mock.patch.object(*plant))
+        return [take_steps(world, [case] * STEPS) for case in cases]
 
 
-def complaints(ranks: Any, cases: Sequence[Case], plant: Any = None) -> list[str]:
+def complaints(ranks: Any, cases: Sequence[Case], bug: str = "") -> list[str]:
     found = []
-    for rank, results in enumerate(ranks.run(on_rank, list(cases), plant, deadline_s=100)):
+    for rank, results in enumerate(ranks.run(on_rank, list(cases), bug, deadline_s=100)):
         for case, got in zip(cases, results, strict=True):
             shares = ranks.size // (case.context or ranks.size)
-            complaint = difference(got, reference(case, shares))
+            complaint = first_difference(got, reference(case, shares))
             found += [f"{case} rank {rank}: {complaint}"] if complaint else []
     return found
 
 
 # ------------------------------------------------------------------ equal to one process
 
-WORLDS = {
-    2: [
-        *(Case(kind) for kind in KINDS),
-        Case("gpt2", lengths=(1, 2, 3)),  # shorter than the pieces are many: a rank has nothing
-        Case("llama", lengths=(1, 2, 3)),
-        *(Case("gpt2", inner=inner) for inner in ("zero1", "zero3", "pytorch_zero3")),
-        Case("llama", inner="zero3", checkpoints=True),
-        Case("gpt2", checkpoints=True),
-    ],
-    3: [Case("gpt2"), Case("encoder", lengths=(2, 7, 17))],
-    4: [
-        Case("gpt2", inner="simple_ddp"),
-        Case("gpt2", inner="zero3", context=2),  # two shares of the data, cut in two each
-        Case("gpt2", inner="pytorch_zero2", context=2),
-    ],
+WAYS = {
+    "2": (2, [Case("gpt2")]),
+    "kinds": (2, [Case(kind) for kind in KINDS if kind != "gpt2"]),
+    # Shorter than the pieces are many: a rank has nothing.
+    "short": (2, [Case("gpt2", lengths=(1, 2, 3)), Case("llama", lengths=(1, 2, 3))]),
+    "inner": (2, [Case("gpt2", inner=inner) for inner in ("zero1", "zero3", "pytorch_zero3")]),
+    "checkpoints": (
+        2,
+        [Case("llama", inner="zero3", checkpoints=True), Case("gpt2", checkpoints=True)],
+    ),
+    "3": (3, [Case("gpt2"), Case("encoder", lengths=(2, 7, 17))]),
+    "4": (4, [Case("gpt2", inner="simple_ddp")]),
+    # Two shares of the data, cut in two each.
+    "2 of 4": (4, [Case("gpt2", inner=n, context=2) for n in ("zero3", "pytorch_zero2")]),
 }
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("world", WORLDS)
-def test_it_trains_as_one_process_does(world: int, ranks: GetRanks) -> None:
-    assert complaints(ranks(world), WORLDS[world]) == []
-
-
-def changes_its_layout(world: World, cases: Sequence[Case]) -> Found:
-    """A step under each layout, begun with the state that the one before has left."""
-    state, found = None, Found([], [], [], 0.0)
-    for step, case in enumerate(cases):
-        strategy = strategy_of(world, case)
-        if state is not None:
-            strategy.load_state_dict(state)
-        share = strategy.axes.data_share(world.rank)[0]
-        found.losses.append(float(strategy.gradients(batches(case, step, share))))
-        found.grads.append(conformance.arrays(strategy.full_grads()))
-        strategy.step()
-        found.params.append(conformance.arrays(strategy.full_params()))
-        state = strategy.state_dict()
-    value = strategy.infer(KINDS[case.kind].loss, batches(case, 0, 0)[0])
-    return found._replace(evaluated=float(value))
+@pytest.mark.parametrize("way", long_unless(lambda way: way == "2", WAYS))
+def test_it_trains_as_one_process_does(way: str, ranks: GetRanks) -> None:
+    world, cases = WAYS[way]
+    assert complaints(ranks(world), cases) == []
 
 
 def test_another_layout_continues(ranks: GetRanks) -> None:
     cases = [Case("gpt2", inner="zero3"), Case("gpt2", inner="simple_ddp")]
-    for got in ranks(2).run(changes_its_layout, cases):
-        assert difference(got, reference(cases[0], 1)) is None
+    for got in ranks(2).run(take_steps, cases):
+        assert first_difference(got, reference(cases[0], 1)) is None
+
+
+def on_replicas(world: World, model: nn.Module, loss: LossFn = gpt2.next_token_loss) -> Strategy:
+    """simple_ddp, of a sequence that is cut where there are several ranks."""
+    sgd = conformance.make_optimizer("sgd")
+    setup = Setup(model, sgd, loss, world.mesh, context=CONTEXT)
+    kind: Any = naming.resolve("simple_ddp", STRATEGIES, "strategy")
+    if world.size == 1:
+        alone: Strategy = kind(setup)
+        return alone
+    axes = Axes(data=1, context=world.size)
+    return ContextParallel(setup, axes, kind, [context_parallel.cut])
 
 
 def narrow(world: World, dtype: torch.dtype) -> tuple[float, float]:
     """The loss and the norm of the gradient in autocast, by all ranks."""
-    kind = KINDS["gpt2"]
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         with torch.autocast("cpu", dtype):
-            return kind.loss(model, batch)
+            return gpt2.next_token_loss(model, batch)
 
     torch.manual_seed(0)
-    model = kind.make()
-    setup = Setup(model, conformance.make_optimizer("sgd"), loss, world.mesh, context=kind.context)
-    strategy: Any = naming.resolve("simple_ddp", STRATEGIES, "strategy")
-    if world.size > 1:
-        made = ContextParallel(setup, Axes(data=1, context=world.size), strategy)
-    else:
-        made = strategy(setup)
+    made = on_replicas(world, gpt2_tiny(), loss)
     value = float(made.gradients([plain_batch(4, 32, 0)]))
     grads = [g.float().norm() for g in made.full_grads().values() if g is not None]
     return value, float(torch.stack(grads).norm())
@@ -380,15 +325,7 @@ def peak(world: World, length: int) -> int:
     """What a step takes at its peak, beyond what was there before it."""
     torch.manual_seed(0)
     shape = gpt2.Shape(layers=4, heads=2, dim=16, context=length, vocab=VOCAB)
-    setup = Setup(
-        gpt2.GPT2(shape), conformance.make_optimizer("sgd"), gpt2.next_token_loss, world.mesh,
-        context=gpt2.CONTEXT,
-    )  # fmt: skip
-    strategy: Any = naming.resolve("simple_ddp", STRATEGIES, "strategy")
-    if world.size > 1:
-        made = ContextParallel(setup, Axes(data=1, context=world.size), strategy)
-    else:
-        made = strategy(setup)
+    made = on_replicas(world, gpt2.GPT2(shape))
     batch = plain_batch(1, length, 0)
     made.gradients([batch])
     return memory.peak_bytes(world.device, lambda: made.gradients([batch]))[1]
@@ -404,97 +341,24 @@ def test_activations_shrink_with_the_ranks(ranks: GetRanks) -> None:
 # ------------------------------------------------------------------ planted bugs
 
 
-def positions_of_a_plain_cut(patch: pytest.MonkeyPatch) -> None:
-    """The model is told that its tokens are neighbours, from the rank's first position on."""
-    right = gpt2.take_positions
-
-    def take(batch: Batch, positions: Tensor) -> Batch:
-        part = right(batch, positions)
-        neighbours = positions[:1] + torch.arange(len(positions))
-        return replace(part, inputs=(part.inputs[0], neighbours % 16))
-
-    _cut_by(patch, take)
-
-
-def targets_shifted_in_the_part(patch: pytest.MonkeyPatch) -> None:
-    """The target of a piece's last token is the first of the piece that is next on this rank."""
-    right = gpt2.take_positions
-
-    def take(batch: Batch, positions: Tensor) -> Batch:
-        part = right(batch, positions)
-        shifted = torch.cat([part.inputs[0][:, 1:], part.targets[:, -1:]], 1)
-        return replace(part, targets=shifted)
-
-    _cut_by(patch, take)
-
-
-def count_of_the_whole(patch: pytest.MonkeyPatch) -> None:
-    right = gpt2.take_positions
-    _cut_by(patch, lambda batch, at: replace(right(batch, at), count=batch.count))
-
-
-def _cut_by(patch: pytest.MonkeyPatch, take: Callable[[Batch, Tensor], Batch]) -> None:
-    kind = KINDS["gpt2"]._replace(context=replace(gpt2.CONTEXT, take=take))
-    patch.setitem(KINDS, "gpt2", kind)
-
-
-def without_a_zigzag_in_the_ring(patch: pytest.MonkeyPatch) -> None:
-    """The ring takes the parts for neighbours' pieces, one after another."""
-
-    def view(split: Zigzag, rank: int, source: int, _is_causal: bool) -> ring_attention.View:
-        end = split.tokens(source) if source <= rank else 0
-        return ring_attention.View(0, end, is_masked=source == rank)
-
-    patch.setattr(ring_attention, "view", view)
-
-
-def plain_when_computed_again(patch: pytest.MonkeyPatch) -> None:
-    """Activation checkpointing computes the forward again without the ring."""
-    patch.setattr(context_parallel, "in_backward", lambda: False)
-
-
-def ignored_targets_count(patch: pytest.MonkeyPatch) -> None:
-    right = context.take_positions
-
-    def take(batch: Batch, positions: Tensor) -> Batch:
-        part = right(batch, positions)
-        return replace(part, count=part.targets.numel())
-
-    patch.setattr(context, "take_positions", take)
-
-
-def labels_cut_before_they_are_shifted(patch: pytest.MonkeyPatch) -> None:
-    right = context.take_positions
-
-    def take(batch: Batch, positions: Tensor) -> Batch:
-        part = right(batch, positions)
-        labels = batch.inputs["labels"][:, positions]
-        del part.inputs["shift_labels"]
-        return replace(part, inputs={**part.inputs, "labels": labels})
-
-    patch.setattr(context, "take_positions", take)
-
-
+# Those of the proofs, each with the case in which it shows.
 BUGS = {
-    positions_of_a_plain_cut: Case("gpt2"),
-    targets_shifted_in_the_part: Case("gpt2"),
-    count_of_the_whole: Case("gpt2"),
-    without_a_zigzag_in_the_ring: Case("gpt2"),
-    ignored_targets_count: Case("llama"),
-    labels_cut_before_they_are_shifted: Case("llama-labels"),
+    name: (Case("llama-labels" if bug.workload == "labelled" else "gpt2"), bug.plants)
+    for name, bug in planted_mesh.BUGS.items()
+    if (bug.strategy, bug.check) == ("context_parallel", "equal")
 }
+AGAIN = "checkpointing computes the forward again without the ring"
+BUGS[AGAIN] = Case("gpt2", checkpoints=True), [(context_parallel, "in_backward", lambda: False)]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)
-def test_a_planted_bug_is_seen(plant: Any, ranks: GetRanks) -> None:
-    assert complaints(ranks(2), [BUGS[plant]], plant) != []
-
-
-@pytest.mark.long
-def test_a_forward_that_is_computed_again_without_the_ring_is_seen(ranks: GetRanks) -> None:
-    with pytest.raises(RankFailure, match="checkpoint"):  # which compares what was saved
-        complaints(ranks(2), [Case("gpt2", checkpoints=True)], plain_when_computed_again)
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_seen(bug: str, ranks: GetRanks) -> None:
+    if bug == AGAIN:
+        with pytest.raises(RankFailure, match="checkpoint"):  # which compares what was saved
+            complaints(ranks(2), [BUGS[bug][0]], bug)
+    else:
+        assert complaints(ranks(2), [BUGS[bug][0]], bug) != []
 
 
 # ------------------------------------------------------------------ refusals
@@ -540,6 +404,21 @@ class Outside(Encoder):
         return F.scaled_dot_product_attention(x, x, x)
 
 
+class LeavesOut(Encoder):
+    """LayerDrop: each rank leaves out another layer, as if by chance. As many are left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.ModuleList(Mix(8) for _ in range(2))  # type: ignore[assignment]
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:  # noqa: ARG002
+        x = self.embed(tokens)
+        for i, mix in enumerate(self.mix):  # type: ignore[arg-type]
+            x = x if i == dist.get_rank() else x + mix(x)
+        out: Tensor = self.head(x)
+        return out
+
+
 def refused(world: World) -> dict[str, str]:
     """What a strategy says to each model, at construction or in its first step."""
     said = {}
@@ -562,33 +441,32 @@ ENCODER = KINDS["encoder"]
 TOKENS = plain_batch(2, 8, 0)
 LATE = padded_batch(2, 8, 0)
 LATE.inputs["attention_mask"] = LATE.inputs["attention_mask"].flip(1)
+LLAMA = KINDS["llama"]
+ODD = {  # in the place of the encoder's attention
+    "module 'mix' gives an attn_mask (4, 4)": Attends(masks=True),
+    "module 'mix' drops out 0.1 of its attention weights": Attends(dropout_p=0.1),
+    "this rank has 4 of 8 tokens": Attends(crosses=True),
+    "module 'mix' computes its attention without F.scaled": ByHand(8, 8),
+    "call that (in place of nn.MultiheadAttention": Torchs(8, 2, batch_first=True),
+    "module 'mix' (BatchNorm1d) looks at several tokens": nn.BatchNorm1d(8),
+}
 REFUSED: dict[str, tuple[Any, Kind, Batch]] = {
-    "module 'mix' gives an attn_mask (4, 4)": (
-        partial(Odd, Attends(masks=True)), ENCODER, TOKENS),
-    "module 'mix' drops out 0.1 of its attention weights": (
-        partial(Odd, Attends(dropout_p=0.1)), ENCODER, TOKENS),
-    "this rank has 4 of 8 tokens": (partial(Odd, Attends(crosses=True)), ENCODER, TOKENS),
-    "module 'mix' computes its attention without F.scaled": (
-        partial(Odd, ByHand(8, 8)), ENCODER, TOKENS),
-    "module 'mix' is an nn.MultiheadAttention": (
-        partial(Odd, Torchs(8, 2, batch_first=True)), ENCODER, TOKENS),
+    **{words: (partial(Odd, module), ENCODER, TOKENS) for words, module in ODD.items()},
+    "does not say how its sequences are cut": (Encoder, ENCODER._replace(context=None), TOKENS),
     "was called outside of the modules": (Outside, ENCODER, TOKENS),
-    "module 'mix' (LSTM) looks at several tokens": (
-        partial(Odd, nn.LSTM(8, 8, batch_first=True)), ENCODER, TOKENS),
-    "module 'mix' (Conv1d) looks at several tokens": (
-        partial(Odd, nn.Conv1d(8, 8, 3, padding=1)), ENCODER, TOKENS),
     "names 'blocks.*.x' as its attention, and the model has no such module": (
         Encoder, ENCODER._replace(context=no_context()), TOKENS),
+    "came to 'attention mix.": (
+        LeavesOut, ENCODER._replace(context=replace(ENCODER.context, attention=("mix.?",))), TOKENS
+    ),
     "'model.layers.0.self_attn' computes its attention without": (
-        partial(llama_tiny, "eager"), KINDS["llama"], padded_batch(2, 8, 0)),
-    "drops out 0.1": (
-        partial(llama_tiny, attention_dropout=0.1), KINDS["llama"], padded_batch(2, 8, 0)),
-    "hides tokens before others": (llama_tiny, KINDS["llama"], LATE),
+        partial(llama_tiny, attn_implementation="eager"), LLAMA, padded_batch(2, 8, 0)),
+    "drops out 0.1": (partial(llama_tiny, attention_dropout=0.1), LLAMA, padded_batch(2, 8, 0)),
+    "hides tokens before others": (llama_tiny, LLAMA, LATE),
     "how to cut the input 'weights'": (
-        llama_tiny, KINDS["llama"],
+        llama_tiny, LLAMA,
         replace(LATE, inputs={"input_ids": LATE.inputs["input_ids"], "weights": LATE.targets})),
-    "is cut by its 'input_ids', and the batch's inputs are Tensor": (
-        llama_tiny, KINDS["llama"], TOKENS),
+    "is cut by its 'input_ids', and the batch's inputs are Tensor": (llama_tiny, LLAMA, TOKENS),
 }  # fmt: skip
 
 
@@ -599,24 +477,37 @@ def test_what_it_refuses(ranks: GetRanks) -> None:
         assert all(got.startswith("context_parallel: ") for got in said.values())
 
 
-def test_a_workload_that_says_nothing_is_refused(ranks: GetRanks) -> None:
-    said = ranks(2).run(without_context)
-    assert "does not say how its sequences are cut" in said[0]
+class Theirs(Encoder):
+    """With what transformers' models say of themselves."""
+
+    class SelfAttention(nn.Module):
+        is_causal = True
+
+    def __init__(self, is_causal: bool = True, window: int | None = None) -> None:
+        super().__init__()
+        self.attention = self.SelfAttention()
+        self.attention.is_causal = is_causal
+        self.config = type("Config", (), {"sliding_window": window})
+
+    def forward(self, *, position_ids: Tensor) -> Tensor:  # type: ignore[override]
+        return position_ids
 
 
-def without_context(world: World) -> str:
-    setup = Setup(Encoder(), conformance.make_optimizer("sgd"), encoder_loss, world.mesh)
-    with pytest.raises(UsageError) as caught:
-        ContextParallel(setup, Axes(data=1, context=2), naming.resolve("zero1", STRATEGIES, ""))
-    return str(caught.value)
+def part_of(model: nn.Module, rows: int, length: int) -> int:
+    split = context.of_transformers(model)
+    assert split is not None
+    return split.take(padded_batch(rows, length, 0), torch.arange(length // 2)).samples
 
 
 def test_a_window_that_is_shorter_than_the_sequences_is_refused() -> None:
-    model = Encoder()
-    model.config = type("Config", (), {"sliding_window": 4})  # type: ignore[assignment]
-    model.forward = lambda *, position_ids: position_ids  # type: ignore[assignment]
-    split = context.of_transformers(model)
-    assert split is not None
     with pytest.raises(UsageError, match="a window of 4 tokens, and the sequences have 8"):
-        split.take(padded_batch(2, 8, 0), torch.arange(4))
-    assert split.take(padded_batch(2, 4, 0), torch.arange(2)).samples == 2
+        part_of(Theirs(window=4), 2, 8)
+    assert part_of(Theirs(window=4), 2, 4) == 2
+
+
+def test_padding_that_later_tokens_do_not_hide_is_refused() -> None:
+    """A causal model's tokens never see what is behind them; those of one like BERT do."""
+    assert part_of(Theirs(), 2, 8) == 2
+    assert part_of(Theirs(is_causal=False), 1, 8) == 1  # nothing is padded
+    with pytest.raises(UsageError, match="'attention' attends in both directions"):
+        part_of(Theirs(is_causal=False), 2, 8)

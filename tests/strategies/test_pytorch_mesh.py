@@ -11,13 +11,15 @@ import pytest
 import torch
 
 import meshed
-from conformance import Trajectory, arrays, first_difference, make_optimizer
-from conftest import GetRanks, long_unless
+import resuming
+from conformance import Trajectory, first_difference, make_optimizer
+from conftest import GetRanks, deep_unless, long_unless
 from shardlab import axes, naming
 from shardlab.errors import UsageError
 from shardlab.naming import EVERY_STRATEGY
+from shardlab.run.assemble import cuts_of
 from shardlab.strategies.base import Setup
-from shardlab.strategies.on_mesh import OnMesh
+from shardlab.strategies.cut_model import CutModel
 from shardlab.workloads import gpt2
 from shardlab.workloads.architectures import known_splits
 from shardlab.workloads.base import Batch
@@ -45,7 +47,7 @@ SUBJECTS = {
 }
 
 
-def built(world: World, name: str, subject: str, options: dict[str, Any], inner: str) -> OnMesh:
+def built(world: World, name: str, subject: str, options: dict[str, Any], inner: str) -> CutModel:
     found, _ = axes.axes_of(name, options, world.size)
     assert found is not None
     what = SUBJECTS[subject]
@@ -58,7 +60,8 @@ def built(world: World, name: str, subject: str, options: dict[str, Any], inner:
         sample=sample, splits=splits,
     )  # fmt: skip
     make = naming.resolve(name, EVERY_STRATEGY, "strategy")
-    strategy: OnMesh = make(setup, found, naming.resolve(inner, EVERY_STRATEGY, "strategy"))
+    of_data = naming.resolve(inner, EVERY_STRATEGY, "strategy")
+    strategy: CutModel = make(setup, found, of_data, cuts_of(name, found))
     return strategy
 
 
@@ -67,8 +70,8 @@ def course(
     name: str,
     subject: str,
     options: dict[str, Any],
-    inner: str = "single",
-    micro: int = 2,
+    inner: str,
+    micro: int,
 ) -> Trajectory | str:
     """On a rank: losses, gradients, parameters of some steps; or what it refuses."""
     try:
@@ -77,10 +80,7 @@ def course(
         result = Trajectory()
         for step in range(meshed.STEPS):
             batches = [SUBJECTS[subject].batch(step, share, m) for m in range(micro)]
-            result.losses.append(float(strategy.gradients(batches)))
-            result.grads.append(arrays(strategy.full_grads()))
-            strategy.step()
-            result.params.append(arrays(strategy.full_params()))
+            result.take_step(strategy, batches)
     except UsageError as error:
         return str(error)
     return result
@@ -93,77 +93,57 @@ def plain(subject: str, shares: int, micro: int) -> Trajectory:
 
 # ------------------------------------------------------------------ equal to one process
 
-WAYS = [  # subject, ranks, options, who shares the data
+TENSORS = [  # subject, ranks, options, who shares the data
     ("gpt2", 2, {}, "single"),
     ("llama", 2, {}, "single"),
     ("gpt2", 4, {"tensor": 2}, "pytorch_zero3"),  # FSDP2 x TP
     ("gpt2", 4, {"tensor": 2}, "zero2"),
 ]
-
-
-def is_first(subject: str, size: int, *_: Any) -> bool:
-    return (subject, size) == ("gpt2", 2)
-
-
-@pytest.mark.parametrize(("subject", "size", "options", "inner"), long_unless(is_first, WAYS))
-def test_parallelize_module(
-    subject: str, size: int, options: dict[str, Any], inner: str, ranks: GetRanks
-) -> None:
-    """A fused layer, tied embeddings, a vocabulary that nothing divides, a share without rows."""
-    found = ranks(size).run(course, TENSOR, subject, options, inner, deadline_s=60)
-    expected = plain(subject, size // options.get("tensor", size), 2)
-    assert [f if isinstance(f, str) else first_difference(f, expected) for f in found] == [
-        None
-    ] * size
-
-
-PIPES = [  # subject, schedule, ranks, micro-batches, options, who shares the data
-    ("deep", "1f1b", 2, 3, {}, "single"),
-    ("deep", "gpipe", 2, 2, {}, "single"),
-    ("deep", "interleaved", 2, 4, {}, "single"),
-    ("deep", "zero_bubble", 2, 4, {}, "single"),
-    ("deep", "zbv", 2, 4, {}, "single"),
-    ("even nasty", "zero_bubble", 2, 2, {}, "single"),
-    ("deep", "zbv", 4, 8, {}, "single"),
-    ("even nasty", "1f1b", 4, 2, {"pipeline": 2}, "zero1"),
+PIPES = [  # subject, ranks, options, who shares the data, micro-batches
+    ("deep", 2, {"schedule": "gpipe"}, "single", 2),
+    ("even nasty", 2, {"schedule": "zero_bubble"}, "single", 2),
+    ("even nasty", 4, {"schedule": "1f1b", "pipeline": 2}, "zero1", 2),
+    ("deep", 4, {"schedule": "zbv"}, "single", 8),
+    ("deep", 2, {"schedule": "1f1b"}, "single", 3),
+    ("deep", 2, {"schedule": "interleaved"}, "single", 4),
+    ("deep", 2, {"schedule": "zero_bubble"}, "single", 4),
+    ("deep", 2, {"schedule": "zbv"}, "single", 4),
 ]
+WAYS = [*((TENSOR, *way, 2) for way in TENSORS), *((PIPELINE, *way) for way in PIPES)]
+QUICK, FAST = (WAYS[4],), (*WAYS[:3], *WAYS[4:8])
 
 
 @pytest.mark.parametrize(
-    ("subject", "schedule", "size", "micro", "options", "inner"),
-    long_unless(lambda _subject, schedule, *_: schedule == "gpipe", PIPES),
+    ("name", "subject", "size", "options", "inner", "micro"),
+    long_unless(lambda *way: way in QUICK, deep_unless(lambda *way: way in FAST, WAYS)),
 )
-def test_pipelining(
+def test_they_equal_one_process(
+    name: str,
     subject: str,
-    schedule: str,
     size: int,
-    micro: int,
     options: dict[str, Any],
     inner: str,
+    micro: int,
     ranks: GetRanks,
 ) -> None:
-    """Tied embeddings, frozen and unused parameters, counts that differ."""
-    options = {"schedule": schedule, **options}
-    found = ranks(size).run(course, PIPELINE, subject, options, inner, micro, deadline_s=60)
-    expected = plain(subject, size // options.get("pipeline", size), micro)
-    assert [f if isinstance(f, str) else first_difference(f, expected) for f in found] == [
-        None
-    ] * size
+    """A fused layer, tied embeddings, a vocabulary that nothing divides, a share without rows;
+    frozen and unused parameters, counts that differ."""
+    found = ranks(size).run(course, name, subject, options, inner, micro, deadline_s=60)
+    expected = plain(subject, size // options.get("tensor", options.get("pipeline", size)), micro)
+    said = [f if isinstance(f, str) else first_difference(f, expected) for f in found]
+    assert said == [None] * size
 
 
 def handed_on(world: World) -> Trajectory:
     """On a rank: a step of one twin, whose state the other loads and goes on with, and back."""
     result = Trajectory()
-    state: dict[str, Any] | None = None
+    before = None
     for step, name in enumerate((TENSOR, PIPELINE, TENSOR)):
         strategy = built(world, name, "deep", {}, "single")
-        if state is not None:
-            strategy.load_state_dict(state)
-        result.losses.append(float(strategy.gradients([even(step, 0, m) for m in range(2)])))
-        result.grads.append(arrays(strategy.full_grads()))
-        strategy.step()
-        result.params.append(arrays(strategy.full_params()))
-        state = strategy.state_dict()
+        if before is not None:
+            resuming.hand_over(world, before, strategy)
+        result.take_step(strategy, [even(step, 0, m) for m in range(2)])
+        before = strategy
     return result
 
 
@@ -177,8 +157,6 @@ def test_one_goes_on_with_what_the_other_has_made(ranks: GetRanks) -> None:
 REFUSED: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "'blocks.0.up' (Linear) has 13 to cut": (TENSOR, "nasty", {}, 2),
     "'transformer.h.0.attn.c_attn' (Conv1D) is neither": (TENSOR, "their gpt2", {}, 2),
-    "no axes but tensor and data": (TENSOR, "gpt2", {"sequence": True}, 2),
-    "no axes but pipeline and data": (PIPELINE, "deep", {"tensor": 2, "pipeline": 1}, 2),
     "the micro-batches of a step differ in shape ([1, 6] and [2, 6])": (PIPELINE, "gpt2", {}, 2),
     "did you mean 'gpipe'?": (PIPELINE, "deep", {"schedule": "gpip"}, 2),
     "multiple of the number of rounds (2)": (PIPELINE, "deep", {"schedule": "interleaved"}, 5),

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 import commands
 from commands import ROOT, bash_lines
@@ -25,7 +26,7 @@ def test_it_is_short() -> None:
     assert len(body.splitlines()) <= 30
 
 
-@pytest.mark.long
+@pytest.mark.deep
 @pytest.mark.timeout(600)
 def test_it_is_proved_trained_resumed_and_compared(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -64,3 +65,38 @@ def test_an_option_without_a_default_is_asked_for() -> None:
         assemble.resolve_strategy(config)
     given = config.with_overrides({"strategy.options": {"at": 3}})
     assert issubclass(assemble.resolve_strategy(given), Strategy)
+
+
+class Older(Strategy):
+    """Written when a checkpoint asked for ``slots()``: without it, it would be asked nothing."""
+
+    def slots(self) -> list[str]:
+        return []
+
+
+class Apart(Strategy):
+    """Has whole tensors of its own, which a checkpoint would not have."""
+
+    def full_params(self) -> dict[str, Tensor]:
+        return {}
+
+
+class Beside(Strategy):
+    """Keeps something that would not be saved."""
+
+    def own_state(self) -> dict[str, Tensor]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("Older", "slots", "shards"),
+        ("Apart", "full_params", "shards"),
+        ("Beside", "own_state", "extra_state"),
+    ],
+)
+def test_what_nobody_asks_for_is_refused(name: str, old: str, new: str) -> None:
+    config = configs.load(None, {"strategy.name": f"{__file__}:{name}"})
+    with pytest.raises(UsageError, match=rf"has {old}\(\) of its own; write {new}\(\) in its"):
+        assemble.resolve_strategy(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +14,21 @@ import pytest
 import zoo_generator
 import zoo_page
 import zookeeper
-from conftest import GetRanks
+from conftest import GetRanks, deep_unless
 from shardlab.naming import STRATEGIES
-from shardlab.strategies.simple_ddp import SimpleDDP
+from shardlab.strategies.data_parallel.simple_ddp import SimpleDDP
 from zoo import GROUPS, ZOO, Animal
 from zookeeper import Verdict
 
+# One of each other mechanism: a model in so many, in turn. `zero3` meets every model, since most of
+# them are there for its sake. They stand by their trouble, so each mechanism meets each trouble.
+IN_TURN = ("bucket_ddp_async", "zero2", "simple_ddp_hook", "local_sgd", "zero1")
 WORLDS = [
     (strategy, world)
     for strategy in STRATEGIES
     for world in (1, 2, 3)
     if (world == 1) == (strategy == "single")
 ]
-
-
-def one_in(strategy: str, world: int, whole: bool) -> int:
-    """Which part of the zoo is run: one animal in so many, other ones under each strategy.
-
-    The whole zoo takes minutes, and the part that runs without ``--whole`` a quarter of that.
-    `zero3` meets every animal in both, since most of them are there for its sake. Three ranks on
-    two cores take twice as long, and so do PyTorch's sharded tensors: there, a few are enough.
-    """
-    is_fsdp = strategy in GROUPS["fsdp"]
-    if whole:
-        return 1 if world < 3 or strategy == "zero3" else 15 if is_fsdp else 10
-    if strategy == "zero3":
-        return 1 if world < 3 else 5
-    return (4 if world < 3 else 16) * (2 if is_fsdp else 1)
-
-
-def find(name: str) -> Animal:
-    return ZOO[name]
 
 
 def complaint(animal: Animal, strategy: str, verdict: Verdict) -> str | None:
@@ -62,53 +47,81 @@ def complaint(animal: Animal, strategy: str, verdict: Verdict) -> str | None:
     return f"{animal.name}, {strategy}: stated {stated}, got {verdict} (step {verdict.step})"
 
 
+def complaints(ranks: GetRanks, strategy: str, world: int, chosen: Iterable[Animal]) -> list[str]:
+    # Those that are refused come last: after each, connections are new and PyTorch learns anew.
+    animals = sorted(chosen, key=lambda a: strategy in a.refused)
+    verdicts = zookeeper.run(
+        ranks, world, zookeeper.of_the_zoo, [(a.name, strategy) for a in animals]
+    )
+    found = [complaint(a, strategy, v) for a, v in zip(animals, verdicts, strict=True)]
+    return [text for text in found if text]
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", ["zero3", *IN_TURN])
+def test_two_strategies_as_stated(strategy: str, ranks: GetRanks) -> None:
+    part = (
+        slice(IN_TURN.index(strategy), None, len(IN_TURN)) if strategy in IN_TURN else slice(None)
+    )
+    assert complaints(ranks, strategy, 2, list(ZOO.values())[part]) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["bucket_ddp_async", "zero1", "zero2"])
+def test_what_joins_later_is_updated(strategy: str, ranks: GetRanks) -> None:
+    """What nobody used in one step says nothing about the next."""
+    later = [ZOO["part_unused_at_first"], ZOO["part_on_one_rank_after_none"]]
+    assert complaints(ranks, strategy, 2, later) == []
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("strategy", "world"), WORLDS)
-def test_as_stated(
-    strategy: str, world: int, ranks: GetRanks, request: pytest.FixtureRequest
-) -> None:
-    # Those that are refused come last: after each, connections are new and PyTorch learns anew.
-    part = one_in(strategy, world, request.config.getoption("whole"))
-    chosen = list(ZOO.values())[list(STRATEGIES).index(strategy) % part :: part]
-    animals = sorted(chosen, key=lambda a: strategy in a.refused)
-    verdicts = zookeeper.run(ranks, world, find, [(a.name, strategy) for a in animals])
-    found = [complaint(a, strategy, v) for a, v in zip(animals, verdicts, strict=True)]
-    assert [text for text in found if text] == []
+def test_as_stated(strategy: str, world: int, ranks: GetRanks) -> None:
+    """Three ranks on two cores take twice as long: there, all of them under `zero3` alone."""
+    animals = list(ZOO.values())
+    if world == 3 and strategy != "zero3":
+        animals = animals[list(STRATEGIES).index(strategy) % 10 :: 10]
+    assert complaints(ranks, strategy, world, animals) == []
 
 
-def test_there_are_at_least_eighty_and_each_says_why() -> None:
-    assert len(ZOO) >= 80
+def test_each_says_why() -> None:
     assert all(animal.why for animal in ZOO.values())
     assert len({animal.why for animal in ZOO.values()}) == len(ZOO)
 
 
 def test_the_page_is_up_to_date() -> None:
     page = Path(__file__).parents[2] / "docs" / "zoo.md"
-    assert page.read_text() == zoo_page.page(), "run: python tests/zoo_page.py"
+    assert page.read_text() == zoo_page.page(), "run: python tests/models/zoo_page.py"
+
+
+SEEDS = [0, 2553, secrets.randbelow(10_000)]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "seed", [0, 2553, secrets.randbelow(10_000)], ids=["fixed", "evaluation moves buffers", "fresh"]
+    "seed",
+    deep_unless(lambda seed: seed == SEEDS[2], SEEDS),
+    ids=["fixed", "evaluation moves buffers", "fresh"],
 )
-def test_random_models(seed: int, ranks: GetRanks, request: pytest.FixtureRequest) -> None:
-    """A failure names its model: ``python tests/zoo_generator.py --only NUMBER`` runs it again."""
-    numbers = [
-        seed * zoo_generator.SPAN + i for i in range(12 if request.config.getoption("whole") else 6)
-    ]
+def test_random_models(seed: int, ranks: GetRanks) -> None:
+    """A failure names its model: ``tests/models/zoo_generator.py --only NUMBER`` runs it again."""
+    numbers = [seed * zoo_generator.SPAN + i for i in range(6)]
     strategies = [s for s in GROUPS["ours"] if s != "single"]
     found = zoo_generator.hunt(ranks, numbers, strategies)
     assert found.failures == []
-    assert not found.refusals
+    # A re-entrant checkpoint may give a gradient in two parts; in another model nothing trains
+    # before some step.
+    right = ("came twice in one backward", "has no parameter that trains")
+    assert [t for t in found.refusals if not any(words in t for words in right)] == []
     assert found.tried - found.unsound >= len(numbers) // 2
 
 
 def test_a_number_is_a_model() -> None:
     first, again, other = (str(zoo_generator.plan_of(n).calls) for n in (7, 7, 8))
     assert first == again != other
-    assert len(zoo_generator.TRAITS) >= 50
 
 
 @pytest.mark.long
@@ -143,10 +156,10 @@ class Stale(SimpleDDP):
         for p in self.params.values():
             p.data.add_(1.0)
 
-    def full_params(self) -> dict[str, Any]:
+    def full_tensors(self) -> dict[str, Any]:
         for p in self.params.values():
             p.data.sub_(1.0)
-        return super().full_params()
+        return super().full_tensors()
 
 
 class Dies(SimpleDDP):
@@ -179,12 +192,12 @@ PLANTED = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.deep
 def test_the_keeper_notices_and_goes_on(ranks: GetRanks) -> None:
     cells = []
     for name in PLANTED:
         cells += [("plain", f"test_zoo:{name}"), ("skips", "simple_ddp")]
-    verdicts = zookeeper.run(ranks, 2, find, cells, limit_s=5.0)
+    verdicts = zookeeper.run(ranks, 2, zookeeper.of_the_zoo, cells, limit_s=5.0)
     assert [v.kind for v in verdicts[0::2]] == list(PLANTED.values())
     assert {v.kind for v in verdicts[1::2]} == {"equal"}
     assert "something broke" in verdicts[6].text

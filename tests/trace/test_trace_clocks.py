@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import commands
-from chrome import GLOO, Event, document, operator, span, step, write
+from chrome_trace import GLOO, Event, document, operator, span, step, write
 from conftest import GetRanks
-from handmade import HandMade
 from shardlab import trace as traces
 from shardlab.errors import UsageError
 from shardlab.report import trace as report
@@ -85,13 +85,10 @@ def test_between_two_readings_a_drifting_clock_is_right_to_their_errors(
     assert abs(int(exact.ahead(np.array([moment]))[0]) - truth(moment)) <= 2
 
 
-def test_drift_is_told_only_where_the_readings_show_it() -> None:
+def test_drift_is_told_where_the_readings_show_it_and_a_clock_that_was_set_is_not_trusted() -> None:
     assert node((NOW, 0, 50), (NOW + S, 90, 50)).drift_ppm is None
     assert node((NOW, 0, 50)).drift_ppm is None
     assert node((NOW, 0, 50), (NOW + S, 12_000, 50)).drift_ppm == 12
-
-
-def test_a_clock_that_was_set_between_two_readings_is_not_trusted_there() -> None:
     read = node((NOW, 0, 50), (NOW + S, 90, 50), (NOW + 2 * S, 5 * S, 50), (NOW + 3 * S, 5 * S, 50))
     assert read.error(NOW, NOW + S // 2) == 50
     assert read.error(NOW + S // 2, NOW + S + 1) > 4 * S
@@ -179,7 +176,7 @@ def test_without_the_correction_they_are_wrong(tmp_path: Path) -> None:
     assert any("2 hosts whose clocks were not measured" in note for note in ends.warnings)
 
 
-def test_a_wait_below_the_error_is_none(tmp_path: Path) -> None:
+def test_a_wait_below_the_error_is_none_and_that_is_said(tmp_path: Path) -> None:
     found = write_run(tmp_path, 2e6, 80, error_ns=100_000)
     assert [a > 0 for a, _ in waits(found)] == [False, True, True, False, True]
     assert found.stragglers()[0].collectives == 3
@@ -190,18 +187,6 @@ def test_a_wait_below_the_error_is_none(tmp_path: Path) -> None:
     assert (theirs["ranks"], theirs["error_us"]) == ((1,), 100)
     assert theirs["ahead_us"] == pytest.approx(2e6 + 80 * 5.5, abs=1)
     assert theirs["drift_ppm"] == pytest.approx(80, rel=0.01)
-
-
-def test_ranks_of_one_node_have_one_clock() -> None:
-    """Whatever its error against rank 0's: it is the same for both."""
-    both = clocks.Clock(1, "h", (2, 3), 0.0, 500.0, None)
-    assert clocks.between(both, both) == 0
-    assert clocks.between(both, None) == 0
-    assert clocks.between(both, clocks.Clock(2, "i", (4,), 0.0, 30.0, None)) == 530_000
-
-
-def test_the_error_is_printed_where_waits_are(tmp_path: Path) -> None:
-    write_run(tmp_path, 2e6, 80, error_ns=100_000)
     done = commands.here("trace", "analyze", str(tmp_path), cwd=tmp_path, COLUMNS="80")
     assert re.search(r"^1 +other +3 ", done.stdout, re.MULTILINE)  # who it was fits, too
     said = (
@@ -212,8 +197,20 @@ def test_the_error_is_printed_where_waits_are(tmp_path: Path) -> None:
     assert said.replace("'", "&#39;") in (tmp_path / "traces" / "summary.html").read_text()
 
 
+def test_ranks_of_one_node_have_one_clock() -> None:
+    """Whatever its error against rank 0's: it is the same for both."""
+    both = clocks.Clock(1, "h", (2, 3), 0.0, 500.0, None)
+    assert clocks.between(both, both) == 0
+    assert clocks.between(both, None) == 0
+    assert clocks.between(both, clocks.Clock(2, "i", (4,), 0.0, 30.0, None)) == 530_000
+
+
 def test_of_many_nodes_the_farthest_are_named() -> None:
-    said = report.clocks(HandMade(ranks=9))  # type: ignore[arg-type]
+    measured = [
+        clocks.Clock(n, f"host{n}", (n,), ahead_us=2e6 * n, error_us=90.0 * n, drift_ppm=None)
+        for n in range(9)
+    ]
+    said = report.clocks(SimpleNamespace(clocks=lambda: measured))  # type: ignore[arg-type]
     assert len(said) == report.MAX_CLOCKS + 1
     assert said[0].startswith("The clock of node 8 ")
     assert said[-1] == "Those of 4 more nodes are corrected to ± 0.360 ms."
@@ -248,6 +245,7 @@ def read_clocks(world: World, folder: str, ahead_ns: list[int]) -> None:
         time.time_ns, clocks.clock_name = now, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("aheads", [[0, 7 * S, 0], [0, 7 * S, -5 * S]])
 def test_real_ranks(ranks: GetRanks, tmp_path: Path, aheads: list[int]) -> None:
     ranks(3).run(read_clocks, str(tmp_path), aheads)
@@ -261,6 +259,7 @@ def test_real_ranks(ranks: GetRanks, tmp_path: Path, aheads: list[int]) -> None:
             assert abs(reading.ahead_ns - own) <= reading.error_ns < 50 * MS
 
 
+@pytest.mark.long
 def test_on_one_node_there_is_no_file(ranks: GetRanks, tmp_path: Path) -> None:
     (tmp_path / "clocks.json").write_text("of two nodes, before the run was started again")
     ranks(2).run(read_clocks, str(tmp_path), [S, S])

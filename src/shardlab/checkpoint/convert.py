@@ -7,14 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardlab.checkpoint import files, parts, storage
 from shardlab.checkpoint import manifest as manifests
-from shardlab.checkpoint.manifest import MODEL, Manifest
+from shardlab.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
 from shardlab.checkpoint.save import write_manifest
 from shardlab.errors import UsageError, unknown
 from shardlab.files import replacing
+from shardlab.optim.after_step import AVERAGE
+from shardlab.strategies.whole import as_state_dict
 from shardlab.workloads import gpt2, huggingface
 
 SAFETENSORS, HF_GPT2 = "safetensors", "hf-gpt2"
@@ -22,18 +25,24 @@ FORMATS = (SAFETENSORS, HF_GPT2)
 IMPORTED = "imported"  # in the place of a strategy
 
 
-def export(checkpoint: Path, target: Path, form: str) -> int:
-    """Write a checkpoint's whole model as a file (safetensors) or a folder; count its tensors."""
+def export(checkpoint: Path, target: Path, form: str, average: bool = False) -> tuple[int, bool]:
+    """Write a checkpoint's whole model as a file (safetensors) or a folder.
+
+    ``average``: with the moving average of the parameters in their place, which is what a run
+    with training.ema_decay evaluates. Returns how many tensors, and whether there is an average.
+    """
     _check(form, target)
     manifest = manifests.read(checkpoint)
     manifests.verify(checkpoint, manifest.files)
     if form == HF_GPT2:
         shape = _gpt2_shape(checkpoint, manifest)
     state = storage.whole_tensors(checkpoint, manifest, MODEL)
-    # As the model's state_dict(): with every name of a tied tensor, without what it leaves out.
-    for name in manifest.unsaved:
-        del state[name]
-    state |= {n: state[first] for n, first in manifest.tied.items() if first in state}
+    averages = _averages(checkpoint, manifest)
+    if average:
+        if not averages:
+            raise UsageError(f"{checkpoint} has no moving average: training.ema_decay keeps one")
+        state |= {name: averages[name].to(state[name].dtype) for name in averages}
+    state = as_state_dict(state, manifest.tied, manifest.unsaved)
 
     def write(part: Path) -> None:
         if form == SAFETENSORS:
@@ -42,7 +51,17 @@ def export(checkpoint: Path, target: Path, form: str) -> int:
             gpt2.save_model(part, state, shape)
 
     _whole_or_not_at_all(target, write)
-    return len(state)
+    return len(state), bool(averages)
+
+
+def _averages(checkpoint: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """The moving average of each parameter that has one, whole."""
+    places = {f"{OPTIMIZER}{name}/{AVERAGE}": name for name in manifest.model()}
+    found = storage.whole(checkpoint, manifest, places.keys() & manifest.tensors.keys())
+    shapes = {name: tensor.shape for name, tensor in manifest.model().items()}
+    alone = {key: torch.tensor(n) for key, n in manifest.numbers.items() if key in places}
+    both = {places[key]: tensor for key, tensor in (found | alone).items()}
+    return {name: tensor.reshape(shapes[name]) for name, tensor in both.items()}
 
 
 def import_(source: Path, target: Path, form: str) -> int:
@@ -70,9 +89,9 @@ def import_(source: Path, target: Path, form: str) -> int:
         raise UsageError(f"{source} holds no tensors")
 
     def write(part: Path) -> None:
-        held = {MODEL + name: parts.Part(t.shape, 0, t.reshape(-1)) for name, t in state.items()}
+        held = parts.parts_of(MODEL, state)
         tensors, _ = parts.plan([parts.offers_of(held)])
-        pieces = [(name, 0, p.values) for name, p in held.items() if len(p.values)]
+        pieces = [(MODEL + name, 0, t.reshape(-1)) for name, t in state.items() if t.numel()]
         part.mkdir(exist_ok=True)
         name = parts.file_of(0)
         manifest = Manifest(

@@ -6,19 +6,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from shardlab import pulse
 from shardlab import world as worlds
 from shardlab.checkpoint import files, rng
-from shardlab.checkpoint.load import Own, load
-from shardlab.checkpoint.manifest import inside
+from shardlab.checkpoint.load import fits, load
+from shardlab.checkpoint.manifest import RANDOM, inside
 from shardlab.checkpoint.save import About, Checkpoints, Outcome
 from shardlab.checkpoint.start import Start
 from shardlab.config import Config
-from shardlab.data.audit import Audit
 from shardlab.faults import inject
 from shardlab.files import read_jsonl
 from shardlab.guard.guards import Guards
@@ -42,10 +39,9 @@ def restore(
     strategy: Strategy,
     world: World,
     config: Config,
-    audit: Audit | None,
     rehearse: Callable[[], Sequence[Batch]],
 ) -> None:
-    """Model, optimizer, schedule, scaler, random states and notes as they were. A collective."""
+    """Model, optimizer, schedule, scaler and random states as they were. A collective."""
     assert start.manifest is not None
     is_over = start.step >= config.training.steps
     if strategy.LEARNS_LAYOUT and world.size > 2 and not is_over:
@@ -53,37 +49,19 @@ def restore(
         # ranks' gradients are added depends on that: so it makes its first step before the load.
         strategy.gradients(rehearse())
         steps.drop_gradients(strategy.params)
-    own = put_back(start, strategy, world, config)
-    if audit is not None:
-        audit.steps = start.manifest.step
-        for of_rank in own.values():
-            if notes := inside(of_rank, "audit/"):
-                audit.add({name: tensor.numpy() for name, tensor in notes.items()})
+    put_back(start, strategy, world, config)
 
 
-def put_back(start: Start, strategy: Strategy, world: World, config: Config) -> Own:
+def put_back(start: Start, strategy: Strategy, world: World, config: Config) -> None:
     """Model, optimizer, schedule and scaler as they were; random states, and what belongs to one
     rank alone, as far as there are the same ranks. A collective."""
     assert start.manifest is not None
     own = load(start, strategy, world, config)
-    if own:
-        rng.put(inside(own[min(own)], "rng/"), world.device)
+    if world.rank < start.manifest.world:
+        with fits(start, "the random states", RuntimeError):
+            rng.put(inside(own, RANDOM), world.device)
     else:  # this rank is new: it must not draw again what it drew before the first checkpoint
         worlds.seed_rank(config.training.seed, world.rank, start.step)
-    is_same = (start.manifest.strategy, start.manifest.world) == (config.strategy.name, world.size)
-    if is_same:
-        strategy.load_own_state(inside(own[world.rank], "strategy/"))
-    return own
-
-
-def own_state(strategy: Strategy, device: torch.device, audit: Audit | None) -> dict[str, Tensor]:
-    """What is this rank's alone."""
-    own = {f"rng/{name}": tensor for name, tensor in rng.get(device).items()}
-    own |= {f"strategy/{name}": tensor for name, tensor in strategy.own_state().items()}
-    if audit is not None:
-        arrays: dict[str, Any] = audit.state()
-        own |= {f"audit/{n}": torch.from_numpy(np.ascontiguousarray(a)) for n, a in arrays.items()}
-    return own
 
 
 class Saving:
@@ -96,13 +74,11 @@ class Saving:
         world: World,
         strategy: Strategy,
         recorder: Recorder,
-        audit: Audit | None,
         guards: Guards,
-        saves: bool = True,
     ) -> None:
-        self.every = config.checkpoint.every if saves else None
+        self.every = config.checkpoint.every
         self.total = config.training.steps
-        self.recorder, self.audit = recorder, audit
+        self.recorder = recorder
         self.finished = self.saved = recorder.first  # steps
         self.checkpoints: Checkpoints | None = None
         if self.every is not None:
@@ -118,7 +94,7 @@ class Saving:
         self.finished = step + 1
         is_last = self.finished == self.total
         if self.every is not None and (is_last or self.finished % self.every == 0):
-            self._save(is_last)
+            self._save()
 
     def finish(self) -> None:
         """After the loop: a last checkpoint if the run was asked to stop between two; then wait
@@ -126,20 +102,17 @@ class Saving:
         if self.checkpoints is None:
             return
         if self.saved < self.finished:
-            self._save(is_last=True)
+            self._save()
         with pulse.PULSE.at(pulse.CHECKPOINT):
             self.checkpoints.wait()
 
-    def _save(self, is_last: bool) -> None:
-        """The rows of its steps are in their files before the checkpoint. The last checkpoint is
-        waited for and read back."""
+    def _save(self) -> None:
+        """The rows of its steps are in their files before the checkpoint."""
         checkpoints = self.checkpoints
         assert checkpoints is not None
         self.recorder.flush()
-        write = checkpoints.save_last if is_last else checkpoints.save
         with pulse.PULSE.at(pulse.CHECKPOINT):
-            own = own_state(checkpoints.strategy, checkpoints.world.device, self.audit)
-            write(self.finished, own)
+            checkpoints.save(self.finished, rng.get(checkpoints.world.device))
         self.saved = self.finished
 
     def _done(self, outcome: Outcome) -> None:

@@ -10,13 +10,12 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from shardlab import config as configs
 from shardlab import runlock
 from shardlab.checkpoint import manifest as manifests
 from shardlab.errors import UsageError
@@ -81,21 +80,11 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def to_remove(
-    steps: Iterable[int],
-    keep_last: int,
-    keep_every: int | None,
-    is_whole: Callable[[int], bool] = lambda _step: True,
-) -> list[int]:
-    """The checkpoints that may be removed: they are older than the last ``keep_last`` whole ones,
-    and ``keep_every`` does not divide their step. A damaged one never makes a whole one go."""
-    newest_first = sorted(steps, reverse=True)
-    if len(newest_first) <= keep_last:
-        return []
-    whole = 0
-    while newest_first and whole < keep_last:
-        whole += is_whole(newest_first.pop(0))
-    return [step for step in reversed(newest_first) if not keep_every or step % keep_every]
+def to_remove(steps: Iterable[int], keep_last: int, keep_every: int | None) -> list[int]:
+    """The checkpoints that may be removed: they are older than the newest ``keep_last``, and
+    ``keep_every`` does not divide their step."""
+    older = sorted(steps)[:-keep_last]
+    return [step for step in older if not keep_every or step % keep_every]
 
 
 # ------------------------------------------------------------------ which run can be continued
@@ -142,12 +131,11 @@ def unfinished(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def settings_in(path: Path) -> dict[str, Any] | None:
-    """What a YAML file says; None if it cannot be read."""
+    """What a config file says; None if it cannot be read."""
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return configs.settings_in(path) or None
+    except UsageError:
         return None
-    return values if isinstance(values, dict) else None
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -162,5 +150,5 @@ def find(text: str) -> Path:
     if not path.is_dir():
         raise UsageError(f"there is no folder {path}: name a run's, or a checkpoint's")
     if (path / "config.yaml").is_file():
-        raise UsageError(f"{path} is a run without a checkpoint; it cannot be resumed")
+        raise UsageError(f"{path} is a run without a checkpoint")
     raise UsageError(f"{path} is neither a checkpoint nor the folder of a run that has some")

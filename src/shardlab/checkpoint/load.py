@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from shardlab import config as configs
 from shardlab.checkpoint import parts, storage
-from shardlab.checkpoint.manifest import MODEL, OWN, SHARED, Manifest, inside
+from shardlab.checkpoint.manifest import EXTRA, MODEL, OWN, SHARED, Manifest, inside
 from shardlab.checkpoint.start import Start, together
 from shardlab.config import Config
 from shardlab.errors import UsageError
@@ -17,14 +19,11 @@ from shardlab.strategies.base import Strategy
 from shardlab.workloads import huggingface
 from shardlab.world import World
 
-Own = dict[int, dict[str, Tensor]]  # by the rank that had it
 
+def load(start: Start, strategy: Strategy, world: World, config: Config) -> dict[str, Tensor]:
+    """Every rank reads what it will hold, and gets what was its own: nothing, if it was not there.
 
-def load(start: Start, strategy: Strategy, world: World, config: Config) -> Own:
-    """Every rank reads what it will hold, and what was its own. A collective.
-
-    In another world rank r gets what belonged to r, r + world, r + 2 world …; a rank that was not
-    there gets nothing.
+    A collective.
     """
     manifest, folder = start.manifest, start.checkpoint
     assert manifest is not None
@@ -34,13 +33,25 @@ def load(start: Start, strategy: Strategy, world: World, config: Config) -> Own:
     wanted = dict(places.parts)
     is_same = manifest.strategy == config.strategy.name
     shared = _to_fill(manifest, SHARED, wanted) if is_same else {}
-    own: Own = {}
-    for rank in range(world.rank, manifest.world, world.size):
-        own[rank] = _to_fill(manifest, f"{OWN}{rank}/", wanted)
+    own = _to_fill(manifest, f"{OWN}{world.rank}/", wanted)
     together(world.gather, lambda: storage.fill(folder, manifest, wanted))
     places.settle(_update_of(manifest, config))
-    strategy.load_shared_state(shared)
+    has_own = is_same and manifest.world == world.size
+    with fits(start, "the strategy's own tensors"):
+        strategy.load_extra_state(shared, inside(own, EXTRA) if has_own else None)
     return own
+
+
+@contextmanager
+def fits(start: Start, what: str, also: type[Exception] = ValueError) -> Iterator[None]:
+    """A checkpoint whose sums are right may still lack what its run needs."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, OverflowError, also) as error:
+        raise UsageError(
+            f"cannot continue from {start.checkpoint}: {what} in it are wrong: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _to_fill(manifest: Manifest, prefix: str, wanted: parts.Parts) -> dict[str, Tensor]:
@@ -49,7 +60,7 @@ def _to_fill(manifest: Manifest, prefix: str, wanted: parts.Parts) -> dict[str, 
         name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
         for name, entry in inside(manifest.tensors, prefix).items()
     }
-    wanted |= {prefix + n: parts.Part(t.shape, 0, t.view(-1)) for n, t in made.items()}
+    wanted |= parts.parts_of(prefix, made)
     return made
 
 

@@ -12,15 +12,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar
 
 from shardlab.errors import UsageError
+from shardlab.files import text_of
 from shardlab.shapes import Meta, convert
 
 SCHEMA = 1
 NAME = "checkpoint.json"
 # The prefixes of tensor names. Own tensors belong to one rank: own/<rank>/rng/torch.
 MODEL, OPTIMIZER, SHARED, OWN = "model/", "optimizer/", "shared/", "own/"
+RANDOM, EXTRA = "rng/", "strategy/"  # among own tensors
 Count = Annotated[int, Meta(ge=0)]
 FileName = Annotated[str, Meta(pattern=r"^rank\d+\.safetensors\Z")]
 Dtype = Literal[
@@ -60,6 +62,16 @@ class File:
     sha256: str
 
 
+class Update(TypedDict, total=False):
+    """The update's own numbers."""
+
+    steps: Count  # taken; skipped ones do not count
+    scale: Annotated[float, Meta(gt=0, le=1e38)]  # of the loss
+    good_steps: Count
+    # Numbers that the optimizer keeps in each of its groups; a count stays a whole number.
+    groups: list[dict[str, bool | int | float]]
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What ``checkpoint.json`` says; to make one checks that its parts fit together."""
@@ -69,7 +81,7 @@ class Manifest:
     world: Count
     config: dict[str, Any]
     samples: Count | None  # of the data set; None: not known (imported)
-    update: dict[str, Any]  # steps taken, loss scale
+    update: Update
     numbers: dict[str, float]  # of the optimizer: optimizer/<parameter>/<key>
     tensors: dict[str, Tensor]
     files: dict[FileName, File]
@@ -84,6 +96,9 @@ class Manifest:
         for name in (*self.tied.values(), *self.unsaved):
             if MODEL + name not in self.tensors:
                 raise ValueError(f"there is no '{name}' in it")
+        for name in self.tied:
+            if MODEL + name in self.tensors:
+                raise ValueError(f"'{name}' is a tensor of its own, and another name of one")
         for name, tensor in self.tensors.items():
             position = 0
             for chunk in sorted(tensor.chunks):
@@ -130,7 +145,7 @@ def read(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder. Its own sum is checked, those of files are not."""
     path = folder / NAME
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(text_of(path))
         body = content["checkpoint"]
         if body["schema"] != SCHEMA:
             raise UsageError(f"{path} has the schema {body['schema']!r}; this is for {SCHEMA}")
@@ -158,6 +173,8 @@ def verify(folder: Path, files: Mapping[str, File]) -> None:
         path = folder / name
         try:
             size = path.stat().st_size
+            if not path.is_file():
+                raise Damaged(f"{path} is damaged: it is not a regular file")
             if size != expected.size:
                 raise Damaged(
                     f"{path} is damaged: it has {size:,} bytes, {expected.size:,} were written"

@@ -7,8 +7,9 @@ is read by any other: each rank reads the runs that it will hold.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,41 +17,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardlab import comm
-from shardlab.checkpoint.manifest import MODEL, OPTIMIZER, SHARED, Chunk, Manifest
+from shardlab.checkpoint.manifest import MODEL, OPTIMIZER, Chunk, Manifest
 from shardlab.checkpoint.manifest import Tensor as Entry
 from shardlab.errors import UsageError
-from shardlab.strategies import layout
 from shardlab.strategies.base import Strategy
-from shardlab.strategies.slots import Slot
+from shardlab.strategies.shards import Shard, every, flat, local, whole
 from shardlab.workloads import huggingface
 from shardlab.world import World
-
-
-@dataclass(frozen=True)
-class Part:
-    """This rank's part of a tensor, to be written or to be filled."""
-
-    shape: torch.Size  # of the whole
-    start: int  # in the flattened whole
-    values: Tensor  # (length,)
-    # Where the elements lie, if not one after the other. Such a part can be filled, not written:
-    # see ``as_runs``.
-    runs: layout.Runs | None = None
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.values)
-
-    @property
-    def where(self) -> str:
-        """Which elements these are: the same words for the same elements."""
-        places = ((self.start, len(self.values)),) if self.runs is None else self.runs
-        return f"{len(self.values)} from {self.start} ({hash(places)})"
-
-    def between(self, start: int, end: int) -> Tensor:
-        """Some of its elements, by their places in the flattened whole: (end - start,)."""
-        return self.values[start - self.start : end - self.start]
 
 
 class Span(NamedTuple):
@@ -70,8 +43,33 @@ class Offer(NamedTuple):
     dtype: Any  # its name, as in a manifest
 
 
-Parts = dict[str, Part]
+# This rank's parts of tensors, to be written or to be filled, by their names in a checkpoint; the
+# values are (length,). A part of several runs can be filled, not written: see ``as_runs``.
+Parts = dict[str, Shard]
 Numbers = dict[str, float]
+
+
+def part(name: str, tensor: Tensor) -> Shard:
+    """A tensor that this rank has in full."""
+    return Shard(name, tensor.shape, every(tensor.shape), flat(tensor))
+
+
+def parts_of(prefix: str, tensors: Mapping[str, Tensor]) -> Parts:
+    """Tensors that this rank has in full."""
+    return {prefix + name: part(prefix + name, tensor) for name, tensor in tensors.items()}
+
+
+def bounds(part: Shard) -> tuple[int, int]:
+    """Where a part of one run begins and ends in the flattened whole."""
+    start, length = part.runs[0] if part.runs else (0, 0)
+    return start, start + length
+
+
+def between(part: Shard, low: int, high: int) -> Tensor:
+    """Some elements of a part of one run, by their places in the whole: (high - low,)."""
+    assert part.value is not None
+    start, _ = bounds(part)
+    return part.value[low - start : high - start]
 
 
 # ------------------------------------------------------------------ who writes what
@@ -79,8 +77,9 @@ Numbers = dict[str, float]
 
 def offers_of(held: Parts) -> dict[str, Offer]:
     return {
-        name: Offer(p.start, p.end, tuple(p.shape), str(p.values.dtype).removeprefix("torch."))
+        name: Offer(*bounds(p), tuple(p.shape), str(p.value.dtype).removeprefix("torch."))
         for name, p in held.items()
+        if p.value is not None
     }
 
 
@@ -96,7 +95,7 @@ def plan(offers: Sequence[Mapping[str, Offer]]) -> tuple[dict[str, Entry], list[
             tensors[name] = replace(tensors[name], chunks=chunks)
     for name, tensor in tensors.items():
         if sum(chunk.length for chunk in tensor.chunks) != tensor.size:
-            raise RuntimeError(f"no rank holds all of '{name}': the strategy's slots() are wrong")
+            raise RuntimeError(f"no rank holds all of '{name}': the strategy's shards() are wrong")
     return tensors, shares
 
 
@@ -137,54 +136,44 @@ def share_out(held: Sequence[Mapping[str, tuple[int, int]]]) -> list[list[Span]]
 
 
 def held_by(strategy: Strategy) -> tuple[Parts, Numbers, dict[str, Any]]:
-    """This rank's parts of tensors, the optimizer's numbers and the update's. A collective."""
-    slots = strategy.saved()
-    parts = {MODEL + s.name: Part(s.shape, s.start, _flat(s.tensor), s.runs) for s in slots.model}
+    """This rank's parts of tensors, the optimizer's numbers and the update's. Called by all ranks,
+    inside ``as_one()``."""
+    strategy.settle()
+    state = strategy.update.inner.state
+    is_first = strategy.rounds is None or strategy.group.rank() == 0  # each worker has an optimizer
+    parts: Parts = {}
     numbers: Numbers = {}
-    for parameter, slot in slots.trained.items():
-        for key, value in slots.optimizer.state.get(parameter, {}).items():
-            name = f"{OPTIMIZER}{slot.name}/{key}"
+    for shard in strategy.shards():
+        if shard.value is not None:
+            name = MODEL + shard.name
+            parts[name] = shard._replace(name=name, value=flat(shard.value))
+        if shard.key is None or not is_first:
+            continue
+        for key, value in state.get(shard.key, {}).items():
+            name = f"{OPTIMIZER}{shard.name}/{key}"
             if value is None:
                 continue
-            if _is_number(key, value, len(slot.shape)):
+            if _is_number(key, value, len(shard.shape)):
                 numbers[name] = _number(name, value)
-            elif value.shape == parameter.shape:
-                parts[name] = Part(slot.shape, slot.start, _flat(value), slot.runs)
+            elif value.shape == shard.key.shape:
+                parts[name] = shard._replace(name=name, value=flat(value))
             else:  # a factor of it, for example, which is whole where the parameter is
-                _refuse_cut(slot, parameter, name)
-                parts[name] = Part(value.shape, 0, _flat(value))
-    for name, tensor in strategy.shared_state().items():
-        parts[SHARED + name] = Part(tensor.shape, 0, _flat(tensor))
+                _refuse_cut(shard, name)
+                parts[name] = part(name, value)
     return parts, numbers, strategy.update.state_dict()
 
 
 def as_runs(held: Parts, world: World) -> None:
     """Put together each tensor whose parts lie in many places (a matrix that is cut along its
     columns), one tensor at a time, and give each rank one run of it to write. A collective."""
-    scattered = {name for name, part in held.items() if part.runs is not None}
-    for name in sorted(set().union(*world.gather(scattered))):
-        part = held.pop(name, None)
-        mine = None
-        if part is not None:
-            runs = ((part.start, len(part.values)),) if part.runs is None else part.runs
-            mine = (part.shape, part.values.dtype, runs)
-        everyone = world.gather(mine)
-        shape, dtype, _ = next(about for about in everyone if about is not None)
-        whole = torch.zeros(shape.numel(), dtype=dtype, device=world.device)
-        if mine is not None and part is not None and mine not in everyone[: world.rank]:
-            layout.put(whole, mine[2], part.values)
-        comm.all_reduce(whole, world.group, label=f"checkpoint {name}")
-        low, high = (shape.numel() * (world.rank + i) // world.size for i in (0, 1))
+    mine = {name for name, p in held.items() if len(p.runs) > 1}
+    scattered = sorted(set().union(*world.gather(mine)))
+    parts = [held.pop(name) for name in scattered if name in held]
+    for name, tensor in whole(parts, lambda s: s.value, world.group, world.device):
+        low, high = (tensor.numel() * (world.rank + i) // world.size for i in (0, 1))
         if low < high:
-            held[name] = Part(shape, low, whole[low:high].clone())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return _local(tensor).reshape(-1)
+            values = tensor.view(-1)[low:high].clone()
+            held[name] = Shard(name, tensor.shape, ((low, high - low),), values)
 
 
 def _is_number(key: str, value: Any, dimensions: int) -> bool:
@@ -195,16 +184,19 @@ def _is_number(key: str, value: Any, dimensions: int) -> bool:
 
 def _number(name: str, value: Any) -> float:
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError):
         raise UsageError(
             f"a checkpoint cannot hold '{name}', which is a {type(value).__name__}: the optimizer "
             "must keep tensors and numbers"
         ) from None
+    if not math.isfinite(number):
+        raise UsageError(f"a checkpoint cannot hold '{name}', which is {number}")
+    return number
 
 
-def _refuse_cut(slot: Slot, parameter: Tensor, name: str) -> None:
-    if parameter.numel() != slot.shape.numel() or isinstance(parameter, DTensor):
+def _refuse_cut(shard: Shard, name: str) -> None:
+    if isinstance(shard.key, DTensor) or shard.runs != every(shard.shape):
         raise UsageError(
             f"a checkpoint cannot hold '{name}': it has not the shape of its parameter, of which "
             "this rank has a part; use a strategy that does not shard"
@@ -222,34 +214,36 @@ class Places:
         self.parts: Parts = {}
         # Name, target and filled copy of tensors whose elements do not lie one after the other.
         self._copies: list[tuple[str, Tensor, Tensor]] = []
-        slots = strategy.slots()
+        strategy.settle()
+        optimizer = strategy.update.inner
         known = manifest.optimizer_keys()
-        for slot in slots.model:
-            if MODEL + slot.name in manifest.tensors:
-                self._add(MODEL + slot.name, slot, slot.tensor)
-        slots.optimizer.state.clear()
-        for parameter, slot in slots.trained.items():
-            for key, number in known.get(slot.name, {}).items():
-                state = slots.optimizer.state[parameter]
-                name = f"{OPTIMIZER}{slot.name}/{key}"
+        optimizer.state.clear()
+        for shard in strategy.shards():
+            if shard.value is not None and MODEL + shard.name in manifest.tensors:
+                self._add(MODEL + shard.name, shard, shard.value)
+            if shard.key is None:
+                continue
+            for key, number in known.get(shard.name, {}).items():
+                state = optimizer.state[shard.key]
+                name = f"{OPTIMIZER}{shard.name}/{key}"
                 if number is not None:
                     state[key] = torch.tensor(number, dtype=torch.float32)
-                elif manifest.tensors[name].shape == tuple(slot.shape):
-                    state[key] = torch.empty_like(parameter, requires_grad=False)
-                    self._add(name, slot, state[key])
+                elif manifest.tensors[name].shape == tuple(shard.shape):
+                    state[key] = torch.empty_like(shard.key, requires_grad=False)
+                    self._add(name, shard, state[key])
                 else:
-                    _refuse_cut(slot, parameter, name)
-                    shape = torch.Size(manifest.tensors[name].shape)
-                    state[key] = parameter.detach().new_empty(shape)
-                    self._add(name, Slot(slot.name, shape, 0, state[key]), state[key])
+                    _refuse_cut(shard, name)
+                    size = torch.Size(manifest.tensors[name].shape)
+                    state[key] = shard.key.detach().new_empty(size)
+                    self._add(name, part(name, state[key]), state[key])
 
-    def _add(self, name: str, slot: Slot, tensor: Tensor) -> None:
-        local = _local(tensor)
-        flat = local.reshape(-1)
-        if flat.numel() and not local.is_contiguous():
-            flat = torch.empty_like(flat, memory_format=torch.contiguous_format)
-            self._copies.append((name.removeprefix(MODEL), local, flat))
-        self.parts[name] = Part(slot.shape, slot.start, flat, slot.runs)
+    def _add(self, name: str, shard: Shard, tensor: Tensor) -> None:
+        held = local(tensor).detach()
+        values = held.reshape(-1)
+        if values.numel() and not held.is_contiguous():
+            values = torch.empty_like(values, memory_format=torch.contiguous_format)
+            self._copies.append((name.removeprefix(MODEL), held, values))
+        self.parts[name] = shard._replace(name=name, value=values)
 
     def settle(self, update: dict[str, Any]) -> None:
         """Finish when the parts have been filled."""

@@ -37,6 +37,8 @@ def put(states: Mapping[str, Tensor], device: torch.device) -> None:
     internal = tuple(states["python"].tolist())
     random.setstate((3, internal, None if math.isnan(gauss) else gauss))
     *keys, position, has_gauss = states["numpy"].tolist()
+    if not 0 <= position <= len(keys):  # numpy would read what lies behind its state
+        raise ValueError(f"numpy's state has the position {position}")
     legacy: tuple[Any, ...] = (
         "MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached
     )  # fmt: skip

@@ -12,28 +12,23 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
 
 from shardlab.checkpoint import files, parts, storage
-from shardlab.checkpoint import manifest as manifests
-from shardlab.checkpoint.manifest import NAME, OWN, File, Manifest
-from shardlab.checkpoint.parts import Part
+from shardlab.checkpoint.manifest import EXTRA, NAME, OWN, RANDOM, SHARED, File, Manifest, Update
 from shardlab.checkpoint.start import together
 from shardlab.config import CheckpointConfig
-from shardlab.errors import UsageError
 from shardlab.faults import inject
 from shardlab.files import write_text
+from shardlab.optim import optimizers
 from shardlab.strategies.base import Strategy
 from shardlab.world import World
 
 if TYPE_CHECKING:
     from shardlab.guard.guards import Guards
-
-TRIES = 3  # to write a run's last checkpoint, before it counts as failed
-SETTLED_S = 0.05  # a file's time is this coarse, or finer: a change within it may not show
 
 
 @dataclass(frozen=True)
@@ -81,6 +76,7 @@ class Checkpoints:
         on_done: Callable[[Outcome], None] = lambda _outcome: None,
         guards: Guards | None = None,
     ) -> None:
+        optimizers.refuse_lost(strategy.update.inner)
         self.run = run
         self.settings = settings
         self.world = world
@@ -89,8 +85,7 @@ class Checkpoints:
         self.on_done = on_done
         self.guards = guards
         self.last: Outcome | None = None
-        self.notes: list[str] = []  # warnings about what was found damaged
-        self._read_back: dict[Path, tuple[int, ...]] = {}  # size, time and number of whole files
+        self.notes: list[str] = []  # warnings about old ones that cannot be removed
         self._group = world.group
         self._under_way: Future[Outcome] | None = None
         if settings.asynchronous:
@@ -98,20 +93,30 @@ class Checkpoints:
             ranks = dist.get_process_group_ranks(world.group)
             self._group = dist.new_group(ranks, backend="gloo")
 
-    def save(self, step: int, own: Mapping[str, Tensor]) -> None:
-        """Save after ``step`` steps, with what is this rank's alone. A collective."""
+    def save(self, step: int, random: Mapping[str, Tensor]) -> None:
+        """Save after ``step`` steps, with this rank's random states. A collective."""
         start = time.perf_counter()
         self.wait()
         if self.guards is not None:
             self.guards.before_checkpoint()
+        shared, own = self.strategy.extra_state()
+        rank = f"{OWN}{self.world.rank}/"
+        alone = parts.parts_of(rank + RANDOM, random) | parts.parts_of(rank + EXTRA, own)
+        with self.strategy.as_one():
+            outcome = self._save(step, parts.parts_of(SHARED, shared), alone, start)
+        if outcome is not None:
+            self._finish(outcome)
+
+    def _save(
+        self, step: int, shared: parts.Parts, alone: parts.Parts, start: float
+    ) -> Outcome | None:
+        """Write it, or copy what a thread will write: then the outcome is not known yet."""
         held, numbers, update = parts.held_by(self.strategy)
+        held |= shared
         if self.guards is not None:
             self.guards.check_saved(held, numbers, step - 1)
         parts.as_runs(held, self.world)
-        held |= {
-            f"{OWN}{self.world.rank}/{name}": Part(tensor.shape, 0, tensor.reshape(-1))
-            for name, tensor in own.items()
-        }
+        held |= alone
         offered = self.world.gather((parts.offers_of(held), numbers))
         whole = self.strategy.whole()
         tensors, shares = parts.plan([offers for offers, _ in offered])
@@ -122,40 +127,22 @@ class Checkpoints:
             world=self.world.size,
             config=self.about.config,
             samples=self.about.samples,
-            update=update,
+            update=cast(Update, update),
             numbers={name: n for _, of_rank in offered for name, n in of_rank.items()},
             tensors=tensors,
             tied=whole.tied,
             unsaved=whole.unsaved,
         )
-        pieces = [(n, low, held[n].between(low, high)) for n, low, high in shares[self.world.rank]]
+        mine = shares[self.world.rank]
+        pieces = [(n, low, parts.between(held[n], low, high)) for n, low, high in mine]
         if not self.settings.asynchronous:
-            self._finish(self._write(step, pieces, make, start, None))
-            return
+            return self._write(step, pieces, make, start, None)
         pieces = [(name, low, values.to("cpu", copy=True)) for name, low, values in pieces]
         held_up_s = time.perf_counter() - start
         self._under_way = _in_thread(
             partial(self._write, step, pieces, make, start, held_up_s), "shardlab-checkpoint"
         )
-
-    def save_last(self, step: int, own: Mapping[str, Tensor]) -> None:
-        """Save what a finished run leaves: it is read back, and written again if damaged.
-
-        Damage would show only on the day when it is needed; now it can still be repaired.
-        """
-        for attempt in range(1, TRIES + 1):
-            self.save(step, own)
-            self.wait()
-            assert self.last is not None
-            if self.last.error is not None:
-                return
-            damage = self.damage_of(step, trust=False)
-            if damage is None:
-                return
-            if attempt == TRIES:
-                self._finish(replace(self.last, error=f"{damage}, {TRIES} times"))
-            else:
-                self._warn(f"{damage}; it is written again")
+        return None
 
     def wait(self) -> None:
         """Wait until what is under way is done."""
@@ -166,13 +153,9 @@ class Checkpoints:
     def _finish(self, outcome: Outcome) -> None:
         self.last = outcome
         for note in self.notes:
-            self._warn(note)
+            self.world.tell({"warning": note})
         self.notes.clear()
         self.on_done(outcome)
-
-    def _warn(self, warning: str) -> None:
-        if self.world.rank == 0:
-            self.world.tell({"warning": warning})
 
     def _write(
         self,
@@ -207,69 +190,22 @@ class Checkpoints:
             if rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
         else:
-            self._retain(step)
+            if rank == 0:
+                self._retain(step)
         seconds = time.perf_counter() - start
         size = sum(file.size for file in written.values()) if error is None else 0
         return Outcome(step, seconds, seconds if held_up_s is None else held_up_s, size, error)
 
     def _retain(self, newest: int) -> None:
-        """Remove old ones when as many newer ones as should stay were read back. A collective.
-
-        Checkpoints of later steps are from before a resume that passed them over: they do not
-        count.
-        """
-        steps = self._gather(sorted(files.steps_in(self.run)))[0]
-        going = files.to_remove(
-            [step for step in steps if step <= newest],
-            self.settings.keep_last, self.settings.keep_every, self._is_whole,
-        )  # fmt: skip
-        if self.world.rank:
-            return
-        for step in going:
+        """Remove old ones. Checkpoints of later steps are from before a resume that passed them
+        over: they do not count."""
+        steps = [step for step in files.steps_in(self.run) if step <= newest]
+        for step in files.to_remove(steps, self.settings.keep_last, self.settings.keep_every):
             path = files.path_of(self.run, step)
             try:
                 shutil.rmtree(files.set_aside(path), ignore_errors=True)
             except OSError as error:
                 self.notes.append(f"cannot remove {path}: {error.strerror}")
-
-    def _is_whole(self, step: int) -> bool:
-        damage = self.damage_of(step)
-        if damage is not None and self.world.rank == 0:
-            self.notes.append(f"{damage}; it does not count among checkpoint.keep_last")
-        return damage is None
-
-    def damage_of(self, step: int, trust: bool = True) -> str | None:
-        """What is wrong with a checkpoint of this run. Each rank reads its share. A collective.
-
-        With ``trust`` a file that was read back before, and has not been changed since, is not read
-        again: so each is read once.
-        """
-        folder, world = files.path_of(self.run, step), self.world
-        found: dict[str, File] = {}
-
-        def read() -> dict[str, File]:
-            return {} if world.rank else manifests.read(folder).files
-
-        def verify() -> None:
-            for file in list(found)[world.rank :: world.size]:
-                self._verify(folder, file, found[file], trust)
-
-        try:
-            found |= together(self._gather, read)[0]
-            together(self._gather, verify)
-        except UsageError as damage:
-            return str(damage)
-        return None
-
-    def _verify(self, folder: Path, name: str, expected: File, trust: bool) -> None:
-        path, now = folder / name, time.time()
-        seen = _look_of(path)
-        if trust and seen is not None and self._read_back.get(path) == seen:
-            return
-        self._read_back.pop(path, None)
-        manifests.verify(folder, {name: expected})
-        if seen is not None and now - seen[1] / 1e9 > SETTLED_S:
-            self._read_back[path] = seen
 
     def _gather(self, value: Any) -> list[Any]:
         """Every rank's value, over the group that checkpoints have."""
@@ -290,15 +226,6 @@ def _in_thread(act: Callable[[], Outcome], name: str) -> Future[Outcome]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
-
-
-def _look_of(path: Path) -> tuple[int, ...] | None:
-    """Size, time and number of a file: they show that it changed without reading it."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

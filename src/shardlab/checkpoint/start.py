@@ -19,7 +19,7 @@ from shardlab.checkpoint import manifest as manifests
 from shardlab.checkpoint.manifest import Manifest
 from shardlab.config import Config
 from shardlab.errors import UsageError
-from shardlab.files import append_jsonl
+from shardlab.files import append_jsonl, read_jsonl
 from shardlab.runlock import RunLock
 
 if TYPE_CHECKING:
@@ -39,8 +39,16 @@ TOLD = (
     "training.warmup_steps", "training.min_rate", "training.clip_norm", "training.compile",
     "training.activation_checkpointing", "precision.compute", "training.betas", "training.eps",
     "training.optimizer_options", "training.no_decay", "training.clip_value", "training.ema_decay",
-    "training.epochs", "training.micro_batch",
+    "training.epochs", "training.micro_batch", "training.patience",
 )  # fmt: skip
+# The settings that can name code to import, and how a command names it.
+CODE = {
+    "model.workload": "--workload ",
+    "strategy.name": "--strategy ",
+    "training.optimizer": "--optimizer ",
+    "training.schedule": "--set training.schedule=",
+}
+OFF: tuple[Any, ...] = (None, False, 0, [], {})
 VISIBLE_S = 4.0  # how long a rank looks for a folder that rank 0 has made
 T = TypeVar("T")
 
@@ -62,6 +70,15 @@ class Start:
     def is_resumed(self) -> bool:
         return self.run is not None or self.manifest is not None
 
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Those before the checkpoint: in the folder of its run, if it is still in one."""
+        if self.checkpoint is None:
+            return []
+        path = self.checkpoint.absolute().parent.parent / "evaluation.jsonl"
+        rows = read_jsonl(path) if path.is_file() else []
+        last = self.step
+        return [row for row in rows if isinstance(n := row.get("steps"), int) and n <= last]
+
     def keeps_rows(self, world: int) -> bool:
         """Whether this run's rows follow those in the folder: same ranks, same folder."""
         return self.run is not None and self.manifest is not None and self.manifest.world == world
@@ -75,8 +92,8 @@ def settings_of(
 ) -> dict[str, Any]:
     """The settings of the run that a user named, which the flags then change.
 
-    ``named`` has the workload and the strategy if the user named them. A checkpoint does not decide
-    where to write, nor which code to run: the user's own code must be named again.
+    ``named`` has the values of ``CODE`` that the user gave, by key. A checkpoint does not decide
+    where to write, nor which code to run: the user must name their own code again.
     """
     if resume in (None, AUTO):
         return {}
@@ -88,6 +105,10 @@ def settings_of(
         values = files.settings_in(path / "config.yaml") or {}
         world = setting(values, "launch", "world", None)
     base = {key: dict(value) for key, value in values.items() if isinstance(value, Mapping)}
+    standard = Config().to_dict()
+    for section, inside in base.items():  # keys that an older version had, and that were off
+        gone = [key for key in inside if key not in standard.get(section, inside)]
+        base[section] = {k: v for k, v in inside.items() if k not in gone or v not in OFF}
     base.setdefault("launch", {})["world"] = world if keep_world else None
     for key in ("address", "interface"):  # of the machines that it ran on
         base["launch"].pop(key, None)
@@ -95,29 +116,28 @@ def settings_of(
         base.get("output", {}).pop(key, None)
     if setting(base, "training", "micro_batch", None) is not None:
         base["training"].pop("accumulate", None)  # it follows from the number of ranks
-    for section, key in (("model", "workload"), ("strategy", "name")):
-        given, saved = (named or {}).get(section), base.get(section, {}).get(key)
+    for dotted, flag in CODE.items():
+        section, _, key = dotted.partition(".")
+        given, saved = (named or {}).get(dotted), base.get(section, {}).get(key)
         if given is None and ":" in str(saved):
-            flag = "--workload" if section == "model" else "--strategy"
             raise UsageError(
                 f"{path} was made with code of its own, {saved}, which is run only if you name it: "
-                f"{flag} {saved}"
+                f"{flag}{saved}"
             )
-        if given is not None and given != saved:
+        if section in ("model", "strategy") and given is not None and given != saved:
             base[section] = {}  # the saved options belong to another workload or strategy
     return base
 
 
-def named_by(
-    config: Path | None, workload: str | None, strategy: str | None
-) -> dict[str, str | None]:
-    """Workload and strategy as the user named them: by a flag, or in a config file."""
+def named_by(config: Path | None, given: Mapping[str, Any]) -> dict[str, str | None]:
+    """The values of ``CODE`` that the user gave: by a flag or setting, or in a config file."""
     inside = {} if config is None else files.settings_in(config) or {}
-    keys = {"model": ("workload", workload), "strategy": ("name", strategy)}
-    return {
-        section: given if given is not None else setting(inside, section, key, None)
-        for section, (key, given) in keys.items()
-    }
+    named = dict(given)
+    for dotted in CODE:
+        section, _, key = dotted.partition(".")
+        if named.get(dotted) is None:
+            named[dotted] = setting(inside, section, key, None)
+    return {dotted: named[dotted] for dotted in CODE}
 
 
 def is_restarted() -> bool:
@@ -165,6 +185,7 @@ def taken(run: Path | None, lock: RunLock) -> Path | None:
         return run
     is_running = files.is_running(run)  # asked before the lock is ours
     try:
+        runfolder.refuse_links(run)
         lock.take(run)
     except OSError as error:
         raise UsageError(f"cannot continue in {run}: {error.strerror}") from None
@@ -196,7 +217,7 @@ def newest_good(run: Path, world: World) -> Start:
     return Start(run, notes=tuple(notes))
 
 
-def unseen(file: Path, world: World) -> dict[int, str]:
+def unseen(file: Path, world: World) -> list[str]:
     """The ranks that do not see the file as rank 0 does, with host and folder. A collective."""
     said = world.share(_content(file))
     limit = time.monotonic() + VISIBLE_S
@@ -206,13 +227,13 @@ def unseen(file: Path, world: World) -> dict[int, str]:
             list(file.parent.parent.iterdir())
     where = f"rank {world.rank} on {socket.gethostname()}, in {_current_folder()}"
     found = world.gather(None if is_seen else where)
-    return {rank: where for rank, where in enumerate(found) if where is not None}
+    return [where for where in found if where is not None]
 
 
 def refuse_unseen(file: Path, world: World) -> None:
     if missing := unseen(file, world):
         raise UsageError(
-            f"{file.parent} on rank 0's node is not visible to {'; '.join(missing.values())}: to "
+            f"{file.parent} on rank 0's node is not visible to {'; '.join(missing)}: to "
             "resume a run, all nodes must share its folder"
         )
 
@@ -324,7 +345,9 @@ def changes(start: Start, config: Config) -> list[str]:
     if start.manifest is None or not start.manifest.config:
         return []
     saved = dict(start.manifest.config)
-    saved["launch"] = {**saved.get("launch", {}), "world": start.manifest.world}
+    launch = saved.get("launch")
+    kept = launch if isinstance(launch, Mapping) else {}
+    saved["launch"] = {**kept, "world": start.manifest.world}
     return differences(saved, config.to_dict(), TOLD)
 
 

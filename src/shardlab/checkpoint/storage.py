@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shardlab.checkpoint.manifest import Damaged, File, Manifest, inside
-from shardlab.checkpoint.parts import Part, Parts
-from shardlab.strategies import layout
+from shardlab.checkpoint.parts import Parts, between, bounds, part
+from shardlab.strategies.shards import take
 from shardlab.workloads import huggingface
 
 BLOCK = 1 << 24  # bytes that are brought to the host, hashed and written at a time
@@ -43,14 +43,16 @@ def write(path: Path, pieces: Sequence[Piece]) -> File:
 def fill(folder: Path, manifest: Manifest, parts: Parts) -> None:
     """Fill the parts from the files, which are memory-mapped: only what is needed is read."""
     opened: dict[str, dict[str, Tensor]] = {}
-    for name, part in parts.items():
+    for name, wanted in parts.items():
         entry = manifest.tensors[name]
-        if part.runs is not None:  # the whole of it, and from that what is here
+        if len(wanted.runs) > 1:  # the whole of it, and from that what is here
+            assert wanted.value is not None
             values = whole(folder, manifest, [name])[name].reshape(-1)
-            part.values.copy_(layout.take(values, part.runs))
+            wanted.value.copy_(take(values, wanted.runs))
             continue
+        begin, end = bounds(wanted)
         for start, length, file in entry.chunks:
-            low, high = max(start, part.start), min(start + length, part.end)
+            low, high = max(start, begin), min(start + length, end)
             if low >= high:
                 continue
             path, key = folder / file, key_of(name, start)
@@ -60,7 +62,7 @@ def fill(folder: Path, manifest: Manifest, parts: Parts) -> None:
             expected = getattr(torch, entry.dtype), (length,)
             if stored is None or (stored.dtype, stored.shape) != expected:
                 raise Damaged(f"{path} is damaged: it has no {key} as it should be")
-            part.between(low, high).copy_(stored[low - start : high - start])
+            between(wanted, low, high).copy_(stored[low - start : high - start])
 
 
 def whole_tensors(folder: Path, manifest: Manifest, prefix: str) -> dict[str, Tensor]:
@@ -70,10 +72,7 @@ def whole_tensors(folder: Path, manifest: Manifest, prefix: str) -> dict[str, Te
 
 
 def whole(folder: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, Tensor]:
-    parts = {}
-    for name in names:
-        entry = manifest.tensors[name]
-        values = torch.empty(entry.size, dtype=getattr(torch, entry.dtype))
-        parts[name] = Part(torch.Size(entry.shape), 0, values)
-    fill(folder, manifest, parts)
-    return {name: part.values.view(part.shape) for name, part in parts.items()}
+    entries = {name: manifest.tensors[name] for name in names}
+    made = {n: torch.empty(e.shape, dtype=getattr(torch, e.dtype)) for n, e in entries.items()}
+    fill(folder, manifest, {name: part(name, tensor) for name, tensor in made.items()})
+    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -23,13 +24,13 @@ from shardlab.cli import (
     prove,
     runs,
     schedule,
-    submit,
     trace,
     train,
 )
 from shardlab.cli.common import LOG_LEVEL, App
 from shardlab.cli.flags import JSON, normalized
 from shardlab.errors import Interrupted, NodeLost, RankFailure, UsageError
+from shardlab.files import NO_ROOM
 
 app = App(
     no_args_is_help=True,
@@ -40,7 +41,7 @@ app = App(
 )
 for command in (
     train.train, compare.compare, prove.prove, measure.throughput, measure.memory, network.network,
-    plan.plan, schedule.schedule, submit.submit,
+    plan.plan, schedule.schedule,
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(data.app, name="data")
@@ -86,6 +87,10 @@ def main() -> None:
         _end(2, "error: the current folder is gone; change to another, and try again")
     try:
         app()
+    except SystemExit as left:  # typer turns Ctrl-C into this, wherever it came, without a word
+        if isinstance(getattr(left.__context__, "__cause__", None), KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        raise
     except UsageError as error:
         from shardlab.run import joined
 
@@ -98,10 +103,16 @@ def main() -> None:
         _end(1, f"error: {lost}")
     except Interrupted as stopped:
         _end(stopped.exit_code, f"interrupted: {stopped}")
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        output.give_up()
+        _end(2, f"error: cannot write {error.filename or 'to stdout'}: {error.strerror}")
 
 
 def _end(code: int, message: str) -> NoReturn:
-    print(message, file=sys.stderr)
+    with contextlib.suppress(OSError):  # stderr is on a full device: the exit code says it
+        print(message, file=sys.stderr)
     raise SystemExit(code)
 
 

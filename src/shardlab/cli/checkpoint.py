@@ -14,7 +14,6 @@ from shardlab.errors import UsageError
 
 app = App(
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="Look into checkpoints, and turn them into safetensors or Hugging Face's GPT-2 and back.",
 )
 PATH = typer.Argument(help="A checkpoint, or a run folder that has some.", metavar="PATH")
@@ -47,13 +46,22 @@ def export(
     path: Annotated[Path, PATH],
     out: Annotated[Path, typer.Option("--out", "-o", help="The file or folder to write; new.")],
     form: Annotated[str, FORMAT] = "safetensors",
+    average: Annotated[
+        bool,
+        typer.Option(
+            "--average", help="The moving average of the parameters (training.ema_decay)."
+        ),
+    ] = False,
 ) -> None:
     """The model's weights, whole; of a run folder, those of its newest checkpoint."""
     from shardlab.checkpoint import convert
 
     checkpoint = _one(path)
-    count = convert.export(checkpoint, out, form)
-    output.say(f"{count} tensors of {checkpoint} written to {out}")
+    count, has_average = convert.export(checkpoint, out, form, average)
+    which = ""
+    if has_average:
+        which = ": the moving average" if average else ": as trained; --average writes the average"
+    output.say(f"{count} tensors of {checkpoint} written to {out}{which}")
 
 
 @app.command("import")

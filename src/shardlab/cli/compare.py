@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import shlex
 import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
 from shardlab import output
 from shardlab.cli import flags
-from shardlab.errors import Interrupted, NodeLost, UsageError
+from shardlab.errors import UsageError
 from shardlab.runlock import RunLock
 
 # Unless somebody sets it: a short window for each strategy, whose first step is thrown away anyway.
@@ -47,13 +46,12 @@ def compare(
     warmup: int = typer.Option(1, help="Steps before the clock counts, per visit."),
     steps: int = typer.Option(
         2,
-        help="Timed steps per visit; with --to-loss the most steps of a run, where --max-steps "
-        "says the same and 500 is the default.",
+        help="Timed steps per visit; with --to-loss the most steps of a run.  (default there: 500)",
     ),
     to_loss: float | None = typer.Option(
         None,
         help="Train each strategy until this held-out loss instead, and compare time, bytes and "
-        "steps: for what changes the mathematics, such as compression and local_sgd.",
+        "steps: for what changes the mathematics, such as local_sgd and diloco.",
         metavar="LOSS",
     ),
     tokens: int | None = typer.Option(
@@ -86,10 +84,6 @@ def compare(
         "timed and weighed, so that no number is of a profiled step. Options as in train.  "
         "(default: profile)",
     ),
-    resume: Path | None = typer.Option(
-        None, help="Continue an interrupted comparison; what it has measured is kept.",
-        metavar="DIR",
-    ),
     against: Path | None = typer.Option(
         None, help="An earlier compare.json to hold this one against.", metavar="FILE"
     ),
@@ -102,7 +96,6 @@ def compare(
     """Measure strategies side by side: same model, data, seed and global batch."""
     from shardlab.measure import compare as comparison
     from shardlab.measure import gate
-    from shardlab.measure import resume as resuming
     from shardlab.measure.cells import Plan, axes_of, cells_of
     from shardlab.plan import buckets
     from shardlab.report import compare as report
@@ -115,8 +108,6 @@ def compare(
     if seeds is not None:
         raise UsageError("--seeds is for --to-loss and --tokens; --repeats sets visits to time")
     launch.lead(asked.config().launch)
-    if resume is not None and "output.dir" in asked.flags:
-        raise UsageError("--resume continues in its own folder; leave out --out")
     if fresh and not prove:
         raise UsageError("--fresh makes proofs anew, and --no-prove makes none; leave out one")
     limits = gate.limits_of(fail_if or [])
@@ -126,59 +117,47 @@ def compare(
             f"--fail-if {min(limits)} is for a comparison with an earlier one; add --against FILE"
         )
     earlier = None if against is None else gate.read(against)
-    store = None if resume is None else resuming.Store(resume)
-    begun = None if store is None else store.planned()
-    if begun is not None and _only_given(
-        ctx, {"resume", "quiet", "as_json", "against", "fail_if", "log_level"}
-    ):
-        cells, plan, command = begun
-        first = cells[0].config
-    else:
-        if profile:
-            asked.flags["profile.enabled"] = True
-        first, command = asked.config(WINDOW), flags.command()
-        plan = Plan(
-            repeats=repeats,
-            warmup=warmup,
-            steps=steps,
-            prove=prove,
-            fresh=fresh,
-            time_limit_s=time_limit,
-            profile=None if profile is False else replace(first.profile, enabled=True),
-        )
-        axes = axes_of(first, world, precision, accumulate, bucket_mb, launch.default_ranks())
-        cells = cells_of(first, flags.specs_of(strategies), axes, plan)
-        for cell, config in zip(cells, buckets.settled([c.config for c in cells]), strict=True):
-            cell.config = config
-        if begun is not None:
-            assert resume is not None
-            resuming.refuse_others((cells, plan), begun[:2], resume)
-            cells, plan, command = begun
+    if profile:
+        asked.flags["profile.enabled"] = True
+    first = asked.config(WINDOW)
+    plan = Plan(
+        repeats=repeats,
+        warmup=warmup,
+        steps=steps,
+        prove=prove,
+        fresh=fresh,
+        time_limit_s=time_limit,
+        profile=None if profile is False else replace(first.profile, enabled=True),
+    )
+    axes = axes_of(first, world, precision, accumulate, bucket_mb, launch.default_ranks())
+    cells = cells_of(first, flags.specs_of(strategies), axes, plan)
+    for cell, config in zip(cells, buckets.settled([c.config for c in cells]), strict=True):
+        cell.config = config
     if must_be_right and not plan.prove:
         raise UsageError("--fail-if wrong looks at the proofs; leave out --no-prove")
     if earlier is not None:
         gate.refuse_others(earlier, cells)
         gate.refuse_unsure(earlier, plan.repeats, limits)
 
-    lock = ctx.with_resource(RunLock())  # while it measures, nobody else may write there
+    lock = ctx.with_resource(RunLock(keeps=False))  # while it measures, nobody else may write there
 
     @functools.cache  # created when there is something to write: a refusal leaves nothing behind
     def folder() -> Path:
-        made = resume or first.new_folder("compare")
+        made = first.new_folder("compare")
         lock.take(made)
         return made
 
-    try:
-        with (
-            console.comparison_progress(enabled=asked.tells) as on_progress,
-            _interrupted_by_terminate(),
-        ):
-            result = comparison.compare(cells, plan, command, on_progress, folder, True)
-    except (Interrupted, KeyboardInterrupt, NodeLost) as stopped:
-        if folder.cache_info().currsize:
-            again = f"shardlab compare --resume {shlex.quote(str(folder()))}"
-            print(f"to continue where it stopped: {again}", file=sys.stderr)
-        raise stopped if isinstance(stopped, NodeLost) else Interrupted from None
+    def write_partial(result: dict[str, Any]) -> None:
+        page = report.write(folder(), result)["html"]
+        print(f"what was measured so far: {page}", file=sys.stderr)
+
+    with (
+        console.comparison_progress(enabled=asked.tells) as on_progress,
+        _interrupted_by_terminate(),
+    ):
+        result = comparison.compare(
+            cells, plan, flags.command(), on_progress, folder, True, write_partial
+        )
     try:
         if earlier is not None:
             result["gate"] = gate.check(result, earlier, limits)
@@ -201,7 +180,7 @@ def compare(
 
 
 # What times steps, and what looks at them afterwards.
-OF_STEPS = ("repeats", "prove", "fresh", "profile", "resume", "against", "fail_if")
+OF_STEPS = ("repeats", "prove", "fresh", "profile", "against", "fail_if")
 
 
 def _reach(asked: flags.Asked, ctx: typer.Context, loss: float | None, tokens: int | None) -> None:
@@ -213,7 +192,8 @@ def _reach(asked: flags.Asked, ctx: typer.Context, loss: float | None, tokens: i
     from shardlab.run import launch
 
     given = ctx.params
-    is_given = {name: not _only_given(ctx, given.keys() - {name}) for name in given}
+    sources = {name: ctx.get_parameter_source(name) for name in given}
+    is_given = {n: source is not None and source.name != "DEFAULT" for n, source in sources.items()}
     flag = "--to-loss" if tokens is None else "--tokens"
     for name in OF_STEPS:
         if is_given[name]:
@@ -226,7 +206,7 @@ def _reach(asked: flags.Asked, ctx: typer.Context, loss: float | None, tokens: i
             f"{flag} trains each strategy several times; say which: --strategies pytorch_ddp,zero2"
         )
     if tokens is not None and is_given["steps"]:
-        raise UsageError("--tokens says how many steps there are; leave out --max-steps")
+        raise UsageError("--tokens says how many steps there are; leave out --steps")
     base = asked.config()
     goal = to_loss.Goal(
         loss=loss,
@@ -243,14 +223,11 @@ def _reach(asked: flags.Asked, ctx: typer.Context, loss: float | None, tokens: i
     )  # fmt: skip
     plan = Plan(repeats=1, warmup=0, steps=goal.max_steps)
     cells = cells_of(base, flags.specs_of(given["strategies"]), axes, plan)
-    try:
-        with (
-            console.comparison_progress(enabled=asked.tells) as on_progress,
-            _interrupted_by_terminate(),
-        ):
-            result = to_loss.run(cells, goal, base, flags.command(), on_progress)
-    except KeyboardInterrupt:
-        raise Interrupted from None
+    with (
+        console.comparison_progress(enabled=asked.tells) as on_progress,
+        _interrupted_by_terminate(),
+    ):
+        result = to_loss.run(cells, goal, base, flags.command(), on_progress)
     folder = base.new_folder("to-loss")
     files = report.write(folder, result)
     asked.print(result, folder, lambda: report.show(result, files))
@@ -259,15 +236,9 @@ def _reach(asked: flags.Asked, ctx: typer.Context, loss: float | None, tokens: i
         raise SystemExit(1)
 
 
-def _only_given(ctx: typer.Context, names: set[str]) -> bool:
-    """Whether no flags were given but these."""
-    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
-    return {n for n, source in sources.items() if source and source.name != "DEFAULT"} <= names
-
-
 @contextlib.contextmanager
 def _interrupted_by_terminate() -> Iterator[None]:
-    """``kill`` ends a comparison as Ctrl-C does: the ranks end, and we say how to resume it."""
+    """``kill`` ends a comparison as Ctrl-C does: the ranks end, and the report is written."""
 
     def stop(*_: object) -> NoReturn:
         raise KeyboardInterrupt

@@ -21,7 +21,7 @@ app = App(
 OUT = typer.Option("--out", "-o", help="Folder; by default where `--set data.source=auto` looks.",
                   metavar="DIR", show_default=False)  # fmt: skip
 FROM = typer.Option(
-    "--from", help="hub, package, or a file or folder that you have; auto tries in that order.",
+    "--from", help="hub (or the authors' site), or a file or folder that you have.",
     metavar="SOURCE",
 )  # fmt: skip
 QUIET = typer.Option("--quiet", "-q", help="No progress: only where the data is.")
@@ -43,7 +43,7 @@ def _obtain(
 def fineweb(
     shards: Annotated[int, typer.Option(help="Training shards of 100 M tokens (200 MB).")] = 1,
     out: Annotated[Path | None, OUT] = None,
-    source: Annotated[str, FROM] = "auto",
+    source: Annotated[str, FROM] = "hub",
     quiet: Annotated[bool, QUIET] = False,
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
@@ -57,7 +57,7 @@ def _add(name: str) -> None:
     @app.command(name, help=f"{catalog.ENTRIES[name].about}.")
     def command(
         out: Annotated[Path | None, OUT] = None,
-        source: Annotated[str, FROM] = "auto",
+        source: Annotated[str, FROM] = "hub",
         quiet: Annotated[bool, QUIET] = False,
         as_json: Annotated[bool, JSON] = False,
     ) -> None:
@@ -164,9 +164,10 @@ def _progress(
 ) -> Iterator[tuple[Draw, Callable[[str], None]]]:
     """A bar for each name on a terminal; in a log, a line for each file that is fetched."""
     from rich import progress as bars
-    from rich.console import Console
 
-    console = Console(stderr=True, highlight=False, quiet=not enabled)
+    from shardlab.report.terminal import SafeConsole
+
+    console = SafeConsole(stderr=True, highlight=False, quiet=not enabled)
     draws = enabled and console.is_terminal
     amount: list[bars.ProgressColumn] = [bars.MofNCompleteColumn()]
     if in_bytes:

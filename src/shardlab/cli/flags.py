@@ -20,7 +20,6 @@ import typer
 from shardlab import output
 from shardlab.cli.common import taking
 from shardlab.errors import UsageError
-from shardlab.naming import KEY_ALIASES
 
 if TYPE_CHECKING:
     from shardlab.config import Config
@@ -84,8 +83,7 @@ FLAGS = {
         "training.batch_split", str,
         "exact: refuse a batch the ranks cannot share evenly; or uneven.",
     ),
-    "epoch": Flag("data.epoch", str, "How an epoch ends: continuous, padded, dropped or exact."),
-    "audit_data": Flag("data.audit", bool, "Say which samples were repeated or missed."),
+    "epoch": Flag("data.epoch", str, "How an epoch ends: continuous, padded or exact."),
     "optimizer": Flag(
         "training.optimizer", str, "adamw, sgd, any class of torch.optim, or module:Class."
     ),
@@ -105,7 +103,7 @@ FLAGS = {
     "seed": Flag("training.seed", int),
     "device": Flag("launch.device", str, "auto, cpu or cuda."),
     "backend": Flag("launch.backend", str, "auto, gloo or nccl."),
-    "port": Flag("launch.port", int, "Where the ranks meet; 0: a free port."),
+    "port": Flag("launch.port", int, "Of rank 0, under srun and mpirun; 0: the job gives it."),
     "profile": Flag(
         "profile.enabled", bool,
         "Traces of some steps of each rank, in traces/rank<r>/: 1 step left alone, 1 warm-up, "
@@ -136,11 +134,6 @@ FLAGS = {
         "launch.min_world", int,
         "A restart may have fewer ranks, one less each time, down to this.",
     ),
-    "min_workers": Flag(
-        "strategy.options.min_workers", int,
-        "local_sgd and diloco: exchange without workers that are late or lost, as long as this "
-        "many are there.",
-    ),
     "hang_after": Flag(
         "guard.hang_s", float,
         "End a run in which no rank has moved for this many seconds, and say who is missing; 0: "
@@ -155,33 +148,9 @@ FLAGS = {
 }  # fmt: skip
 
 
-# Flags of other people's scripts that mean exactly one of ours. A command that does not have ours
-# does not have theirs.
-ALIASES = {
-    "ddp-choice": "strategy",
-    "nproc-per-node": "world",
-    "num-gpus": "world",
-    "batch-size": "micro-batch",  # of a GPU
-    "global-batch-size": "global-batch",
-    "gradient-accumulation-steps": "accumulate",
-    "max-steps": "steps",
-    "num-epochs": "epochs",
-}
-# And those that are something else here.
-INSTEAD = {
-    "trace-dir": "name the folder itself: shardlab trace analyze DIR",
-    "enable-multiprocessing": "traces are read by a process per core; --jobs N sets another number",
-    "standalone": "that is torchrun's own: torchrun --standalone … -m shardlab train …",
-    "sharding-strategy": "FULL_SHARD and its like are strategies here: --strategy FULL_SHARD",
-}
-
-
 def normalized(word: str) -> str:
-    """The name of a flag, without its dashes, as we write it."""
-    word = word.replace("_", "-")
-    if word in INSTEAD:
-        raise UsageError(f"--{word}: {INSTEAD[word]}")
-    return ALIASES.get(word, word)
+    """The name of a flag, without its dashes: --global_batch is --global-batch."""
+    return word.replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -207,22 +176,27 @@ class Asked:
     @property
     def keys(self) -> set[str]:
         """The config keys that the command line sets."""
-        words = (setting.partition("=")[0] for setting in self.settings)
-        return self.flags.keys() | {KEY_ALIASES.get(word, word) for word in words}
+        return self.flags.keys() | {setting.partition("=")[0] for setting in self.settings}
+
+    def overrides(self) -> dict[str, Any]:
+        """What --set and the flags say, by config key; flags come last."""
+        from shardlab import config as configs
+
+        overrides: dict[str, Any] = {}
+        for setting in self.settings:
+            key, equals, value = setting.partition("=")
+            if not equals:
+                raise UsageError(f"--set {setting}: not KEY=VALUE, as in training.steps=5")
+            overrides[key] = configs.parse_value(value)
+        return overrides | self.flags
 
     def config(self, base: Mapping[str, Any] | None = None) -> Config:
-        return config_of(self.file, self.settings, self.flags, base)
+        """Defaults < those of the run that is resumed < file < --set < the flags."""
+        from shardlab import config as configs
 
-    def data_source(self) -> str:
-        """Where the data is, though perhaps not on this machine."""
-        from shardlab.checkpoint import files, start
-        from shardlab.config import AUTO
-
-        key = "data.source"
-        inside = None if self.file is None else files.settings_in(self.file)
-        words = [start.setting(inside or {}, "data", "source", AUTO)]
-        words += [s.partition("=")[2] for s in self.settings if s.startswith(f"{key}=")]
-        return str(self.flags.get(key, words[-1]))
+        config = configs.load(self.file, self.overrides(), base)
+        config.refuse_unwritable()
+        return config
 
     def print(self, result: Any, folder: Any, show: Callable[[], None]) -> None:
         """The result as it was asked for: as JSON, the folder of its files alone, or in words."""
@@ -302,24 +276,6 @@ def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
-
-
-def config_of(
-    file: Path | None,
-    settings: list[str] | None,
-    flags: Mapping[str, Any],
-    base: Mapping[str, Any] | None = None,
-) -> Config:
-    """Defaults < those of the run that is resumed < file < --set < the flags that were given."""
-    from shardlab import config as configs
-
-    overrides: dict[str, Any] = {}
-    for setting in settings or []:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise UsageError(f"--set {setting}: not KEY=VALUE, as in training.steps=5")
-        overrides[key] = configs.parse_value(value)
-    return configs.load(file, overrides | dict(flags), base)
 
 
 def command() -> str:

@@ -24,7 +24,6 @@ DEFAULT_DIR = Path("learn")
 app = App(
     help="Exercises for the rungs of the ladder: write a strategy's heart yourself, have it "
     "checked on real ranks, and read what is wrong.",
-    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -90,8 +89,7 @@ def check(
     ),
     folder: Annotated[Path, DIR] = DEFAULT_DIR,
     time_limit: float | None = typer.Option(
-        None, help="Seconds that a check may take before it is stopped.  (default: 30; "
-        "choose_strategy, which measures, 120)",
+        None, help="Seconds that a check may take before it is stopped.  (default: 30)",
     ),
     as_json: Annotated[bool, JSON] = False,
 ) -> None:  # fmt: skip
@@ -107,7 +105,7 @@ def check(
     verdicts = []
     for exercise, path in _asked(name, exercise_name, folder):
         with nullcontext() if as_json else report.checking(exercise):
-            verdict = grading.grade(exercise, path, time_limit)
+            verdict = grading.grade(exercise, path, time_limit or grading.DEADLINE_S)
         verdicts.append(verdict)
         try:
             exercises.note(verdict.exercise, path, verdict.passed, folder)

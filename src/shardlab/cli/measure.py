@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,13 +52,14 @@ def throughput(
     ),
     warmup: int = typer.Option(2, help="Steps before the clock counts, per size."),
     steps: int = typer.Option(5, help="Timed steps per size."),
-    model_params: float = typer.Option(
-        1e12, help="Extrapolate to a model of this many parameters …"
+    model_params: float | None = typer.Option(
+        None, help="Extrapolate to a model of this many parameters (1e12), …"
     ),
-    tokens: float = typer.Option(1e13, help="… trained on this many tokens …"),
-    target_days: float = typer.Option(90.0, help="… in this many days …"),
+    tokens: float | None = typer.Option(None, help="… trained on this many tokens (1e13), …"),
+    target_days: float | None = typer.Option(None, help="… in this many days (90), …"),
     price_per_hour: float | None = typer.Option(
-        None, help="… at this price of a device's hour, in any currency."
+        None, help="… at this price of a device's hour, in any currency. Nothing is extrapolated "
+        "unless one of these four is given.",
     ),
 ) -> None:  # fmt: skip
     """Measure tokens/s, MFU and peak memory for each batch size, until memory runs out."""
@@ -82,7 +83,12 @@ def throughput(
         most=max_micro_batch,
         time_limit_s=time_limit,
     )
-    goal = measuring.Goal(model_params, tokens, target_days, price_per_hour)
+    goals = {
+        "params": model_params, "tokens": tokens, "days": target_days,
+        "price_per_hour": price_per_hour,
+    }  # fmt: skip
+    asked_for = {name: value for name, value in goals.items() if value is not None}
+    goal = measuring.Goal(**asked_for) if asked_for else None
     resolved = asked.config()
     place = places.joined()
     ranks = world or resolved.launch.world or (1 if place is None else place.size)
@@ -166,12 +172,14 @@ def memory(
         RankSet(resolved.launch, most, estimate.LIMIT_S) as rankset,
         console.comparison_progress(enabled=asked.tells) as on_progress,
     ):
+        if snapshot:
+            rankset.run(f"{estimate.__name__}:refuse_snapshot", rows[0].config.to_dict())
         weigh = _weigher(rankset) if measure else None
         kind = resolved.launch.device
         result = estimate.estimate(rows, kind, limit, flags.command(), weigh, on_progress)
         if snapshot:
             result["snapshots"] = [
-                path for row in rows for path in estimate.snapshots(rankset, row.config, folder())
+                path for row in rows for path in estimate.snapshots(rankset, row, folder())
             ]
     files.write_json(folder() / "memory.json", result)
     asked.print(result, folder(), lambda: report.show(result, folder() / "memory.json"))
@@ -179,15 +187,15 @@ def memory(
         raise SystemExit(1)
 
 
-def _weigher(ranks: RankSet) -> Callable[[Config], dict[str, Any]]:
+def _weigher(ranks: RankSet) -> Callable[[Config, Sequence[int]], dict[str, Any]]:
     from shardlab.measure import estimate
 
-    def weigh(config: Config) -> dict[str, Any]:
+    def weigh(config: Config, longest: Sequence[int]) -> dict[str, Any]:
         asked, cores = config.launch.world or 1, os.cpu_count() or 1
         if config.launch.device != "cuda" and asked > MOST_RANKS_PER_CORE * cores:
             raise UsageError(f"{asked} ranks are too many to run on {cores} cores")
         here, values = estimate.__name__, config.to_dict()
-        found: dict[str, Any] = ranks.run(f"{here}:weigh", values)[0]
+        found: dict[str, Any] = ranks.run(f"{here}:weigh", values, longest)[0]
         return {**found, "reserved": ranks.run(f"{here}:reserved", values)[0]}
 
     return weigh

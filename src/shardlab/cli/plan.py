@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from shardlab import runfolder
 from shardlab.cli import flags
 from shardlab.errors import UsageError
 
@@ -92,7 +90,6 @@ def plan(
     )
     if check:
         _refuse_beside_check(question, explain)
-    runfolder.refuse_unwritable(Path(config.output.dir or config.output.root))
     with (
         Predictor() as predictor,
         console.comparison_progress(enabled=asked.tells) as on_progress,

@@ -30,12 +30,14 @@ def prove(
     """Prove that strategies equal one process, and hold, send and overlap what they claim.
 
     The proof is of your model: name it with --workload (or --config), and each strategy is run on
-    it and on a small model of ours, both beside a plain loop in one process, in float64. Random
-    numbers in its forward are seeded alike in both. Workloads of ours are taken in their smallest
-    size, unless you give --size.
+    it and on a small model of ours, both beside a plain loop in one process. Both compute in
+    float64, as rounding would hide what is wrong: so there is no --precision. Random numbers in its
+    forward are seeded alike in both. Workloads of ours are taken in their smallest size, unless you
+    give --size.
 
     It takes a few seconds for each strategy, and with a large model as long as ten optimizer steps
-    in float64; before the first strategy, as long as ten steps in one process.
+    in float64; before the first strategy, as long as ten steps in one process. From the second
+    strategy on, the progress says how long the rest will take.
     """
     from shardlab import files
     from shardlab.proof import prove as proofs

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardlab import output
+from shardlab import output, runfolder
 from shardlab.cli.common import App
 from shardlab.errors import UsageError
 
@@ -65,6 +65,8 @@ def analyze(
     for run in runs:
         folder, windows = _folder(run, out, several=len(runs) > 1), run.windows()
         found += [(own, folder / name if own.window else folder) for name, own in windows.items()]
+    for _, folder in found:
+        runfolder.refuse_led_away(folder, [*paths, *([] if out is None else [out])])
     failures, summaries = [], []
     for i, (traces, folder) in enumerate(found):
         summary = traces.summary(hta_compat)
@@ -78,12 +80,6 @@ def analyze(
             continue
         if not as_json:
             terminal.say_paths(terminal.out(), files)
-        failures += [
-            f"{cut.path} is cut: these are numbers of what is left of it, and any step may lack "
-            "events (a trace is not in order of time)"
-            for cut in traces.traces
-            if cut.truncated
-        ]
     if as_json:
         several_reports = {"schema": 1, "reports": summaries}
         output.say_json(summaries[0] if len(summaries) == 1 else several_reports)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardlab.cli import flags
@@ -19,26 +20,27 @@ RESTARTED_BY = {
 }
 
 
-FLAGS = (
-    "strategy", "world", "tensor", "pipeline", "context", "workload", "size", "data", "seq_len",
-    "steps", "epochs", "global_batch", "micro_batch", "accumulate", "batch_split", "epoch",
-    "audit_data", "optimizer", "learning_rate", "precision", "activation_checkpointing",
-    "compile", "evaluate_every", "seed", "device", "backend", "port", "profile", "checkpoint_every",
-    "checkpoint_async", "resume", "max_restarts", "min_world", "min_workers", "hang_after",
-    "inject",
-)  # fmt: skip
+def config_of(asked: flags.Asked, keep_world: bool, is_restarted: bool) -> Config:
+    """What was asked for, over the settings of the run that it resumes.
 
-
-def config_of(asked: flags.Asked, keep_world: bool) -> Config:
-    """What was asked for, over the settings of the run that it resumes."""
+    Ranks that torchrun has started again resume the run that they began, asked or not.
+    """
     from shardlab.checkpoint import start as starts
 
-    given = asked.flags
-    named = starts.named_by(asked.file, given.get("model.workload"), given.get("strategy.name"))
-    return asked.config(starts.settings_of(given.get("checkpoint.resume"), named, keep_world))
+    given = asked.overrides()
+    named = starts.named_by(asked.file, given)
+    base = starts.settings_of(given.get("checkpoint.resume"), named, keep_world)
+    again = {"checkpoint.resume": starts.AUTO} if is_restarted else {}
+    return replace(asked, flags=asked.flags | again).config(base)
 
 
-@flags.configured(*FLAGS)
+@flags.configured(
+    "strategy", "world", "tensor", "pipeline", "context", "workload", "size", "data", "seq_len",
+    "steps", "epochs", "global_batch", "micro_batch", "accumulate", "batch_split", "epoch",
+    "optimizer", "learning_rate", "precision", "activation_checkpointing",
+    "compile", "evaluate_every", "seed", "device", "backend", "port", "profile", "checkpoint_every",
+    "checkpoint_async", "resume", "max_restarts", "min_world", "hang_after", "inject",
+)  # fmt: skip
 def train(asked: flags.Asked) -> None:
     """Train with one strategy; the run folder keeps every step and every collective."""
     from shardlab.checkpoint import start as starts
@@ -48,9 +50,8 @@ def train(asked: flags.Asked) -> None:
     from shardlab.run import place as places
 
     place = places.joined()
-    resolved = config_of(asked, keep_world=place is None)
-    if place is not None and place.is_torchruns and starts.is_restarted():
-        resolved = resolved.with_overrides({"checkpoint.resume": starts.AUTO})
+    is_restarted = place is not None and place.is_torchruns and starts.is_restarted()
+    resolved = config_of(asked, keep_world=place is None, is_restarted=is_restarted)
     if place is not None and resolved.launch.max_restarts:
         raise UsageError(RESTARTED_BY[place.launcher])
     if place is None and resolved.launch.world is None:
@@ -63,8 +64,10 @@ def train(asked: flags.Asked) -> None:
     except (RankFailure, Interrupted) as failure:
         if (folder := getattr(failure, "folder", None)) is not None and is_first:
             again = f"shardlab train --resume {shlex.quote(str(folder))}"
-            if ":" in resolved.model.workload:  # a run folder alone never runs code of its own
-                again += f" --workload {shlex.quote(resolved.model.workload)}"
+            for key, flag in starts.CODE.items():  # a run folder alone runs no code of its user's
+                section, _, name = key.partition(".")
+                value = getattr(getattr(resolved, section), name)
+                again += f" {flag}{shlex.quote(value)}" if ":" in value else ""
             print(f"to continue from its last checkpoint: {again}", file=sys.stderr)
         raise
     if result is None:  # this is a rank of a launcher's other than the first

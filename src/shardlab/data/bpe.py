@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,8 @@ def read_vocabulary(path: Path) -> Vocabulary:
             ranks = {bytes(byte_of[c] for c in token): i for token, i in entries.items()}
         if wrong := [i for i in (end, *ranks.values()) if type(i) is not int or i < 0]:
             raise ValueError(f"{wrong[0]!r} is not a token id")
+        if twice := [i for i, times in Counter(ranks.values()).items() if times > 1]:
+            raise ValueError(f"{twice[0]} is the id of two tokens")
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise UsageError(f"{path} is not a vocabulary of GPT-2's kind: {error!r}") from None
     if missing := [b for b in range(256) if bytes([b]) not in ranks]:

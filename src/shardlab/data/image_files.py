@@ -1,17 +1,11 @@
-"""The published formats of image data sets: idx, CIFAR-10's pickles, batches and sheets, digits.
-
-A pickle is data here, never code: its reader can build arrays and nothing else.
-"""
+"""The published formats of image data sets: idx, CIFAR-10's binary batches, digits."""
 
 from __future__ import annotations
 
-import json
 import math
-import pickle
 import struct
 import zlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -70,28 +64,24 @@ def read_idx(path: Path) -> Bytes:
 
 
 CIFAR10_BATCHES = {
-    "train": [f"data_batch_{i}" for i in range(1, 6)],
-    "test": ["test_batch"],
+    "train": [f"data_batch_{i}.bin" for i in range(1, 6)],
+    "test": ["test_batch.bin"],
 }
 
 
 def read_cifar10(path: Path, split: str) -> tuple[Bytes, Ids]:
-    """Whichever of the three forms is there; the binary one first, as it is read fastest."""
+    """The binary batches, in a folder at any depth."""
     if not path.is_dir():
         path = path.parent
-    stems = CIFAR10_BATCHES[split]
-    for suffix, read in ((".bin", _read_binary), ("", _read_pickle), (".png", _read_sheet)):
-        first = next((f for f in sorted(path.rglob(stems[0] + suffix)) if f.is_file()), None)
-        if first is None:
-            continue
-        files = [first.with_name(stem + suffix) for stem in stems]
-        if missing := [f.name for f in files if not f.is_file()]:
-            raise UsageError(f"{first.parent} lacks {', '.join(missing)}")
-        images, labels = zip(*map(read, files), strict=True)
-        if suffix == ".png":
-            return np.concatenate(images), _sheet_labels(first.parent, split)
-        return np.concatenate(images), np.concatenate(labels)
-    raise UsageError(f"{path} holds no CIFAR-10: no {stems[0]}, {stems[0]}.bin or {stems[0]}.png")
+    names = CIFAR10_BATCHES[split]
+    first = next((f for f in sorted(path.rglob(names[0])) if f.is_file()), None)
+    if first is None:
+        raise UsageError(f"{path} holds no CIFAR-10 in binary batches: no {names[0]}")
+    files = [first.with_name(name) for name in names]
+    if missing := [f.name for f in files if not f.is_file()]:
+        raise UsageError(f"{first.parent} lacks {', '.join(missing)}")
+    images, labels = zip(*map(_read_binary, files), strict=True)
+    return np.concatenate(images), np.concatenate(labels)
 
 
 def _read_binary(path: Path) -> tuple[Bytes, Ids]:
@@ -101,87 +91,6 @@ def _read_binary(path: Path) -> tuple[Bytes, Ids]:
         raise UsageError(f"{path} is damaged: {rows.size} bytes are not rows of 3073")
     rows = rows.reshape(-1, 3073)
     return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].astype(np.int64)
-
-
-def write_binary(path: Path, images: Bytes, labels: Ids) -> None:
-    rows = np.concatenate([labels.astype(np.uint8)[:, None], images.reshape(len(images), -1)], 1)
-    rows.tofile(path)
-
-
-def _latin1(text: str | bytes, _encoding: str) -> bytes:
-    """How Python 3 writes bytes into a pickle that Python 2 can read."""
-    return text if isinstance(text, bytes) else text.encode("latin1")
-
-
-_RECONSTRUCT = np.empty(0).__reduce__()[0]  # wherever this numpy keeps it
-_HARMLESS = {
-    "numpy.ndarray": np.ndarray,
-    "numpy.dtype": np.dtype,
-    "numpy.core.multiarray._reconstruct": _RECONSTRUCT,
-    "numpy._core.multiarray._reconstruct": _RECONSTRUCT,
-    "_codecs.encode": _latin1,
-}
-
-
-class _ArraysOnly(pickle.Unpickler):
-    """Builds dicts, lists, strings and numpy arrays, and refuses to run anything else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" not in _HARMLESS:
-            raise pickle.UnpicklingError(f"it wants to run {module}.{name}")
-        return _HARMLESS[f"{module}.{name}"]
-
-
-def _read_pickle(path: Path) -> tuple[Bytes, Ids]:
-    """A dict of ``data``, rows of 3 x 32 x 32 bytes, and ``labels``, a list."""
-    try:
-        with path.open("rb") as file:
-            content = _ArraysOnly(file, encoding="bytes").load()
-        values = {k.decode() if isinstance(k, bytes) else k: v for k, v in content.items()}
-        data: Any = values.get("data")
-        labels = values.get("labels")
-        if getattr(data, "dtype", None) != np.uint8 or not isinstance(labels, list):
-            raise TypeError("'data' is not rows of bytes, or 'labels' is no list")
-        return data.reshape(-1, 3, 32, 32), np.array(labels, dtype=np.int64)
-    except Exception as error:  # a damaged pickle fails in as many ways as there are bytes
-        raise UsageError(f"{path} is not a CIFAR-10 batch: {error}") from None
-
-
-def _read_sheet(path: Path) -> tuple[Bytes, Ids]:
-    """A PNG whose every row of 1,024 pixels is one image of 32 x 32; labels are kept elsewhere."""
-    pixels = read_png(path)
-    if pixels.shape[1:] != (1024, 3):
-        raise UsageError(f"{path} is not a sheet of CIFAR-10: {pixels.shape}, not (n, 1024, 3)")
-    return pixels.reshape(-1, 32, 32, 3).transpose(0, 3, 1, 2), np.empty(0, dtype=np.int64)
-
-
-def _sheet_labels(folder: Path, split: str) -> Ids:
-    """A JSON list (its name is misspelt in the package that carries the sheets)."""
-    for name in (f"{split}_lables.json", f"{split}_labels.json"):
-        if (folder / name).is_file():
-            try:
-                labels = json.loads((folder / name).read_text(encoding="utf-8"))
-                return np.array(labels, dtype=np.int64).reshape(-1)
-            except (ValueError, TypeError, OverflowError, RecursionError) as error:
-                raise UsageError(f"{folder / name} is not a list of labels: {error}") from None
-    raise UsageError(f"{folder} lacks {split}_lables.json")
-
-
-def read_png(path: Path) -> Bytes:
-    """The pixels of a PNG: (height, width, 3)."""
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError:
-        raise UsageError(
-            f"{path} is a PNG, which needs Pillow: pip install 'shardlab[images]'"
-        ) from None
-    try:
-        with Image.open(path, formats=["PNG"]) as picture:
-            return np.array(picture.convert("RGB"))
-    except UnidentifiedImageError:
-        raise UsageError(f"{path} is not a PNG") from None
-    except Exception as error:  # a damaged picture fails in as many ways as a pickle
-        raise UsageError(f"{path} is damaged: {error}") from None
 
 
 # ------------------------------------------------------------------ digits

@@ -1,7 +1,7 @@
 """Labelled images: the real data sets in the formats in which they are published.
 
-``load`` reads MNIST and Fashion-MNIST (idx, plain or gzipped), CIFAR-10 (its Python pickles,
-its binary batches, or sheets of PNG) and scikit-learn's 8x8 digits into one uint8 array.
+``load`` reads MNIST and Fashion-MNIST (idx, plain or gzipped), CIFAR-10 (its binary batches) and
+scikit-learn's 8x8 digits into one uint8 array.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SPLITS = ("train", "test")
 
 def load(name: str, source: str = sources.AUTO, split: str = "train") -> ImageSet:
     """The images of a split. ``source``: a folder or file, or "auto": the data set of that name,
-    as it was downloaded.
+    as it was downloaded or, of the digits, as it is installed.
     """
     if name not in KINDS:
         raise unknown("image data set", name, KINDS)
@@ -78,15 +78,19 @@ def load(name: str, source: str = sources.AUTO, split: str = "train") -> ImageSe
 
 def is_here(name: str) -> bool:
     """Whether a data set can be read without a download."""
-    return sources.is_downloaded(name) or (name == "digits" and _scikit_learns_digits() is not None)
+    if name == "digits":
+        return _scikit_learns_digits() is not None
+    return sources.is_downloaded(name)
 
 
 def _locate(name: str, source: str) -> Path:
     if source != sources.AUTO:
         return sources.existing(source)
-    if name == "digits" and not sources.is_downloaded(name) and (file := _scikit_learns_digits()):
-        return file
-    return sources.downloaded(name)
+    if name != "digits":
+        return sources.downloaded(name)
+    if (file := _scikit_learns_digits()) is None:
+        raise UsageError("the digits come with scikit-learn: pip install 'shardlab[images]'")
+    return file
 
 
 def _scikit_learns_digits() -> Path | None:

@@ -17,8 +17,9 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
-from shardlab.batch import Batch, Dataset
+from shardlab.batch import Batch, Dataset, NeverEmpty
 from shardlab.data import sampler
+from shardlab.errors import UsageError
 
 T = TypeVar("T")
 
@@ -41,6 +42,10 @@ class Order:
     shuffle: bool
     mode: str
 
+    def __post_init__(self) -> None:
+        if self.length == 0:
+            raise UsageError("the data set has no samples")
+
     def share(self, step: int, ranks: int, rank: int) -> list[sampler.Draw]:
         """The micro-batches of one rank in a step, as numbers."""
         whole = sampler.draw(
@@ -52,10 +57,9 @@ class Order:
 
 @dataclass(frozen=True)
 class Step:
-    """A step's micro-batches, and the samples they were made of."""
+    """A step's micro-batches, and what to wait for before they are read."""
 
     microbatches: list[Batch]
-    read: list[sampler.Draw]
     copied: Any = None  # a CUDA event after the copies to the device; None: there were none
 
 
@@ -76,11 +80,10 @@ def load(
     Close it (or exhaust it) and its thread has ended. An error in the data set is raised where
     its step would have come, with the traceback of the thread.
     """
-    sampler.check_epoch(order.length, order.global_batch, order.mode)
 
     def prepare(step: int) -> Step:
         read = order.share(step, ranks, rank)
-        return Step([cast(fetch(dataset, part), dtype) for part in read], read)
+        return Step([cast(fetch(dataset, part, order, step), dtype) for part in read])
 
     if depth == 0:
         for step in map(prepare, range(first, steps)):
@@ -93,7 +96,12 @@ def load(
         yield from ahead(prepare, steps, depth, first)
 
 
-def fetch(dataset: Dataset, part: sampler.Draw) -> Batch:
+def fetch(dataset: Dataset, part: sampler.Draw, order: Order, step: int) -> Batch:
+    if isinstance(dataset, NeverEmpty):
+        if not len(part.ids):
+            # One of the step's own: what it uses of the model gets a gradient in one process too.
+            return dataset.stand_in(int(order.share(step, 1, 0)[0].ids[0]))
+        dataset = dataset.whole
     if isinstance(dataset, AugmentedDataset):
         return dataset.batch_in(part.ids.tolist(), part.epochs.tolist())
     return dataset.batch(part.ids.tolist())

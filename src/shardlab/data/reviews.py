@@ -1,7 +1,7 @@
-"""Reviews with a rating: Yelp Review Full in its published formats, and a set that needs no hub.
+"""Reviews with a rating: Yelp Review Full in its published formats, or a CSV of your own.
 
 Yelp Review Full: parquet as on the hub, the original ``train.csv`` (rating 1 to 5 and text,
-no header), or JSON lines. Movie reviews: a CSV with the header text, label, source.
+no header), or JSON lines. Your own: a CSV whose header names text and label (from 0).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardlab.data import sources
 from shardlab.errors import UsageError, unknown
 
 SPLITS = ("train", "test")
-DOWNLOADED = ("yelp", "movie_reviews")  # "auto" prefers the first
+YELP = "yelp"
 FORMATS = (".parquet", ".csv", ".jsonl", ".json")
 HOLD_OUT = 10  # every tenth row is the test, in a file without a split of its own
 
@@ -33,15 +33,16 @@ class Reviews:
 
 def choose() -> tuple[str, str]:
     """What "auto" stands for on this machine, and why not for Yelp's reviews."""
-    found = next((name for name in DOWNLOADED if sources.is_downloaded(name)), sources.SYNTHETIC)
-    return found, "" if found == DOWNLOADED[0] else sources.absent(DOWNLOADED[0])
+    if sources.is_downloaded(YELP):
+        return YELP, ""
+    return sources.SYNTHETIC, sources.absent(YELP)
 
 
 def load(source: str, split: str = "train", *, limit: int | None = None) -> Reviews:
     """The reviews of a split, all or ``limit`` of them, evenly spread (files come sorted by label).
 
     ``source`` is a file, a folder with a file per split (``train*``, ``test*``, at any depth) or
-    with one file for both, or one of DOWNLOADED, which `shardlab data` has fetched.
+    with one file for both, or "yelp", which `shardlab data` has fetched.
     """
     if split not in SPLITS:
         raise unknown("split", split, SPLITS)
@@ -64,7 +65,7 @@ def load(source: str, split: str = "train", *, limit: int | None = None) -> Revi
 
 def _files(source: str, split: str) -> tuple[list[Path], bool]:
     """The files of a split, and whether they are cut in two by row."""
-    path = sources.downloaded(source) if source in DOWNLOADED else sources.existing(source)
+    path = sources.downloaded(YELP) if source == YELP else sources.existing(source)
     if path.is_file() and not path.name.startswith(SPLITS):
         return [path], True
     # A file named train.csv stands for its folder: its test is beside it.
@@ -119,7 +120,7 @@ def _labelled(rows: Iterable[Mapping[str, Any]], path: Path) -> Iterator[Row]:
         try:
             label = int(row["label"]) if "label" in row else int(row["stars"]) - 1
             yield unescape(row["text"]), label
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
             raise UsageError(f"{path}: row {number + 1} has no text and label") from None
 
 
@@ -140,7 +141,7 @@ def _csv(path: Path) -> Iterator[Row]:
 
 
 def _is_binary(path: Path) -> bool:
-    """Movie reviews are good or bad; they come with the header text, label, source."""
+    """Reviews with the header text, label, source are good or bad."""
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         first = file.readline(100).strip().replace('"', "")
     return path.suffix == ".csv" and first == "text,label,source"

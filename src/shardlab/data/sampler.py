@@ -8,7 +8,6 @@ samples continues at another world size with nothing repeated or skipped.
 What the ranks or batches cannot share evenly at an epoch's end is decided by the mode:
 
 - ``padded``: filled up with samples from the order's start, as often round as it takes;
-- ``dropped``: left out, others in each epoch if shuffled;
 - ``exact``: kept as it is, each sample once: the last batch is short, ranks differ by one;
 - ``continuous`` (for batches only): filled up from the next epoch's start, which then continues
   behind them. Each sample once in each epoch, and no batch is short.
@@ -24,11 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shardlab.config import CONTINUOUS
-from shardlab.errors import UsageError, unknown
+from shardlab.errors import unknown
 
 Ids = npt.NDArray[np.int64]
 
-MODES = ("padded", "dropped", "exact")
+MODES = ("padded", "exact")
 
 
 class Draw(NamedTuple):
@@ -57,8 +56,6 @@ def epoch_slots(length: int, unit: int, mode: str, position: int = 0) -> int:
     left = max(0, length - position)
     if mode == "exact":
         return left
-    if mode == "dropped":
-        return left // unit * unit
     if mode == "padded":
         return -(-left // unit) * unit
     raise unknown("sampler mode", mode, MODES)
@@ -97,23 +94,6 @@ def steps_of_epochs(epochs: float, size: int, length: int, mode: str) -> int:
     return max(1, math.ceil(round(epochs * in_one, 6)))  # 0.1 of 30 is 3, not 3.0000000000000004
 
 
-def finished_epochs(steps: int, size: int, length: int, mode: str) -> int:
-    """Epochs that are wholly read after this many steps."""
-    if mode == CONTINUOUS:
-        return steps * size // length
-    return steps // steps_per_epoch(length, size, mode)
-
-
-def check_epoch(length: int, size: int, mode: str) -> None:
-    """Refuse data that does not fill a single batch."""
-    if length == 0:
-        raise UsageError("the data set has no samples")
-    if mode == "dropped" and length < size:
-        raise UsageError(
-            f"data.epoch dropped leaves nothing of {length} samples with a global batch of {size}"
-        )
-
-
 def draw(
     step: int, size: int, length: int, seed: int, shuffle: bool, mode: str = CONTINUOUS
 ) -> Draw:
@@ -133,13 +113,6 @@ def draw(
         here = epochs == epoch
         ids[here] = epoch_order(length, seed, epoch, shuffle)[positions[here] % length]
     return Draw(ids, epochs)
-
-
-def global_batch_ids(
-    step: int, size: int, length: int, seed: int, shuffle: bool, mode: str = CONTINUOUS
-) -> Ids:
-    """The sample ids of a step, over all ranks."""
-    return draw(step, size, length, seed, shuffle, mode).ids
 
 
 def rank_share(ids: Ids, ranks: int, rank: int, accumulate: int) -> list[Ids]:

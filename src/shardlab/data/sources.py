@@ -147,6 +147,8 @@ def gunzip(path: Path) -> bytes:
     Raises ``zlib.error``, ``EOFError`` or ``gzip.BadGzipFile`` if it is damaged.
     """
     size = path.stat().st_size
+    if not path.is_file():  # a pipe would wait for whoever writes into it
+        raise gzip.BadGzipFile(f"{path} is not a regular file")
     most = min(MOST, max(SMALL, MOST_TIMES * size))
     unpacked = bytearray()
     with gzip.open(path) as file:

@@ -93,11 +93,6 @@ class TokenDataset:
     def __len__(self) -> int:
         return max(0, int(self.ends[-1]) - 1) // self.seq_len
 
-    @property
-    def left_over(self) -> int:
-        """Tokens at the end of the stream that are the input of no sample."""
-        return int(self.ends[-1]) - len(self) * self.seq_len
-
     def batch(self, ids: Sequence[int]) -> Batch:
         windows = np.empty((len(ids), self.seq_len + 1), dtype=np.int64)
         for row, sample in zip(windows, ids, strict=True):

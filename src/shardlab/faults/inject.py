@@ -23,7 +23,7 @@ from torch import nn
 from shardlab import comm
 from shardlab.errors import unknown
 from shardlab.faults.spec import Fault, check_world, parse
-from shardlab.files import read_jsonl
+from shardlab.files import append_to, read_jsonl
 from shardlab.world import World
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Injector:
         if self.folder is not None:
             row = {"fault": fault.text, "rank": self.rank, "step": step, "time": time.time()}
             path = self.folder / f"faults.rank{self.rank}.jsonl"
-            with path.open("a", encoding="utf-8") as file:
+            with append_to(path) as file:
                 file.write(json.dumps(row) + "\n")
                 file.flush()
                 os.fsync(file.fileno())

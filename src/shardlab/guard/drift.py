@@ -4,25 +4,25 @@ Whole parameters on every rank must stay equal bit for bit: all start from rank 
 update. Buffers are left out, since each rank's own forward changes them until the next broadcast.
 Workers that take steps of their own differ until they exchange; their anchor and outer momentum
 must not.
-Sharded parameters have no replica to differ from, but those of hybrid sharding have, and those of
-zero3 in groups: ranks that hold the same shard are compared.
+Sharded parameters have no replica to differ from, but those of hybrid sharding have: ranks that
+hold the same elements are compared.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from shardlab.errors import Halt
 from shardlab.guard.nodes import names
 from shardlab.guard.verdict import odd_ones
 from shardlab.strategies.base import Strategy
+from shardlab.strategies.shards import Shard, flat
 from shardlab.world import World
 
 if TYPE_CHECKING:
@@ -38,9 +38,12 @@ def check(strategy: Strategy, world: World, step: int) -> None:
     """Stop if a parameter differs between ranks that should hold the same. A collective."""
     if world.size > 1:
         strategy.settle()
-        found = sums_of((name, "whole", t) for name, t in strategy.shared_state().items())
+        shared, _ = strategy.extra_state()
+        found = sums_of((name, "whole", t) for name, t in shared.items())
         if strategy.in_step():
-            found += [*checksums(strategy.model, strategy.part_of), *_freed(strategy)]
+            named = dict(strategy.model.named_parameters())
+            held = [s for s in strategy.shards() if s.name in named]
+            found += sums_of((s.name, _where(s), s.value) for s in held)
         _compare(found, world, step)
 
 
@@ -49,9 +52,16 @@ def check_saved(parts: Parts, numbers: Numbers, world: World, step: int) -> None
 
     A checkpoint is put together from all ranks' parts, so it would mix them. A collective.
     """
-    tensors = [(_short(name), f"{name} {part.where}", part.values) for name, part in parts.items()]
-    found = [*sums_of(tensors), *((_short(name), name, value) for name, value in numbers.items())]
+    tensors = [(_short(name), f"{name} {_where(s)}", s.value) for name, s in parts.items()]
+    # As text, in which NaN equals NaN: that the numbers are no numbers is another guard's finding.
+    as_text = ((_short(name), name, repr(value)) for name, value in numbers.items())
+    found = [*sums_of(tensors), *as_text]
     _compare(found, world, step)
+
+
+def _where(part: Shard) -> str:
+    """Which elements these are: the same words for the same elements."""
+    return str(hash(part.runs))  # of numbers: the same in every process
 
 
 def _short(name: str) -> str:
@@ -74,54 +84,13 @@ def _compare(found: Sequence[Held], world: World, step: int) -> None:
     )
 
 
-def checksums(model: nn.Module, part_of: Callable[[str], str] = lambda _name: "") -> list[Held]:
-    """The checksum of each parameter that another rank may hold too."""
-    parts = [(name, *_held(p)) for name, p in model.named_parameters()]
-    return sums_of(
-        (name, f"{part} {part_of(name)}", tensor)
-        for name, part, tensor in parts
-        if tensor is not None
-    )
-
-
-def _freed(strategy: Strategy) -> list[Held]:
-    """The checksums of this rank's parts of parameters that are freed between steps (ZeRO-3)."""
-    away = {n for n, p in strategy.model.named_parameters() if _is_freed(p)}
-    if not away:
-        return []
-    parts = [slot for slot in strategy.slots().model if slot.name in away]
-    return sums_of(
-        (s.name, f"{s.tensor.numel()} from {s.start} {hash(s.runs or ())}", s.tensor) for s in parts
-    )
-
-
-def _is_freed(tensor: Tensor) -> bool:
-    return (
-        not isinstance(tensor, DTensor)
-        and tensor.untyped_storage().size() == 0
-        and tensor.numel() > 0
-    )
-
-
-def sums_of(tensors: Iterable[tuple[str, str, Tensor]]) -> list[Held]:
+def sums_of(tensors: Iterable[tuple[str, str, Tensor | None]]) -> list[Held]:
     """The checksums of tensors that are given as (name, which part, tensor)."""
-    kept = [(name, part, checksum(tensor)) for name, part, tensor in tensors]
+    kept = [(name, part, checksum(flat(t))) for name, part, t in tensors if t is not None]
     if not kept:
         return []
     sums = iter(torch.cat([found for _, _, found in kept]).tolist())  # one wait for a GPU
     return [(name, part, tuple(next(sums) for _ in found)) for name, part, found in kept]
-
-
-def _held(parameter: Tensor) -> tuple[str, Tensor | None]:
-    """Which part of a parameter this rank has, and the part; None if no other rank has it too."""
-    tensor = parameter.detach()
-    if not isinstance(tensor, DTensor):
-        return "whole", None if _is_freed(tensor) else tensor
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None or not any(p.is_replicate() for p in tensor.placements):
-        return "shard", None
-    place = [c for c, p in zip(coordinate, tensor.placements, strict=True) if not p.is_replicate()]
-    return f"shard {place}", tensor.to_local()
 
 
 def checksum(tensor: Tensor) -> Tensor:

@@ -30,10 +30,6 @@ class Guards:
         if self.sequence is not None and self.config.check_steps:
             comm.LEDGER.check = self.sequence.check
 
-    def let_go(self, alone: World) -> None:
-        """Compare this rank with no other from now on: they may be late or lost."""
-        self.world, self.sequence, comm.LEDGER.check = alone, None, None
-
     def after_step(self, step: int, strategy: Strategy) -> None:
         """Check what is due after a step, before it is evaluated or saved."""
         self.done += 1

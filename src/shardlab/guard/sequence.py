@@ -22,7 +22,7 @@ from typing import Any
 from shardlab import comm
 from shardlab.errors import Halt
 from shardlab.guard import verdict
-from shardlab.guard.side import side_store
+from shardlab.guard.side import await_all, side_store
 from shardlab.guard.verdict import Difference
 from shardlab.pulse import Call
 from shardlab.world import World
@@ -46,7 +46,7 @@ class Sequence:
         self.asked[what] += 1
         key = f"{what}/{self.asked[what]}"
         self.store.set(f"{key}/{self.world.rank}", json.dumps(value))
-        answers = self.store.multi_get([f"{key}/{rank}" for rank in ranks])
+        answers = await_all(self.store, [f"{key}/{rank}" for rank in ranks])
         return {rank: json.loads(answer) for rank, answer in zip(ranks, answers, strict=True)}
 
     def check(self, call: Call, group: comm.Group) -> None:
@@ -73,7 +73,7 @@ class Sequence:
         if self.world.rank == sender:
             self.store.set(key, json.dumps(call))
             return
-        sent = Call(*json.loads(self.store.get(key)))
+        sent = Call(*json.loads(await_all(self.store, [key])[0]))
         self.store.delete_key(key)
         if sent.kind != call.kind:
             raise halt(Difference(sender, call, sent, skipped=False), "it was not used")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -13,8 +14,21 @@ def side_store(purpose: str) -> dist.Store:
     in the shared one would keep its watchdog waiting too."""
     import torch.distributed as dist
 
-    store = dist.distributed_c10d._get_default_store()
-    return dist.PrefixStore(f"guard/{purpose}", store.clone())  # type: ignore[attr-defined]
+    default: Any = dist.distributed_c10d._get_default_store()
+    store = default.clone()
+    store.set_timeout(default.timeout)  # the clone of a FileStore has PyTorch's own
+    return dist.PrefixStore(f"guard/{purpose}", store)
+
+
+def await_all(store: Any, keys: list[str]) -> list[bytes]:
+    """The values of these keys in a store, as soon as all are there."""
+    if store.has_extended_api():
+        found: list[bytes] = store.multi_get(keys)
+        return found
+    limit = time.monotonic() + store.timeout.total_seconds()
+    while not store.check(keys) and time.monotonic() < limit:
+        time.sleep(0.0005)  # a FileStore's own wait looks every 10 ms
+    return [store.get(key) for key in keys]
 
 
 def endpoint(store: dist.Store) -> str:

@@ -41,7 +41,6 @@ Message = Mapping[str, Any]
 LEAST_S = 60.0
 TIMES_LONGEST = 10.0  # the longest that nothing moved so far
 TICK_S = 1.0
-BEFORE_EXIT: list[Callable[[], None]] = []  # what a launcher's rank does before a hang ends it
 REMEMBERED = 256  # collectives that a rank which stands still reports
 
 
@@ -309,9 +308,6 @@ class StoreReporter(Reporter):
             if node != here and self.store.add(f"node {here} has heard", 1) == 1:
                 print(f"error: {text}", file=sys.stderr, flush=True)
                 self.store.add("nodes that have heard", 1)
-        with contextlib.suppress(Exception):
-            for act in BEFORE_EXIT:
-                act()
         os._exit(1)  # the main thread is stuck: nothing else ends it
 
     def _wait_for_nodes(self) -> None:

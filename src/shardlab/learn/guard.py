@@ -92,22 +92,21 @@ class Watch:
 
     def watch(self) -> Finding | None:
         """Run every case; what stopped that, if something did."""
-        from shardlab.run.child import loopback_store, stay_on_loopback
+        from shardlab.run.child import private_file, stay_on_loopback
 
         stay_on_loopback()
         world = max(case.world for case in self.checks.CASES)
         self.ranks = [self._fork(number) for number in range(world)]
-        # After the forks: it has threads. Ours, so that no rank's leaving takes it away.
-        store = loopback_store()
-        for rank in self.ranks:
-            self._tell(rank, store.port)
-        while True:
-            self._listen()
-            if stopped := self._stopped():
-                return stopped
-            is_over = all(rank.phase in ("idle", "done") for rank in self.ranks)
-            if is_over and not self._next_case():
-                return None
+        with private_file() as file:  # ours, so that no rank's leaving takes it away
+            for rank in self.ranks:
+                self._tell(rank, file)
+            while True:
+                self._listen()
+                if stopped := self._stopped():
+                    return stopped
+                is_over = all(rank.phase in ("idle", "done") for rank in self.ranks)
+                if is_over and not self._next_case():
+                    return None
 
     def _next_case(self) -> bool:
         """Let every rank begin the next case; false if there is none."""
@@ -201,7 +200,7 @@ class Watch:
             os.set_blocking(fd, False)
         return Rank(number, pid, report, output, control, token.encode())
 
-    def _tell(self, rank: Rank, value: int) -> None:
+    def _tell(self, rank: Rank, value: int | str) -> None:
         with contextlib.suppress(OSError):  # a dead rank: found out by its pipe
             os.write(rank.control, f"{value}\n".encode())
 

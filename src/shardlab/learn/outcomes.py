@@ -6,7 +6,6 @@ import re
 import signal
 import traceback
 from collections.abc import Sequence
-from typing import Any
 
 from shardlab.errors import LOST_PEER
 from shardlab.learn import mistakes
@@ -126,14 +125,8 @@ def _parting(ranks: Ranks) -> str:
     first, *others = _in_the_case(ranks)
     if any(c["op"] in POINT_TO_POINT for c in first.calls):
         return ""
-    texts = (
-        mistakes.difference(_of_all(first), _of_all(o), first.number, o.number) for o in others
-    )
+    texts = (mistakes.difference(first.calls, o.calls, first.number, o.number) for o in others)
     return next(filter(None, texts), "")
-
-
-def _of_all(rank: Rank) -> list[dict[str, Any]]:
-    return [call for call in rank.calls if call.get("group") is None]
 
 
 def positions(ranks: Ranks, job: Job) -> str:

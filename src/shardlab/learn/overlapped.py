@@ -12,7 +12,7 @@ from torch import nn
 
 from shardlab.learn import toys
 from shardlab.learn.exercise import Finding, Row, Rows, Stage, each_step, say
-from shardlab.learn.mistakes import described, not_waited, wrong_gradient
+from shardlab.learn.mistakes import described, wrong_gradient
 
 STEPS = 2  # the second finds what the first left
 
@@ -96,6 +96,3 @@ def gradients(rows: Rows, step: int) -> Finding | None:
     """Against one process. What is right in the first step and wrong later was not set back."""
     found = wrong_gradient(rows)
     return say("not-reset", step=step, what=found.message) if found and step > 0 else found
-
-
-BEFORE_GRADIENTS = (weights, every_microbatch, not_waited, touched)

@@ -64,7 +64,6 @@ class Spy:
                  model's; else ""
     reduce       "sum", "avg", "max" …; "" if nothing is reduced
     peer         the root or the other rank; None if there is none
-    group        the ranks of its group; None if it is that of all ranks
     is_async     whether it returned a handle
     waited       the mark under which it was first waited for (for a blocking call, its own);
                  "chained" if its future was taken instead; None if it was never waited for
@@ -187,7 +186,6 @@ class Spy:
             "what": "" if named is None else self._name_of(named),
             "reduce": _op_name(given.get("op", dist.ReduceOp.SUM)) if "reduce" in name else "",
             "peer": peer if isinstance(peer, int) else None,
-            "group": _ranks(given.get("group")),
             "is_async": bool(given.get("async_op")) or name in _ALWAYS_ASYNC,
             "waited": None,
             "touched": False,
@@ -266,11 +264,6 @@ class _Handle:
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.numel() > 0 and a.data_ptr() == b.data_ptr() and a.numel() == b.numel())
-
-
-def _ranks(group: Any) -> list[int] | None:
-    known = isinstance(group, dist.ProcessGroup) and group is not dist.group.WORLD
-    return list(dist.get_process_group_ranks(group)) if known else None
 
 
 def _op_name(op: Any) -> str:

@@ -11,15 +11,19 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Annotated, Any, get_type_hints
+from typing import Any
 
-from shardlab.config import PRECISIONS, Config, ProfileConfig, data_ranks, parse_value, share_batch
+from shardlab.config import (
+    NO_EVALUATION,
+    PRECISIONS,
+    Config,
+    ProfileConfig,
+    data_ranks,
+    parse_value,
+    share_batch,
+)
 from shardlab.errors import UsageError, unknown
-from shardlab.shapes import Meta
 from shardlab.specs import BASELINE, parse_list, parse_spec, whole_numbers
-
-Positive = Annotated[float, Meta(gt=0)]
-Visits = list[Annotated[list[Positive], Meta(min_length=1)]]  # milliseconds: (repeats, steps)
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Cell:
 
     config: Config
     label: str
-    times_ms: Visits = field(default_factory=list)  # of the slowest rank
+    times_ms: list[list[float]] = field(default_factory=list)  # (repeats, steps), slowest rank
     skews_ms: list[float] = field(default_factory=list)  # slowest minus fastest rank, per step
     losses: list[float] = field(default_factory=list)
     samples: int = 0
@@ -127,15 +131,6 @@ class Cell:
             "accumulate": self.config.training.accumulate,
             "precision": self.config.precision.compute,
         }
-
-    def measured(self) -> dict[str, Any]:
-        """The fields of MEASURED, as plain values."""
-        return {name: getattr(self, name) for name in MEASURED}
-
-
-# The types of all fields but what is run.
-MEASURED = get_type_hints(Cell, include_extras=True)
-del MEASURED["config"], MEASURED["label"]
 
 
 def cells_of(
@@ -213,8 +208,7 @@ def _cell(
             "training.accumulate": accumulate,
             "training.steps": plan.warmup + plan.steps,
             # These settings are for a run with a folder, which a cell has not.
-            "training.evaluate_every": None,
-            "training.evaluate_samples": None,
+            **NO_EVALUATION,
             "checkpoint.every": None,
             "checkpoint.asynchronous": False,
             "checkpoint.keep_every": None,

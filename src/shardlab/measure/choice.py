@@ -40,12 +40,8 @@ def answer(result: Mapping[str, Any]) -> dict[str, Any]:
             "differ (--repeats 2 or more)."
         )
         return {"choice": None, "why": why, "otherwise": _left_out(excluded, others)}
-    fastest = min(right, key=_ms)
-    unsure = [cell for cell in right if cell is fastest or _tied(cell, fastest)]
-    equal = [cell for cell in unsure if _ms(cell) <= (1 + CLOSE) * _ms(fastest)]
-    choice = min(_lean(equal), key=_difficulty)
-    why = _why(choice, fastest, equal, right)
-    otherwise = [*_otherwise(choice, unsure, right, result), *_left_out(excluded, others)]
+    choice, why = _choose(right)
+    otherwise = [*_otherwise(choice, right, result), *_left_out(excluded, others)]
     return {"choice": choice["label"], "why": why, "otherwise": otherwise}
 
 
@@ -77,12 +73,6 @@ def _wrong(cell: Row, result: Mapping[str, Any]) -> str:
     return "its loss is not single's" if readings.agrees(cell, result) is False else ""
 
 
-def _tied(cell: Row, fastest: Row) -> bool:
-    """Whether the times of two cells cannot be distinguished."""
-    times = cell["step_ms_repeats"], fastest["step_ms_repeats"]
-    return numbers.ratio_interval(*times, paired=True)[0] <= 1.0
-
-
 def _lean(cells: Sequence[Row]) -> Sequence[Row]:
     """Those that need the least memory, or hardly more; all, if it is not known."""
     peaks = [(peak, cell) for cell in cells if (peak := readings.peak(cell)) is not None]
@@ -97,44 +87,52 @@ def _difficulty(cell: Row) -> tuple[int, float]:
     return place, _ms(cell)
 
 
-def _why(choice: Row, fastest: Row, equal: Sequence[Row], right: Sequence[Row]) -> str:
-    label = choice["label"]
-    proved = " and proved" if readings.proved(choice) else ""
-    if len(right) == 1:
-        return f"{label}: the only one that was measured{proved}."
-    if choice is fastest and len(equal) == 1:
-        return f"{label}: it is the fastest{proved}."
-    rivals = numbers.names([cell["label"] for cell in equal if cell is not choice])
-    lean, memory = _lean(equal), numbers.size(readings.peak(choice))
-    reason = "it is the simplest of them"
-    if len(lean) == 1:
-        reason = f"it needs least memory of them, {memory}"
+def _choose(cells: Sequence[Row]) -> tuple[Row, str]:
+    """Which to choose, and why. A tie is said here, and nowhere else."""
+    first = min(cells, key=_ms)
+    tied = [first, *readings.ties(cells, first)]
+    equal = [cell for cell in tied if _ms(cell) <= (1 + CLOSE) * _ms(first)]
+    lean = _lean(equal)
+    choice = min(lean, key=_difficulty)
+    label, proved = choice["label"], readings.proved(choice)
+    if len(cells) == 1:
+        return choice, f"{label}: the only one that was measured{' and proved' if proved else ''}."
+    if len(tied) == 1:
+        return choice, f"{label}: it is the fastest{' and proved' if proved else ''}."
+    rivals = numbers.names([cell["label"] for cell in tied if cell is not choice])
+    memory = numbers.size(readings.peak(choice))
+    of = "of them" if len(equal) == len(tied) else f"of the {len(equal)} with about the least time"
+    reason = f"is the simplest {of}"
+    if len(equal) == 1:
+        reason = "took the least time"
+    elif len(lean) == 1:
+        reason = f"needs least memory {of}, {memory}"
     elif len(lean) < len(equal):
-        reason = f"it is the simplest of the {len(lean)} that need least memory, {memory}"
-    return f"{label}: as fast as {rivals} within the noise{proved}, and {reason}."
+        reason = f"is the simplest of the {len(lean)} that need least memory, {memory}"
+    return choice, (
+        f"{label}: it {'is proved, ' if proved else ''}ties with {rivals} for the fastest within "
+        f"the noise, and {reason}; more repeats would tell (--repeats 10)."
+    )
 
 
-def _otherwise(
-    choice: Row, unsure: Sequence[Row], right: Sequence[Row], result: Mapping[str, Any]
-) -> Iterator[str]:
+def _otherwise(choice: Row, right: Sequence[Row], result: Mapping[str, Any]) -> Iterator[str]:
     """What would change the answer, each in a sentence."""
-    if len(unsure) > 1:
-        others = numbers.names([cell["label"] for cell in unsure if cell is not choice])
-        verb = "is" if len(unsure) == 2 else "are"
-        yield f"{others} {verb} within the noise; more repeats would tell (--repeats 10)."
     yield from _if_memory_is_short(choice, right)
     yield from _if_the_link_is_slower(choice, right)
-    if choice["strategy"] == "single" and any(cell["world"] > 1 for cell in right):
+    shared = [cell for cell in right if cell["world"] > 1]
+    if choice["strategy"] == "single" and shared:
+        tied = readings.ties(right, choice)
         yield (
-            "One process beat all ranks here: what ranks send each other took longer than what "
-            "they shared. More work per rank (--global-batch), a faster link or more cores would "
-            "change that."
-        )
+            "No strategy on several ranks was faster than one process beyond the noise."
+            if any(cell in tied for cell in shared)
+            else "One process beat all ranks here: what ranks send each other took longer than "
+            "what they shared."
+        ) + " More work per rank (--global-batch), a faster link or more cores would change that."
     worlds = sorted({cell["world"] for cell in right if cell["strategy"] != "single"})
     if len(worlds) > 1:
-        best = [min((c for c in right if c["world"] == world), key=_ms) for world in worlds]
+        best = [_choose([c for c in right if c["world"] == world])[0] for world in worlds]
         parts = [f"{c['strategy']} at {numbers.count(c['world'], 'rank')}" for c in best]
-        yield f"By the number of ranks, fastest: {numbers.names(parts, at_most=8)}."
+        yield f"By the number of ranks: {numbers.names(parts, at_most=8)}."
     failed = [cell["label"] for cell in result["cells"] if cell["status"] == "failed"]
     if failed:
         yield f"{numbers.names(failed)} failed and could not be judged."

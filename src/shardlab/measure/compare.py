@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import queue
+import socket
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,11 +23,10 @@ from typing import TYPE_CHECKING, Any
 from shardlab import config as configs
 from shardlab import numbers, trace
 from shardlab.config import Config, ProfileConfig
-from shardlab.errors import Late, RankFailure, UsageError
+from shardlab.errors import Interrupted, Late, NodeLost, RankFailure, UsageError
 from shardlab.measure import choice, estimate
 from shardlab.measure.cells import Cell, Plan
 from shardlab.measure.estimate import WEIGHED, Simulator
-from shardlab.measure.resume import Store
 from shardlab.naming import EVERY_STRATEGY
 from shardlab.proof import judge, kept, prove
 from shardlab.run import forking
@@ -39,7 +39,8 @@ SCHEMA = 1
 PROOF_STEPS = 2
 # Ranks need these sooner or later. They are renewed several times, and the fork server is not.
 FOR_RANKS = ("shardlab.measure.simulate", "shardlab.proof.evidence", "shardlab.run.preflight")
-OF_LOSSES = ("normalizes_batches", "loss_not_compared")  # they describe the model, not where it ran
+# They describe the model, not where it ran.
+OF_LOSSES = ("normalizes_batches", "couples_samples", "loss_not_compared")
 
 # What a cell has only if it was timed.
 NUMBERS = (
@@ -57,49 +58,48 @@ def compare(
     on_progress: OnProgress = lambda _what, _done, _total: None,
     folder: Callable[[], Path] | None = None,
     keeps_proofs: bool = False,
+    on_interrupted: Callable[[dict[str, Any]], None] = lambda _result: None,
 ) -> dict[str, Any]:
     """Run the plan and return the content of ``compare.json``. A cell that fails is a row.
 
-    Everything measured is kept below ``folder()`` at once, and what the cells have already is not
-    measured again: a comparison that was interrupted continues where it stopped.
+    ``folder`` is asked for once nothing is refused; the traces go there.
     ``keeps_proofs``: and estimates, in the user's cache. It is for the command alone: ranks import
     the script that calls us, which may change a strategy.
+    ``on_interrupted`` gets the result so far when Ctrl-C or a lost node ends the measuring.
     """
     size = max(cell.world for cell in cells)
     limit = plan.time_limit_s
     source = kept.source_digest()
     names = dict.fromkeys(cell.config.strategy.name for cell in cells)
     ours = [EVERY_STRATEGY[name].partition(":")[0] for name in names if name in EVERY_STRATEGY]
-    forking.start_server(*FOR_RANKS, *ours)
+    forking.fork_server(*FOR_RANKS, *ours)
     with RankSet(cells[0].config.launch, size, limit) as ranks, ExitStack() as closing:
         # What is wrong with any cell is wrong input, and refused before anything is measured.
         for cell in cells:
-            if not cell.times_ms and cell.status == "ok":
-                look(ranks, "shardlab.run.preflight:check", cell)
+            look(ranks, "shardlab.run.preflight:check", cell)
         env = look(ranks, "shardlab.run.preflight:describe", cells[0], command)
         losses = "shardlab.proof.chance:why_losses_differ"
         env["loss_not_compared"] = look(ranks, losses, cells[0])
         if env["device"] == "cuda":
             env |= _calibrate(ranks, cells, command)
-        store = None if folder is None else Store(folder())
-        if store is not None:
-            store.begin(cells, plan, command)
+        traces_in = None if folder is None else folder()
         cache = kept.Kept(env, source) if keeps_proofs else None
         estimates = closing.enter_context(_Estimates(env, plan, cells, cache))
-        planned = list(_jobs(ranks, cells, plan, folder, estimates, cache))
-        jobs = [job for job in planned if not job.is_done]
-        total = len(planned)
-        for done, job in enumerate(jobs, start=total - len(jobs)):
-            on_progress(f"{job.cell.label} · {job.what}", done, total)
-            # A process may be 10% faster or slower than another for all its life. On a GPU that
-            # matters less, and to start there takes long.
-            if job.begins_repeat and env["device"] == "cpu":
-                ranks.renew()
-            if job.cell.status == "ok":
-                job.run(job.cell)
-                if store is not None:
-                    store.keep(cells.index(job.cell), job.cell)
-    on_progress("done", total, total)
+        jobs = list(_jobs(ranks, cells, plan, traces_in, estimates, cache))
+        try:
+            for done, job in enumerate(jobs):
+                on_progress(f"{job.cell.label} · {job.what}", done, len(jobs))
+                # A process may be 10% faster or slower than another for all its life. On a GPU
+                # that matters less, and to start there takes long.
+                if job.begins_repeat and env["device"] == "cpu":
+                    ranks.renew()
+                if job.cell.status == "ok":
+                    job.run(job.cell)
+        except (KeyboardInterrupt, Interrupted, NodeLost):
+            _note_missing(cells, plan)
+            on_interrupted(summarize(cells, plan, command, env, interrupted=True))
+            raise
+    on_progress("done", len(jobs), len(jobs))
     return summarize(cells, plan, command, env)
 
 
@@ -122,7 +122,6 @@ class Job:
     cell: Cell
     what: str
     run: Callable[[Cell], None]
-    is_done: bool  # before an interruption
     begins_repeat: bool = False
 
 
@@ -130,7 +129,7 @@ def _jobs(
     ranks: RankSet,
     cells: Sequence[Cell],
     plan: Plan,
-    folder: Callable[[], Path] | None,
+    traces_in: Path | None,
     estimates: _Estimates,
     cache: kept.Kept | None,
 ) -> Iterator[Job]:
@@ -139,9 +138,9 @@ def _jobs(
     for repeat, order in enumerate(schedule(len(cells), plan.repeats)):
         for place, index in enumerate(order):
             cell, what = cells[index], f"repeat {repeat + 1} of {plan.repeats}"
-            yield Job(cell, what, time, len(cell.times_ms) > repeat, repeat > 0 and place == 0)
-    passes: list[tuple[str, Callable[[Cell], None], str]] = [
-        ("memory", functools.partial(_weigh, ranks), "peak_bytes")
+            yield Job(cell, what, time, begins_repeat=repeat > 0 and place == 0)
+    passes: list[tuple[str, Callable[[Cell], None]]] = [
+        ("memory", functools.partial(_weigh, ranks))
     ]
     if plan.prove:
 
@@ -150,15 +149,15 @@ def _jobs(
             _prove(ranks, cells, cell, cache, plan.fresh)
             estimates.take(cell)
 
-        passes.append(("proof", prove_and_estimate, "proof"))
+        passes.append(("proof", prove_and_estimate))
     else:
-        passes.append(("estimate", estimates.take, "estimated_bytes"))
-    if plan.profile is not None and folder is not None:
-        profile = functools.partial(_profile, ranks, plan.profile, folder())
-        passes.append(("traces", profile, "traces"))
-    for what, run, result in passes:
+        passes.append(("estimate", estimates.take))
+    if plan.profile is not None and traces_in is not None:
+        profile = functools.partial(_profile, ranks, plan.profile, traces_in)
+        passes.append(("traces", profile))
+    for what, run in passes:
         for cell in cells:
-            yield Job(cell, what, run, getattr(cell, result) is not None)
+            yield Job(cell, what, run)
 
 
 def schedule(cells: int, repeats: int) -> Iterator[list[int]]:
@@ -238,11 +237,11 @@ class _Estimates(ExitStack):
             cell.estimated_bytes = self.found[cell].result()
 
     def begin(self) -> None:
-        """Start to estimate all cells that have no estimate yet, and none in the cache."""
+        """Start to estimate all cells that have no estimate in the cache."""
         if self.has_begun:
             return
         self.has_begun = True
-        missing = [c for c in self.cells if c.status == "ok" and c.estimated_bytes is None]
+        missing = [cell for cell in self.cells if cell.status == "ok"]
         if self.cache is not None and not self.plan.fresh:
             for cell in missing:
                 cell.estimated_bytes = self.cache.find_estimate(*self._about(cell.config))
@@ -305,7 +304,7 @@ def _prove(
         checks = judge.failed(f"it did not get through: {failure}")
     cell.proof = {
         "pass": judge.passes(checks),
-        "message": _what_is_wrong(checks) or checks["equal"]["message"],
+        "message": _what_is_wrong(checks) or _what_is_right(checks),
         "checks": {name: {k: c[k] for k in ("pass", "message")} for name, c in checks.items()},
     }
     if cache is not None:
@@ -316,6 +315,11 @@ def _what_is_wrong(checks: Mapping[str, dict[str, Any]]) -> str:
     """The checks that failed and why; a crash is named once."""
     wrong = judge.reasons(checks)
     return wrong.get("every check") or "; ".join(f"{name}: {why}" for name, why in wrong.items())
+
+
+def _what_is_right(checks: Mapping[str, dict[str, Any]]) -> str:
+    unchecked = [f"not checked, {name}: {why}" for name, why in judge.unchecked(checks).items()]
+    return "; ".join([checks["equal"]["message"], *unchecked])
 
 
 def proof_config(config: Config) -> Config:
@@ -348,17 +352,32 @@ def _profile(ranks: RankSet, profile: ProfileConfig, folder: Path, cell: Cell) -
         cell.traces = (cell.traces or {}) | {"reason": reason_of(error, "profiling it")}
 
 
+def _note_missing(cells: Sequence[Cell], plan: Plan) -> None:
+    """Say of each cell what an interruption has left out."""
+    why = "the comparison was interrupted"
+    for cell in cells:
+        if cell.status == "ok" and not cell.times_ms:
+            cell.status, cell.reason = "skipped", f"not measured: {why}"
+        elif cell.status == "ok" and plan.prove and cell.proof is None:
+            cell.proof = {"pass": None, "message": why, "checks": {}}
+
+
 # ------------------------------------------------------------------ numbers
 
 
 def summarize(
-    cells: Sequence[Cell], plan: Plan, command: str, env: Mapping[str, Any]
+    cells: Sequence[Cell],
+    plan: Plan,
+    command: str,
+    env: Mapping[str, Any],
+    interrupted: bool = False,
 ) -> dict[str, Any]:
     """The numbers of ``compare.json``, from what was measured. Pure."""
     config = cells[0].config
     result = {
         "schema": SCHEMA,
         "command": command,
+        "interrupted": interrupted,
         "env": {k: v for k, v in env.items() if k not in OF_LOSSES},
         "baseline": _baseline(cells[0], cells).label,
         "workload": env["workload"],
@@ -368,6 +387,7 @@ def summarize(
         "warmup_steps": plan.warmup,
         "timed_steps": plan.steps,
         "loss_not_compared": env.get("loss_not_compared"),
+        "couples_samples": env.get("couples_samples", False),
         "config": config.to_dict(),
         "cells": [_row(cell, _baseline(cell, cells), env) for cell in cells],
     }
@@ -420,9 +440,10 @@ def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
         elif numbers.can_tell(*repeats):
             row["speed_interval"] = list(numbers.ratio_interval(*repeats, paired=True))
         # Without single there is no reference to differ from; and where forward is random, or
-        # BatchNorm saw other micro-batches than single's, another loss is right. So is that of
-        # workers, which train otherwise than one process.
-        same_batches = cell.parts == baseline.parts or not env.get("normalizes_batches")
+        # BatchNorm or the loss saw other micro-batches than single's, another loss is right. So is
+        # that of workers, which train otherwise than one process.
+        sees_batches = env.get("normalizes_batches") or env.get("couples_samples")
+        same_batches = cell.parts == baseline.parts or not sees_batches
         comparable = cell is baseline or not (env.get("loss_not_compared") or cell.every)
         if baseline.is_reference and same_batches and comparable:
             differences = [abs(a - b) for a, b in zip(cell.losses, baseline.losses, strict=True)]
@@ -451,6 +472,13 @@ def profile_cell(world: World, config: Config, folder: str, label: str) -> dict[
     from shardlab.run.recorder import Recorder
     from shardlab.trace import capture
 
+    where = f"rank {world.rank} on {socket.gethostname()}"
+    unseen = world.gather(None if Path(folder).is_dir() else where)
+    if missing := [rank for rank in unseen if rank is not None]:
+        raise UsageError(
+            f"{folder}, where the traces go, is not visible to {'; '.join(missing)}: name a folder "
+            "that all nodes share, as in --out /shared/compare"
+        )
     LEDGER.reset()
     workload = assemble.build_workload(config)
     strategy = assemble.build_strategy(config, workload, world)

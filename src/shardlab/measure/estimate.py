@@ -30,7 +30,7 @@ SCHEMA = 1
 # The first step learns the order of gradients and makes the optimizer's state, the second has both.
 WEIGHED = {"training.steps": 2, "training.warmup_steps": 0, "data.prefetch": 0}
 NOT_COUNTED = {
-    "cpu": "the interpreter and its libraries, what kernels and Gloo take for themselves",
+    "cpu": "the interpreter and its libraries, what Gloo and small kernels take for themselves",
     "cuda": "the CUDA context, NCCL's buffers, workspaces of kernels, the allocator's gaps",
 }
 PEAKS = ("building", "step")
@@ -77,14 +77,17 @@ class Simulator:
         here: bool = False,
         limit_s: float = LIMIT_S,
         events: bool = False,
+        longest: bool = False,
     ) -> dict[str, Any]:
         """``device``, ``kernels``, and ``weights`` at two peaks: ``building`` and ``step``.
 
         ``here``: for the ranks that this machine would start, which may have to share a GPU.
         ``events``: the last step's events as well, under ``steps`` (``plan.graph.Step``).
+        ``longest``: of the longest samples, whose numbers are under the same name.
         """
         function = "shardlab.measure.simulate:simulate"
-        found: dict[str, Any] = self.ask(function, limit_s, config, device, here, events)
+        args = device, here, events, longest
+        found: dict[str, Any] = self.ask(function, limit_s, config, *args)
         return found
 
     def ask(self, function: str, limit_s: float, config: Config, *args: Any) -> Any:
@@ -129,8 +132,9 @@ class Simulator:
     def _start(self) -> None:
         context = fork_server()
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_answer, args=(theirs,), daemon=True)
-        self._process.start()
+        process = context.Process(target=_answer, args=(theirs,), daemon=True)
+        process.start()
+        self._process = process  # only now can it be ended
         theirs.close()
 
     def _receive(self, limit_s: float) -> Any:
@@ -156,6 +160,8 @@ class Row:
     # The same; and the bytes of all "ranks", and "reserved" ones, on a GPU
     measured: dict[str, Any] | None = None
     assumed: Sequence[str] = ()  # lines of the model that asked a tensor for its value
+    uncounted: Sequence[str] = ()  # kernels whose own memory it lacks: it is a lower bound
+    longest: Sequence[int] = ()  # the samples that it is of; none: the first of a run
     about: Mapping[str, Any] = field(default_factory=dict)  # the data, and notes on the workload
     largest_batch: int | None = None  # samples of a rank's micro-batch that fit; 0: not even one
     status: str = "ok"
@@ -208,23 +214,25 @@ def estimate(
     device: str,
     limit: int | None,
     command: str,
-    measure: Callable[[Config], dict[str, Any]] | None = None,
+    measure: Callable[[Config, Sequence[int]], dict[str, Any]] | None = None,
     on_progress: Callable[[str, int, int], None] = lambda _what, _done, _total: None,
 ) -> dict[str, Any]:
     """The content of ``memory.json``. A strategy that cannot be estimated is a row that says so.
 
     ``limit`` (bytes) asks for the largest batch whose step fits; ``measure`` runs a config on real
-    ranks, and then the estimate is for these.
+    ranks, with batches of the samples that it is given, and then the estimate is for these.
     """
     total = len(rows) * (2 if measure else 1)
     with Simulator() as simulator:
         for done, row in enumerate(rows):
             on_progress(f"{row.config.strategy.label} · estimate", done, total)
             try:
-                found = simulator.run(row.config, device, here=measure is not None)
+                found = simulator.run(row.config, device, here=measure is not None, longest=True)
                 row.device, row.kernels = found["device"], found["kernels"]
                 row.estimate, row.assumed = found["weights"], found["assumed"]
                 row.ranks, row.about = found["ranks"], found["about"]
+                row.uncounted = found["uncounted"]
+                row.longest = found["longest"][: row.samples]
                 if limit is not None:
                     row.largest_batch = _largest(simulator, row, limit, measure is not None)
             except (RankFailure, UsageError) as error:
@@ -239,7 +247,7 @@ def estimate(
         for done, row in enumerate(rows, start=len(rows)):
             on_progress(f"{row.config.strategy.label} · measured", done, total)
             try:
-                row.measured = measure(row.config)
+                row.measured = measure(row.config, row.longest)
             except (RankFailure, UsageError) as error:
                 row.unmeasured = str(error)
     on_progress("done", total, total)
@@ -251,7 +259,7 @@ def _largest(simulator: Simulator, row: Row, limit: int, here: bool) -> int:
         found = row.estimate
         if found is None or batch != row.batch:
             config = with_batch(row.config, batch)
-            found = simulator.run(config, row.device, here)["weights"]
+            found = simulator.run(config, row.device, here, longest=True)["weights"]
         return int(found["step"]["total"])
 
     return largest_batch(peak, limit, row.batch)
@@ -332,6 +340,7 @@ def _row(row: Row, limit: int | None) -> dict[str, Any]:
         "measured_reserved_bytes": measured.get("reserved"),
         "unmeasured": row.unmeasured,
         "assumed": list(row.assumed),
+        "uncounted": list(row.uncounted),
         "error": errors(step, measured.get("step")),
     }
 
@@ -351,9 +360,10 @@ def fullest(weights: Iterable[dict[str, int]]) -> dict[str, int]:
     return max(weights, key=lambda peak: peak["total"])
 
 
-def snapshots(ranks: RankSet, config: Config, folder: Path) -> list[str]:
+def snapshots(ranks: RankSet, row: Row, folder: Path) -> list[str]:
     """The files that PyTorch's memory viewer reads, one of each rank."""
-    found = ranks.run(f"{__name__}:write_snapshot", config.to_dict(), str(folder))
+    args = row.config.to_dict(), str(folder), row.longest
+    found = ranks.run(f"{__name__}:write_snapshot", *args)
     return [path for path in found if path is not None]
 
 
@@ -391,18 +401,22 @@ def _answer(pipe: Any) -> None:
 
 
 @on_its_ranks
-def weigh(world: World, config: Config) -> dict[str, Any]:
-    """The same, measured: the fullest rank at each of the two peaks, and each rank's of a step."""
+def weigh(world: World, config: Config, longest: Sequence[int] = ()) -> dict[str, Any]:
+    """The same, measured: the fullest rank at each of the two peaks, and each rank's of a step.
+
+    ``longest``: the samples that every batch is of; none: those of a run.
+    """
     import torch
 
     from shardlab.measure import memory
+    from shardlab.measure.longest import of_longest
     from shardlab.run import assemble, loop
 
     causes = memory.Causes()
     if world.device.type == "cuda":  # what the allocator has reserved until now is not this run's
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
-    workload = assemble.build_workload(config)
+    workload = of_longest(assemble.build_workload(config), longest)
     built, allocations = memory.trace(
         world.device, lambda: memory.run_steps(workload, config, world, causes, loop.Batches)
     )
@@ -423,23 +437,29 @@ def reserved(world: World, _config: Config) -> int | None:
 
 
 @on_its_ranks
-def write_snapshot(world: World, config: Config, folder: str) -> str:
-    """A few steps on the GPU with every allocation noted, and where it was made."""
-    import torch
-
-    from shardlab.measure import memory
-    from shardlab.run import assemble, loop
-    from shardlab.trace import capture
-
+def refuse_snapshot(world: World, _config: Config) -> None:
+    """Before anything is written."""
     if world.device.type != "cuda":
         raise UsageError(
             f"--snapshot is made by PyTorch's CUDA allocator, and these ranks are on the "
             f"{world.device.type}; leave it out (--measure shows the peak that a run has)"
         )
+
+
+@on_its_ranks
+def write_snapshot(world: World, config: Config, folder: str, longest: Sequence[int]) -> str:
+    """A few steps on the GPU with every allocation noted, and where it was made."""
+    import torch
+
+    from shardlab.measure import memory
+    from shardlab.measure.longest import of_longest
+    from shardlab.run import assemble, loop
+    from shardlab.trace import capture
+
     name = f"memory.{capture.folder_name(config.strategy.label)}.rank{world.rank}.pickle"
     torch.cuda.memory._record_memory_history(max_entries=10**6)
     try:
-        workload = assemble.build_workload(config)
+        workload = of_longest(assemble.build_workload(config), longest)
         memory.run_steps(workload, config, world, memory.Causes(), loop.Batches)
         torch.cuda.memory._dump_snapshot(str(Path(folder) / name))
     finally:

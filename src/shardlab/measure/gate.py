@@ -11,14 +11,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from shardlab import numbers
 from shardlab.errors import UsageError, unknown
 from shardlab.measure import readings
-from shardlab.measure.cells import Cell, Positive, Visits
-from shardlab.shapes import Mismatch, convert
+from shardlab.measure.cells import Cell
+from shardlab.shapes import Meta, Mismatch, convert
 
+Positive = Annotated[float, Meta(gt=0)]
+Visits = list[Annotated[list[Positive], Meta(min_length=1)]]  # milliseconds: (repeats, steps)
 Limits = Mapping[str, float]  # by what is watched: the share by which it may grow
 WATCHED = ("slower", "memory")
 WRONG = "wrong"  # this word needs no earlier record: it is about the proofs

@@ -70,10 +70,13 @@ def trace(device: torch.device, work: Callable[[], T]) -> tuple[T, list[Allocati
             for e in events
             if e["action"] in signs
         )
-    with (
-        _lingering_waits(),
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
-    ):
+    with _lingering_waits():
+        return on_cpu(work)
+
+
+def on_cpu(work: Callable[[], T]) -> tuple[T, list[Allocation]]:
+    """The result of ``work`` and every allocation of this thread's on the CPU."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = work()
     is_allocation = torch._C._profiler._EventType.Allocation
     return result, lives(

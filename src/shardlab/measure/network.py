@@ -3,17 +3,17 @@
 ``on_rank`` runs on every rank and takes the times. All else here is pure: times to numbers and
 words.
 
-A collective's time is modelled as α + β·bytes, where bytes are those that the best algorithm makes
-a rank send (``numbers.wire_bytes``): α is what even an empty call costs, 1/β the rate of large
-tensors. A link is measured by itself, with messages between two ranks: half a round trip of a small
-one is its latency, and the arrival of a stream of large ones its bandwidth.
+A collective's time is modelled as α + β·bytes, where bytes are those that a link must carry
+(``numbers.bus_bytes``): α is what even an empty call costs, 1/β the rate of large tensors, which is
+nccl-tests' bus bandwidth. A link is measured by itself, with messages between two ranks: half a
+round trip of a small one is its latency, and the arrival of a stream of large ones its bandwidth.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -37,7 +37,8 @@ ELEMENT = 4  # bytes: float32
 TRIPS = 20  # round trips of a small message in a round
 CHUNK = 2**20  # bytes of each message of a stream
 STREAM_S = 0.3  # how long a stream should last
-MOST_CHUNKS = 256
+LEAST_CHUNKS, MOST_CHUNKS = 8, 256
+LEAST_ROUNDS = 2  # without a second one nobody knows how far they differ
 MOST_PAIRS = 28  # all pairs of 8 nodes; with more nodes, each with its next
 
 SLOW_RATE = 0.6  # of the best link's bandwidth: what is below is clearly slower
@@ -48,8 +49,9 @@ LEAST_LATENCY_S = 100e-6  # by which a clearly slower link is also slower
 @dataclass(frozen=True)
 class Plan:
     max_size: int = 256 * 2**20
-    rounds: int = 5
-    time_limit_s: float = 3.0  # for all rounds of one collective at one size
+    rounds: int = 5  # fewer where the time is short, but two
+    time_limit_s: float = 60.0  # for everything
+    begun: float = field(default_factory=time.time)  # on this host, whose ranks go by it
 
     def sizes(self) -> list[int]:
         """1 KiB, and four times as much each time."""
@@ -68,7 +70,7 @@ class Place(TypedDict):
 
 
 class Fit(TypedDict):
-    """time = alpha_s + beta_s_per_byte * (bytes that a rank sends)"""
+    """time = alpha_s + beta_s_per_byte * (bytes that a link carries)"""
 
     op: str
     alpha_s: float
@@ -97,7 +99,9 @@ def on_rank(world: World, plan: Plan) -> dict[str, Any]:
     comm.LEDGER.reset(full_steps=0)
     comm.LEDGER.step = 0  # a step of which no entry is kept
     try:
-        links = [_measure_link(world, plan, pair) for pair in _told(world, pairs_of(places))]
+        pairs = pairs_of(places)
+        most_s = max(0.0, _left(world, plan)) / 2 / len(pairs)  # the rest is the collectives'
+        links = [_measure_link(world, plan, pair, most_s) for pair in _told(world, pairs)]
         points, skipped = _measure_collectives(world, plan)
     finally:
         comm.LEDGER.reset()
@@ -141,6 +145,12 @@ def _slowest(world: World, seconds: Sequence[float]) -> list[float]:
     return found
 
 
+def _left(world: World, plan: Plan) -> float:
+    """Seconds of the time limit that are left, below 0 if it is over: the same on all ranks, which
+    decide by it."""
+    return plan.time_limit_s - _slowest(world, [time.time() - plan.begun])[0]
+
+
 def _timed(world: World, call: Callable[[], Any], calls: int) -> list[float]:
     """Seconds of each call, of the slowest rank. All ranks begin together, after a barrier: called
     back to back, the source of a broadcast would run ahead of those that receive."""
@@ -172,7 +182,11 @@ def _call_of(op: str, tensor: Tensor, shard: Tensor, world: World) -> Callable[[
 def _measure_collectives(
     world: World, plan: Plan
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Each collective at each size, in rounds; and those for which the time would not do."""
+    """Each collective at each size, in rounds; and those for which the time would not do.
+
+    Small sizes come first, so that what is left out is what is dear. What the chosen ones leave of
+    the time makes more calls of each.
+    """
     import torch
 
     from shardlab import comm
@@ -185,22 +199,32 @@ def _measure_collectives(
         count = counts[size]
         return _call_of(op, buffer[:count], spare[: count // world.size], world)
 
-    calls: dict[tuple[str, int], int] = {}
+    took: dict[tuple[str, int], float] = {}  # one call, with the barrier before it
     skipped = []
-    for op in COLLECTIVES:
-        expected = 0.0
-        for size in plan.sizes():
-            if expected * plan.rounds > plan.time_limit_s:
+    for size in plan.sizes():
+        for op in COLLECTIVES:
+            # To be tried twice, and called once in each round, as all that were chosen before.
+            expected = GROWTH * took.get((op, size // GROWTH), 0.0)
+            rounds_s = plan.rounds * (expected + sum(took.values()))
+            is_least = size == SMALLEST
+            if not is_least and (
+                (op, size // GROWTH) not in took or 2 * expected + rounds_s > _left(world, plan)
+            ):
                 skipped.append({"op": op, "bytes": counts[size] * ELEMENT})
-                expected *= GROWTH
                 continue
-            # The first call opens connections and touches memory: the second one counts.
-            took = min(_timed(world, call_of(op, size), 2))
-            calls[op, size] = max(1, min(MOST_CALLS, int(plan.time_limit_s / plan.rounds / took)))
-            expected = took * GROWTH
+            _timed(world, call_of(op, size), 1)  # opens connections and touches memory
+            begin = time.perf_counter()
+            _timed(world, call_of(op, size), 1)
+            took[op, size] = _slowest(world, [time.perf_counter() - begin])[0]
+    share = max(0.0, _left(world, plan) / plan.rounds - sum(took.values())) / len(took)
+    calls = {key: min(MOST_CALLS, 1 + int(share / one)) for key, one in took.items()}
     times: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
-    barriers = []
+    barriers: list[float] = []
+    before = _left(world, plan)
     for i in range(plan.rounds):
+        left = _left(world, plan)
+        if i >= LEAST_ROUNDS and (before - left) / i > left:  # another would take too long
+            break
         if world.rank == 0:
             what = f"collectives, round {i + 1}"
             world.tell({"what": what, "done": i, "total": plan.rounds})
@@ -221,8 +245,8 @@ def _measure_collectives(
     ], skipped
 
 
-def _measure_link(world: World, plan: Plan, pair: tuple[int, int]) -> dict[str, Any]:
-    """Latency and bandwidth between two ranks, in rounds; the others wait."""
+def _measure_link(world: World, plan: Plan, pair: tuple[int, int], most_s: float) -> dict[str, Any]:
+    """Latency and bandwidth between two ranks, in rounds, for some seconds; the others wait."""
     from shardlab import comm
 
     found: dict[str, list[float]] = {}
@@ -230,19 +254,22 @@ def _measure_link(world: World, plan: Plan, pair: tuple[int, int]) -> dict[str, 
     if world.rank in pair:
         line = _Line(world, pair)
         line.latency(TRIPS)  # opens the connection
-        chunks = _chunks(line.bandwidth(8, source=pair[0]))
-        chunks = _chunks(line.bandwidth(chunks, source=pair[0]))  # a rate kept for a while
+        stream_s = min(STREAM_S, most_s / (2 * plan.rounds + 1))
+        chunks = _chunks(line.bandwidth(LEAST_CHUNKS, source=pair[0]), stream_s)
+        rate = line.bandwidth(chunks, source=pair[0])  # one that is kept for a while
+        chunks = _chunks(rate, stream_s)
         found = {"latency_s": [], "there_bytes_per_s": [], "back_bytes_per_s": []}
-        for _ in range(plan.rounds):
+        affordable = int(most_s / (2 * chunks * CHUNK / rate))
+        for _ in range(max(LEAST_ROUNDS, min(plan.rounds, affordable))):
             found["latency_s"].append(line.latency(TRIPS))
             found["there_bytes_per_s"].append(line.bandwidth(chunks, source=pair[0]))
             found["back_bytes_per_s"].append(line.bandwidth(chunks, source=pair[1]))
     return {"ranks": list(pair), **world.gather(found)[pair[0]]}
 
 
-def _chunks(bytes_per_s: float) -> int:
-    """Messages of a stream that lasts long enough."""
-    return max(8, min(int(STREAM_S * bytes_per_s / CHUNK), MOST_CHUNKS))
+def _chunks(bytes_per_s: float, seconds: float) -> int:
+    """Messages of a stream that lasts so long."""
+    return max(LEAST_CHUNKS, min(int(seconds * bytes_per_s / CHUNK), MOST_CHUNKS))
 
 
 class _Line:
@@ -365,6 +392,7 @@ def result_of(raw: Mapping[str, Any], plan: Plan, command: str) -> dict[str, Any
         {
             **point,
             "wire_bytes": numbers.wire_bytes(point["op"], point["bytes"], world),
+            "bus_bytes": numbers.bus_bytes(point["op"], point["bytes"], world),
             "ms": numbers.spread([1e3 * s for s in point["seconds"]]),
         }
         for point in raw["points"]
@@ -376,7 +404,8 @@ def result_of(raw: Mapping[str, Any], plan: Plan, command: str) -> dict[str, Any
         **raw,
         "env": {**raw["env"], "command": command},
         "command": command,
-        "rounds": plan.rounds,
+        "rounds_asked": plan.rounds,
+        "rounds": min(len(point["seconds"]) for point in points),
         "time_limit_s": plan.time_limit_s,
         "points": points,
         "links": links,
@@ -406,11 +435,11 @@ def fit_of(op: str, points: Sequence[Mapping[str, Any]]) -> Fit | None:
     mine = [point for point in points if point["op"] == op]
     if len(mine) < 3:
         return None
-    sent = np.array([point["wire_bytes"] for point in mine])
+    sent = np.array([point["bus_bytes"] for point in mine])
     times = np.array([point["seconds"] for point in mine])  # (sizes, rounds)
     alpha, beta = (float(value) for value in line_through(sent, np.median(times, axis=1)))
     alpha_95, beta_95 = intervals(sent, times)
-    factor = sent[-1] / mine[-1]["bytes"]  # bytes sent for one byte of the tensor
+    factor = sent[-1] / mine[-1]["bytes"]  # bytes on a link for one byte of the tensor
     measured = np.median(times, axis=1)
     return {
         "op": op,
@@ -563,23 +592,29 @@ def verdict(result: Mapping[str, Any]) -> Iterator[str]:
         yield _slow_words(result, slow, links)
     elif len(alike) > 1:
         yield f"no link between {what} is clearly slower than the others"
+    apart = [found["op"] for found in result["fits"] if found["worst"] > 0.5]
     for found in result["fits"]:
-        if found["op"] == "all_reduce" and found["half_bytes"] is not None:
+        if (
+            found["op"] == "all_reduce"
+            and found["half_bytes"] is not None
+            and "all_reduce" not in apart
+        ):
+            low, high = found["alpha_95"]
             yield (
-                f"an all-reduce takes {duration(found['alpha_s'])} even if it is empty; below "
-                f"{numbers.size(found['half_bytes'])} that is most of its time, so smaller "
-                "tensors should go together"
+                f"an all-reduce takes {duration(found['alpha_s'])} even if it is empty "
+                f"({_range((low, high), duration)}); below {numbers.size(found['half_bytes'])} "
+                "that is most of its time, so smaller tensors should go together"
             )
-    if apart := [found["op"] for found in result["fits"] if found["worst"] > 0.5]:
+    if apart:
         yield (
             f"{numbers.names(apart)}: the times do not lie on a line (one is more than half off "
             "it); read the table rather than the fit"
         )
+    limit = f"within {result['time_limit_s']:g} s (--time-limit)"
     if result["skipped"]:
-        yield (
-            f"{numbers.count(len(result['skipped']), 'point')} left out, which would take longer "
-            f"than {result['time_limit_s']:g} s (--time-limit)"
-        )
+        yield f"{numbers.count(len(result['skipped']), 'point')} left out: no time for more {limit}"
+    if result["rounds"] < result["rounds_asked"]:
+        yield f"{result['rounds']} of {result['rounds_asked']} rounds: no time for more {limit}"
 
 
 def _slow_words(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardlab import numbers
@@ -49,8 +49,28 @@ def baselines(result: Result) -> str:
     return numbers.names(list(labels)) if len(labels) < 3 else f"{result['baseline'].split()[0]}"
 
 
+def shortest(cells: Sequence[Cell]) -> Cell | None:
+    """The cell with the least median step."""
+    return min(cells, key=lambda cell: cell["step_ms"]["median"], default=None)
+
+
+def ties(cells: Sequence[Cell], first: Cell) -> list[Cell]:
+    """Those whose times cannot be told from ``first``'s; none, if each was visited once."""
+    if not numbers.can_tell(*(cell["step_ms_repeats"] for cell in cells)):
+        return []
+    times = first["step_ms_repeats"]
+    return [
+        cell for cell in cells
+        if cell is not first
+        and numbers.ratio_interval(cell["step_ms_repeats"], times, paired=True)[0] <= 1.0
+    ]  # fmt: skip
+
+
 def fastest(result: Result) -> Cell | None:
-    return min(measured(result), key=lambda cell: cell["step_ms"]["median"], default=None)
+    """The cell with the least median step; None if another ties with it."""
+    cells = measured(result)
+    first = shortest(cells)
+    return None if first is None or ties(cells, first) else first
 
 
 def peak(cell: Cell) -> int | None:

@@ -6,7 +6,7 @@ nothing is sent, but every tensor is made and let go as it would be, so the peak
 made of are those of the strategy's own code. There is no formula that could drift from it.
 
 What a fake tensor cannot show: memory that a kernel or a backend takes for itself. Gloo's own
-copies are made here as Gloo makes them.
+copies are made here as Gloo makes them, and ``kernels`` knows what kernels of the CPU take.
 
 While it runs it has changed PyTorch for the whole process and made it a rank: run it in one of
 its own.
@@ -40,30 +40,32 @@ from torch.utils._pytree import tree_leaves
 
 from shardlab import comm
 from shardlab.axes import Axes, axes_of
-from shardlab.config import Config, LaunchConfig, TrainingConfig
+from shardlab.config import Config, LaunchConfig
 from shardlab.errors import UsageError
 from shardlab.measure import events as noted
 from shardlab.measure import memory
 from shardlab.measure.events import Log
+from shardlab.measure.kernels import Kernels
+from shardlab.measure.longest import Found, look, of_longest
 from shardlab.measure.memory import Allocation, Causes
 from shardlab.measure.values import GUESSES, NO_VALUES, Values, in_a_line
-from shardlab.optim import factory
 from shardlab.plan.graph import Event, Step
 from shardlab.run import assemble, loop
 from shardlab.run import place as places
-from shardlab.strategies import pipeline, schedules, stages
-from shardlab.strategies.base import MakeOptimizer, Setup, Strategy
+from shardlab.strategies.base import Setup, Strategy
+from shardlab.strategies.cut_model import Cut, CutModel
 from shardlab.strategies.lockstep import Lockstep
-from shardlab.strategies.on_mesh import OnMesh
-from shardlab.strategies.pipeline import Pipeline
-from shardlab.strategies.schedules import Action
-from shardlab.strategies.stages import Shape
-from shardlab.strategies.table import Closed, Table
+from shardlab.strategies.pipeline import pipeline, schedules, stages
+from shardlab.strategies.pipeline.executor import Executor, Signature, signature_of
+from shardlab.strategies.pipeline.schedules import Action
+from shardlab.strategies.pipeline.stages import Shape
+from shardlab.strategies.probing import probing
 from shardlab.workloads import context
 from shardlab.workloads.base import Batch, LossFn, Workload
 from shardlab.world import World, choose
 
 BACKEND = "shardlab_solo"
+KERNEL = -1  # the number of no storage: what a kernel holds while it runs
 CUDA_BLOCK = 512  # bytes: PyTorch's CUDA allocator gives out multiples of it
 
 
@@ -211,11 +213,12 @@ def _unfaked(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _without_cudnn(function: Callable[..., Any]) -> Callable[..., Any]:
+def _without_cudnn(function: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
     """A recurrent layer as PyTorch's own kernels compute it: cuDNN's backward needs a buffer that
     its forward does not return for tensors without content."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        kernels.unknown_on_gpu(function.__name__)
         before = torch.backends.cudnn.enabled
         torch._C._set_cudnn_enabled(False)
         try:
@@ -293,7 +296,7 @@ def without_peers() -> Iterator[None]:
 
 
 @contextmanager
-def without_content() -> Iterator[None]:
+def without_content(kernels: Kernels) -> Iterator[None]:
     """And with tensors that have none."""
     mesh_maker = device_mesh.init_device_mesh
     patches: list[tuple[Any, str, Any]] = [
@@ -306,7 +309,8 @@ def without_content() -> Iterator[None]:
         (DeviceMesh, "from_group", staticmethod(_unfaked(DeviceMesh.from_group))),
     ]
     for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        patches.append((torch._VF, name, _without_cudnn(getattr(torch._VF, name))))
+        layer = _without_cudnn(getattr(torch._VF, name), kernels)
+        patches.append((torch._VF, name, layer))
     # Strategies have imported it by its name.
     makers = [m for m in sys.modules.values() if vars(m).get("init_device_mesh") is mesh_maker]
     patches += [(module, "init_device_mesh", _unfaked(mesh_maker)) for module in makers]
@@ -356,10 +360,16 @@ class Tracker(TorchDispatchMode):
     """Notes when the storage of each fake tensor on one device is made, resized and let go."""
 
     def __init__(
-        self, device: str, block: int, values: Values | None = None, log: Log | None = None
+        self,
+        device: str,
+        block: int,
+        values: Values | None = None,
+        log: Log | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = log or Log()
+        self.kernels = kernels or Kernels(device)
         self.values = values or Values()
         self.device = device
         self.block = block  # bytes: the allocator gives out multiples of it
@@ -374,8 +384,14 @@ class Tracker(TorchDispatchMode):
             value = self.values.answer()
             return float(value) if args[0].is_floating_point() else value
         result = func(*args, **(kwargs or {}))
+        taken = None if self._is_paused else self.kernels.taken(func, args)
+        if taken is not None:
+            result = _at_least(result, taken[1:])
         for tensor in _tensors(result):
             self.note(tensor)
+        if taken is not None:
+            now = time.time_ns()
+            self.events += [(now, KERNEL, taken[0]), (now + 1, KERNEL, 0)]
         if not self._is_paused and (self.log.is_on or func.namespace == noted.FUNCTIONAL):
             self.log.operator(func, args, kwargs, result)
         return result
@@ -439,6 +455,16 @@ class Tracker(TorchDispatchMode):
             yield
 
 
+def _at_least(result: Any, sizes: Sequence[int]) -> Any:
+    """The results of a kernel; one that PyTorch takes for empty, with its bytes."""
+    if not isinstance(result, tuple):
+        return result
+    return tuple(
+        t if t is None or t.numel() or not size else t.new_empty(size // t.element_size())
+        for t, size in zip(result, sizes, strict=True)
+    )
+
+
 def storage_number(tensor: Tensor) -> int:
     """What stands for the address of a tensor that has none."""
     return int(tensor.untyped_storage()._cdata)
@@ -461,6 +487,26 @@ def masks_left_out(config: Config) -> Iterator[None]:
         yield
 
 
+def _shapes_of(
+    model: nn.Module, blocks: Sequence[str], loss: LossFn, batch: Batch
+) -> list[list[Shape]]:
+    """What each block returns for a batch, in the order of their calls. Nothing is changed."""
+    found: list[list[Shape]] = []
+
+    def call(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        value = original(*args, **kwargs)
+        _, tensors = stages.taken_apart(value, name)
+        found.append([stages.shape_of(t) for t in tensors])
+        return value
+
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    with probing(model), stages.intercepted(model, blocks, call):
+        for p in frozen:  # what has no gradient here has none in a step
+            p.requires_grad_(False)
+        loss(model, batch)
+    return found
+
+
 @contextmanager
 def told_shapes(
     batches: Callable[[], Iterator[Batch]], unseen: Callable[[], AbstractContextManager[None]]
@@ -469,23 +515,19 @@ def told_shapes(
 
     Each shape of micro-batch goes through the model once, ``unseen``, before the model is cut.
     """
-    seen: dict[pipeline.Signature, list[list[Shape]]] = {}
-    into_stages = OnMesh._into_stages
+    seen: dict[Signature, list[list[Shape]]] = {}
+    cut = pipeline.cut
 
-    def rehearse(
-        mesh: OnMesh, setup: Setup, loss: LossFn, executor: type[Pipeline] | None = None
-    ) -> LossFn:
+    def rehearse(strategy: CutModel, setup: Setup, kind: type[Executor] | None = None) -> Cut:
         with unseen():
             for batch in batches():
-                part = batch if mesh.share is None else mesh.share(batch)
-                signature = pipeline._signature((part.inputs, part.targets))
+                part = batch if strategy.take_part is None else strategy.take_part(batch)
+                signature = signature_of((part.inputs, part.targets))
                 if signature not in seen:
-                    seen[signature] = stages.shapes_of(setup.model, setup.blocks, loss, part)
-        return into_stages(mesh, setup, loss, executor)
+                    seen[signature] = _shapes_of(setup.model, setup.blocks, setup.loss_fn, part)
+        return cut(strategy, setup, kind)
 
-    def shapes(
-        line: Pipeline, stage: int, _micro: int, signature: pipeline.Signature
-    ) -> list[list[Shape]]:
+    def shapes(line: Executor, stage: int, _micro: int, signature: Signature) -> list[list[Shape]]:
         if signature not in seen:
             raise UsageError(
                 "the micro-batches differ in shape from one step to the next, and a plan of a "
@@ -495,8 +537,8 @@ def told_shapes(
         return line.known.setdefault((stage, signature), found)
 
     with (
-        mock.patch.object(OnMesh, "_into_stages", rehearse),
-        mock.patch.object(Pipeline, "_shapes", shapes),
+        mock.patch.object(pipeline, "cut", rehearse),
+        mock.patch.object(Executor, "_shapes", shapes),
     ):
         yield
 
@@ -504,20 +546,20 @@ def told_shapes(
 @contextmanager
 def marked_actions(log: Log) -> Iterator[None]:
     """The log knows which events belong to which action of a pipeline."""
-    look_ahead, finish = Pipeline._look_ahead, Pipeline._finish_sending
+    look_ahead, finish = Executor._look_ahead, Executor._finish_sending
 
-    def begins(line: Pipeline, actions: Sequence[Action], signatures: Any) -> None:
+    def begins(line: Executor, actions: Sequence[Action], signatures: Any) -> None:
         kind, stage, micro = actions[0]
-        log.mark(pipeline.NAMES[kind], stage, micro)
+        log.mark(schedules.NAMES[kind], stage, micro)
         look_ahead(line, actions, signatures)
 
-    def ends(line: Pipeline) -> None:
+    def ends(line: Executor) -> None:
         log.mark("")
         finish(line)
 
     with (
-        mock.patch.object(Pipeline, "_look_ahead", begins),
-        mock.patch.object(Pipeline, "_finish_sending", ends),
+        mock.patch.object(Executor, "_look_ahead", begins),
+        mock.patch.object(Executor, "_finish_sending", ends),
     ):
         yield
 
@@ -535,7 +577,7 @@ def backend_of(launch: LaunchConfig, device: str, here: bool) -> str:
 
 
 def simulate(
-    config: Config, device: str, here: bool = False, events: bool = False
+    config: Config, device: str, here: bool = False, events: bool = False, longest: bool = False
 ) -> dict[str, Any]:
     """What the fullest rank of the config's world would hold on such a device.
 
@@ -543,6 +585,8 @@ def simulate(
     they make, ``weights`` the bytes at the two peaks, ``steps`` the last step's events, if they are
     asked for, of one rank of each stage. If the model asks its tensors for values
     (``assumed`` has the lines), it is the larger of what two answers lead to.
+
+    ``longest``: of the longest samples (``longest.look``), not of those that a run begins with.
 
     Ranks that share the data, a sequence or the tensors of a stage with rank 0 hold what it does,
     or hardly less. Stages of a pipeline differ: ``ranks`` has what one rank of each holds at the
@@ -555,7 +599,7 @@ def simulate(
     for guess in GUESSES:
         values = Values(guess)
         try:
-            found.append(_of_ranks(config, axes, device, here, values, events))
+            found.append(_of_ranks(config, axes, device, here, values, events, longest))
         except UsageError as error:
             refusal = refusal or error
         asked |= values.questions
@@ -571,30 +615,33 @@ def simulate(
 
 
 def _of_ranks(
-    config: Config, axes: Axes | None, device: str, here: bool, values: Values, events: bool
+    config: Config,
+    axes: Axes | None,
+    device: str,
+    here: bool,
+    values: Values,
+    events: bool,
+    longest: bool,
 ) -> dict[str, Any]:
     """The fullest of those that differ, at each of the peaks: one of each place in a pipeline."""
     ranks = [0] if axes is None else list(axes.unlike)
     roles = ranks if len(ranks) > 1 else []
-    found = [_simulate(config, rank, device, here, values, events, roles) for rank in ranks]
+    found = [
+        _simulate(config, rank, device, here, values, events, longest, roles) for rank in ranks
+    ]
     weights = [one["weights"] for one in found]
     every = [
-        {"rank": rank, "stages": _stages(axes, rank), "step_bytes": own["step"]}
+        {
+            "rank": rank,
+            "stages": [] if axes is None else schedules.stages_of(axes, rank),
+            "step_bytes": own["step"],
+        }
         for rank, own in zip(ranks, weights, strict=True)
     ]
     fullest = {part: max((w[part] for w in weights), key=_total) for part in weights[0]}
     steps = {"steps": [one.pop("step") for one in found]} if events else {}
-    return {**found[0], **steps, "weights": fullest, "ranks": every}
-
-
-def _stages(axes: Axes | None, rank: int) -> list[int]:
-    """The stages of a pipeline that a rank has."""
-    if axes is None or axes.pipeline == 1:
-        return []
-    count = axes.pipeline * schedules.chunks_of(axes.schedule, axes.chunks or None)
-    place = axes.place(rank)["pipeline"]
-    owners = [schedules.rank_of(stage, axes.pipeline, axes.schedule) for stage in range(count)]
-    return [stage for stage, owner in enumerate(owners) if owner == place]
+    uncounted = [*dict.fromkeys(name for one in found for name in one["uncounted"])]
+    return {**found[0], **steps, "weights": fullest, "ranks": every, "uncounted": uncounted}
 
 
 def _total(weights: dict[str, int]) -> int:
@@ -608,6 +655,7 @@ def _simulate(
     here: bool,
     values: Values,
     events: bool,
+    longest: bool,
     roles: Sequence[int],
 ) -> dict[str, Any]:
     """One rank, with one answer to all questions for values.
@@ -621,17 +669,20 @@ def _simulate(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     backend = backend_of(config.launch, device, here)
     log = Log(backend, roles)
-    tracker = Tracker(where.type, CUDA_BLOCK if device == "cuda" else 1, values, log)
+    kernels = Kernels(device)
+    block = CUDA_BLOCK if device == "cuda" else 1
+    tracker = Tracker(where.type, block, values, log, kernels)
     causes = Causes(address=storage_number)
     assemble.resolve_strategy(config)  # imported with PyTorch as it is
     workload = assemble.build_workload(config)  # with real samples: a user's is tried out on some
+    samples = _looked_at(config, workload) if longest else Found()
     workload = replace(
-        workload,
+        of_longest(workload, samples.ids),
         make_model=in_a_line("make_model", workload.make_model, values),
         loss=in_a_line("the loss", workload.loss, values),
     )
     comm.LEDGER.reset(full_steps=0)
-    make_optimizer, make_sample = assemble.make_optimizer, assemble._sample
+    make_sample = assemble.sample
 
     def steps(workload: Workload, config: Config, world: World) -> Iterator[list[Batch]]:
         """Real samples, made as usual; then only their shapes and types."""
@@ -662,16 +713,9 @@ def _simulate(
             real = make_sample(config, workload, on_cpu, dtype)
         return None if real is None else _faked(real, fake, where, tracker)
 
-    def optimizer_there(
-        training: TrainingConfig, workload: Workload, model: nn.Module
-    ) -> MakeOptimizer:
-        plan = make_optimizer(training, workload, model, measures=False)
-        with _disable_current_modes():  # there are no values in a simulation
-            return factory.knows_what_is_whole(plan)
-
     with ExitStack() as stack:
         stack.enter_context(without_peers())
-        stack.enter_context(without_content())
+        stack.enter_context(without_content(kernels))
         size = config.launch.world or 1
         stands_for_gpu, nodes = device == "cuda", _per_node(size)
         solo = solo_world(size, where, backend, rank, stands_for_gpu, ranks_per_node=nodes)
@@ -679,32 +723,35 @@ def _simulate(
         note = staticmethod(causes.note_collective)
         stack.enter_context(mock.patch.object(Solo, "on_tensors", note))
         stack.enter_context(mock.patch.object(Solo, "log", log))
-        stack.enter_context(mock.patch.object(Table, "begin", _nothing))
-        stack.enter_context(mock.patch.object(Table, "meet", _met))
         stack.enter_context(masks_left_out(config))
         stack.enter_context(told_shapes(all_batches, tracker.paused))
         stack.enter_context(log.following())
         stack.enter_context(marked_actions(log))
-        stack.enter_context(mock.patch.object(assemble, "make_optimizer", optimizer_there))
-        stack.enter_context(mock.patch.object(assemble, "_sample", sample_there))
+        stack.enter_context(mock.patch.object(assemble, "sample", sample_there))
         stack.enter_context(fake)
         stack.enter_context(tracker.tracking())
         on_built = refuse_rounds if events else _nothing
         built = memory.run_steps(workload, config, world, causes, batches, on_built)
         weights = memory.weights(tracker.allocations(), causes, built)
-        about = {"data": workload.data, "notes": list(workload.notes)}
+        notes = [*workload.notes, *([samples.note] if samples.note else [])]
+        about = {"data": workload.data, "notes": notes}
         found: dict[str, Any] = {"device": device, "kernels": where.type}
-        found |= {"weights": weights, "about": about}
+        found |= {"weights": weights, "about": about, "longest": samples.ids}
+        found["uncounted"] = list(kernels.uncounted)
         if events:
             peak = weights["step"]["total"]
             found["step"] = step_of(config, workload, log.events(), peak, rank=rank)
         return found
 
 
-def _met(table: Table, _round: int, mine: dict[str, Tensor], *_: object) -> Closed:
-    """An exchange of workers at a table: as much comes back as was brought."""
-    average = {name: tensor.clone() for name, tensor in mine.items()}
-    return Closed(list(range(table.size)), average, was_closed=False)
+_samples: dict[str, Found] = {}  # by model and data: once for all strategies and batches
+
+
+def _looked_at(config: Config, workload: Workload) -> Found:
+    key = repr((config.model, config.data))
+    if key not in _samples:
+        _samples[key] = look(workload.dataset)
+    return _samples[key]
 
 
 def _axes(config: Config) -> Axes | None:

@@ -33,7 +33,8 @@ SCHEMA = 1
 KEEP_FREE = 0.1  # share of the machine's free memory that is left alone, if no limit is given
 SLACK = 256 << 20  # bytes beside tensors that a rank may take: kernels, the profiler, Gloo, gaps
 ATTEMPT_S = 600.0  # for one size, or for looking at the machine: what takes longer has failed
-OF_WORKLOAD = ("peak", "flops_per_sample", "normalizes_batches")  # not the environment
+# Not the environment.
+OF_WORKLOAD = ("peak", "flops_per_sample", "normalizes_batches", "couples_samples")
 # What a row has only if its size fits.
 NUMBERS = (
     "step_ms", "steps_per_s", "samples_per_s", "tokens_per_s", "flops_per_s", "mfu", "peak_bytes",
@@ -101,11 +102,11 @@ class Goal:
 def measure(
     config: Config,
     plan: Plan,
-    goal: Goal,
+    goal: Goal | None,
     command: str,
     on_progress: Callable[[str, int, int], None] = lambda _what, _done, _total: None,
 ) -> dict[str, Any]:
-    """The content of ``throughput.json``."""
+    """The content of ``throughput.json``; without a goal nothing is extrapolated."""
     world = config.launch.world or 1
     config = config.with_overrides(
         {"training.steps": plan.warmup + plan.steps, "training.warmup_steps": 0}
@@ -217,7 +218,7 @@ def is_out_of_memory(message: str) -> bool:
 def summarize(
     config: Config,
     plan: Plan,
-    goal: Goal,
+    goal: Goal | None,
     env: Mapping[str, Any],
     limit: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
@@ -253,7 +254,7 @@ def summarize(
         "largest_batch": largest,
         # Proved only if the next size up was tried and did not fit.
         "largest_is_exact": largest is not None and largest + 1 in bad,
-        "extrapolation": extrapolate(goal, max(rates), env["peak"]) if rates else None,
+        "extrapolation": extrapolate(goal, max(rates), env["peak"]) if goal and rates else None,
     }
 
 

@@ -55,7 +55,7 @@ class Goal:
         if self.loss is not None and not math.isfinite(self.loss):
             raise UsageError(f"--to-loss {self.loss}: not a loss, as in 3.2")
         tokens = 1 if self.tokens is None else self.tokens
-        least = {"--tokens": (tokens, 1), "--max-steps": (self.max_steps, 1),
+        least = {"--tokens": (tokens, 1), "--steps": (self.max_steps, 1),
                  "--seeds": (self.seeds, 1), "--warmup": (self.warmup, 0)}  # fmt: skip
         for flag, (value, low) in least.items():
             if value < low:
@@ -254,13 +254,14 @@ def train_cell(world: World, config: Config, goal: float | None, warmup: int) ->
     """
     from shardlab.comm import LEDGER
     from shardlab.guard import watchdog
-    from shardlab.run import assemble, loop
+    from shardlab.run import assemble, equivalence_check, loop
     from shardlab.run.recorder import Recorder
 
     workload = assemble.build_workload(config)
     steps = config.training.steps
     with watchdog.watching(world, config.guard.hang_s, config.launch.timeout_s):
         if warmup:
+            equivalence_check.check(config, workload, world)
             rehearsed = assemble.build_strategy(config, workload, world)
             with (
                 closing(loop.Batches(workload, config, world)) as feed,
@@ -333,8 +334,8 @@ class _Course:
         self.is_over = self.reached or not math.isfinite(loss)
 
     def result(self, share: Any) -> dict[str, Any]:
-        """The run in numbers. What PyTorch sends itself is not in the ledger: there one more step
-        is watched, and each is taken to send as much."""
+        """The run in numbers. Where PyTorch sends what is not in the ledger, one more step is
+        watched, and each is taken to send as much."""
         from shardlab.proof import evidence, prove
         from shardlab.proof.subjects import Subject
         from shardlab.run import assemble

@@ -1,8 +1,8 @@
 """What to choose of the rows of a plan, in words, and what would change that.
 
-The fastest that fits is chosen; of those that a prediction cannot tell apart, the one with the
-fewest ranks, then the simplest. What would change the choice is found by predicting again, with a
-link that is faster or slower and with a larger batch.
+The fastest that fits is chosen; of those that are close to it and that a prediction cannot tell
+from it, the one with the fewest ranks, then the simplest. What would change the choice is found by
+predicting again, with a link that is faster or slower and with a larger batch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def answered(rows: Sequence[Row]) -> dict[str, Any]:
             continue
         chosen, reason = _choose(rows, can)
         by_place[place] = chosen
-        why.append(f"On {place}: {reason}")
+        one = rows[chosen]
+        what = f"{one['label']} on {numbers.count(one['world'], 'rank')}, {rate_words(one)}"
+        why.append(f"On {place}: {what}: {reason}.")
         otherwise += _from_rows(rows, own, chosen)
     overall = next(iter(by_place.values()), None)
     able = [i for i, row in enumerate(rows) if row["cost"] is not None and row["fits"] is not False]
@@ -58,8 +60,8 @@ def answered(rows: Sequence[Row]) -> dict[str, Any]:
             what = f"Within {NOTABLE:.0%} of the least cost of all ({least:,.0f})"
         why.append(f"{what}: {_named(rows[overall])}, {_budget(rows[overall])}.")
     elif len(by_place) > 1:
-        overall = max(by_place.values(), key=lambda i: rate(rows[i]))
-        why.append(f"Fastest of all: {_named(rows[overall])}.")
+        overall, reason = _choose(rows, list(by_place.values()))
+        why.append(f"Of all: {_named(rows[overall])}: {reason}.")
     elif overall is not None and cheapest is not None:
         less = 1 - rows[cheapest]["cost"] / rows[overall]["cost"] if rows[overall]["cost"] else 0
         if less > NOTABLE:
@@ -99,36 +101,42 @@ def rate_words(row: Row) -> str:
 
 
 def _choose(rows: Sequence[Row], can: Sequence[int]) -> tuple[int, str]:
-    """The fastest. Of those that are equally fast as far as the intervals tell: the fewest ranks,
-    then the simplest. All of them fit, so that less memory is no reason by itself."""
+    """Which to choose of those that fit, and why. A tie is said here, and nowhere else.
+
+    All that may be as fast as the fastest, as far as the intervals tell, tie with it. Of those that
+    are also close to it, the fewest ranks are chosen, then the simplest. All of them fit, so that
+    less memory is no reason by itself.
+    """
     fastest = max(can, key=lambda i: rate(rows[i]))
-    equal = [i for i in can if i == fastest or _tied(rows[i], rows[fastest])]
+    tied = [i for i in can if i == fastest or _overlap(rows[i], rows[fastest])]
+    equal = [i for i in tied if rate(rows[i]) * (1 + NOTABLE) >= rate(rows[fastest])]
     fewest = min(rows[i]["world"] for i in equal)
     few = [i for i in equal if rows[i]["world"] == fewest]
     chosen = min(few, key=lambda i: _rung(rows[i]))
-    row = rows[chosen]
-    what = f"{row['label']} on {numbers.count(row['world'], 'rank')}, {rate_words(row)}"
     if len(can) == 1:
-        return chosen, f"{what}: the only one that can be run and fits."
-    if equal == [fastest]:
-        return chosen, f"{what}: it is the fastest that fits."
-    rivals = numbers.names([_short(rows[i], row) for i in equal if i != chosen])
-    reason = "it is the simplest of them"
-    if len(few) < len(equal):
+        return chosen, "the only one that can be run and fits"
+    if len(tied) == 1:
+        return chosen, "it is the fastest that fits"
+    rivals = numbers.names([_short(rows[i], rows[chosen]) for i in tied if i != chosen])
+    of = "of them" if len(equal) == len(tied) else f"of the {len(equal)} with about the best rate"
+    reason = f"is the simplest {of}"
+    if len(equal) == 1:
+        reason = "has the best predicted rate"
+    elif len(few) < len(equal):
         also = " and is the simplest with so few" if len(few) > 1 else ""
-        reason = f"it needs the fewest ranks{also}"
-    return chosen, f"{what}: as fast as {rivals} within the interval, and {reason}."
+        reason = f"needs the fewest ranks {of}{also}"
+    return chosen, (
+        f"it ties with {rivals} for the fastest within the interval, and {reason}; only a "
+        "measurement would tell"
+    )
 
 
 def _short(row: Row, beside: Row) -> str:
+    if row["place"] != beside["place"]:
+        return _named(row)
     if row["world"] == beside["world"]:
         return str(row["label"])
     return f"{row['label']} on {numbers.count(row['world'], 'rank')}"
-
-
-def _tied(row: Row, fastest: Row) -> bool:
-    """Whether two that are close cannot be told apart."""
-    return rate(row) * (1 + NOTABLE) >= rate(fastest) and _overlap(row, fastest)
 
 
 def _overlap(row: Row, faster: Row) -> bool:
@@ -196,20 +204,12 @@ def _elsewhere(rows: Sequence[Row], chosen: int) -> list[int]:
 
 
 def flips(rows: Sequence[Row], chosen: int, at_rate: AtRate) -> Iterator[str]:
-    """Who cannot be told from the choice, and which rate of the link makes another the fastest."""
+    """Which rate of the link makes another the fastest."""
     row, rivals = rows[chosen], _rivals(rows, chosen)
     elsewhere = _elsewhere(rows, chosen)
     # On this machine each rate may need ranks to be emulated anew, which takes seconds.
     others = [*rivals, *([] if row["is_measured"] else elsewhere)]
-    if not others:
-        return
-    near = [rows[i]["label"] for i in rivals if _overlap(rows[i], row)]
-    if near:
-        yield (
-            f"On {row['place']}, {numbers.names(near)} {'lies' if len(near) == 1 else 'lie'} "
-            f"within the interval of {row['label']}: only a measurement there would tell."
-        )
-    if row["link"] is None:  # the ranks share one machine
+    if not others or row["link"] is None:  # or the ranks share one machine
         return
     for factor in RATES:
         times = {i: seconds for i in (chosen, *others) if (seconds := at_rate(i, factor))}
@@ -248,10 +248,10 @@ def if_batch_grows(rows: Sequence[Row], chosen: int, doubled: Doubled) -> Iterat
     yield f"{line}."
 
 
-def chosen_by_place(rows: Sequence[Row]) -> dict[str, int]:
-    """The row to choose on each kind of machine; none where nothing fits."""
-    can: dict[str, list[int]] = {}
+def chosen_by(rows: Sequence[Row], *keys: str) -> list[int]:
+    """The row to choose for each value of these keys; none where nothing fits."""
+    can: dict[tuple[Any, ...], list[int]] = {}
     for i, row in enumerate(rows):
         if row["step_s"] and row["fits"] is not False:
-            can.setdefault(row["place"], []).append(i)
-    return {place: _choose(rows, able)[0] for place, able in can.items()}
+            can.setdefault(tuple(row[key] for key in keys), []).append(i)
+    return [_choose(rows, able)[0] for able in can.values()]

@@ -1,7 +1,7 @@
 """The bucket size with the shortest predicted step, for ``bucket_mb=auto``.
 
-``bucket_ddp_async`` finds its own in its first step (strategies/bucket_size.py); the others lay out
-their buckets before it.
+``bucket_ddp_async`` finds its own in its first step (strategies/data_parallel/bucket_size.py); the
+others lay out their buckets before it.
 
 Large buckets are few messages, but the last of them is sent when nothing is left to hide it.
 """

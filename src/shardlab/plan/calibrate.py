@@ -39,7 +39,7 @@ LIMIT_S = 120.0
 IN_FLIGHT = 8  # of those that are under way together
 
 
-def this_machine(on_progress: Callable[[str], None] = lambda _: None) -> Gloo:
+def this_machine() -> Gloo:
     """Gloo between two ranks of this machine: measured now, or kept from before."""
     path = sources.cache_folder() / "plan" / f"gloo-{_digest()}.json"
     points: list[dict[str, Any]] | None
@@ -50,8 +50,7 @@ def this_machine(on_progress: Callable[[str], None] = lambda _: None) -> Gloo:
         points = None
     if points is None:
         points = []
-        for i in range(LAUNCHES):  # a process may be faster or slower than another all its life
-            on_progress(f"what collectives cost here, once for this machine: {i + 1} of {LAUNCHES}")
+        for _ in range(LAUNCHES):  # a process may be faster or slower than another all its life
             with Ranks(LaunchConfig(device="cpu"), 2) as ranks:
                 points += ranks.run(f"{__name__}:on_rank", deadline_s=LIMIT_S)[0]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,10 +73,6 @@ def on_rank(world: World) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         for size, pool in pools.items():
             for op in OPS:
-                if world.rank == 0:
-                    done = i * len(SIZES) * len(OPS) + len(found)
-                    told = {"done": done, "total": (1 + ROUNDS) * len(SIZES) * len(OPS)}
-                    world.tell({"what": f"{op}, {size:,} bytes", **told})
                 found.append({"op": op, "bytes": size, **_point(world, _call(world, op, pool))})
         if i:  # the first round opens connections, and wakes the machine
             points += found

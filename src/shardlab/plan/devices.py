@@ -9,7 +9,6 @@ published runs.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from shardlab.errors import UsageError, unknown
 from shardlab.plan.graph import Work
 
-ITEMSIZE = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+TYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -30,17 +29,10 @@ class Link:
     ports: int = 0  # of a node; 0: one for each GPU
     reached: float = 0.8  # the share of the rate that NCCL reaches with large messages
     kind: str = "net"  # or "nvlink" or "pcie": which row of NCCL's latencies holds
-    # Between nodes: how the rate falls as more of them send, as nodes ** -fade. 0: it does not.
-    fade: float = 0.0
 
     def of_node(self, gpus: int) -> float:
         """Bytes per second that a node with so many GPUs sends, at best."""
         return self.bytes_per_s * self.reached * (self.ports or gpus)
-
-    def among(self, nodes: int) -> Link:
-        """What is left of it when so many nodes send at once."""
-        left = math.pow(max(1, nodes), -self.fade)
-        return dataclasses.replace(self, bytes_per_s=self.bytes_per_s * left, fade=0.0)
 
 
 @dataclass(frozen=True)
@@ -58,8 +50,8 @@ class Device:
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of matrix products in that type."""
-        if dtype not in ITEMSIZE:
-            raise unknown("type", dtype, ITEMSIZE)
+        if dtype not in TYPES:
+            raise unknown("type", dtype, TYPES)
         found = self.tflops.get(dtype, self.tflops["fp32"] if dtype == "tf32" else None)
         if found is None:
             raise UsageError(f"{self.name} has no {dtype}; it has {', '.join(self.tflops)}")
@@ -200,17 +192,10 @@ def link(text: str) -> Link:
     return made
 
 
-def machine(name: str, between: str = "", per_node: int | None = None, inside: str = "") -> Machine:
+def machine(name: str, between: str = "") -> Machine:
     """Nodes of a device by its name, with the links that such nodes usually have."""
     chosen = device(name)
-    if per_node is not None and per_node < 1:
-        raise UsageError(f"a node needs at least one GPU, not {per_node}")
-    return Machine(
-        chosen,
-        per_node or chosen.per_node,
-        link(inside or chosen.inside),
-        link(between or chosen.between),
-    )
+    return Machine(chosen, chosen.per_node, link(chosen.inside), link(between or chosen.between))
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ from shardlab.measure import simulate
 from shardlab.measure.events import PHASES, Handle, Log
 from shardlab.plan.graph import Event, Step, Work
 from shardlab.run import assemble, loop
-from shardlab.strategies import bucket_size
-from shardlab.strategies.rehearsal import Rehearsal
+from shardlab.strategies.data_parallel import bucket_size
 from shardlab.workloads.base import Batch
 
 WARMUP, LEAST, MOST = 3, 5, 1000  # steps: before the timed ones, and of these
@@ -196,9 +195,6 @@ def emulate(
         solo = simulate.solo_world(size, device, backend, rank, on_gpu=device.type == "cuda")
         alone = stack.enter_context(solo)
         stack.enter_context(mock.patch.object(simulate.Solo, "copies", False))
-        # Ranks that cut one model compare the loss of one sample with the whole model's: without
-        # the others' parts it is another.
-        stack.enter_context(mock.patch.object(Rehearsal, "of", return_value=None))
         clock = Clock(backend, device, roles)
         stack.enter_context(mock.patch.object(simulate.Solo, "log", clock))
         stack.enter_context(clock.following())

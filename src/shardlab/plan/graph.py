@@ -94,6 +94,12 @@ class Step:
     def flops(self) -> float:
         return sum(work.flops for work in self.works())
 
+    @property
+    def pointwise_bytes(self) -> float:
+        """That operators without FLOPs (norms, residuals, activations) read and write."""
+        passes = "forward", "backward"
+        return sum(w.bytes for w in self.works() if not w.flops and w.phase in passes)
+
     def works(self) -> Iterator[Work]:
         return (event for event in self.events if isinstance(event, Work))
 

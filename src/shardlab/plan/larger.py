@@ -1,19 +1,15 @@
-"""From simulated and measured steps to larger ones that nobody ran: more ranks, more micro-batches,
-another batch."""
+"""From simulated and measured steps to larger ones that nobody ran: more ranks, more
+micro-batches."""
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-from collections.abc import Sequence
 
 from shardlab.axes import Axes
-from shardlab.errors import UsageError
 from shardlab.plan.graph import Event, Mark, Start, Step, Wait, Work
-from shardlab.strategies import schedules
+from shardlab.strategies.pipeline import schedules
 
 AHEAD = 2  # messages that a rank of a pipeline begins to receive before it needs them
-NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
 # ------------------------------------------------------------------ worlds of any size
@@ -92,7 +88,7 @@ def at_micro(step: Step, place: int, axes: Axes, micro: int) -> Step:
     lists = schedules.schedule(axes.schedule, axes.pipeline, micro, axes.chunks or None)
     events = before
     for kind, stage, number in lists[place]:
-        name, like = NAMES[kind], min(number, 1)
+        name, like = schedules.NAMES[kind], min(number, 1)
         events.append(Mark(name, stage, number))
         new: dict[int, int] = {}  # the numbers of the calls
         for event in parts[name, stage, like]:
@@ -118,61 +114,3 @@ def at_micro(step: Step, place: int, axes: Axes, micro: int) -> Step:
         samples=round(step.samples * times),
         tokens=round(step.tokens * times),
     )
-
-
-# ------------------------------------------------------------------ batches of any size
-
-
-def at_batch(measured: Sequence[tuple[int, Step]], batch: int) -> Step:
-    """The step at a micro-batch of ``batch`` samples, from measured steps at others.
-
-    A device that is kept busy takes a fixed time and one for each sample: a straight line. At small
-    batches it may wait for the host instead, which takes as long for any batch: where the smallest
-    lies above the line through the next two, its time is that of the host, and holds until the line
-    reaches it.
-    """
-    known = sorted(measured, key=lambda pair: pair[0])
-    if len(known) < 2:
-        raise UsageError("a step at another batch needs steps at two batches or more")
-    if len({len(step.events) for _, step in known}) > 1:
-        raise UsageError("the measured batches do not send and wait alike; measure this one")
-    sizes = [size for size, _ in known]
-    last = known[-1][1]
-    totals = [sum(work.seconds or 0.0 for work in step.works()) for _, step in known]
-    total = _between(sizes, totals, batch)
-    events = []
-    for parallel in zip(*(step.events for _, step in known), strict=True):
-        event = parallel[-1]
-        if isinstance(event, Work):
-            seconds = [work.seconds or 0.0 for work in parallel if isinstance(work, Work)]
-            event = dataclasses.replace(event, seconds=_between(sizes, seconds, batch))
-        events.append(event)
-    added = sum(event.seconds or 0.0 for event in events if isinstance(event, Work))
-    stretched = [
-        dataclasses.replace(e, seconds=(e.seconds or 0.0) * total / max(added, 1e-12))
-        if isinstance(e, Work)
-        else e
-        for e in events
-    ]
-    of_batch = batch / sizes[-1]
-    return dataclasses.replace(
-        last,
-        events=tuple(stretched),
-        samples=round(last.samples * of_batch),
-        tokens=round(last.tokens * of_batch),
-        totals_s=tuple(t * total / max(totals[-1], 1e-12) for t in last.totals_s),
-    )
-
-
-def _between(sizes: Sequence[int], seconds: Sequence[float], size: int) -> float:
-    """On the line through the two nearest sizes; or the host's time, see ``at_batch``."""
-    right = min(max(1, bisect.bisect_left(sizes, size)), len(sizes) - 1)
-    line = _line(sizes, seconds, right, size)
-    if right == 1 and len(sizes) > 2 and _line(sizes, seconds, 2, sizes[0]) < seconds[0]:
-        return max(seconds[0], _line(sizes, seconds, 2, size))
-    return max(0.0, line)
-
-
-def _line(sizes: Sequence[int], seconds: Sequence[float], right: int, size: int) -> float:
-    slope = (seconds[right] - seconds[right - 1]) / (sizes[right] - sizes[right - 1])
-    return seconds[right] + slope * (size - sizes[right])

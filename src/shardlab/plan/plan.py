@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shardlab import numbers
+from shardlab.axes import axes_of
 from shardlab.config import Config, StrategyConfig
 from shardlab.errors import RankFailure, UsageError, unknown
 from shardlab.measure.cells import has_buckets
-from shardlab.plan import advice, buckets, devices
+from shardlab.plan import advice, buckets, cut, devices
 from shardlab.plan.predict import Prediction, WhatIf
 from shardlab.run.launch import DEFAULT_WORLD
 from shardlab.specs import BASELINE, parse_spec
@@ -324,6 +325,8 @@ def plan(
                 f"of {numbers.size(least.memory_limit)}: more ranks with zero3, or a smaller batch"
             )
     rows = [_row(cell, question) for cell in cells]
+    for i, row in enumerate(rows):
+        row["against"] = cut.against(rows, i)
     answer = advice.answered(rows)
 
     def at_rate(i: int, factor: float) -> float | None:
@@ -421,6 +424,7 @@ def _row(cell: Cell, question: Question) -> dict[str, Any]:
     if found is None:
         return row
     rate = found.tokens / found.step_s or None
+    axes, _ = axes_of(name, options, cell.world)
     row |= {
         "step_s": found.step_s,
         "low_s": found.low_s,
@@ -435,6 +439,11 @@ def _row(cell: Cell, question: Question) -> dict[str, Any]:
         "bubble_s": found.bubble_s,
         "comm_s": found.comm_s,
         "parts_s": parts(found),
+        "model_ranks": 1 if axes is None else axes.model_ranks,
+        "ranks": cut.ranks_of(found, axes),
+        "even_bubble": cut.even_bubble(axes, row["accumulate"]),
+        "flops": found.flops,
+        "pointwise_bytes": found.pointwise_bytes,
         "memory_bytes": found.memory_bytes,
         "memory_limit": found.memory_limit,
         "fits": fits(found),
@@ -457,7 +466,8 @@ def _row(cell: Cell, question: Question) -> dict[str, Any]:
 NUMBERS = (
     "step_s", "low_s", "high_s", "naive_s", "is_measured", "samples_per_s", "tokens_per_s", "mfu",
     "work_s", "exposed_s", "bubble_s", "comm_s", "parts_s", "memory_bytes", "memory_limit", "fits",
-    "days", "naive_days", "cost", "notes",
+    "days", "naive_days", "cost", "notes", "model_ranks", "ranks", "even_bubble", "flops",
+    "pointwise_bytes", "against",
 )  # fmt: skip
 
 
@@ -542,6 +552,6 @@ def _what_if(
     ]
     steps = [None if cell.changed[number] is None else row["step_s"]
              for cell, row in zip(cells, after, strict=True)]  # fmt: skip
-    by_place = advice.chosen_by_place(after)
+    by_place = {after[i]["place"]: i for i in advice.chosen_by(after, "place")}
     sizes = [cell.buckets.get(change.text) for cell in cells]
     return {"change": change.text, "step_s": steps, "bucket_mb": sizes, "by_place": by_place}

@@ -92,6 +92,8 @@ class Prediction:
     spans: tuple[Span, ...]
     peak_flops_per_s: float | None
     notes: tuple[str, ...] = ()
+    # A rank's operators without FLOPs read and write them, on average over the stages.
+    pointwise_bytes: float = 0.0
     bubble_s: float = 0.0  # the rank stood still because other stages were not there yet
 
 
@@ -256,8 +258,7 @@ def own_work_s(step: Step) -> float:
 class Predictor:
     """Answers one question after another. It owns the process that simulates and emulates."""
 
-    def __init__(self, on_progress: Callable[[str], None] = lambda _: None) -> None:
-        self._on_progress = on_progress
+    def __init__(self) -> None:
         self._simulator = Simulator()
         self._beside: list[Simulator] = []  # of other ranks that share the cores
         self._gloo: gloo.Gloo | None = None
@@ -301,9 +302,9 @@ class Predictor:
                 f"{cores:g} cores knows: give each its own machine, as in --link 1gbit, or let "
                 "`shardlab compare` measure it"
             )
-        flops, peak_bytes = _sizes(self._simulated(config, "auto"))
+        flops, pointwise, peak_bytes = _sizes(self._simulated(config, "auto"))
         if self._gloo is None:
-            self._gloo = calibrate.this_machine(self._on_progress)
+            self._gloo = calibrate.this_machine()
         if link is None:
             here = Here(self._gloo, cores / ranks)
             sharing = ranks
@@ -330,6 +331,7 @@ class Predictor:
         return dataclasses.replace(
             found,
             flops=flops,
+            pointwise_bytes=pointwise,
             memory_bytes=peak_bytes,
             memory_limit=None if free is None else free // sharing,
         )
@@ -339,13 +341,14 @@ class Predictor:
         machine = devices.machine(devices.called(name), link or "")
         steps = self._emulated(config)
         dtype = config.precision.compute
-        flops, peak_bytes = _sizes(self._simulated(config, "cuda"))
+        flops, pointwise, peak_bytes = _sizes(self._simulated(config, "cuda"))
         notes = steps[0].notes
         if (config.launch.world or 1) > 1:
             notes += (f"work measured on {name}; links as {machine.device.name} usually has them",)
         return dataclasses.replace(
             on_this_machine(There(machine, dtype), steps, change),
             flops=flops,
+            pointwise_bytes=pointwise,
             memory_bytes=peak_bytes,
             memory_limit=round(machine.device.memory),
             peak_flops_per_s=machine.device.peak(dtype),
@@ -361,7 +364,6 @@ class Predictor:
             link = None  # nobody would ask
 
         def ask() -> Sequence[Step]:
-            self._on_progress(f"{config.strategy.label}: one rank's own work")
             self._beside += [Simulator() for _ in range(others - len(self._beside))]
             return side_by_side([self._simulator, *self._beside[:others]], config, link=link)
 
@@ -378,7 +380,7 @@ class Predictor:
         played = There(machine, dtype).play(steps, change)
         is_fitted, axes = machine.device.family in devices.FITTED, _axes(config)
         low, high = UNFITTED if not is_fitted else FITTED if axes is None else CUT
-        flops, peak_bytes = _sizes(steps)
+        flops, pointwise, peak_bytes = _sizes(steps)
         notes = [*step.notes]
         names = {w.name for step in steps for w in step.works()}
         if own := sorted(name for name in names if name.split(".")[0] not in PYTORCHS):
@@ -391,6 +393,7 @@ class Predictor:
             **_times(played, low, high),
             naive_s=flops / (NAIVE_MFU * peak_flops),
             flops=flops,
+            pointwise_bytes=pointwise,
             samples=step.samples,
             tokens=step.tokens,
             memory_bytes=peak_bytes,
@@ -411,16 +414,20 @@ class Predictor:
             return [at_micro(step, stage, axes, micro) for stage, step in enumerate(steps)]
 
         def ask() -> Sequence[Step]:
-            self._on_progress(f"{config.strategy.label}: a rank among {world:,}, simulated")
             asked = config.with_overrides(WEIGHED)
             limit = LIMIT_S * (1 if axes is None else axes.pipeline)
             found = self._simulator.run(asked, device, limit_s=limit, events=True)
             steps: Sequence[Step] = found["steps"]
-            if not found["assumed"]:
-                return steps
-            lines = ", ".join(found["assumed"])
-            note = f"the model asks tensors for their values at {lines}: the answer was guessed"
-            return [dataclasses.replace(step, notes=(*step.notes, note)) for step in steps]
+            notes = []
+            if lines := ", ".join(found["assumed"]):
+                notes.append(
+                    f"the model asks tensors for their values at {lines}: the answer was guessed"
+                )
+            if names := ", ".join(found["uncounted"]):
+                notes.append(
+                    f"memory is a lower bound: what {names} takes for itself is not known here"
+                )
+            return [dataclasses.replace(step, notes=(*step.notes, *notes)) for step in steps]
 
         worlds = SMALL_WORLDS
         if axes is not None:
@@ -439,9 +446,12 @@ class Predictor:
         return self._known[key]
 
 
-def _sizes(steps: Sequence[Step]) -> tuple[float, int]:
-    """FLOPs of a rank, on average over the stages, and the bytes that the fullest holds."""
-    return statistics.fmean(s.flops for s in steps), max(s.peak_bytes for s in steps)
+def _sizes(steps: Sequence[Step]) -> tuple[float, float, int]:
+    """FLOPs of a rank, and the bytes of its other operators, on average over the stages; and the
+    bytes that the fullest holds."""
+    flops = statistics.fmean(s.flops for s in steps)
+    pointwise = statistics.fmean(s.pointwise_bytes for s in steps)
+    return flops, pointwise, max(s.peak_bytes for s in steps)
 
 
 def _axes(config: Config) -> Axes | None:

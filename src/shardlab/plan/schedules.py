@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlab.errors import UsageError, unknown
-from shardlab.strategies import schedules
-from shardlab.strategies.schedules import SCHEDULES, Times
+from shardlab.strategies.pipeline import schedules
+from shardlab.strategies.pipeline.schedules import SCHEDULES, Times
 
 MOST = 50_000  # stages times micro-batches: what is simulated and drawn in about a second
 
@@ -115,10 +115,9 @@ def times_of(
         raise UsageError("--forward-ms 0 with --backward-ms 0: one of them takes some time")
     if weight is None:
         weight = backward / 2
-    elif not {"zero_bubble", "zbv"} & set(names):
+    elif "zero_bubble" not in names:
         raise UsageError(
-            f"--weight-ms {weight:g}: {names[0]} does not split the backward, as zero_bubble and "
-            "zbv do"
+            f"--weight-ms {weight:g}: {names[0]} does not split the backward, as zero_bubble does"
         )
     if weight > backward:
         raise UsageError(

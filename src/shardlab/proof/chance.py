@@ -114,9 +114,10 @@ def untrained(model: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def put_back(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Restore those that have changed. (Most have not; an expanded buffer cannot be written to.)"""
-    for name, tensor in untrained(model).items():
-        if not torch.equal(tensor, values[name]):
-            tensor.copy_(values[name])
+    tensors = dict((*model.named_parameters(), *model.named_buffers()))
+    for name, value in values.items():
+        if not torch.equal(tensors[name], value):
+            tensors[name].copy_(value)
 
 
 def generators() -> bytes:

@@ -105,7 +105,8 @@ def ulps(got: Tensor | None, want: Tensor | None, unit: Tensor) -> float:
         return math.inf
     if not want.numel():
         return 0.0
-    error = ((wide(got) - wide(want)).abs() / unit.to(want.device)).max().item()
+    away = (wide(got) - wide(want)).abs().masked_fill(got == want, 0.0)  # also where both are inf
+    error = (away / unit.to(want.device)).max().item()
     return error if math.isfinite(error) else math.inf
 
 

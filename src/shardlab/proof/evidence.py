@@ -1,8 +1,8 @@
 """What a strategy does, measured on the ranks. Nothing is judged here: see ``judge``.
 
 Ranks start from different weights, so that a missing broadcast shows, and everything is run
-twice. What is sent comes from the ledger; where more was launched than the ledger has (PyTorch's
-own strategies, or one that does not use ``comm``), from the profiler.
+twice. What is sent comes from the ledger; where more was launched than the ledger has (by DDP, by
+FSDP between replicas, or by a strategy that does not use ``comm``), from the profiler.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import itertools
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,12 +25,11 @@ from torch import nn
 
 from shardlab import axes, comm, numbers, pulse
 from shardlab import world as worlds
-from shardlab.batch import tensors_of
 from shardlab.config import Config
 from shardlab.errors import UsageError, unknown
 from shardlab.guard import sequence, watchdog
 from shardlab.plan import claims
-from shardlab.proof import TIMEOUT_S, chance, locate, subjects, traffic, watch
+from shardlab.proof import TIMEOUT_S, chance, locate, subjects, watch
 from shardlab.proof import reference as plain
 from shardlab.proof.difference import Trail
 from shardlab.proof.reference import Reference
@@ -38,21 +37,19 @@ from shardlab.proof.subjects import Subject
 from shardlab.proof.watch import Message
 from shardlab.run import assemble
 from shardlab.run.rankset import on_its_ranks
-from shardlab.strategies import schedules
 from shardlab.strategies.base import Rounds, Strategy
-from shardlab.strategies.on_mesh import OnMesh
-from shardlab.strategies.workers import Workers
+from shardlab.strategies.cut_model import CutModel
+from shardlab.strategies.local.workers import Workers
+from shardlab.strategies.pipeline import schedules
+from shardlab.strategies.pipeline.executor import Executor
 from shardlab.trace.intervals import union
 from shardlab.workloads.base import Batch
-from shardlab.workloads.context import context_of
 from shardlab.world import World
 
 WATCHED = -1  # the ledger's number for the steps that are watched
 MOST_STEPS = 65
 SETTLE_S = 5.0
-GRADIENT_OPS = ("all_reduce", "reduce_scatter", "all_to_all")
-# What was rounded is gathered, and summed where it is; a table is no collective.
-WORKER_OPS = (*GRADIENT_OPS, "all_gather", "exchange")
+GRADIENT_OPS = ("all_reduce", "reduce_scatter", "all_to_all", "reduce")
 Work = Callable[[], Any]
 
 
@@ -85,21 +82,16 @@ def examine(world: World, config: Config) -> dict[str, Any]:
     # The stack has nothing that the tensor and context axes could cut.
     has_stack = mesh is None or mesh.tensor == mesh.context == 1
     make = assemble.resolve_strategy(config)
-    is_even = issubclass(make, OnMesh) and make.ONE_SHAPE
+    is_even = issubclass(make, CutModel) and make.ONE_SHAPE
     which = "even stack" if is_even else "stack"
-    stack = _prepare(which, world, config, rounds) if has_stack else None
-    if mesh is not None and users.subject.draws:
-        raise UsageError(
-            f"the forward of {users.subject.workload.name} draws random numbers, and ranks that "
-            "cut a model between them draw others than one process: leave its dropout out"
-        )
     claim = claim_of(config)
-    timeout_s = min(config.launch.timeout_s, TIMEOUT_S)
-    alive = watch.Alive()
-    with watchdog.watching(world, None, timeout_s), _eager_chance(config):
-        pulse.PULSE.enter(pulse.PROOF)
+    alive, on_stack = watch.Alive(), {}
+    with _watching(config, world):
         on_users = _examine_users(users, _in_dtype(config, users), world, claim, alive)
-        on_stack = {} if stack is None else _examine_stack(stack, config, world, claim)
+    if has_stack:  # afterwards: it is the user's model that was asked about
+        stack = _prepare(which, world, config, rounds)
+        with _watching(config, world):
+            on_stack = _examine_stack(stack, config, world, claim)
     models = [found.pop("model") for found in (on_stack, on_users) if found]
     return {
         "ranks": world.size,
@@ -108,6 +100,15 @@ def examine(world: World, config: Config) -> dict[str, Any]:
         "models": models,
         "one_shape": make.__name__ if is_even else None,
     }
+
+
+@contextmanager
+def _watching(config: Config, world: World) -> Iterator[None]:
+    """Ranks that hang are ended, and compiled models draw what uncompiled ones do."""
+    timeout_s = min(config.launch.timeout_s, TIMEOUT_S)
+    with watchdog.watching(world, None, timeout_s), _eager_chance(config):
+        pulse.PULSE.enter(pulse.PROOF)
+        yield
 
 
 def _examine_users(
@@ -119,6 +120,11 @@ def _examine_users(
 ) -> dict[str, Any]:
     """The user's model: against one process, what is alive, what is sent; then again, unwatched."""
     subject, reference = prepared.subject, prepared.reference
+    if subject.draws and assemble.axes_of(config, world)[0] is not None:
+        raise UsageError(
+            f"the forward of {subject.workload.name} draws random numbers, and ranks that cut a "
+            "model between them draw others than one process: leave its dropout out"
+        )
     share, _ = assemble.data_share(config, world)
     held: dict[str, watch.Held] = {}
     strategy, model = _build(subject, config, world)
@@ -128,14 +134,15 @@ def _examine_users(
         held[what] = alive.weigh(model)
 
     trail = _run(strategy, subject, share, Trail(reference), after=weigh)
-    is_cut = isinstance(strategy, OnMesh)
+    is_cut = isinstance(strategy, CutModel)
     replica = _digest(model) if strategy.in_step() and not is_cut else None
     watched = _watch(strategy, subject.steps[0][share])
     groups = {} if claim is None else claim.groups(job)
-    used = _job(subject, config, strategy, without=reference.irregular)
-    on_axes = _on_axes(subject, strategy, subject.steps[0][share], watched, config, world)
+    used = reference.used(job, subject.remembers)
     of_data = [m for m in watched.messages if m.axis is None]
-    live, room = _live(strategy, subject, world), _room(subject, strategy, share, world)
+    live = _live(strategy, subject, world)
+    pipeline: Executor | None = strategy.pipeline if isinstance(strategy, CutModel) else None
+    room = 0 if pipeline is None else pipeline.receive_buffers()
     del strategy, model, weigh
     strategy, _ = _build(subject, config, world)
     again = _run(strategy, subject, share, Trail(reference), looks=False)
@@ -146,10 +153,10 @@ def _examine_users(
         # The profiler does not say among how many ranks something was sent.
         "sends_claimed": not is_cut or watched.source == "ledger",
         "mesh": is_cut,
-        "axes": on_axes,
+        "axes": watched.on_axes if is_cut else None,
         "live": live,
         "room": room,
-        "irregular": bool(reference.irregular) or reference.runs_again,
+        "irregular": reference.is_irregular,
         "full": _full(job),
         "micro": job.micro,
         "replica": replica,
@@ -172,14 +179,23 @@ def _examine_stack(
 ) -> dict[str, Any]:
     """The stack: against one process, when it sends; then again, and what is held meanwhile."""
     subject, reference = prepared.subject, prepared.reference
+    asked = config.strategy.options.get("bucket_mb")
     config = _with_small_buckets(config, subject.job(config).held)
     share, _ = assemble.data_share(config, world)
     strategy, _ = _build(subject, config, world)
+    cut = isinstance(strategy, CutModel)
     job = _job(subject, config, strategy)
     trail = _run(strategy, subject, share, Trail(reference))
     # One micro-batch is enough to see when gradients are sent, but not for PyTorch's pipelines.
-    watched = subject.steps[0][share][: None if isinstance(strategy, OnMesh) else 1]
-    overlap = _overlap(_watch(strategy, watched), _small(job))
+    shown = subject.steps[0][share][: None if cut else 1]
+    watched = _watch(strategy, shown)
+    overlap = _overlap(watched, _small(job))
+    sent = [_sent_of_stack(claim, replace(job, micro=job.micro if cut else 1), watched)]
+    if watched.source == "ledger" and not cut:
+        every = watched.steps
+        for first in range(1, len(subject.steps) - every + 1):  # in the first step some learn
+            of_steps = replace(watched, messages=_recorded(range(first, first + every)))
+            sent.append({**_sent_of_stack(claim, job, of_steps), "step": first})
     del strategy
     memory = watch.Memory()
     phases: list[watch.Phase] = []
@@ -192,19 +208,45 @@ def _examine_stack(
     strategy, _ = weighed(lambda: _build(subject, config, world))
     again = _run(strategy, subject, share, Trail(None), around=weighed, steps=2)
     *_, gradients, step = phases
-    cut = isinstance(strategy, OnMesh)
+    # A pipeline's stage adds its gradients up until the step's last backward, and buckets of a size
+    # that was asked for may be as large as the stack.
+    is_open = cut or asked is not None
     return {
-        # A pipeline's stage adds its gradients up until the step's last backward.
-        "claimed_of_stack": claim and (replace(claim, peak=None) if cut else claim).of(job),
+        "claimed_of_stack": claim and (replace(claim, peak=None) if is_open else claim).of(job),
         "stack": {
             **_full(job),
             "resident": step.held,
             "peak": gradients.peak,
             "forward_peak": gradients.forward_peak,
         },
+        "sent_of_stack": sent,
         "overlap": overlap,
         "model": _model(prepared, trail, again, config, world),
     }
+
+
+def _sent_of_stack(claim: claims.Claim | None, job: claims.Job, watched: Watched) -> dict[str, Any]:
+    """What the judge needs to know of a step of the stack. All of the stack is used once in every
+    micro-batch, so nothing is left open: what is claimed is sent, no more and no less."""
+    groups = {} if claim is None else claim.groups(job)
+    of_data = [m for m in watched.messages if m.axis is None]
+    claimed = None if claim is None else replace(claim, most={}).of(job)
+    return {
+        "step": None,  # one more, of a single micro-batch
+        "ranks": job.ranks,
+        "micro": job.micro,
+        "full": _full(job),
+        "irregular": False,
+        "claimed": claimed,
+        "claimed_of_used": claimed,
+        "sent_of_data": _by_op(of_data, watched.steps, _small(job), job.ranks, groups),
+    }
+
+
+def _recorded(steps: range) -> list[Message]:
+    """What the ledger has of some steps of a run."""
+    entries = [e for e in comm.LEDGER.entries if e.step in steps]
+    return [Message(e.op, e.bytes, e.enqueue_ns, e.ranks) for e in entries]
 
 
 def claim_of(config: Config) -> claims.Claim | None:
@@ -220,98 +262,26 @@ def claim_of(config: Config) -> claims.Claim | None:
     return None if name is None else claims.CLAIMS[name]
 
 
-def _job(
-    subject: Subject, config: Config, strategy: Strategy, without: Collection[str] = ()
-) -> claims.Job:
+def _job(subject: Subject, config: Config, strategy: Strategy) -> claims.Job:
     """What the formulas need to know of this rank's model, which may be a part of the user's."""
-    job = subject.job(config, without)
-    if not isinstance(strategy, OnMesh):
+    job = subject.job(config)
+    if not isinstance(strategy, CutModel):
         return job
     shapes = strategy.part_shapes()
     params = tuple(replace(p, shape=tuple(shapes[p.name])) for p in job.params if p.name in shapes)
-    micro = 1 if strategy.joins_microbatches else job.micro
+    micro = job.micro if strategy.pipeline is None else 1
     return replace(job, params=params, ranks=strategy.groups.data.size(), micro=micro)
-
-
-def _on_axes(
-    subject: Subject,
-    strategy: Strategy,
-    microbatches: Sequence[Batch],
-    watched: Watched,
-    config: Config,
-    world: World,
-) -> dict[str, Any] | None:
-    """What the axes that cut the model have sent, and what they should: messages and bytes of
-    their tensors, by axis and collective. None: no axis cuts it."""
-    if not isinstance(strategy, OnMesh):
-        return None
-    try:
-        claimed = _claimed_on_axes(subject, strategy, microbatches, config, world)
-    except traffic.NoFormula as why:
-        return {"claimed": None, "why": str(why), "sent": watched.on_axes}
-    return {"claimed": claimed, "why": None, "sent": watched.on_axes}
-
-
-def _claimed_on_axes(
-    subject: Subject,
-    strategy: OnMesh,
-    microbatches: Sequence[Batch],
-    config: Config,
-    world: World,
-) -> traffic.Traffic:
-    workload, mesh = subject.workload, strategy.axes
-    if not strategy.SENDS_BY_COMM:
-        raise traffic.NoFormula("PyTorch's own code sends it")
-    if config.training.activation_checkpointing:
-        raise traffic.NoFormula("what is computed again is sent again")
-    model = plain.build(subject)
-    itemsizes = {name: p.element_size() for name, p in model.named_parameters()}
-    shapes = strategy.part_shapes()
-    sizes = {n: shapes[n].numel() * size for n, size in itemsizes.items() if n in shapes}
-    pipeline = strategy.pipeline
-    cuts = None
-    if pipeline is not None:
-        cuts = traffic.Cuts(pipeline.track.blocks, pipeline.track.ends)
-    claimed = traffic.of_step(
-        model,
-        traffic.Place(mesh, mesh.place(world.rank), sizes, cuts),
-        workload.loss,
-        microbatches,
-        workload.splits_of(model),
-        context_of(workload, model),
-        assemble._sample(config, workload, world, subject.dtype),
-    )
-    rule = assemble.make_rule(config, workload)
-    looks = rule.clip_norm is not None or rule.loss_scale is not None
-    if (looks or rule.on_nonfinite == "skip") and min(mesh.tensor, mesh.pipeline) == 1:
-        # The gradient's norm is summed over all that cut the model: here, over one axis.
-        for axis in ("tensor", "pipeline"):
-            if getattr(mesh, axis) > 1:
-                messages, size = claimed.get(f"{axis} all_reduce", (0, 0))
-                claimed[f"{axis} all_reduce"] = messages + 1, size + traffic.SUM
-    return claimed
-
-
-def _room(subject: Subject, strategy: Strategy, share: int, world: World) -> int:
-    """Bytes that PyTorch's pipelines keep from step to step: a place for what each micro-batch
-    receives, of every shape that was seen."""
-    if not isinstance(strategy, OnMesh) or strategy.pipeline is None or strategy.SENDS_BY_COMM:
-        return 0
-    track = strategy.pipeline.track
-    place = traffic.Place(
-        strategy.axes, strategy.axes.place(world.rank), {}, traffic.Cuts(track.blocks, track.ends)
-    )
-    steps = {str([t.shape for b in s[share] for t in tensors_of(b)]): s for s in subject.steps}
-    model, loss = plain.build(subject), subject.workload.loss
-    return sum(traffic.received(model, place, loss, step[share]) for step in steps.values())
 
 
 def _live(strategy: Strategy, subject: Subject, world: World) -> dict[str, Any] | None:
     """How many micro-batches' activations a rank of a pipeline has kept at a time, and how many its
     schedule says. None: it is no pipeline, or PyTorch runs it."""
-    if not isinstance(strategy, OnMesh) or strategy.pipeline is None or not strategy.SENDS_BY_COMM:
+    if not isinstance(strategy, CutModel) or strategy.pipeline is None:
         return None
-    mesh, pipeline, micro = strategy.axes, strategy.pipeline, len(subject.steps[0][0])
+    pipeline: Executor = strategy.pipeline
+    mesh, micro = strategy.axes, len(subject.steps[0][0])
+    if not pipeline.peak_live:
+        return None
     said = schedules.claim(mesh.schedule, mesh.pipeline, micro, schedules.Times(), pipeline.chunks)
     claimed = said.live[mesh.place(world.rank)["pipeline"]]
     return {"schedule": mesh.schedule, "claimed": claimed, "kept": pipeline.peak_live}
@@ -334,9 +304,7 @@ def _telling(config: Config, world: World) -> tuple[Config, Rounds | None]:
         rounds = replace(rounds, every=rounds.shortest)
         options = {**config.strategy.options, "every": rounds.every}
         config = config.with_overrides({"strategy.options": options})
-    steps = max(
-        config.training.steps, (3 if rounds.absent else 2) * rounds.every + rounds.delay + 1
-    )
+    steps = max(config.training.steps, 2 * rounds.every + rounds.delay + 1)
     if steps > MOST_STEPS:
         raise UsageError(
             f"a proof is of two rounds and a step: with every={rounds.every} that takes {steps} "
@@ -369,11 +337,6 @@ def _prepare_users(config: Config, world: World, rounds: Rounds | None) -> Prepa
         shares = assemble.data_share(config, world)[1]
         subject = subjects.users(config, shares, world.device, dtype)
         subject.why_dtype = why and f"it does not run in float64 ({why})"
-        if why and rounds is not None and rounds.bits < 32:  # neighbours in 4 bits lie far apart
-            raise UsageError(
-                f"{subject.workload.name} runs in float32 alone ({why}), whose own rounding may "
-                f"take a difference to another number of {rounds.bits} bits: prove it with bits=32"
-            )
         try:
             return _run_plain(subject, config, world, rounds)
         except UsageError:
@@ -451,25 +414,21 @@ def _build(
     if world.size > 1:  # ranks out of step get an error, rather than wrong numbers or a hang
         comm.LEDGER.check = sequence.Sequence(world).check
     strategy = assemble.build_strategy(own, replace(subject.workload, make_model=make_model), world)
-    strategy.rounds = _planned(strategy.rounds, world.size)
     if probe is not None:  # after the strategy's own hooks: what a module returns in the end
         probe.attach(made[0])
     return strategy, made[0]
 
 
-def _planned(rounds: Rounds | None, workers: int) -> Rounds | None:
-    """Where workers may be absent, the last one is late in the first round: what it did is dropped,
-    it rests in the second round, and takes part again in the third."""
-    if rounds is None or rounds.min_workers is None or rounds.min_workers >= workers:
-        return rounds
-    return replace(rounds, absent=((0, workers - 1, True), (1, workers - 1, False)))
-
-
+@torch.no_grad()
 def _take_values(model: nn.Module, other: nn.Module) -> None:
-    """Parameters and buffers of another model; what it keeps outside of them stays."""
+    """Parameters and buffers of another model; what it keeps outside of them stays.
+
+    In place: a buffer may be a view, which would hold what it was a view of beside its new values.
+    """
     theirs = plain.named_tensors(other)
     for name, tensor in plain.named_tensors(model).items():
-        tensor.data = theirs[name].data
+        if not torch.equal(tensor, theirs[name]):  # an expanded buffer cannot be written to
+            tensor.copy_(theirs[name])
 
 
 def _run(
@@ -488,7 +447,7 @@ def _run(
     parameters may gather or free them, and so hide that the strategy did not.
     """
     if looks:
-        trail.start(strategy.full_params())
+        trail.start(strategy.full_tensors())
     shares_of_steps = subject.steps[:steps]
     last = len(shares_of_steps) - 1
     for step, shares in enumerate(shares_of_steps):
@@ -500,29 +459,28 @@ def _run(
         if looks_here:
             strategy.settle()
             after("gradients")
-        loss = strategy.mean_loss(loss)
         trail.gradients(step, loss, strategy.full_grads() if looks_here else None)
         comm.LEDGER.step = step
         around(strategy.step)
         comm.LEDGER.step = None
         if strategy.rounds is None:  # what workers exchange may travel during their next step
-            trail.unwaited += _unwaited(step, GRADIENT_OPS)
+            trail.unwaited += _unwaited(step)
         after("step")
         if looks or step == last:
-            trail.tensors(step, strategy.full_params())
+            trail.tensors(step, strategy.full_tensors())
     if strategy.rounds is not None:
         strategy.settle()
         for step in range(len(shares_of_steps)):
-            trail.unwaited += _unwaited(step, WORKER_OPS)
+            trail.unwaited += _unwaited(step)
     return trail
 
 
-def _unwaited(step: int, ops: Sequence[str]) -> list[str]:
+def _unwaited(step: int) -> list[str]:
     """The sums of a step that nobody has waited for yet."""
     return [
         f"{entry.op} '{entry.label}'"
         for entry in comm.LEDGER.entries
-        if entry.step == step and entry.op in ops and entry.ready_ns is None
+        if entry.step == step and entry.op in GRADIENT_OPS and entry.ready_ns is None
     ]
 
 
@@ -558,6 +516,7 @@ def _model(
         "precision": "float64" if subject.dtype == torch.float64 else "float32",
         "why_precision": subject.why_dtype,
         "noise": reference.noise,
+        "within": reference.within,
         "random": "seeded alike" if subject.draws else "none",
         "every": None if prepared.rounds is None else prepared.rounds.every,
     }
@@ -621,7 +580,9 @@ class Watched:
     sent: watch.Sent
     steps: int
     travelling: int | None  # bytes of what workers exchange, on their way when a step had ended
-    on_axes: traffic.Traffic  # what ranks that cut the model have sent of it, by the ledger
+    # What ranks that cut the model have sent of it, by the ledger: "axis collective" to the number
+    # of messages and the bytes of their tensors.
+    on_axes: dict[str, tuple[int, int]]
 
 
 def _watch(strategy: Strategy, microbatches: Sequence[Batch]) -> Watched:
@@ -640,7 +601,7 @@ def _watch(strategy: Strategy, microbatches: Sequence[Batch]) -> Watched:
             travelling.update({e.seq: e.bytes for e in comm.LEDGER.entries if e.ready_ns is None})
 
     def settle() -> None:
-        strategy.full_params()  # a strategy that has sent for parameters waits for them here
+        strategy.full_tensors()  # a strategy that has sent for parameters waits for them here
         limit = time.monotonic() + SETTLE_S  # a strategy that waits for nothing is not cut off
         while time.monotonic() < limit and any(
             e.ready_ns is None and e.done_ns is None for e in comm.LEDGER.entries
@@ -652,7 +613,7 @@ def _watch(strategy: Strategy, microbatches: Sequence[Batch]) -> Watched:
     comm.LEDGER.check = None
     entries = [entry for entry in comm.LEDGER.entries if entry.step == WATCHED]
     axis_of = {e.seq: _axis(strategy, e.op, among.get(e.seq, ())) for e in entries}
-    on_axes: traffic.Traffic = {}
+    on_axes: dict[str, tuple[int, int]] = {}
     for entry in entries:
         if (axis := axis_of[entry.seq]) and entry.op != "recv" and entry.bytes:
             messages, size = on_axes.get(f"{axis} {entry.op}", (0, 0))
@@ -663,18 +624,15 @@ def _watch(strategy: Strategy, microbatches: Sequence[Batch]) -> Watched:
     launched = iter(sent.messages)
     found = []
     for entry in entries:
-        when_ns = entry.enqueue_ns
-        if entry.launches:  # else it went through the store
-            first, *_ = itertools.islice(launched, entry.launches)
-            when_ns = first.launched_ns
+        first, *_ = itertools.islice(launched, entry.launches)
         axis = axis_of[entry.seq]
-        found.append(Message(entry.op, entry.bytes, when_ns, entry.ranks, axis))
+        found.append(Message(entry.op, entry.bytes, first.launched_ns, entry.ranks, axis))
     return Watched("ledger", found, sent, steps, on_their_way, on_axes)
 
 
 def _axis(strategy: Strategy, op: str, among: tuple[int, ...]) -> str | None:
     """The axis whose ranks have made a call; None: it is of the ranks that share the data."""
-    if not isinstance(strategy, OnMesh) or len(among) < 2:
+    if not isinstance(strategy, CutModel) or len(among) < 2:
         return None
     groups = {"tensor": strategy.groups.tensor, "pipeline": strategy.groups.pipeline}
     if op in ("send", "recv"):  # ranks of the context axis sum gradients as the data axis does
@@ -748,17 +706,17 @@ def _by_op(
 def _overlap(watched: Watched, small: int) -> dict[str, Any]:
     """Which part of the gradients was launched before backward ended, and what came after it."""
     source, sent = watched.source, watched.sent
-    ops = GRADIENT_OPS if watched.travelling is None else WORKER_OPS
-    gradients = [m for m in watched.messages if m.op in ops and m.bytes >= small]
+    gradients = [m for m in watched.messages if m.op in GRADIENT_OPS and m.bytes >= small]
     total = sum(m.bytes for m in gradients)
     if watched.travelling is not None:
         share = watched.travelling / total if total else None
-        found = {"source": source, "messages": len(gradients), "share": share}
+        found = {"source": source, "messages": len(gradients), "share": share, "ahead": share}
         return {**found, "exposed_ms": None, "of_workers": True}
     if sent.backward_ns is None:  # it was not torch.autograd.backward
         return {"source": source, "messages": len(gradients), "share": None, "exposed_ms": None}
     begin, end = sent.backward_ns
     early = [m for m in gradients if m.launched_ns < end]
+    last = sent.last_gradient_ns
     running = [r for r in sent.running if r.op in GRADIENT_OPS and r.bytes >= small]
     exposed = union(
         np.array([max(r.begin_ns, end) for r in running]), np.array([r.end_ns for r in running])
@@ -767,6 +725,10 @@ def _overlap(watched: Watched, small: int) -> dict[str, Any]:
         "source": source,
         "messages": len(gradients),
         "share": sum(m.bytes for m in early) / total if total else None,
+        "ahead": sum(m.bytes for m in gradients if m.launched_ns < last) / total
+        if total and last is not None
+        else None,
+        "largest": max(m.bytes for m in gradients) / total if total else None,
         "first_launch": (early[0].launched_ns - begin) / (end - begin) if early else None,
         "exposed_ms": exposed.length / 1e6 if sent.running else None,
         "backward_ms": (end - begin) / 1e6,

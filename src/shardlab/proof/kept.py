@@ -56,10 +56,11 @@ class Kept:
             return None
         proof, when = found
         try:
-            checks = {n: (c["pass"], type(c["message"])) for n, c in proof["checks"].items()}
             is_whole = (
                 proof["pass"] is True
-                and checks == dict.fromkeys(CHECKS, (True, str))
+                and proof["checks"].keys() == CHECKS.keys()
+                and all(c["pass"] in (True, None) for c in proof["checks"].values())
+                and all(isinstance(c["message"], str) for c in proof["checks"].values())
                 and isinstance(proof["message"], str)
             )
         except (KeyError, TypeError, AttributeError):

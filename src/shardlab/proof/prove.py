@@ -8,19 +8,20 @@ no torch; ``proof.evidence`` runs in the ranks.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from shardlab.axes import axes_of
-from shardlab.config import Config
+from shardlab.config import NO_EVALUATION, Config
 from shardlab.errors import RankFailure, UsageError
-from shardlab.numbers import count
+from shardlab.numbers import count, duration
 from shardlab.proof import TIMEOUT_S, judge
 from shardlab.run import launch as launching
 from shardlab.run.rankset import RankSet
 from shardlab.specs import BASELINE, parse_spec, whole_numbers
-from shardlab.strategies.schedules import chunks_of
+from shardlab.strategies.pipeline.schedules import chunks_of
 
 if TYPE_CHECKING:
     from shardlab.strategies.base import Strategy
@@ -60,8 +61,7 @@ def small(
             "training.batch_split": "uneven",
             "training.steps": steps,
             "training.warmup_steps": min(training.warmup_steps, steps - 1),
-            "training.evaluate_every": None,
-            "training.evaluate_samples": None,
+            **NO_EVALUATION,
             "profile.enabled": False,
         }
     )
@@ -89,7 +89,7 @@ def worlds_of(text: str | None, config: Config) -> list[int]:
 
 def cases_of(config: Config, specs: Sequence[str], worlds: Sequence[int]) -> list[Config]:
     """A config for each strategy and world; ``single`` is one process in any."""
-    if config.precision.compute == "bf16":
+    if config.precision.compute in ("bf16", "fp16"):
         raise UsageError("a proof is made in float64: leave precision.compute out")
     if config.model.workload == "gpt2" and config.model.options.get("head", "plain") != "plain":
         raise UsageError("a proof is made in float64: leave model.options.head out")
@@ -116,11 +116,9 @@ def cases_of(config: Config, specs: Sequence[str], worlds: Sequence[int]) -> lis
 
 
 def rounding(options: Mapping[str, Any]) -> str | None:
-    """Which option makes a strategy round what it sends, and that it does; None: no option."""
-    for key, exact in (("compress", "none"), ("comm_dtype", "fp32")):
-        if options.get(key, exact) != exact:
-            return f"{key}={options[key]} rounds what is sent"
-    return None
+    """That a strategy was asked to round what it sends; None: it was not."""
+    dtype = options.get("comm_dtype", "fp32")
+    return None if dtype == "fp32" else f"comm_dtype={dtype} rounds what is sent"
 
 
 def changes(options: Mapping[str, Any], strategy: Strategy) -> str | None:
@@ -158,7 +156,8 @@ def prove(
     env: dict[str, Any] | None = None
     launch = cases[0].launch
     launch = dataclasses.replace(launch, timeout_s=min(launch.timeout_s, TIMEOUT_S))
-    done = 0
+    done, done_ranks, spent_s = 0, 0, 0.0
+    all_ranks = sum(case.launch.world or 1 for case in cases)
     for size in worlds:
         with RankSet(launch, size, deadline_s=limit_s) as ranks:
             run = ranks.run
@@ -180,8 +179,13 @@ def prove(
                     "label": case.strategy.label,
                     "world": case.launch.world,
                 }
-                on_progress(f"{about['label']} · world {about['world']}", done, len(cases))
-                done += 1
+                what = f"{about['label']} · world {about['world']}"
+                if done:  # a case takes as long as it has ranks: they share the processors
+                    left_s = spent_s / done_ranks * (all_ranks - done_ranks)
+                    what += f" · about {duration(left_s)} left"
+                on_progress(what, done, len(cases))
+                done, done_ranks = done + 1, done_ranks + (case.launch.world or 1)
+                begun = time.monotonic()
                 try:
                     evidence = run("shardlab.proof.evidence:examine", case.to_dict())
                     checks = judge.judge([e for e in evidence if e is not None])
@@ -190,6 +194,8 @@ def prove(
                 except UsageError as refusal:
                     skipped.append({**about, "reason": str(refusal)})
                     continue
+                finally:
+                    spent_s += time.monotonic() - begun
                 verdicts.append({**about, "pass": judge.passes(checks), "checks": checks})
     on_progress("done", done, len(cases))
     return {

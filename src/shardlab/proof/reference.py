@@ -11,17 +11,22 @@ a bias before a normalisation has a true gradient of zero, and all of what is co
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardlab import world as worlds
+from shardlab.batch import tensors_of
 from shardlab.config import Config
 from shardlab.errors import UsageError
-from shardlab.proof.chance import put_back, untrained
+from shardlab.plan.claims import Job, Parameter
+from shardlab.proof.chance import Place, Seeded, put_back, untrained
+from shardlab.proof.judge import DECIDES
 from shardlab.proof.subjects import Subject, sample
 from shardlab.run import assemble
 from shardlab.strategies.base import Rounds
@@ -83,7 +88,12 @@ class Reference:
     parts: list[list[dict[str, Tensor]]] = field(default_factory=list)  # [step][rank, micro]
     units: list[dict[tuple[str, str], Tensor]] = field(default_factory=list)  # [step][kind, name]
     noise: float = 0.0  # the twin's largest error, as a part of the gradient's largest value
+    # What passes unseen, by kind: the tolerances of all tensors together, as a part of them.
+    within: dict[str, float] = field(default_factory=dict)
     runs_again: bool = False  # a block runs more than once in a micro-batch
+    # The micro-batches that ran a block, and those whose backward came to it.
+    forward: dict[str, set[Place]] = field(default_factory=dict)
+    backward: dict[str, set[Place]] = field(default_factory=dict)
     # What was updated by, [step][worker], and each worker's count; without rounds there is one.
     own: list[list[Gradients]] = field(default_factory=list)
     counts: list[list[int]] = field(default_factory=list)
@@ -101,17 +111,76 @@ class Reference:
         names = set(self.gradients[0])
         return {n for part in self.parts[0] for n in names if n not in part}
 
+    def used(self, job: Job, remembers: bool) -> Job:
+        """What the formulas need to know of the first step, less what was not used in it: that need
+        not be sent, nor have optimizer state yet. A model that ``remembers`` may leave out other
+        parts later: of it, less what was not used in any of the steps."""
+        ranks = len(self.counts[0])
+        micro = len(self.parts[0]) // ranks
+        steps = range(len(self.parts) if remembers else 1)
+        places = [Place(*at) for at in product(steps, range(ranks), range(micro))]
+        arrived: dict[str, set[Place]] = {}
+        for place in places:
+            for name in self.parts[place.step][place.rank * micro + place.micro]:
+                arrived.setdefault(name, set()).add(place)
+
+        def share(seen: Collection[Place]) -> float:
+            """Of the micro-batches, in which some rank has."""
+            turns = {(place.step, place.micro) for place in seen}
+            return min(sum((step, m) in turns for m in range(micro)) for step in steps) / micro
+
+        def of(p: Parameter) -> Parameter:
+            arrives = share(arrived.get(p.name, ()))
+            return replace(
+                p,
+                trains=p.trains and arrives > 0,
+                state=0.0 if p.name in self.irregular else p.state,
+                forward=share(self.forward.get(p.block, ())) if p.block else 1.0,
+                backward=share(self.backward.get(p.block, ())) if p.block else 1.0,
+                arrives=arrives,
+            )
+
+        blocks = {p.block for p in job.params if p.block}
+        leaves_out = any(not self.forward.get(b, set()).issuperset(places) for b in blocks)
+        return replace(job, params=tuple(map(of, job.params)), leaves_out=leaves_out)
+
+    @property
+    def is_irregular(self) -> bool:
+        """Something is used more than once in a micro-batch, or not in all, in any step."""
+        names = set(self.gradients[0])
+        return self.runs_again or any(names - part.keys() for step in self.parts for part in step)
+
 
 def refer(subject: Subject, config: Config, rounds: Rounds | None = None) -> Reference:
     """One process, with the units that a strategy's errors are to be measured in."""
     calls: Counter[str] = Counter()  # of each block
+    forward: defaultdict[str, set[Place]] = defaultdict(set)
+    backward: defaultdict[str, set[Place]] = defaultdict(set)
+    loss = subject.workload.loss
+    assert isinstance(loss, Seeded)
 
-    def count(model: nn.Module) -> None:
+    def here() -> Place:
+        assert loss.current is not None
+        return loss.current
+
+    def entered(name: str) -> None:
+        calls[name] += 1
+        forward[name].add(here())
+
+    def left(name: str, given: Any, output: Any) -> None:
+        its_own = {id(t) for t in tensors_of(given)}  # a block that is skipped returns its input
+        for tensor in tensors_of(output):
+            if tensor.requires_grad and id(tensor) not in its_own:
+                tensor.register_hook(lambda _: backward[name].add(here()))
+
+    def watch(model: nn.Module) -> None:
         for name in subject.workload.blocks_of(model):
             block = model.get_submodule(name)
-            block.register_forward_pre_hook(lambda _m, _i, name=name: calls.update([name]))
+            block.register_forward_pre_hook(lambda _m, _i, name=name: entered(name))
+            block.register_forward_hook(lambda _m, i, output, name=name: left(name, i, output))
 
-    reference = run(subject, config, attach=count, rounds=rounds)
+    reference = run(subject, config, attach=watch, rounds=rounds)
+    reference.forward, reference.backward = forward, backward
     micro_batches = sum(len(share) for shares in subject.steps for share in shares)
     reference.runs_again = max(calls.values(), default=0) > micro_batches
     twin = run(subject, config, scale=TWIN, backwards=True, rounds=rounds)
@@ -161,7 +230,6 @@ class Workers:
         self.models = models
         self.updates = [Update(model, subject, config) for model in models]
         self.rounds = rounds
-        self.step = 0
         if rounds is None:
             return
         start = copies_of(self.updates[0].trained)
@@ -177,39 +245,26 @@ class Workers:
         }
 
     def __call__(self, step: int, gradients: Sequence[Gradients], counts: Sequence[int]) -> None:
-        for worker, (update, own) in enumerate(zip(self.updates, gradients, strict=True)):
-            if self.rounds is None or not self.rounds.rests(step // self.rounds.every, worker):
-                update(step, own)
+        for update, own in zip(self.updates, gradients, strict=True):
+            update(step, own)
         if self.rounds is not None:
-            self.step += 1
             self.fresh.clear()
             for seen in self.seen:
                 seen[:] = [n + count for n, count in zip(seen, counts, strict=True)]
-            self._exchange(self.rounds)
+            self._exchange(self.rounds, step + 1)
 
     @torch.no_grad()
-    def _exchange(self, rounds: Rounds) -> None:
-        """What is due after this step: fragments are sent, or arrive."""
+    def _exchange(self, rounds: Rounds, done: int) -> None:
+        """What is due after ``done`` steps: fragments are sent, or arrive."""
         for number, names in enumerate(self.fragments):
-            sent_at = self.step - rounds.delay  # what was sent then arrives now
-            if self._is_due(number, self.step):
-                self._leave_out(rounds.without(self.step // rounds.every - 1))
-                average = self.average() if rounds.bits == 32 else {}
+            due = rounds.due(number)
+            sent_at = done - rounds.delay  # what was sent then arrives now
+            if (done - due) % rounds.every == 0:
+                average = self.average()
                 for name in names:
-                    anchor = self.anchor[name]
-                    if rounds.bits == 32:
-                        anchor.grad = anchor - average[name]
-                    else:
-                        anchor.grad = torch.stack(
-                            [
-                                rounded(weight * (anchor - update.trained[name]), rounds.bits)
-                                for weight, update in zip(
-                                    self._weights(number), self.updates, strict=True
-                                )
-                            ]
-                        ).sum(0)
+                    self.anchor[name].grad = self.anchor[name] - average[name]
                 self.seen[number] = [0] * len(self.models)
-            if sent_at > 0 and self._is_due(number, sent_at):
+            if sent_at > 0 and (sent_at - due) % rounds.every == 0:
                 for name in names:
                     self.outer[name].step()
                     for update in self.updates:
@@ -217,24 +272,11 @@ class Workers:
                         p.copy_(rounds.mix * p + (1 - rounds.mix) * anchor)
                 if rounds.delay == 0:
                     self.fresh.update(names)
-        if self.step % rounds.every == 0:
-            absent = rounds.without(self.step // rounds.every - 1)
-            first = next(w for w in range(len(self.models)) if w not in absent)
-            buffers = copies_of(dict(self.models[first].named_buffers()))
+        if done % rounds.every == 0:
+            buffers = copies_of(dict(self.models[0].named_buffers()))
             for model in self.models:
                 for name, buffer in model.named_buffers():
                     buffer.copy_(buffers[name])
-
-    def _leave_out(self, absent: Sequence[int]) -> None:
-        """Who does not take part in the exchange has no weight in it."""
-        if absent:
-            for seen in self.seen:
-                others = any(n for w, n in enumerate(seen) if w not in absent)
-                seen[:] = [0 if w in absent else n if others else 1 for w, n in enumerate(seen)]
-
-    def _is_due(self, fragment: int, step: int) -> bool:
-        assert self.rounds is not None
-        return (step - self.rounds.due(fragment)) % self.rounds.every == 0
 
     @torch.no_grad()
     def average(self) -> dict[str, Tensor]:
@@ -248,24 +290,6 @@ class Workers:
                 parts = [w * u.trained[name] for w, u in zip(weights, self.updates, strict=True)]
                 tensors[name] = torch.stack(parts).sum(0) / sum(weights)
         return tensors
-
-    def _weights(self, fragment: int) -> list[float]:
-        """Each worker's part of what all have seen since the fragment was sent."""
-        seen = self.seen[fragment]
-        return [n / sum(seen) if any(seen) else 1 / len(seen) for n in seen]
-
-
-def rounded(tensor: Tensor, bits: int) -> Tensor:
-    """What is left of a tensor that travels in so many bits: in every 128 elements, whole numbers
-    of a float32, which is the largest element divided by the largest whole number."""
-    if tensor.is_complex():
-        return torch.view_as_complex(rounded(torch.view_as_real(tensor), bits))
-    most = 2 ** (bits - 1) - 1
-    rows = nn.functional.pad(tensor.flatten(), (0, -tensor.numel() % 128)).view(-1, 128)
-    scale = (rows.abs().amax(1, keepdim=True) / most).float().to(tensor.dtype)
-    whole = (rows / torch.where(scale > 0, scale, 1.0)).round().clamp(-most, most)
-    values: Tensor = whole * scale
-    return values.flatten()[: tensor.numel()].view_as(tensor)
 
 
 def run(
@@ -297,10 +321,6 @@ def run(
     for name, p in trained.items():
         p.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
     for step, shares in enumerate(subject.steps[:steps]):
-        shares = [  # who rests makes no steps
-            [] if rounds is not None and rounds.rests(step // rounds.every, rank) else share
-            for rank, share in enumerate(shares)
-        ]
         counts = [sum(batch.count for batch in share) for share in shares]
         count = max(1, sum(counts))
         start = after = copies_of(untrained(model))
@@ -323,7 +343,7 @@ def run(
             added = _add_up(mine[::-1] if backwards else mine)
             of_worker.append({name: added.get(name) for name in trained})
             parts += mine
-            if rounds is not None and mine:  # as parts of the mean over the global batch
+            if rounds is not None:  # as parts of the mean over the global batch
                 part_of_all = divisor / count
                 parts[-len(mine) :] = [{n: g * part_of_all for n, g in m.items()} for m in mine]
             if rank == 0:
@@ -426,9 +446,13 @@ def measure(
         rounding.append(moved)
     lower, upper = (_moved(reference, rounding, sign, subject, config, rounds) for sign in (-1, 1))
     for step, tensors in enumerate(reference.tensors):
-        top = max((largest(t) for t in tensors.values() if t.is_floating_point()), default=0.0)
+        sizes = {n: largest(t) for n, t in tensors.items() if t.is_floating_point()}
+        top = max(sizes.values(), default=0.0)
+        # A mask in a buffer may hold the largest number there is: it says nothing of parameters.
+        top_trained = max((size for n, size in sizes.items() if n in lower[step]), default=0.0)
         for name, tensor in tensors.items():
-            floor = scale.unit(max(largest(tensor), FLOOR * top))
+            small = FLOOR * (top_trained if name in lower[step] else top)
+            floor = scale.unit(max(largest(tensor), small))
             ways = [reached[step][name] for reached in (lower, upper) if name in reached[step]]
             if ways:
                 spread = torch.stack([wide(way - tensor).abs() for way in ways]).amax(0)
@@ -443,6 +467,37 @@ def measure(
         away = max(MARGIN * abs(float(loss - other)), ROUNDINGS * reference.loss_eps[step])
         unit = _unit(scale.unit(abs(float(loss))), away / scale.tolerance)
         reference.units[step]["loss", ""] = unit
+    reference.within = _within(reference)
+    if min(reference.within.values()) >= DECIDES:
+        raise UsageError(
+            f"nothing can be proved on {subject.workload.name}: it rounds so much that a loss off "
+            f"by {reference.within['loss']:.0%} of itself would pass, and any gradient"
+        )
+
+
+def _within(reference: Reference) -> dict[str, float]:
+    """How far losses and gradients may be off, as a part of them; and the parameters after the last
+    step, as a part of what training has done to them."""
+    last = len(reference.tensors) - 1
+    after, start = reference.tensors[last], reference.start
+    kinds = {
+        "loss": [(s, "", loss) for s, loss in enumerate(reference.losses)],
+        "gradient": [
+            (s, name, g)
+            for s, gradients in enumerate(reference.gradients)
+            for name, g in gradients.items()
+            if g is not None
+        ],
+        "parameter": [(last, n, wide(after[n]) - wide(start[n])) for n in reference.gradients[0]],
+    }
+    within = {}
+    for kind, tensors in kinds.items():
+        units = [reference.unit(step, kind, name).square().mean() for step, name, _ in tensors]
+        allowed = sum(float(u) * t.numel() for u, (*_, t) in zip(units, tensors, strict=True))
+        size = sum(float(wide(tensor).abs().square().sum()) for *_, tensor in tensors)
+        part = math.sqrt(allowed / size) if size else math.inf
+        within[kind] = reference.scale.tolerance * part
+    return within
 
 
 def _moved(
@@ -481,5 +536,6 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def largest(tensor: Tensor) -> float:
-    """The largest value, without its sign."""
-    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+    """The largest finite value, without its sign: a mask may be of booleans, or infinite."""
+    sizes = wide(tensor.detach()).abs().nan_to_num(0.0, 0.0)
+    return float(sizes.max()) if tensor.numel() else 0.0

@@ -7,7 +7,7 @@ parameters. The other is the user's workload.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from shardlab import world as worlds
 from shardlab.config import Config
 from shardlab.data import sampler
 from shardlab.errors import UsageError
+from shardlab.optim import optimizers, traits
 from shardlab.plan import claims
 from shardlab.proof.chance import Seeded
 from shardlab.run import assemble
@@ -43,23 +44,23 @@ class Subject:
     remembers: bool = False  # forward depends on what it has seen, beyond its buffers
     ranks_per_node: int = 0  # 0: there is one node, or it is not known
 
-    def job(self, config: Config, without: Collection[str] = ()) -> claims.Job:
-        """What the formulas need to know; ``without`` leaves out parameters by name."""
+    def job(self, config: Config) -> claims.Job:
+        """What the formulas need to know."""
         model = cast_model(self.workload.make_model(), CPU, self.dtype)
         blocks = self.workload.blocks_of(model)
         inside: dict[nn.Parameter, set[str]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
             block = next((b for b in blocks if name.startswith(f"{b}.")), "")
             inside.setdefault(p, set()).add(block)
-        plan = assemble.make_optimizer(config.training, self.workload, model)
-        state, whole = plan.state_tensors(), plan.whole_names()
+        made = assemble.make_optimizer(config.training, self.workload, model)
+        whole = traits.whole_names(made)
+        state = optimizers.state_tensors(made, dict(model.named_parameters()))
         params = []
         for name, p in model.named_parameters():
             block = inside[p].pop() if len(inside[p]) == 1 else ""  # tied across blocks: of none
-            trains = p.requires_grad and name not in without
             params.append(
                 claims.Parameter(
-                    name, tuple(p.shape), p.element_size(), trains, block,
+                    name, tuple(p.shape), p.element_size(), p.requires_grad, block,
                     state.get(name, 0.0), name in whole,
                 )
             )  # fmt: skip
@@ -77,24 +78,35 @@ class _Block(nn.Linear):
         return input + torch.tanh(super().forward(input))
 
 
+class _DriftingBlock(_Block):
+    """It follows the mean of what it is given, as BatchNorm does. In a pipeline only blocks may."""
+
+    drift: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.register_buffer("drift", torch.rand(width))
+
+    def forward(self, input: Tensor) -> Tensor:  # (rows, width)
+        if len(input):
+            with torch.no_grad():
+                self.drift.mul_(0.9).add_(0.1 * input.mean(0))
+        return super().forward(input * (1 + self.drift))
+
+
 class Stack(nn.Module):
     BLOCKS, WIDTH = 16, 224
-    drift: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.inlet = nn.Linear(5, self.WIDTH)
         self.offset = nn.Parameter(torch.rand(self.WIDTH), requires_grad=False)
-        self.blocks = nn.ModuleList(_Block(self.WIDTH, self.WIDTH) for _ in range(self.BLOCKS))
+        plain = (_Block(self.WIDTH, self.WIDTH) for _ in range(1, self.BLOCKS))
+        self.blocks = nn.ModuleList((_DriftingBlock(self.WIDTH), *plain))
         self.outlet = nn.Linear(self.WIDTH, 3)
-        self.register_buffer("drift", torch.rand(self.WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:  # (rows, 5)
         y = self.inlet(x) + self.offset
-        if len(y):
-            with torch.no_grad():
-                self.drift.mul_(0.9).add_(0.1 * y.mean(0))
-        y = y * (1 + self.drift)
         for block in self.blocks:
             y = block(y)
         out: Tensor = self.outlet(y)  # (rows, 3)
@@ -165,7 +177,7 @@ def users(
     training, dataset = config.training, workload.dataset
     steps = []
     for step in range(training.steps):
-        ids = sampler.global_batch_ids(
+        ids, _ = sampler.draw(
             step, training.global_batch, len(dataset), training.seed, config.data.shuffle,
             config.data.epoch,
         )  # fmt: skip

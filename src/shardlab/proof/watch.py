@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -22,17 +23,38 @@ T = TypeVar("T")
 
 BACKWARD, SETTLE = "shardlab::backward", "shardlab::settle"
 LOOKS = 10  # at what is held, at most, until it is the same twice
-# PyTorch's own names for what is launched, ours, and which argument is the whole tensor. They
-# are in the profiler's trace for every backend, whoever launched them, in Python or in C++.
+GRADIENT = "torch::autograd::AccumulateGrad"
+# PyTorch's own names for what is launched, ours, and which argument is the tensor. They are in the
+# profiler's trace for every backend, whoever launched them, in Python or in C++.
 _LAUNCHES: dict[str, tuple[str, Any]] = {
     "c10d::allreduce_": ("all_reduce", 0),
+    "c10d::allreduce_coalesced_": ("all_reduce", 0),
     "c10d::broadcast_": ("broadcast", 0),
+    "c10d::reduce_": ("reduce", 0),
     "c10d::_allgather_base_": ("all_gather", 0),
+    "c10d::allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "c10d::allgather_": ("all_gather", 1),
+    "c10d::allgather_coalesced_": ("all_gather", 1),
+    "c10d::gather_": ("gather", 1),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "c10d::reduce_scatter_": ("reduce_scatter", 0),
+    "c10d::scatter_": ("scatter", 0),
     "c10d::alltoall_base_": ("all_to_all", 1),
+    "c10d::alltoall_": ("all_to_all", 1),
     "c10d::barrier": ("barrier", None),
+    "c10d::monitored_barrier_": ("barrier", None),
     "c10d::send": ("send", 0),
     "c10d::recv_": ("recv", 0),
+    "c10d::recv_any_source_": ("recv", 0),
+}
+# Of these the profiler knows one rank's part alone, as they take lists of the others'.
+_OF_PARTS = {
+    "c10d::allgather_",
+    "c10d::allgather_coalesced_",
+    "c10d::gather_",
+    "c10d::reduce_scatter_",
+    "c10d::scatter_",
 }
 
 
@@ -63,6 +85,7 @@ class Running(NamedTuple):
 class Sent:
     messages: list[Message] = field(default_factory=list)
     backward_ns: tuple[int, int] | None = None  # the last: its begin and end
+    last_gradient_ns: int | None = None  # when its last gradient was made
     running: list[Running] = field(default_factory=list)
 
 
@@ -85,6 +108,8 @@ def sent_by(work: Callable[[], None], settle: Callable[[], None]) -> Sent:
     for event in events:
         if event.name == BACKWARD:
             sent.backward_ns = (event.start_time_ns, event.end_time_ns)
+        elif event.name == GRADIENT:
+            sent.last_gradient_ns = event.start_time_ns
         elif event.name.startswith("gloo:"):
             op, size = event.name.removeprefix("gloo:"), _size(event.typed[1].inputs)
             sent.running.append(Running(op, size, event.start_time_ns, event.end_time_ns))
@@ -98,7 +123,9 @@ def _message(event: Any) -> Message:
     inputs = event.typed[1].inputs
     size = 0 if position is None else _size(inputs[position])
     ranks = None
-    if op in ("all_gather", "reduce_scatter") and (part := _size(inputs[1 - position])):
+    if event.name in _OF_PARTS:  # among all ranks, as far as anybody can tell
+        size *= dist.get_world_size()
+    elif op in ("all_gather", "reduce_scatter") and (part := _size(inputs[1 - position])):
         ranks = round(size / part)
     return Message(op, size, event.start_time_ns, ranks)
 

@@ -128,6 +128,7 @@ def _page(result: Result, timelines: Sequence[Timeline]) -> str:
         title=f"{result['workload']} on {ranks} {noun}: {side} side by side",
         verdict=verdict(result),
         answer=result.get("answer"),
+        fastest=readings.fastest(result),
         leanest=readings.leanest(result),
         step_chart=charts.step_chart(result) if has_numbers else None,
         bar_rows=charts.bar_rows(result) if has_numbers else None,

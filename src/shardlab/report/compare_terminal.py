@@ -28,9 +28,10 @@ def compare_table(result: Result) -> Table:
         caption=_reasons(result),
         least=12,
     )  # fmt: skip
+    fastest = readings.fastest(result)
     for cell in result["cells"]:
         style = "bold" if readings.is_baseline(result, cell) else ""
-        table.add_row(*_row(cell, result), style=style)
+        table.add_row(*_row(cell, result, cell is fastest), style=style)
     return table
 
 
@@ -117,19 +118,18 @@ def _was_proved(result: Result) -> bool:
     return any(cell.get("proof") for cell in result["cells"])
 
 
-def _row(cell: Cell, result: Result) -> list[Text]:
+def _row(cell: Cell, result: Result, is_fastest: bool) -> list[Text]:
     label, world = Text(cell["label"]), Text(str(cell["world"]))
     step_ms = cell["step_ms"]
     if step_ms is None:
         style = "red" if cell["status"] == "failed" else "yellow"
         return [label, world, Text(cell["status"], style)]
     differs = readings.agrees(cell, result) is False
-    green = "green" if cell is readings.fastest(result) else ""
     return [
         label,
         world,
         Text.assemble(fmt.number(step_ms["median"]), " ", (fmt.p10_p90(step_ms), "dim not bold")),
-        Text(fmt.speed(cell["speed_to_baseline"]), green),
+        Text(fmt.speed(cell["speed_to_baseline"]), "green" if is_fastest else ""),
         Text(fmt.compact(cell[readings.rate_key(result)])),
         Text(fmt.size(readings.peak(cell))),
         Text(
@@ -167,7 +167,10 @@ def verdict(result: Result) -> str:
     if not readings.measured(result):
         return f"No strategy finished: {missing}."
     memory_and_loss = "; ".join(filter(None, (_memory(result), _agreement(result))))
-    sentences = (_speed(result), memory_and_loss, missing)
+    if memory_and_loss.startswith(("the ", "every ")):  # no name stands first
+        memory_and_loss = memory_and_loss[0].upper() + memory_and_loss[1:]
+    stopped = "The comparison was interrupted" if result.get("interrupted") else ""
+    sentences = (_speed(result), memory_and_loss, missing, stopped)
     return " ".join(f"{sentence}." for sentence in sentences if sentence)
 
 
@@ -183,25 +186,19 @@ def verdict_lines(result: Result) -> list[str]:
 
 
 def _speed(result: Result) -> str:
-    cells, first = readings.measured(result), readings.fastest(result)
+    cells = readings.measured(result)
+    first = readings.shortest(cells)
     assert first is not None
     time = f"{fmt.number(first['step_ms']['median'])} ms a step"
     if len(cells) == 1:
         return f"{first['label']} took {time}"
     reference = readings.baseline(result, first)
-    if first is reference:
-        text = f"{first['label']}, the baseline, was fastest at {time}"
-    else:
-        text = f"{first['label']} was fastest at {time}"
-        if first["speed_to_baseline"] is not None:
-            text += f", {fmt.speed(first['speed_to_baseline'])} as fast as {reference['label']}"
-    rivals = [
-        cell["label"]
-        for cell in cells
-        if cell is not first and cell["step_ms"]["p10"] <= first["step_ms"]["p90"]
-    ]
-    if rivals:
-        text += f", though its spread overlaps that of {fmt.names(rivals)}"
+    name = f"{first['label']}, the baseline," if first is reference else first["label"]
+    # A tie is told by the answer, in its reason.
+    is_tied = readings.fastest(result) is None
+    text = f"{name} took the least time, {time}" if is_tied else f"{name} was fastest at {time}"
+    if first is not reference and first["speed_to_baseline"] is not None:
+        text += f", {fmt.speed(first['speed_to_baseline'])} as fast as {reference['label']}"
     return text
 
 
@@ -224,6 +221,7 @@ def _agreement(result: Result) -> str:
         return rest
     verb = "trains" if len(workers) == 1 else "train"
     apart = f"{fmt.names(workers)} {verb} otherwise than one process, to another loss"
+    rest = rest.replace("every final loss", "every other final loss")
     return f"{rest}; {apart}" if rest else apart
 
 
@@ -242,6 +240,8 @@ def _agreement_of(result: Result, others: Sequence[Cell]) -> str:
     checked = [cell for cell in others if cell["loss_difference"] is not None]
     apart = [cell for cell in checked if not readings.agrees(cell, result)]
     if not apart:
+        if result.get("couples_samples"):
+            return f"every final loss agrees with that of single{_beside(result, others)}"
         some = "" if len(checked) == len(others) else (
             ", where the micro-batches are single's (BatchNorm sees them apart)")  # fmt: skip
         return f"every final loss agrees with that of single{some}"
@@ -250,6 +250,17 @@ def _agreement_of(result: Result, others: Sequence[Cell]) -> str:
         return f"the final loss of {apart[0]['label']} differs from that of single by {largest}"
     labels = fmt.names([cell["label"] for cell in apart])
     return f"the final losses of {labels} differ from that of single, by up to {largest}"
+
+
+def _beside(result: Result, others: Sequence[Cell]) -> str:
+    """That ``single`` had the ranks' micro-batches, where the loss looks at one as a whole."""
+    batch = result["global_batch"]
+    here = fmt.beside(batch, readings.baseline(result)["accumulate"])
+    alone = fmt.beside(batch, min(cell["accumulate"] for cell in others))
+    return (
+        f" on the same micro-batches, in which the loss sees each sample beside {here} others "
+        f"(negatives); in one process `train` would show it {alone}, and the loss would be another"
+    )
 
 
 def _missing(result: Result) -> str:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from shardlab import numbers as fmt
 from shardlab import output
-from shardlab.report import audit, compare_terminal, terminal
+from shardlab.report import compare_terminal, terminal
 
 
 @contextmanager
@@ -143,19 +143,13 @@ def print_training(result: Mapping[str, Any]) -> None:
     out.print(f"total time: {fmt.duration(result['seconds'])}, from {since} to the end")
     if evaluations := result["evaluations"]:
         out.print(f"held out: {evaluation_text(evaluations[-1])}")
-    terminal.say(out, *(audit.sentences(result["audit"]) if result["audit"] else ()))
+    if result["ended_early"]:
+        terminal.say(out, f"ended early: {result['ended_early']}", wraps=True)
     if (checkpoint := result["checkpoint"]) is not None and checkpoint["error"] is None:
         out.print(
             f"checkpoint after step {checkpoint['step']}: {fmt.size(checkpoint['bytes'])}, the run "
             f"waited {checkpoint['held_up_s']:.2f} s"
         )
-    if (workers := result["workers"]) is not None:
-        for worker, times in enumerate(workers["took_part"]):
-            if times < workers["rounds"]:
-                out.print(
-                    f"worker {worker} took part in {times} of {workers['rounds']} exchanges "
-                    "(rounds.jsonl says in which)"
-                )
     terminal.say(out, f"files: {result['folder']}")
     if traces := result.get("traces"):
         out.print(

@@ -128,4 +128,4 @@ def print_solution(exercise: Exercise) -> None:
         Syntax(exercise.solution, "python", theme="ansi_dark", background_color="default")
     )
     if exercise.corresponds_to:
-        console.print(f"\nin the package: src/shardlab/{exercise.corresponds_to}")
+        console.print(f"\nin the package: src/shardlab/{exercise.corresponds_to}", soft_wrap=True)

@@ -57,12 +57,13 @@ def table(result: Result) -> Table:
     size = config["model"]["size"]
     name = config["model"]["workload"] + (f" {size}" if size else "")
     ranks = fmt.count(max(row["world"] for row in rows), "rank")
+    least = any(row["uncounted"] for row in rows) * "; ≥: a lower bound, see below"
     shown = terminal.table(
         *_columns(),
         *([] if limit is None else ["fits", "up to"]),
         title=f"{name} · {ranks} · batch {rows[0]['batch']:,} per rank · "
         f"{config['precision']['compute']} · {config['training']['optimizer']}\n"
-        f"what a rank holds at the peak of a step, {unit}",
+        f"what a rank holds at the peak of a step, {unit}{least}",
         least=10,
     )
     for row in rows:
@@ -71,6 +72,8 @@ def table(result: Result) -> Table:
             shown.add_row(*cells, Text(row["status"], "yellow"))
             continue
         cells += [Text(amount(row["step_bytes"][cause] / divisor)) for cause in _SHOWN]
+        if row["uncounted"]:
+            cells[1] = Text(f"≥ {cells[1]}")
         if limit is not None:
             cells += [
                 Text("yes", "green") if row["fits"] else Text("no", "red"),
@@ -201,6 +204,13 @@ def sentences(result: Result) -> Iterator[str]:
             f"the model asks tensors for their values at {fmt.names(list(lines))}, and an estimate "
             "knows none: this is the larger of what 1 (True) and 0 (False) lead to"
         )
+    for row in rows:
+        if row["uncounted"]:
+            device = "GPU" if result["device"] == "cuda" else "CPU"
+            yield (
+                f"{row['label']}: a lower bound: what {fmt.names(row['uncounted'])} takes for "
+                f"itself on a {device} is not known here"
+            )
     builds = [
         row for row in rows
         if row["step_bytes"] and row["building_bytes"] > row["step_bytes"]["total"]

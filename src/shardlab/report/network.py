@@ -28,8 +28,9 @@ def write(folder: Path, result: Result) -> dict[str, Path]:
 def show(result: Result, files: Mapping[str, Path]) -> None:
     out = terminal.out()
     for shown in (times_table(result), fits_table(result), links_table(result)):
-        out.print(shown)
-        out.print()
+        if shown.row_count:
+            out.print(shown)
+            out.print()
     terminal.say(out, *result["verdict"], wraps=True)
     terminal.say_paths(out, files.values())
 
@@ -162,7 +163,7 @@ def _fitted(mine: list[Any], found: Fit | None, wide: charts.Log, high: charts.L
     if found is None:
         return ""
     first, last = mine[0], mine[-1]
-    factor = last["wire_bytes"] / last["bytes"]
+    factor = last["bus_bytes"] / last["bytes"]
     steps = [first["bytes"] * (last["bytes"] / first["bytes"]) ** (i / 40) for i in range(41)]
     model = [1e3 * (found["alpha_s"] + found["beta_s_per_byte"] * factor * size) for size in steps]
     return charts.line(

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from shardlab import numbers as fmt
 from shardlab.files import write_json
+from shardlab.plan.advice import chosen_by
 from shardlab.report import charts, page, terminal, timeline
 
 Result = Mapping[str, Any]  # the content of plan.json, or of plan-check.json
@@ -59,6 +60,8 @@ def show(result: Result, files: Mapping[str, Path], explain: bool = False) -> No
 def tables(result: Result, explain: bool) -> Iterator[Table]:
     for place in places(result):
         yield table(result, place)
+    for row in pipelines(result):
+        yield ranks_table(row)
     if result["tokens"] is not None:
         yield budget_table(result)
     if result["what_if"]:
@@ -74,6 +77,7 @@ def sentences(result: Result) -> Iterator[str]:
         return
     yield from result["answer"]["why"]
     yield from result["answer"]["otherwise"]
+    yield from cut_sentences(result)
     yield from what_if_sentences(result)
     yield from refusals(result)
     yield from (f"note: {note}" for note in result["notes"])
@@ -177,37 +181,98 @@ def bubbles(rows: Sequence[Row]) -> bool:
     return any(row["bubble_s"] for row in rows)
 
 
+def pipelines(result: Result) -> list[Row]:
+    """The fastest pipeline at each place, and what is chosen if it is one."""
+    rows = [result["rows"][one["row"]] for one in result["explained"]]
+    return [row for row in rows if len(row["ranks"]) > 1]
+
+
+def ranks_table(row: Row) -> Table:
+    """The ranks of a pipeline that differ: how long each works, and what it stands still for."""
+    unit, one = unit_for([row])
+    made = terminal.table(
+        "rank", "|stages", "work", "exposed\ncomm.", "bubble",
+        title=f"{row['label']}, {fmt.count(row['world'], 'rank')} on {row['place']}: the step of "
+        f"each stage, {unit}",
+    )  # fmt: skip
+    for rank in row["ranks"]:
+        parts = (rank[part] / one for part in ("work_s", "exposed_s", "bubble_s"))
+        stages = ", ".join(map(str, rank["stages"]))
+        made.add_row(str(rank["rank"]), stages, *map(fmt.number, parts))
+    return made
+
+
+def cut_sentences(result: Result) -> Iterator[str]:
+    """Why a bubble is larger than the formula's, and what an axis costs."""
+    for row in pipelines(result):
+        even, share_ = row["even_bubble"], row["bubble_s"] / row["step_s"]
+        mean = row["work_s"]
+        most = max(row["ranks"], key=lambda rank: float(rank["work_s"]))
+        if even is None or share_ < even + 0.02 or most["work_s"] < 1.02 * mean:
+            continue
+        last = max(stage for rank in row["ranks"] for stage in rank["stages"])
+        has = ["the head and the loss"] * (last in most["stages"])
+        has += ["the embedding"] * (0 in most["stages"])
+        yield (
+            f"{row['label']} on {fmt.count(row['world'], 'rank')}: a bubble of {share(share_, 1)}; "
+            f"with stages of equal work it would be {share(even, 1)}. Rank {most['rank']} works "
+            f"{_precise(most['work_s'])}, the mean is {_precise(mean)}"
+            + (f": it has {' and '.join(has)}." if has else ".")
+        )
+    largest = max((row["world"] for row in result["rows"] if row["against"]), default=0)
+    for row in result["rows"]:
+        if row["against"] and row["world"] == largest:
+            yield _cost_of_cut(row, result["rows"][row["against"]["row"]])
+
+
+def _cost_of_cut(row: Row, base: Row) -> str:
+    parts = {"work_s": "work", "exposed_s": "communication that nothing hides",
+             "bubble_s": "bubble"}  # fmt: skip
+    text = ", ".join(
+        f"{name} {_precise(base[key])} → {_precise(row[key])}"
+        for key, name in parts.items()
+        if row[key] or base[key]
+    )
+    before, now = (max(rank["collectives"] for rank in r["ranks"]) for r in (base, row))
+    text = (
+        f"{row['label']} on {fmt.count(row['world'], 'rank')} of {row['place']}, beside "
+        f"{base['label']}: step {_precise(base['step_s'])} → {_precise(row['step_s'])}: {text}; "
+        f"{before:,} → {fmt.count(now, 'collective')}."
+    )
+    less = row["against"]
+    flops, size = less["flops"], less["pointwise_bytes"]
+    if flops and size:
+        text += (
+            f" A rank computes {flops:.2f} times the FLOPs; norms, residuals and other operators "
+            f"without FLOPs touch {size:.2f} times the bytes"
+        )
+        if max(flops, size) > 1.05:
+            text += ": ranks that share a model repeat work"
+        elif less["work_s"] > 0.02 * base["work_s"]:
+            text += ": the same work, in smaller kernels"
+        text += "."
+    return text
+
+
 def memory_cell(row: Row, unit: float) -> Text:
     mark = {True: (" ✓", "green"), False: (" ✗", "red"), None: ("  ", "")}[row["fits"]]
     return Text.assemble(fmt.number(row["memory_bytes"] / unit), mark)
 
 
 def budget_table(result: Result) -> Table:
-    """Days to the tokens asked for, and what they cost: the fastest that fits at each number of
-    ranks. The page has all."""
+    """Days to the tokens asked for, and what they cost: what is chosen at each number of ranks. The
+    page has all."""
     has_price = any(row["cost"] is not None for row in result["rows"])
     made = terminal.table(
         "<strategy", "ranks", "<on", "days", "90%", "naive", *(["cost"] if has_price else []),
         title=f"to train on {fmt.compact(result['tokens'])} tokens",
         least=10,
     )  # fmt: skip
-    for row in fastest(result):
+    for row in (result["rows"][i] for i in chosen_by(result["rows"], "place", "world")):
         cells = [row["label"], f"{row['world']:,}", row["place"], fmt.number(row["days"]),
                  spread(row), fmt.number(row["naive_days"])]  # fmt: skip
         made.add_row(*map(Text, cells), *([Text(money(row["cost"]))] if has_price else []))
     return made
-
-
-def fastest(result: Result) -> list[Row]:
-    """The one that fits, on each kind of machine and number of ranks, with the most tokens a
-    second."""
-    found: dict[tuple[str, int], Row] = {}
-    for row in result["rows"]:
-        if row["days"] is not None and row["fits"] is not False:
-            key = row["place"], row["world"]
-            if key not in found or row["days"] < found[key]["days"]:
-                found[key] = row
-    return list(found.values())
 
 
 def money(cost: float | None) -> str:
@@ -494,7 +559,8 @@ def html(result: Result) -> str:
         js=page.asset("tables.js") + page.asset("timeline.js"),
         title=f"{subject(result)}: {_headline(result)}",
         why=result["answer"]["why"],
-        otherwise=[*result["answer"]["otherwise"], *what_if_sentences(result)],
+        otherwise=[*result["answer"]["otherwise"], *cut_sentences(result),
+                   *what_if_sentences(result)],
         refused=list(refusals(result)),
         facts=facts,
         unmeasured=[place for place in places(result) if source(
@@ -506,6 +572,8 @@ def html(result: Result) -> str:
         has_places=len(places(result)) > 1,
         has_bubble=bubbles(known),
         has_tokens=any(row["tokens_per_s"] for row in known),
+        pipelines=pipelines(result),
+        time_unit=lambda row: unit_for([row]),
         stacks=stacks(result),
         timelines=timelines(result),
         what_if=list(changes(result)),

@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from shardlab import numbers as fmt
-from shardlab.proof.judge import ONE_SHAPE, how
+from shardlab.proof.judge import ONE_SHAPE, decided, how, is_wide
 from shardlab.proof.judge import reasons as reasons_of
+from shardlab.proof.judge import unchecked as unchecked_of
 from shardlab.report import terminal
 
 Result = Mapping[str, Any]  # the content of prove.json
@@ -50,10 +51,9 @@ def table(result: Result) -> Table:
 
 
 def _cell(name: str, check: Mapping[str, Any]) -> Text:
-    text, style = _number(name, check["measured"]), "green" if check["pass"] else "red"
-    return Text.assemble(
-        (fmt.mark(check["pass"]), style), " ", (text, "" if check["pass"] else style)
-    )
+    text = _number(name, check["measured"])
+    style = {True: "green", False: "red", None: ""}[check["pass"]]
+    return Text.assemble((fmt.mark(check["pass"]), style), " ", (text, style.replace("green", "")))
 
 
 def _number(name: str, measured: Any) -> str:
@@ -63,8 +63,12 @@ def _number(name: str, measured: Any) -> str:
     if name == "equal":
         if measured["first_difference"] is not None:
             return "differs"
-        ulp = measured["max_ulp"]
-        return "exact" if ulp == 0 else f"{fmt.compact(ulp)} ulp"
+        ulp = measured["users"]["max_ulp"]
+        if ulp == 0 or not is_wide(measured):
+            return "exact" if ulp == 0 else f"{fmt.compact(ulp)} ulp"
+        known, unknown = decided(measured)
+        kind, part = known[-1]
+        return f"{kind}\n  to {part:.0e}" if unknown else f"to {max(p for _, p in known):.0e}"
     if name == "state":
         return fmt.size(measured["params"] + measured["gradients"] + measured["optimizer"])
     if name == "bytes":
@@ -99,8 +103,22 @@ def notes(result: Result) -> list[str]:
     """What had to be done to compare the model with itself."""
     measured = _equal(result)
     found = [f"{text[0].upper()}{text[1:]}." for text in (how(measured) if measured else [])]
+    if result["env"].get("couples_samples"):
+        found.append(
+            "The loss looks at the samples of a micro-batch together: one process was given the "
+            "ranks' micro-batches. On the whole batch its loss is another."
+        )
     even = [v["label"] for v in result["verdicts"] if ONE_SHAPE in v["checks"]["equal"]["message"]]
-    return [*found, *(f"{label} is proved {ONE_SHAPE}." for label in dict.fromkeys(even))]
+    found += [f"{label} is proved {ONE_SHAPE}." for label in dict.fromkeys(even)]
+    unchecked: dict[str, list[str]] = {}  # what of which strategies, by the reason
+    for verdict in result["verdicts"]:
+        for name, why in unchecked_of(verdict["checks"]).items():
+            unchecked.setdefault(f"{name}: {why}", []).append(verdict["label"])
+    for why, labels in unchecked.items():
+        found.append(
+            f"{fmt.NOTHING} Not checked of {fmt.names(list(dict.fromkeys(labels)))}, {why}."
+        )
+    return found
 
 
 def summary(result: Result) -> str:
@@ -114,4 +132,5 @@ def summary(result: Result) -> str:
         rest = f"{total - len(failed)} of {total} proved"
         return f"{fmt.names(failed)} {verb} not do what is claimed; {rest}."
     what = "It does" if total == 1 else f"All {total} do"
-    return f"{what} what is claimed."
+    is_whole = not any(unchecked_of(v["checks"]) for v in result["verdicts"])
+    return f"{what} what is claimed{'' if is_whole else ', as far as it was checked'}."

@@ -9,12 +9,12 @@ from rich.markup import escape
 
 from shardlab import numbers as fmt
 from shardlab.report import terminal
-from shardlab.run.housekeeping import Cached, Run
+from shardlab.run.housekeeping import Run
 
 COLOURS = {"running": "cyan", "finished": "green", "passed": "green", "interrupted": "yellow"}
 
 
-def show(runs: Sequence[Run], root: Path, cached: Sequence[Cached]) -> None:
+def show(runs: Sequence[Run], root: Path, cache_bytes: int) -> None:
     out = terminal.out()
     if runs:
         table = terminal.table("<run", "<what", "<workload", "steps", "|state", "size")
@@ -28,8 +28,7 @@ def show(runs: Sequence[Run], root: Path, cached: Sequence[Cached]) -> None:
         out.print()
     total = fmt.size(sum(run.bytes for run in runs))
     terminal.say(out, f"{root}: {fmt.count(len(runs), 'run')}, {total}")
-    size = fmt.size(sum(item.bytes for item in cached))
-    terminal.say(out, f"cache: {fmt.count(len(cached), 'entry', 'entries')}, {size}")
+    terminal.say(out, f"cache: {fmt.size(cache_bytes)}")
 
 
 def _steps(run: Run) -> str:
@@ -70,5 +69,3 @@ def _lines(run: Run) -> Iterator[str]:
         yield f"checkpoints: after step {steps}; shardlab train --resume {run.folder}"
     if (run.folder / "traces").is_dir():
         yield f"traces: shardlab trace analyze {run.folder}"
-    if run.command == "compare" and run.state == "interrupted":
-        yield f"to continue: shardlab compare --resume {run.folder}"

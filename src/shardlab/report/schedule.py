@@ -1,22 +1,21 @@
-"""Pipeline schedules in the terminal, and as a picture: who works on what when, and the bubble."""
+"""Pipeline schedules in the terminal: who works on what when, and the bubble."""
 
 from __future__ import annotations
 
 import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from shardlab import numbers as fmt
-from shardlab.report import charts, page, terminal
+from shardlab.report import charts, terminal
+from shardlab.strategies.pipeline.schedules import NAMES
 
 Result = Mapping[str, Any]  # what ``shardlab schedule --json`` prints
 Row = Mapping[str, Any]  # of one schedule
-KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 # A rank's every second stage is drawn in small letters, on the second of the colours.
 COLOURS = {
     "F": ("white on blue", "black on cyan"),
@@ -29,10 +28,7 @@ IDLE = "·"
 WIDEST = 4  # characters of the shortest action
 
 
-# ------------------------------------------------------------------ the terminal
-
-
-def show(result: Result, svg: Path | None) -> None:
+def show(result: Result) -> None:
     out = terminal.out()
     rows = result["schedules"]
     terminal.say(out, title(result), times(result), "", wraps=True)
@@ -48,8 +44,6 @@ def show(result: Result, svg: Path | None) -> None:
         out.print(table(result))
         out.print()
         terminal.say(out, *notes(rows), wraps=True)
-    if svg is not None:
-        terminal.say_paths(out, [svg])
 
 
 def title(result: Result) -> str:
@@ -93,7 +87,7 @@ def drawing(row: Row, width: int) -> Iterator[Text]:
 
 
 def legend(row: Row, scale: float, is_exact: bool) -> Iterator[str]:
-    kinds = [f"{kind} {name}" for kind, name in KINDS.items() if kind in _kinds(row)]
+    kinds = [f"{kind} {name}" for kind, name in NAMES.items() if kind in _kinds(row)]
     numbers = ["number: micro-batch"] if is_exact else []
     yield ", ".join([*kinds, *numbers, f"{IDLE} idle"])
     if row["chunks"] > 1:
@@ -234,83 +228,3 @@ def notes(rows: Sequence[Row]) -> Iterator[str]:
     if any(row["bubble_by_formula"] is None for row in rows):
         yield f"{fmt.NOTHING}: no formula is known for these times."
     yield f"To see one: shardlab schedule {rows[-1]['name']} with the same options."
-
-
-# ------------------------------------------------------------------ the picture
-
-
-class Box(NamedTuple):
-    x: float
-    width: float
-    style: str
-    label: str
-    text: str  # in words
-
-
-class Lane(NamedTuple):
-    y: float
-    name: str
-    boxes: list[Box]
-
-
-class Panel(NamedTuple):
-    y: float
-    row: Row
-    heading: str
-    lanes: list[Lane]
-    ticks: list[charts.Tick]  # their place in units of the picture
-    bottom: float
-
-
-WIDTH, LEFT, LANE, TOP = 1000, 70, 26, 64  # of the picture; LANE is a rank's height
-
-
-def svg(result: Result) -> str:
-    """Every schedule below the other, on one scale, so that their lengths can be compared."""
-    rows = result["schedules"]
-    longest = max(row["step_ms"] for row in rows)
-    scale = (WIDTH - LEFT - 20) / longest
-    panels, y = [], TOP
-    for row in rows:
-        top = y + 30
-        lanes = [
-            Lane(
-                top + LANE * rank, f"rank {rank}", [_box(action, row, scale) for action in actions]
-            )
-            for rank, actions in enumerate(row["ranks"])
-        ]
-        bottom = top + LANE * len(lanes)
-        ticks = [
-            charts.Tick(LEFT + tick.at / 100 * row["step_ms"] * scale, tick.text)
-            for tick in charts.ticks(0, row["step_ms"])
-        ]
-        panels.append(Panel(y, row, heading(row), lanes, ticks, bottom))
-        y = bottom + 44
-    kinds = {kind: name for kind, name in KINDS.items() if any(kind in _kinds(r) for r in rows)}
-    return page.render(
-        "schedule.svg.j2",
-        title=title(result), times=times(result), panels=panels, kinds=kinds, width=WIDTH,
-        height=y, left=LEFT, lane_height=LANE, scale=scale,
-        has_chunks=any(row["chunks"] > 1 for row in rows),
-    )  # fmt: skip
-
-
-def _box(action: Row, row: Row, scale: float) -> Box:
-    begin, end = action["start_ms"], action["end_ms"]
-    label, width = str(action["micro"]), (end - begin) * scale
-    is_second = action["stage"] // len(row["ranks"]) % 2
-    words = (
-        f"{KINDS[action['kind']]}, micro-batch {action['micro']}, stage {action['stage']}: "
-        f"{fmt.number(begin)} to {fmt.number(end)} ms"
-    )
-    style = action["kind"] + " second" * is_second
-    return Box(LEFT + begin * scale, width, style, label if width > 7 * len(label) else "", words)
-
-
-def heading(row: Row) -> str:
-    most = fmt.count(max(row["live"]), "activation")
-    part = "" if row["chunks"] == 1 else f" of 1/{row['chunks']} of a rank's layers"
-    return (
-        f"step {_ms(row['step_ms'])}, bubble {share(row['bubble'])}, at most {most}{part} kept, "
-        f"{fmt.count(sum(row['messages']), 'message')}"
-    )

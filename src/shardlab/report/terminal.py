@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
+from rich.segment import Segment
 from rich.style import Style
 from rich.table import Column, Table
 from rich.text import Text
@@ -25,12 +27,32 @@ LONGEST = 16  # characters of a name that is not folded
 STRATEGY = 12  # the same of a strategy's, where there are many columns
 
 
+class SafeConsole(Console):
+    """A console that prints no control characters: others wrote the names in traces."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            text = segment.text
+            if segment.control or text.isprintable() or text == "\n":
+                yield segment
+            else:
+                yield Segment("".join(map(_harmless, text)), segment.style)
+
+
+def _harmless(character: str) -> str:
+    """The character, or a replacement for one that moves the cursor or turns the line around."""
+    is_control = unicodedata.category(character) in ("Cc", "Cf", "Cs") and character != "\n"
+    return "\N{REPLACEMENT CHARACTER}" if is_control else character
+
+
 def out() -> Console:
-    return Console(file=output.stream(), highlight=False)
+    return SafeConsole(file=output.stream(), highlight=False)
 
 
 def errors() -> Console:
-    return Console(stderr=True, highlight=False)
+    return SafeConsole(stderr=True, highlight=False)
 
 
 def table(

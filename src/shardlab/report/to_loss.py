@@ -156,7 +156,7 @@ def nothing_reached(result: Result) -> str:
         return "No strategy finished."
     return (
         f"No strategy reached {goal:g} with every seed within {result['max_steps']:,} steps; the "
-        f"lowest loss was {min(losses):.4f}. Try --to-loss above that, or more --max-steps."
+        f"lowest loss was {min(losses):.4f}. Try --to-loss above that, or more --steps."
     )
 
 

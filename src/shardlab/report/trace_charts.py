@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from shardlab.trace import TraceSet
 
 MAX_STACKS = 64  # rows of the stacked chart, one for each step; beyond, one for each rank
-MAX_COLLECTIVES, MAX_TRACKS = 48, 600  # rows of the bucket timeline, and lines in all
 CURVE_POINTS = 500
 
 
@@ -38,87 +37,6 @@ def stacks(ranks: Sequence[model.Breakdown], steps: Sequence[model.Breakdown]) -
         bars.append(Amounts(row, parts, row.per_step("hidden_comm_us")))
     chart = stacked(bars, model.PARTS, lambda us: f"{fmt.ms(us)} ms", ("ms", 1000))
     return Stacks(chart, per_step, 0 if per_step else len(ranks) - len(bars))
-
-
-class Track(NamedTuple):
-    """One rank's part in one collective, in percent of the step."""
-
-    rank: int
-    ready: float | None
-    start: float
-    arrived: float  # all ranks are in: the wait ends, the transfer begins
-    end: float
-
-
-class BucketRow(NamedTuple):
-    kind: str
-    label: str
-    id: str
-    tracks: list[Track]
-    pitch: float  # pixels from one to the next: 12, less for many ranks
-    text: str
-
-
-class Buckets(NamedTuple):
-    step: int
-    rows: list[BucketRow]
-    left_out: int
-    ticks: list[Tick]
-
-
-def buckets(
-    collectives: Sequence[model.Collective], traces: TraceSet, steps: Sequence[model.Breakdown]
-) -> Buckets | None:
-    """The collectives of the step of median length, from ready to finished."""
-    numbers = {c.step for c in collectives if c.step is not None}
-    walls: dict[int, float] = {}
-    for row in steps:
-        if row.step is not None and row.step in numbers:
-            walls[row.step] = max(walls.get(row.step, 0.0), row.wall_us)
-    if not walls:
-        return None
-    step = sorted(walls, key=lambda number: (walls[number], number))[(len(walls) - 1) // 2]
-    chosen = [c for c in collectives if c.step == step and c.participants]
-    low, high = _step_span(traces, step, chosen)
-
-    def place(ns: float) -> float:
-        return min(max(100 * (ns - low) / (high - low), 0.0), 100.0)
-
-    kept = sorted(chosen, key=lambda c: max(p.end_ns - p.start_ns for p in c.participants))
-    ranks = max(len(c.participants) for c in chosen)
-    kept = kept[-max(min(MAX_COLLECTIVES, MAX_TRACKS // ranks), 4) :]
-    kept.sort(key=lambda c: min(p.start_ns for p in c.participants))
-    rows = []
-    for c in kept:
-        tracks = [
-            Track(
-                p.rank,
-                None if p.ready_ns is None else place(p.ready_ns),
-                place(p.start_ns),
-                place(min(p.start_ns + 1000 * p.wait_us, p.end_ns)),
-                place(p.end_ns),
-            )
-            for p in c.participants
-        ]
-        last = f", rank {c.last_rank} last" if c.last_rank is not None and c.skew_us > 0 else ""
-        text = f"transfer {fmt.ms(c.transfer_us)} ms, waits {fmt.ms(c.wait_us)} ms{last}"
-        rows.append(
-            BucketRow(c.called, c.label, c.id, tracks, min(12, max(3, 120 / len(tracks))), text)
-        )
-    return Buckets(step, rows, len(chosen) - len(kept), ticks(0, (high - low) / 1e6))
-
-
-def _step_span(
-    traces: TraceSet, step: int, collectives: Sequence[model.Collective]
-) -> tuple[int, int]:
-    """When the first rank began a step and when the last one ended it, on the common clock."""
-    spans = [(p.start_ns, p.end_ns) for c in collectives for p in c.participants]
-    shifts = traces.shifts()
-    for trace in traces.traces:
-        shift = shifts[trace.path]
-        spans += [(s.start_ns + shift, s.end_ns + shift) for s in trace.steps if s.number == step]
-    starts, ends = zip(*spans, strict=True)
-    return min(starts), max(*ends, min(starts) + 1)
 
 
 class MemoryCurve(NamedTuple):

@@ -17,12 +17,14 @@ from shardlab.trace.model import PARTS
 # By group of rows: what the table is called, and how many rows it shows.
 GROUPS = {
     "part": ("where the step went", 6),
+    "rank": ("where ranks changed differently", 8),
     "phase": ("phases, on the host", 4),
     "collective": ("collectives, the time a rank was in them", 8),
     "label": ("by bucket or block", 8),
     "operator": ("operators", 12),
 }
 NAME, LEAST = 12, 24  # characters of a run's name in a line, and of a row's
+NOISE_SAID = "noise: 95% interval of a change, by the steps here; other runs may vary more"
 IN_JSON = "; diff.json has all (--out DIR)"
 
 
@@ -32,9 +34,13 @@ def show(diff: Diff, file: Path | None = None) -> None:
     for note in diff.notes:
         out.print(f"note: {note}", markup=False, style="yellow")
     two = len(diff.runs) == 2
+    if two and diff.step.noise_us is not None:
+        out.print(NOISE_SAID, style="dim")
     if not two:
         out.print()
-        terminal.show(out, terminal.fit(_by_run(diff), out.width, SPARE, IN_JSON))
+        terminal.show(
+            out, terminal.fit(_by_run(diff), out.width, (*SPARE, "of the\nfirst"), IN_JSON)
+        )
     for group, (title, most) in GROUPS.items():
         rows = [row for row in diff.of(group) if any(value.us for value in row.values)]
         if not rows or (group == "part" and not two):
@@ -94,18 +100,21 @@ def _heading(name: str) -> str:
 
 def _changes(diff: Diff, title: str, rows: list[Row]) -> Table:
     runs = map(_heading, diff.runs)
-    table = terminal.table(f"<{title}", *runs, "change", "ratio", "calls/step")
+    by_steps = any(row.noise_us is not None for row in rows)
+    last = "noise" if by_steps else "calls/step"
+    table = terminal.table(f"<{title}", *runs, "change", "ratio", last)
     table.columns[0].style = "bold"
     for row in rows:
         grew = row.change_us > 0
         colour = "red" if grew else "green" if row.change_us < 0 else "default"
+        colour = "dim" if row.is_noise else colour
         table.add_row(
             escape(terminal.short(row.name)),
             fmt.ms(row.a.us),
             fmt.ms(row.b.us),
             f"[{colour}]{'+' if grew else ''}{fmt.ms(row.change_us)}[/]",
-            _ratio(row),
-            _counts(row),
+            "in the noise" if row.is_noise else _ratio(row),
+            f"±{fmt.ms(row.noise_us)}" if by_steps else _counts(row),
         )
     return table
 

@@ -75,7 +75,15 @@ def show(traces: TraceSet, *, hta_compat: bool, top: int, first: bool = True) ->
             terminal.show(out, terminal.fit(table, out.width, *spare))
             out.print()
     notes = (f"note: {note}" for note in traces.warnings)
+    if len(traces.ranks) > 1 and (said := page.slow(traces)):
+        terminal.say(out, said, wraps=out.is_terminal)
     terminal.say(out, *page.clocks(traces), *notes, wraps=out.is_terminal)
+
+
+def _over(traces: TraceSet) -> str:
+    """Of how many steps a table holds the sums, where the table of parts has a mean step."""
+    steps = max(row.steps for row in traces.breakdown(per="rank"))
+    return f" · {steps} steps together" if steps > 1 else ""
 
 
 def _breakdown(traces: TraceSet) -> Table:
@@ -135,17 +143,21 @@ def _hta(traces: TraceSet, compat: bool) -> Table | None:
 
 
 def _collectives(traces: TraceSet, by: str) -> Table:
+    from shardlab.report import trace as page
+
     rows = traces.collective_summary(by)
-    more = f"and {len(rows) - MOST} more in summary.json" if len(rows) > MOST else ""
+    more = [f"and {len(rows) - MOST} more in summary.json"] if len(rows) > MOST else []
+    if by == "kind" and (note := page.overlapping(traces)):
+        more.append(note)
     table = terminal.table(
         "<kind" if by == "kind" else "<kind and label", "count", "bytes", "ms", "transfer\nms",
         "all ranks\nwaited ms", "algorithm\nGB/s", "bus\nGB/s",
-        title="collectives" if by == "kind" else "collectives by label",
-        caption=Text(more, "dim") if more else None,
+        title=("collectives" if by == "kind" else "collectives by label") + _over(traces),
+        caption=Text("\n".join(more), "dim") if more else None,
     )  # fmt: skip
     for item in rows[:MOST]:
         table.add_row(
-            Text(item.name), f"{item.count:,}", _bytes(item), fmt.ms(item.time_us),
+            Text(item.name), f"{item.count:,}", _bytes(item), fmt.ms(item.union_us),
             fmt.ms(item.transfer_us), fmt.ms(item.wait_us), fmt.gbps(item.algorithm_gbps),
             fmt.gbps(item.bus_gbps),
         )  # fmt: skip
@@ -159,8 +171,8 @@ def _bytes(item: CollectiveSummary) -> str:
 
 def _stragglers(traces: TraceSet) -> Table:
     table = terminal.table(
-        "|rank", "|phase", "collectives", "others\nwaited ms", "of it not\nhidden ms", "worst ms",
-        "<in", title="who made others wait",
+        "|rank", "|noticed\nin", "collectives", "others\nwaited ms", "of it not\nhidden ms",
+        "worst ms", "<in", title="who made others wait" + _over(traces),
     )  # fmt: skip
     for item in traces.stragglers():
         table.add_row(
@@ -187,7 +199,7 @@ def _kernels(traces: TraceSet, top: int) -> Table:
     """The first rank's: the others' are in summary.json."""
     rank = traces.ranks[0]
     what = "kernels" if traces.device == "gpu" else "operators (time in them alone)"
-    title = f"longest {what} of rank {rank}"
+    title = f"longest {what} of rank {rank}" + _over(traces)
     table = terminal.table("<name", "count", "sum ms", "mean µs", "max µs", title=title)
     for item in traces.kernels(top):
         if item.rank == rank:
@@ -199,8 +211,11 @@ def _kernels(traces: TraceSet, top: int) -> Table:
 
 
 def _what_if(traces: TraceSet) -> Table:
+    from shardlab.report import trace as page
+
+    answers = traces.what_if()
     heads = ("<if", "a step would\ntake ms", "faster", "<assuming")
-    table = terminal.table(*heads, title="what if …")
-    for item in traces.what_if():
+    table = terminal.table(*heads, title=f"what if … ({page.baseline(answers)})")
+    for item in answers:
         table.add_row(item.question, fmt.ms(item.step_us), fmt.speed(item.speedup), item.assumption)
     return table

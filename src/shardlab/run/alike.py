@@ -16,6 +16,7 @@ from shardlab.config import LaunchConfig
 MAY_DIFFER = frozenset((
     "launch.world", "launch.address", "launch.port", "launch.interface", "launch.threads_per_rank",
     "data.source", "data.prefetch", "output.dir", "output.root",
+    "begun",  # when the process of a rank was started, from which a time limit counts
 ))  # fmt: skip
 CODE = "the code of shardlab/"
 

@@ -14,17 +14,18 @@ from torch.utils.checkpoint import checkpoint
 from shardlab import axes, comm, naming
 from shardlab import world as worlds
 from shardlab.axes import Axes
-from shardlab.config import LOSS_SCALE, Config, TrainingConfig
+from shardlab.config import LOSS_SCALE, Config, TrainingConfig, data_ranks
 from shardlab.data import loader
 from shardlab.errors import UsageError
 from shardlab.faults import inject
-from shardlab.naming import EVERY_STRATEGY, WORKLOADS
-from shardlab.numbers import count
-from shardlab.optim import factory
+from shardlab.naming import CUTS, EVERY_STRATEGY, TWINS_CUTS, WORKLOADS
+from shardlab.numbers import beside, count
+from shardlab.optim import optimizers
 from shardlab.optim.schedule import learning_rate_factor
+from shardlab.optim.swap import Made
 from shardlab.specs import BASELINE
 from shardlab.strategies.base import Infer, Setup, Strategy, T
-from shardlab.strategies.on_mesh import OnMesh
+from shardlab.strategies.cut_model import CutAxis, CutModel
 from shardlab.strategies.refusals import refuse_unsupported
 from shardlab.strategies.update import Rule
 from shardlab.workloads import batchnorm, custom
@@ -51,6 +52,13 @@ def build_workload(config: Config) -> Workload:
     return workload
 
 
+# What strategies wrote once, and what says it now: nobody would ask them.
+OLDER = {
+    **dict.fromkeys(("full_params", "full_tensors", "slots", "saved"), "shards"),
+    **dict.fromkeys(("own_state", "shared_state"), "extra_state"),
+}
+
+
 def resolve_strategy(config: Config) -> type[Strategy]:
     """The class of the strategy that the config names: ours, or the user's by import path."""
     name = config.strategy.name
@@ -60,6 +68,9 @@ def resolve_strategy(config: Config) -> type[Strategy]:
             f"{name} is not a strategy: write a class that inherits from shardlab's Strategy "
             "(shardlab.strategies.base), as docs/your-strategy.md shows"
         )
+    for old, new in OLDER.items():
+        if getattr(make, old, None) is not getattr(Strategy, old, None):
+            raise UsageError(f"{name} has {old}() of its own; write {new}() in its place")
     own = {key: value for key, value in config.strategy.options.items() if key not in axes.OPTIONS}
     naming.check_options(_taking_options(config), own, f"strategy {name}", axes.OPTIONS)
     return make
@@ -116,9 +127,6 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
             "has none: use training.compile: blocks"
         )
     optimizer = make_optimizer(config.training, workload, model)
-    if config.checkpoint.every is not None and optimizer.traits and optimizer.traits.unsaved:
-        reason = optimizer.traits.unsaved
-        raise UsageError(f"checkpoint.every: {reason}, and a checkpoint would not have it")
     if config.training.clip_value is not None:
         refuse_complex(model)
     setup = Setup(
@@ -129,7 +137,7 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
         make_rule(config, workload),
         blocks,
         world.ranks_per_node,
-        _sample(config, workload, world, dtype),
+        sample(config, workload, world, dtype),
         workload.splits_of(model),
         context=context_of(workload, model),
     )
@@ -153,17 +161,17 @@ def on_axes(config: Config, make: type[Strategy], setup: Setup, world: World) ->
     found, options = axes_of(config, world)
     if found is None:
         return make(setup, **options)
-    if found.tensor > 1 and config.training.compile != "none":
+    if max(found.tensor, found.context) > 1 and config.training.compile != "none":
         raise UsageError(
-            "training.compile: ranks that share a layer (tensor) meet inside of each block, and "
-            "that cannot be compiled; leave one of the two out"
+            "training.compile: ranks that share a layer (tensor) or a sequence (context) meet "
+            "inside of each block, and that cannot be compiled; leave one of the two out"
         )
     if found.pipeline > 1 and make.WORKS_BY_BLOCK:
         raise UsageError(
             f"{config.strategy.name} gathers the parameters of each block for every micro-batch, "
             "forward and backward; with pipeline use zero1 or zero2"
         )
-    if issubclass(make, OnMesh):
+    if issubclass(make, CutModel):
         # Where an axis has a name of its own, the best replicas share the data.
         shares = axes.inner_of(config.strategy.name) if found.summing > 1 else BASELINE
         inner = naming.resolve(shares, EVERY_STRATEGY, "strategy")
@@ -172,11 +180,20 @@ def on_axes(config: Config, make: type[Strategy], setup: Setup, world: World) ->
                 f"{config.strategy.name}: all ranks cut one model, so nothing is sent as "
                 f"{', '.join(options)} says; leave it out"
             )
-        return make(setup, found, functools.partial(inner, **options))
-    return OnMesh(setup, found, functools.partial(make, **options))
+        make_inner = functools.partial(inner, **options)
+        return make(setup, found, make_inner, cuts_of(config.strategy.name, found))
+    cuts = cuts_of(config.strategy.name, found)
+    return CutModel(setup, found, functools.partial(make, **options), cuts)
 
 
-def _sample(config: Config, workload: Workload, world: World, dtype: torch.dtype) -> Batch | None:
+def cuts_of(name: str, found: Axes) -> list[CutAxis]:
+    """What cuts the model, in this order: along the tensor axis, then context, then pipeline."""
+    own = {**CUTS, **TWINS_CUTS.get(name, {})}
+    along = [axis for axis in reversed(axes.CUTS) if getattr(found, axis) > 1]
+    return [naming.resolve(axis, own, "axis") for axis in along]
+
+
+def sample(config: Config, workload: Workload, world: World, dtype: torch.dtype) -> Batch | None:
     """One sample, if the model is to be cut: running it shows how that can be done."""
     found, _ = axes_of(config, world)
     if found is None or found.model_ranks == 1:
@@ -204,6 +221,14 @@ def notes(config: Config, workload: Workload) -> list[str]:
             f"a step takes {training.global_batch:,} samples: {count(world, 'rank')} x "
             f"{count(training.accumulate, 'micro-batch', 'micro-batches')} of "
             f"{training.micro_batch:,}"
+        )
+    shares = 1 if world is None else data_ranks(config.strategy, world)
+    if workload.couples_samples and not workload.couples_ranks and shares > 1:
+        batch, parts = training.global_batch, training.accumulate
+        found.append(
+            f"the loss looks at the samples of a micro-batch together, each beside "
+            f"{beside(batch, shares * parts)} others (negatives); in one process it would be "
+            f"{beside(batch, parts)}, and the loss another"
         )
     if training.epochs is not None and training.steps:
         found.append(
@@ -234,15 +259,11 @@ def make_optimizer(
     training: TrainingConfig,
     workload: Workload,
     model: nn.Module,
-    measures: bool = True,
-) -> factory.Plan:
-    """A factory: a strategy that shards builds its optimizer over what it keeps.
-
-    The model is whole here, before a strategy owns it.
-    """
+) -> Made:
+    """The optimizer over the whole model: a strategy then puts in its place what a rank updates."""
     make, after = workload.optimizer, workload.after_step
     blocks = workload.blocks_of(model)
-    return factory.plan(training, make, after, model, workload.name, measures, blocks)
+    return optimizers.build(training, make, after, model, workload.name, blocks)
 
 
 def make_rule(config: Config, workload: Workload | None = None) -> Rule:

@@ -10,18 +10,22 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardlab.config import LaunchConfig
-from shardlab.errors import Halt, UsageError
-from shardlab.run.forking import fork_server
+from shardlab.errors import Halt, Mistake, UsageError
+from shardlab.run.forking import fork_server, listen_again
 from shardlab.run.place import LOOPBACK
+
+if TYPE_CHECKING:
+    from torch.distributed import Store, TCPStore
 
 CONNECT_S = 20.0  # how long a rank tries to reach the process that leads it
 
@@ -38,10 +42,10 @@ class Seat:
     size: int
     local_rank: int
     local_size: int
+    file: str = ""  # where ranks meet that were started here; a launcher's have an address
     address: str = LOOPBACK  # by which the other ranks know rank 0
     # What rank 0 listens on: a socket's family and an address of its own; "" stands for all.
     listens: tuple[int, str] = (socket.AF_INET, LOOPBACK)
-    port: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,8 +127,9 @@ def _rank_main(
     # A session of its own: Ctrl-C on the terminal reaches the parent alone, which ends us, and
     # what we start (data loaders) ends with our process group.
     os.setsid()
+    listen_again()
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    from torch.distributed import TCPStore
+    from torch.distributed import FileStore, TCPStore
 
     from shardlab import world as worlds
 
@@ -136,8 +141,11 @@ def _rank_main(
             pipe.send((kind, value))
 
     try:
-        if seat.rank == 0:
-            store = listening_store(*seat.listens, seat.port)
+        store: Store
+        if seat.file:
+            store = FileStore(_opened(seat.file))
+        elif seat.rank == 0:
+            store = listening_store(*seat.listens, port=0)
             send("result", store.port)
         else:
             store = TCPStore(seat.address, pipe.recv(), is_master=False)
@@ -198,7 +206,7 @@ def resolve(target: Target) -> Callable[..., Any]:
 def as_message(error: BaseException) -> tuple[str, Any]:
     """An exception as a rank reports it: refused input in a line, anything else in full."""
     if isinstance(error, UsageError):
-        return "usage", str(error)
+        return "mistake" if isinstance(error, Mistake) else "usage", str(error)
     if isinstance(error, Halt):
         return "halt", error
     message = str(error).strip().partition("\n")[0]
@@ -206,12 +214,32 @@ def as_message(error: BaseException) -> tuple[str, Any]:
     return "error", (message, "".join(traceback.format_exception(error)), time.time())
 
 
-def loopback_store() -> Any:
-    """A store for the ranks of this machine, which no other machine can reach."""
-    return listening_store(socket.AF_INET, LOOPBACK, port=0)
+@contextlib.contextmanager
+def private_file() -> Iterator[str]:
+    """The path of a file in which the ranks of this machine meet; no other user can open it.
+
+    Whoever can write to a store decides to whom a rank connects, and a port has no password. On
+    Linux the file is in memory and has no name: nothing stays behind, and a disk may be full.
+    """
+    if hasattr(os, "memfd_create"):  # not in every Python for Linux
+        with os.fdopen(os.memfd_create("shardlab")) as file:
+            yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
+    else:
+        with tempfile.NamedTemporaryFile(prefix="shardlab-") as named:
+            yield named.name
 
 
-def listening_store(family: int, address: str, port: int) -> Any:
+def _opened(path: str) -> str:
+    """The private file by a path that stays, or an error at once if the parent has closed it.
+
+    FileStore looks for a file that is gone for five minutes, and holds the interpreter's lock
+    meanwhile: not even ``_die_with_parent`` would run.
+    """
+    number = os.open(path, os.O_RDWR)
+    return f"/proc/{os.getpid()}/fd/{number}" if path.startswith("/proc/") else path
+
+
+def listening_store(family: int, address: str, port: int) -> TCPStore:
     """A store that listens on one address alone; "" stands for every address of the machine.
 
     A ``TCPStore`` that opens its own socket listens on every interface: anybody who reaches it can

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardlab import comm
+from shardlab import comm, numbers
 from shardlab.axes import Axes
+from shardlab.config import TrainingConfig
 from shardlab.data import loader
 from shardlab.errors import UsageError
 from shardlab.pulse import PULSE
@@ -123,6 +124,33 @@ def sums_of(workload: Workload) -> Evaluate:
         return {"loss": workload.loss(model, batch)}
 
     return workload.evaluate or loss_alone
+
+
+def why_ended(rows: Sequence[Mapping[str, Any]], training: TrainingConfig) -> str | None:
+    """Why a run ends after the last of these evaluations, before its last step; None: it does not.
+
+    An evaluation at the end of a run that went on later does not count: without that end it would
+    not have been made.
+    """
+    if training.patience is None:
+        return None
+    if any("loss" not in row for row in rows):
+        raise UsageError(
+            "training.patience is about the held-out loss, and evaluate of this workload gives no "
+            "'loss'; add it, or leave training.patience out"
+        )
+    counted = [row for row in rows if row["steps"] % (training.evaluate_every or 1) == 0]
+    losses = [loss if isinstance(loss := row["loss"], float) and loss == loss else math.inf
+              for row in counted]  # fmt: skip
+    best = losses.index(min(losses)) if losses else 0
+    since = len(losses) - 1 - best
+    if since < training.patience:
+        return None
+    return (
+        f"{since} evaluations in a row have not lowered the held-out loss of {losses[best]:.4g} "
+        f"after {numbers.count(counted[best]['steps'], 'step')} (training.patience "
+        f"{training.patience})"
+    )
 
 
 def is_due(finished: int, every: int, total: int) -> bool:

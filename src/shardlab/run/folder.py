@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 from shardlab import runlock
@@ -15,7 +15,7 @@ from shardlab.checkpoint.start import Start
 from shardlab.config import Config
 from shardlab.errors import UsageError
 from shardlab.files import write_json
-from shardlab.run import collect, environment, reach
+from shardlab.run import environment
 from shardlab.run.assemble import notes
 from shardlab.runfolder import README, mark
 from shardlab.runlock import RunLock
@@ -31,17 +31,11 @@ def make_folder(
     command: str,
     start: Start,
     lock: RunLock,
-    apart: Collection[int] = (),
 ) -> Path:
-    """The run folder, which rank 0 makes and fills; of a resumed run, the one that it has.
-
-    ``apart``: ranks that will not see it, and write their part to their own disks.
-    """
+    """The run folder, which rank 0 makes and fills; of a resumed run, the one that it has."""
     pids = world.gather(os.getpid())  # for a debugger, or for a person who must end a rank by hand
     folder = Path(_agreed(world, lambda: str(_take_folder(config, workload, world, start, lock))))
     try:
-        if apart:
-            _take_parts(folder, world, apart)
         _agreed(world, lambda: _fill_folder(folder, config, workload, world, command, start, pids))
     except UsageError:
         if start.run is None:
@@ -109,14 +103,14 @@ def _fill_folder(
     mark(folder, "running", pids=pids, host=socket.gethostname())
 
 
-def ranks_apart(config: Config, world: World) -> list[int]:
-    """The ranks that do not see where rank 0 will make the run folder. A collective.
+def refuse_apart(config: Config, world: World) -> None:
+    """Refuse a run of which some ranks do not see where rank 0 will make its folder. A collective.
 
     Only a launcher's ranks may be on several nodes. It is asked first of all: a model may take
-    minutes to build. Checkpoints need a folder that all nodes share, and are refused without one.
+    minutes to build.
     """
     if world.pulse is not None or world.size == 1:
-        return []
+        return
     world.gather(None)  # every rank has checked that its output folder is empty
     probe: Path = _agreed(world, lambda: _write_probe(config))
     try:
@@ -124,18 +118,12 @@ def ranks_apart(config: Config, world: World) -> list[int]:
     finally:
         if world.rank == 0:
             probe.unlink(missing_ok=True)
-    if not missing:
-        return []
-    about = socket.gethostname(), str(probe.parent.resolve()), reach.own_address is not None
-    host, folder, is_reached = world.share(about)
-    saves = config.checkpoint.every is not None or config.checkpoint.resume is not None
-    if saves or not is_reached:
-        why = "checkpoints need a folder that all nodes share" if saves else "name a shared folder"
+    if missing:
+        host, folder = world.share((socket.gethostname(), str(probe.parent.resolve())))
         raise UsageError(
             f"{folder}, where rank 0 on {host} keeps the run, is not visible to "
-            f"{'; '.join(missing.values())}: {why}, as in --out /shared/run"
+            f"{'; '.join(missing)}: name a folder that all nodes share, as in --out /shared/run"
         )
-    return list(missing)
 
 
 def _write_probe(config: Config) -> Path:
@@ -149,10 +137,3 @@ def _write_probe(config: Config) -> Path:
     probe = folder / f".probe-{token}"
     probe.write_text(token, encoding="utf-8")
     return probe
-
-
-def _take_parts(folder: Path, world: World, apart: Collection[int]) -> None:
-    parts = collect.begin(world, folder, is_seen=world.rank not in apart)
-    if world.rank == 0:
-        text = f"no common folder: {'; '.join(parts)} write to their own disks, until the run ends"
-        world.tell({"note": text})

@@ -1,17 +1,13 @@
-"""The folders that commands have left behind, and the cache: listed, and removed. No torch.
+"""The folders that commands have left behind, and the size of the cache. No torch.
 
-Nothing is removed but what this package has written: a folder is known by the file that its command
-writes, must hold nothing else, and must not be in use.
+A folder is known by the file that its command writes.
 """
 
 from __future__ import annotations
 
-import fcntl
-import fnmatch
 import os
-import shutil
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -23,24 +19,8 @@ from shardlab.data import sources
 from shardlab.data.catalog import ENTRIES
 from shardlab.errors import UsageError
 from shardlab.files import read_jsonl
-from shardlab.runlock import RunLock, table_in
+from shardlab.runlock import table_in
 
-# What each command writes into its folder; the first file shows whose folder it is.
-OF_A_RANK = ("rank*.jsonl", "ledger.rank*.jsonl", "traces")
-WRITTEN = {
-    "train": (
-        "status.json", "config.yaml", "env.json", "README.md", "run.lock", "run.part", *OF_A_RANK,
-        "tensorboard", "wandb", "audit.json", "evaluation.jsonl", "checkpoints",
-        "checkpoints.jsonl", "resumes.jsonl", "faults.rank*.jsonl", "collected.json",
-        "clocks.json", "crash.txt", "hang.*", "lost.*", "out-of-step.*", "drifted.*",
-        "not-finite.*", "disk-full.*", "*.part",
-    ),
-    "compare": ("cells", "compare.json", "compare.csv", "compare.md", "report.html", "run.lock"),
-    "prove": ("prove.json",),
-    "throughput": ("throughput.json", "throughput.csv"),
-    "memory": ("memory.json", "*.pickle"),
-    "network": ("network.json", "network.html"),
-}  # fmt: skip
 NOTHING = "–"
 
 
@@ -61,10 +41,6 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "folder": str(self.folder), "details": dict(self.details)}
-
-    @property
-    def is_active(self) -> bool:
-        return self.state == "running"
 
 
 def runs_in(root: Path) -> list[Run]:
@@ -94,9 +70,7 @@ def read(folder: Path) -> Run | None:
     """What a folder says of its run; None if it is no run folder."""
     if (folder / "status.json").is_file() and (folder / "config.yaml").is_file():
         return _training(folder)
-    if (folder / "cells" / "plan.json").is_file() or (folder / "compare.json").is_file():
-        return _comparison(folder)
-    for command in ("prove", "throughput", "memory", "network"):
+    for command in ("compare", "prove", "throughput", "memory", "network"):
         if found := table_in(folder / f"{command}.json"):
             return _measurement(folder, command, found)
     return None
@@ -133,27 +107,11 @@ def _training(folder: Path) -> Run:
     )  # fmt: skip
 
 
-def _comparison(folder: Path) -> Run:
-    result, plan = table_in(folder / "compare.json"), table_in(folder / "cells" / "plan.json")
-    cells = [cell for cell in (result or plan).get("cells", []) if isinstance(cell, dict)]
-    labels = [str(cell.get("label")) for cell in cells]
-    state = "finished" if result else "interrupted"
-    if runlock.is_held(folder):
-        state = "running"
-    marker = folder / "compare.json" if result else folder / "cells"
-    return Run(
-        folder, "compare", state, _when(marker), size_of(folder),
-        strategy=", ".join(labels) if len(labels) < 3 else f"{len(labels)} strategies",
-        workload=str(result.get("workload", NOTHING)),
-        details={"command": (result or plan).get("command"), "strategies": labels},
-    )  # fmt: skip
-
-
 def _measurement(folder: Path, command: str, found: Mapping[str, Any]) -> Run:
-    rows = found.get("verdicts") or found.get("rows") or []
+    rows = found.get("cells") or found.get("verdicts") or found.get("rows") or []
     labels = [str(r.get("label") or r.get("strategy")) for r in rows if isinstance(r, dict)]
     labels = [label for label in dict.fromkeys(labels) if label != "None"]
-    state = "finished"
+    state = "interrupted" if found.get("interrupted") else "finished"
     if command == "prove":
         state = "passed" if all(row.get("pass") for row in rows) else "failed"
     return Run(
@@ -185,88 +143,8 @@ def size_of(path: Path) -> int:
     return total
 
 
-# ------------------------------------------------------------------ removing
-
-
-def why_not(run: Run) -> str:
-    """Why a run's folder must not be removed; empty if it may be."""
-    if run.folder.is_symlink():
-        return "it is a link; name the folder that it leads to"
-    if run.is_active:
-        return "it is in use"
-    if foreign := sorted(_foreign(run)):
-        more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
-        return f"it holds what shardlab did not write: {', '.join(foreign[:3])}{more}"
-    return ""
-
-
-def _foreign(run: Run) -> Iterator[str]:
-    for entry in run.folder.iterdir():
-        is_folder = entry.is_dir() and not entry.is_symlink()
-        if _matches(entry.name, WRITTEN[run.command]):
-            continue
-        if run.command == "compare" and is_folder:  # that of a strategy, with its traces
-            inside = {path.name for path in entry.iterdir()}
-            if inside and all(_matches(name, (*OF_A_RANK, "*.part")) for name in inside):
-                continue
-        yield f"{entry.name}{'/' if is_folder else ''}"
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def remove(run: Run) -> int:
-    """Remove a run's folder, and say how many bytes that freed. Refused if it is in use by now."""
-    with RunLock() as lock:
-        if (run.folder / runlock.NAME).exists():
-            lock.take(run.folder)
-        if reason := why_not(run):
-            raise UsageError(f"{run.folder} stays: {reason}")
-        return _remove(run.folder, run.bytes)
-
-
-def _remove(path: Path, size: int) -> int:
-    try:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    except OSError as error:
-        raise UsageError(f"{path} cannot be removed: {error.strerror}") from None
-    return size
-
-
-@dataclass(frozen=True)
-class Cached:
-    """A data set, a file made once, or all kept proofs, in the cache."""
-
-    path: Path
-    bytes: int
-    reason: str = ""  # why it must stay
-
-
-def cached() -> list[Cached]:
-    """What this package has put into the cache; other things there are not seen."""
-    root = sources.cache_folder()
-    found = [path for path in root.glob("stdlib-*-bytes.bin") if path.is_file()]
-    found += [path for name in sorted(ENTRIES) if (path := root / "data" / name).is_dir()]
-    found += [path for path in [sources.kept_proofs()] if path.is_dir()]
-    return [
-        Cached(path, size_of(path), "it is being filled" if _is_filled_now(path) else "")
-        for path in found
-        if not path.is_symlink()
-    ]
-
-
-def _is_filled_now(folder: Path) -> bool:
-    """Whether a process holds the lock with which a data set is put in place."""
-    try:
-        with (folder.parent / f".{folder.name}.lock").open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    return False
-
-
-def remove_cached(item: Cached) -> int:
-    return 0 if _is_filled_now(item.path) else _remove(item.path, item.bytes)
+def cache_bytes() -> int:
+    """The bytes that this package has put into the cache; other things there are not counted."""
+    found = [*sources.cache_folder().glob("stdlib-*-bytes.bin"), sources.kept_proofs()]
+    found += [sources.cached(name) for name in ENTRIES]
+    return sum(size_of(path) for path in found if path.exists() and not path.is_symlink())

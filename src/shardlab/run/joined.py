@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardlab.config import LaunchConfig
-from shardlab.errors import Interrupted, RankFailure, UsageError
+from shardlab.errors import Interrupted, Mistake, RankFailure, UsageError
 from shardlab.guard import nodes, stop
 from shardlab.run import alike as alikes
-from shardlab.run import child, collect, meeting, reach
+from shardlab.run import child, meeting, reach
 from shardlab.run import place as places
 from shardlab.run.place import Place
 from shardlab.run.ranks import GRACE_S, STOP_S, Event, Failure, unless_stopped
@@ -32,7 +32,6 @@ def run(
     args: tuple[Any, ...],
     place: Place,
     listen: Callable[[Event], None],
-    mark: Callable[[RankFailure], None],
     mark_unless_told: Callable[[RankFailure | str], None],
 ) -> Any:
     """This process as one rank of a launcher's world."""
@@ -61,15 +60,12 @@ def run(
                 # torchrun may end us while we wait for the cause to speak: say what we know now.
                 mark_unless_told(failure.error)
                 time.sleep(GRACE_S)
-        is_said = False
         with contextlib.suppress(Exception):
             is_for_all_nodes = isinstance(failure.error, UsageError) or failure.is_lost_node
-            is_said = _has_been_said(store, place, is_for_all_nodes)
-        if not is_said and not failure.is_victim and isinstance(failure.error, RankFailure):
-            mark(failure.error)  # before it is collected
-        collect.after_failure()
-        if is_said:
-            raise SystemExit(failure.exit_code) from None
+            if _has_been_said(store, place, is_for_all_nodes):
+                raise SystemExit(failure.exit_code) from None
+        if isinstance(failure.error, Mistake) and size > 1:
+            raise failure.error.named() from None
         raise failure.error from None
 
 
@@ -188,7 +184,6 @@ class _JoinedSignals:
         else:
             ended = f"ended by {self.launcher}, because another rank had failed"
             self.mark(RankFailure(self.rank, ended))
-        collect.after_failure()
         os._exit(128 + number)
 
     def _all_are_signalled(self) -> bool:

@@ -69,7 +69,6 @@ def launch(
     config: LaunchConfig,
     *args: Any,
     saves: bool = False,
-    least: int | None = None,
     on_event: Callable[[Event], None] = lambda _event: None,
 ) -> Any:
     """Run ``target`` on every rank of a world and return rank 0's result.
@@ -79,8 +78,7 @@ def launch(
     run fails, the folder will say so.
 
     Ctrl-C and SIGTERM end the ranks. A run that ``saves`` is asked to stop first: it finishes its
-    step and writes a checkpoint. A second signal ends it at once. With ``least`` the run continues
-    without ranks that are lost, down to this many; rank 0 may not be lost.
+    step and writes a checkpoint. A second signal ends it at once.
     """
     folder: Path | None = None
 
@@ -120,11 +118,11 @@ def launch(
     signals = _Signals(lambda: saves and folder is not None)
     try:
         if place is not None:
-            return joined.run(target, config, args, place, listen, mark, mark_unless_told)
+            return joined.run(target, config, args, place, listen, mark_unless_told)
         assert config.world is not None
         with signals, Ranks(config, config.world) as ranks:
             signals.ranks = ranks
-            result = ranks.run(target, *args, on_event=listen, least=least)[0]
+            result = ranks.run(target, *args, on_event=listen)[0]
         return unless_stopped(result)
     except RankFailure as failure:
         failure.is_final = signals.number is not None  # it was to end: it is not started again

@@ -57,23 +57,18 @@ class Batches:
 
     def __init__(self, workload: Workload, config: Config, world: World, first: int = 0) -> None:
         order = data_order(workload, config)
-        sampler.check_epoch(order.length, order.global_batch, order.mode)
         self.step = first - 1
-        self.read: list[sampler.Draw] = []  # the samples of the last step
-        self.targets = 0  # and how many targets they have
         self._steps = prepared(workload, config, world, order, first, config.data.prefetch)
 
     def __iter__(self) -> Batches:
         return self
 
     def __next__(self) -> list[Batch]:
-        loaded = next(self._steps)
+        microbatches = next(self._steps).microbatches
         self.step += 1
-        self.read = loaded.read
-        self.targets = sum(b.count for b in loaded.microbatches)
         if inject.ACTIVE is not None:
             inject.ACTIVE.begin_step(self.step)
-        return loaded.microbatches
+        return microbatches
 
     def close(self) -> None:
         """End its thread, also after a crash."""
@@ -82,10 +77,10 @@ class Batches:
 
 def with_steps(config: Config, workload: Workload) -> Config:
     """The config with the steps that its epochs take, which the data's size decides."""
-    training, length = config.training, len(workload.dataset)
+    training = config.training
     if training.epochs is None:
         return config
-    sampler.check_epoch(length, training.global_batch, config.data.epoch)
+    length = data_order(workload, config).length
     if length == ENDLESS:
         raise UsageError("training.epochs: the data is a stream, and has no size; use steps")
     steps = sampler.steps_of_epochs(

@@ -32,6 +32,7 @@ def describe(world: World, values: dict[str, Any], command: str) -> dict[str, An
         "normalizes_batches": any(
             isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()
         ),
+        "couples_samples": workload.couples_samples,  # and so does the loss
     }
 
 

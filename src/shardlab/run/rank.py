@@ -17,18 +17,16 @@ from shardlab.checkpoint import start as starts
 from shardlab.checkpoint.course import Saving, kept_rows
 from shardlab.checkpoint.start import refuse_unfit
 from shardlab.config import Config
-from shardlab.data import audit as audits
-from shardlab.data import sampler
-from shardlab.data.audit import Audit
+from shardlab.errors import UsageError
 from shardlab.faults import inject
 from shardlab.files import room_needed, write_json
 from shardlab.guard import stop as stopping
 from shardlab.guard import watchdog
 from shardlab.guard.guards import Guards, refuse_unequal_data
 from shardlab.guard.numbers import NumbersGuard
-from shardlab.run import absences, boards, collect, evaluate
+from shardlab.run import boards, equivalence_check, evaluate
 from shardlab.run.assemble import axes_of, build_strategy, build_workload, in_precision, notes
-from shardlab.run.folder import make_folder, ranks_apart
+from shardlab.run.folder import make_folder, refuse_apart
 from shardlab.run.loop import Act, Batches, data_order, prepared, train, with_steps
 from shardlab.run.recorder import Recorder
 from shardlab.runfolder import mark
@@ -61,13 +59,12 @@ def train_rank(world: World, values: dict[str, Any], command: str) -> dict[str, 
 def _train_rank(
     world: World, config: Config, command: str, lock: RunLock, stop: stopping.Stop
 ) -> dict[str, Any]:
-    apart = ranks_apart(config, world)
+    refuse_apart(config, world)
     workload = build_workload(config)
     refuse_unequal_data(workload, world)
     # From here on it says what was chosen: in config.yaml, and in checkpoints.
     config = with_steps(config.with_overrides(workload.chosen), workload)
     order = data_order(workload, config)
-    sampler.check_epoch(order.length, order.global_batch, order.mode)
     comm.LEDGER.reset(full_steps=config.profile.ledger_steps)
     guards = Guards(config, world)
     capture.check(config.profile, world.device)
@@ -76,21 +73,20 @@ def _train_rank(
     boards.check(config.output)
     start = starts.choose(config, world, lock, workload.chosen)
     refuse_unfit(start, config, len(workload.dataset), workload.chosen)
-    audit = Audit() if config.data.audit else None
+    before: list[dict[str, Any]] = []
+    if config.training.patience is not None:
+        before = starts.agree(world, start.evaluations)
+    ended = evaluate.why_ended(before, config.training)
+    if ended is not None and not start.keeps_rows(world.size):
+        raise UsageError(f"{start.checkpoint}: {ended}: to go on, raise training.patience")
+    equivalence_check.check(config, workload, world)
     strategy = build_strategy(config, workload, world)
-    table = absences.table_of(strategy)  # None: all ranks must stay
-    alone = world
-    if table is not None:
-        absences.refuse_unfit(config, strategy, world)
-        table.timeout_s = config.launch.timeout_s
-        alone = world.alone()
-        guards.let_go(alone)
     if start.manifest is not None:
         first = prepared(workload, config, world, order, start.step, depth=0)
-        course.restore(start, strategy, world, config, audit, lambda: next(first).microbatches)
-    folder = make_folder(config, workload, world, command, start, lock, apart)
+        course.restore(start, strategy, world, config, lambda: next(first).microbatches)
+    folder = make_folder(config, workload, world, command, start, lock)
     inject.arm(config.faults, world, config.strategy.name, folder)
-    stop.is_on = config.checkpoint.every is not None and table is None
+    stop.is_on = config.checkpoint.every is not None
     world.tell({"folder": str(folder)})
     if world.rank == 0 and workload.data:
         world.tell({"data": workload.data})
@@ -100,10 +96,10 @@ def _train_rank(
     traces = None if start.step else make_capture(config, world, strategy, folder)
     shown_on = boards.of_run(config, folder, start.step) if world.rank == 0 else []
     steps = range(start.step, config.training.steps)
-    finite = NumbersGuard(strategy, alone, config.training.on_nonfinite)
+    finite = NumbersGuard(strategy, world, config.training.on_nonfinite)
     recorder = Recorder(
         folder,
-        alone,
+        world,
         comm.LEDGER,
         steps.stop,
         traces,
@@ -111,7 +107,6 @@ def _train_rank(
         start.step,
         rate=lambda: strategy.update.learning_rate,
         log_every=config.output.log_every,
-        rests=lambda: strategy.rests,
     )
     with (
         closing(Batches(workload, config, world, start.step)) as feed,
@@ -120,15 +115,11 @@ def _train_rank(
     ):
         if start.keeps_rows(world.size):
             recorder.rows = kept_rows(folder, world)
-        # Where workers may be lost, worker 0 alone evaluates and saves what all are after an
-        # exchange.
-        speaks = table is None or world.rank == 0
-        saving = Saving(config, workload, alone, strategy, recorder, audit, guards, speaks)
-        evaluating = make_evaluation_act(config, workload, alone, strategy, recorder, speaks)
+        saving = Saving(config, workload, world, strategy, recorder, guards)
+        evaluating = make_evaluation_act(config, workload, world, strategy, recorder)
 
-        def keep_count(_step: int, _loss: Tensor) -> None:
-            if audit is not None:
-                audit.note(feed.read, feed.targets)
+        def why_ended() -> str | None:
+            return evaluate.why_ended([*before, *recorder.evaluations], config.training)
 
         def keep_choice(step: int, _loss: Tensor) -> None:
             if step != start.step or world.rank:
@@ -140,23 +131,21 @@ def _train_rank(
                 world.tell({"note": f"{config.strategy.name} chose {said}"})
 
         between: list[Act] = [
-            keep_count,
             keep_choice,
             finite.after_step,
             lambda step, _loss: guards.after_step(step, strategy),
             evaluating,
             saving.after_step,
         ]
-        attendance = None
-        if table is not None and world.rank == 0:
-            assert strategy.rounds is not None
-            attendance = absences.Attendance(
-                table, world, folder, strategy.rounds.every, start.step
-            )
-            between.insert(0, attendance.after_step)
-        train(strategy, feed, recorder, steps, finite.check_loss, between, stop.may_begin)
+
+        def may_begin() -> bool:
+            # An evaluation is the same on every rank, and so is what follows from it.
+            return why_ended() is None and stop.may_begin()
+
+        train(strategy, feed, recorder, steps, finite.check_loss, between, may_begin)
         guards.after_loop()
         saving.finish()
+        ended = why_ended() if saving.finished < steps.stop else None
     if stop.is_stopped:
         made = start.step + stop.begun
         if world.rank == 0:
@@ -167,13 +156,12 @@ def _train_rank(
             "signal": stop.signal,
             "checkpoint": saving.last(),
         }
-    rows_of_ranks = alone.gather(recorder.rows)
-    audited = None if audit is None else judge_data(audit, workload, config, world)
-    collect.finish(alone)
+    rows_of_ranks = world.gather(recorder.rows)
     if world.rank == 0:
-        if audited is not None:
-            write_json(folder / "audit.json", audited)
-        mark(folder, "finished")
+        unsaved = (saving.last() or {}).get("error")
+        reason = unsaved or ended
+        because = {} if reason is None else {"reason": reason}
+        mark(folder, "not saved" if unsaved else "finished", **because)
     return {
         "folder": str(folder),
         "data": workload.data,
@@ -182,10 +170,9 @@ def _train_rank(
         "seconds": recorder.seconds,
         "first_step": start.step,
         "evaluations": recorder.evaluations,
-        "audit": audited,
+        "ended_early": ended,
         "checkpoint": saving.last(),
         "traces": None if traces is None else traces.summary(),
-        "workers": None if attendance is None else attendance.summary(),
     }
 
 
@@ -195,11 +182,10 @@ def make_evaluation_act(
     world: World,
     strategy: Strategy,
     recorder: Recorder,
-    evaluates: bool = True,
 ) -> Act:
     """What evaluates after a step, if the config asks for it and it is due."""
     every, total = config.training.evaluate_every, config.training.steps
-    if every is None or not evaluates:
+    if every is None:
         return lambda _step, _loss: None
     evaluation = make_evaluation(config, workload, world, strategy)
 
@@ -226,18 +212,6 @@ def make_evaluation(
         dtype=torch.float64 if compute == "fp64" else torch.float32,
         of_average=training.ema_decay is not None,
         axes=axes_of(config, world)[0],
-    )
-
-
-def judge_data(audit: Audit, workload: Workload, config: Config, world: World) -> dict[str, Any]:
-    """The audit of all ranks: what was fed, and how often."""
-    return audits.judge(
-        world.gather(audit.notes()),
-        length=len(workload.dataset),
-        global_batch=config.training.global_batch,
-        mode=config.data.epoch,
-        tokens_per_sample=workload.tokens_per_sample,
-        left_over_tokens=getattr(workload.dataset, "left_over", None),
     )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,18 +20,24 @@ from typing import Any, NoReturn
 
 from shardlab import output
 from shardlab.config import LaunchConfig
-from shardlab.errors import LOST_PEER, Halt, Interrupted, Late, RankFailure, UsageError
+from shardlab.errors import (
+    LOST_PEER,
+    Halt,
+    Interrupted,
+    Late,
+    Mistake,
+    RankFailure,
+    UsageError,
+)
 from shardlab.guard import nodes, watchdog
 from shardlab.run import slots
-from shardlab.run.child import Process, Seat, Target
+from shardlab.run.child import Process, Seat, Target, private_file
 from shardlab.run.echo import Echo
 from shardlab.run.forking import fork_server
-from shardlab.run.place import LOOPBACK
 
 Event = Mapping[str, Any]
 
 GRACE_S = 1.0  # after a first failure, how long to listen for the one that caused it
-LATE_S = 10.0  # when the first rank is done and others may be lost: how long one may be late
 STOP_S = 5.0  # how long a rank may take to leave when asked
 
 
@@ -54,31 +59,32 @@ class Ranks:
         self._processes: list[Process | slots.Remote] = []
         # What a launcher's ranks print is the launcher's to show.
         self._echo = Echo(size) if slots.LEADER is None else None
+        self._files = contextlib.ExitStack()
         if self._echo is not None:
             _refuse_unfit(launch)
         try:
+            file = "" if self._echo is None else self._files.enter_context(private_file())
             for rank in range(size):
-                pipe, process = self._start(rank)
+                pipe, process = self._start(rank, file)
                 self._pipes.append(pipe)
                 self._processes.append(process)
-            if self._echo is not None:
-                self._echo.listen()
-            # Rank 0 takes a free port and says which: no other process can take it in between.
-            port = self._collect(only=0)[0]
-            for pipe in self._pipes[1:]:
-                pipe.send(port)
+            if not file:
+                # Rank 0 takes a free port and says which: no other can take it in between.
+                port = self._collect(only=0)[0]
+                for pipe in self._pipes[1:]:
+                    pipe.send(port)
             self._collect()
             output.debug(f"{size} ranks are ready: processes {', '.join(map(str, self.pids))}")
         except BaseException as error:
             self._end_with(error)
 
-    def _start(self, rank: int) -> tuple[connection.Connection, Process | slots.Remote]:
+    def _start(self, rank: int, file: str) -> tuple[connection.Connection, Process | slots.Remote]:
         if self._echo is None:
             assert slots.LEADER is not None
             return slots.LEADER.start(self.launch, rank, self.size)
         ours, theirs = fork_server().Pipe()
         prints_to = self._echo.pipe(rank)
-        seat = Seat(rank, self.size, rank, self.size, port=self.launch.port)
+        seat = Seat(rank, self.size, rank, self.size, file)
         process = Process(theirs, self.launch, seat, prints_to)
         theirs.close()
         prints_to.close()
@@ -107,12 +113,9 @@ class Ranks:
         *args: Any,
         on_event: Callable[[Event], None] = _ignore,
         deadline_s: float | None = None,
-        least: int | None = None,
     ) -> list[Any]:
         """``target(world, *args)`` on every rank; the results in rank order.
 
-        With ``least``, ranks other than the first may be lost, as long as this many are left. The
-        result of a lost one is None.
         A ``UsageError`` of any rank is raised here as it is; anything else that ends a rank,
         and a deadline that passes, as a ``RankFailure``. After either, all ranks are gone.
         """
@@ -122,7 +125,7 @@ class Ranks:
                 with contextlib.suppress(OSError):  # a dead rank: found out below
                     pipe.send((target, args))
             self._on_event = on_event
-            return self._collect(deadline_s=deadline_s, least=least)
+            return self._collect(deadline_s=deadline_s)
         except BaseException as error:
             self._end_with(error)
 
@@ -154,18 +157,12 @@ class Ranks:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
+        self._files.close()
         if self._echo is not None:
             self._echo.close()
 
-    def _collect(
-        self,
-        only: int | None = None,
-        deadline_s: float | None = None,
-        least: int | None = None,
-    ) -> list[Any]:
+    def _collect(self, only: int | None = None, deadline_s: float | None = None) -> list[Any]:
         """Wait for the answer of every rank (or of one), listening to all."""
-        lost: set[int] = set()
-        over_at: float | None = None
         limit = None if deadline_s is None else time.monotonic() + deadline_s
         results: dict[int, Any] = {}
         awaited = range(self.size) if only is None else [only]
@@ -179,16 +176,7 @@ class Ranks:
                     int(late[0]),
                     f"no answer within {deadline_s:g} s (waiting for {', '.join(late)})",
                 )
-            if least is not None and 0 in results:  # the run is over: who is late now has a moment
-                over_at = over_at or time.monotonic() + LATE_S
-                left = min(0.5, over_at - time.monotonic())
-                if left <= 0:
-                    for rank in sorted(set(awaited) - results.keys()):
-                        self._lose(rank, "it had not finished", results)
-                    break
             failures = self._listen(left, results)
-            if least is not None and self._bear(failures, lost, least, results):
-                failures = []
             if (halt := self._hang()) is not None:
                 raise halt
         if failures:
@@ -198,36 +186,13 @@ class Ranks:
             while (left := limit - time.monotonic()) > 0 and len(failures) < self.size:
                 failures += self._listen(left, results)
             error = min(failures, key=lambda f: f.suspicion).error
+            if isinstance(error, Mistake):
+                alike = [f for f in failures if str(f.error) == str(error)]
+                error = error if len(alike) == self.size else error.named()
             if isinstance(error, RankFailure):
                 nodes.CURRENT.locate(error)
             raise error
         return [results[rank] for rank in awaited]
-
-    def _bear(
-        self, failures: list[Failure], lost: set[int], least: int, results: dict[int, Any]
-    ) -> bool:
-        """Whether the others can continue without the ranks that have failed."""
-        failed = {f.error.rank for f in failures if isinstance(f.error, RankFailure)}
-        bears = all(
-            isinstance(f.error, RankFailure) and not isinstance(f.error, Halt) for f in failures
-        )
-        if not bears or 0 in failed or self.size - len(lost | failed) < least:
-            return False
-        for failure in failures:
-            assert isinstance(failure.error, RankFailure)
-            if failure.error.rank not in lost:
-                lost.add(failure.error.rank)
-                self._lose(failure.error.rank, failure.error.message, results)
-        return True
-
-    def _lose(self, rank: int, why: str, results: dict[int, Any]) -> None:
-        """Continue without a rank."""
-        self._processes[rank].kill()
-        self._pipes[rank].close()
-        results[rank] = None
-        if self._monitor is not None:
-            self._monitor.end(rank)
-        self._on_event({"warning": f"worker {rank} is lost ({why}); the others continue"})
 
     def _listen(self, left: float | None, results: dict[int, Any]) -> list[Failure]:
         """One round of messages and deaths."""
@@ -236,9 +201,6 @@ class Ranks:
             if not pipe.closed:
                 waitable[pipe] = rank
                 waitable[process.sentinel] = rank
-        if not waitable:
-            time.sleep(left or 0)
-            return []
         failures = []
         if self._monitor is not None:  # look at the clock also when no rank says anything
             left = min(0.5, 0.5 if left is None else left)
@@ -279,22 +241,12 @@ class Ranks:
 
 def _refuse_unfit(launch: LaunchConfig) -> None:
     """Say at once, before any rank starts, what ranks of one machine cannot have."""
-    for key in ("address", "interface"):
-        if getattr(launch, key) is not None:
+    for key in ("address", "port", "interface"):
+        if getattr(launch, key):
             raise UsageError(
-                f"launch.{key} is for ranks that a launcher has started; those of one machine use "
-                "its loopback interface"
+                f"launch.{key} is for ranks that a launcher has started; those of one machine meet "
+                "in a file and use its loopback interface: leave it out"
             )
-    if (port := launch.port) == 0:
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError as error:
-            raise UsageError(
-                f"port {port} cannot be used: {error.strerror}; choose another, or 0 for a free one"
-            ) from None
 
 
 @dataclass
@@ -306,6 +258,8 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, kind: str, value: Any) -> Failure:
+        if kind == "mistake":
+            return cls(Mistake(value, rank), (0, 0.0))
         if kind == "usage":
             return cls(UsageError(value, lines=True), (0, 0.0))
         if kind == "halt":

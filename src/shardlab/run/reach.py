@@ -26,8 +26,6 @@ CONNECT_S = 3.0  # for a node to answer another
 SLACK_S = 2.0  # then for it to say so
 APART_S = 1.0  # clocks that differ by more are told
 
-own_address: str | None = None  # of this rank, where the ranks of another node reach it
-
 
 @dataclass(frozen=True)
 class Address:
@@ -103,7 +101,6 @@ def refusal(
 
 def _ask_others(store: Any, rank: int, firsts: Sequence[int], address: Address | None) -> None:
     """Each node asks the next one, so that each is asked, and rank 0's, whose clock is compared."""
-    global own_address
     after = firsts[(firsts.index(rank) + 1) % len(firsts)]
     with _Answering(address) as answering:
         store.set(f"answers {rank}", json.dumps(answering.at))
@@ -115,8 +112,6 @@ def _ask_others(store: Any, rank: int, firsts: Sequence[int], address: Address |
         store.set(f"asked {rank}", json.dumps(found))
         # Others may be asking still.
         wait_until(lambda: bool(store.check([f"asked {r}" for r in firsts])), CONNECT_S + SLACK_S)
-        if answering.was_asked and address is not None:
-            own_address = address.host
 
 
 def _told(store: Any, key: str) -> Any:
@@ -151,7 +146,6 @@ class _Answering:
 
     def __init__(self, address: Address | None) -> None:
         self.at: tuple[str, int, str, str] | None = None
-        self.was_asked = False
         self._listening: socket.socket | None = None
         if address is not None:
             with contextlib.suppress(OSError):
@@ -181,7 +175,6 @@ class _Answering:
                     connection.recv(1)
                     assert self.at is not None
                     connection.sendall(json.dumps([self.at[2], time.time()]).encode() + b"\n")
-                    self.was_asked = True
 
 
 def unreached(found: Mapping[int, Sequence[Any]], names: Mapping[int, str]) -> str:

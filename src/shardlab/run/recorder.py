@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
-from shardlab.files import append_jsonl, json_text
+from shardlab.errors import Halt
+from shardlab.files import append_jsonl, append_to, json_text
 from shardlab.pulse import LEFT, PULSE
 from shardlab.run import boards
 from shardlab.world import sent_to_host
@@ -57,16 +58,13 @@ class Recorder:
         first: int = 0,
         rate: Callable[[], float] | None = None,
         log_every: int | None = None,
-        rests: Callable[[], bool] = lambda: False,
     ) -> None:
         """``first``: the step that a resumed run begins with; it adds to the files that are there.
         ``rate``: the learning rate of the step just made. ``log_every``: steps whose numbers are
-        told in any case; None: ten times in a run, and at least every hundredth step. ``rests``:
-        whether the step about to begin is one that a late worker does not make.
+        told in any case; None: ten times in a run, and at least every hundredth step.
         """
         self.world = world
         self.rate = rate
-        self.rests = rests
         self.log_every = log_every or min(100, max(1, total_steps // 10))
         self.first = first
         self.boards = shown_on
@@ -114,7 +112,7 @@ class Recorder:
         path = folder / name
         if not self.first:
             path.unlink(missing_ok=True)
-        return self._files.enter_context(path.open("a", encoding="utf-8"))
+        return self._files.enter_context(append_to(path))
 
     @contextmanager
     def step(self, number: int, microbatches: Sequence[Batch]) -> Iterator[None]:
@@ -124,7 +122,6 @@ class Recorder:
         calls, size, crossed = ledger.calls, ledger.bytes, ledger.sent_between
         ledger.step = number
         profiled = self.capture is not None and self.capture.recording
-        rests = {"rests": True} if self.rests() else {}
         start = time.perf_counter_ns()
         events = self._cuda_events()
         if events:
@@ -146,7 +143,6 @@ class Recorder:
             "collective_bytes": ledger.bytes - size,
             **({"between_bytes": ledger.sent_between - crossed} if ledger.ranks_per_node else {}),
             "profiled": profiled,
-            **rests,
             **self._memory(),
         }
         self._events = events
@@ -214,11 +210,22 @@ class Recorder:
             if self._file:
                 self._file.write(json_text(oldest.row) + "\n")
                 self._file.flush()
+                self._refuse_removed(self._file.fileno())
             self._tell(oldest.row)
         if self._ledger_file:
             for entry in self.ledger.take():
                 self._ledger_file.write(json_text(entry) + "\n")
             self._ledger_file.flush()
+
+    def _refuse_removed(self, file: int) -> None:
+        """A file without a name is written to in vain, and so would be all that follows."""
+        if os.fstat(file).st_nlink == 0:
+            raise Halt(
+                "folder gone",
+                f"rank {self.world.rank}: somebody removed the run folder {self.folder} while the "
+                "run was writing into it",
+                self.world.rank,
+            )
 
     def _tell(self, row: Mapping[str, Any]) -> None:
         """Progress, from rank 0, ten times a second at most, and always what belongs in a log: the

@@ -34,15 +34,12 @@ def train(config: Config, command: str, on_event: Callable[[Event], None]) -> An
     restarts = 0
     while True:
         try:
-            least = config.strategy.options.get("min_workers")
             return launch.launch(
                 TARGET,
                 config.launch,
                 config.to_dict(),
                 command,
-                # To save in the middle of a round takes all workers.
-                saves=config.checkpoint.every is not None and least is None,
-                least=least,
+                saves=config.checkpoint.every is not None,
                 on_event=listen,
             )
         except Interrupted as stopped:

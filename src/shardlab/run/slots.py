@@ -79,7 +79,7 @@ class Leader:
             )
         local_rank, local_size, host = self._seats[rank]
         there = min(local_size, size - (rank - local_rank))  # a node has neighbouring ranks
-        seat = Seat(rank, size, local_rank, there, self._address, self._listens)
+        seat = Seat(rank, size, local_rank, there, "", self._address, self._listens)
         greeting = ("rank", next(self._visits), rank)
         line = Line(self._address, self._port, self._key, greeting)
         process: Process | Remote

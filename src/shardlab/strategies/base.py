@@ -17,18 +17,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import numbers
-from shardlab.optim import factory
-from shardlab.strategies import refusals, steps
-from shardlab.strategies.slots import Slots, whole_slots
+from shardlab.optim import after_step
+from shardlab.strategies import refusals, shards, steps
+from shardlab.strategies.shards import Shard
 from shardlab.strategies.update import Rule, Update
-from shardlab.strategies.whole import Whole
+from shardlab.strategies.whole import Whole, as_state_dict
 from shardlab.workloads.base import Batch, ContextSplit, LossFn
 
 T = TypeVar("T")
@@ -69,13 +69,6 @@ class Rounds:
     the model's order. They are exchanged in turn during a round, each by itself. What is sent after
     a step may arrive ``delay`` steps later. The anchor moves then, and a worker keeps ``mix`` of
     its own parameters beside what the anchor has become.
-
-    With fewer than 32 ``bits`` each worker's difference, times its weight, is rounded before it is
-    sent (``lowbit.py``).
-
-    With ``min_workers`` an exchange goes on without those who are late, or lost, when at least so
-    many are there (``table.py``). ``absent`` is a plan of a proof: (round, worker, whether it makes
-    the steps of that round, which are dropped).
     """
 
     every: int
@@ -84,9 +77,6 @@ class Rounds:
     fragments: int = 1
     delay: int = 0
     mix: float = 0.0
-    bits: int = 32
-    min_workers: int | None = None
-    absent: tuple[tuple[int, int, bool], ...] = ()
 
     def __post_init__(self) -> None:
         refusals.refuse_number("every", self.every, self.every >= 1, "1 or more")
@@ -103,9 +93,6 @@ class Rounds:
         is_right = 0 <= self.mix < 1 if self.delay else self.mix == 0
         wanted = "from 0 to below 1" if self.delay else "0 without a delay"
         refusals.refuse_number("mix", self.mix, is_right, wanted)
-        refusals.refuse_number("bits", self.bits, self.bits in (4, 8, 16, 32), "4, 8, 16 or 32")
-        least = self.min_workers
-        refusals.refuse_number("min_workers", least or 0, least is None or least >= 1, "1 or more")
 
     @property
     def shortest(self) -> int:
@@ -116,14 +103,6 @@ class Rounds:
         """After which step of a round a fragment is sent, from 1 to ``every``."""
         return (fragment + 1) * self.every // self.fragments
 
-    def without(self, number: int) -> list[int]:
-        """The workers that are planned not to take part in the exchange of a round."""
-        return [worker for when, worker, _ in self.absent if when == number]
-
-    def rests(self, number: int, worker: int) -> bool:
-        """Whether a worker is planned to make no steps in a round."""
-        return (number, worker, False) in self.absent
-
     def cut(self, params: Mapping[str, Tensor]) -> list[list[str]]:
         """The names of the parameters in each fragment."""
         sizes = {name: p.numel() * p.element_size() for name, p in params.items()}
@@ -133,8 +112,8 @@ class Rounds:
 class Strategy(ABC):
     """N ranks acting as one. It owns the model and the optimizer from its construction on.
 
-    After ``gradients()`` and ``step()``, ``full_params()`` equals what one plain process would hold
-    had it seen every rank's micro-batches.
+    After ``gradients()`` and ``step()``, ``full_tensors()`` equals what one plain process would
+    hold had it seen every rank's micro-batches.
 
     This class is the whole contract: the lab calls nothing on a strategy that does not stand here.
     A new strategy must write ``gradients()``. The other methods are right where every rank keeps
@@ -153,8 +132,9 @@ class Strategy(ABC):
     # None: N ranks act as one. Else they are workers, equal only right after an exchange; `shardlab
     # prove` compares with one process that plays them. Set it in __init__.
     rounds: Rounds | None = None
-    rests: bool = False  # this worker was late, and makes no steps in this round
 
+    params: dict[str, nn.Parameter]  # that this rank's model has and trains, by their first names
+    trained: tuple[str, ...]  # the names of all that train, on whichever rank
     optimizer: torch.optim.Optimizer
     update: Update  # step() must call it: it clips, follows the schedule, and skips bad gradients
 
@@ -166,23 +146,19 @@ class Strategy(ABC):
         self.group = refusals.dp_group(setup.mesh)
         # A tied parameter stands here once, under its first name.
         self.params = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.trained = tuple(self.params)
         self.device = next(iter(self.params.values())).device
         if builds_optimizer:
             refusals.refuse_sparse_gradients(self.params)
             self.own(setup, self.params)
 
     def own(self, setup: Setup, params: Mapping[str, nn.Parameter]) -> None:
-        """Build the optimizer over what this rank updates, by the parameters' names. The setup is
-        not kept: its factory holds a small tensor for each parameter."""
+        """Put what this rank updates into the optimizer, by the parameters' names. Do not keep the
+        setup: it holds the state that an optimizer begins with for the whole model."""
         self.optimizer = setup.make_optimizer(params)
         self.update = Update(self.optimizer, setup.rule)
 
     # ------------------------------------------------------------ a step
-
-    def mean_loss(self, loss: Tensor) -> Tensor:
-        """The mean loss over the global batch, from what ``gradients()`` has returned. A
-        collective. Override it where that was this rank's own."""
-        return loss
 
     @abstractmethod
     def gradients(self, microbatches: Sequence[Batch]) -> Tensor:
@@ -215,14 +191,20 @@ class Strategy(ABC):
         rows. Override it where parameters must be gathered first."""
         return function(self.model, batch)
 
+    # ------------------------------------------------------------ what it holds
+
+    def shards(self) -> list[Shard]:
+        """Which elements of the model's tensors this rank holds, with their gradients and what the
+        optimizer updates of them. All else follows from it: whole tensors, checkpoints, the drift
+        guard. It is asked when nothing is under way. Override it where a rank keeps parts."""
+        return shards.of_model(self.model, self.params)
+
     @contextmanager
     def as_one(self) -> Iterator[None]:
-        """Inside, every rank's model is the one that ``full_params()`` gives: it is evaluated. A
-        collective. Override it where ranks have models of their own between steps."""
+        """Inside, every rank's model is the one that N ranks have as one: it is evaluated and
+        saved. A collective. Override it where ranks have models of their own between steps."""
         steps.broadcast_buffers(self.model, self.group)  # as before every step: rank 0's
         yield
-
-    # ------------------------------------------------------------ what it holds
 
     def in_step(self) -> bool:
         """Whether all ranks must hold the same values now. Override it where they are workers."""
@@ -233,91 +215,58 @@ class Strategy(ABC):
         others."""
         return Whole.of(self.model)
 
-    def part_of(self, name: str) -> str:  # noqa: ARG002
-        """Which part of a tensor this rank's model has: ranks with the same answer hold the same
-        elements. Override it where an axis of the mesh cuts the model."""
-        return ""
+    def extra_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What a checkpoint must hold beside model and optimizer: what is the same on every rank,
+        and what is this rank's own. The first is given back to the same strategy in a world of any
+        size, the second only in a world of the same size."""
+        return {}, {}
+
+    def load_extra_state(  # noqa: B027
+        self, shared: dict[str, Tensor], own: dict[str, Tensor] | None
+    ) -> None:
+        """What ``extra_state()`` gave, when model and optimizer are in place. ``own`` is None in a
+        world of another size. After another strategy they are empty and None."""
+
+    # ------------------------------------------------------------ what follows from it
 
     def full_params(self) -> dict[str, Tensor]:
-        """Copies of every parameter and buffer, whole, by name. A collective.
-        Override it where a rank keeps parts."""
-        steps.broadcast_buffers(self.model, self.group)
-        tensors = (*self.model.named_parameters(), *self.model.named_buffers())
-        return {name: t.detach().clone() for name, t in tensors}
+        """Copies of the whole model's tensors, for ``load_state_dict``: tied ones under every name,
+        without buffers that are not persistent. A collective."""
+        whole = self.whole()
+        return as_state_dict(self.full_tensors(), whole.tied, whole.unsaved)
+
+    def full_tensors(self) -> dict[str, Tensor]:
+        """Copies of every parameter and buffer, whole, by its first name. A collective."""
+        self.settle()
+        with self.as_one():
+            found = dict(shards.whole(self.shards(), lambda s: s.value, self.group, self.device))
+        return {name: found[name] for name in self.whole().tensors}
 
     def full_grads(self) -> dict[str, Tensor | None]:
-        """Copies of every gradient, whole, by name, before step() drops them. A collective.
-        Override it where a rank keeps parts."""
-        scale = self.update.scale
-        return {n: None if p.grad is None else p.grad / scale for n, p in self.params.items()}
-
-    def slots(self) -> Slots:
-        """Where this rank keeps which part of the model and of the optimizer's state: checkpoints
-        are written from it and read into it. Override it where a rank keeps parts."""
-        return whole_slots(self.model, self.params, self.optimizer)
-
-    def saved(self) -> Slots:
-        """What a checkpoint is written from: the same values wherever ranks hold the same elements.
-        A collective. Override it where ranks have models of their own between steps."""
-        slots = self.slots()
-        steps.broadcast_buffers(self.model, self.group)  # rank 0's are right
-        return slots
-
-    def shared_state(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold beside model and optimizer, the same on every rank. It is
-        given back to the same strategy in a world of any size."""
-        return {}
-
-    def load_shared_state(self, state: dict[str, Tensor]) -> None:  # noqa: B027
-        """What ``shared_state()`` gave; nothing, if another strategy made the checkpoint. Model and
-        optimizer are in place."""
-
-    def own_state(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold beside model and optimizer, for this rank alone. It is given
-        back only to the same strategy in a world of the same size."""
-        return {}
-
-    def load_own_state(self, state: dict[str, Tensor]) -> None:  # noqa: B027
-        """What ``own_state()`` gave."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Model and optimizer as whole tensors by parameter name, which any strategy can load in a
-        world of any size. A collective. Override it where a rank keeps parts."""
-        optimizer = {
-            name: {k: copied(v) for k, v in self.optimizer.state[p].items()}
-            for name, p in self.params.items()
-            if p in self.optimizer.state
+        """Copies of every gradient, whole, by name, before step() drops them: None, if no rank has
+        any of it. A collective."""
+        self.settle()
+        found = dict(shards.whole(self.shards(), lambda s: s.grad, self.group, self.device))
+        return {
+            name: found[name] / self.update.scale if name in found else None
+            for name in self.trained
         }
-        update = self.update.state_dict()
-        return {"model": self.full_params(), "optimizer": optimizer, "update": update}
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What any strategy's ``state_dict()`` gave. Override it where a rank keeps parts."""
-        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-            tensor.copy_(state["model"][name])
-        # The optimizer numbers its parameters in the order of its groups.
-        groups = self.optimizer.state_dict()["param_groups"]
-        held = [p for group in self.optimizer.param_groups for p in group["params"]]
-        names = {p: name for name, p in self.params.items()}
-        numbered = {
-            i: {k: copied(v) for k, v in state["optimizer"][names[p]].items()}
-            for i, p in enumerate(held)
-            if names.get(p) in state["optimizer"]
-        }
-        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
-        self.update.load_state_dict(state["update"])
-
     def exchange_averages(self) -> None:
         """Parameters and their moving average (training.ema_decay) change places, between steps.
-        A collective. Override it where a rank keeps parts."""
-        factory.exchange_averages(self.optimizer)
+        A collective."""
+        self.settle()
+        after_step.exchange_averages(self.update.inner)
+        held = self.shards()
+        copies = {s.name: s for s in held if s.key is None and s.value is not None}
+        changed = [s for s in held if s.name in copies]
+        for name, tensor in shards.whole(changed, lambda s: s.key, self.group, self.device):
+            copy = copies.get(name)
+            if copy is not None and copy.value is not None:  # of more than is updated here
+                copy.value.copy_(shards.take(tensor.view(-1), copy.runs).view_as(copy.value))
 
     def updated_names(self) -> list[str]:
         """The parameters whose gradients step() gives to the update, in that order. It is asked in
         the middle of a step, to name a gradient that is not finite."""
-        return [n for n, p in self.params.items() if p.grad is not None] or list(self.params)
-
-
-def copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+        return [s.name for s in self.shards() if s.grad is not None] or list(self.params)

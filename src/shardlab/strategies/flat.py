@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,24 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm import Group
-from shardlab.strategies.overlap import buckets_of
-
-HUGE = 2 * 2**20  # bytes of Linux's large pages
-MADV_HUGEPAGE = 14  # of <sys/mman.h>
-
-
-def new_flat(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A buffer whose content is not set yet: (elements,). In the host's memory it asks Linux for
-    large pages: with 4 KiB pages a pass over 40 MB has ten thousand addresses to look up, and takes
-    longer. Many small tensors could not have them."""
-    flat = torch.empty(elements, dtype=dtype, device=device)
-    is_real = type(flat) is Tensor and flat.device.type == "cpu"  # a simulation's has no address
-    if is_real and flat.nbytes >= 2 * HUGE and sys.platform == "linux":
-        begin = -(-flat.data_ptr() // HUGE) * HUGE
-        size = (flat.data_ptr() + flat.nbytes) // HUGE * HUGE - begin
-        # It may say no; then pages are small.
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), MADV_HUGEPAGE)
-    return flat
+from shardlab.strategies.buckets import buckets_of
+from shardlab.strategies.shards import Shard
 
 
 class Piece(NamedTuple):
@@ -54,24 +36,24 @@ class Layout:
     starts: dict[str, int]
     size: int  # elements, without the padding
     sizes: tuple[int, ...]  # elements of each rank's shard
-    is_cut: bool = True  # equal shards, which cut through parameters
+    is_cut: bool  # equal shards, which cut through parameters
 
     @classmethod
-    def of(cls, params: Mapping[str, Tensor], ranks: int) -> Layout:
-        starts, size = _end_to_end(params)
-        shard = -(-size // ranks)
-        return cls({n: p.shape for n, p in params.items()}, starts, size, (shard,) * ranks)
-
-    @classmethod
-    def dealt(cls, params: Mapping[str, Tensor], owners: Mapping[str, int], ranks: int) -> Layout:
-        """Every parameter lies whole in the shard of its owner."""
-        ordered = {name: params[name] for name in sorted(params, key=owners.__getitem__)}
-        starts, size = _end_to_end(ordered)
-        sizes = [0] * ranks
-        for name, p in params.items():
-            sizes[owners[name]] += p.numel()
-        shapes = {n: p.shape for n, p in ordered.items()}
-        return cls(shapes, starts, size, tuple(sizes), is_cut=False)
+    def of(
+        cls, params: Mapping[str, Tensor], ranks: int, owners: Mapping[str, int] | None = None
+    ) -> Layout:
+        """Equal shards, or, with ``owners``, every parameter whole in the shard of its owner."""
+        names = list(params) if owners is None else sorted(params, key=owners.__getitem__)
+        starts, size = {}, 0
+        for name in names:
+            starts[name] = size
+            size += params[name].numel()
+        sizes = [-(-size // ranks)] * ranks
+        if owners is not None:
+            lengths = [(owners[name], p.numel()) for name, p in params.items()]
+            sizes = [sum(n for owner, n in lengths if owner == rank) for rank in range(ranks)]
+        shapes = {name: params[name].shape for name in names}
+        return cls(shapes, starts, size, tuple(sizes), is_cut=owners is None)
 
     @property
     def padded(self) -> int:
@@ -108,15 +90,6 @@ class Layout:
         return pieces
 
 
-def _end_to_end(params: Mapping[str, Tensor]) -> tuple[dict[str, int], int]:
-    """Where each of them begins if they lie one behind the other, and where the last ends."""
-    starts, size = {}, 0
-    for name, p in params.items():
-        starts[name] = size
-        size += p.numel()
-    return starts, size
-
-
 def deal(params: Mapping[str, Tensor], loads: list[int]) -> dict[str, int]:
     """An owner for each parameter: the largest first, each to the rank that has the least so far.
 
@@ -139,15 +112,19 @@ class Unit:
         params: Mapping[str, nn.Parameter],
         group: Group,
         layout: Layout | None = None,
+        grad_dtype: torch.dtype | None = None,
     ) -> None:
+        """``grad_dtype``: what gradients are buffered and sent in; None: their own type."""
         self.label = label
         self.params = dict(params)
         self.layout = layout or Layout.of(params, group.size())
         self.rank = group.rank()
         first = next(iter(params.values()))
         self.like: dict[str, Any] = {"dtype": first.dtype, "device": first.device}
+        self.grad_dtype = grad_dtype or first.dtype
         self.shard: Tensor  # (shard,) this rank's parameters, the ones that are updated
-        self.full: Tensor | None = None  # (padded,) all ranks' parameters, while they are here
+        self.full: Tensor  # (padded,) all ranks' parameters, while they are here
+        self.pieces: dict[Piece, nn.Parameter] = {}  # that it has of each parameter: views of it
         self.full_grad: Tensor | None = None  # (padded,) this rank's gradient of all of them
         self.missing: set[str] = set()  # whose gradient is not in it yet
         self.grad: Tensor | None = None  # (shard,) this rank's part of the summed gradient
@@ -155,11 +132,11 @@ class Unit:
     @property
     def is_whole(self) -> bool:
         """Whether this rank has all of the parameters now. (ZeRO-3 empties their storage.)"""
-        return self.full is not None and self.full.untyped_storage().size() > 0
+        return self.full.untyped_storage().size() > 0
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The given tensors, end to end: (padded,)."""
-        flat = new_flat(self.layout.padded, **self.like).zero_()
+        flat = torch.zeros(self.layout.padded, **self.like)
         for name, tensor in tensors.items():
             self.layout.view(flat, name).copy_(tensor)
         return flat
@@ -167,6 +144,34 @@ class Unit:
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """The parameters' places in a full buffer (padded,), by name."""
         return {name: self.layout.view(flat, name) for name in self.params}
+
+    def cut_shard(self) -> None:
+        """Cut the shard into the pieces that the optimizer sees: views, nothing is copied."""
+        for piece in self.layout.pieces(self.rank):
+            whole = self.params[piece.name]
+            part = self.shard[piece.offset : piece.offset + piece.length]
+            part = part if self.layout.is_cut else part.view(whole.shape)
+            self.pieces[piece] = nn.Parameter(part, whole.requires_grad)
+
+    def held(self, unused: Collection[str]) -> Iterator[Shard]:
+        """The pieces, with values where nobody keeps the whole, and what came of gradients."""
+        for piece, p in self.pieces.items():
+            grad = None
+            if p.requires_grad and self.grad is not None and piece.name not in unused:
+                grad = self.grad[piece.offset : piece.offset + piece.length]
+            yield Shard(
+                piece.name,
+                self.layout.shapes[piece.name],
+                ((piece.start, piece.length),),
+                None if self.is_whole else p,
+                grad,
+                p if p.requires_grad else None,
+            )
+        if self.grad is None:
+            return
+        for name, p in self.params.items():
+            if p.requires_grad and not p.numel() and name not in unused:  # it lies in no shard
+                yield Shard(name, p.shape, (), grad=self.grad[:0])
 
     @torch.no_grad()
     def move_in(self) -> None:
@@ -177,9 +182,39 @@ class Unit:
             self.params[name].data = view
         self.shard = self.layout.of_rank(self.full, self.rank)
 
+    def grad_view(self, name: str) -> Tensor:
+        """Where a gradient goes, to be written over: of the parameter's shape."""
+        full = self._buffer()
+        self.missing.discard(name)
+        return self.layout.view(full, name)
+
+    def filled(self) -> Tensor:
+        """The gradients, ready to be sent; zero where this rank has none: (padded,)."""
+        full = self._buffer()
+        for name in self.missing:
+            self.layout.view(full, name).zero_()
+        full[self.layout.size :].zero_()
+        return full
+
+    def _buffer(self) -> Tensor:
+        """Room for the gradients, made when the first of them comes: (padded,).
+
+        Not zeroed: that would cost a page fault for each 4 KiB, 2% of a step on a CPU.
+        """
+        if self.full_grad is None:
+            self.full_grad = torch.empty(
+                self.layout.padded, dtype=self.grad_dtype, device=self.like["device"]
+            )
+            self.missing = set(self.params)
+        return self.full_grad
+
 
 def bucket_units(
-    params: Mapping[str, nn.Parameter], group: Group, whole: Collection[str], *sizes: Any
+    params: Mapping[str, nn.Parameter],
+    group: Group,
+    whole: Collection[str],
+    sizes: tuple[float | None, float, int],
+    grad_dtype: torch.dtype | None = None,
 ) -> list[Unit]:
     """Buckets of parameters, moved into flat buffers, in the reverse of the parameters' order,
     which is about that in which gradients come. ``sizes``: the last arguments of ``buckets_of``.
@@ -190,10 +225,13 @@ def bucket_units(
     order, loads = list(params)[::-1], [0] * group.size()
     cut = buckets_of(params, [name for name in order if name not in whole], *sizes)
     uncut = buckets_of(params, [name for name in order if name in whole], *sizes)
-    dealt = [Layout.dealt(bucket, deal(bucket, loads), group.size()) for bucket in uncut]
+    dealt = [Layout.of(bucket, group.size(), deal(bucket, loads)) for bucket in uncut]
     both = [*((bucket, None) for bucket in cut), *zip(uncut, dealt, strict=True)]
     both.sort(key=lambda pair: order.index(list(pair[0])[-1]))
-    units = [Unit(f"bucket {i}", bucket, group, at) for i, (bucket, at) in enumerate(both)]
+    units = [
+        Unit(f"bucket {i}", bucket, group, layout, grad_dtype)
+        for i, (bucket, layout) in enumerate(both)
+    ]
     for unit in units:
         unit.move_in()
     return units

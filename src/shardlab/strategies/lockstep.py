@@ -1,7 +1,11 @@
 """Whether all ranks make the same collectives in the same order, before each is made.
 
-PyTorch's fully_shard makes a collective where a block runs. Ranks pair their collectives by order
-alone: if one rank leaves a block out, the next collectives pair the wrong tensors, abort or hang.
+PyTorch's fully_shard makes a collective where a block runs, and the ring of context parallelism
+where attention does. Ranks pair their collectives by order alone: if one rank leaves a block out,
+the next collectives pair the wrong tensors, abort or hang.
+
+The guard of a run (``guard.sequence``) does not replace this: it compares calls beforehand in the
+first steps alone, and a loop of one's own has no guard. What the data decides may show in any step.
 """
 
 from __future__ import annotations
@@ -35,8 +39,8 @@ class Lockstep:
     about a millisecond for each collective, and a step that repeats the last one nothing.
     """
 
-    def __init__(self, who: str, group: comm.Group) -> None:
-        self.who = who
+    def __init__(self, group: comm.Group, needs: str) -> None:
+        self.needs = needs
         self.rank, self.ranks = group.rank(), group.size()
         members = tuple(dist.get_process_group_ranks(group))
         name = f"shardlab/lockstep/{members}/{next(_made[members])}"
@@ -81,12 +85,12 @@ class Lockstep:
             if time.monotonic() > limit:  # the others wait for us on the last step's course
                 raise self._refusal(said, "did not")
             time.sleep(0.0005)
-        for rank, other in enumerate(self.store.multi_get(keys)):
-            if other.decode() != said:
-                raise self._refusal(said, f"came to '{other.decode()}' (rank {rank})")
+        for rank, key in enumerate(keys):
+            if (other := self.store.get(key).decode()) != said:
+                raise self._refusal(said, f"came to '{other}' (rank {rank})")
 
     def _refusal(self, here: str, there: str) -> UsageError:
         return UsageError(
-            f"{self.who}: rank {self.rank} came to '{here}' where the others {there}; FSDP needs "
-            "all ranks to run the same blocks in the same order in every step; use zero1 or zero2"
+            f"{self.needs} in the same order in every step, and rank {self.rank} came to '{here}' "
+            f"where the others {there}; use zero1 or zero2"
         )

@@ -16,11 +16,26 @@ from shardlab.errors import UsageError, unknown
 T = TypeVar("T")
 
 
+DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+
+
 def option(name: str, value: str, known: Mapping[str, T]) -> T:
     """What a strategy's option stands for, or its refusal with the nearest right word."""
     if value not in known:
         raise unknown(name, value, known)
     return known[value]
+
+
+def comm_dtype(strategy: str, value: str, params: Mapping[str, Tensor]) -> torch.dtype | None:
+    """What gradients (ZeRO-3: parameters) travel in; None: their own type."""
+    dtype = option(f"{strategy}'s comm_dtype", value, DTYPES)
+    for name, p in params.items():
+        if dtype is not None and p.is_complex():
+            raise UsageError(
+                f"{strategy}'s comm_dtype {value}: '{name}' is complex, and its imaginary part "
+                "would be lost; leave comm_dtype out"
+            )
+    return dtype
 
 
 def dp_group(mesh: DeviceMesh) -> comm.Group:
@@ -32,13 +47,6 @@ def dp_group(mesh: DeviceMesh) -> comm.Group:
             "with init_device_mesh(device, (ranks,), mesh_dim_names=('dp',))"
         )
     return mesh.get_group("dp")
-
-
-def came_again(strategy: str, name: str) -> UsageError:
-    return UsageError(
-        f"{strategy}: the gradient of '{name}' came again after its bucket was sent, which it did "
-        "not in the first step: use checkpoint(..., use_reentrant=False), or the strategy zero2"
-    )
 
 
 def refuse_unsupported(model: nn.Module, ranks: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The parts of a step that strategies make alike: plain functions, each with its collective."""
+"""The parts of a step that strategies share: plain functions, each with its collective."""
 
 from __future__ import annotations
 
@@ -94,6 +94,11 @@ def backward(loss: Tensor, divisor: Tensor) -> None:
             "process could not train on it either"
         )
     (loss / divisor).backward()
+
+
+def in_backward() -> bool:
+    """Whether autograd is running: a backward, or a gradient that forward asked for."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def drop_gradients(params: Mapping[str, nn.Parameter]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from shardlab import comm
-from shardlab.optim import factory
+from shardlab.errors import UsageError
+from shardlab.optim import optimizers
 from shardlab.phases import OPTIMIZER, phase
 
 LOOKED_AT = 1 << 16  # elements of the gradient, at least: a small model's are all looked at
@@ -24,7 +25,7 @@ def constant(_step: int) -> float:
 
 @dataclass(frozen=True)
 class Rule:
-    """What is asked for beside the optimizer itself."""
+    """What an update does besides the optimizer's step."""
 
     clip_norm: float | None = None  # the largest norm of the whole gradient, over all shards
     clip_value: float | None = None  # the largest element of the gradient
@@ -59,6 +60,7 @@ class Update:
         self.rule = rule
         self.device = optimizer.param_groups[0]["params"][0].device
         self.rates = [group["lr"] for group in optimizer.param_groups]
+        self.numbers = [_numbers_of(group) for group in self.inner.param_groups]
         self.calls = 0
         self.steps = 0  # taken; skipped ones do not count
         self.scale = rule.loss_scale or 1.0
@@ -70,8 +72,7 @@ class Update:
         self._parts: comm.Group | None = None
         self._shares: Callable[[], Sequence[float]] | None = None
         self.last_divisor: Tensor | None = None  # of the step that runs
-        # Called with whether the update was made: a compressor must forget a skipped step.
-        self.after: Callable[[bool], object] = lambda _was_made: None
+        self.is_resumed = False  # the optimizer's state was loaded, and no step made since
 
     def across(self, group: comm.Group, shares: Callable[[], Sequence[float]]) -> None:
         """The gradient's norm is that of the parts of all these ranks. ``shares`` says for each
@@ -95,7 +96,7 @@ class Update:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def divisor(self, total: Tensor) -> Tensor:
-        """What a loss is divided by before backward: the global count, less the loss scale."""
+        """What losses are divided by before backward: the global count over the loss scale."""
         self.last_divisor = total / self.scale
         return self.last_divisor
 
@@ -108,66 +109,71 @@ class Update:
     ) -> bool:
         """Update from these gradients: all of them, or this rank's part. False: it was skipped.
 
-        ``apply``, if given, calls the optimizer's step() itself, for some parameters at a time.
+        ``apply``, if given, calls the optimizer's step() itself, for some parameters at a time. It
+        waits for gradients that are still on their way, unless the update must see all before.
         """
         self.calls += 1
-        with phase(OPTIMIZER):
-            was_made = self._update(gradients, sharded_over, apply or self.optimizer.step)
-            self.after(was_made)
-            return was_made
-
-    def _update(
-        self,
-        gradients: Sequence[Tensor],
-        sharded_over: comm.Group | None,
-        apply: Callable[[], object],
-    ) -> bool:
-        rule = self.rule
+        rule, come_late = self.rule, apply is not None and not self.needs_norm
         # Checking would synchronize a GPU; there the next loss reveals it.
-        looks = rule.on_nonfinite == "stop" and rule.loss_scale is None and not self._is_on_gpu
-        if self._wants_norm:
-            shares = None if self._shares is None else self._shares()
-            among = [g for g in (sharded_over, self._parts) if g is not None]
-            norm = global_norm(gradients, self.device, among, shares) / self.scale  # ()
-            if rule.loss_scale is not None and not math.isfinite(float(norm)):
-                self.scale, self.good_steps = self.scale / 2, 0
-                if self.scale < SMALLEST_SCALE:
-                    raise FloatingPointError(
-                        "fp16 gradients are not finite even with a loss scale of "
-                        f"{self.scale * 2}: the loss itself overflows; try precision bf16"
-                    )
-                return False
-            if rule.on_nonfinite == "skip" and not math.isfinite(float(norm)):
-                self.skipped += 1
-                return False
-            if looks and not math.isfinite(float(norm)):
-                self._refuse(gradients, was_updated=False)
-            factor = torch.ones_like(norm) / self.scale
-            if rule.clip_norm is not None:
-                factor *= (rule.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as in PyTorch
-            if gradients:  # a rank may have none: all its parameters unused, or no shard
-                torch._foreach_mul_(list(gradients), factor.to(gradients[0].dtype))
-        # Where gradients are still on their way, they are waited for by ``apply``.
-        come_late = apply != self.optimizer.step and not self.needs_norm
-        if looks and not self._wants_norm and not come_late:
-            self._look(gradients, was_updated=False)
-        if rule.clip_value is not None and gradients:
-            torch._foreach_clamp_min_(list(gradients), -rule.clip_value)
-            torch._foreach_clamp_max_(list(gradients), rule.clip_value)
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * rule.schedule(self.steps)
-        apply()
-        if looks and not self._wants_norm and come_late:
-            self._look(gradients, was_updated=True)
+        on_cpu = self.device.type != "cuda"
+        looks = rule.on_nonfinite == "stop" and rule.loss_scale is None and on_cpu
+        with phase(OPTIMIZER):
+            if self._wants_norm:
+                if not self._unscale_and_clip(gradients, sharded_over, looks):
+                    return False
+            elif looks and not come_late:
+                self._look(gradients, was_updated=False)
+            if rule.clip_value is not None and gradients:
+                torch._foreach_clamp_min_(list(gradients), -rule.clip_value)
+                torch._foreach_clamp_max_(list(gradients), rule.clip_value)
+            for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+                group["lr"] = rate * rule.schedule(self.steps)
+            try:
+                (apply or self.optimizer.step)()
+            except (KeyError, TypeError) as error:
+                if not self.is_resumed:
+                    raise
+                raise UsageError(
+                    "the optimizer cannot continue with the state that the checkpoint holds: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            if looks and come_late:
+                self._look(gradients, was_updated=True)
+        self.is_resumed = False
         self.steps += 1
         self.good_steps += 1
         if rule.loss_scale is not None and self.good_steps >= self.GROW_AFTER:
             self.scale, self.good_steps = self.scale * 2, 0
         return True
 
-    @property
-    def _is_on_gpu(self) -> bool:
-        return bool(self.device.type == "cuda")
+    def _unscale_and_clip(
+        self, gradients: Sequence[Tensor], sharded_over: comm.Group | None, looks: bool
+    ) -> bool:
+        """Divide them by the loss scale, then clip them by the norm of the whole gradient. False:
+        that is not finite, and the update is skipped."""
+        rule = self.rule
+        shares = None if self._shares is None else self._shares()
+        among = [g for g in (sharded_over, self._parts) if g is not None]
+        norm = global_norm(gradients, self.device, among, shares) / self.scale  # ()
+        if rule.loss_scale is not None and not math.isfinite(float(norm)):
+            self.scale, self.good_steps = self.scale / 2, 0
+            if self.scale < SMALLEST_SCALE:
+                raise FloatingPointError(
+                    "fp16 gradients are not finite even with a loss scale of "
+                    f"{self.scale * 2}: the loss itself overflows; try precision bf16"
+                )
+            return False
+        if rule.on_nonfinite == "skip" and not math.isfinite(float(norm)):
+            self.skipped += 1
+            return False
+        if looks and not math.isfinite(float(norm)):
+            self._refuse(gradients, was_updated=False)
+        factor = torch.ones_like(norm) / self.scale
+        if rule.clip_norm is not None:
+            factor *= (rule.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as in PyTorch
+        if gradients:  # a rank may have none: all its parameters unused, or no shard
+            torch._foreach_mul_(list(gradients), factor.to(gradients[0].dtype))
+        return True
 
     def _look(self, gradients: Sequence[Tensor], was_updated: bool) -> None:
         """Look at the smallest gradients, a hundredth of all: what goes wrong in backward goes on
@@ -186,21 +192,25 @@ class Update:
         raise NotFinite(bad, len(gradients), was_updated)
 
     @property
-    def _inner(self) -> torch.optim.Optimizer:
+    def inner(self) -> torch.optim.Optimizer:
         inner: torch.optim.Optimizer = getattr(self.optimizer, "optim", self.optimizer)
         return inner  # PyTorch's ZeRO-1 wraps the real one
 
     def state_dict(self) -> dict[str, Any]:
         state = {"steps": self.steps, "scale": self.scale, "good_steps": self.good_steps}
-        counters = factory.counters(self._inner)
-        return {**state, "groups": counters} if counters else state
+        counters = [  # that step() keeps in its groups
+            {key: value for key, value in _numbers_of(group).items() if value != before.get(key)}
+            for group, before in zip(self.inner.param_groups, self.numbers, strict=True)
+        ]
+        return {**state, "groups": counters} if any(counters) else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Last, when the optimizer's own state is in place."""
+        self.is_resumed = True
         self.steps, self.scale = state["steps"], state["scale"]
         self.good_steps = state["good_steps"]
-        inner = self._inner
-        factory.resumed(inner, self.steps)
+        inner = self.inner
+        optimizers.resumed(inner, self.steps)
         for optimizer in (inner, self.optimizer):  # ZeRO-1's outer one tells the inner
             for group, values in zip(optimizer.param_groups, state.get("groups", ()), strict=False):
                 group.update(values)
@@ -209,6 +219,13 @@ class Update:
             if isinstance(held.get("step"), Tensor):
                 where = self.device if inner.defaults.get("fused") else torch.device("cpu")
                 held["step"] = held["step"].to(where)
+
+
+def _numbers_of(group: Mapping[str, Any]) -> dict[str, int | float]:
+    """Its options that are numbers; the rate is the schedule's."""
+    return {
+        key: value for key, value in group.items() if type(value) in (int, float) and key != "lr"
+    }
 
 
 def global_norm(

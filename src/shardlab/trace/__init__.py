@@ -7,10 +7,10 @@
 
 ``load(paths, select="latest", jobs=None)`` returns a ``TraceSet`` with:
 ``.traces`` (one ``Trace`` per rank and window), ``.breakdown(per="step" | "rank")``,
-``.collectives()``, ``.collective_summary(by="kind" | "label")``, ``.stragglers()``, ``.clocks()``,
-``.memory()``, ``.what_if()``, ``.kernels(top=10)``, ``.hta(compat=False)``, ``.lanes()``,
-``.summary(hta_compat=False)`` (the content of summary.json), ``.windows()`` (each window by itself)
-and ``.warnings``.
+``.collectives()``, ``.collective_summary(by="kind" | "label")``, ``.stragglers()``,
+``.lateness()``, ``.slow_rank()``, ``.missing``, ``.clocks()``, ``.memory()``, ``.what_if()``,
+``.kernels(top=10)``, ``.hta(compat=False)``, ``.lanes()``, ``.summary(hta_compat=False)`` (the
+content of summary.json), ``.windows()`` (each window by itself) and ``.warnings``.
 The rows are described in ``shardlab.trace.model``.
 """
 

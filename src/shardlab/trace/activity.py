@@ -1,7 +1,8 @@
 """What one rank did when: computing, communicating, copying, as sets of time; and its phases.
 
 On a GPU: its kernels and copies, stream by stream laid over one another. On a CPU: operators are
-computation, ``gloo:*`` spans on Gloo's own threads are communication. A message over Gloo is
+computation, but for those in which a hook or a collective may wait: of these only the operators
+inside are. ``gloo:*`` spans on Gloo's own threads are communication. A message over Gloo is
 communication while the rank waits for it: when it moved before that, nobody can tell.
 """
 
@@ -18,12 +19,18 @@ from shardlab.trace.hta import is_communication
 from shardlab.trace.intervals import NOTHING, Intervals, union
 from shardlab.trace.model import ANNOTATION, CPU_OP, KERNEL, RUNTIME, Bools, Ints, Step, Trace
 
-# Hooks run inside the last two, spans of the autograd engine: waiting there is no computation.
-_NO_COMPUTATION = "c10d::|record_param_comms$|.*(AccumulateGrad|RegisterPostBackward)"
+# Calls of collectives. Functional ones wait in an operator; the wait for others has no mark.
+_FUNCTIONAL = "_c10d_functional"
+_CALL = f"c10d::|{_FUNCTIONAL}"
+# Hooks run inside the last three, spans of the autograd engine: waiting there is no computation.
+_NO_COMPUTATION = (
+    f"{_CALL}|record_param_comms$|autograd::engine::|.*(AccumulateGrad|RegisterPostBackward)"
+)
 # The schedule of a pipeline's step, and the work of an action in it: spans of our executor.
 PIPELINE = "shardlab::pipeline$"
 ACTION = r"shardlab::(forward|backward|input gradient|weight gradient) \d+, stage \d+$"
 MESSAGE = "gloo:(send|recv)"
+_NEVER = np.iinfo(np.int64).min
 # How annotations mark the phases.
 _PHASES = {
     "optimizer": r"optimizer$|Optimizer\.step",
@@ -131,16 +138,25 @@ def _cpu(trace: Trace) -> Device:
     events = trace.events
     communicates = communication_rows(trace)
     operators = (events.kind == CPU_OP) & ~named(trace, _NO_COMPUTATION)
-    waits = (events.kind == ANNOTATION) & named(trace, "shardlab::wait:")
+    annotations = events.kind == ANNOTATION
+    waits = annotations & named(trace, "shardlab::wait:")
     messages = communicates & named(trace, MESSAGE)
     communicates &= ~messages
+    calls, functional = named(trace, _CALL), named(trace, _FUNCTIONAL)
+    unmarked = (calls & ~functional) | (annotations & named(trace, "FSDP::"))
     compute = NOTHING
     for thread in np.unique(events.tid[operators]).tolist():
         here = events.tid == thread
+        # An operator that calls a collective may wait for it at any time until it ends.
+        starts = events.start_ns[unmarked & here]
+        starts = np.sort(starts[~holds(spans(trace, functional & here), starts)])
+        rows = np.flatnonzero(operators & here)
+        start, end = events.start_ns[rows], events.end_ns[rows]
+        works = np.searchsorted(starts, start) == np.searchsorted(starts, end)
         # Gloo's own thread also runs operators: copies inside the collective.
-        busy = spans(trace, operators & here) - spans(trace, here & (communicates | waits))
-        compute |= busy
-    comm = spans(trace, communicates) | spans(trace, named(trace, "c10d::"))
+        elsewhere = spans(trace, here & (communicates | waits | calls))
+        compute |= union(start[works], end[works]) - elsewhere
+    comm = spans(trace, communicates) | spans(trace, calls)
     comm |= _waiting_for(trace, messages) | spans(trace, named(trace, "shardlab::wait:check #"))
     # Blocked in a wait with nothing under way is no fault of Python's.
     whole = union(np.array([trace.steps[0].start_ns]), np.array([trace.steps[-1].end_ns]))
@@ -151,15 +167,30 @@ def _cpu(trace: Trace) -> Device:
 def _waiting_for(trace: Trace, messages: Bools) -> Intervals:
     """When the rank waited for messages. Gloo's span of one lasts from the call to the end of the
     wait, on the thread of the caller, which may compute meanwhile. Our waits have spans of their
-    own; PyTorch's pipelines wait between their actions."""
+    own."""
     events = trace.events
     annotations = events.kind == ANNOTATION
     calls = spans(trace, annotations & named(trace, "shardlab::(send|recv) #"))
     theirs = np.flatnonzero(messages)
     theirs = theirs[~holds(calls, events.start_ns[theirs])]
     own = spans(trace, annotations & named(trace, "shardlab::wait:(send|recv) #"))
-    actions = spans(trace, annotations & named(trace, ACTION))
-    return own | (union(events.start_ns[theirs], events.end_ns[theirs]) - actions)
+    return own | union(waited_from(trace, theirs), events.end_ns[theirs])
+
+
+def waited_from(trace: Trace, messages: Ints) -> Ints:
+    """When the wait for each message over Gloo began, as far as a trace of others shows it: after
+    the last operator that the thread ran before the wait ended."""
+    events = trace.events
+    result = events.start_ns[messages]
+    if not len(messages):
+        return result
+    operators = (events.kind == CPU_OP) & ~named(trace, "c10d::")
+    for thread in np.unique(events.tid[messages]).tolist():
+        here = events.tid[messages] == thread
+        ended = spans(trace, operators & (events.tid == thread)).end
+        before = np.searchsorted(ended, events.end_ns[messages[here]], side="right")
+        result[here] = np.maximum(result[here], np.insert(ended, 0, _NEVER)[before])
+    return result
 
 
 # ------------------------------------------------------------------ phases
@@ -176,16 +207,16 @@ class Phases:
     def __init__(self, trace: Trace) -> None:
         events = trace.events
         annotations = events.kind == ANNOTATION
-        self._parts = {
+        self.parts = {
             name: spans(trace, annotations & named(trace, mark)) for name, mark in _PHASES.items()
         }
-        self.marked = bool(len(self._parts["backward"]))
+        self.marked = bool(len(self.parts["backward"]))
         if not self.marked:
             if trace.device == "gpu":
-                engine = (events.kind == RUNTIME) & (events.tid != trace.main_thread)
+                self.engine = (events.kind == RUNTIME) & (events.tid != trace.main_thread)
             else:
-                engine = named(trace, "autograd::engine::evaluate_function")
-            self._parts["backward"] = self._hulls(trace, engine, self._parts["optimizer"].end)
+                self.engine = named(trace, "autograd::engine::evaluate_function")
+            self.parts["backward"] = self._hulls(trace, self.engine, self.parts["optimizer"].end)
         self._steps = trace.steps
         self._starts = np.array([step.start_ns for step in trace.steps], np.int64)
 
@@ -205,19 +236,19 @@ class Phases:
         return union(np.array(starts, np.int64), np.array(ends, np.int64))
 
     def at(self, moment: int) -> str:
-        for name, part in self._parts.items():
+        for name, part in self.parts.items():
             if holds(part, np.array([moment])).all():
                 return name
         step = self.step_at(moment)
         if step is None:
             return "other"
         if not self.marked:
-            starts = self._parts["backward"].start
+            starts = self.parts["backward"].start
             later = starts[starts >= moment]
             return "forward" if len(later) and later[0] < step.end_ns else "other"
         # Between forward and backward, or after them: what waits for gradients is backward's.
         ended = []
-        for name, part in self._parts.items():
+        for name, part in self.parts.items():
             before = part.end[: int(np.searchsorted(part.end, moment, side="right"))]
             if len(before) and before[-1] > step.start_ns:
                 ended.append((int(before[-1]), name))

@@ -173,4 +173,6 @@ def _without_straggler(ranks: list[Breakdown]) -> float:
     if len(ranks) < 2:
         return ranks[0].wall_us
     own = sorted(ranks, key=lambda row: row.wait_us)[1:]  # the first waited least: all for it
-    return min(max(row.wall_us - row.wait_us for row in own), max(r.wall_us for r in ranks))
+    now, least = max(row.wall_us for row in ranks), max(row.wall_us - row.wait_us for row in own)
+    # The steps of ranks do not end together: no more is won than somebody waited.
+    return min(max(least, now - own[-1].wait_us), now)

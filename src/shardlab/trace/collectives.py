@@ -1,15 +1,15 @@
-"""Collectives: found in each rank's trace, matched across ranks, and who waited for whom.
+"""Collectives, matched across ranks, and who waited for whom.
 
 A collective of ours is known by its place among those of its group, kind and label in a step, a
 message by its two ends too. (The ledger's numbers differ between ranks that send messages.) Others
 are known by NCCL's number within their group, else by their place in the order of their group's
-collectives in a step.
+collectives in a step. ``parts`` reads them from each rank's trace, ``groups`` finds the group of
+what Gloo did, ``messages`` the other end of a message.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import operator
 import re
 from collections import Counter, defaultdict
@@ -19,250 +19,20 @@ from typing import Any
 
 import numpy as np
 
-from shardlab.numbers import wire_bytes
-from shardlab.trace import activity, clocks, model
+from shardlab.numbers import bus_bytes
+from shardlab.trace import clocks, groups, messages, model
 from shardlab.trace.intervals import NOTHING, Intervals, union
-from shardlab.trace.model import Ints, Trace
+from shardlab.trace.model import Trace
+from shardlab.trace.parts import POINT_TO_POINT, Errors, Key, Part, begun_at, parts_of
 
-_LEDGER = re.compile(r"shardlab::(?:wait:)?(\w+) #(\d+) ?(.*?)(?: \(ranks ([\d >]+)\))?$")
-_FLAT = {
-    "allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter",
-    "broadcast": "broadcast", "alltoall": "all_to_all", "alltoallv": "all_to_all",
-    "reduce": "reduce", "barrier": "barrier", "gather": "gather", "scatter": "scatter",
-    "send": "send", "recv": "recv", "sendrecv": "send_recv",
-}  # fmt: skip
 _MICRO = re.compile(r" of micro-batch \d+")
-_POINT_TO_POINT = ("send", "recv", "send_recv")
 # They end at about the same time on every rank, so they can set the clocks.
 _ENDS_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
-
-# Bytes of one element, by the names that profilers give to types.
-_BYTES = {
-    "float": 4, "double": 8, "half": 2, "bfloat16": 2, "c10::half": 2, "c10::bfloat16": 2,
-    "long": 8, "int": 4, "short": 2, "char": 1, "byte": 1, "bool": 1, "long int": 8,
-    "signed char": 1, "unsigned char": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "complexfloat": 8, "complexdouble": 16,
-}  # fmt: skip
+_ON_ONE_LINK = ("broadcast", "reduce", *POINT_TO_POINT)  # the whole tensor, for any group
 SLACK_NS = 1_000_000  # of clocks that were aligned
+SAME_CLOCK_NS = 100_000  # what times of two processes on one host may differ by
 
-
-@dataclass(frozen=True)
-class Part:
-    """One rank's part in one collective, before matching. Times on the rank's own clock."""
-
-    rank: int
-    start_ns: int
-    end_ns: int
-    launch_ns: int | None
-    kind: str
-    label: str = ""
-    ledger: int | None = None
-    group: str = ""
-    members: str = ""  # the group's ranks, as the trace says: groups may share a name
-    group_size: int | None = None
-    seq: int | None = None
-    bytes: int | None = None
-    dtype: str = ""
-    step: int | None = None  # the step's number
-    phase: str = "other"
-    emulates: str = ""  # what was asked of Gloo, where it does something else for it
-    is_message: bool = False  # of ours: ``members`` are its two ends, "0>1"
-    # When a message of ours over Gloo was begun: its start and end are those of the wait for it.
-    begun_ns: int | None = None
-    is_between: bool = False  # a pipeline launched it between two of its actions
-
-
-def kind_of(name: str) -> str:
-    """``ncclDevKernel_AllReduce_Sum_f32_RING_LL`` and ``_allgather_base`` to the usual words."""
-    text = name.partition("(")[0].removeprefix("void ")
-    text = re.sub(r"^(gloo|nccl):", "", text)
-    text = re.sub(r"^.*?(nccl|rccl)(Dev)?Kernel_", "", text, flags=re.IGNORECASE)
-    flat = re.sub(r"[^a-z]", "", text.lower().replace("_base", "").replace("_coalesced", ""))
-    for word in sorted(_FLAT, key=len, reverse=True):
-        if flat.startswith(word):
-            return _FLAT[word]
-    return "collective" if not flat or flat.startswith(("nccl", "rccl", "generic")) else flat
-
-
-# ------------------------------------------------------------------ one rank
-
-
-def parts_of(trace: Trace) -> list[Part]:
-    """This rank's collectives, in the order in which they began."""
-    events = trace.events
-    rows = events.in_order(activity.communication_rows(trace))
-    if not len(rows):
-        return []
-    launches = _launches(trace, rows)
-    phases = activity.Phases(trace)
-    nccl, ours = _Spans(trace, "nccl:"), _Spans(trace, r"shardlab::\w+ #")
-    pipelines, actions = _Spans(trace, activity.PIPELINE), _Spans(trace, activity.ACTION)
-    ledger, waits = _read_ledger(trace), _waits(trace, "send|recv")
-    checks = _waits(trace, "check") if trace.device == "cpu" else {}
-    parts = []
-    for row in rows.tolist():
-        launch = launches.get(row)
-        about, kind, span = trace.comm_args.get(row), kind_of(trace.names[events.name[row]]), None
-        if launch is not None:
-            span = ours.around(*launch[:2])
-            if (call := nccl.around(*launch[:2])) is not None and events.kind[row] == model.KERNEL:
-                about = about or trace.comm_args.get(call)
-                kind = kind_of(trace.names[events.name[call]])
-        emulates = ""
-        if launch is not None and events.kind[row] == model.ANNOTATION and kind == "all_reduce":
-            asked = kind_of(trace.names[events.name[launch[2]]].removeprefix("c10d::"))
-            emulates = asked if asked == "reduce_scatter" else ""
-        is_between = (
-            launch is not None
-            and pipelines.around(*launch[:2]) is not None
-            and actions.around(*launch[:2]) is None
-        )
-        moment = int(events.start_ns[row]) if launch is None else launch[0]
-        step = phases.step_at(moment)
-        part = Part(
-            rank=trace.rank,
-            start_ns=int(events.start_ns[row]),
-            end_ns=int(events.end_ns[row]),
-            launch_ns=None if launch is None else launch[0],
-            kind=kind,
-            step=None if step is None else step.number,
-            phase=phases.at(moment),
-            emulates=emulates,
-            is_between=is_between,
-        )
-        part = _described(part, about, trace)
-        found = _LEDGER.match(trace.names[events.name[span]]) if span is not None else None
-        if found:
-            part = _from_ledger(part, found, ledger)
-        if part.is_message and events.kind[row] == model.ANNOTATION:
-            start, end = waits.get(part.ledger, (moment, moment))
-            part = replace(part, begun_ns=moment, start_ns=start, end_ns=end)
-        elif part.ledger in checks:  # the guard lets nobody in before all have come
-            part = replace(part, start_ns=checks[part.ledger][0])
-        parts.append(part)
-    return _joined(parts)
-
-
-class _Spans:
-    """Named spans on threads: which one is around a moment?"""
-
-    def __init__(self, trace: Trace, pattern: str) -> None:
-        events = trace.events
-        rows = (events.kind == model.ANNOTATION) & activity.named(trace, pattern)
-        self._by_thread: dict[int, tuple[Any, Any, Any]] = {}
-        for thread in np.unique(events.tid[rows]).tolist():
-            here = events.in_order(rows & (events.tid == thread))
-            self._by_thread[thread] = (here, events.start_ns[here], events.end_ns[here])
-
-    def around(self, moment: int, thread: int) -> int | None:
-        """The innermost, by its row."""
-        rows, starts, ends = self._by_thread.get(thread, ((), np.empty(0), np.empty(0)))
-        i = int(np.searchsorted(starts, moment, side="right")) - 1
-        for back in range(i, max(-1, i - 4), -1):
-            if ends[back] >= moment:
-                return int(rows[back])
-        return None
-
-
-def _waits(trace: Trace, what: str) -> dict[int | None, tuple[int, int]]:
-    """When this rank waited for calls of ours, by their numbers in the ledger."""
-    events = trace.events
-    found: dict[int | None, tuple[int, int]] = {}
-    rows = (events.kind == model.ANNOTATION) & activity.named(trace, f"shardlab::wait:({what}) #")
-    for row in np.flatnonzero(rows).tolist():
-        if name := _LEDGER.match(trace.names[events.name[row]]):
-            found[int(name[2])] = int(events.start_ns[row]), int(events.end_ns[row])
-    return found
-
-
-def _launches(trace: Trace, rows: Ints) -> dict[int, tuple[int, int, int]]:
-    """For each collective, when and on which thread the host launched it, and by which event."""
-    events = trace.events
-    calls = activity.launch_rows(trace)
-    gloo = rows[(calls[rows] < 0) & (events.kind[rows] == model.ANNOTATION)]
-    enqueued = events.in_order((events.kind == model.CPU_OP) & activity.named(trace, "c10d::"))
-    # Gloo takes what was enqueued in that order; a call enqueues one piece of work. Messages do not
-    # queue with the others.
-    is_sent = activity.named(trace, activity.MESSAGE)
-    is_sending = activity.named(trace, "c10d::(send|recv)")
-    for own, asked in (
-        (gloo[is_sent[gloo]], enqueued[is_sending[enqueued]]),
-        (gloo[~is_sent[gloo]], enqueued[~is_sending[enqueued]]),
-    ):
-        if len(own) == len(asked):
-            calls[own] = asked
-    rows = rows[calls[rows] >= 0]
-    when, thread = events.start_ns[calls[rows]].tolist(), events.tid[calls[rows]].tolist()
-    launched = zip(when, thread, calls[rows].tolist(), strict=True)
-    return dict(zip(rows.tolist(), launched, strict=True))
-
-
-def _described(part: Part, about: model.CommArgs | None, trace: Trace) -> Part:
-    if about is None:
-        return replace(part, group_size=trace.world)
-    size = _BYTES.get(about.dtype.lower())
-    elements = about.in_elements
-    ranks = about.group_size if about.group_size > 0 else trace.world
-    if part.kind == "all_gather" and about.in_elements >= 0:
-        elements = max(about.out_elements, about.in_elements * (ranks or 1))
-    return replace(
-        part,
-        kind=kind_of(about.collective) if about.collective else part.kind,
-        group=about.group or about.group_ranks,
-        members=about.group_ranks,
-        group_size=ranks,
-        seq=about.seq if about.seq >= 0 else None,
-        bytes=elements * size if size is not None and elements >= 0 else None,
-        dtype=about.dtype,
-    )
-
-
-def _read_ledger(trace: Trace) -> Mapping[int, Mapping[str, Any]]:
-    """The run's own record of this rank's collectives, if the trace lies in a run folder."""
-    if not trace.shardlab or len(trace.path.parents) < 3:
-        return {}
-    path = trace.path.parents[2] / f"ledger.rank{trace.rank}.jsonl"
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return {row["seq"]: row for row in map(json.loads, lines)}
-    except (OSError, ValueError, KeyError):
-        return {}
-
-
-def _from_ledger(part: Part, found: re.Match[str], rows: Mapping[int, Mapping[str, Any]]) -> Part:
-    row = rows.get(int(found[2]), {})
-    return replace(
-        part,
-        kind=found[1],
-        emulates="" if found[1] == part.emulates else part.emulates,
-        ledger=int(found[2]),
-        label=found[3],
-        members=found[4] or "",
-        is_message=">" in (found[4] or ""),
-        bytes=row.get("bytes", part.bytes if found[1] == part.kind else None),
-        dtype=row.get("dtype", part.dtype),
-        group_size=row.get("ranks", part.group_size),
-    )
-
-
-def _joined(parts: Sequence[Part]) -> list[Part]:
-    """One of our collectives may be several messages: they are one part."""
-    result: dict[Any, Part] = {}
-    for i, part in enumerate(parts):
-        key = ("alone", i) if part.ledger is None else ("ledger", part.ledger)
-        first = result.setdefault(key, part)
-        if first is not part:
-            size = part.bytes if first.bytes is None else first.bytes
-            result[key] = replace(first, end_ns=max(first.end_ns, part.end_ns), bytes=size)
-    return list(result.values())
-
-
-# ------------------------------------------------------------------ all ranks
-
-
-Key = tuple[str, str, Any]  # how a collective is known, its group, its number in the group
-Spans = Mapping[tuple[int, str], Intervals]
-Errors = Mapping[tuple[int, int], int]  # of two ranks' clocks against each other, in nanoseconds
+Spans = Mapping[tuple[int | None, str], Intervals]
 
 
 @dataclass(frozen=True)
@@ -272,7 +42,7 @@ class Matched:
     collectives: tuple[model.Collective, ...]
     offsets: Mapping[int, int]  # to be subtracted from a rank's times
     # Per rank, on its own clock: when it was in a collective and others were not, by the rank
-    # that came last and the phase that this one was in.
+    # that came last (None: it is not known which) and the phase that this one was in.
     waits: Mapping[int, Spans]
     bubbles: Mapping[int, Intervals]  # per rank, on its own clock: a pipeline's
     warnings: tuple[str, ...] = ()
@@ -283,8 +53,14 @@ class Matched:
 
 def match(traces: Sequence[Trace]) -> Matched:
     """Match the collectives of these ranks (one trace each)."""
-    keyed, uneven = _keyed({trace.rank: parts_of(trace) for trace in traces})
+    parts, unknown = _grouped(traces, {trace.rank: parts_of(trace) for trace in traces})
+    keyed, uneven = _keyed(parts)
     warnings = []
+    if unknown:
+        warnings.append(
+            f"the process groups of {unknown} calls over Gloo are not known: these traces do not "
+            "say which of a rank's groups did them, and they are not matched"
+        )
     if uneven:
         warnings.append(
             f"in {uneven} cases the ranks have different numbers of collectives of a kind in a "
@@ -305,8 +81,15 @@ def match(traces: Sequence[Trace]) -> Matched:
             f"{impossible} collectives would have ended on one rank before another began: the "
             "order of collectives in these traces cannot be trusted, and they are not matched"
         )
+    is_one_clock = on_one_clock(traces)
+    if unknown := messages.pair(keyed, traces, offsets, errors, is_one_clock=is_one_clock):
+        warnings.append(
+            f"the other end of {unknown} sends and receives is not known: they have no "
+            "bandwidth, and more of their exposed time may be waiting "
+            "(record_shapes=True names the ranks)"
+        )
     collectives = []
-    waits: dict[int, dict[tuple[int, str], list[tuple[int, int]]]] = {}
+    waits: dict[int, dict[tuple[int | None, str], list[tuple[int, int]]]] = {}
     bubbles: dict[int, list[tuple[int, int]]] = {}
     for (how, _, number), members in keyed.items():
         judge = _message if how == "message" and len(members) == 2 else _collective
@@ -315,16 +98,11 @@ def match(traces: Sequence[Trace]) -> Matched:
         between = {p.rank for p in members if p.is_between}
         collectives.append(replace(row, bubble=bool(between)))
         for rank, (start, end) in late.items():
-            assert row.last_rank is not None
             if rank in between:
                 mine = bubbles.setdefault(rank, [])
             else:
                 mine = waits.setdefault(rank, {}).setdefault((row.last_rank, row.phase), [])
             mine.append((start + offsets[rank], end + offsets[rank]))
-        # PyTorch's pipelines do not say which message is which: all of it is bubble.
-        for p in members:
-            if p.is_between and p.kind in _POINT_TO_POINT and p.ledger is None:
-                bubbles.setdefault(p.rank, []).append((p.start_ns, p.end_ns))
     missing = {c.group_size for c in collectives if c.group_size} - {len(traces)}
     if len(traces) > 1 and missing and max(missing) > len(traces):
         warnings.append(
@@ -339,6 +117,58 @@ def match(traces: Sequence[Trace]) -> Matched:
         {rank: _union(spans) for rank, spans in bubbles.items()},
         tuple(warnings),
     )
+
+
+def _grouped(
+    traces: Sequence[Trace], parts: Mapping[int, list[Part]]
+) -> tuple[dict[int, list[Part]], int]:
+    """What Gloo did, each with its group; and the number of parts whose group is not known."""
+    lists = {t.rank: groups.listed(t) for t in traces}
+    every = {t.rank: tuple(range(t.world or 0)) for t in traces}
+    if all(set(lists[rank]) <= {every[rank]} for rank in lists):
+        return dict(parts), 0  # no others, or none that the trace knows
+    of_gloo = {rank: [p for p in mine if _has_no_group(p)] for rank, mine in parts.items()}
+    base = {t.rank: t.base_ns for t in traces}
+    calls = {
+        rank: [
+            groups.Call(
+                thread=p.thread or 0,
+                step=p.step,
+                what=p.kind if p.kind == "all_gather" else f"{p.kind} {p.bytes}",
+                start_ns=p.start_ns + base[rank],
+                end_ns=p.end_ns + base[rank],
+                ends_together=p.kind in _ENDS_TOGETHER,
+            )
+            for p in mine
+        ]
+        for rank, mine in of_gloo.items()
+    }
+    is_one_host = len(set(_hosts(traces).values())) == 1
+    found = groups.of_threads(lists, calls, SAME_CLOCK_NS if is_one_host else None)
+    result = {
+        rank: [
+            _of_group(p, found[rank, p.thread or 0], every[rank]) if _has_no_group(p) else p
+            for p in mine
+        ]
+        for rank, mine in parts.items()
+    }
+    return result, sum(p.is_of_unknown_group for mine in result.values() for p in mine)
+
+
+def _has_no_group(part: Part) -> bool:
+    is_queued = part.thread is not None and part.kind not in POINT_TO_POINT
+    return is_queued and part.ledger is None and not part.group + part.members
+
+
+def _of_group(part: Part, members: groups.Members | None, every: groups.Members) -> Part:
+    if members is None:
+        size = None if part.kind == "all_gather" else part.bytes
+        return replace(part, group_size=None, bytes=size, is_of_unknown_group=True)
+    size = part.bytes
+    if size is not None and part.kind == "all_gather" and part.group_size:
+        size = size // part.group_size * len(members)
+    name = "" if members == every else str(list(members))
+    return replace(part, group=name, group_size=len(members), bytes=size)
 
 
 def _union(spans: Sequence[tuple[int, int]]) -> Intervals:
@@ -356,8 +186,8 @@ def _keyed(parts: Mapping[int, Sequence[Part]]) -> tuple[dict[Key, list[Part]], 
     for rank, mine in parts.items():
         for i, part in enumerate(mine):
             group = part.group + part.members
-            is_alone = part.kind in _POINT_TO_POINT and not part.is_message
-            if is_alone or part.step is None:
+            is_alone = part.kind in POINT_TO_POINT and not part.is_message
+            if is_alone or part.step is None or part.is_of_unknown_group:
                 keyed["alone", str(rank), i].append(part)
             elif part.ledger is not None:
                 how, kind = ("message", "") if part.is_message else ("ledger", part.kind)
@@ -421,6 +251,12 @@ def _hosts(traces: Sequence[Trace]) -> dict[int, Any]:
     return {t.rank: t.shardlab.get("host", t.metadata.get("host_name")) for t in traces}
 
 
+def on_one_clock(traces: Sequence[Trace]) -> bool:
+    """Whether the times of all ranks are of one clock, or of clocks that were measured."""
+    hosts = _hosts(traces).values()
+    return (None not in hosts and len(set(hosts)) == 1) or all(t.clock for t in traces)
+
+
 def _aligned(
     traces: Sequence[Trace],
     keyed: Mapping[Key, Sequence[Part]],
@@ -429,8 +265,7 @@ def _aligned(
     """Clocks of different hosts that were not measured, set by the ends of collectives; one host
     has one clock."""
     hosts = _hosts(traces)
-    is_one_host = None not in hosts.values() and len(set(hosts.values())) == 1
-    if len(traces) < 2 or is_one_host or all(t.clock for t in traces):
+    if len(traces) < 2 or on_one_clock(traces):
         return dict(offsets)
     reference = traces[0].rank
     differences: dict[int, list[int]] = defaultdict(list)
@@ -452,22 +287,29 @@ def _collective(
 ) -> tuple[model.Collective, dict[int, tuple[int, int]]]:
     """One row, and for each rank that waited from when to when, on the common clock.
 
-    What is shorter than the error of the clocks is no wait.
+    What is shorter than the error of the clocks is no wait. A rank whose trace is missing may have
+    come last: who did, and how fast the transfer was, is not known then, and waits are bounds.
     """
     starts = {p.rank: p.start_ns - offsets[p.rank] for p in members}
     ends = {p.rank: p.end_ns - offsets[p.rank] for p in members}
     last = max(starts, key=lambda rank: (starts[rank], rank))
     arrived = starts[last]
     together = len(members) > 1
+    if not together and (other := members[0].other_ns) is not None:
+        arrived = max(arrived, min(other - offsets[last], ends[last]))
     late = {
         rank: (start, until)
         for rank, start in starts.items()
-        if together and (until := min(arrived, ends[rank])) - start > errors.get((rank, last), 0)
+        if (until := min(arrived, ends[rank])) - start > errors.get((rank, last), 0)
     }
     transfer = max(ends.values()) - arrived
     first = next((p for p in members if p.bytes is not None), members[0])
     culprit = next(p for p in members if p.rank == last)
-    algorithm, bus = _bandwidth(first, transfer)
+    # How long a message waited for an end that is not known is not known either.
+    is_known = together
+    if first.kind not in POINT_TO_POINT:
+        is_known = first.group_size == 1 or (together and len(members) >= (first.group_size or 0))
+    algorithm, bus = _bandwidth(first, transfer if is_known else 0)
     return model.Collective(
         id=f"{first.group or '0'}:{number}" if together else f"r{last}:{number}",
         matched_by=how if together else "alone",
@@ -489,7 +331,7 @@ def _collective(
             )
             for p in sorted(members, key=lambda p: p.rank)
         ),
-        last_rank=last if together else None,
+        last_rank=last if is_known else None,
         skew_us=(arrived - min(starts.values())) / 1000,
         transfer_us=transfer / 1000,
         wait_us=sum(end - start for start, end in late.values()) / 1000,
@@ -507,10 +349,7 @@ def _message(
     It moves as soon as both have begun it. An end that waits before that waits for the other.
     """
     ends = {p.kind: p for p in members}
-    begun = {
-        p.rank: (p.start_ns if p.begun_ns is None else p.begun_ns) - offsets[p.rank]
-        for p in members
-    }
+    begun = {p.rank: begun_at(p, offsets) for p in members}
     row, _ = _collective(how, number, [ends["recv"], ends["send"]], offsets, errors)
     receiver, sender = ends["recv"], ends["send"]
     late = {}
@@ -522,7 +361,7 @@ def _message(
     start, end = (ns - offsets[receiver.rank] for ns in (receiver.start_ns, receiver.end_ns))
     transfer = max(end - max(start, begun[sender.rank]), 0)
     # How long a message took that came before it was waited for is not known.
-    algorithm, bus = _bandwidth(receiver, transfer if begun[sender.rank] >= start else 0)
+    algorithm, bus = _bandwidth(receiver, transfer if max(begun.values()) >= start else 0)
     waited = {rank: (until - since) / 1000 for rank, (since, until) in late.items()}
     return replace(
         row,
@@ -538,14 +377,15 @@ def _message(
 
 
 def _bandwidth(part: Part, transfer_ns: int) -> tuple[float | None, float | None]:
-    """Bytes over time, and the same as what each link carried, as nccl-tests count it."""
+    """Bytes over time, and the same as what each link carried, as nccl-tests count it; None for
+    kinds of which the trace does not say whose bytes they are (gather, scatter)."""
     if not part.bytes or transfer_ns <= 0:
         return None, None
     algorithm = part.bytes / transfer_ns  # bytes per ns are GB/s
-    if part.kind not in _ENDS_TOGETHER:
+    if part.kind in _ON_ONE_LINK:
         return algorithm, algorithm
-    ranks = part.group_size
-    return algorithm, wire_bytes(part.kind, part.bytes, ranks) / transfer_ns if ranks else None
+    ranks = part.group_size if part.kind in _ENDS_TOGETHER else None
+    return algorithm, bus_bytes(part.kind, part.bytes, ranks) / transfer_ns if ranks else None
 
 
 # ------------------------------------------------------------------ summaries
@@ -577,9 +417,15 @@ def summarize(
                 moved / transfer / 1000 if transfer and moved else None,
                 carried / transfer if transfer and carried else None,
                 at_least,
+                together_us(part for row in rows for part in row.participants),
             )
         )
-    return tuple(sorted(result, key=lambda row: -row.time_us))
+    return tuple(sorted(result, key=lambda row: -row.union_us))
+
+
+def together_us(parts: Iterable[model.Participant]) -> float:
+    """How long at least one of these was under way."""
+    return _union([(part.start_ns, part.end_ns) for part in parts]).length / 1000
 
 
 def stragglers(
@@ -588,8 +434,8 @@ def stragglers(
     """Who made others wait, the worst first. With each window, per rank: when it communicated and
     did not compute."""
     table: dict[tuple[int, str], list[model.Collective]] = defaultdict(list)
-    waited: Counter[tuple[int, str]] = Counter()
-    lost: Counter[tuple[int, str]] = Counter()
+    waited: Counter[tuple[int | None, str]] = Counter()
+    lost: Counter[tuple[int | None, str]] = Counter()
     for matched, exposed in windows:
         for row in matched.collectives:
             if row.last_rank is not None and row.wait_us > 0 and not row.bubble:

@@ -2,8 +2,8 @@
 
 Most events belong to one of a few categories, and msgspec picks the class by the category: arrows
 and call stacks become empty objects, a kernel's arguments become three numbers and the description
-of a collective. Text that does not fit (no category, an unknown one, a number written as a string,
-a begin without its end) is first put into that form, event by event, which is slower.
+of a collective. Where an event does not fit (an unknown category, a number written as a string),
+they are read one by one, which is slower, and what cannot be read is left out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from decimal import Decimal
 from operator import attrgetter
 from typing import Any, Union
 
@@ -57,14 +56,17 @@ IGNORED = (
 )  # fmt: skip
 INSTANT = "cpu_instant_event"  # an allocation or a release
 MEMORY = -1  # its kind: it is no row of Events
-_KINDS = GPU | HOST | NAMED | OPERATORS | {INSTANT: MEMORY}
-# Categories of our own: events without one, and operators on the host that name a stream.
-NO_CATEGORY, WITH_STREAM = "M", "operator with a stream"
+# Categories of our own: events without one, operators on the host that name a stream, and those
+# that send and receive: with shapes, they name the other rank.
+NO_CATEGORY, WITH_STREAM, MESSAGE = "M", "operator with a stream", "message"
 
 # Below it, a float holds a nanosecond in a number of microseconds; above it the digits are read.
 EXACT_US = float(2**43)
 LONGEST_US = float(2**52)  # as nanoseconds it must fit 64 bits, twice
 _TIME = re.compile(rb'"ts"\s*:\s*(\d+)(\.)?')
+_STREAM = re.compile(rb'"stream"\s*:\s*\d')
+_OPERATOR = re.compile(rb'"cat"\s*:\s*"(?:cpu_op|Operator)"')
+_MESSAGE = re.compile(rb'"cat"\s*:\s*"cpu_op"(?=\s*,\s*"name"\s*:\s*"c10d::(?:send|recv_)")')
 BATCH = 4096  # events
 
 # The arguments that are numbers and become columns.
@@ -80,7 +82,6 @@ _ALLOCATION = {
     "bytes": "Bytes", "total_allocated": "Total Allocated", "device_type": "Device Type",
     "device_id": "Device Id",
 }  # fmt: skip
-_MUST_BE_NUMBERS = {*_NUMBERS, *_ALLOCATION.values()}
 
 
 class _CommArgs(Struct, gc=False, frozen=True, rename=_COMM):
@@ -109,6 +110,10 @@ class _HostArgs(Struct, gc=False, frozen=True):
     correlation: float = -1.0
 
 
+class _MessageArgs(Struct, gc=False, frozen=True, rename={"inputs": "Concrete Inputs"}):
+    inputs: Any = None  # tensors, group, the other rank, tag
+
+
 class _Allocation(Struct, gc=False, frozen=True, rename=_ALLOCATION):
     bytes: float = 0.0
     total_allocated: float = -1.0
@@ -116,27 +121,17 @@ class _Allocation(Struct, gc=False, frozen=True, rename=_ALLOCATION):
     device_id: float = -1.0
 
 
-class _Anything(Struct, gc=False):
-    """An event that may be damaged."""
-
-    ph: Any = None
-    cat: Any = None
-    name: Any = None
-    pid: Any = None
-    tid: Any = None
-    ts: Raw = Raw(b"null")
-    dur: Raw = Raw(b"null")
-    args: Raw = Raw(b"null")
-
-
 @functools.cache
-def _classes(operators: bool, digits: bool) -> tuple[Callable[[Any], list[Any]], dict[type, int]]:
-    """The decoder of a file's events, and the kind of those classes that are kept.
+def _classes(
+    operators: bool, digits: bool
+) -> tuple[Callable[[Any], list[Any]], Callable[[Any], Any], dict[type, int]]:
+    """The decoder of a file's events, that of one event, and the kind of those classes that are
+    kept.
 
     ``operators``: those on the host are kept. ``digits``: times are kept as text.
     """
     when = ("ts", Raw, Raw(b"-1")) if digits else ("ts", float, -1.0)
-    timed = [("name", str, ""), when, ("dur", float, -1.0)]
+    timed = [("name", str), when, ("dur", float, -1.0)]
     thread = [*timed, ("tid", int | str, -1)]
     on_gpu = ("args", _GpuArgs, _GpuArgs())
     groups: tuple[tuple[dict[str, int], list[Any]], ...] = (
@@ -145,7 +140,8 @@ def _classes(operators: bool, digits: bool) -> tuple[Callable[[Any], list[Any]],
         (NAMED, [*thread, ("pid", int | str, -1), ("args", Raw, Raw(b"null"))]),
         (OPERATORS if operators else {}, thread),
         ({WITH_STREAM: CPU_OP}, [*thread, on_gpu]),
-        ({INSTANT: MEMORY}, [when, ("args", _Allocation, _Allocation())]),
+        ({MESSAGE: CPU_OP}, [*thread, ("args", _MessageArgs, _MessageArgs())]),
+        ({INSTANT: MEMORY}, [when, ("dur", float, 0.0), ("args", _Allocation, _Allocation())]),
     )
     kinds = {
         _tagged(category, fields): kind
@@ -154,17 +150,17 @@ def _classes(operators: bool, digits: bool) -> tuple[Callable[[Any], list[Any]],
     }
     unused = (*IGNORED, NO_CATEGORY, *(() if operators else OPERATORS))
     every = (*kinds, *(_tagged(category, []) for category in unused))
-    return msgspec.json.Decoder(list[Union[every]]).decode, kinds  # type: ignore[valid-type]  # noqa: UP007
+    event: Any = Union[every]  # noqa: UP007
+    of_one = msgspec.json.Decoder(event, strict=False)  # which takes "5" for 5
+    return msgspec.json.Decoder(list[event]).decode, of_one.decode, kinds
 
 
 def _tagged(category: str, fields: list[Any]) -> type:
     return msgspec.defstruct(f"_{category}", fields, tag_field="cat", tag=category, gc=False)
 
 
-_anything = msgspec.json.Decoder(list[_Anything]).decode
+_events_text = msgspec.json.Decoder(list[Raw]).decode
 _comm_args = msgspec.json.Decoder(_CommArgs | None).decode
-_args_text = msgspec.json.Decoder(dict[str, Raw]).decode
-_to_text = msgspec.json.Encoder(decimal_format="number").encode
 _pack = msgspec.msgpack.Encoder().encode
 _PACKED = np.dtype([("type", "u1"), ("value", ">f8")])
 
@@ -198,7 +194,6 @@ class Mode:
 
     operators: bool = True  # keep those on the host
     digits: bool = False  # read times as text: they are too long for a float
-    anything: bool = False  # only the slow way
 
 
 class ReadAgain(Exception):
@@ -221,12 +216,11 @@ class Columns:
         self.threads: dict[int | str, int] = {}
         self.pids: dict[str, int | str] = {}  # of the processes, by the steps that they marked
         self.float_times = False
-        self._decode, self._kinds = _classes(mode.operators, mode.digits)
+        self._decode, self._decode_one, self._kinds = _classes(mode.operators, mode.digits)
         self._waiting: list[Any] = []
         # Events of one class each, and what some of them say of a collective, by row.
         self._parts: list[tuple[Events, dict[int, CommArgs]]] = [(_NO_EVENTS, {})]
         self._memory = [_NO_MEMORY]
-        self._open: dict[tuple[str, str], list[_Anything]] = defaultdict(list)  # begun, not ended
 
     def decode(self, text: bytes | bytearray) -> None:
         """Take an array of events. Raises DecodeError if it is not one."""
@@ -235,22 +229,41 @@ class Columns:
             self.float_times = True
             if int(first[1]) >= EXACT_US and not self.mode.digits:
                 raise ReadAgain(replace(self.mode, digits=True))
-        # A kernel by Triton is also an operator that has a stream: HTA counts both.
-        slow = self.mode.anything or b'"kernel_backend"' in text
         try:
-            events = self._decode(self._cleaned(text) if slow else text)
+            events = self._events(text)
         except UnicodeDecodeError:  # a name that is not UTF-8: readable but for a letter or two
-            self.decode(text.decode("utf-8", "replace").encode())
-            return
-        except msgspec.ValidationError:
-            try:
-                events = self._decode(_with_category(text))
-            except DecodeError:
-                events = self._decode(self._cleaned(text))
+            events = self._events(text.decode("utf-8", "replace").encode())
         kinds = self._kinds
         self._waiting += [event for event in events if type(event) in kinds]
         if len(self._waiting) > BATCH:
             self.flush()
+
+    def _events(self, text: bytes | bytearray) -> list[Any]:
+        if self.mode.operators and b'"c10d::' in text:
+            text = _MESSAGE.sub(b'"cat":"' + MESSAGE.encode() + b'"', text)
+        # A kernel by Triton is also an operator that has a stream: HTA counts both.
+        if b'"kernel_backend"' in text:
+            return self._one_by_one(text)
+        try:
+            return self._decode(text)
+        except msgspec.ValidationError:
+            try:
+                return self._decode(_with_category(text))
+            except DecodeError:
+                return self._one_by_one(text)
+
+    def _one_by_one(self, text: bytes | bytearray) -> list[Any]:
+        """The events that can be read."""
+        found = []
+        for event in _events_text(text):
+            one = bytes(event)
+            if _STREAM.search(one):
+                one = _OPERATOR.sub(b'"cat":"' + WITH_STREAM.encode() + b'"', one)
+            try:
+                found.append(self._decode_one(one))
+            except msgspec.ValidationError:
+                continue
+        return found
 
     def flush(self) -> None:
         """Turn the waiting events into columns."""
@@ -258,33 +271,47 @@ class Columns:
         for event in self._waiting:
             grouped[type(event)].append(event)
         self._waiting = []
-        for cls, events in grouped.items():
-            start = self._starts(events)
+        for cls, group in grouped.items():
+            events = group
+            try:
+                start, dur = self._times(events)
+            except (ValueError, OverflowError):
+                events = [event for event in group if self._is_timed(event)]
+                if not events:
+                    continue
+                start, dur = self._times(events)
             if self._kinds[cls] == MEMORY:
                 columns = ([getattr(e.args, name) for e in events] for name in _ALLOCATION)
                 sizes = (_within(column, np.int64) for column in columns)
                 self._memory.append(MemoryEvents(start, *sizes))
                 continue
-            dur = _column([e.dur for e in events])
-            if dur.min() < 0 or dur.max() > LONGEST_US:  # missing, in two halves, or nonsense
-                raise ReadAgain(replace(self.mode, anything=True))
-            self._add(self._kinds[cls], events, start, to_ns(dur))
+            self._add(self._kinds[cls], events, start, dur)
 
-    def _starts(self, events: list[Any]) -> Ints:
+    def _times(self, events: list[Any]) -> tuple[Ints, Ints]:
+        """When events start, and how long they take. Raises ValueError or OverflowError where that
+        is missing, or nonsense."""
+        dur = _column([e.dur for e in events])
+        if not (dur.min() >= 0 and dur.max() <= LONGEST_US):  # NaN is neither
+            raise ValueError
         if self.mode.digits:
-            try:
-                start = digits_to_ns([bytes(e.ts) for e in events])
-                if abs(start).max() <= 1000 * LONGEST_US:
-                    return start
-            except (ValueError, OverflowError):
-                pass
-            raise ReadAgain(replace(self.mode, anything=True))  # one of them is no time
-        us = _column([e.ts for e in events])
-        if not abs(us).max() <= LONGEST_US:
-            raise ReadAgain(replace(self.mode, anything=True))
-        if us.max() >= EXACT_US and (us != np.floor(us)).any():
-            raise ReadAgain(replace(self.mode, digits=True))
-        return to_ns(us)
+            start = digits_to_ns([bytes(e.ts) for e in events])
+        else:
+            us = _column([e.ts for e in events])
+            if np.isnan(us).any():
+                raise ValueError
+            if us.max() >= EXACT_US and (us != np.floor(us)).any():
+                raise ReadAgain(replace(self.mode, digits=True))
+            start = to_ns(np.clip(us, -2 * LONGEST_US, 2 * LONGEST_US))
+        if abs(start).max() > 1000 * LONGEST_US:
+            raise ValueError
+        return start, to_ns(dur)
+
+    def _is_timed(self, event: Any) -> bool:
+        try:
+            self._times([event])
+        except (ValueError, OverflowError):
+            return False
+        return True
 
     def _add(self, kind: int, events: list[Any], start: Ints, dur: Ints) -> None:
         count, first = len(events), events[0]
@@ -293,6 +320,9 @@ class Columns:
         described: dict[int, CommArgs] = {}
         if "stream" in given:
             described = {i: _describe(a) for i, a in enumerate(args) if a.collective is not None}
+        elif "inputs" in given:
+            inputs = ((i, a.inputs) for i, a in enumerate(args) if isinstance(a.inputs, list))
+            described = {i: CommArgs(peer=_number(p)) for i, given in inputs for p in given[2:3]}
         elif kind in (ANNOTATION, GPU_ANNOTATION):
             for i, event in enumerate(events):
                 if event.name.startswith("ProfilerStep"):
@@ -311,44 +341,6 @@ class Columns:
         names = _ids(self.names, [e.name for e in events])
         kinds = np.full(count, kind, np.int8)
         self._parts.append((Events(names, kinds, start, dur, thread, *numbers), described))
-
-    # ------------------------------------------------------------------ anything at all
-
-    def _cleaned(self, text: bytes | bytearray) -> bytes:
-        """The events that can be used, in the form that the classes expect."""
-        return _to_text([clean for event in _anything(text) if (clean := self._clean(event))])
-
-    def _clean(self, event: _Anything) -> dict[str, Any] | None:
-        end = None
-        if event.ph == "B":
-            self._open[str(event.pid), str(event.tid)].append(event)
-            return None
-        if event.ph == "E":
-            begun = self._open[str(event.pid), str(event.tid)]
-            if not begun:
-                return None
-            end, event = _ns(event.ts), begun.pop()
-        kind = _KINDS.get(event.cat) if isinstance(event.cat, str) else None
-        if kind is None or (start := _ns(event.ts)) is None:
-            return None
-        self.float_times = self.float_times or start % 1000 != 0
-        clean = {"cat": event.cat, "ts": _us(start), "args": event.args}
-        numbers: dict[str, int] = {}
-        if kind not in (ANNOTATION, GPU_ANNOTATION):  # theirs are text until they are needed
-            clean["args"], numbers = _clean_args(event.args)
-        if kind == MEMORY:
-            return clean if "Bytes" in numbers else None
-        dur = _ns(event.dur) if event.ph != "B" else None if end is None else end - start
-        if dur is None or not 0 <= dur <= 1000 * LONGEST_US or not isinstance(event.name, str):
-            return None
-        if kind == CPU_OP and numbers.get("stream", -1) >= 0:
-            clean["cat"] = WITH_STREAM
-        elif kind == CPU_OP:
-            if not self.mode.operators:
-                return None
-            del clean["args"]
-        clean |= {"name": event.name, "dur": _us(dur)}
-        return clean | {"tid": _id(event.tid), "pid": _id(event.pid)}
 
     # ------------------------------------------------------------------ columns out
 
@@ -422,29 +414,12 @@ def _number(value: Any) -> int:
     return number if abs(number) < 1 << 53 else -1
 
 
-def _clean_args(text: Raw) -> tuple[dict[str, Any], dict[str, int]]:
-    """An event's arguments, and those of them that must be numbers."""
-    try:
-        args = _args_text(text)
-    except DecodeError:
-        args = {}
-    numbers = {n: _number(msgspec.json.decode(args[n])) for n in args.keys() & _MUST_BE_NUMBERS}
-    return args | numbers, numbers
-
-
-def _us(ns: int) -> float | Decimal:
-    return ns / 1000 if abs(ns) < 1000 * EXACT_US else Decimal(ns) / 1000
-
-
-def _id(value: Any) -> int | str:
-    return value if isinstance(value, str) else _number(value)
-
-
 def _within(values: Any, kind: Any) -> Any:
-    """Whole numbers of a type; what is too large for it (damage) is the largest."""
+    """Whole numbers of a type; what is too large for it (damage) is the largest, NaN is -1."""
     limits = np.iinfo(kind)
     most = float(min(limits.max, 1 << 53))
-    return np.clip(np.asarray(values, np.float64), float(limits.min), most).astype(kind)
+    numbers = np.nan_to_num(np.asarray(values, np.float64), nan=-1)
+    return np.clip(numbers, float(limits.min), most).astype(kind)
 
 
 def _written_ns(us: bytes) -> int:
@@ -455,15 +430,6 @@ def _written_ns(us: bytes) -> int:
         return round(float(text) * 1000)
     sign = -1 if whole.startswith(b"-") else 1
     return int(whole) * 1000 + sign * round(float(b"0." + (part or b"0")) * 1000)
-
-
-def _ns(us: Raw) -> int | None:
-    """The same; None if it is no time."""
-    try:
-        ns = _written_ns(bytes(us))
-    except (ValueError, OverflowError):
-        return None
-    return ns if abs(ns) <= 1000 * LONGEST_US else None
 
 
 def _shapes(args: Raw) -> CommArgs | None:

@@ -1,21 +1,25 @@
 """Runs side by side: what became faster or slower, by part, phase, collective and operator.
 
 All times are per step and per rank, so that runs of different length and size can be compared.
+The noise of a time is by how much its mean may be off, as far as the steps of one run tell: another
+run of the same may differ by more.
 Pure: ``TraceSet``s in, plain rows out.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardlab import numbers
 from shardlab.trace.breakdown import mean_step
-from shardlab.trace.model import ANNOTATION, PARTS, PHASES
+from shardlab.trace.collectives import together_us
+from shardlab.trace.model import ANNOTATION, PARTS, PHASES, Breakdown, Participant
 
 if TYPE_CHECKING:
     from shardlab.trace import TraceSet
@@ -31,13 +35,14 @@ class Value:
     us: float = 0.0
     count: float | None = None
     bytes: float | None = None
+    noise_us: float | None = None  # half of the mean's 95% interval; None: not known by steps
 
 
 @dataclass(frozen=True)
 class Row:
     """One thing in all runs; zero time where a run does not have it."""
 
-    group: str  # part, phase, collective, label, operator or step
+    group: str  # part, rank, phase, collective, label, operator or step
     name: str
     values: tuple[Value, ...]  # one for each run
 
@@ -53,6 +58,17 @@ class Row:
     def change_us(self) -> float:
         """The change from the first run to the last."""
         return self.b.us - self.a.us
+
+    @property
+    def noise_us(self) -> float | None:
+        """Of the change."""
+        if self.a.noise_us is None or self.b.noise_us is None:
+            return None
+        return math.hypot(self.a.noise_us, self.b.noise_us)
+
+    @property
+    def is_noise(self) -> bool:
+        return self.noise_us is not None and 0 < self.noise_us >= abs(self.change_us)
 
     @property
     def spread_us(self) -> float:
@@ -95,7 +111,7 @@ def _plain(row: Row) -> dict[str, Any]:
     found: dict[str, Any] = {"group": row.group, "name": row.name}
     values = [asdict(value) for value in row.values]
     if len(values) == 2:
-        change = {"change_us": row.change_us, "ratio": row.ratio}
+        change = {"change_us": row.change_us, "ratio": row.ratio, "noise_us": row.noise_us}
         return {**found, "a": values[0], "b": values[1], **change}
     return {**found, "values": values}
 
@@ -118,7 +134,9 @@ def diff(*runs: TraceSet, names: Sequence[str]) -> Diff:
         ]
         rows += sorted(every, key=lambda row: row.spread_us, reverse=True)
     step = Row("step", "step", tuple(_mean(traces, "wall_us") for traces in runs))
-    *_, faster, slower = sorted(map(_walls, runs), key=statistics.mean)
+    if len(runs) == 2:
+        rows += sorted(_by_rank(runs, step), key=lambda row: row.spread_us, reverse=True)
+    *_, faster, slower = sorted((_by_step(own, "wall_us") for own in runs), key=statistics.mean)
     overlaps = tuple(mean_step(traces.breakdown(per="rank"))["overlap_pct"] for traces in runs)
     notes = _notes(runs, rows)
     for name, traces in zip(names, runs, strict=True):
@@ -147,6 +165,14 @@ def sentence(diff: Diff) -> str:
     change, was = diff.step.change_us, diff.step.a.us
     a, b = diff.runs
     both = f"{diff.step.b.us / 1000:.3g} ms a step against {was / 1000:.3g} ms"
+    if diff.step.is_noise and (noise := diff.step.noise_us or 0.0) > NOISE * was:
+        first = (
+            f"{b} and {a} differ by less than the noise between steps: {both}, and the difference "
+            f"is known to ± {noise / 1000:.3g} ms."
+        )
+        parts = [text for _, text in _changed(diff, NOISE * was)]
+        above = f" Above its noise is {numbers.names(parts, len(parts))}." if parts else ""
+        return first + above
     if not was or abs(change) < NOISE * was:
         return f"{b} and {a} take the same time: {both}."
     word = "less" if change < 0 else "more"
@@ -154,28 +180,43 @@ def sentence(diff: Diff) -> str:
     first += ", though single steps of the two overlap." if diff.steps_overlap else "."
     reasons: list[str] = []  # parts that changed the same way as the step
     against: list[str] = []
-    for row in diff.of("part"):
-        if abs(row.change_us) > 0.1 * abs(change):
-            how = "less" if row.change_us < 0 else "more"
-            text = f"{abs(row.change_us) / 1000:.3g} ms {how} {row.name}"
-            (reasons if row.change_us * change > 0 else against).append(text)
+    for row, text in _changed(diff, 0.1 * abs(change)):
+        (reasons if row.change_us * change > 0 else against).append(text)
     second = f" It has {numbers.names(reasons, len(reasons))}" if reasons else ""
     if second and against:
         second += f", but {numbers.names(against, len(against))}"
     return first + (second + "." if second else "")
 
 
+def _changed(diff: Diff, least_us: float) -> Iterator[tuple[Row, str]]:
+    """Parts that changed by more than this and than their noise, on one rank at the least."""
+    for row in diff.of("part"):
+        of_ranks = [own for own in diff.of("rank") if own.name.endswith(f": {row.name}")]
+        worst = max(of_ranks, key=lambda own: (not own.is_noise, abs(own.change_us)), default=row)
+        if abs(worst.change_us) > least_us and not worst.is_noise:
+            where = "" if worst is row else f" ({worst.name.partition(':')[0]}: {_more(worst)})"
+            yield row, f"{_more(row)} {row.name}{where}"
+
+
+def _more(row: Row) -> str:
+    return f"{abs(row.change_us) / 1000:.3g} ms {'less' if row.change_us < 0 else 'more'}"
+
+
 def _ranking(diff: Diff) -> str:
     """The fastest of three or more runs, and how much more time the others take."""
-    took = sorted(zip((value.us for value in diff.step.values), diff.runs, strict=True))
-    (least, best), others = took[0], took[1:]
-    more = [
-        f"{name} as long" if not least or us - least < NOISE * least else
-        f"{name} {100 * (us - least) / least:.0f}% more"
-        for us, name in others
-    ]  # fmt: skip
+    took = sorted(zip(diff.step.values, diff.runs, strict=True), key=lambda run: run[0].us)
+    (first, best), others = took[0], took[1:]
+    more = []
+    for value, name in others:
+        row = Row("step", name, (first, value))
+        if row.is_noise and (row.noise_us or 0.0) > NOISE * first.us:
+            more.append(f"{name} more, but within the noise")
+        elif not first.us or row.change_us < NOISE * first.us:
+            more.append(f"{name} as long")
+        else:
+            more.append(f"{name} {100 * row.change_us / first.us:.0f}% more")
     rest = numbers.names(more, len(more))
-    return f"{best} takes the least time, {least / 1000:.3g} ms a step; {rest}."
+    return f"{best} takes the least time, {first.us / 1000:.3g} ms a step; {rest}."
 
 
 # ------------------------------------------------------------------ one side
@@ -183,15 +224,49 @@ def _ranking(diff: Diff) -> str:
 
 def _mean(traces: TraceSet, column: str) -> Value:
     rows = traces.breakdown(per="rank")
-    return Value(statistics.mean(row.per_step(column) for row in rows))
+    mean = statistics.mean(row.per_step(column) for row in rows)
+    return Value(mean, noise_us=_noise(_by_step(traces, column)))
 
 
-def _walls(traces: TraceSet) -> list[float]:
+def _by_step(traces: TraceSet, column: str) -> list[float]:
     """For each step, the mean over the ranks."""
-    walls: dict[int | None, list[float]] = defaultdict(list)
+    times: dict[int | None, list[float]] = defaultdict(list)
     for row in traces.breakdown(per="step"):
-        walls[row.step].append(row.wall_us)
-    return [statistics.mean(times) for times in walls.values()]
+        times[row.step].append(getattr(row, column))
+    return [statistics.mean(of_ranks) for of_ranks in times.values()]
+
+
+def _noise(times: Sequence[float]) -> float | None:
+    interval = numbers.mean_interval(times)
+    return None if interval is None else (interval[1] - interval[0]) / 2
+
+
+def _by_rank(runs: Sequence[TraceSet], step: Row) -> list[Row]:
+    """Each rank's parts, as far as they changed by more on one rank than on another: the mean over
+    ranks mixes the rank that became slow with those that wait for it."""
+    sides: list[dict[int, list[Breakdown]]] = []
+    for traces in runs:
+        sides.append(defaultdict(list))
+        for found in traces.breakdown(per="step"):
+            sides[-1][found.rank].append(found)
+    if len({frozenset(side) for side in sides}) > 1:
+        return []  # a note says so
+    result: list[Row] = []
+    for part, name in PARTS.items():
+        rows = []
+        for rank in sides[0]:
+            times = [[getattr(own, part) for own in side[rank]] for side in sides]
+            values = (Value(statistics.mean(own), noise_us=_noise(own)) for own in times)
+            rows.append(Row("rank", f"rank {rank}: {name}", tuple(values)))
+        least, most = min(rows, key=_change), max(rows, key=_change)
+        noise = math.hypot(least.noise_us or 0.0, most.noise_us or 0.0)
+        if most.change_us - least.change_us > max(noise, NOISE * step.a.us):
+            result += rows
+    return result
+
+
+def _change(row: Row) -> float:
+    return row.change_us
 
 
 def _phases(traces: TraceSet) -> dict[str, Value]:
@@ -210,13 +285,17 @@ def _phases(traces: TraceSet) -> dict[str, Value]:
 
 
 def _collectives(traces: TraceSet, by: str) -> dict[str, Value]:
-    """The time that a rank spent in them, waiting for others included."""
-    found = (
-        (name, (part.end_ns - part.start_ns) / 1000, 1, collective.bytes)
-        for collective in traces.collectives()
-        if (name := collective.called if by == "kind" else collective.label)
-        for part in collective.participants
-    )
+    """The time that a rank spent in them, waiting for others included. A moment in several of them
+    counts once, so that it is never more than the step."""
+    found: list[tuple[str, float, int, int | None]] = []
+    parts: dict[tuple[str, int], list[Participant]] = defaultdict(list)
+    for collective in traces.collectives():
+        name = collective.called if by == "kind" else collective.label
+        if name and collective.step is not None:
+            for part in collective.participants:
+                found.append((name, 0.0, 1, collective.bytes))
+                parts[name, part.rank].append(part)
+    found += [(name, together_us(own), 0, 0) for (name, _), own in parts.items()]
     return _per_step(found, _rank_steps(traces))
 
 

@@ -53,9 +53,12 @@ def runs(paths: Sequence[str | Path], select: str) -> list[list[Path]]:
 
 
 def _in_folder(folder: Path) -> list[list[Path]]:
-    for inside in (folder / "traces", folder):
+    is_run = (folder / "status.json").is_file() and (folder / "config.yaml").is_file()
+    for inside in (folder / "traces",) if is_run else (folder / "traces", folder):
         if traces := _traces(inside):
             return [traces]
+    if is_run:
+        return []
     below = [path for path in sorted(folder.rglob("traces")) if path.is_dir()]
     if found := [traces for path in below if (traces := _traces(path))]:
         return found

@@ -91,6 +91,7 @@ class CommArgs:
     group: str = ""
     group_ranks: str = ""
     seq: int = -1
+    peer: int = -1  # of a message: the other end, by its rank in the group
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,6 @@ class Trace:
     metadata: Mapping[str, Any]  # the file's top-level keys, without the events
     base_ns: int  # baseTimeNanoseconds: added to a time, it gives Unix time
     rounded: bool  # timestamps are floats in the file: HTA rounds them to microseconds
-    truncated: bool
-    warnings: tuple[str, ...]
     marked: bool = True  # its steps are; else it is one step as a whole
     clock: Clock | None = None  # how its times were corrected; None: they are as in the file
 
@@ -212,14 +211,20 @@ class Collective:
     dtype: str
     group_size: int | None
     participants: tuple[Participant, ...]
-    last_rank: int | None  # who came last; None if only one rank's trace is there
+    last_rank: int | None  # who came last; None if a rank's trace is missing
     skew_us: float  # from the first rank in to the last
     transfer_us: float  # all ranks in, until the last was out
     wait_us: float  # summed over ranks
     algorithm_gbps: float | None  # bytes / transfer
-    bus_gbps: float | None  # corrected by (n-1)/n, as nccl-tests do
+    bus_gbps: float | None  # by the formula of nccl-tests for its kind
     emulates: str = ""  # what was asked for, where the backend does not have it (see ``called``)
     bubble: bool = False  # a pipeline waits in it between its actions: such waits are its bubble
+
+    @property
+    def is_one_sided(self) -> bool:
+        """Ranks of it have no trace here, or it is not known which ranks it had."""
+        is_message = self.kind in ("send", "recv", "send_recv")
+        return self.last_rank is None and self.group_size != 1 and not is_message
 
     @property
     def called(self) -> str:
@@ -241,6 +246,7 @@ class CollectiveSummary:
     algorithm_gbps: float | None
     bus_gbps: float | None
     bytes_at_least: int = 0  # of those whose bytes are known
+    union_us: float = 0.0  # with at least one of them under way: a moment counts once
 
 
 @dataclass(frozen=True)
@@ -255,6 +261,25 @@ class Straggler:
     worst_us: float  # the longest that one rank waited for it in one collective
     worst_collective: str  # its id
     worst_label: str  # its kind and label
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """Whether a rank that came last was slow. Times are compared with another rank's of the same
+    collective, the median of those who came in time."""
+
+    rank: int
+    steps: int  # in which ranks could be compared
+    steps_last: int  # of these, in which others waited notably for this rank
+    steps_slow: int  # of these, in which its own work took longer, by half of the delay or more
+    late_us: float  # by how much it came later in those (else in these): the median
+    own_us: float  # of that, what its own work took longer
+    began_late_us: float  # what its window began later, and others waited for in its first step
+    arose: str | None  # where its own work took longer; None: not known
+    slow: bool | None  # None: it cannot be told
+    reason: str
+    began_waits_us: float = 0.0  # what all others together waited because it began later
+    idle: float | None = None  # where it arose: the share in which nothing ran; None: not known
 
 
 @dataclass(frozen=True)

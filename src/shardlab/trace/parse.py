@@ -11,14 +11,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from shardlab.errors import UsageError
 from shardlab.trace.decode import Columns, Mode, ReadAgain
 from shardlab.trace.model import ANNOTATION, CPU_OP, RUNTIME, Events, Step, Trace
 from shardlab.trace.stream import EventText
 
 _STEP = re.compile(r"ProfilerStep\s*#\s*(\d{1,15})")
 _RANK_IN_NAME = re.compile(r"(?:rank|worker|node)[-_ ]?(\d{1,9})", re.IGNORECASE)
-_RANK = re.compile(rb'"rank"\s*:\s*(\d{1,9})')
-_WORLD = re.compile(rb'"world_size"\s*:\s*(\d{1,9})')
 PAUSE = 0.5  # of a step: a longer gap between two markers is the profiler's pause, not the step's
 
 
@@ -34,11 +33,7 @@ def parse(path: Path) -> Trace:
         text, columns = _read(path, replace(columns.mode, operators=True))
     events, comm_args = columns.events()
     names = tuple(columns.names)
-    metadata, warnings = _metadata(text), []
-    if text.cut:
-        warnings.append(f"{path.name}: {text.cut}; {len(events):,} events before that were read")
-    if text.unreadable:
-        warnings.append(f"{path.name}: {text.unreadable:,} events are not valid JSON, left out")
+    metadata = _metadata(text)
     steps, marker = _steps(events, names, on_gpu)
     marked = bool(steps)
     if not marked and len(events):
@@ -62,8 +57,6 @@ def parse(path: Path) -> Trace:
         metadata=metadata,
         base_ns=_integer(metadata.get("baseTimeNanoseconds")) or 0,
         rounded=columns.float_times,
-        truncated=bool(text.cut),
-        warnings=tuple(warnings),
     )
 
 
@@ -87,19 +80,17 @@ def _names_a_gpu(head: bytes) -> bool:
 
 
 def _metadata(text: EventText) -> dict[str, Any]:
-    """The file's top-level keys. What is damaged is read for the rank at least."""
+    """The file's top-level keys."""
     found: dict[str, Any] = {}
     head = text.head.strip().removeprefix(b"\xef\xbb\xbf").rstrip(b", \t\r\n")
     tail = text.tail.strip().lstrip(b", \t\r\n")
     for part in (head + b"}" if head else b"{}", b"{" + tail if tail else b"{}"):
         try:
-            found |= msgspec.json.decode(part, type=dict[str, Any])
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            rank, world = _RANK.search(part), _WORLD.search(part)
-            if rank:
-                found.setdefault("distributedInfo", {})["rank"] = int(rank[1])
-            if world:
-                found.setdefault("distributedInfo", {})["world_size"] = int(world[1])
+            found |= msgspec.json.decode(part.decode("utf-8", "replace"), type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError):
+            raise UsageError(
+                f"{text.path} is cut or damaged: what is around its events is not valid JSON"
+            ) from None
     return found
 
 

@@ -28,7 +28,7 @@ with contextlib.suppress(ImportError):  # in the extra "trace": three times as f
 READ = 256 << 10
 READ_COMPRESSED = 16 << 10  # a trace's JSON compresses to about a fifteenth
 LONGEST_HEAD = 64 << 20
-UNREADABLE = 4 << 20  # when this much text has no place to cut, its events are read one by one
+LONGEST_EVENT = 16 << 20
 
 _KEYS = rb'"(?:ph|cat|name|pid|tid|ts|dur|args|id|bp|s|tts|tdur)"'
 _BOUNDARY = re.compile(rb"\}\s*,\s*(?=\{\s*" + _KEYS + rb")")
@@ -42,10 +42,6 @@ class NotATrace(UsageError):
     """A file that holds something else."""
 
 
-class _Cut(Exception):
-    """The file ended, or became unreadable, in the middle."""
-
-
 class EventText:
     """The events of one file, handed to a decoder piece by piece; then what was around them."""
 
@@ -53,8 +49,6 @@ class EventText:
         self.path = path
         self.head = b""  # the text before the events, and after them
         self.tail = b""
-        self.cut = ""  # why the file ended early; empty if it did not
-        self.unreadable = 0  # events that no decoder would take
         self._blocks = _blocks(path)
         self._rest = self._find_events()
 
@@ -64,24 +58,15 @@ class EventText:
             start = text[:64].lstrip(b"\xef\xbb\xbf \t\r\n")
             if start[:1] == b"[":  # Chrome's other form: nothing but the events
                 return text[text.index(b"[") + 1 :]
-            block = b"" if start and start[:1] != b"{" else self._next()
+            block = b"" if start and start[:1] != b"{" else next(self._blocks, b"")
             if not block or len(text) > LONGEST_HEAD:
-                if self.cut:
-                    raise UsageError(f"{self.path}: {self.cut}, before the first event")
                 raise NotATrace(f"{self.path} is not a profiler trace: it has no traceEvents")
             text += block
         self.head = text[: found.start()]
         return text[found.end() :]
 
-    def _next(self) -> bytes:
-        try:
-            return next(self._blocks, b"")
-        except _Cut as cut:
-            self.cut = str(cut)
-            return b""
-
     def decode(self, decode: Decode) -> None:
-        """Hand every event to ``decode``.
+        """Hand every event to ``decode``. A file that is cut or damaged is refused.
 
         ``text`` always begins with ``[`` and is turned into an array where it lies: text of this
         size should be copied as rarely as possible.
@@ -89,30 +74,19 @@ class EventText:
         text = bytearray(b"[") + self._rest
         ended, block = False, b"["
         while block and not ended:
-            block = self._next()
+            block = next(self._blocks, b"")
             text += block
             if block and len(text) < READ:
                 continue
-            text, ended = _decoded(text, decode)
-            if not ended and (not block or len(text) > UNREADABLE):
-                text, ended = _decoded(self._one_by_one(text, decode), decode)
-        if not ended:
-            self.cut = self.cut or "the JSON ends in the middle"
-            return
-        while len(text) < LONGEST_HEAD and (block := self._next()):
+            try:
+                text, ended = _decoded(text, decode)
+            except RecursionError:
+                raise UsageError(f"{self.path} has an event that is nested too deeply") from None
+            if not ended and (not block or len(text) > LONGEST_EVENT):
+                raise UsageError(f"{self.path} is cut or damaged: its events are not valid JSON")
+        while len(text) < LONGEST_HEAD and (block := next(self._blocks, b"")):
             text += block
         self.tail = bytes(text[1:]).lstrip().removeprefix(b"]")
-
-    def _one_by_one(self, text: bytearray, decode: Decode) -> bytearray:
-        """Save what can be read of a text in which something is broken."""
-        start = 1
-        for boundary in _BOUNDARY.finditer(bytes(text)):
-            try:
-                decode(bytearray(b"[") + text[start : boundary.start() + 1] + b"]")
-            except DecodeError:
-                self.unreadable += 1
-            start = boundary.end()
-        return bytearray(b"[") + text[start:]
 
 
 def _decoded(text: bytearray, decode: Decode) -> tuple[bytearray, bool]:
@@ -157,7 +131,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
             start = file.read(2)
             file.seek(0)
             if start == b"\x1f\x8b":
-                yield from _inflated(file)
+                yield from _inflated(path, file)
             else:
                 while block := file.read(READ):
                     yield block
@@ -165,7 +139,7 @@ def _blocks(path: Path) -> Iterator[bytes]:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def _inflated(file: Any) -> Iterator[bytes]:
+def _inflated(path: Path, file: Any) -> Iterator[bytes]:
     state = _inflate.decompressobj(wbits=31)
     begun = False  # whether the member under way has any data
     try:
@@ -178,6 +152,6 @@ def _inflated(file: Any) -> Iterator[bytes]:
                     data, begun = state.unused_data.lstrip(b"\0"), False
                     state = _inflate.decompressobj(wbits=31)
     except (zlib.error, _inflate.error):
-        raise _Cut("the compressed data is damaged") from None
+        raise UsageError(f"{path} is damaged: it cannot be decompressed") from None
     if begun:
-        raise _Cut("the compressed data ends in the middle")
+        raise UsageError(f"{path} is cut: its compressed data ends in the middle")

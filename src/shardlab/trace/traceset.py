@@ -13,6 +13,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from shardlab import numbers as fmt
 from shardlab.errors import UsageError, unknown
 from shardlab.trace import (
     activity,
@@ -22,6 +23,7 @@ from shardlab.trace import (
     find,
     hta,
     kernels,
+    lateness,
     memory,
     model,
     parse,
@@ -31,6 +33,7 @@ from shardlab.trace.intervals import NOTHING, Intervals
 from shardlab.trace.model import Trace, row
 
 SCHEMA = 1
+ONE_SIDED = 0.03  # of all time: fewer unmatched collectives do not matter
 SMALL = 24 << 20  # bytes of files: less is read sooner than a process is started
 
 
@@ -84,10 +87,8 @@ def _load_run(files: Sequence[Path], select: str, jobs: int | None) -> TraceSet:
     if not traces:
         raise UsageError(f"no traces: {files[0]} and the other files there are not traces")
     for trace in traces:
-        warnings += trace.warnings
         if not trace.steps:
-            why = f" ({trace.warnings[0]})" if trace.truncated else ""
-            raise UsageError(f"{trace.path} has no steps: it has no events of any use{why}")
+            raise UsageError(f"{trace.path} has no steps: it has no events of any use")
     traces, more = find.numbered(traces)
     traces = _on_one_clock(traces)
     by_rank = find.one_run(traces)
@@ -177,16 +178,52 @@ class TraceSet:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the reader should know: cut files, ranks that are missing, what cannot be known."""
+        """What the reader should know: files left out, ranks missing, what cannot be known."""
         notes = [*self._warnings, *(w for m in self._matched for w in m.warnings)]
         if len(self.ranks) == 1 and self.world != 1 and self.collectives():
             notes.append(
                 "one rank's trace alone: how long it waited for others cannot be known, and is in "
                 "exposed communication"
             )
-        elif self.world is not None and len(self.ranks) < self.world:
-            notes.append(f"traces of {len(self.ranks)} of {self.world} ranks")
+        elif self.missing:
+            who = fmt.names([*map(str, self.missing)])
+            has = "rank {} has none" if len(self.missing) == 1 else "ranks {} have none"
+            notes.append(f"traces of {len(self.ranks)} of {self.world} ranks: {has.format(who)}")
+        if self.one_sided:
+            notes.append(f"no what-if, and no rank is called slow: {self.one_sided}")
+        if len(self._shared_steps) < self._steps_in_set:
+            notes.append("not every rank recorded the same steps: means are of those that all have")
         return tuple(notes)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks of the world that have no trace here."""
+        return tuple(sorted(set(range(self.world or 0)) - set(self.ranks)))
+
+    @functools.cached_property
+    def one_sided(self) -> str:
+        """Why it is not known how long ranks waited for each other; empty if it is."""
+        rows = [c for c in self.collectives() if c.step is not None and c.is_one_sided]
+        if not rows:
+            return ""
+        if self.missing:
+            one = f"rank {self.missing[0]} has" if len(self.missing) == 1 else ""
+            return f"{one or f'{len(self.missing)} ranks have'} no trace, and may have come last"
+        spans = (p.end_ns - p.start_ns for row in rows for p in row.participants)
+        wall_us = sum(row.wall_us for row in self._breakdown)
+        if sum(spans) < 1000 * ONE_SIDED * wall_us:
+            return ""
+        return f"it is not known which ranks {fmt.count(len(rows), 'collective')} had"
+
+    def slow_rank(self) -> tuple[int | None, str]:
+        """The slow rank, and why it is called slow; None: no rank is, or it is not known."""
+        if self.one_sided:
+            return None, self.one_sided
+        if not (late := self.lateness()):
+            if any(row.bubble_us for row in self._breakdown):
+                return None, "in a pipeline, waits do not show who is slow"
+            return None, "no rank made others wait for long"
+        return late[0].rank if late[0].slow else None, f"rank {late[0].rank}: {late[0].reason}"
 
     # ------------------------------------------------------------------ shared by the answers
 
@@ -245,7 +282,18 @@ class TraceSet:
 
     def mean_step(self) -> dict[str, Any]:
         """The mean step over ranks and steps, in ms."""
-        return breakdown.mean_step(self.breakdown(per="rank"))
+        return breakdown.mean_step(self.comparable())
+
+    def comparable(self) -> tuple[model.Breakdown, ...]:
+        """Where the time went for each rank, over the steps that all ranks recorded."""
+        steps = [row for row in self._breakdown if row.step in self._shared_steps]
+        return tuple(breakdown.per_rank(steps))
+
+    @functools.cached_property
+    def _shared_steps(self) -> set[int]:
+        """All steps, if there is none that all ranks recorded."""
+        each = [{s.number for t in own for s in t.steps} for own in self._by_rank]
+        return set.intersection(*each) or set.union(*each)
 
     def collectives(self) -> tuple[model.Collective, ...]:
         """Every collective, matched across ranks, in order of time."""
@@ -262,10 +310,32 @@ class TraceSet:
             for window, matched in zip(self._windows, self._matched, strict=True)
         )
 
+    @functools.cached_property
+    def _lateness(self) -> tuple[model.Lateness, ...]:
+        return lateness.of(
+            lateness.Window(
+                matched.collectives,
+                {trace.rank: trace for trace in window},
+                matched.offsets,
+                {trace.rank: self._exposed(trace) for trace in window},
+                {trace.rank: self._running(trace) for trace in window},
+            )
+            for window, matched in zip(self._windows, self._matched, strict=True)
+        )
+
+    def lateness(self) -> tuple[model.Lateness, ...]:
+        """Of the ranks that came last notably: whether they are slow, and where that arose."""
+        return self._lateness
+
     def _exposed(self, trace: Trace) -> Intervals:
         """When a rank communicated on one of its devices and did not compute there."""
         exposed = (device.comm - device.compute for device in self._activity[id(trace)])
         return functools.reduce(operator.or_, exposed, NOTHING)
+
+    def _running(self, trace: Trace) -> Intervals:
+        """When a rank computed or copied on one of its devices."""
+        running = (device.compute | device.memory for device in self._activity[id(trace)])
+        return functools.reduce(operator.or_, running, NOTHING)
 
     def clocks(self) -> tuple[clocks.Clock, ...]:
         """How the clock of each node was corrected; empty where all ranks have one, and where they
@@ -282,7 +352,9 @@ class TraceSet:
         return tuple(found for trace in self.traces for found in memory.timelines(trace))
 
     def what_if(self) -> tuple[model.WhatIf, ...]:
-        return breakdown.what_if(self.breakdown())
+        """Changes that were not made. Empty where waits are not known."""
+        steps = [row for row in self._breakdown if row.step in self._shared_steps]
+        return () if self.one_sided else breakdown.what_if(steps)
 
     def kernels(self, top: int = 10) -> tuple[model.Kernel, ...]:
         """Each rank's longest kernels; on a CPU its operators, by the time in them alone."""
@@ -330,6 +402,7 @@ class TraceSet:
     def summary(self, hta_compat: bool = False) -> dict[str, Any]:
         """The content of summary.json, schema 1; docs/traces.md describes it."""
         exact = {found.rank: found for found in self.hta(compat=hta_compat)}
+        slow, why = self.slow_rank()
         ranks = []
         for total in self.breakdown(per="rank"):
             times = _without(total, "step")
@@ -352,7 +425,12 @@ class TraceSet:
                 by: [row(item) for item in self.collective_summary(by)] for by in ("kind", "label")
             },
             "memory": [_without(item, "at_ns", "bytes") for item in self.memory()],
-            "what_if": [row(item) for item in self.what_if()],
+            "lateness": [row(item) for item in self.lateness()],
+            "slow_rank": slow,
+            "slow_rank_reason": why,
+            "missing_ranks": list(self.missing),
+            "what_if": None if self.one_sided else [row(item) for item in self.what_if()],
+            "what_if_reason": self.one_sided or None,
             "kernels": [row(item) for item in self.kernels()],
             "kernel_types": [row(item) for item in self.kernel_types()],
             "idle": [row(item) for item in self.idle()],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -70,9 +71,11 @@ class Bench:
             found.append(float(loss.detach()))
         return np.array(found)
 
-    def is_random(self, batch: Batch) -> bool:
-        a, b = float(self.values(batch)[0]), float(self.values(batch)[0])
-        return abs(a - b) > 1e-2 * self.tolerance * (abs(a) + abs(b))
+    def changes(self, batch: Batch, value: float) -> bool:
+        """Whether the loss of a batch, which was ``value``, is another now."""
+        again = self.values(batch)
+        allowed = 1e-2 * self.tolerance * (np.abs(again) + abs(value))
+        return bool((np.abs(again - value) > allowed).any())
 
 
 def splits(ids: Sequence[int]) -> list[list[Sequence[int]]]:
@@ -89,7 +92,7 @@ def splits(ids: Sequence[int]) -> list[list[Sequence[int]]]:
 def measure(bench: Bench, ids: Sequence[int], rules: Mapping[str, Count]) -> Finding:
     """Whether the loss is a sum, a mean by one of the rules, or neither; if random, most likely."""
     whole = bench.batch(ids)
-    if bench.is_random(whole):
+    if bench.changes(whole, float(bench.values(whole)[0])):
         bench.draws = bench.most_draws
     total = bench.values(whole)
     if not np.isfinite(total).all():
@@ -128,6 +131,12 @@ def measure(bench: Bench, ids: Sequence[int], rules: Mapping[str, Count]) -> Fin
         return Finding(MEAN, fitting, evidence=evidence)
     if _is_penalty(total, values_of, tolerance):
         return Finding(PENALTY, evidence=evidence)
+    if _depends_on_calls(bench, [whole, *chain(*parts_of)], [total, *chain(*values_of)]):
+        note = (
+            "the loss of the same samples is not the same each time (does forward count its calls, "
+            "or draw random numbers now and then?), so whether it adds up could not be measured"
+        )
+        return replace(likely, note=note)
     if model_couples(bench, ids, splits(ids)[0][0]):
         note = (
             "a sample's output depends on the samples beside it, also in eval mode (padding "
@@ -171,6 +180,13 @@ def _is_penalty(total: Any, values_of: Sequence[Sequence[Any]], tolerance: float
     size = abs(total[0]) + sum(abs(v[0]) for v in values_of[0])
     extra = [(sum(v[0] for v in vs) - total[0]) / (len(vs) - 1) for vs in values_of]
     return bool(max(extra) - min(extra) <= 2 * tolerance * size)
+
+
+def _depends_on_calls(bench: Bench, batches: Sequence[Batch], values: Sequence[Any]) -> bool:
+    """Whether some loss is another when it is computed again. Twice in a row, so that what happens
+    in every n-th call does not happen in both."""
+    bench.draws = 2
+    return any(bench.changes(b, float(v[0])) for b, v in zip(batches, values, strict=True))
 
 
 def model_couples(bench: Bench, ids: Sequence[int], part: Sequence[int]) -> bool:

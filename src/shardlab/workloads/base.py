@@ -29,9 +29,9 @@ Sums = dict[str, Tensor]
 Evaluate = Callable[[nn.Module, Batch], Sums]
 
 
-# The user's optimizer: one, over some or all of the named parameters that it is given. It is
-# called on every rank, also with stand-ins of the parameters' shapes: names, shapes, dtypes and
-# requires_grad may decide what it does, values may not.
+# The user's optimizer: one, over some or all of the named parameters of the whole model. It is
+# called on every rank, also with tensors without content: names, shapes, dtypes and requires_grad
+# may decide what it does, values may not.
 MakeUsers = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 # Called on every rank after each update, with the number of the step from 0, what this rank
@@ -66,8 +66,8 @@ class Workload:
     tokens_per_sample: int | None = None  # None: throughput is in samples
     # Names of the modules to shard or checkpoint one by one; None: they are guessed.
     blocks: tuple[str, ...] | None = None
-    # How ranks may split the model between them, by names of modules: strategies/splits.py has the
-    # words. None: not known, unless the architecture of the model is (Hugging Face's).
+    # How ranks may split the model between them, by names of modules: strategies/tensor/splits.py
+    # has the words. None: not known, unless the architecture of the model is (Hugging Face's).
     splits: Mapping[str, str] | None = None
     compile_also: tuple[str, ...] = ()  # modules outside the blocks that are worth compiling
     held_out: Dataset | None = None  # samples that are never trained on; None: no evaluation

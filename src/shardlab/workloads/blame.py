@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import shardlab
-from shardlab.errors import UsageError
+from shardlab.errors import Mistake, UsageError
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,10 @@ class Place:
     file: str
     line: int
 
-    def mistake(self, message: str) -> UsageError:
+    def mistake(self, message: str) -> Mistake:
         source = linecache.getline(self.file, self.line).strip()
         shown = f"\n    {source}" if source else ""
-        return UsageError(f"{_shown(self.file)}:{self.line}: {message}{shown}", lines=True)
+        return Mistake(f"{_shown(self.file)}:{self.line}: {message}{shown}")
 
     @classmethod
     def of_name(cls, name: str) -> Place:
@@ -44,6 +45,12 @@ class Place:
             nodes = ast.walk(ast.parse(Path(file).read_text(encoding="utf-8")))
         names = (n for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
         return cls(file, max((n.lineno for n in names if n.id == attribute), default=1))
+
+    @classmethod
+    def now(cls) -> Place | None:
+        """The line of the user's that is being run."""
+        frames = [f for f in traceback.extract_stack() if _is_users(f.filename)]
+        return cls(frames[-1].filename, frames[-1].lineno or 1) if frames else None
 
     @classmethod
     def of(cls, thing: Any) -> Place | None:
@@ -67,8 +74,9 @@ class Place:
 
 
 @contextmanager
-def blame(name: str, what: str) -> Iterator[None]:
-    """Report an exception of the user's code with its own lines alone."""
+def blame(name: str, what: str, model: nn.Module | None = None) -> Iterator[None]:
+    """Report an exception of the user's code with its own lines alone. ``what`` calls ``model``,
+    which may be where it was raised."""
     try:
         yield
     except UsageError:
@@ -81,8 +89,16 @@ def blame(name: str, what: str) -> Iterator[None]:
             place = f"{_shown(error.filename)}:{error.lineno}: "
             text = f"    {(error.text or '').strip()}"
         message = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+        if model is not None and _is_inside(model, error):
+            what = f"the model's forward, for {what}"
         whole = f"{place}{message} (in {what} of {name})\n{text}"
-        raise UsageError(whole.rstrip(), lines=True) from None
+        raise Mistake(whole.rstrip()) from None
+
+
+def _is_inside(model: nn.Module, error: Exception) -> bool:
+    """Whether the model, or a module in it, was at work when it was raised."""
+    callers = (f.f_locals.get("self") for f, _ in traceback.walk_tb(error.__traceback__))
+    return any(caller is module for caller in callers for module in model.modules())
 
 
 _OURS = tuple(

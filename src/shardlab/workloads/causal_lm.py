@@ -159,7 +159,7 @@ def causal_lm(
         raise unknown("causal_lm size", size, SIZES)
     if tokenizer is not None and tokenizer not in TOKENIZERS:
         raise unknown("option tokenizer", tokenizer, TOKENIZERS)
-    sources.refuse_other_words(data.source, reviews.DOWNLOADED, "causal_lm")
+    sources.refuse_other_words(data.source, (reviews.YELP,), "causal_lm")
     source, why = reviews.choose() if data.source == sources.AUTO else (data.source, "")
     if source == SYNTHETIC:
         train, test = synthetic.reviews("train"), synthetic.reviews("test")

@@ -43,6 +43,8 @@ def of_transformers(model: nn.Module) -> ContextSplit | None:
         if "Attention" in type(module).__name__
         and not any("Attention" in type(m).__name__ for m in list(module.modules())[1:])
     )
+    # In both directions, in transformers' word; what does not say so is causal.
+    sees_all = next((n for n in attention if not getattr(modules[n], "is_causal", True)), None)
     config: Any = model.config
     windows = [getattr(config, word, None) for word in ("sliding_window", "attention_chunk_size")]
     window = min((w for w in windows if w), default=None)
@@ -54,7 +56,14 @@ def of_transformers(model: nn.Module) -> ContextSplit | None:
                 f"the sequences have {length_of(batch)}; the ring knows attention to all of them: "
                 f"use data.seq_len {window} or less, or a model without a window"
             )
-        return take_positions(batch, positions)
+        part, mask = take_positions(batch, positions), batch.inputs.get("attention_mask")
+        if sees_all is not None and mask is not None and not bool(mask.all()):
+            raise UsageError(
+                f"context_parallel: the attention_mask hides padding, and '{sees_all}' attends in "
+                "both directions; the ring knows attention to all tokens, and would attend to "
+                "padding too: give it sequences of one length, without padding"
+            )
+        return part
 
     return ContextSplit(length_of, take, attention, pads=True)
 

@@ -2,7 +2,8 @@
 
 What ``file.py:name`` may be: a ``Workload``; a function that returns one, given the data config
 and its options; or a function without arguments that returns ``(model, data, loss)``, the short
-form. Each is tried out on a few samples before anything is built on it.
+form, or these three by name in a dict, with more of what a ``Workload`` has. Each is tried out on
+a few samples before anything is built on it.
 """
 
 from __future__ import annotations
@@ -20,19 +21,23 @@ from torch import Tensor, nn
 
 from shardlab import naming
 from shardlab.config import DataConfig
-from shardlab.errors import UsageError
-from shardlab.workloads import adding
+from shardlab.errors import UsageError, unknown
+from shardlab.workloads import adding, inner_steps
 from shardlab.workloads.adding import MEAN, NEITHER, PENALTY, SUM, Bench, Finding
 from shardlab.workloads.base import Batch, Dataset, Workload, cast_model, tensors_of
 from shardlab.workloads.blame import Place, blame, short
 from shardlab.workloads.blocks import check_blocks, show_blocks
 from shardlab.workloads.first_calls import refuse_new_tensors, registered
+from shardlab.workloads.no_rows import with_stand_ins
 from shardlab.workloads.samples import IGNORED, RULES, Samples, Stream, call, samples_of
 
 LARGE = 200_000_000  # parameters: such a model is not tried, only built
 # Parameters times elements of a sample: less is measured if a model needs more. (The clock does not
 # decide, as every rank must come to the same finding.)
 DEAR = 10_000_000_000
+
+THREE = ("model", "data", "loss")
+BESIDE = ("held_out", "optimizer", "schedule")  # as in a Workload; but any data may be held out
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Checked:
     finding: Finding
     blocks: tuple[str, ...]
     notes: tuple[str, ...]
+    needs_rows: bool  # the model cannot run a batch of zero rows
 
 
 _checked: dict[str, Checked] = {}  # once in a process: a comparison builds its workload many times
@@ -77,7 +83,9 @@ def build(
             _checked[key] = Trial(name, built, where, device).check()
     found = _checked[key]
     workload = built if isinstance(built, Workload) else built.workload(found.finding)
-    return replace(workload, blocks=found.blocks, notes=found.notes)
+    loss = inner_steps.refused(workload.loss)
+    workload = replace(workload, loss=loss, blocks=found.blocks, notes=found.notes)
+    return with_stand_ins(workload) if found.needs_rows else workload
 
 
 def _call(
@@ -92,11 +100,11 @@ def _call(
         result = make()
     if isinstance(result, Workload):
         return result
-    if isinstance(result, tuple) and len(result) == 3:
-        return _from_three(name, make, result, data, where)
+    if isinstance(result, Mapping) or (isinstance(result, tuple) and len(result) == 3):
+        return _from_parts(name, make, _parts(result), data, where)
     raise where.mistake(
         f"the workload {name} returned a {type(result).__name__}, not a Workload, nor the three of "
-        "(model, data, loss)"
+        "(model, data, loss), nor a dict of them"
     )
 
 
@@ -108,10 +116,12 @@ class Short:
     """``(model, data, loss)``, of which a ``Workload`` is made once the loss has been measured."""
 
     name: str
-    make: Callable[[], Any]  # returns the three
+    make: Callable[[], Any]  # returns the three, or a dict
     first: weakref.ref[nn.Module]  # the model that it returned first
     samples: Samples
     loss: Any  # a function of (output, targets); None: the model computes it
+    held_out: Samples | None
+    beside: dict[str, Any]  # the optimizer and the schedule, which are a Workload's
     copies: dict[tuple[torch.device, torch.dtype], nn.Module] = field(default_factory=dict)
 
     def workload(self, finding: Finding) -> Workload:
@@ -119,12 +129,17 @@ class Short:
         samples = self.samples
         samples.rule = finding.counts[0] if is_mean else "targets"  # a sum is divided by these
         samples.identity = f"{finding.kind} over {samples.rule}, {samples.digest}"
+        if self.held_out is not None:
+            self.held_out.rule = samples.rule
         return Workload(
             name=self.name.rpartition(":")[0].rpartition("/")[2].removesuffix(".py")
             .replace("_", "-"),
-            make_model=lambda: self.make()[0],  # called again: each is initialised from the seed
+            # Called again: each is initialised from the seed.
+            make_model=lambda: _parts(self.make())["model"],
             loss=self.times_count if is_mean else self.as_given,
             dataset=samples,
+            held_out=self.held_out,
+            **self.beside,
         )  # fmt: skip
 
     def as_given(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -172,14 +187,24 @@ def _loss_in(output: Any) -> Tensor:
     return cast(Tensor, value)
 
 
-def _from_three(
+def _parts(result: Any) -> dict[str, Any]:
+    """What the short form returned, by name."""
+    return dict(result if isinstance(result, Mapping) else zip(THREE, result, strict=True))
+
+
+def _from_parts(
     name: str,
     make: Callable[[], Any],
-    result: tuple[Any, Any, Any],
+    parts: Mapping[str, Any],
     config: DataConfig,
     where: Place,
 ) -> Short:
-    model, data, loss = result
+    for key in parts:
+        if key not in (*THREE, *BESIDE):
+            raise where.mistake(str(unknown("part of a workload", key, (*THREE, *BESIDE))))
+    if lacks := [key for key in THREE if key not in parts]:
+        raise where.mistake(f"the dict has no '{lacks[0]}': model, data and loss belong in it")
+    model, data, loss = (parts[key] for key in THREE)
     _refuse_no_model("the model is", model, where)
     if isinstance(loss, type) or not (callable(loss) or loss is None):
         is_class = isinstance(loss, type)
@@ -199,12 +224,17 @@ def _from_three(
             f"{type(loss).__name__} with class weights is divided by the weights of the batch's "
             'targets, not by their number: give it reduction="sum"'
         )
+    beside = {key: parts.get(key) for key in BESIDE}
+    held_out = beside.pop("held_out")
     try:
         samples = samples_of(name, data, config, keep_targets=loss is None)
+        samples.ignored = getattr(loss, "ignore_index", IGNORED)
+        if held_out is not None:
+            held_out = samples_of(name, held_out, None, keep_targets=loss is None)
+            held_out.ignored = samples.ignored
     except TypeError as error:
         raise where.mistake(str(error)) from None
-    samples.ignored = getattr(loss, "ignore_index", IGNORED)
-    return Short(name, make, weakref.ref(model), samples, loss)
+    return Short(name, make, weakref.ref(model), samples, loss, held_out, beside)
 
 
 def _refuse_no_model(what: str, model: Any, at: Place) -> None:
@@ -228,7 +258,8 @@ class Trial:
     ) -> None:
         self.name, self.where, self.device = name, where, device
         self.short = built if isinstance(built, Short) else None
-        self.workload = built.workload(Finding(SUM)) if isinstance(built, Short) else built
+        workload = built.workload(Finding(SUM)) if isinstance(built, Short) else built
+        self.workload = replace(workload, loss=inner_steps.refused(workload.loss))
         self.loss_at = Place.of(built.loss) or where  # as the user wrote it
         self.model = self._made_model()
         kinds = {name: p.dtype for name, p in self.model.named_parameters()}
@@ -247,9 +278,11 @@ class Trial:
             check_blocks(model, workload.blocks)
         blocks = workload.blocks_of(model)
         if sum(p.numel() for p in model.parameters()) > LARGE:
-            finding = self._presumed()
+            finding, needs_rows = self._presumed(), True  # which is right for any model
         else:
+            begun = inner_steps.trained(cast_model(model, self.device, torch.float32))
             used = self._forward_and_backward()
+            self._refuse_changes(begun)
             if workload.blocks is None:  # a block that is not called would never be gathered
                 blocks = tuple(block for block in blocks if block in used)
             finding = Finding(SUM)
@@ -258,6 +291,7 @@ class Trial:
                 self._refuse(finding)
             cast_model(model, self.device, torch.float32)
             self._check_evaluation()
+            needs_rows = self._needs_rows(finding)
         notes = [self.short.samples.note] if self.short and self.short.samples.note else []
         if self.narrow:
             notes.append(
@@ -271,7 +305,7 @@ class Trial:
             )
         if workload.blocks is None and blocks:
             notes.append(f"the blocks are guessed from the model: {show_blocks(blocks)}")
-        return Checked(finding, blocks, (*notes, *_notes_on(finding)))
+        return Checked(finding, blocks, (*notes, *_notes_on(finding)), needs_rows)
 
     # ------------------------------------------------------------ its parts
 
@@ -332,7 +366,7 @@ class Trial:
 
     def _forward_and_backward(self) -> set[str]:
         """The names of the modules that were called."""
-        model = cast_model(self.model, self.device, torch.float32)
+        model = self.model
         at = Place.of(self.workload.loss) or self.where
         called: set[str] = set()
         hooks = [
@@ -341,7 +375,7 @@ class Trial:
             if not isinstance(module, torch.jit.ScriptModule)  # which takes no such hooks
         ]
         before = registered(model)
-        with blame(self.name, "the loss"):
+        with blame(self.name, "the loss", model):
             loss: Any = self._loss_in_eval()
         refuse_new_tensors(before, registered(model))  # here it is seen before FSDP hides it
         for hook in hooks:
@@ -368,6 +402,23 @@ class Trial:
         model.zero_grad()
         return called
 
+    def _refuse_changes(self, begun: Mapping[str, Tensor]) -> None:
+        """Refuse a forward or a loss that trains a parameter by itself: each rank would with its
+        own samples. What other samples and more calls leave the same, as clipping does, may be."""
+        loss, batch = self.workload.loss, self.batch
+        found = inner_steps.after_calls(self.model, loss, [batch])
+        if found is None or not inner_steps.differing(begun, found):
+            return
+        model = cast_model(self._made_model(), self.device, torch.float32)
+        inner_steps.fill(model, begun)
+        with blame(self.name, "batch([0])"):
+            batch = self.workload.dataset.batch([0]).to(self.device)
+        again = inner_steps.after_calls(model, loss, [batch, batch, batch])
+        if again is not None and (
+            names := inner_steps.differing({n: found[n] for n in begun}, again)
+        ):
+            raise self.loss_at.mistake(inner_steps.by_hand(names[0]))
+
     def _loss_in_eval(self) -> Tensor:
         """In eval mode there is no dropout, and BatchNorm takes a single row; but cuDNN has no
         backward for recurrent layers then. If the loss fails, because the model returns something
@@ -386,9 +437,12 @@ class Trial:
 
     def _check_evaluation(self) -> None:
         held_out, evaluate = self.workload.held_out, self.workload.evaluate
+        if held_out is not None and self.short is not None:
+            with blame(self.name, "the loss of held-out sample 0"), torch.no_grad():
+                self.workload.loss(self.model, held_out.batch([0]).to(self.device))
         if held_out is None or evaluate is None:
             return
-        with blame(self.name, "evaluate"), torch.no_grad():
+        with blame(self.name, "evaluate", self.model), torch.no_grad():
             sums = evaluate(self.model, held_out.batch([0]).to(self.device))
         is_right = isinstance(sums, dict) and all(
             isinstance(value, Tensor) and value.dim() == 0 for value in sums.values()
@@ -399,6 +453,30 @@ class Trial:
                 f"evaluate returned {short(sums)}: a dict of sums belongs, each a tensor of one "
                 "number, such as loss and correct (samples and targets are counted for you)"
             )
+
+    def _needs_rows(self, finding: Finding) -> bool:
+        """Whether the model, the loss or the data cannot do without rows, which a rank may have to:
+        they fail, or what they give is not finite."""
+        workload = self.workload if self.short is None else self.short.workload(finding)
+        loss, model = workload.loss, self.model
+        try:
+            value = loss(model.train(), workload.dataset.batch([]).to(self.device))
+            value.backward()
+            found = [value, *(p.grad for p in model.parameters() if p.grad is not None)]
+            if workload.held_out is not None:
+                batch = workload.held_out.batch([]).to(self.device)
+                model.eval()
+                with torch.no_grad():
+                    evaluate = workload.evaluate
+                    sums = (
+                        {"loss": loss(model, batch)} if evaluate is None else evaluate(model, batch)
+                    )
+                found += sums.values()
+            return not all(bool(value.isfinite().all()) for value in found)
+        except Exception:
+            return True
+        finally:
+            model.zero_grad()
 
     # ------------------------------------------------------------ whether the loss adds up
 
@@ -426,7 +504,7 @@ class Trial:
                 raise
             except Exception:  # an operator without float64, or a model that is made for its device
                 if (place, dtype) == ways[-1]:
-                    with blame(self.name, f"the loss of samples {ids}"):
+                    with blame(self.name, f"the loss of samples {ids}", model):
                         raise
         if self.short is None:
             _check_counts(dataset, ids)
@@ -479,7 +557,9 @@ class Trial:
                 "at the samples of a batch together, as dice, contrastive losses and weighted "
                 "means do, so ranks that share a batch get another loss; make it a sum over "
                 "samples, or say Workload(couples_samples=True) to have it of each micro-batch by "
-                "itself"
+                "itself; a mean over something else, as over labels under CTC, is a sum in a "
+                "Workload whose batches count that; of two means over different numbers, as of "
+                "graphs and of nodes, return the sums"
             )
         if finding.kind == MEAN and self.short is None and not finding.note:
             raise self.loss_at.mistake(

@@ -264,7 +264,7 @@ def _refuse_float8(shape: Shape, config: Config, axes: Axes | None, device: torc
 
 
 def splits_of(shape: Shape) -> dict[str, str]:
-    """How ranks may split the model between them: strategies/splits.py has the words."""
+    """How ranks may split the model between them: strategies/tensor/splits.py has the words."""
     return {
         "wte": "vocabulary",
         "wpe": "whole",

@@ -281,8 +281,11 @@ def _innermost(value: Any) -> Any:
 # ------------------------------------------------------------------ what people have
 
 
-def samples_of(name: str, data: Any, config: DataConfig, keep_targets: bool) -> Samples:
-    """What the short form was given for its data, or a ``TypeError`` that says why not."""
+def samples_of(name: str, data: Any, config: DataConfig | None, keep_targets: bool) -> Samples:
+    """What the short form was given for its data, or a ``TypeError`` that says why not.
+
+    ``config``: None for held-out data, of which every evaluation reads all.
+    """
     made_by: Collate = collate
     note = ""
     if isinstance(data, DataLoader):
@@ -331,7 +334,7 @@ def _check_loader(loader: Any) -> str:
     )
 
 
-def _check_stream(data: Any, config: DataConfig) -> None:
+def _check_stream(data: Any, config: DataConfig | None) -> None:
     """Refuse what cannot be read twice, and what a stream cannot do."""
     if not isinstance(data, Iterable):
         raise TypeError(
@@ -344,12 +347,12 @@ def _check_stream(data: Any, config: DataConfig) -> None:
             "__iter__ begins again, such as an IterableDataset"
         )
     what = f"the data, a {type(data).__name__}, is iterable and has no numbered samples"
+    if config is None:
+        raise TypeError(f"{what}, so it cannot be held out: give a list of its samples")
     if config.shuffle:
         raise TypeError(f"{what}, so it is read in its own order: --set data.shuffle=false")
     if config.epoch != CONTINUOUS:
         raise TypeError(f"{what}, so data.epoch {config.epoch} is not possible: leave it out")
-    if config.audit:
-        raise TypeError(f"{what}, so data.audit cannot count them: leave it out")
 
 
 def _few(ids: Sequence[int]) -> str:

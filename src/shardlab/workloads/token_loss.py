@@ -34,11 +34,6 @@ def token_loss(logits_of: Callable[[], Tensor], targets: Tensor, ignored: int = 
     return F.cross_entropy(logits, targets, reduction="sum", ignore_index=ignored)
 
 
-def is_awaited() -> bool:
-    """Whether the logits that are being computed are a ``token_loss``'s."""
-    return bool(_asking)
-
-
 def takes_columns(loss: LossOfColumns) -> bool:
     """Asked by a split head: whether a ``token_loss`` waits for its logits. If so, it computes them
     with ``loss`` from this rank's columns."""

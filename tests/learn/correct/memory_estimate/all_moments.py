@@ -40,3 +40,12 @@ def peak(blocks, world, strategy, precision, optimizer):
         moments.append(resident + kept + gathered + after)  # backward
     moments.append(resident + table["gradients"])  # the update
     return max(moments)
+
+
+def choose(blocks, world, precision, optimizer, memory):
+    needs = {
+        strategy: peak(blocks, world, strategy, precision, optimizer)
+        for strategy in ("ddp", "zero1", "zero2", "zero3")
+    }
+    fitting = [strategy for strategy, need in needs.items() if need <= memory]
+    return fitting[0] if fitting else None

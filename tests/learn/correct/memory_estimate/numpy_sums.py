@@ -27,3 +27,9 @@ def peak(blocks, world, strategy, precision, optimizer):
         later /= world
     now = activations + whole + later + (whole if strategy == "zero3" else 0)
     return float(now.max()) + table["parameters"] + table["optimizer"]
+
+
+def choose(blocks, world, precision, optimizer, memory):
+    rungs = ["ddp", "zero1", "zero2", "zero3"]
+    fits = [memory >= peak(blocks, world, rung, precision, optimizer) for rung in rungs]
+    return rungs[fits.index(True)] if any(fits) else None

@@ -1,3 +1,5 @@
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 
@@ -11,3 +13,34 @@ def average_gradients(model):
         for p in params:
             dist.all_reduce(p.grad)
     manager.wait()
+
+
+class DDP:
+    """Backward keeps what is to be added, and takes it up in the last micro-batch."""
+
+    def __init__(self, model):
+        self.model, self.kept, self.sync = model, 0, True
+
+    @contextmanager
+    def no_sync(self):
+        self.sync = False
+        try:
+            yield
+        finally:
+            self.sync = True
+
+    def backward(self, loss):
+        if self.sync:
+            (loss + self.kept).backward()
+            self.kept = 0
+            average_gradients(self.model)
+        else:
+            self.kept = self.kept + loss
+
+
+def accumulate(ddp, microbatches, loss_fn):
+    *head, last = microbatches
+    with ddp.no_sync():
+        for batch in head:
+            ddp.backward(loss_fn(ddp.model, batch) / len(microbatches))
+    ddp.backward(loss_fn(ddp.model, last) / len(microbatches))

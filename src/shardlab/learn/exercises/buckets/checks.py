@@ -115,7 +115,10 @@ def forward_order(ranks: Rows) -> Finding | None:
 
 
 judge = judging(
-    *overlapped.BEFORE_GRADIENTS,
+    overlapped.weights,
+    overlapped.every_microbatch,
+    mistakes.not_waited,
+    overlapped.touched,
     where_all_are_used(early),
     mixed_up,
     forgotten,

@@ -1,4 +1,4 @@
-"""Buckets. In the package: strategies/bucket_ddp_async.py (the order: ready.py)."""
+"""Buckets. In the package: strategies/data_parallel/bucket_ddp_async.py (the order: ready.py)."""
 
 from functools import partial
 

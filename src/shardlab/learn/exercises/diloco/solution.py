@@ -1,4 +1,5 @@
-"""DiLoCo. In the package: strategies/diloco.py, where a worker weighs as much as its targets."""
+"""DiLoCo. In the package: strategies/local/diloco.py; what it shares with local SGD is in
+workers.py beside it."""
 
 import torch
 import torch.distributed as dist
@@ -18,23 +19,28 @@ class DiLoCo:
         self.optimizer = optimizer
         self.every = every
         self.steps = 0
+        self.seen = 0  # samples since the last exchange
         self.lr, self.momentum = outer_lr, outer_momentum
         self.anchors = [p.detach().clone() for p in self.params]
         self.velocities = [torch.zeros_like(p) for p in self.anchors]
 
-    def step(self) -> None:
+    def step(self, samples: int) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps += 1
+        self.seen += samples
         if self.steps % self.every == 0:
             self.exchange()
 
     @torch.no_grad()
     def exchange(self) -> None:
+        total = torch.tensor(float(self.seen))
+        dist.all_reduce(total)
+        share = self.seen / total.item()
         for p, anchor, velocity in zip(self.params, self.anchors, self.velocities, strict=True):
-            difference = anchor - p
+            difference = share * (anchor - p)
             dist.all_reduce(difference)
-            difference /= dist.get_world_size()
             velocity.mul_(self.momentum).add_(difference)
             anchor.sub_(self.lr * (difference + self.momentum * velocity))
             p.copy_(anchor)
+        self.seen = 0

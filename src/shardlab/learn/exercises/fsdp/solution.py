@@ -1,5 +1,5 @@
-"""FSDP2. In the package: strategies/pytorch_fsdp.py, whose loss is a sum divided by the global
-count, and which looks after what fully_shard expects of a model."""
+"""FSDP2. In the package: strategies/sharded/pytorch_fsdp.py, whose loss is a sum divided by the
+global count, and which looks after what fully_shard expects of a model."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -44,7 +44,7 @@ MODELS = {
         Block(5_000_000, 8_000_000), Block(150_000_000, 2_000_000), Block(5_000_000, 8_000_000),
     ],
 }  # fmt: skip
-CASES = (
+ESTIMATES = (
     Case("held, fp32", 1, {"model": "a large batch", "precision": "fp32"}),
     Case("held, bf16", 1, {"model": "a large batch", "precision": "bf16"}),
     *(
@@ -53,6 +53,8 @@ CASES = (
         for precision in BYTES
     ),
 )
+CHOICE = Case("the first that fits", 1)
+CASES = (*ESTIMATES, CHOICE)
 
 
 class Question(NamedTuple):
@@ -78,11 +80,45 @@ def questions(case: Case) -> Iterator[Question]:
                 yield Question(model, world, strategy, precision, optimizer, part)
 
 
+class Budget(NamedTuple):
+    """A question to choose()."""
+
+    model: str
+    world: int
+    precision: str
+    memory: float
+
+    def __str__(self) -> str:
+        return f'choose(blocks, world={self.world}, "{self.precision}", "adamw", {self.memory:.4g})'
+
+    def peaks(self, strategy: str) -> list[float]:
+        return _accepted(Question(self.model, self.world, strategy, self.precision, "adamw"))
+
+
+def budgets() -> Iterator[Budget]:
+    """A little more than each strategy needs, and less than any of them."""
+    for model, precision, world in itertools.product(MODELS, BYTES, WORLDS):
+        nothing = Budget(model, world, precision, 0.0)
+        peaks = [max(nothing.peaks(strategy)) for strategy in STRATEGIES]
+        for memory in (*(1.01 * peak for peak in peaks), min(peaks) / 2):
+            yield nothing._replace(memory=memory)
+
+
 # ------------------------------------------------------------------ on a rank
 
 
 def run(at: Stage) -> dict[str, Any]:
+    if at.case == CHOICE:
+        return {"answers": [_chosen(at, budget) for budget in budgets()]}
     return {"answers": [_answer(at, question) for question in questions(at.case)]}
+
+
+def _chosen(at: Stage, asked: Budget) -> str | None:
+    model, world, precision, memory = asked
+    value: str | None = at.submission.choose(list(MODELS[model]), world, precision, "adamw", memory)
+    if value is not None and value not in STRATEGIES:
+        raise Rejected(say("wrong-type/choice", call=f"{asked}", type=_shown(value)))
+    return value
 
 
 def _answer(at: Stage, asked: Question) -> float:
@@ -221,9 +257,43 @@ def _near(a: float, b: float) -> bool:
 
 def judge(evidence: Evidence) -> list[Finding]:
     for case in CASES:
-        if case.name in evidence and (found := _look(case, evidence[case.name][0])):
+        look = _look_at_choices if case == CHOICE else _look
+        if case.name in evidence and (found := look(case, evidence[case.name][0])):
             return [found]
     return []
+
+
+def _look_at_choices(case: Case, row: Row) -> Finding | None:
+    answers = list(zip(budgets(), row["answers"], strict=True))
+    wrong = [(asked, got) for asked, got in answers if got not in _fitting(asked)]
+    if not wrong:
+        return None
+    asked, got = wrong[0]
+    peak = min(asked.peaks(got)) if got else 0.0
+    key = "over-memory" if peak > asked.memory else "sends-more"
+    if all(got == _first(_resident(a), a.memory) for a, got in answers):
+        key = "resident-not-peak/choice"
+    finding = say(key, call=asked, got=got, right=_fitting(asked)[0], peak=_mb(peak))
+    return replace(finding, case=case.name)
+
+
+def _fitting(asked: Budget) -> list[str | None]:
+    """Right choices, by either of the peaks that are accepted."""
+    peaks = {strategy: sorted(asked.peaks(strategy)) for strategy in STRATEGIES}
+    return [_first({s: both[i] for s, both in peaks.items()}, asked.memory) for i in (-1, 0)]
+
+
+def _first(sizes: Mapping[str, float], memory: float) -> str | None:
+    return next((strategy for strategy, size in sizes.items() if size <= memory), None)
+
+
+def _resident(asked: Budget) -> dict[str, float]:
+    """What held() adds up to."""
+    model, world, precision, _ = asked
+    wholes = {s: Question(model, world, s, precision, "adamw") for s in STRATEGIES}
+    return {
+        s: sum(estimate(whole._replace(part=part)) for part in PARTS) for s, whole in wholes.items()
+    }
 
 
 def _look(case: Case, row: Row) -> Finding | None:

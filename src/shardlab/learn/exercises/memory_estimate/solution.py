@@ -49,3 +49,12 @@ def peak(
         activations -= block.activations
         gradients += kept
     return most
+
+
+def choose(
+    blocks: Sequence[Block], world: int, precision: str, optimizer: str, memory: float
+) -> str | None:
+    for strategy in SHARED:
+        if peak(blocks, world, strategy, precision, optimizer) <= memory:
+            return strategy
+    return None

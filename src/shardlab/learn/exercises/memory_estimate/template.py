@@ -25,6 +25,10 @@ number. A step goes like this:
   and the whole ones go. (Whether the share is there before they go: both are accepted.)
 - Then the next block. After the first block comes the update, which needs nothing more.
 
+``choose(...)`` is the strategy for a device with ``memory`` bytes: the first of "ddp", "zero1",
+"zero2" and "zero3" that fits at its peak, or None if none fits. Each of them sends as much as the
+one before, or more.
+
 Check with:  shardlab learn check memory_estimate
 """
 
@@ -50,3 +54,10 @@ def peak(
 ) -> float:
     # TODO 2: walk through backward, block by block; what is there at each moment?
     raise NotImplementedError("TODO 2: peak()")
+
+
+def choose(
+    blocks: Sequence[Block], world: int, precision: str, optimizer: str, memory: float
+) -> str | None:
+    # TODO 3: the first that fits.
+    raise NotImplementedError("TODO 3: choose()")

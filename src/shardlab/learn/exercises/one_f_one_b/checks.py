@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from shardlab.learn import mistakes, toys
 from shardlab.learn.exercise import Case, Finding, Rejected, Rows, Stage, each_step, judging, say
-from shardlab.strategies import schedules
+from shardlab.strategies.pipeline import schedules
 
 CASES = (
     Case("the lists", 2, {"lists": True}),

@@ -1,4 +1,5 @@
-"""1F1B. In the package: strategies/schedules.py has this schedule and others, pure as here."""
+"""1F1B. In the package: strategies/pipeline/schedules.py has this schedule and others, pure as
+here."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

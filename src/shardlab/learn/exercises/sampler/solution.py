@@ -1,4 +1,4 @@
-"""In the package this is data/sampler.py, which can also drop, or read every sample just once."""
+"""In the package this is data/sampler.py, which can also read every sample just once."""
 
 import torch
 

@@ -1,5 +1,5 @@
-"""Tensor parallelism. In the package: strategies/tensor_parallel.py, which finds the layers by name
-and cuts the embedding, the head and the loss as well."""
+"""Tensor parallelism. In the package: strategies/tensor/tensor_parallel.py, which finds the layers
+by name and cuts the embedding, the head and the loss as well."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from torch.optim import SGD
 from shardlab import numbers
 from shardlab.learn import mistakes, toys
 from shardlab.learn.exercise import Case, Finding, Rejected, Row, Rows, Stage, judging, say
-from shardlab.run.child import loopback_store
+from shardlab.run.child import listening_store
 
 # samples, batch (of all ranks), micro: as in the contract. fails: the step in which loss_fn raises.
 EVEN = {"samples": 16, "batch": 8, "micro": 2, "max_norm": 1e9, "epochs": 2}
@@ -163,7 +164,7 @@ def _as_launched(at: Stage) -> None:
     """No process group, and the environment of torchrun, which keeps the ranks' store itself."""
     ours = dist.distributed_c10d._get_default_store()
     if at.rank == 0:
-        STORES.append(loopback_store())
+        STORES.append(listening_store(socket.AF_INET, "127.0.0.1", port=0))
         ours.set("port", str(STORES[-1].port))
     ours.set(f"joined {at.rank}", "")
     ours.wait(["port", *(f"joined {rank}" for rank in range(at.world))])

@@ -1,4 +1,4 @@
-"""ZeRO-2. In the package: strategies/zero2.py (which does it by buckets, and
+"""ZeRO-2. In the package: strategies/sharded/zero2.py (which does it by buckets, and
 asynchronously)."""
 
 from collections.abc import Callable

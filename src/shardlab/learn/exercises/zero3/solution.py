@@ -1,4 +1,4 @@
-"""ZeRO-3. In the package: strategies/zero3.py (it also prefetches a block)."""
+"""ZeRO-3. In the package: strategies/sharded/zero3.py (it also prefetches a block)."""
 
 from collections.abc import Callable
 

@@ -1,0 +1,164 @@
+"""An optimizer over the whole model, whose parameters a rank's own tensors then replace.
+
+When it is made, the model is still whole: a user's function gets the model's own parameters, by
+name, and returns one optimizer. A rank may update other tensors than those: 1-D pieces of some of
+them (ZeRO's flat shards), or only some of them. In the optimizer's groups they then take the
+places of the whole parameters. Groups, rates and the class are thus the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from shardlab.errors import UsageError
+from shardlab.optim.after_step import After
+from shardlab.workloads.base import AfterStep, MakeUsers
+from shardlab.workloads.blame import blame
+
+
+class Made:
+    """An optimizer made over the whole model. A strategy calls this with what its rank updates, by
+    name: those tensors take the places of the whole parameters."""
+
+    def __init__(
+        self,
+        make: MakeUsers,
+        label: str,  # whose it is, for messages
+        params: Mapping[str, nn.Parameter],
+        after: Sequence[AfterStep] = (),  # called one after the other when a step was made
+    ) -> None:
+        self.label = label
+        self.optimizer = looked_over(make, label, params)
+        self.device = next(iter(params.values())).device
+        self.shapes = {name: p.shape for name, p in params.items()}
+        names = {p: name for name, p in params.items()}
+        groups, state = self.optimizer.param_groups, self.optimizer.state
+        # A group that does not train at all is left out, on every rank.
+        groups[:] = [g for g in groups if any(p.requires_grad for p in g["params"])]
+        self.groups = [[names[p] for p in g["params"] if p.requires_grad] for g in groups]
+        # Only names stay here: a strategy that shards frees the whole parameters.
+        self.whole = WeakValueDictionary(params)
+        for group in groups:
+            group["params"] = []
+            group.pop("param_names", None)
+        # Most have no state before the first step; Adagrad has.
+        self.first: dict[str, dict[str, Any]] = {
+            name: state.pop(p) for p, name in names.items() if p in state
+        }
+        self.after = After(after) if after else None
+        if self.after is not None:
+            self.optimizer.register_step_pre_hook(self.after.before)
+            self.optimizer.register_step_post_hook(self.after.then)
+
+    def __call__(self, params: Mapping[str, nn.Parameter]) -> Optimizer:
+        """The optimizer, which now updates these. A later call may leave some of them out."""
+        if strange := params.keys() - self.shapes.keys():
+            raise UsageError(
+                f"the strategy updates '{min(strange)}', which the model does not have"
+            )
+        self._refuse_own_lists(params)
+        self.first = {name: state for name, state in self.first.items() if name in params}
+        for name in self.first:
+            if not self._is_whole(name, params[name]):
+                self._refuse_uneven(name)
+        return self.swapped(params)
+
+    def swapped(self, params: Mapping[str, nn.Parameter]) -> Optimizer:
+        """The same without refusals, for a trial on tiny parameters."""
+        optimizer = self.optimizer
+        mine = [{n: params[n] for n in names if n in params} for names in self.groups]
+        for group, held in zip(optimizer.param_groups, mine, strict=True):
+            for p in group["params"]:
+                optimizer.state.pop(p, None)
+            # A rank may have none of a group's parameters; groups stay the same on every rank.
+            nothing = nn.Parameter(torch.zeros(0, device=self.device))
+            group["params"] = list(held.values()) or [nothing]
+            for name in held.keys() & self.first.keys():
+                optimizer.state[held[name]] = self._first_of(name, held[name])
+        if self.after is not None:
+            self.after.names = {p: name for held in mine for name, p in held.items()}
+        return optimizer
+
+    def _is_whole(self, name: str, held: Tensor) -> bool:
+        return held.shape == self.shapes[name] and not isinstance(held, DTensor)
+
+    def _refuse_own_lists(self, params: Mapping[str, nn.Parameter]) -> None:
+        """A list of parameters of its own would still have the whole ones."""
+        replaced = {self.whole.get(name) for name in params} - {*params.values(), None}
+        own = vars(self.optimizer).keys() - {"param_groups", "state", "defaults"}
+        for attribute in sorted(own):
+            leaves = tree_leaves(getattr(self.optimizer, attribute))
+            if any(isinstance(leaf, Tensor) and leaf in replaced for leaf in leaves):
+                raise UsageError(
+                    f"{type(self.optimizer).__name__} keeps parameters in '{attribute}' beside its "
+                    "groups: a strategy that shards cannot replace them there"
+                )
+
+    def _refuse_uneven(self, name: str) -> None:
+        """A piece does not say where it lies, so only equal elements can be those of a piece."""
+        shape = self.shapes[name]
+        for key, value in self.first[name].items():
+            if not has_elements(key, value, len(shape)):
+                continue
+            if value.shape != shape or not bool((value == value.reshape(-1)[:1]).all()):
+                raise UsageError(
+                    f"{self.label}: the optimizer begins with the state '{key}' of shape "
+                    f"{tuple(value.shape)} for '{name}' of {tuple(shape)}: a strategy that shards "
+                    "can only cut state of the same shape whose elements are equal"
+                )
+
+    def _first_of(self, name: str, held: Tensor) -> dict[str, Any]:
+        """The state that the optimizer began with for a parameter, for what takes its place."""
+        if self._is_whole(name, held):
+            return self.first[name]
+        state = dict(self.first[name])
+        for key, value in state.items():
+            if has_elements(key, value, len(self.shapes[name])):
+                first = value.reshape(-1)[:1].sum().item()  # 0, if there are no elements
+                state[key] = torch.full_like(held, first, dtype=value.dtype)
+        return state
+
+
+def looked_over(make: MakeUsers, label: str, params: Mapping[str, nn.Parameter]) -> Optimizer:
+    """What the function makes of these parameters, looked over."""
+    with blame(label, "the optimizer"):
+        optimizer: Any = make(list(params.items()))
+    if not isinstance(optimizer, Optimizer):
+        hint = ": put several into one class, which treats its groups differently"
+        raise UsageError(
+            f"the optimizer of {label} is a {type(optimizer).__name__}, not one "
+            f"torch.optim.Optimizer{hint * isinstance(optimizer, list | tuple)}"
+        )
+    found = Counter(p for group in optimizer.param_groups for p in group["params"])
+    names = {p: name for name, p in params.items()}
+    if found.keys() - names.keys():
+        raise UsageError(
+            f"the optimizer of {label} has a tensor that is none of the parameters that "
+            "its function was given: take them from the argument, not from a model"
+        )
+    if twice := [names[p] for p, times in found.items() if times > 1]:
+        raise UsageError(f"the optimizer of {label} has the parameter '{twice[0]}' twice")
+    if not any(p.requires_grad for p in found):
+        raise UsageError(f"the optimizer of {label} updates no parameter that trains")
+    for i, group in enumerate(optimizer.param_groups):
+        rate = group.get("lr")
+        if isinstance(rate, bool) or not isinstance(rate, float | int | Tensor):
+            raise UsageError(
+                f"group {i} of {type(optimizer).__name__} has no learning rate 'lr', which the "
+                f"schedule is multiplied with, but {rate!r}"
+            )
+    return optimizer
+
+
+def has_elements(key: str, value: Any, dim: int) -> bool:
+    """Whether this state of a parameter with so many dimensions is a tensor, and not one number."""
+    return isinstance(value, Tensor) and key != "step" and not value.dim() == 0 < dim

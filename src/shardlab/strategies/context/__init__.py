@@ -1,0 +1,1 @@
+"""Context parallelism: the ranks share each sequence."""

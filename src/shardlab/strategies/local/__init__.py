@@ -1,0 +1,1 @@
+"""Workers that train apart and exchange what they learned now and then."""

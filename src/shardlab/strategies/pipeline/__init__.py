@@ -1,0 +1,1 @@
+"""Pipeline parallelism: each rank runs some of the layers."""

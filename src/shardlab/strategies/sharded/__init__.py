@@ -1,0 +1,1 @@
+"""ZeRO and FSDP: every rank holds a shard of the training state."""

@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism: the ranks share each layer."""
