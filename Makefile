@@ -62,11 +62,12 @@ test-cluster: $(READY)
 	@sh tests/cluster/install.sh $(BIN)/python
 	$(TIER) cluster
 
-# torchvision without what it depends on, and beside the environment: transformers would use it.
+# torchvision, without its dependencies, lies outside the environment, where transformers would use it.
+# tests/outside/outsiders.py finds it.
 test-deep: $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  --no-deps --upgrade --target $(VENV)/deep torchvision
-	PYTHONPATH=$(VENV)/deep $(TIER) deep $(if $(QUARTER),--quarter $(QUARTER))
+	$(TIER) deep $(if $(QUARTER),--quarter $(QUARTER))
 
 site: $(READY)
 	$(BIN)/python -m sphinx -W --keep-going -q -b html -d site/.doctrees docs site

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -24,17 +26,23 @@ from shardlab.workloads.token_loss import token_loss
 SAMPLES, WORDS, LENGTH, PIXELS, CLASSES = 32, 64, 12, 32, 5
 IGNORED = -100
 
-# PyPI's torchvision is built for CUDA. Beside a PyTorch without it, torchvision has no operators,
-# and cannot be imported unless they are declared. Its classifiers use none. (transformers imports
-# it too, where it is installed.)
+# `make test-deep` installs torchvision into a folder that nothing else looks into: transformers
+# imports torchvision wherever it finds it, and PyPI's torchvision is built for CUDA. With a PyTorch
+# for CPUs it has no operators, and cannot be imported unless they are declared. Its classifiers use
+# none.
 _OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
+_DEEP = str(Path(sys.prefix) / "deep")
+sys.path.append(_DEEP)
 try:
-    import torchvision  # noqa: F401
+    import torchvision
 except ModuleNotFoundError:
     pass
 except RuntimeError:
     for name in ("nms", "qnms"):
         _OPERATORS.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    import torchvision  # noqa: F401
+finally:
+    sys.path.remove(_DEEP)  # a process that we start would inherit it
 
 Inputs = Callable[[torch.Generator], tuple[Any, Tensor | None]]  # of all samples, with targets
 Make = Callable[[], nn.Module]
