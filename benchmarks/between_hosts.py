@@ -91,7 +91,7 @@ def called_by_pytorch(name: str, size: int) -> float:
     """Bytes that PyTorch's collectives make this rank send to the other host in a step."""
     import torch.distributed as dist
 
-    from shardlab.numbers import link_shares
+    from shardlab.wire import link_shares
 
     rank, nodes = dist.get_rank(), (0,) * RANKS + (1,) * RANKS
     if name == "pytorch_ddp":

@@ -21,7 +21,7 @@ from pathlib import Path
 from book_parts import BOOK, ROOT, Missing, Numbers, gpt2_small, part, record, table
 from book_tables import ladder, named_table, value_of
 
-from shardlab import numbers as fmt
+from shardlab import text as fmt
 from shardlab.plan import claims
 
 BLOCK = re.compile(r"<!-- (\w+): ([^\n]+?) -->\n.*?<!-- end -->", re.S)

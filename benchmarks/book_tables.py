@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from book_parts import Missing, Numbers, gpt2_small, part, record, table
 
-from shardlab import numbers as fmt
+from shardlab import text as fmt
 from shardlab.comm import wire_bytes
 from shardlab.plan import claims
 from shardlab.strategies.pipeline import schedules

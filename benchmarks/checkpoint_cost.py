@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import config as configs
-from shardlab import numbers
+from shardlab import stats
 from shardlab.run.ranks import Ranks
 
 
@@ -73,8 +73,8 @@ def measure(world: Any, values: dict[str, Any], folder: str, rounds: int) -> dic
     assert ours.last is not None
     against = {
         "dcp": {
-            "ratio": numbers.ratio([seconds["ours"]], [seconds["dcp"]]),
-            "interval_95": numbers.ratio_interval(
+            "ratio": stats.ratio([seconds["ours"]], [seconds["dcp"]]),
+            "interval_95": stats.ratio_interval(
                 [[s] for s in seconds["ours"]], [[s] for s in seconds["dcp"]], paired=True
             ),
         }
@@ -83,9 +83,9 @@ def measure(world: Any, values: dict[str, Any], folder: str, rounds: int) -> dic
         "env": environment.describe(world.device, "python benchmarks/checkpoint_cost.py"),
         "size": config.model.size,
         "bytes": ours.last.bytes,
-        "seconds": {kind: numbers.spread(times) for kind, times in seconds.items()},
+        "seconds": {kind: stats.spread(times) for kind, times in seconds.items()},
         "ours_as_a_multiple_of": against,
-        "run_waits_asynchronous_over_ours": numbers.ratio(
+        "run_waits_asynchronous_over_ours": stats.ratio(
             [seconds["asynchronous"]], [seconds["ours"]]
         ),
     }

@@ -32,10 +32,10 @@ from torch.nn import functional as F
 
 from shardlab import comm
 from shardlab import config as configs
-from shardlab.numbers import spread
 from shardlab.run import assemble, environment, loop
 from shardlab.run.ranks import Ranks
 from shardlab.run.recorder import Recorder
+from shardlab.stats import spread
 
 SEQ, DIM, HEADS, LAYERS, VOCAB = 1024, 768, 12, 12, 50304
 WARMUP, TURNS = 6, 10

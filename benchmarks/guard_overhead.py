@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import config as configs
-from shardlab import numbers
+from shardlab import stats
 from shardlab.run.ranks import Ranks
 
 STEPS = 10  # of each kind in a block
@@ -193,7 +193,7 @@ def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
     on, off = means("on", 0, max), means("off", 0, max)
     cpu = [means("on", 1, sum), means("off", 1, sum)]
-    median = numbers.spread([b[0] for b in off])["median"]
+    median = stats.spread([b[0] for b in off])["median"]
     parts = ranks[0]["parts_ms"]
     per_step = {
         "ledger": parts["ledger, a step"],
@@ -209,17 +209,17 @@ def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "blocks": len(on),
         "steps_per_block": STEPS,
         "step_ms": {
-            "on": numbers.spread([b[0] for b in on]),
-            "off": numbers.spread([b[0] for b in off]),
+            "on": stats.spread([b[0] for b in on]),
+            "off": stats.spread([b[0] for b in off]),
         },
-        "ratio": numbers.ratio(on, off),
-        "ratio_95": list(numbers.ratio_interval(on, off, paired=True)),
+        "ratio": stats.ratio(on, off),
+        "ratio_95": list(stats.ratio_interval(on, off, paired=True)),
         "processor_ms": {
-            "on": numbers.spread([b[0] for b in cpu[0]]),
-            "off": numbers.spread([b[0] for b in cpu[1]]),
+            "on": stats.spread([b[0] for b in cpu[0]]),
+            "off": stats.spread([b[0] for b in cpu[1]]),
         },
-        "processor_ratio": numbers.ratio(*cpu),
-        "processor_ratio_95": list(numbers.ratio_interval(cpu[0], cpu[1], paired=True)),
+        "processor_ratio": stats.ratio(*cpu),
+        "processor_ratio_95": list(stats.ratio_interval(cpu[0], cpu[1], paired=True)),
         "load_average": os.getloadavg(),
         "parts_ms": parts,
         "parts_per_step_ms": per_step,

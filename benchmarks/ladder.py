@@ -95,15 +95,15 @@ def take_turns(world: Any, ours: dict[str, Any], theirs: dict[str, Any]) -> dict
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:
-    from shardlab import numbers
+    from shardlab import stats
 
     ours, theirs = result["times"]["ours"], result["times"]["theirs"]
     return {
-        "ours_ms": numbers.spread(ours),
-        "theirs_ms": numbers.spread(theirs),
-        "alone_ms": numbers.spread(result["times"]["alone"]),
-        "speed_ratio": numbers.ratio([theirs], [ours]),
-        "speed_ratio_95": list(numbers.ratio_interval([theirs], [ours])),
+        "ours_ms": stats.spread(ours),
+        "theirs_ms": stats.spread(theirs),
+        "alone_ms": stats.spread(result["times"]["alone"]),
+        "speed_ratio": stats.ratio([theirs], [ours]),
+        "speed_ratio_95": list(stats.ratio_interval([theirs], [ours])),
         "losses": result["losses"],
     }
 

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from shardlab import config as configs
-from shardlab import numbers
+from shardlab import stats
 from shardlab.run import assemble, environment, loop
 from shardlab.run.ranks import Ranks
 from shardlab.workloads.base import Batch
@@ -104,7 +104,7 @@ def measure(world: Any, values: dict[str, Any], batches: int) -> dict[str, Any]:
             if number:  # the first round starts threads and workers
                 rates[name].append(samples / (time.perf_counter() - start))
     ours.close()
-    medians = {name: numbers.spread(found) for name, found in rates.items()}
+    medians = {name: stats.spread(found) for name, found in rates.items()}
     best = max((n for n in rates if n != OURS), key=lambda n: medians[n]["median"])
     return {
         "samples": len(workload.dataset),
@@ -112,8 +112,8 @@ def measure(world: Any, values: dict[str, Any], batches: int) -> dict[str, Any]:
         "batch": batch,
         "samples_per_s": medians,
         "quickest_of_theirs": best,
-        "ratio": numbers.ratio([rates[OURS]], [rates[best]]),
-        "ratio_95": numbers.ratio_interval([rates[OURS]], [rates[best]]),
+        "ratio": stats.ratio([rates[OURS]], [rates[best]]),
+        "ratio_95": stats.ratio_interval([rates[OURS]], [rates[best]]),
         "env": environment.describe(world.device, " ".join(["python", *sys.argv])),
     }
 

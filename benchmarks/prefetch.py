@@ -68,7 +68,7 @@ def _slowest(world: Any, times: dict[str, list[float]]) -> dict[str, list[float]
 def summary(result: dict[str, Any]) -> dict[str, Any]:
     import numpy as np
 
-    from shardlab.numbers import spread
+    from shardlab.stats import spread
 
     plain, ahead = result["wholes"]["plain"], result["wholes"]["ahead"]
     draw = np.random.default_rng(0)

@@ -90,7 +90,7 @@ def _runs(kind: str, one: Any) -> bool:
 
 
 def summary(length: int, results: list[dict[str, Any]]) -> dict[str, Any]:
-    from shardlab.numbers import spread
+    from shardlab.stats import spread
 
     seconds = results[0]["seconds"]
     times = {kind: spread([1e3 * t for t in seconds[kind]]) for kind in KINDS}

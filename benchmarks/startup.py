@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from shardlab import numbers
+from shardlab import stats
 from shardlab.run import environment
 
 # The command, and the lines that end its shares; the last one is the first result.
@@ -91,7 +91,7 @@ def main() -> None:
         for _ in range(arguments.rounds):
             with tempfile.TemporaryDirectory() as folder:
                 rows.append(timed(command, ends, folder))
-        found = {share: numbers.spread([row[share] for row in rows]) for share in rows[0]}
+        found = {share: stats.spread([row[share] for row in rows]) for share in rows[0]}
         result[name] = {"command": f"shardlab {' '.join(command)}", "seconds": found}
         whole = found.pop("whole")
         print(f"{name}: {whole['median']:.2f} s [{whole['p10']:.2f}, {whole['p90']:.2f}]")

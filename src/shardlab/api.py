@@ -200,9 +200,9 @@ def memory(
     fits into that, and which batch is the largest that does.
     """
     from shardlab.measure import estimate
-    from shardlab.numbers import parse_bytes
     from shardlab.report import console, terminal
     from shardlab.report import memory as report
+    from shardlab.text import parse_bytes
 
     if world < 1:
         raise UsageError(f"world must be at least 1, got {world}")

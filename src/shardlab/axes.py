@@ -1,4 +1,4 @@
-"""The axes of the mesh: how many ranks cut the model, and how many share the data.
+"""The axes of the mesh: how many ranks cut the model, how many share the data, and cuts in parts.
 
 A rank has a place on each axis. The data axis is outermost, then pipeline, context and tensor:
 ranks that cut one model between them are neighbours. ``zero3:tensor=2:pipeline=2`` on eight ranks
@@ -163,3 +163,21 @@ def _refuse_idle(name: str, asked: Mapping[str, Any], axes: Axes) -> None:
     for key, axis in needs.items():
         if key in asked and getattr(axes, axis) == 1 and name not in NAMED:
             raise UsageError(f"strategy {name}: its option {key} needs {axis}=2 or more")
+
+
+def cut_evenly(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
+    """Names in their order, cut into runs of about the same size: each goes where its middle lies.
+    A run may be empty."""
+    total, before = max(1, sum(sizes.values())), 0
+    runs: list[list[str]] = [[] for _ in range(parts)]
+    for name, size in sizes.items():
+        middle = min(before + size / 2, total * (1 - 1e-9))
+        runs[int(parts * middle / total)].append(name)
+        before += size
+    return runs
+
+
+def cut_range(length: int, parts: int) -> list[range]:
+    """The numbers below ``length`` in so many runs. The first are longer by one, if any are."""
+    low = [length // parts * i + min(i, length % parts) for i in range(parts + 1)]
+    return [range(low[i], low[i + 1]) for i in range(parts)]

@@ -12,7 +12,7 @@ pairs them. NCCL pairs by order alone, so each lane and direction needs a group 
 What a ledger entry's ``bytes`` counts is Ψ, the whole tensor the collective is about (for
 all_gather its output, for reduce_scatter its input). ``wire_bytes`` is what the best
 algorithm makes one rank send. ``sent_inside`` and ``sent_between`` are what the backend's own makes
-this rank send inside its node and to other nodes (``numbers.link_shares``).
+this rank send inside its node and to other nodes (``wire.link_shares``).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlab import seal
-from shardlab.numbers import link_shares
-from shardlab.numbers import wire_bytes as wire_bytes
 from shardlab.pulse import Call
+from shardlab.wire import link_shares
+from shardlab.wire import wire_bytes as wire_bytes
 
 Group = dist.ProcessGroup
 REMEMBERED = 1024  # calls that ``recent`` keeps, to tell ranks apart that are out of step

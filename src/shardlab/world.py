@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlab import numbers, seal
+from shardlab import seal, wire
 from shardlab.config import LaunchConfig
 from shardlab.errors import UsageError
 
@@ -117,7 +117,7 @@ def ranks_per_node(group: dist.ProcessGroup, local_rank: int, local_size: int) -
     """How many ranks each node has; 0 if there is one node, or they differ. A collective."""
     places: list[tuple[int, int]] = [(0, 0)] * group.size()
     dist.all_gather_object(places, (local_rank, local_size), group=group)
-    return numbers.ranks_per_node(places)
+    return wire.ranks_per_node(places)
 
 
 def leave() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardlab import comm
-from shardlab.numbers import cut_range
+from shardlab.axes import cut_range
 from shardlab.strategies.tensor import (
     sequence_layers,
     splits,

@@ -28,7 +28,7 @@ import commands
 import people
 from conftest import GetRanks
 from shardlab import config as configs
-from shardlab import naming, numbers
+from shardlab import naming, stats
 from shardlab.cli import app
 from shardlab.cli import compare as cli_compare
 from shardlab.errors import Late, UsageError
@@ -363,7 +363,7 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
 
     held = 0
     for _ in range(40):
-        low, high = numbers.ratio_interval(times(200.0), times(100.0))
+        low, high = stats.ratio_interval(times(200.0), times(100.0))
         held += low <= 2.0 <= high
         assert high - low < 0.4
     assert held >= 34
@@ -381,9 +381,9 @@ def test_two_comparisons_differ_by_less_than_their_interval() -> None:
     within = inside = 0
     for _ in range(60):
         first, second = ((times(), times()) for _ in range(2))
-        low, high = numbers.ratio_interval(*first, paired=True)
-        within += abs(numbers.ratio(*first) - numbers.ratio(*second)) < high - low
-        inside += low <= numbers.ratio(*second) <= high
+        low, high = stats.ratio_interval(*first, paired=True)
+        within += abs(stats.ratio(*first) - stats.ratio(*second)) < high - low
+        inside += low <= stats.ratio(*second) <= high
     assert within >= 59
     assert inside >= 51
 
@@ -464,9 +464,9 @@ def one_visit_to_each() -> dict[str, Any]:
 
 def test_one_repeat_has_no_interval_and_chooses_nothing() -> None:
     times = [[100.0, 101.0], [99.0, 100.0], [100.0, 100.0], [101.0, 99.0]]
-    assert numbers.ratio(times, times) == 1
-    assert not numbers.can_tell([[5.0, 6.0]], times)  # nothing is known of its noise
-    assert numbers.can_tell(times, times)
+    assert stats.ratio(times, times) == 1
+    assert not stats.can_tell([[5.0, 6.0]], times)  # nothing is known of its noise
+    assert stats.can_tell(times, times)
     result = one_visit_to_each()
     assert result["cells"][1]["speed_to_baseline"] == pytest.approx(100.5 / 50.5)
     assert result["cells"][1]["speed_interval"] is None
@@ -661,13 +661,13 @@ def test_an_option_without_a_value_is_no_module(tmp_path: Path, monkeypatch: Any
 
 
 def test_spread_and_throughput() -> None:
-    assert numbers.spread([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]) == {
+    assert stats.spread([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]) == {
         "median": 6, "p10": 2, "p90": 10, "n": 11,
     }  # fmt: skip
-    assert numbers.throughput([100, 200, 900], 8, 64) == {
+    assert stats.throughput([100, 200, 900], 8, 64) == {
         "samples_per_s": 40, "tokens_per_s": 2560,
     }  # fmt: skip
-    assert numbers.throughput([100], 8, None)["tokens_per_s"] is None
+    assert stats.throughput([100], 8, None)["tokens_per_s"] is None
 
 
 @pytest.mark.long

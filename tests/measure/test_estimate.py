@@ -30,11 +30,11 @@ from shardlab.measure.kernels import Kernels
 from shardlab.measure.longest import Found, Longest, look
 from shardlab.measure.simulate import Tracker, backend_of
 from shardlab.naming import STRATEGIES
-from shardlab.numbers import parse_bytes
 from shardlab.report import memory as report
 from shardlab.report import terminal
 from shardlab.strategies.base import Setup
 from shardlab.strategies.data_parallel.simple_ddp import SimpleDDP
+from shardlab.text import parse_bytes
 from shardlab.workloads.base import Batch, Workload, classification_loss
 from shardlab.workloads.samples import Stream
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import commands
 import hosts
 from conftest import GetRanks, deep_unless
-from shardlab import comm, numbers
+from shardlab import comm, wire
 from shardlab.config import LaunchConfig
 from shardlab.measure import network
 from shardlab.measure.network import Place, Plan
@@ -265,7 +265,7 @@ def test_bandwidth_is_counted_as_nccl_tests_count_it() -> None:
     factors = {"all_reduce": 2 * part, "all_gather": part, "reduce_scatter": part,
                "all_to_all": part, "broadcast": 1, "reduce": 1, "send": 1}  # fmt: skip
     for op, factor in factors.items():
-        assert numbers.bus_bytes(op, 600, n) == pytest.approx(600 * factor)
+        assert wire.bus_bytes(op, 600, n) == pytest.approx(600 * factor)
     for found in result(beta=2e-9)["fits"]:  # of the tensor's bytes
         bus = factors[found["op"]] / 2e-9
         assert 1 / found["beta_s_per_byte"] == pytest.approx(bus, rel=1e-3)

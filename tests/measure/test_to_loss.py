@@ -18,7 +18,7 @@ import commands
 import results
 from conftest import deep_unless
 from shardlab import config as configs
-from shardlab import numbers
+from shardlab import stats
 from shardlab.measure import choice, to_loss
 from shardlab.measure.cells import Cell
 from shardlab.measure.to_loss import Goal, Row
@@ -224,9 +224,9 @@ def test_a_baseline_that_does_not_get_there_has_no_ratios() -> None:
 
 
 def test_an_interval_of_the_mean() -> None:
-    assert numbers.mean_interval([1.0]) is None
-    assert numbers.mean_interval([2.0, 2.0]) == (2.0, 2.0)
-    low, high = numbers.mean_interval([1.0, 2.0, 3.0]) or (0, 0)
+    assert stats.mean_interval([1.0]) is None
+    assert stats.mean_interval([2.0, 2.0]) == (2.0, 2.0)
+    low, high = stats.mean_interval([1.0, 2.0, 3.0]) or (0, 0)
     assert (low, high) == (pytest.approx(2 - 2.484, abs=0.02), pytest.approx(2 + 2.484, abs=0.02))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from results import PARTS, cell, drawn_table, explained, proof, result_of, without_numbers
-from shardlab import numbers as fmt
+from shardlab import text as fmt
 from shardlab.measure import choice, readings
 from shardlab.report import compare, compare_terminal
 from shardlab.report import compare_charts as charts

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import commands
 from conftest import GetRanks
-from shardlab import numbers, runfolder
+from shardlab import runfolder
+from shardlab import text as fmt
 from shardlab.comm import LEDGER
 from shardlab.errors import RankFailure, UsageError
 from shardlab.files import read_jsonl
@@ -120,7 +121,7 @@ def test_a_log_has_regular_steps(
      (7325, "2 h 2 min"), (200_000, "2 d 7 h")],
 )  # fmt: skip
 def test_a_duration(seconds: float, text: str) -> None:
-    assert numbers.duration(seconds) == text
+    assert fmt.duration(seconds) == text
 
 
 # ------------------------------------------------------------------ a user's own

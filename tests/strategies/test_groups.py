@@ -17,7 +17,7 @@ import toys
 from conformance import SUMS, build
 from conftest import GetRanks, deep_unless
 from resuming import losses_of, settings, state_at, train
-from shardlab import comm, numbers
+from shardlab import comm, wire
 from shardlab import config as configs
 from shardlab.checkpoint import manifest as manifests
 from shardlab.errors import Halt, UsageError
@@ -57,11 +57,11 @@ def test_the_default_follows_the_nodes(ranks: GetRanks) -> None:
 
 def test_nodes_from_what_each_rank_knows() -> None:
     two_by_two = [(0, 2), (1, 2), (0, 2), (1, 2)]
-    assert numbers.ranks_per_node(two_by_two) == 2
-    assert numbers.ranks_per_node([(0, 1)] * 3) == 1
-    assert numbers.ranks_per_node([(rank, 4) for rank in range(4)]) == 0  # one node
-    assert numbers.ranks_per_node([(0, 2), (1, 2), (0, 1)]) == 0  # other numbers
-    assert numbers.ranks_per_node([(0, 2), (0, 2), (1, 2), (1, 2)]) == 0  # srun's cyclic ranks
+    assert wire.ranks_per_node(two_by_two) == 2
+    assert wire.ranks_per_node([(0, 1)] * 3) == 1
+    assert wire.ranks_per_node([(rank, 4) for rank in range(4)]) == 0  # one node
+    assert wire.ranks_per_node([(0, 2), (1, 2), (0, 1)]) == 0  # other numbers
+    assert wire.ranks_per_node([(0, 2), (0, 2), (1, 2), (1, 2)]) == 0  # srun's cyclic ranks
 
 
 # ------------------------------------------------------------------ bytes on each link
@@ -80,7 +80,7 @@ MEASURED = {
 def test_gloos_bytes_between_hosts(op: str, ours: bool) -> None:
     for (hosts, ranks), tensors in MEASURED[op, ours].items():
         nodes = tuple(rank // ranks for rank in range(hosts * ranks))
-        by_rank = [numbers.link_shares(op, nodes, r, "gloo", ours) for r in range(hosts * ranks)]
+        by_rank = [wire.link_shares(op, nodes, r, "gloo", ours) for r in range(hosts * ranks)]
         for host in range(hosts):
             sent = sum(between for _, between in by_rank[host * ranks : (host + 1) * ranks])
             assert sent == pytest.approx(tensors, abs=2e-3)
@@ -91,9 +91,9 @@ def test_gloos_bytes_between_hosts(op: str, ours: bool) -> None:
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
 def test_all_that_is_sent_goes_over_a_link(op: str, n: int, backend: str) -> None:
     """The sum over the ranks is what the best algorithm sends: Gloo's, as ours use it, are such."""
-    total = sum(sum(numbers.link_shares(op, (0,) * n, r, backend)) for r in range(n))
-    assert total == pytest.approx(n * numbers.wire_bytes(op, 1, n))
-    assert numbers.link_shares("barrier", (0, 1), 0, backend) == (0.0, 0.0)
+    total = sum(sum(wire.link_shares(op, (0,) * n, r, backend)) for r in range(n))
+    assert total == pytest.approx(n * wire.wire_bytes(op, 1, n))
+    assert wire.link_shares("barrier", (0, 1), 0, backend) == (0.0, 0.0)
 
 
 def crossing(world: World) -> tuple[int, int]:

@@ -64,12 +64,12 @@ def throughput(
 ) -> None:  # fmt: skip
     """Measure tokens/s, MFU and peak memory for each batch size, until memory runs out."""
     from shardlab.measure import throughput as measuring
-    from shardlab.numbers import parse_bytes
     from shardlab.report import console
     from shardlab.report import throughput as report
     from shardlab.run import launch
     from shardlab.run import place as places
     from shardlab.specs import parse_spec
+    from shardlab.text import parse_bytes
 
     launch.lead(asked.config().launch)
     plan = measuring.Plan(
@@ -145,11 +145,11 @@ def memory(
     """Tell what each rank will hold at the peak of a step, without running it."""
     from shardlab import files
     from shardlab.measure import estimate
-    from shardlab.numbers import parse_bytes
     from shardlab.report import console
     from shardlab.report import memory as report
     from shardlab.run import launch
     from shardlab.run.rankset import RankSet
+    from shardlab.text import parse_bytes
 
     launch.lead(asked.config().launch)
     limit = None if fits is None else parse_bytes(fits, "--fits")

@@ -27,11 +27,11 @@ def network(
     """
     begun = time.time()
     from shardlab.measure import network as measuring
-    from shardlab.numbers import parse_bytes
     from shardlab.report import console
     from shardlab.report import network as report
     from shardlab.run import launch
     from shardlab.run import place as places
+    from shardlab.text import parse_bytes
 
     largest = parse_bytes(max_size, "--max-size")
     if largest < measuring.LEAST:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardlab import numbers
+from shardlab import wire
 from shardlab.learn.exercise import Finding, Row, Rows, each_step, say
 
 Array = np.ndarray[Any, Any]
@@ -160,7 +160,7 @@ def wire_bytes(calls: Rows, world: int) -> float:
         elif call["op"] not in ("recv", "irecv", "barrier"):
             # Gathers, scatters and exchanges send as much as a broadcast: all but one share.
             op = "all_reduce" if call["op"] == "all_reduce" else "broadcast"
-            total += numbers.wire_bytes(op, call["bytes"], world)
+            total += wire.wire_bytes(op, call["bytes"], world)
     return total
 
 
@@ -181,7 +181,7 @@ def not_by_hand(ranks: Rows) -> Finding | None:
 def sent_by_hand(ranks: Rows) -> Finding | None:
     """Each gradient must be sent once per step, by the learner's own calls."""
     n, steps = len(ranks), len(ranks[0]["steps"])
-    should = steps * numbers.wire_bytes("all_reduce", sum(ranks[0]["sizes"].values()), n)
+    should = steps * wire.wire_bytes("all_reduce", sum(ranks[0]["sizes"].values()), n)
     return not_by_hand(ranks) or too_many_bytes(all_calls(ranks)[0], n, should)
 
 

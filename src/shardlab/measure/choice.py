@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shardlab import numbers
+from shardlab import stats
+from shardlab import text as fmt
 from shardlab.measure import readings
 from shardlab.naming import EVERY_STRATEGY
 
@@ -32,9 +33,9 @@ def answer(result: Mapping[str, Any]) -> dict[str, Any]:
     if not right and others and not excluded:
         return {"choice": None, "why": _not_ranked(others), "otherwise": []}
     if not right:
-        why = f"none is right: {numbers.names(excluded)}" if excluded else "nothing was measured"
+        why = f"none is right: {fmt.names(excluded)}" if excluded else "nothing was measured"
         return {"choice": None, "why": f"{why[0].upper()}{why[1:]}.", "otherwise": []}
-    if len(right) > 1 and not numbers.can_tell(*(cell["step_ms_repeats"] for cell in right)):
+    if len(right) > 1 and not stats.can_tell(*(cell["step_ms_repeats"] for cell in right)):
         why = (
             "Nothing is chosen: one visit to each says nothing about how much the next would "
             "differ (--repeats 2 or more)."
@@ -52,13 +53,13 @@ def _ms(cell: Row) -> float:
 
 
 def _left_out(wrong: Sequence[str], others: Sequence[Row]) -> list[str]:
-    found = [f"Left out, as they are wrong: {numbers.names(wrong)}."] if wrong else []
+    found = [f"Left out, as they are wrong: {fmt.names(wrong)}."] if wrong else []
     return found + ([_not_ranked(others)] if others else [])
 
 
 def _not_ranked(others: Sequence[Row]) -> str:
     """Of strategies that change the mathematics."""
-    labels = numbers.names([cell["label"] for cell in others])
+    labels = fmt.names([cell["label"] for cell in others])
     what = "it takes" if len(others) == 1 else "they take"
     return (
         f"Ms per step does not rank {labels}, as {what} other steps than one process would: "
@@ -99,8 +100,8 @@ def _choose(cells: Sequence[Row]) -> tuple[Row, str]:
         return choice, f"{label}: the only one that was measured{' and proved' if proved else ''}."
     if len(tied) == 1:
         return choice, f"{label}: it is the fastest{' and proved' if proved else ''}."
-    rivals = numbers.names([cell["label"] for cell in tied if cell is not choice])
-    memory = numbers.size(readings.peak(choice))
+    rivals = fmt.names([cell["label"] for cell in tied if cell is not choice])
+    memory = fmt.size(readings.peak(choice))
     of = "of them" if len(equal) == len(tied) else f"of the {len(equal)} with about the least time"
     reason = f"is the simplest {of}"
     if len(equal) == 1:
@@ -131,11 +132,11 @@ def _otherwise(choice: Row, right: Sequence[Row], result: Mapping[str, Any]) -> 
     worlds = sorted({cell["world"] for cell in right if cell["strategy"] != "single"})
     if len(worlds) > 1:
         best = [_choose([c for c in right if c["world"] == world])[0] for world in worlds]
-        parts = [f"{c['strategy']} at {numbers.count(c['world'], 'rank')}" for c in best]
-        yield f"By the number of ranks: {numbers.names(parts, at_most=8)}."
+        parts = [f"{c['strategy']} at {fmt.count(c['world'], 'rank')}" for c in best]
+        yield f"By the number of ranks: {fmt.names(parts, at_most=8)}."
     failed = [cell["label"] for cell in result["cells"] if cell["status"] == "failed"]
     if failed:
-        yield f"{numbers.names(failed)} failed and could not be judged."
+        yield f"{fmt.names(failed)} failed and could not be judged."
 
 
 def _if_memory_is_short(choice: Row, right: Sequence[Row]) -> Iterator[str]:
@@ -153,7 +154,7 @@ def _if_memory_is_short(choice: Row, right: Sequence[Row]) -> Iterator[str]:
     elif ratio <= 1:
         cost = "at no cost in time"
     yield (
-        f"If memory is short: {lean['label']} needs {numbers.size(least)}, "
+        f"If memory is short: {lean['label']} needs {fmt.size(least)}, "
         f"{100 * (1 - least / own):.0f}% less, {cost}."
     )
 
@@ -172,7 +173,7 @@ def _if_the_link_is_slower(choice: Row, right: Sequence[Row]) -> Iterator[str]:
         yield "Hardly any of its communication is left to hide; a slower link would show."
     crosses = readings.between_nodes(choice)
     if crosses is not None:
-        yield f"A node sends the others {numbers.size(crosses)} in a step of it."
+        yield f"A node sends the others {fmt.size(crosses)} in a step of it."
     read = readings.sent if crosses is None else readings.between_nodes
     sent = [
         (size, cell)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardlab import config as configs
-from shardlab import numbers, trace
+from shardlab import stats, trace
 from shardlab.config import Config, ProfileConfig
 from shardlab.errors import Interrupted, Late, NodeLost, RankFailure, UsageError
 from shardlab.measure import choice, estimate
@@ -422,9 +422,9 @@ def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
     if cell.status != "ok" or not cell.times_ms:
         return row
     times = [ms for repeat in cell.times_ms for ms in repeat]
-    row["step_ms"] = numbers.spread(times)
+    row["step_ms"] = stats.spread(times)
     row["skew_ms"] = statistics.median(cell.skews_ms)
-    row |= numbers.throughput(times, cell.samples, cell.tokens_per_sample)
+    row |= stats.throughput(times, cell.samples, cell.tokens_per_sample)
     if env.get("matmul") and env.get("flops_per_sample"):
         peak = env["matmul"][row["precision"]]
         devices = min(cell.world, peak["devices"])
@@ -434,11 +434,11 @@ def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
     row["loss"] = cell.losses[-1]
     if baseline.status == "ok" and baseline.times_ms:
         repeats = baseline.times_ms, cell.times_ms
-        row["speed_to_baseline"] = numbers.ratio(*repeats)
+        row["speed_to_baseline"] = stats.ratio(*repeats)
         if cell is baseline:
             row["speed_interval"] = [1.0, 1.0]
-        elif numbers.can_tell(*repeats):
-            row["speed_interval"] = list(numbers.ratio_interval(*repeats, paired=True))
+        elif stats.can_tell(*repeats):
+            row["speed_interval"] = list(stats.ratio_interval(*repeats, paired=True))
         # Without single there is no reference to differ from; and where forward is random, or
         # BatchNorm or the loss saw other micro-batches than single's, another loss is right. So is
         # that of workers, which train otherwise than one process.

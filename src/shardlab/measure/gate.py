@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from shardlab import numbers
+from shardlab import stats
+from shardlab import text as fmt
 from shardlab.errors import UsageError, unknown
 from shardlab.measure import readings
 from shardlab.measure.cells import Cell
@@ -139,7 +140,7 @@ def refuse_unsure(old: Mapping[str, Any], repeats: int, limits: Limits) -> None:
         return
     if repeats < 2:
         raise UsageError(f"--fail-if slower needs --repeats 2 or more, got {repeats}")
-    if not numbers.can_tell(*(cell["step_ms_repeats"] for cell in readings.measured(old))):
+    if not stats.can_tell(*(cell["step_ms_repeats"] for cell in readings.measured(old))):
         raise UsageError("--fail-if slower: --against has one visit to each; measure it again with "
                          "--repeats 2 or more")  # fmt: skip
 
@@ -154,7 +155,7 @@ def not_right(result: Mapping[str, Any]) -> list[str]:
 
 
 def _nothing_in_common(old: Mapping[str, Any]) -> UsageError:
-    have = numbers.names([f"{cell['label']} in world {cell['world']}" for cell in old["cells"]])
+    have = fmt.names([f"{cell['label']} in world {cell['world']}" for cell in old["cells"]])
     return UsageError(f"--against has none of these strategies in this world; it has {have}")
 
 
@@ -210,9 +211,9 @@ def _judge(
     if cell["step_ms"] is None:
         return row | {"verdict": "broken", "reason": f"{cell['status']}: {cell['reason']}"}
     times = cell["step_ms_repeats"], then["step_ms_repeats"]
-    row["time_ratio"] = numbers.ratio(*times)
-    if numbers.can_tell(*times):
-        row["time_interval"] = list(numbers.ratio_interval(*times))
+    row["time_ratio"] = stats.ratio(*times)
+    if stats.can_tell(*times):
+        row["time_interval"] = list(stats.ratio_interval(*times))
     peaks = readings.peak(cell), readings.peak(then)
     if peaks[0] is not None and peaks[1]:
         row["memory_ratio"] = peaks[0] / peaks[1]

@@ -4,7 +4,7 @@
 words.
 
 A collective's time is modelled as α + β·bytes, where bytes are those that a link must carry
-(``numbers.bus_bytes``): α is what even an empty call costs, 1/β the rate of large tensors, which is
+(``wire.bus_bytes``): α is what even an empty call costs, 1/β the rate of large tensors, which is
 nccl-tests' bus bandwidth. A link is measured by itself, with messages between two ranks: half a
 round trip of a small one is its latency, and the arrival of a stream of large ones its bandwidth.
 """
@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
-from shardlab import numbers
+from shardlab import stats, wire
+from shardlab import text as fmt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -391,9 +392,9 @@ def result_of(raw: Mapping[str, Any], plan: Plan, command: str) -> dict[str, Any
     points = [
         {
             **point,
-            "wire_bytes": numbers.wire_bytes(point["op"], point["bytes"], world),
-            "bus_bytes": numbers.bus_bytes(point["op"], point["bytes"], world),
-            "ms": numbers.spread([1e3 * s for s in point["seconds"]]),
+            "wire_bytes": wire.wire_bytes(point["op"], point["bytes"], world),
+            "bus_bytes": wire.bus_bytes(point["op"], point["bytes"], world),
+            "ms": stats.spread([1e3 * s for s in point["seconds"]]),
         }
         for point in raw["points"]
     ]
@@ -418,12 +419,12 @@ def result_of(raw: Mapping[str, Any], plan: Plan, command: str) -> dict[str, Any
 def link_of(link: Mapping[str, Any], places: Sequence[Place]) -> dict[str, Any]:
     """A link with its numbers: latency, and the bandwidth of its slower direction."""
     first, second = (places[rank] for rank in link["ranks"])
-    there, back = (numbers.spread(link[f"{way}_bytes_per_s"]) for way in ("there", "back"))
+    there, back = (stats.spread(link[f"{way}_bytes_per_s"]) for way in ("there", "back"))
     return {
         **link,
         "nodes": [first["node"], second["node"]],
         "is_between_nodes": first["node"] != second["node"],
-        "latency": numbers.spread(link["latency_s"]),
+        "latency": stats.spread(link["latency_s"]),
         "bandwidth": min(there, back, key=lambda way: way["median"]),
         "there": there,
         "back": back,
@@ -490,9 +491,9 @@ def intervals(
     """
     draw = np.random.default_rng(seed)
     sizes, rounds = times.shape
-    chosen = draw.integers(rounds, size=(numbers.DRAWS, rounds))
+    chosen = draw.integers(rounds, size=(stats.DRAWS, rounds))
     medians = np.median(times[:, chosen], axis=-1).T  # (draws, sizes)
-    counts = draw.multinomial(sizes, [1 / sizes] * sizes, size=numbers.DRAWS)
+    counts = draw.multinomial(sizes, [1 / sizes] * sizes, size=stats.DRAWS)
     counts = counts[np.count_nonzero(counts, axis=1) > 1]
     alphas, betas = line_through(sent, medians[: len(counts)], counts)
     (low, high), (slow, fast) = (np.percentile(drawn, [2.5, 97.5]) for drawn in (alphas, betas))
@@ -557,15 +558,15 @@ def name_of(result: Mapping[str, Any], link: Mapping[str, Any]) -> str:
 
 def duration(seconds: float) -> str:
     """In the unit that suits: 21.0 µs, 5.12 ms, 1.20 s."""
-    unit, one = numbers.unit_of(seconds, {"s": 1.0, "ms": 1e-3, "µs": 1e-6})
-    return f"{numbers.number(seconds / one)} {unit}"
+    unit, one = fmt.unit_of(seconds, {"s": 1.0, "ms": 1e-3, "µs": 1e-6})
+    return f"{fmt.number(seconds / one)} {unit}"
 
 
 def rate(bytes_per_s: float) -> str:
     """In bits, as links are sold: 0.982 Gbit/s."""
-    unit, one = numbers.unit_of(8 * bytes_per_s, {"Gbit/s": 1e8, "Mbit/s": 1e6})
+    unit, one = fmt.unit_of(8 * bytes_per_s, {"Gbit/s": 1e8, "Mbit/s": 1e6})
     one = 1e9 if unit == "Gbit/s" else one
-    return f"{numbers.number(8 * bytes_per_s / one)} {unit}"
+    return f"{fmt.number(8 * bytes_per_s / one)} {unit}"
 
 
 def _range(values: Sequence[float], text: Callable[[float], str]) -> str:
@@ -602,17 +603,17 @@ def verdict(result: Mapping[str, Any]) -> Iterator[str]:
             low, high = found["alpha_95"]
             yield (
                 f"an all-reduce takes {duration(found['alpha_s'])} even if it is empty "
-                f"({_range((low, high), duration)}); below {numbers.size(found['half_bytes'])} "
+                f"({_range((low, high), duration)}); below {fmt.size(found['half_bytes'])} "
                 "that is most of its time, so smaller tensors should go together"
             )
     if apart:
         yield (
-            f"{numbers.names(apart)}: the times do not lie on a line (one is more than half off "
+            f"{fmt.names(apart)}: the times do not lie on a line (one is more than half off "
             "it); read the table rather than the fit"
         )
     limit = f"within {result['time_limit_s']:g} s (--time-limit)"
     if result["skipped"]:
-        yield f"{numbers.count(len(result['skipped']), 'point')} left out: no time for more {limit}"
+        yield f"{fmt.count(len(result['skipped']), 'point')} left out: no time for more {limit}"
     if result["rounds"] < result["rounds_asked"]:
         yield f"{result['rounds']} of {result['rounds_asked']} rounds: no time for more {limit}"
 
@@ -632,5 +633,5 @@ def _slow_words(
         if end in slow:
             host = next(p["host"] for p in result["places"] if p[end] == slow[end])
             return f"{end} {slow[end]} ({host}) is slow: every link to it is; {found}"
-    others = f", and {numbers.count(slow['others'], 'other link')}" if slow["others"] else ""
+    others = f", and {fmt.count(slow['others'], 'other link')}" if slow["others"] else ""
     return f"the link {name_of(result, link)} is slow{others}: {found}"

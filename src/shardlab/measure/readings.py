@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardlab import numbers
+from shardlab import stats
+from shardlab import text as fmt
 
 Cell = Mapping[str, Any]  # one row of compare.json
 Result = Mapping[str, Any]  # the content of compare.json
@@ -46,7 +47,7 @@ def is_baseline(result: Result, cell: Cell) -> bool:
 def baselines(result: Result) -> str:
     """Their names."""
     labels = {baseline(result, cell)["label"]: None for cell in result["cells"]}
-    return numbers.names(list(labels)) if len(labels) < 3 else f"{result['baseline'].split()[0]}"
+    return fmt.names(list(labels)) if len(labels) < 3 else f"{result['baseline'].split()[0]}"
 
 
 def shortest(cells: Sequence[Cell]) -> Cell | None:
@@ -56,13 +57,13 @@ def shortest(cells: Sequence[Cell]) -> Cell | None:
 
 def ties(cells: Sequence[Cell], first: Cell) -> list[Cell]:
     """Those whose times cannot be told from ``first``'s; none, if each was visited once."""
-    if not numbers.can_tell(*(cell["step_ms_repeats"] for cell in cells)):
+    if not stats.can_tell(*(cell["step_ms_repeats"] for cell in cells)):
         return []
     times = first["step_ms_repeats"]
     return [
         cell for cell in cells
         if cell is not first
-        and numbers.ratio_interval(cell["step_ms_repeats"], times, paired=True)[0] <= 1.0
+        and stats.ratio_interval(cell["step_ms_repeats"], times, paired=True)[0] <= 1.0
     ]  # fmt: skip
 
 
@@ -83,7 +84,7 @@ def leanest(result: Result) -> list[Cell]:
     """Those that need the least memory, to the digits that are shown: a few bytes do not matter."""
     peaks = [(cell, value) for cell in measured(result) if (value := peak(cell)) is not None]
     least = min((value for _, value in peaks), default=None)
-    return [cell for cell, value in peaks if numbers.size(value) == numbers.size(least)]
+    return [cell for cell, value in peaks if fmt.size(value) == fmt.size(least)]
 
 
 def agrees(cell: Cell, result: Result) -> bool | None:
@@ -114,7 +115,7 @@ def kept_proofs(result: Result) -> str | None:
         return None
     first, last = (times[i][:16].replace("T", " ") for i in (0, -1))
     when = f"{first} UTC" if first == last else f"{first} to {last} UTC"
-    which = numbers.count(len(times), "proof is", "proofs are")
+    which = fmt.count(len(times), "proof is", "proofs are")
     return (
         f"{which} kept from an earlier comparison ({when}) by the same source, versions and "
         "options; --fresh proves anew."

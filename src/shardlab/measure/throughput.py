@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardlab import numbers
+from shardlab import stats
 from shardlab.config import Config
 from shardlab.errors import RankFailure, UsageError
 from shardlab.measure.estimate import with_batch
@@ -271,9 +271,9 @@ def _row(
     measured = row["measured"]
     if measured is None:
         return result
-    result["step_ms"] = numbers.spread(measured["slowest_ms"])
+    result["step_ms"] = stats.spread(measured["slowest_ms"])
     result["steps_per_s"] = 1e3 / result["step_ms"]["median"]
-    result |= numbers.throughput(
+    result |= stats.throughput(
         measured["slowest_ms"], result["global_batch"], measured["tokens_per_sample"]
     )
     result["peak_bytes"] = measured["peak_bytes"]

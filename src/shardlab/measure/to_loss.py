@@ -17,7 +17,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shardlab import numbers
+from shardlab import stats, wire
 from shardlab.config import Config
 from shardlab.errors import RankFailure, UsageError
 from shardlab.measure import compare
@@ -211,11 +211,11 @@ def _paired(row: Row, baseline: Row, name: str, goal: Goal) -> dict[str, Any] | 
         return None
     if name == "loss":
         each = [a - b for a, b in pairs]
-        return {"mean": statistics.mean(each), "interval": numbers.mean_interval(each)}
+        return {"mean": statistics.mean(each), "interval": stats.mean_interval(each)}
     if any(a == 0 for a, _ in pairs):
         return {"mean": 0.0, "interval": None}
     logs = [math.log(a / b) for a, b in pairs]
-    interval = numbers.mean_interval(logs)
+    interval = stats.mean_interval(logs)
     return {
         "mean": math.exp(statistics.mean(logs)),
         "interval": None if interval is None else [math.exp(end) for end in interval],
@@ -322,7 +322,7 @@ class _Course:
         for entry in LEDGER.take():
             if entry["step"] is not None:
                 op = "reduce_scatter" if entry["op"] == "all_to_all" else entry["op"]
-                self.bytes += numbers.wire_bytes(op, entry["bytes"], entry["ranks"])
+                self.bytes += wire.wire_bytes(op, entry["bytes"], entry["ranks"])
         if is_due:
             self._look(step + 1, max(self.world.gather(stretch)))
 

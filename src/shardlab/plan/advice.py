@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from shardlab import numbers
+from shardlab import text as fmt
 from shardlab.axes import CUTS, NAMED
 from shardlab.measure.choice import NOTABLE
 from shardlab.naming import EVERY_STRATEGY
@@ -37,8 +37,8 @@ def answered(rows: Sequence[Row]) -> dict[str, Any]:
             if own:
                 least = min(own, key=lambda i: rows[i]["memory_bytes"])
                 why.append(f"On {place} nothing fits: the least is {rows[least]['label']} with "
-                           f"{numbers.size(rows[least]['memory_bytes'])} per rank, of "
-                           f"{numbers.size(rows[least]['memory_limit'])}.")  # fmt: skip
+                           f"{fmt.size(rows[least]['memory_bytes'])} per rank, of "
+                           f"{fmt.size(rows[least]['memory_limit'])}.")  # fmt: skip
                 if not any(_cuts(rows[i]) for i in own):
                     otherwise.append("Ranks that cut one model between them hold less each: try "
                                      "zero1:tensor=8 or zero1:pipeline=8.")  # fmt: skip
@@ -46,7 +46,7 @@ def answered(rows: Sequence[Row]) -> dict[str, Any]:
         chosen, reason = _choose(rows, can)
         by_place[place] = chosen
         one = rows[chosen]
-        what = f"{one['label']} on {numbers.count(one['world'], 'rank')}, {rate_words(one)}"
+        what = f"{one['label']} on {fmt.count(one['world'], 'rank')}, {rate_words(one)}"
         why.append(f"On {place}: {what}: {reason}.")
         otherwise += _from_rows(rows, own, chosen)
     overall = next(iter(by_place.values()), None)
@@ -81,12 +81,12 @@ def _cheapest(rows: Sequence[Row], able: Sequence[int]) -> int | None:
 
 
 def _budget(row: Row) -> str:
-    return f"{numbers.number(row['days'])} days for {row['cost']:,.0f}"
+    return f"{fmt.number(row['days'])} days for {row['cost']:,.0f}"
 
 
 def _named(row: Row) -> str:
     where = row["place"]
-    return f"{row['label']} on {numbers.count(row['world'], 'rank')} of {where}"
+    return f"{row['label']} on {fmt.count(row['world'], 'rank')} of {where}"
 
 
 def rate(row: Row) -> float:
@@ -96,8 +96,8 @@ def rate(row: Row) -> float:
 
 def rate_words(row: Row) -> str:
     if row["tokens_per_s"]:
-        return f"{numbers.compact(row['tokens_per_s'])} tokens/s"
-    return f"{numbers.compact(row['samples_per_s'])} samples/s"
+        return f"{fmt.compact(row['tokens_per_s'])} tokens/s"
+    return f"{fmt.compact(row['samples_per_s'])} samples/s"
 
 
 def _choose(rows: Sequence[Row], can: Sequence[int]) -> tuple[int, str]:
@@ -117,7 +117,7 @@ def _choose(rows: Sequence[Row], can: Sequence[int]) -> tuple[int, str]:
         return chosen, "the only one that can be run and fits"
     if len(tied) == 1:
         return chosen, "it is the fastest that fits"
-    rivals = numbers.names([_short(rows[i], rows[chosen]) for i in tied if i != chosen])
+    rivals = fmt.names([_short(rows[i], rows[chosen]) for i in tied if i != chosen])
     of = "of them" if len(equal) == len(tied) else f"of the {len(equal)} with about the best rate"
     reason = f"is the simplest {of}"
     if len(equal) == 1:
@@ -136,7 +136,7 @@ def _short(row: Row, beside: Row) -> str:
         return _named(row)
     if row["world"] == beside["world"]:
         return str(row["label"])
-    return f"{row['label']} on {numbers.count(row['world'], 'rank')}"
+    return f"{row['label']} on {fmt.count(row['world'], 'rank')}"
 
 
 def _overlap(row: Row, faster: Row) -> bool:
@@ -171,15 +171,15 @@ def _from_rows(rows: Sequence[Row], own: Sequence[int], chosen: int) -> Iterator
         other = rows[best]
         yield (
             f"With more memory: {_named(other)} would be {rate(other) / rate(row):.2f} times as "
-            f"fast, but needs {numbers.size(other['memory_bytes'])} per rank, of "
-            f"{numbers.size(other['memory_limit'])}."
+            f"fast, but needs {fmt.size(other['memory_bytes'])} per rank, of "
+            f"{fmt.size(other['memory_limit'])}."
         )
     able = [i for i in own if rows[i]["fits"] is not False]
     worlds = sorted({rows[i]["world"] for i in able})
     best_of = {w: _choose(rows, [i for i in able if rows[i]["world"] == w])[0] for w in worlds}
     if len({rows[i]["label"] for i in best_of.values()}) > 1:
-        texts = [f"{rows[i]['label']} at {numbers.count(w, 'rank')}" for w, i in best_of.items()]
-        yield f"On {row['place']}, by the number of ranks: {numbers.names(texts, at_most=8)}."
+        texts = [f"{rows[i]['label']} at {fmt.count(w, 'rank')}" for w, i in best_of.items()]
+        yield f"On {row['place']}, by the number of ranks: {fmt.names(texts, at_most=8)}."
 
 
 def _rivals(rows: Sequence[Row], chosen: int) -> list[int]:
@@ -223,7 +223,7 @@ def flips(rows: Sequence[Row], chosen: int, at_rate: AtRate) -> Iterator[str]:
             )
             return
     tried_all = len(others) == len(rivals) + len(elsewhere)
-    among = "" if tried_all else f" on {numbers.count(row['world'], 'rank')}"
+    among = "" if tried_all else f" on {fmt.count(row['world'], 'rank')}"
     yield (
         f"On {row['place']}, no link from {min(RATES):g} to {max(RATES):g} times as fast changes "
         f"the choice{among}."
@@ -237,7 +237,7 @@ def if_batch_grows(rows: Sequence[Row], chosen: int, doubled: Doubled) -> Iterat
         return
     what = f"With twice the global batch on {row['place']}, {row['label']}"
     if found["fits"] is False:
-        size = numbers.size(found["memory_bytes"])
+        size = fmt.size(found["memory_bytes"])
         yield f"{what} would no longer fit: it needs {size} per rank."
         return
     line = f"{what} would do {rate(found) / rate(row):.2f} times as many samples a second"

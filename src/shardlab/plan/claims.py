@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardlab.numbers import cut_evenly, wire_bytes
+from shardlab.axes import cut_evenly
+from shardlab.wire import wire_bytes
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from shardlab.errors import UsageError
-from shardlab.numbers import wire_bytes
 from shardlab.plan.graph import Cost, Group, Start
+from shardlab.wire import wire_bytes
 
 # Our all-gather over Gloo is a broadcast by each rank, all at once: "broadcasts".
 OPS = ("all_reduce", "broadcast", "broadcasts", "all_to_all", "all_gather", "reduce_scatter")

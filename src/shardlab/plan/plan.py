@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shardlab import numbers
+from shardlab import text as fmt
 from shardlab.axes import axes_of
 from shardlab.config import Config, StrategyConfig
 from shardlab.errors import RankFailure, UsageError, unknown
@@ -303,7 +303,7 @@ def plan(
     total, done = len(cells) * len(asks), 0
     for number, change in enumerate(asks):
         for cell in cells:
-            on_progress(f"{cell.spec} · {numbers.count(cell.world, 'rank')}", done, total)
+            on_progress(f"{cell.spec} · {fmt.count(cell.world, 'rank')}", done, total)
             done += 1
             found = _predicted(predictor, cell, change, is_first=number == 0)
             if found is not None and question.tokens is not None and not found.tokens:
@@ -321,8 +321,8 @@ def plan(
         if not any(cell.found for cell in cells):
             least = min(known, key=lambda found: found.memory_bytes)
             raise UsageError(
-                f"--fits: nothing fits; the least is {numbers.size(least.memory_bytes)} per rank, "
-                f"of {numbers.size(least.memory_limit)}: more ranks with zero3, or a smaller batch"
+                f"--fits: nothing fits; the least is {fmt.size(least.memory_bytes)} per rank, "
+                f"of {fmt.size(least.memory_limit)}: more ranks with zero3, or a smaller batch"
             )
     rows = [_row(cell, question) for cell in cells]
     for i, row in enumerate(rows):
@@ -397,7 +397,7 @@ def _batch_words(question: Question) -> str:
     if question.keeps_global_batch:
         return f"global batch {training.global_batch:,} on any number of ranks"
     times = training.accumulate or 1
-    own = numbers.count(per_rank(question.config), "sample") + " per rank"
+    own = fmt.count(per_rank(question.config), "sample") + " per rank"
     return own if times == 1 else f"{times} x {own}"
 
 

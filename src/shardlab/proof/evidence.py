@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardlab import axes, comm, numbers, pulse
+from shardlab import axes, comm, pulse, wire
 from shardlab import world as worlds
 from shardlab.config import Config
 from shardlab.errors import UsageError, unknown
@@ -678,7 +678,7 @@ def _sent_between(watched: Watched, world: World, groups: Mapping[str, int]) -> 
         members = [first + stride * i for i in range(among)]
         nodes = tuple(rank // world.ranks_per_node for rank in members)
         place = members.index(world.rank)
-        total += size * numbers.link_shares(op, nodes, place, world.backend, ours=False)[1]
+        total += size * wire.link_shares(op, nodes, place, world.backend, ours=False)[1]
     return total / watched.steps
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from shardlab import numbers
+from shardlab import text as fmt
 
 Mixture = Sequence[Sequence[float | None]]  # [rank][micro-batch]; None: it had no gradient
 
@@ -79,7 +79,7 @@ def _located(first: Mapping[str, Any]) -> str:
     if at is None:
         return ""
     names = at.get("modules", [at["module"]])
-    modules = f"'{numbers.names(names, at_most=3)}'" if names != [""] else "the model itself"
+    modules = f"'{fmt.names(names, at_most=3)}'" if names != [""] else "the model itself"
     what = "output" if at["direction"] == "forward" else f"gradient of the {at['of']}"
     text = f"{at['direction']} differs first in the {what} of {modules}"
     text += f", on rank {at['rank']} in micro-batch {at['micro']}"
@@ -94,7 +94,7 @@ def _on(first: Mapping[str, Any]) -> str:
     ranks = first["ranks"]
     if len(ranks) == first["world"]:
         return "every rank"
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers.names([str(r) for r in ranks])}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {fmt.names([str(r) for r in ranks])}"
 
 
 def _cause(first: Mapping[str, Any]) -> str:
@@ -190,12 +190,12 @@ def mixed(mixture: Mixture, counts: Sequence[Sequence[int]], rank: int) -> str:
         others = [c for r, _, c in known if r not in lost]
         if all(_is(c, others[0]) for c in others) and others[0] > 1.5:
             return (
-                f"the data of rank {numbers.names([str(r) for r in lost])} is not in it, the rest "
+                f"the data of rank {fmt.names([str(r) for r in lost])} is not in it, the rest "
                 f"{_times(others[0])}: ranks read the same samples"
             )
     wrong = [(r, m, c) for r, m, c in known if not _is(c, 1)] or known[:1]
     shown = [f"micro-batch {m} of rank {r} counts {_times(c)}" for r, m, c in wrong]
-    return numbers.names(shown, at_most=2)
+    return fmt.names(shown, at_most=2)
 
 
 def _factor(factor: float, ranks: int, micro: int) -> str:

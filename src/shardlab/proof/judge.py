@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from shardlab import numbers
+from shardlab import text as fmt
+from shardlab import wire
 from shardlab.proof import explain
 
 Evidence = Mapping[str, Any]  # of one rank, as proof.evidence returns it
@@ -76,7 +77,7 @@ def equal(ranks: Sequence[Evidence]) -> Check:
         return _check(False, claimed, measured, message)
     if unwaited:
         return _check(False, claimed, measured, f"equal by luck: {waits}")
-    steps = numbers.count(users["steps"], "step")
+    steps = fmt.count(users["steps"], "step")
     of = "one process"
     if users["every"] is not None:
         of += f" that plays {len(ranks)} workers, which exchange every {users['every']} steps"
@@ -93,7 +94,7 @@ def equal(ranks: Sequence[Evidence]) -> Check:
 def _error(ranks: Sequence[Evidence], number: int) -> str:
     """How far one of the models was from one process, on the rank where it was furthest."""
     ulp = max(e["models"][number]["worst"]["ulp"] for e in ranks)
-    return "to the last bit" if ulp == 0 else f"within {numbers.number(ulp)} ulp"
+    return "to the last bit" if ulp == 0 else f"within {fmt.number(ulp)} ulp"
 
 
 def is_wide(model: Mapping[str, Any]) -> bool:
@@ -126,7 +127,7 @@ def how(model: Mapping[str, Any]) -> list[str]:
         text = ", ".join(f"{kind} to {part:.0e}" for kind, part in known)
         text = text.replace(" to", " are judged to", 1)
         if unknown:
-            text += f"; {numbers.names(unknown)} could not be judged: rounding moves them as far"
+            text += f"; {fmt.names(unknown)} could not be judged: rounding moves them as far"
             text += " as a mistake"
         parts.append(text)
     return parts
@@ -163,15 +164,15 @@ def state(ranks: Sequence[Evidence]) -> Check:
         problem = next(_misheld(ranks, fullest), None)
     if problem is not None:
         return _check(False, wanted, measured, problem)
-    parts = [f"{numbers.size(fullest[k])} of {k}" for k in ("params", "gradients", "optimizer")]
+    parts = [f"{fmt.size(fullest[k])} of {k}" for k in ("params", "gradients", "optimizer")]
     message = f"each rank holds {', '.join(parts)}"
     if room := max(e["room"] for e in ranks):
-        message += f"; PyTorch keeps {numbers.size(room)} to receive activations in"
+        message += f"; PyTorch keeps {fmt.size(room)} to receive activations in"
     if ranks[0]["live"] is not None:
         kept = max(e["live"]["kept"] for e in ranks)
         message += f"; activations of {kept} micro-batches at most, as the schedule says"
     if outside > _slack(ranks[0]["full"]):
-        message += f"; the model keeps {numbers.size(outside)} outside of parameters and buffers"
+        message += f"; the model keeps {fmt.size(outside)} outside of parameters and buffers"
     if claimed is None:
         return _check(None, wanted, measured, f"{UNCLAIMED}; {message}")
     if "stack" not in ranks[0] or ranks[0]["claimed_of_stack"]["peak"] is None:
@@ -227,8 +228,8 @@ def _misheld(ranks: Sequence[Evidence], fullest: Mapping[str, int]) -> Iterator[
     slack = _slack(full) + ranks[0]["room"]
     if not _at_most(fullest["kept"], claimed["kept"], slack):
         yield (
-            f"between steps {numbers.size(fullest['kept'])} are held beside parameters and "
-            f"optimizer state, not {numbers.size(claimed['kept'])}: gradients that are not freed?"
+            f"between steps {fmt.size(fullest['kept'])} are held beside parameters and "
+            f"optimizer state, not {fmt.size(claimed['kept'])}: gradients that are not freed?"
         )
     # What got no gradient has no optimizer state yet. What the model itself keeps may be less than
     # in one process, and its gradients those of another step.
@@ -246,8 +247,8 @@ def _misheld(ranks: Sequence[Evidence], fullest: Mapping[str, int]) -> Iterator[
             continue
         if wanted < full.get(kind, 0) and _near(held, full[kind], STATE_TOLERANCE, slack):
             verb = "are" if name.endswith("s") else "is"
-            yield f"{name} on each rank {verb} full size, {numbers.size(held)}: nothing is sharded"
-        yield f"{name} on the fullest rank: {numbers.size(held)}, not {numbers.size(wanted)}"
+            yield f"{name} on each rank {verb} full size, {fmt.size(held)}: nothing is sharded"
+        yield f"{name} on the fullest rank: {fmt.size(held)}, not {fmt.size(wanted)}"
     stack = _fullest_stack(ranks)
     if stack is None:
         return
@@ -256,8 +257,8 @@ def _misheld(ranks: Sequence[Evidence], fullest: Mapping[str, int]) -> Iterator[
     enough = stack["resident"] >= (1 - STATE_TOLERANCE) * least_resident - floor
     if not enough or not _at_most(stack["resident"], resident, floor):
         yield (
-            f"on the stack {numbers.size(stack['resident'])} are held between steps, not "
-            f"{numbers.size(resident)}"
+            f"on the stack {fmt.size(stack['resident'])} are held between steps, not "
+            f"{fmt.size(resident)}"
         )
     allowed = ranks[0]["claimed_of_stack"]["peak"]
     if allowed is not None and stack["peak"] > allowed:
@@ -267,8 +268,8 @@ def _misheld(ranks: Sequence[Evidence], fullest: Mapping[str, int]) -> Iterator[
 def _too_high(ranks: Sequence[Evidence], peak: int, allowed: float) -> str:
     """A peak during gradients(), and whether it came with the parameters or the gradients."""
     text = (
-        f"gradients() holds {numbers.size(peak)} beyond what is there between steps, "
-        f"more than {numbers.size(allowed)}"
+        f"gradients() holds {fmt.size(peak)} beyond what is there between steps, "
+        f"more than {fmt.size(allowed)}"
     )
     in_forward = max(e["stack"]["forward_peak"] or 0 for e in ranks)
     if in_forward > 0.9 * ranks[0]["stack"]["params"]:
@@ -314,8 +315,7 @@ def sent(ranks: Sequence[Evidence]) -> Check:
     if problem is not None and first["sends_claimed"]:
         return _check(False, claimed, measured, problem)
     parts = [
-        f"{op} {numbers.size(s['bytes'] + s['small_bytes'])} in "
-        f"{numbers.count(s['messages'], 'message')}"
+        f"{op} {fmt.size(s['bytes'] + s['small_bytes'])} in {fmt.count(s['messages'], 'message')}"
         for op, s in first["sent"].items()
         if s["messages"]
     ]
@@ -352,7 +352,7 @@ def _missent(evidence: Evidence) -> Iterator[tuple[bool, str]]:
         low, high = found["bytes"], found["bytes"] + found["small_bytes"]
         slack = 8 * evidence["ranks"] * max(1, found["messages"])  # padding
         if op == "broadcast":  # buffers, in each step
-            slack += numbers.wire_bytes(op, full["buffers"], evidence["ranks"])
+            slack += wire.wire_bytes(op, full["buffers"], evidence["ranks"])
         margin = SENT_TOLERANCE * wanted + slack
         # Counts, losses, and a flag of each parameter and of each that is planned for it.
         told = evidence["micro"] * (128 + 32 * full["tensors"])
@@ -379,11 +379,11 @@ def _how_missent(op: str, found: float, wanted: float, evidence: Evidence) -> st
     micro = evidence["micro"]
     if not found:
         others = [o for o, s in evidence["sent_of_data"].items() if s["messages"] and o != op]
-        instead = numbers.names(others or ["nothing"])
-        return f"no {op} was sent, {numbers.size(wanted)} are claimed; sent: {instead}"
+        instead = fmt.names(others or ["nothing"])
+        return f"no {op} was sent, {fmt.size(wanted)} are claimed; sent: {instead}"
     if not wanted:
-        return f"{numbers.size(found)} of {op} were sent, of which nothing is claimed"
-    text = f"{op} sent {numbers.size(found)} per rank and step, {found / wanted:.2f}x the claim"
+        return f"{fmt.size(found)} of {op} were sent, of which nothing is claimed"
+    text = f"{op} sent {fmt.size(found)} per rank and step, {found / wanted:.2f}x the claim"
     if micro > 1 and _near(found / wanted, micro, SENT_TOLERANCE):
         return f"{text}: it communicates in each of the {micro} micro-batches, not once"
     if micro > 1 and _near(found / wanted, 1 / micro, SENT_TOLERANCE):
@@ -409,7 +409,7 @@ def overlap(ranks: Sequence[Evidence]) -> Check:
     else:
         text = f"{share:.0%} of the gradients' bytes launched before backward ended"
         if measured["exposed_ms"] is not None:
-            text += f", {numbers.number(measured['exposed_ms'])} ms of sending came after"
+            text += f", {fmt.number(measured['exposed_ms'])} ms of sending came after"
     if claimed == "none" and share:
         return _check(False, claimed, measured, f"no overlap is claimed, but {text}")
     if claimed == "some" and not share and len(ranks) > 1:

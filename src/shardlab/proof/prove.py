@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from shardlab.axes import axes_of
 from shardlab.config import NO_EVALUATION, Config
 from shardlab.errors import RankFailure, UsageError
-from shardlab.numbers import count, duration
 from shardlab.proof import TIMEOUT_S, judge
 from shardlab.run import launch as launching
 from shardlab.run.rankset import RankSet
 from shardlab.specs import BASELINE, parse_spec, whole_numbers
 from shardlab.strategies.pipeline.schedules import chunks_of
+from shardlab.text import count, duration
 
 if TYPE_CHECKING:
     from shardlab.strategies.base import Strategy

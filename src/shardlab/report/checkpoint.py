@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from shardlab import numbers as fmt
+from shardlab import text as fmt
 from shardlab.report import terminal
 
 IN_JSON = "; --json has all"

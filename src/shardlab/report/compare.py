@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardlab import numbers as fmt
+from shardlab import text as fmt
 from shardlab import trace
 from shardlab.errors import UsageError
 from shardlab.files import write_json, write_text

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from shardlab import numbers as fmt
+from shardlab import text as fmt
 from shardlab.measure import readings
 from shardlab.measure.readings import Cell, Result
 from shardlab.report.charts import Amounts, StackChart, Tick, line, stacked, ticks

@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from shardlab import numbers as fmt
 from shardlab import output
+from shardlab import text as fmt
 from shardlab.report import compare_terminal, terminal
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from shardlab import numbers as fmt
+from shardlab import text as fmt
 from shardlab.measure.readings import CAUSES
 from shardlab.report import terminal
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from shardlab import numbers as fmt
+from shardlab import stats
+from shardlab import text as fmt
 from shardlab.measure.network import COLLECTIVES, Fit, duration, name_of, rate
 from shardlab.report import charts, page, terminal
 
@@ -62,7 +63,7 @@ def by_size(result: Result) -> dict[int, dict[str, Any]]:
     return dict(sorted(rows.items()))
 
 
-def _cell(ms: fmt.Spread) -> Text:
+def _cell(ms: stats.Spread) -> Text:
     half = (ms["p90"] - ms["p10"]) / 2 / ms["median"]
     return Text.assemble(fmt.number(ms["median"]), (f" ±{100 * half:.0f}%".rjust(6), "dim"))
 

@@ -14,7 +14,7 @@ import jinja2
 from markupsafe import Markup
 
 import shardlab
-from shardlab import numbers
+from shardlab import text as fmt
 from shardlab.files import write_json, write_text
 
 
@@ -27,7 +27,7 @@ def templates() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.globals |= {"fmt": numbers, "version": shardlab.__version__}
+    made.globals |= {"fmt": fmt, "version": shardlab.__version__}
     return made
 
 

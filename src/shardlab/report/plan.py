@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from shardlab import numbers as fmt
+from shardlab import text as fmt
 from shardlab.files import write_json
 from shardlab.plan.advice import chosen_by
 from shardlab.report import charts, page, terminal, timeline

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from shardlab import numbers as fmt
+from shardlab import text as fmt
 from shardlab.proof.judge import ONE_SHAPE, decided, how, is_wide
 from shardlab.proof.judge import reasons as reasons_of
 from shardlab.proof.judge import unchecked as unchecked_of

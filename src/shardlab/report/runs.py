@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from shardlab import numbers as fmt
+from shardlab import text as fmt
 from shardlab.report import terminal
 from shardlab.run.housekeeping import Run
 

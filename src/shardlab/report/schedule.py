@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from shardlab import numbers as fmt
+from shardlab import text as fmt
 from shardlab.report import charts, terminal
 from shardlab.strategies.pipeline.schedules import NAMES
 

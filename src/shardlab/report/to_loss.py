@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from shardlab import numbers as fmt
+from shardlab import text as fmt
 from shardlab.report import charts, page, terminal
 from shardlab.report.compare import environment_rows
 

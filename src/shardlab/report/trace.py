@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardlab import numbers as fmt
+from shardlab import text as fmt
 from shardlab.files import write_text
 from shardlab.guard import nodes
 from shardlab.report import timeline

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shardlab import numbers as fmt
+from shardlab import text as fmt
 from shardlab.report.charts import Amounts, StackChart, Tick, stacked, ticks
 from shardlab.report.timeline import MAX_RANKS
 from shardlab.trace import model

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from shardlab import numbers as fmt
+from shardlab import text as fmt
 from shardlab.report import terminal
 from shardlab.report.trace_terminal import SHORT, SPARE
 from shardlab.trace.diff import Diff, Row, sentence

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from shardlab import numbers as fmt
+from shardlab import text as fmt
 from shardlab.files import write_json, write_text
 from shardlab.report import terminal
 from shardlab.report.page import csv_text

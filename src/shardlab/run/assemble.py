@@ -19,7 +19,6 @@ from shardlab.data import loader
 from shardlab.errors import UsageError
 from shardlab.faults import inject
 from shardlab.naming import CUTS, EVERY_STRATEGY, TWINS_CUTS, WORKLOADS
-from shardlab.numbers import beside, count
 from shardlab.optim import optimizers
 from shardlab.optim.schedule import learning_rate_factor
 from shardlab.optim.swap import Made
@@ -28,6 +27,7 @@ from shardlab.strategies.base import Infer, Setup, Strategy, T
 from shardlab.strategies.cut_model import CutAxis, CutModel
 from shardlab.strategies.refusals import refuse_unsupported
 from shardlab.strategies.update import Rule
+from shardlab.text import beside, count
 from shardlab.workloads import batchnorm, custom
 from shardlab.workloads.base import Batch, LossFn, Workload, cast_model
 from shardlab.workloads.blame import blame

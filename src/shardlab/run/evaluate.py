@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardlab import comm, numbers
+from shardlab import comm
+from shardlab import text as fmt
 from shardlab.axes import Axes
 from shardlab.config import TrainingConfig
 from shardlab.data import loader
@@ -148,7 +149,7 @@ def why_ended(rows: Sequence[Mapping[str, Any]], training: TrainingConfig) -> st
         return None
     return (
         f"{since} evaluations in a row have not lowered the held-out loss of {losses[best]:.4g} "
-        f"after {numbers.count(counted[best]['steps'], 'step')} (training.patience "
+        f"after {fmt.count(counted[best]['steps'], 'step')} (training.patience "
         f"{training.patience})"
     )
 

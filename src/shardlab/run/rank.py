@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab import comm, numbers, pulse
+from shardlab import comm, pulse, stats
 from shardlab import config as configs
 from shardlab.checkpoint import course
 from shardlab.checkpoint import start as starts
@@ -242,7 +242,7 @@ def summary(rows_of_ranks: list[list[dict[str, Any]]], workload: Workload) -> di
         "warmup_steps": warmup,
         "first_loss": steps[0][0]["loss"],
         "loss": steps[-1][0]["loss"],
-        "step_ms": numbers.spread(slowest_ms),
-        "data_ms": numbers.spread([max(row["data_ms"] for row in rows) for rows in timed]),
-        **numbers.throughput(slowest_ms, samples, workload.tokens_per_sample),
+        "step_ms": stats.spread(slowest_ms),
+        "data_ms": stats.spread([max(row["data_ms"] for row in rows) for rows in timed]),
+        **stats.throughput(slowest_ms, samples, workload.tokens_per_sample),
     }

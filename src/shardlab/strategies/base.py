@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlab import numbers
+from shardlab import axes
 from shardlab.optim import after_step
 from shardlab.strategies import refusals, shards, steps
 from shardlab.strategies.shards import Shard
@@ -106,7 +106,7 @@ class Rounds:
     def cut(self, params: Mapping[str, Tensor]) -> list[list[str]]:
         """The names of the parameters in each fragment."""
         sizes = {name: p.numel() * p.element_size() for name, p in params.items()}
-        return numbers.cut_evenly(sizes, self.fragments)
+        return axes.cut_evenly(sizes, self.fragments)
 
 
 class Strategy(ABC):

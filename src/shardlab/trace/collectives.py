@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from shardlab.numbers import bus_bytes
 from shardlab.trace import clocks, groups, messages, model
 from shardlab.trace.intervals import NOTHING, Intervals, union
 from shardlab.trace.model import Trace
 from shardlab.trace.parts import POINT_TO_POINT, Errors, Key, Part, begun_at, parts_of
+from shardlab.wire import bus_bytes
 
 _MICRO = re.compile(r" of micro-batch \d+")
 # They end at about the same time on every rank, so they can set the clocks.

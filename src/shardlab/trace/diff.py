@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardlab import numbers
+from shardlab import stats
+from shardlab import text as fmt
 from shardlab.trace.breakdown import mean_step
 from shardlab.trace.collectives import together_us
 from shardlab.trace.model import ANNOTATION, PARTS, PHASES, Breakdown, Participant
@@ -171,7 +172,7 @@ def sentence(diff: Diff) -> str:
             f"is known to ± {noise / 1000:.3g} ms."
         )
         parts = [text for _, text in _changed(diff, NOISE * was)]
-        above = f" Above its noise is {numbers.names(parts, len(parts))}." if parts else ""
+        above = f" Above its noise is {fmt.names(parts, len(parts))}." if parts else ""
         return first + above
     if not was or abs(change) < NOISE * was:
         return f"{b} and {a} take the same time: {both}."
@@ -182,9 +183,9 @@ def sentence(diff: Diff) -> str:
     against: list[str] = []
     for row, text in _changed(diff, 0.1 * abs(change)):
         (reasons if row.change_us * change > 0 else against).append(text)
-    second = f" It has {numbers.names(reasons, len(reasons))}" if reasons else ""
+    second = f" It has {fmt.names(reasons, len(reasons))}" if reasons else ""
     if second and against:
-        second += f", but {numbers.names(against, len(against))}"
+        second += f", but {fmt.names(against, len(against))}"
     return first + (second + "." if second else "")
 
 
@@ -215,7 +216,7 @@ def _ranking(diff: Diff) -> str:
             more.append(f"{name} as long")
         else:
             more.append(f"{name} {100 * row.change_us / first.us:.0f}% more")
-    rest = numbers.names(more, len(more))
+    rest = fmt.names(more, len(more))
     return f"{best} takes the least time, {first.us / 1000:.3g} ms a step; {rest}."
 
 
@@ -237,7 +238,7 @@ def _by_step(traces: TraceSet, column: str) -> list[float]:
 
 
 def _noise(times: Sequence[float]) -> float | None:
-    interval = numbers.mean_interval(times)
+    interval = stats.mean_interval(times)
     return None if interval is None else (interval[1] - interval[0]) / 2
 
 
@@ -329,7 +330,7 @@ def _notes(runs: Sequence[TraceSet], rows: list[Row]) -> list[str]:
         "device": [traces.traces[0].device for traces in runs],
     }
     notes = [
-        f"the runs differ in {what}: {numbers.names(list(map(str, found)), len(found))}"
+        f"the runs differ in {what}: {fmt.names(list(map(str, found)), len(found))}"
         for what, found in facts.items()
         if len(set(found)) > 1
     ]
@@ -338,6 +339,6 @@ def _notes(runs: Sequence[TraceSet], rows: list[Row]) -> list[str]:
         notes.append("the runs have no operator in common: are they the same model?")
     few = min(row.steps for traces in runs for row in traces.breakdown(per="rank"))
     if few < 3:
-        only = numbers.count(few, "step")
+        only = fmt.count(few, "step")
         notes.append(f"a rank has {only} only: small differences are chance")
     return notes

@@ -13,7 +13,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from shardlab import numbers as fmt
+from shardlab import text as fmt
 from shardlab.errors import UsageError, unknown
 from shardlab.trace import (
     activity,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from shardlab.axes import Axes
 from shardlab.errors import UsageError, unknown
-from shardlab.numbers import count
+from shardlab.text import count
 
 
 class Action(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from shardlab import comm
+from shardlab.axes import cut_range
 from shardlab.errors import UsageError
-from shardlab.numbers import cut_range
 from shardlab.strategies.tensor.tensor_layers import Stream, exchanged
 
 

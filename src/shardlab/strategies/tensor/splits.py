@@ -29,8 +29,8 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from shardlab import comm
+from shardlab.axes import cut_range
 from shardlab.errors import UsageError, unknown
-from shardlab.numbers import cut_range
 from shardlab.strategies.shards import Runs, every, rows
 
 LAYERS = ("vocabulary", "heads", "columns", "rows")

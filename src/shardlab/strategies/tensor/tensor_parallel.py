@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardlab.axes import cut_range
 from shardlab.batch import map_tensors, tensors_of
 from shardlab.errors import UsageError
-from shardlab.numbers import cut_range
 from shardlab.strategies import base
 from shardlab.strategies.cut_model import WHEN_SKIPPED, Cut, CutModel
 from shardlab.strategies.layout import whole_layout

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardlab import numbers
+from shardlab import wire
 from shardlab.learn import mistakes, toys
 from shardlab.learn.exercise import Case, Finding, Rows, Stage, judging, say
 
@@ -284,7 +284,7 @@ def between(ranks: Rows) -> Finding | None:
 
 def sent(ranks: Rows) -> Finding | None:
     n, every, steps = len(ranks), ranks[0]["every"], len(ranks[0]["steps"])
-    should = steps // every * numbers.wire_bytes("all_reduce", ranks[0]["size"], n)
+    should = steps // every * wire.wire_bytes("all_reduce", ranks[0]["size"], n)
     calls = mistakes.all_calls(ranks)[0]
     return mistakes.not_by_hand(ranks) or mistakes.too_many_bytes(calls, n, should)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardlab import numbers
+from shardlab import wire
 from shardlab.learn import mistakes
 from shardlab.learn.exercise import (
     Case,
@@ -328,7 +328,7 @@ def input_gradient(rows: Rows, _step: int) -> Finding | None:
 @each_step
 def sent(rows: Rows, _step: int) -> Finding | None:
     n, first = len(rows), rows[0]
-    should = numbers.wire_bytes("all_reduce", 8 * len(flat(first["want"])), n)
+    should = wire.wire_bytes("all_reduce", 8 * len(flat(first["want"])), n)
     if not first["calls"]:
         return say("not-by-hand")
     for way in ("forward", "backward"):

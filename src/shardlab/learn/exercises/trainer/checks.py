@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from shardlab import numbers
+from shardlab import wire
 from shardlab.learn import mistakes, toys
 from shardlab.learn.exercise import Case, Finding, Rejected, Row, Rows, Stage, judging, say
 from shardlab.run.child import listening_store
@@ -387,7 +387,7 @@ def _counts(ranks: Rows, step: int) -> dict[str, str]:
 def sent(ranks: Rows) -> Finding | None:
     """Gradients once per step; loss and count are a few bytes."""
     n = len(ranks)
-    should = numbers.wire_bytes("all_reduce", ranks[0]["sizes"], n)
+    should = wire.wire_bytes("all_reduce", ranks[0]["sizes"], n)
     for row in ranks[0]["steps"]:
         if found := mistakes.too_many_bytes(row["calls"], n, should):
             return found
