@@ -324,10 +324,26 @@ def named_table(name: str, numbers: Numbers) -> str:
     return TABLES[name](numbers)
 
 
+def fitted_ms(numbers: Numbers, size: int) -> float:
+    """An all-reduce of ``size`` bytes on two ranks, by the line through the measurements."""
+    line = part(numbers, "all_reduce")
+    return float(line["alpha_ms"] + size / line["gb_per_s"] / 1e6)
+
+
+def moved_by_zero3() -> float:
+    """By the lab's own, in a step of ``SEQUENCES`` micro-batches of one sequence."""
+    claim = claims.CLAIMS["zero3"].of(gpt2_small(ON_RANKS, SEQUENCES // ON_RANKS))
+    return float(sum(claim["moved"].values()))
+
+
 def value_of(name: str, numbers: Numbers) -> str:
     values: Mapping[str, Callable[[], str]] = {
         "alpha_us": lambda: fmt.number(1000 * part(numbers, "all_reduce")["alpha_ms"]),
         "beta": lambda: fmt.number(part(numbers, "all_reduce")["gb_per_s"]),
+        "fit_middle": lambda: fmt.number(fitted_ms(numbers, 1 << 22)),
+        "fit_many": lambda: fmt.number(256 * fitted_ms(numbers, 1 << 14)),
+        "many": lambda: fmt.number(part(numbers, "all_reduce")["split"][-1]["ms"]),
+        "zero3_small": lambda: fmt.size(moved_by_zero3()),
         "half_size": lambda: fmt.size(part(numbers, "all_reduce")["half_bytes"]),
         "tensors": lambda: str(len(gpt2_small(1, 1).params)),
         "state": lambda: fmt.size(4 * gpt2_small(1, 1).psi),
