@@ -35,7 +35,7 @@ def measure_here(name: str) -> dict[str, Any]:
     from torch import nn
 
     import shardlab
-    from shardlab import comm
+    from shardlab.ledger import LEDGER
 
     def loss(model: nn.Module, batch: shardlab.Batch) -> torch.Tensor:
         result: torch.Tensor = (model(batch.inputs) - batch.targets).square().sum()
@@ -64,7 +64,7 @@ def measure_here(name: str) -> dict[str, Any]:
     def counted() -> tuple[int, int]:
         dist.barrier()
         time.sleep(0.2)  # until the last acknowledgement is sent
-        found = int(COUNTER.read_text()), comm.LEDGER.sent_between
+        found = int(COUNTER.read_text()), LEDGER.sent_between
         dist.barrier()
         return found
 

@@ -215,9 +215,9 @@ def wire(_scratch: Path) -> Any:
 
 
 def count_wire() -> list[dict[str, Any]]:
-    from shardlab.comm import wire_bytes
     from shardlab.config import LaunchConfig
     from shardlab.run.ranks import Ranks
+    from shardlab.wire import wire_bytes
 
     names = {
         "all_reduce": "all_reduce",

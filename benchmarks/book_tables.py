@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 from book_parts import Missing, Numbers, gpt2_small, part, record, table
 
 from shardlab import text as fmt
-from shardlab.comm import wire_bytes
 from shardlab.plan import claims
 from shardlab.strategies.pipeline import schedules
+from shardlab.wire import wire_bytes
 
 LADDERS = {"loopback": "ladder-2ranks", "4 Gbit/s": "ladder-2ranks-4gbit"}  # link and record
 TOKENS_PER_S = 33_000  # GPT-2 small on one GPU, as in the assignment's log
 
 
 def collective_costs(_numbers: Numbers) -> str:
-    """The formulas of ``comm.wire_bytes``, in numbers: of 1 GiB."""
+    """The formulas of ``wire_bytes``, in numbers: of 1 GiB."""
     ops = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
     rows = [
         [f"`{op}`", *(fmt.size(wire_bytes(op, 1 << 30, n)) for n in (2, 4, 8, 64))] for op in ops

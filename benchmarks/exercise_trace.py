@@ -46,7 +46,7 @@ class FromTheStart(configs.ProfileConfig):
 
 
 def record(world: Any, values: dict[str, Any], folder: str) -> None:
-    from shardlab.comm import LEDGER
+    from shardlab.ledger import LEDGER
     from shardlab.run import assemble, loop
     from shardlab.run.recorder import Recorder
     from shardlab.trace.capture import Capture

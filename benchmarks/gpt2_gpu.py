@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardlab import comm
 from shardlab import config as configs
+from shardlab.ledger import LEDGER
 from shardlab.run import assemble, environment, loop
 from shardlab.run.ranks import Ranks
 from shardlab.run.recorder import Recorder
@@ -111,10 +111,10 @@ def ours(world: Any, batch: int, compile_what: str, head: str) -> Callable[[int]
     workload = assemble.build_workload(config)
     strategy = assemble.build_strategy(config, workload, world)
     data = loop.Batches(workload, config, world)
-    comm.LEDGER.reset(full_steps=0)
+    LEDGER.reset(full_steps=0)
 
     def steps(count: int) -> None:
-        with Recorder(None, world, comm.LEDGER, count) as recorder:
+        with Recorder(None, world, LEDGER, count) as recorder:
             loop.train(strategy, data, recorder, range(count))
 
     return steps

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from shardlab import comm, naming
 from shardlab import config as configs
+from shardlab.ledger import LEDGER
 from shardlab.report.charts import Log, line
 from shardlab.run import assemble, environment, loop
 from shardlab.run.ranks import Ranks
@@ -116,7 +117,7 @@ def steps(world: Any, values: dict[str, Any], tensors: int, width: int) -> dict[
     config, workload = configs.from_dict(values), many(tensors, width)
     strategy = assemble.build_strategy(config, workload, world)
     batches: Iterator[Any] = iter(loop.Batches(workload, config, world))
-    comm.LEDGER.reset(full_steps=0)
+    LEDGER.reset(full_steps=0)
 
     def step() -> None:
         strategy.gradients(next(batches))
@@ -174,12 +175,12 @@ def ledger(world: Any, collectives: int) -> dict[str, Any]:
     """Seconds of a step with so many small collectives, with its rows taken out at the end."""
     tensor, seconds = torch.zeros(1), []
     for _ in range(3):
-        comm.LEDGER.reset()
+        LEDGER.reset()
         world.gather(None)
         start = time.perf_counter()
         for _ in range(collectives):
             comm.all_reduce(tensor, world.group, label="one")
-        json.dumps(comm.LEDGER.take())
+        json.dumps(LEDGER.take())
         seconds.append(max(world.gather(time.perf_counter() - start)))
     return {"seconds": statistics.median(seconds), "env": described(world)}
 

@@ -43,14 +43,15 @@ def measure(world: Any, values: dict[str, Any], blocks: int) -> dict[str, Any]:
     from shardlab.guard import drift, watchdog
     from shardlab.guard.guards import Guards
     from shardlab.guard.numbers import NumbersGuard
+    from shardlab.ledger import LEDGER
     from shardlab.run import assemble, environment, loop
     from shardlab.strategies.update import Rule
 
     config = configs.from_dict(values)
     workload = assemble.build_workload(config)
-    comm.LEDGER.reset(full_steps=1_000_000)  # as in a run's first steps: every row is written
+    LEDGER.reset(full_steps=1_000_000)  # as in a run's first steps: every row is written
     guards = Guards(config, world)
-    comm.LEDGER.check = None  # the first steps are measured apart, below
+    LEDGER.check = None  # the first steps are measured apart, below
     strategy: Any = assemble.build_strategy(config, workload, world)
     numbers = NumbersGuard(strategy, world, config.training.on_nonfinite)
     steps = loop.Batches(workload, config, world)
@@ -71,13 +72,13 @@ def measure(world: Any, values: dict[str, Any], blocks: int) -> dict[str, Any]:
             strategy.gradients(microbatches)
             strategy.step()
             return
-        comm.LEDGER.step = number
+        LEDGER.step = number
         loss = strategy.gradients(microbatches)
         numbers.check_loss(number, loss, microbatches)
         strategy.step()
         numbers.after_step(number, loss)
-        comm.LEDGER.step = None
-        for row in comm.LEDGER.take():
+        LEDGER.step = None
+        for row in LEDGER.take():
             json.dumps(row)
 
     def timed(guarded: bool, number: int) -> tuple[float, float]:
@@ -119,16 +120,16 @@ def measure(world: Any, values: dict[str, Any], blocks: int) -> dict[str, Any]:
 
     def book() -> None:
         for _ in range(entries):
-            entry = comm.LEDGER.open("all_reduce", small, world.group, "grad")
+            entry = LEDGER.open("all_reduce", small, world.group, "grad")
             entry.wait_ns = entry.done_ns = entry.ready_ns = time.perf_counter_ns()
-        for row in comm.LEDGER.take():
+        for row in LEDGER.take():
             json.dumps(row)
 
     def check() -> None:
-        comm.LEDGER.check = guards.sequence.check  # type: ignore[union-attr]
-        comm.LEDGER.open("all_reduce", small, world.group, "grad")
-        comm.LEDGER.check = None
-        comm.LEDGER.entries.clear()
+        LEDGER.check = guards.sequence.check  # type: ignore[union-attr]
+        LEDGER.open("all_reduce", small, world.group, "grad")
+        LEDGER.check = None
+        LEDGER.entries.clear()
 
     def processor_ms(work: Callable[[], Any]) -> float:
         """Of one small collective, the least of 40 means."""
@@ -139,7 +140,7 @@ def measure(world: Any, values: dict[str, Any], blocks: int) -> dict[str, Any]:
             for _ in range(50):
                 work()
             taken.append((time.process_time() - start) * 1e3 / 50)
-            comm.LEDGER.take()
+            LEDGER.take()
         return min(taken)
 
     def ledgered() -> None:
@@ -147,9 +148,9 @@ def measure(world: Any, values: dict[str, Any], blocks: int) -> dict[str, Any]:
 
     alone = processor_ms(lambda: bare(small, world.group))
     with_row = processor_ms(ledgered)
-    comm.LEDGER.full_steps = None  # as in a proof: a callback stamps when it ended
+    LEDGER.full_steps = None  # as in a proof: a callback stamps when it ended
     with_stamp = processor_ms(ledgered)
-    comm.LEDGER.full_steps = 1_000_000
+    LEDGER.full_steps = 1_000_000
     gradients = [torch.ones_like(p) for p in strategy.params.values()]
     reporter = watchdog.Reporter(world, None, config.launch.timeout_s, None)
     parts = {

@@ -64,6 +64,7 @@ class Alone:
 def take_turns(world: Any, ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     """Step times, as long as the slowest rank took: {"ours": [...], "theirs": …, "alone": …}."""
     from shardlab import comm
+    from shardlab.ledger import LEDGER
     from shardlab.run import assemble, environment, loop
 
     settings = {"ours": configs.from_dict(ours), "theirs": configs.from_dict(theirs)}
@@ -75,9 +76,9 @@ def take_turns(world: Any, ours: dict[str, Any], theirs: dict[str, Any]) -> dict
     turns["alone"] = Alone(config, workload)
     times: dict[str, list[float]] = {kind: [] for kind in turns}
     losses: dict[str, float] = {}
-    comm.LEDGER.reset(full_steps=0)  # as in a comparison's timed steps: totals only
+    LEDGER.reset(full_steps=0)  # as in a comparison's timed steps: totals only
     for i, microbatches in enumerate(loop.Batches(workload, config, world)):
-        comm.LEDGER.step = i
+        LEDGER.step = i
         for kind in turns if i % 2 else reversed(turns):
             comm.barrier(world.group)
             start = time.perf_counter()

@@ -28,6 +28,7 @@ def take_turns(world: Any, values: dict[str, Any], depth: int) -> dict[str, Any]
     import torch
 
     from shardlab import comm
+    from shardlab.ledger import LEDGER
     from shardlab.run import assemble, environment, loop
 
     config = configs.from_dict(values)
@@ -39,9 +40,9 @@ def take_turns(world: Any, values: dict[str, Any], depth: int) -> dict[str, Any]
     }
     waits: dict[str, list[float]] = {kind: [] for kind in loaders}
     wholes: dict[str, list[float]] = {kind: [] for kind in loaders}
-    comm.LEDGER.reset(full_steps=0)
+    LEDGER.reset(full_steps=0)
     for i in range(config.training.steps):
-        comm.LEDGER.step = i
+        LEDGER.step = i
         for kind in ("plain", "ahead") if i % 2 else ("ahead", "plain"):
             comm.barrier(world.group)
             start = time.perf_counter()

@@ -32,6 +32,7 @@ def take_turns(world: Any, length: int, rounds: int) -> dict[str, Any]:
     import torch
 
     from shardlab import comm
+    from shardlab.ledger import LEDGER
     from shardlab.measure import memory
     from shardlab.run import assemble, environment, loop
 
@@ -56,7 +57,7 @@ def take_turns(world: Any, length: int, rounds: int) -> dict[str, Any]:
     alone = world.first(1)
     ring = built("context_parallel", world)
     one = None if alone is None else built("single", alone)
-    comm.LEDGER.reset(full_steps=0)
+    LEDGER.reset(full_steps=0)
 
     def step(of: tuple[Any, Any]) -> None:
         strategy, microbatches = of
@@ -65,7 +66,7 @@ def take_turns(world: Any, length: int, rounds: int) -> dict[str, Any]:
 
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for i in range(WARMUP + rounds):
-        comm.LEDGER.step = i
+        LEDGER.step = i
         for kind in KINDS:
             comm.barrier(world.group)
             torch.set_num_threads(world.size if kind == "same cores" else 1)

@@ -58,7 +58,9 @@ class Room(NamedTuple):
 ROOMS = {
     "strategies": Room(90, ("strategies",), ("tests/strategies", "tests/bugs")),
     "comm": Room(
-        14, ("comm.py",), ("tests/test_comm.py", "tests/guard", "tests/faults", CONFORMANCE)
+        14,
+        ("comm.py", "ledger.py"),
+        ("tests/test_comm.py", "tests/guard", "tests/faults", CONFORMANCE),
     ),
     "optim": Room(16, ("optim",), ("tests/optim", CONFORMANCE)),
     "checkpoint": Room(30, ("checkpoint",), ("tests/checkpoint",)),

@@ -13,14 +13,16 @@ from conftest import GetRanks
 from shardlab import comm, seal
 from shardlab.errors import Halt
 from shardlab.guard.sequence import Sequence
+from shardlab.ledger import LEDGER
 from shardlab.measure import memory
+from shardlab.wire import wire_bytes
 from shardlab.world import World
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
 
 
 def every_collective(world: World, dtype: torch.dtype, async_op: bool) -> dict[str, list[float]]:
-    comm.LEDGER.reset()
+    LEDGER.reset()
     mine = torch.arange(4 * world.size).to(dtype) + 10 * world.rank  # (4 * ranks,)
     summed, largest, sent = mine.clone(), mine.clone(), mine.clone()
     gathered = torch.empty(3 * world.size, dtype=dtype)
@@ -89,7 +91,7 @@ def test_parts_of_different_sizes(sizes: list[int], ranks: GetRanks) -> None:
 
 def ledger_of(world: World, async_op: bool) -> list[dict[str, Any]]:
     every_collective(world, torch.float32, async_op)
-    return comm.LEDGER.take()
+    return LEDGER.take()
 
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
@@ -111,14 +113,14 @@ def test_the_ledger(async_op: bool, ranks: GetRanks) -> None:
 
 
 def as_pytorch(world: World) -> tuple[list[list[float]], list[dict[str, Any]]]:
-    comm.LEDGER.reset()
-    comm.LEDGER.ranks_per_node = 1
+    LEDGER.reset()
+    LEDGER.ranks_per_node = 1
     mine = torch.arange(4.0 * world.size) + 10 * world.rank  # (4 * ranks,)
     gathered, shard = torch.empty(3 * world.size), torch.empty(4)
     comm.gather_as_pytorch(gathered, mine[:3], world.group, label="whole")
     comm.scatter_as_pytorch(shard, mine, world.group, dist.ReduceOp.SUM, label="part")
-    comm.LEDGER.ranks_per_node = 0
-    return [gathered.tolist(), shard.tolist()], comm.LEDGER.take()
+    LEDGER.ranks_per_node = 0
+    return [gathered.tolist(), shard.tolist()], LEDGER.take()
 
 
 def test_as_pytorch_makes_them(ranks: GetRanks) -> None:
@@ -136,7 +138,7 @@ def completed_while_away(world: World) -> tuple[bool, int]:
     """An asynchronous collective ends before anyone waits for it, and the ledger knows when."""
     import time
 
-    comm.LEDGER.reset()
+    LEDGER.reset()
     pending = comm.all_reduce(torch.ones(8), world.group, async_op=True)
     limit = time.monotonic() + 20
     while pending.entry.done_ns is None and time.monotonic() < limit:
@@ -146,7 +148,7 @@ def completed_while_away(world: World) -> tuple[bool, int]:
     entry = pending.entry
     assert entry.done_ns is not None
     assert entry.wait_ns is not None
-    return entry.done_ns < entry.wait_ns, len(comm.LEDGER.take())
+    return entry.done_ns < entry.wait_ns, len(LEDGER.take())
 
 
 def test_completion_is_seen_without_waiting(ranks: GetRanks) -> None:
@@ -188,12 +190,12 @@ def test_reduce_scatter_is_a_true_one(world: int, ranks: GetRanks) -> None:
     size = 16 << 20
     for op in ("all_reduce", "reduce_scatter"):
         sent = ranks(world).run(loopback_bytes, op, size)[0]
-        promised = comm.wire_bytes(op, size, world) * world
+        promised = wire_bytes(op, size, world) * world
         assert sent == pytest.approx(promised, rel=0.05), op
 
 
 def profiled(world: World) -> list[str]:
-    comm.LEDGER.reset()
+    LEDGER.reset()
     with torch.profiler.profile() as profile:
         comm.all_reduce(torch.ones(4), world.group, label="grad head")
     return [event.name for event in profile.events() if "shardlab" in event.name]
@@ -205,11 +207,11 @@ def test_the_profiler_sees_the_ledgers_number(ranks: GetRanks) -> None:
 
 
 def two_steps(world: World) -> tuple[int, int, list[int | None]]:
-    comm.LEDGER.reset(full_steps=1)
+    LEDGER.reset(full_steps=1)
     for step in range(2):
-        comm.LEDGER.step = step
+        LEDGER.step = step
         comm.all_reduce(torch.ones(2), world.group)
-    return comm.LEDGER.calls, comm.LEDGER.bytes, [row["step"] for row in comm.LEDGER.take()]
+    return LEDGER.calls, LEDGER.bytes, [row["step"] for row in LEDGER.take()]
 
 
 def test_later_steps_are_only_counted(ranks: GetRanks) -> None:
@@ -218,7 +220,7 @@ def test_later_steps_are_only_counted(ranks: GetRanks) -> None:
 
 def many_under_the_profiler(world: World) -> float:
     """A recorded run under the profiler, in which every message is waited for at once."""
-    comm.LEDGER.reset(full_steps=1)
+    LEDGER.reset(full_steps=1)
     total = torch.zeros(64)
 
     def work() -> None:
@@ -227,7 +229,7 @@ def many_under_the_profiler(world: World) -> float:
             comm.all_reduce(total, world.group, label="many")
 
     memory.trace(world.device, work)
-    comm.LEDGER.reset()
+    LEDGER.reset()
     return float(total[0])
 
 
@@ -266,14 +268,14 @@ def test_tensors_of_any_layout(ranks: GetRanks) -> None:
 
 
 def sums_in_16_bits(world: World) -> tuple[list[float], list[float], list[int]]:
-    comm.LEDGER.reset()
+    LEDGER.reset()
     values = torch.tensor([[1.0, 2.0], [2.0**-10, 3.0]])  # with 1, in 16 bits, 2**-10 is lost
     summed = (values + world.rank).t()  # not contiguous
     comm.all_reduce(summed, world.group, dtype=torch.bfloat16)
     scattered = torch.zeros(2)
     flat = values.flatten() + world.rank
     comm.reduce_scatter(scattered, flat, world.group, dtype=torch.bfloat16)
-    sizes = [row["bytes"] for row in comm.LEDGER.take()]
+    sizes = [row["bytes"] for row in LEDGER.take()]
     return summed.flatten().tolist(), scattered.tolist(), sizes
 
 
@@ -289,7 +291,7 @@ def test_sums_in_16_bits(ranks: GetRanks) -> None:
 
 def messages(world: World, shape: list[int]) -> tuple[list[float], list[dict[str, Any]]]:
     """Both ranks send large messages first, several at a time, and receive in another order."""
-    comm.LEDGER.reset()
+    LEDGER.reset()
     other = 1 - world.rank
     sent = [torch.full(shape, 10.0 * world.rank + i) for i in range(3)]
     sends = [
@@ -303,7 +305,7 @@ def messages(world: World, shape: list[int]) -> tuple[list[float], list[dict[str
     ]
     for pending in (*reversed(receives), *sends):
         pending.wait()
-    return [float(t.sum()) / max(1, t.numel()) for t in rooms], comm.LEDGER.take()
+    return [float(t.sum()) / max(1, t.numel()) for t in rooms], LEDGER.take()
 
 
 @pytest.mark.parametrize("shape", [[2], [0, 3], [1 << 20]], ids=str)
@@ -315,7 +317,7 @@ def test_messages(shape: list[int], ranks: GetRanks) -> None:
         assert [row["bytes"] for row in rows] == [size] * 6
         assert [row["sent_inside"] for row in rows] == [size] * 3 + [0] * 3
         assert all(row["ready_ns"] is not None for row in rows)
-        assert sum(comm.wire_bytes(row["op"], row["bytes"], 2) for row in rows) == 3 * size
+        assert sum(wire_bytes(row["op"], row["bytes"], 2) for row in rows) == 3 * size
 
 
 def objects(world: World, key: bytes | None) -> tuple[Any, Any]:
@@ -349,8 +351,8 @@ def test_objects_are_read_if_a_rank_of_this_run_has_sent_them(ranks: GetRanks) -
 def compared(world: World, label: str) -> str:
     """Under the guard of the first steps: a message for something else is not used."""
     guard = Sequence(world)
-    comm.LEDGER.reset()
-    comm.LEDGER.check = guard.check
+    LEDGER.reset()
+    LEDGER.check = guard.check
     try:
         if world.rank == 0:
             comm.send(torch.ones(2), world.group, 1, label=label)
@@ -359,7 +361,7 @@ def compared(world: World, label: str) -> str:
     except Halt as halt:
         return str(halt)
     finally:
-        comm.LEDGER.reset()
+        LEDGER.reset()
     return "right"
 
 
@@ -375,7 +377,7 @@ def in_groups(world: World) -> str:
     """Ranks 0 and 1 do more in their group than 2 and 3 in theirs: that is right."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     guard = Sequence(world)
-    comm.LEDGER.reset()
+    LEDGER.reset()
     mine = halves[world.rank // 2]
     for i in range(1 if world.rank < 2 else 3):
         comm.all_reduce(torch.ones(1), mine, label=f"part {i}")

@@ -18,8 +18,8 @@ import commands
 import shardlab
 from commands import ROOT
 from conftest import GetRanks
-from shardlab import comm
 from shardlab.errors import UsageError
+from shardlab.ledger import LEDGER
 from shardlab.world import World
 
 PLAIN, PARALLEL = (ROOT / "examples" / f"{name}_script.py" for name in ("plain", "parallel"))
@@ -125,7 +125,7 @@ def advance(strategy: Any, steps: range, world: World) -> None:
         halves = x[world.rank :: world.size].chunk(2)
         strategy.gradients([shardlab.Batch(h, h.flip(1), h.numel(), len(h)) for h in halves])
         strategy.step()
-    assert not comm.LEDGER.entries, "every collective is kept for ever"
+    assert not LEDGER.entries, "every collective is kept for ever"
 
 
 def both(strategy: Any) -> dict[str, Tensor]:

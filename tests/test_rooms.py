@@ -13,8 +13,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "shardlab"
 # A single module stands before its room where the config or the loop needs it.
 ORDER = (
     "errors", "text", "stats", "wire", "shapes", "files", "output", "runfolder", "runlock",
-    "naming", "axes", "batch", "pulse", "phases", "seal", "comm", "optim.schedule", "faults.spec",
-    "config", "specs", "world", "data", "workloads", "optim", "strategies",
+    "naming", "axes", "batch", "pulse", "phases", "seal", "ledger", "comm", "optim.schedule",
+    "faults.spec", "config", "specs", "world", "data", "workloads", "optim", "strategies",
     "strategies.data_parallel", "strategies.sharded", "strategies.local", "strategies.tensor",
     "strategies.context", "strategies.pipeline",
     "guard", "faults", "checkpoint", "trace.clocks", "trace.capture", "run",

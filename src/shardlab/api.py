@@ -308,8 +308,9 @@ def strategy(
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shardlab import axes, comm
+    from shardlab import axes
     from shardlab import world as worlds
+    from shardlab.ledger import LEDGER
     from shardlab.optim import optimizers
     from shardlab.run import assemble
     from shardlab.strategies.base import Setup
@@ -343,9 +344,9 @@ def strategy(
         per_node = worlds.ranks_per_node(group, place.local_rank, place.local_size)
     # Nobody reads the ledger of a loop of one's own: an entry for each collective would fill the
     # memory in a long run.
-    comm.LEDGER.reset(full_steps=0)
-    comm.LEDGER.step = 0
-    comm.LEDGER.ranks_per_node = per_node
+    LEDGER.reset(full_steps=0)
+    LEDGER.step = 0
+    LEDGER.ranks_per_node = per_node
     setup = Setup(model, optimizer, loss_fn, mesh, rule, named, per_node)
     made = make(setup, **given.strategy.options)
     atexit.register(_end, made)  # what is registered last is called first: worlds.leave comes after

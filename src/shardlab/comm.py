@@ -1,45 +1,30 @@
-"""The collectives that our strategies may call: labelled in the profiler, counted in a ledger.
+"""The collectives that our strategies may call: labelled in the profiler, counted in the ledger.
 
-Each takes a tensor and a process group and returns when the result is there; with
-``async_op=True`` it returns a ``Pending`` at once and the result is there after
-``pending.wait()``. Those that PyTorch's own strategies call from C++ are not in the ledger. FSDP2
-lets us make its gathers and scatters: those are, though its sums between replicas are not.
+Each takes a tensor and a process group and returns when the result is there. With
+``async_op=True`` it returns a ``Pending`` at once, and the result is there after
+``pending.wait()``. The ledger does not see collectives that PyTorch's own strategies call from
+C++. FSDP2 lets us make its gathers and scatters: the ledger has those, but not FSDP2's sums
+between replicas.
 
 ``send`` and ``recv`` are messages between two ranks of a group. Both ends give the same tag, lane
 and label, and make the messages of one lane and direction in the same order. Over Gloo the tag
 pairs them. NCCL pairs by order alone, so each lane and direction needs a group of its own there.
-
-What a ledger entry's ``bytes`` counts is Ψ, the whole tensor the collective is about (for
-all_gather its output, for reduce_scatter its input). ``wire_bytes`` is what the best
-algorithm makes one rank send. ``sent_inside`` and ``sent_between`` are what the backend's own makes
-this rank send inside its node and to other nodes (``wire.link_shares``).
 """
 
 from __future__ import annotations
 
-import functools
-import os
-import sys
 import time
-import zlib
-from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardlab import seal
-from shardlab.pulse import Call
-from shardlab.wire import link_shares
-from shardlab.wire import wire_bytes as wire_bytes
-
-Group = dist.ProcessGroup
-REMEMBERED = 1024  # calls that ``recent`` keeps, to tell ranks apart that are out of step
+from shardlab.ledger import LEDGER, Entry, members, span
+from shardlab.ledger import Group as Group
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -53,184 +38,18 @@ def _by_either_name(new: str, old: str) -> Callable[..., Any]:
 _gather_into = _by_either_name("all_gather_single", "all_gather_into_tensor")
 _scatter_into = _by_either_name("reduce_scatter_single", "reduce_scatter_tensor")
 
-
-_members: WeakKeyDictionary[Group, list[int]] = WeakKeyDictionary()
-
-
-def members(group: Group) -> list[int]:
-    """The ranks of a group, by their numbers in the world."""
-    if group not in _members:
-        _members[group] = dist.get_process_group_ranks(group)
-    return _members[group]
-
-
-# Set by an injected fault (faults/inject.py). It is asked before each collective; True skips it.
-# A module variable, as the collectives are plain functions that any strategy calls.
-intercept: Callable[[], bool] | None = None
-
-
-@dataclass(slots=True)
-class Entry:
-    """One collective of one rank. Times are of the host's monotonic clock, in nanoseconds."""
-
-    seq: int
-    step: int | None
-    op: str
-    bytes: int
-    dtype: str
-    ranks: int
-    label: str
-    site: str  # file:line of the strategy that called
-    enqueue_ns: int
-    wait_ns: int | None = None  # when the strategy began to wait for it
-    # When it had finished. None on NCCL, where only the GPU knows, and in a recorded run where it
-    # finished before the wait.
-    done_ns: int | None = None
-    ready_ns: int | None = None  # when the wait was over and the strategy continued
-    launches: int = 1  # messages that the backend was given for it
-    sent_inside: int = 0  # bytes that this rank sends to ranks of its node
-    sent_between: int = 0  # and to other nodes
-    among: str = ""  # "0>1": a message of rank 0 to 1; "0 2": a group of these; empty: all ranks
-
-
-@dataclass
-class Ledger:
-    """Every collective of this rank, in order: full entries for some steps, totals for all."""
-
-    entries: list[Entry] = field(default_factory=list)
-    step: int | None = None  # set by the loop's recorder; None outside a step
-    full_steps: int | None = None  # entries are kept for this many steps; None keeps all
-    calls: int = 0
-    bytes: int = 0
-    sent_between: int = 0  # bytes that this rank sends to other nodes
-    ranks_per_node: int = 0  # 0: one node, or not known; it stays when the ledger begins anew
-    # For the watchdog: what was entered last, what is waited for, and how many waits are over.
-    recent: deque[Call] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    waiting: Entry | None = None
-    waited: int = 0
-    # How many calls were made in each channel (pulse.Call), and their fingerprint. Both are the
-    # same on every rank that takes part in the channel.
-    channels: dict[str, tuple[int, int]] = field(default_factory=dict)
-    # It is asked before each call is launched, or when a message has been received.
-    check: Callable[[Call, Group], None] | None = None
-
-    def open(
-        self,
-        op: str,
-        tensor: Tensor,
-        group: Group,
-        label: str,
-        reduction: str = "",
-        link: tuple[int, int] | None = None,
-        lane: str | None = None,
-        ours: bool = True,
-    ) -> Entry:
-        """``link``: the sender and the receiver, by their places in the group, where it goes to one
-        rank alone. ``lane``: messages of one kind, which both ends make in the same order; None:
-        every rank of the group makes this call. ``ours``: it is sent as this file sends it over
-        Gloo, not as Gloo itself does. A call that an injected fault skips is not counted, and over
-        already."""
-        if intercept is not None and intercept():
-            now = time.perf_counter_ns()
-            return Entry(-1, None, op, 0, "", group.size(), "", "", now, ready_ns=now)
-        frame = sys._getframe(2)  # open <- the collective <- the strategy
-        entry = Entry(
-            seq=self.calls,
-            step=self.step,
-            op=op,
-            bytes=tensor.numel() * tensor.element_size(),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            ranks=group.size(),
-            label=label,
-            site=f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}",  # noqa: PTH119
-            enqueue_ns=time.perf_counter_ns(),
-        )
-        entry.sent_inside, entry.sent_between = self._links(op, entry.bytes, group, link, ours)
-        what = f"{op}{reduction} {tuple(tensor.shape)} {entry.dtype} '{label}'"
-        ranks = members(group)
-        channel = " ".join(map(str, ranks))
-        if link is not None and lane is not None:
-            entry.among = f"{ranks[link[0]]}>{ranks[link[1]]}"
-            channel = f"{entry.among} {lane}"
-        elif len(ranks) < dist.get_world_size():
-            entry.among = channel
-        turn, fingerprint = self.channels.get(channel, (0, 0))
-        call = Call(entry.seq, entry.step, what, entry.site, channel, turn)
-        self.recent.append(call)
-        same = call.kind if call.is_message else what
-        self.channels[channel] = turn + 1, zlib.crc32(same.encode(), fingerprint)
-        self.calls += 1
-        self.bytes += entry.bytes
-        self.sent_between += entry.sent_between
-        if self.check is not None and op != "recv":
-            self.waiting = entry
-            with _span("wait:check", entry):
-                self.check(call, group)
-            self.waiting = None
-        if self.keeps_entries:
-            self.entries.append(entry)
-        return entry
-
-    def _links(
-        self, op: str, size: int, group: Group, link: tuple[int, int] | None, ours: bool
-    ) -> tuple[int, int]:
-        """The bytes that this rank sends inside its node, and to other nodes."""
-        ranks = members(group) if link is None else [members(group)[place] for place in link]
-        place = group.rank() if link is None else int(op == "recv")
-        nodes = tuple(rank // self.ranks_per_node if self.ranks_per_node else 0 for rank in ranks)
-        inside, between = link_shares(op, nodes, place, group.name(), ours)
-        return round(inside * size), round(between * size)
-
-    @property
-    def keeps_entries(self) -> bool:
-        return self.step is None or self.full_steps is None or self.step < self.full_steps
-
-    def take(self) -> list[dict[str, Any]]:
-        """The finished entries so far, as plain rows; they leave the ledger."""
-        finished = [e for e in self.entries if e.ready_ns is not None]
-        self.entries = [e for e in self.entries if e.ready_ns is None]
-        return [{name: getattr(e, name) for name in Entry.__slots__} for e in finished]
-
-    def reset(self, full_steps: int | None = None) -> None:
-        """Begin anew, as at the start of a run."""
-        self.entries = []
-        self.step = None
-        self.full_steps = full_steps
-        self.calls = self.bytes = self.sent_between = self.waited = 0
-        self.recent.clear()
-        self.channels.clear()
-        self.waiting = self.check = None
-
-    def call_of(self, entry: Entry) -> Call:
-        """The call of an entry, from ``recent`` or, if that has forgotten it, from the entry."""
-        for call in reversed(self.recent):
-            if call.seq == entry.seq:
-                return call
-        return Call(entry.seq, entry.step, f"{entry.op} '{entry.label}'", entry.site)
-
-
-LEDGER = Ledger()  # a rank is a process: one ledger
-
 _host_groups: dict[Group, Group] = {}
 
 
 def host_group(group: Group) -> Group:
-    """The same ranks over Gloo: what their hosts tell each other does not wait for their GPUs."""
+    """The same ranks over Gloo: messages between hosts do not wait for their GPUs."""
     if group.name() == "gloo":
         return group
     if group not in _host_groups:
-        ranks = dist.get_process_group_ranks(group)
-        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        _host_groups[group] = made
+        _host_groups[group] = dist.new_group(
+            members(group), backend="gloo", use_local_synchronization=True
+        )
     return _host_groups[group]
-
-
-def _span(what: str, entry: Entry) -> AbstractContextManager[Any]:
-    """A span in the profiler, with the ledger's number, so that a trace can be joined to it."""
-    if not torch.autograd._profiler_enabled():  # the span costs ten microseconds, the question none
-        return nullcontext()
-    among = f" (ranks {entry.among})" if entry.among else ""
-    return torch.profiler.record_function(f"shardlab::{what} #{entry.seq} {entry.label}{among}")
 
 
 class Pending:
@@ -253,7 +72,7 @@ class Pending:
         self._is_gloo = group.name() == "gloo" and entry.op not in ("send", "recv")
         if self._is_gloo and LEDGER.full_steps is None:
             for part in self._works:
-                part.get_future().add_done_callback(functools.partial(_stamp, entry))
+                part.get_future().add_done_callback(partial(_stamp, entry))
 
     def wait(self) -> None:
         entry = self.entry
@@ -268,8 +87,8 @@ class Pending:
             and LEDGER.full_steps is not None
             and not all(work.get_future().done() for work in self._works)
         )
-        LEDGER.waiting = entry
-        with _span(f"wait:{entry.op}", entry):
+        LEDGER.waiting = entry.call
+        with span(f"wait:{entry.op}", entry):
             for work in self._works:
                 work.wait()
             if ends_here:
@@ -297,7 +116,7 @@ def _begin(
     """Start a collective asynchronously; wait for it here unless ``async_op``."""
     if entry.ready_ns is not None:  # skipped: nothing is sent, and there is nothing to wait for
         return Pending(entry, [], group)
-    with _span(entry.op, entry):
+    with span(entry.op, entry):
         pending = Pending(entry, start(), group, finish)
     if not async_op:
         pending.wait()
@@ -340,29 +159,19 @@ def all_reduce(
 ) -> Pending:
     """``tensor`` becomes, on each rank, the sum (max, min) of all ranks' tensors. With ``dtype``
     they are rounded to it before they are sent, and added up in it."""
-    reduction, (dense, finish) = _REDUCTIONS[op], _dense(tensor, dtype)
+    dense, write_back = _dense(tensor, dtype)
     sent = tensor if dtype is None else dense
     entry = LEDGER.open("all_reduce", sent, group, label, "" if op == "sum" else f"({op})")
-    return _begin(
-        entry,
-        group,
-        async_op,
-        lambda: dist.all_reduce(dense, reduction, group, async_op=True),
-        finish,
-    )
+    start = partial(dist.all_reduce, dense, _REDUCTIONS[op], group, async_op=True)
+    return _begin(entry, group, async_op, start, write_back)
 
 
 def broadcast(tensor: Tensor, group: Group, *, label: str = "", async_op: bool = False) -> Pending:
     """``tensor`` becomes, on each rank, that of the group's rank 0."""
     entry = LEDGER.open("broadcast", tensor, group, label)
-    dense, finish = _dense(tensor)
-    return _begin(
-        entry,
-        group,
-        async_op,
-        lambda: dist.broadcast(dense, group=group, group_src=0, async_op=True),
-        finish,
-    )
+    dense, write_back = _dense(tensor)
+    start = partial(dist.broadcast, dense, group=group, group_src=0, async_op=True)
+    return _begin(entry, group, async_op, start, write_back)
 
 
 def all_gather(
@@ -382,23 +191,21 @@ def all_gather(
     """
     entry = LEDGER.open("all_gather", output, group, label)
     if group.name() != "gloo" and sizes is None:
-        return _begin(
-            entry, group, async_op, lambda: _gather_into(output, shard, group=group, async_op=True)
-        )
+        start = partial(_gather_into, output, shard, group=group, async_op=True)
+        return _begin(entry, group, async_op, start)
     parts = output.view(-1).split(list(sizes or [shard.numel()] * group.size()))  # (n,) each
     if parts[group.rank()].data_ptr() != shard.data_ptr():
         parts[group.rank()].copy_(shard.flatten())
     sources = [source for source, part in enumerate(parts) if part.numel()]
     entry.launches = len(sources)
-    return _begin(
-        entry,
-        group,
-        async_op,
-        lambda: [
+
+    def broadcasts() -> list[Any]:
+        return [
             dist.broadcast(parts[source], group=group, group_src=source, async_op=True)
             for source in sources
-        ],
-    )
+        ]
+
+    return _begin(entry, group, async_op, broadcasts)
 
 
 def reduce_scatter(
@@ -422,13 +229,8 @@ def reduce_scatter(
     result, write_back = _dense(shard, dtype)
     entry = LEDGER.open("reduce_scatter", sent, group, label)
     if group.name() != "gloo" and sizes is None:
-        return _begin(
-            entry,
-            group,
-            async_op,
-            lambda: _scatter_into(result, sent, group=group, async_op=True),
-            write_back,
-        )
+        start = partial(_scatter_into, result, sent, group=group, async_op=True)
+        return _begin(entry, group, async_op, start, write_back)
     ranks = group.size()
     # The price: a buffer of the full size while it runs.
     received = torch.empty(ranks * shard.numel(), dtype=sent.dtype, device=sent.device)
@@ -445,19 +247,14 @@ def reduce_scatter(
         if write_back is not None:
             write_back()
 
-    return _begin(
-        entry,
-        group,
-        async_op,
-        lambda: dist.all_to_all_single(received, sent, here, there, group, async_op=True),
-        add_up,
-    )
+    start = partial(dist.all_to_all_single, received, sent, here, there, group, async_op=True)
+    return _begin(entry, group, async_op, start, add_up)
 
 
 def gather_as_pytorch(output: Tensor, shard: Tensor, group: Group, *, label: str = "") -> None:
     """``all_gather`` as the backend itself does it: for PyTorch's own strategies."""
     entry = LEDGER.open("all_gather", output, group, label, ours=False)
-    _begin_as_pytorch(entry, group, functools.partial(_gather_into, output, shard, group=group))
+    _begin_as_pytorch(entry, group, partial(_gather_into, output, shard, group=group))
 
 
 def scatter_as_pytorch(
@@ -465,7 +262,7 @@ def scatter_as_pytorch(
 ) -> None:
     """``reduce_scatter`` as the backend itself does it, by a ReduceOp of PyTorch's."""
     entry = LEDGER.open("reduce_scatter", tensor, group, label, ours=False)
-    start = functools.partial(_scatter_into, shard, tensor, op=op, group=group)
+    start = partial(_scatter_into, shard, tensor, op=op, group=group)
     _begin_as_pytorch(entry, group, start)
 
 
@@ -516,10 +313,8 @@ def send(
 ) -> Pending:
     """Rank ``to`` of the group receives ``tensor`` by a ``recv`` with the same tag and lane."""
     entry = LEDGER.open("send", tensor, group, label, link=(group.rank(), to), lane=lane)
-    dense = _sendable(tensor, group)
-    return _begin(
-        entry, group, async_op, lambda: dist.isend(dense, group=group, group_dst=to, tag=tag)
-    )
+    start = partial(dist.isend, _sendable(tensor, group), group=group, group_dst=to, tag=tag)
+    return _begin(entry, group, async_op, start)
 
 
 def recv(
@@ -539,15 +334,10 @@ def recv(
     def arrived() -> None:
         bring_over()
         if LEDGER.check is not None:  # whether the message was meant for this call
-            LEDGER.check(LEDGER.call_of(entry), group)
+            LEDGER.check(entry.call, group)
 
-    return _begin(
-        entry,
-        group,
-        async_op,
-        lambda: dist.irecv(place, group=group, group_src=source, tag=tag),
-        arrived,
-    )
+    start = partial(dist.irecv, place, group=group, group_src=source, tag=tag)
+    return _begin(entry, group, async_op, start, arrived)
 
 
 def send_object(
@@ -604,10 +394,10 @@ def exchange(
         dist.P2POp(dist.isend, _sendable(sent, group), group=group, group_peer=to),
         dist.P2POp(dist.irecv, place, group=group, group_peer=source),
     ]
-    return _begin(entry, group, async_op, lambda: dist.batch_isend_irecv(pair), bring_over)
+    return _begin(entry, group, async_op, partial(dist.batch_isend_irecv, pair), bring_over)
 
 
 def barrier(group: Group, *, label: str = "", async_op: bool = False) -> Pending:
     """Returns when every rank of the group is here."""
     entry = LEDGER.open("barrier", torch.empty(0), group, label)
-    return _begin(entry, group, async_op, lambda: dist.barrier(group=group, async_op=True))
+    return _begin(entry, group, async_op, partial(dist.barrier, group=group, async_op=True))

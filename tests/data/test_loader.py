@@ -17,9 +17,9 @@ from torch import nn
 
 import commands
 from conftest import GetRanks
-from shardlab.comm import LEDGER
 from shardlab.data import loader
 from shardlab.files import read_jsonl
+from shardlab.ledger import LEDGER
 from shardlab.run import loop
 from shardlab.run.recorder import Recorder
 from shardlab.workloads.base import Batch, Workload

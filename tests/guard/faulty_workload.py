@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from shardlab import comm
 from shardlab import config as configs
 from shardlab.config import DataConfig, LaunchConfig
+from shardlab.ledger import LEDGER
 from shardlab.run.ranks import Ranks
 from shardlab.strategies import base, steps
 from shardlab.strategies.data_parallel.simple_ddp import SimpleDDP
@@ -128,7 +129,7 @@ def make(
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         x = batch.inputs
-        is_now = comm.LEDGER.step == step
+        is_now = LEDGER.step == step
         if is_now and mine == "forward":
             strike(how)
         hook = None
@@ -171,7 +172,7 @@ class Skipping(InOrder):
     STEP = 4
 
     def order(self, names: list[str]) -> list[str]:
-        is_now = comm.LEDGER.step == self.STEP and self.group.rank() == 1
+        is_now = LEDGER.step == self.STEP and self.group.rank() == 1
         return [n for n in names if not (is_now and n == "second.weight")]
 
 
@@ -196,7 +197,7 @@ class Swapping(InOrder):
         self.marker = marker
 
     def order(self, names: list[str]) -> list[str]:
-        if comm.LEDGER.step == 4 and self.group.rank() == 1 and is_first_start(self.marker):
+        if LEDGER.step == 4 and self.group.rank() == 1 and is_first_start(self.marker):
             names[1:3] = reversed(names[1:3])
         return names
 
@@ -210,7 +211,7 @@ class Drifting(SimpleDDP):
 
     def step(self) -> None:
         super().step()
-        if comm.LEDGER.step == 3 and self.group.rank() == 1 and is_first_start(self.marker):
+        if LEDGER.step == 3 and self.group.rank() == 1 and is_first_start(self.marker):
             self.drift(self.params["second.weight"])
 
     @torch.no_grad()
@@ -229,6 +230,6 @@ class Waiting(InOrder):
     """Rank 1 sleeps in its second step."""
 
     def order(self, names: list[str]) -> list[str]:
-        if comm.LEDGER.step == 1 and self.group.rank() == 1:
+        if LEDGER.step == 1 and self.group.rank() == 1:
             strike("sleep")
         return names

@@ -22,6 +22,7 @@ from shardlab.checkpoint import files, storage
 from shardlab.checkpoint import manifest as manifests
 from shardlab.errors import Halt, RankFailure, UsageError
 from shardlab.guard import drift, sequence
+from shardlab.ledger import LEDGER
 from shardlab.naming import STRATEGIES
 from shardlab.run import restart
 from shardlab.world import World
@@ -87,8 +88,8 @@ def test_sizes_that_differ_unchecked_kill_a_rank(tmp_path: Path) -> None:
 
 def differ(world: World, how: str) -> str:
     """Two collectives, of which rank 1's second is another."""
-    comm.LEDGER.reset()
-    comm.LEDGER.check = sequence.Sequence(world).check
+    LEDGER.reset()
+    LEDGER.check = sequence.Sequence(world).check
     odd = world.rank == 1
     comm.all_reduce(torch.ones(4), world.group, label="first")
     try:
@@ -107,7 +108,7 @@ def differ(world: World, how: str) -> str:
     except Halt as halt:
         return str(halt)
     finally:
-        comm.LEDGER.check = None
+        LEDGER.check = None
     return "nothing"
 
 

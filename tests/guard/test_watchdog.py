@@ -26,6 +26,7 @@ from shardlab.errors import Halt, UsageError
 from shardlab.guard import stacks, verdict, watchdog
 from shardlab.guard.stacks import Frame
 from shardlab.guard.verdict import Seen
+from shardlab.ledger import LEDGER
 from shardlab.pulse import Call
 from shardlab.run.ranks import Ranks
 from shardlab.world import World
@@ -240,14 +241,14 @@ def trained(strategy: str, root: Path, world: int = 2, **options: Any) -> Halt:
 
 def loop(world: World, kind: str) -> None:
     """A loop of its own under the watchdog, in which rank 1 does something else."""
-    comm.LEDGER.reset()
+    LEDGER.reset()
     odd = world.rank == 1
 
     with watchdog.watching(world, LIMIT_S, 60):
         pulse.PULSE.begin_loop()
         for step in range(2 if kind == "leave" and odd else 5):
             pulse.PULSE.begin_step(step)
-            comm.LEDGER.step = step
+            LEDGER.step = step
             a, b = torch.ones(8), torch.ones(3)
             if step == 3 and odd and kind == "order":
                 comm.broadcast(b, world.group, label="b")

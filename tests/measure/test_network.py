@@ -21,6 +21,7 @@ import hosts
 from conftest import GetRanks, deep_unless
 from shardlab import comm, wire
 from shardlab.config import LaunchConfig
+from shardlab.ledger import LEDGER
 from shardlab.measure import network
 from shardlab.measure.network import Place, Plan
 from shardlab.report import network as report
@@ -197,7 +198,7 @@ def test_the_page_stands_alone() -> None:
 
 
 def kept(_world: World) -> int:
-    return len(comm.LEDGER.entries) + comm.LEDGER.calls
+    return len(LEDGER.entries) + LEDGER.calls
 
 
 @pytest.mark.long

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from conformance import STEPS, Trajectory, make_optimizer, one_process
-from shardlab import axes, comm
+from shardlab import axes
+from shardlab.ledger import LEDGER
 from shardlab.run.assemble import cuts_of
 from shardlab.strategies.base import Setup
 from shardlab.strategies.cut_model import CutModel
@@ -303,6 +304,6 @@ def meshed(world: World, name: str, options: dict[str, Any], micro: int = 2) -> 
     result = Trajectory()
     for step in range(STEPS):
         batches = [subject.batch(step, share, m) for m in range(micro)]
-        comm.LEDGER.reset()
+        LEDGER.reset()
         result.take_step(strategy, batches)
     return result

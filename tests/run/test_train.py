@@ -18,9 +18,9 @@ import commands
 from conftest import GetRanks
 from shardlab import runfolder
 from shardlab import text as fmt
-from shardlab.comm import LEDGER
 from shardlab.errors import RankFailure, UsageError
 from shardlab.files import read_jsonl
+from shardlab.ledger import LEDGER
 from shardlab.run.recorder import Recorder
 from shardlab.workloads.base import Batch, Workload
 from shardlab.world import World

@@ -17,11 +17,12 @@ import toys
 from conformance import SUMS, build
 from conftest import GetRanks, deep_unless
 from resuming import losses_of, settings, state_at, train
-from shardlab import comm, wire
 from shardlab import config as configs
+from shardlab import wire
 from shardlab.checkpoint import manifest as manifests
 from shardlab.errors import Halt, UsageError
 from shardlab.guard import drift
+from shardlab.ledger import LEDGER
 from shardlab.proof import evidence
 from shardlab.proof.subjects import Subject
 from shardlab.run import assemble, loop
@@ -98,17 +99,17 @@ def test_all_that_is_sent_goes_over_a_link(op: str, n: int, backend: str) -> Non
 
 def crossing(world: World) -> tuple[int, int]:
     """Bytes of sums in a step between the nodes; and of the model."""
-    comm.LEDGER.reset()
-    comm.LEDGER.ranks_per_node = 2
+    LEDGER.reset()
+    LEDGER.ranks_per_node = 2
     strategy = build("bucket_ddp_async", "mlp", world)
     steps(strategy, world, 2)
-    before = comm.LEDGER.sent_between
-    comm.LEDGER.take()
+    before = LEDGER.sent_between
+    LEDGER.take()
     steps(strategy, world, 1)
-    rows = [e for e in comm.LEDGER.take() if e["bytes"] > 64]
-    comm.LEDGER.ranks_per_node = 0
+    rows = [e for e in LEDGER.take() if e["bytes"] > 64]
+    LEDGER.ranks_per_node = 0
     between = sum(e["sent_between"] for e in rows)
-    assert comm.LEDGER.sent_between - before >= between
+    assert LEDGER.sent_between - before >= between
     assert any(e["op"] in SUMS for e in rows)
     return between, sum(p.numel() * 8 for p in toys.build("mlp", 0).parameters())
 
@@ -130,7 +131,7 @@ def told_by_compare(world: World, strategy: str) -> dict[str, Any]:
         },
     )  # fmt: skip
     nodes = replace(world, ranks_per_node=2)
-    comm.LEDGER.reset()
+    LEDGER.reset()
     workload = assemble.build_workload(config)
     made = assemble.build_strategy(config, workload, nodes)
     batches = loop.Batches(workload, config, world)
@@ -139,7 +140,7 @@ def told_by_compare(world: World, strategy: str) -> dict[str, Any]:
         made.step()
     subject = Subject(workload, 0, [[next(batches)] * world.size], ranks_per_node=2)
     found = evidence.sent_per_step(made, subject, config, nodes)
-    comm.LEDGER.ranks_per_node = 0
+    LEDGER.ranks_per_node = 0
     psi = subject.job(config).psi
     return {**found, "per_psi": found["between_nodes"] / psi * 8 / 4}  # of float32, not float64
 

@@ -20,10 +20,10 @@ import resuming
 import toys
 from conformance import AS_ONE, Arrays, arrays, by_config
 from conftest import GetRanks, deep_unless, long_unless
-from shardlab import comm
 from shardlab import config as configs
 from shardlab.config import Config, PrecisionConfig
 from shardlab.errors import UsageError
+from shardlab.ledger import LEDGER
 from shardlab.optim import optimizers
 from shardlab.optim.schedule import SCHEDULES, learning_rate_factor
 from shardlab.run import assemble
@@ -176,9 +176,9 @@ def by_messages_in(world: World, name: str, comm_dtype: str) -> tuple[Arrays, in
     """Parameters after some steps, and the bytes of the gradients of the last one."""
     strategy = build(name, "mlp", world, Rule(clip_norm=CLIP), comm_dtype=comm_dtype)
     after(strategy, world, range(STEPS - 1))
-    comm.LEDGER.reset()
+    LEDGER.reset()
     params = after(strategy, world, range(STEPS - 1, STEPS))
-    rows = comm.LEDGER.take()
+    rows = LEDGER.take()
     sent = [row["bytes"] for row in rows if row["label"].startswith(("bucket ", "grad "))]
     return params, sum(sent)
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import planted_mesh
 from conftest import GetRanks, long_unless
-from shardlab import comm
+from shardlab.ledger import LEDGER
 from shardlab.strategies.context import ring_attention as ring
 from shardlab.strategies.context.ring_attention import View, Zigzag
 from shardlab.world import World
@@ -81,11 +81,11 @@ def on_rank(
             mine = split.positions(world.rank, world.device)
             *parts, grad = (t[:, :, mine] for t in tensors(case))
             q, k, v = (t.requires_grad_() for t in parts)
-            comm.LEDGER.reset()
+            LEDGER.reset()
             how: Any = {"is_causal": case.is_causal, "scale": case.scale}
             out = ring.ring_attention(q, k, v, split, world.group, **how)
             grads = torch.autograd.grad(out, (q, k, v), grad)
-            sent = [(e.op, e.bytes, e.label) for e in comm.LEDGER.entries]
+            sent = [(e.op, e.bytes, e.label) for e in LEDGER.entries]
             found.append(([out.detach(), *grads], sent))
     return found
 

@@ -21,9 +21,10 @@ import toys
 from conformance import AS_ONE, OPTIONS, WORKERS, arrays, build, make_optimizer
 from conftest import GetRanks, deep_unless
 from schedule_docstring import kind_of, told
-from shardlab import comm, naming
 from shardlab import config as configs
+from shardlab import naming
 from shardlab.errors import RankFailure, UsageError
+from shardlab.ledger import LEDGER
 from shardlab.naming import EVERY_STRATEGY, STRATEGIES
 from shardlab.run import assemble
 from shardlab.strategies import base
@@ -69,11 +70,11 @@ def rows_of(world: World, name: str) -> list[dict[str, Any]]:
     of_workers = OPTIONS[name] if name in WORKERS else {}  # they exchange in the second step
     strategy = build(name, "buffers", world, **of_workers)
     for step in range(2):
-        comm.LEDGER.reset()
+        LEDGER.reset()
         strategy.gradients(microbatches(step, world.rank, 2))
         strategy.step()
         strategy.settle()
-    return comm.LEDGER.take()
+    return LEDGER.take()
 
 
 FROM_SCRATCH = [*(n for n in PARALLEL if not n.startswith("pytorch_")), *WORKERS]
@@ -164,10 +165,10 @@ def test_a_schedule_that_is_told_wrongly_is_noticed() -> None:
 
 def step_ledger(world: World, name: str, toy: str, micro: int) -> list[dict[str, Any]]:
     strategy = build(name, toy, world)
-    comm.LEDGER.reset()
+    LEDGER.reset()
     strategy.gradients(microbatches(0, world.rank, micro))
     strategy.step()
-    return comm.LEDGER.take()
+    return LEDGER.take()
 
 
 @pytest.mark.parametrize("micro", [1, 3])

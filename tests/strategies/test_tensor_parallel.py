@@ -22,10 +22,10 @@ from conftest import GetRanks, deep_unless, long_unless
 from meshed import ARCHITECTURES, SUBJECTS, Subject
 from planted_tensor import BUGS, planted
 from schedule_docstring import kind_of, told
-from shardlab import comm
 from shardlab.axes import Axes
 from shardlab.config import Config
 from shardlab.errors import UsageError
+from shardlab.ledger import LEDGER
 from shardlab.naming import MESH_STRATEGIES, resolve
 from shardlab.run.assemble import build_strategy, build_workload
 from shardlab.strategies.base import Setup
@@ -117,10 +117,10 @@ def test_planted_bugs_are_caught(bug: str, ranks: GetRanks) -> None:
 
 def calls(world: World, name: str, options: dict[str, Any]) -> list[dict[str, Any]]:
     strategy, subject, _ = meshed.strategy_of(world, name, options)
-    comm.LEDGER.reset()
+    LEDGER.reset()
     strategy.gradients([subject.batch(0, 0, 2)])
     strategy.step()
-    return comm.LEDGER.take()
+    return LEDGER.take()
 
 
 AXES = {"tensor_parallel": {}, "sequence_parallel": {"sequence": True}}

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 import toys
-from shardlab import comm, naming
 from shardlab import config as configs
+from shardlab import naming
 from shardlab.config import TrainingConfig
+from shardlab.ledger import LEDGER
 from shardlab.naming import STRATEGIES
 from shardlab.optim import optimizers
 from shardlab.run import assemble, loop
@@ -286,7 +287,7 @@ def run_cases(
         steps = steps_of(result.rounds)
         for step in range(steps):
             microbatches: list[Batch] = [toys.batch(step, world.rank, m) for m in range(case.micro)]
-            comm.LEDGER.reset()
+            LEDGER.reset()
             result.losses.append(float(instance.gradients(microbatches)))
             # To look at gradients is to wait for them: step() must do so too, where nobody looks.
             looks = step + 1 < steps
@@ -294,7 +295,7 @@ def run_cases(
             instance.step()
             if instance.rounds is None:  # what workers exchange may travel during their next step
                 result.unfinished += [
-                    e.label for e in comm.LEDGER.entries if e.op in SUMS and e.ready_ns is None
+                    e.label for e in LEDGER.entries if e.op in SUMS and e.ready_ns is None
                 ]
             result.params.append(arrays(instance.full_tensors()))
         results.append(result)

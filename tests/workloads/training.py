@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from shardlab import config as configs
-from shardlab.comm import LEDGER
 from shardlab.config import Config
+from shardlab.ledger import LEDGER
 from shardlab.run import assemble, loop
 from shardlab.run.recorder import Recorder
 from shardlab.strategies.base import Strategy

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from shardlab import comm
 from shardlab.errors import unknown
 from shardlab.faults.spec import Fault, check_world, parse
 from shardlab.files import append_to, read_jsonl
+from shardlab.ledger import LEDGER
 from shardlab.world import World
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def fired(folder: Path) -> set[str]:
 def arm(texts: Sequence[str], world: World, strategy: str, folder: Path | None = None) -> None:
     """Make this rank's faults ready to strike, and disarm those of an earlier run."""
     global ACTIVE
-    ACTIVE, comm.intercept = None, None
+    ACTIVE, LEDGER.skips = None, None
     if not texts:
         return
     struck = fired(folder) if folder is not None else set()
@@ -151,7 +151,7 @@ def arm(texts: Sequence[str], world: World, strategy: str, folder: Path | None =
         for fault in waiting:
             print(f"FAULT INJECTION IS ON: {fault.told()}", file=sys.stderr, flush=True)
     ACTIVE = Injector(waiting, world.rank, folder)
-    comm.intercept = lambda: ACTIVE is not None and ACTIVE.drops(comm.LEDGER.step)
+    LEDGER.skips = lambda: ACTIVE is not None and ACTIVE.drops(LEDGER.step)
 
 
 def in_forward(loss: LossFn, strategy: str) -> LossFn:
@@ -162,7 +162,7 @@ def in_forward(loss: LossFn, strategy: str) -> LossFn:
     """
 
     def with_faults(model: nn.Module, batch: Batch) -> Tensor:
-        injector, step = ACTIVE, comm.LEDGER.step
+        injector, step = ACTIVE, LEDGER.step
         if injector is None:
             return loss(model, batch)
         injector.at("forward", step)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardlab import comm
 from shardlab.config import Config
 from shardlab.errors import UsageError
 from shardlab.guard import drift
 from shardlab.guard.nodes import names
 from shardlab.guard.sequence import Sequence
+from shardlab.ledger import LEDGER
 from shardlab.strategies.base import Strategy
 from shardlab.workloads.base import Workload
 from shardlab.world import World
@@ -28,7 +28,7 @@ class Guards:
         is_checked = world.size > 1 and (self.config.check_steps or self.config.check_every)
         self.sequence = Sequence(world) if is_checked else None
         if self.sequence is not None and self.config.check_steps:
-            comm.LEDGER.check = self.sequence.check
+            LEDGER.check = self.sequence.check
 
     def after_step(self, step: int, strategy: Strategy) -> None:
         """Check what is due after a step, before it is evaluated or saved."""
@@ -36,7 +36,7 @@ class Guards:
         config = self.config
         if self.sequence is not None:
             if self.done == config.check_steps:
-                comm.LEDGER.check = None
+                LEDGER.check = None
             is_due = config.check_every and self.done % config.check_every == 0
             if is_due and self.done > config.check_steps:
                 self.sequence.compare()

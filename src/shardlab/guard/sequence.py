@@ -24,6 +24,7 @@ from shardlab.errors import Halt
 from shardlab.guard import verdict
 from shardlab.guard.side import await_all, side_store
 from shardlab.guard.verdict import Difference
+from shardlab.ledger import LEDGER, REMEMBERED, members
 from shardlab.pulse import Call
 from shardlab.world import World
 
@@ -35,7 +36,7 @@ class Sequence:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.ledger = comm.LEDGER
+        self.ledger = LEDGER
         # Keys of an earlier run in the same world must not be taken for ours.
         self.store = side_store(f"sequence/{world.share(uuid.uuid4().hex)}")
         self.asked: dict[str, int] = defaultdict(int)
@@ -51,7 +52,7 @@ class Sequence:
 
     def check(self, call: Call, group: comm.Group) -> None:
         """Before a collective is launched: is it the same one on every rank of its group?"""
-        ranks = comm.members(group)
+        ranks = members(group)
         if len(ranks) == 1:
             return
         if call.is_message:
@@ -109,7 +110,7 @@ class Sequence:
             raise Halt(
                 STATE,
                 f"the ranks are out of step: they called different collectives ({text}), "
-                f"further back than the last {comm.REMEMBERED}; use guard.check_every 1",
+                f"further back than the last {REMEMBERED}; use guard.check_every 1",
                 details={"collectives": counts},
             )
         raise halt(difference, "results since then are wrong")

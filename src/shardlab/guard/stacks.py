@@ -37,7 +37,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LAUNCHERS = (f"{_PACKAGE}/run/ranks.py", f"{_PACKAGE}/run/joined.py")
 # Our code that only calls what a rank is really doing.
 _PLUMBING = (
-    *(f"{_PACKAGE}/{name}" for name in ("comm.py", "guard", "pulse.py", "phases.py")),
+    *(f"{_PACKAGE}/{name}" for name in ("comm.py", "ledger.py", "guard", "pulse.py", "phases.py")),
     *_LAUNCHERS,
 )
 

@@ -156,7 +156,7 @@ class Reporter(threading.Thread):
         self, world: World, limit_s: float | None, timeout_s: float, fd: int | None
     ) -> None:
         super().__init__(name="shardlab-watchdog", daemon=True)
-        from shardlab.comm import LEDGER  # torch: not in the parent
+        from shardlab.ledger import LEDGER  # torch: not in the parent
 
         self.ledger = LEDGER
         self.world = world
@@ -214,7 +214,7 @@ class Reporter(threading.Thread):
             beats=beats,
             calls=ledger.calls,
             turns={channel: calls for channel, (calls, _) in list(ledger.channels.items())},
-            waits_for=None if ledger.waiting is None else ledger.call_of(ledger.waiting),
+            waits_for=ledger.waiting,
             cpu=(cpu - before) / self.tick_s,
             tick=self.tick,
             tick_s=self.tick_s,

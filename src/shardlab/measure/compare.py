@@ -465,7 +465,7 @@ def weigh_cell(world: World, values: dict[str, Any]) -> dict[str, int] | None:
 @on_its_ranks
 def profile_cell(world: World, config: Config, folder: str, label: str) -> dict[str, Any]:
     """A short run under the profiler, its traces in ``<folder>/<label>/traces``; what it sends."""
-    from shardlab.comm import LEDGER
+    from shardlab.ledger import LEDGER
     from shardlab.proof import evidence
     from shardlab.proof.subjects import Subject
     from shardlab.run import assemble, loop, rank
@@ -508,8 +508,8 @@ def time_cell(world: World, config: Config, warmup: int) -> dict[str, Any]:
     Workers exchange in some steps only: of them a whole round is timed, after the warm-up, and its
     mean stands for each step.
     """
-    from shardlab.comm import LEDGER
     from shardlab.guard import watchdog
+    from shardlab.ledger import LEDGER
     from shardlab.run import assemble, loop
     from shardlab.run.recorder import Recorder
 

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from shardlab import comm
+from shardlab.ledger import Entry, members
 from shardlab.phases import BACKWARD, FORWARD, OPTIMIZER
 from shardlab.plan.graph import Event, Group, Mark, Start, Wait, Work
 from shardlab.pulse import PULSE
@@ -196,7 +197,7 @@ class Log:
         self._before = 0  # how many the step before had
         self._events: list[tuple[float, Event]] = []  # by their place
         self._lanes: dict[Any, Lane] = {}
-        self._entry: tuple[comm.Entry, list[Call]] | None = None
+        self._entry: tuple[Entry, list[Call]] | None = None
         self._results: dict[int, Call] = {}  # of functional collectives, by their storage
         self._of_computing: Any = None  # the key of the computation's stream
 
@@ -277,7 +278,7 @@ class Log:
         return Handle(self, calls[0], result)
 
     def _among(self, group: dist.ProcessGroup, op: str, peer: int | None) -> tuple[int, ...]:
-        ranks = comm.members(group) if self.roles else []
+        ranks = members(group) if self.roles else []
         if peer is not None and ranks:
             ends = dist.get_rank(), ranks[peer]
             ranks = list(ends if op == "send" else ends[::-1])
@@ -360,7 +361,7 @@ class Log:
         begin = comm._begin
         self._of_computing = _key(_current())
 
-        def noted(entry: comm.Entry, group: Any, async_op: bool, start: Any, *rest: Any) -> Any:
+        def noted(entry: Entry, group: Any, async_op: bool, start: Any, *rest: Any) -> Any:
             def within() -> Any:
                 self._entry = entry, []
                 try:
@@ -425,5 +426,5 @@ def _key(stream: Any) -> Any:
 
 def _group(group: dist.ProcessGroup) -> Group:
     """With ``context`` in a pipeline they are not equally far apart: the mean distance counts."""
-    ranks = comm.members(group)
+    ranks = members(group)
     return Group(len(ranks), round((ranks[-1] - ranks[0]) / max(1, len(ranks) - 1)) or 1)

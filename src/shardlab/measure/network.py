@@ -87,7 +87,7 @@ class Fit(TypedDict):
 
 def on_rank(world: World, plan: Plan) -> dict[str, Any]:
     """Every point and link, measured by all ranks together. The same on every rank."""
-    from shardlab import comm
+    from shardlab.ledger import LEDGER
     from shardlab.run import environment
 
     nodes = environment.nodes_of(world)
@@ -97,15 +97,15 @@ def on_rank(world: World, plan: Plan) -> dict[str, Any]:
         for rank in node["ranks"]
     ]
     places.sort(key=lambda place: place["rank"])
-    comm.LEDGER.reset(full_steps=0)
-    comm.LEDGER.step = 0  # a step of which no entry is kept
+    LEDGER.reset(full_steps=0)
+    LEDGER.step = 0  # a step of which no entry is kept
     try:
         pairs = pairs_of(places)
         most_s = max(0.0, _left(world, plan)) / 2 / len(pairs)  # the rest is the collectives'
         links = [_measure_link(world, plan, pair, most_s) for pair in _told(world, pairs)]
         points, skipped = _measure_collectives(world, plan)
     finally:
-        comm.LEDGER.reset()
+        LEDGER.reset()
     return {
         "world": world.size,
         "backend": world.backend,

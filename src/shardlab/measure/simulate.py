@@ -42,6 +42,7 @@ from shardlab import comm
 from shardlab.axes import Axes, axes_of
 from shardlab.config import Config, LaunchConfig
 from shardlab.errors import UsageError
+from shardlab.ledger import LEDGER
 from shardlab.measure import events as noted
 from shardlab.measure import memory
 from shardlab.measure.events import Log
@@ -681,7 +682,7 @@ def _simulate(
         make_model=in_a_line("make_model", workload.make_model, values),
         loss=in_a_line("the loss", workload.loss, values),
     )
-    comm.LEDGER.reset(full_steps=0)
+    LEDGER.reset(full_steps=0)
     make_sample = assemble.sample
 
     def steps(workload: Workload, config: Config, world: World) -> Iterator[list[Batch]]:

@@ -418,7 +418,7 @@ def refused_beyond(size: int | None) -> Iterator[None]:
 def _time(world: World, config: Config, warmup: int, limit: int | None) -> dict[str, Any]:
     import torch
 
-    from shardlab.comm import LEDGER
+    from shardlab.ledger import LEDGER
     from shardlab.measure import memory
     from shardlab.run import assemble, loop
     from shardlab.run.recorder import Recorder

@@ -252,8 +252,8 @@ def train_cell(world: World, config: Config, goal: float | None, warmup: int) ->
     strategy has under way is waited for before an evaluation, on the clock: nothing travels in time
     that is not counted. What a process does only once is done before, by another copy.
     """
-    from shardlab.comm import LEDGER
     from shardlab.guard import watchdog
+    from shardlab.ledger import LEDGER
     from shardlab.run import assemble, equivalence_check, loop
     from shardlab.run.recorder import Recorder
 
@@ -307,7 +307,7 @@ class _Course:
             )
 
     def after_step(self, step: int, _loss: Tensor) -> None:
-        from shardlab.comm import LEDGER
+        from shardlab.ledger import LEDGER
         from shardlab.run import evaluate
 
         training = self.config.training

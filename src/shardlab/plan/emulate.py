@@ -25,6 +25,7 @@ from torch import Tensor
 from shardlab import comm, pulse, world
 from shardlab.config import Config
 from shardlab.errors import UsageError
+from shardlab.ledger import LEDGER
 from shardlab.measure import simulate
 from shardlab.measure.events import PHASES, Handle, Log
 from shardlab.plan.graph import Event, Step, Work
@@ -182,7 +183,7 @@ def emulate(
     steps = {"training.steps": WARMUP + MOST, "training.epochs": None, "training.warmup_steps": 0}
     config = config.with_overrides(steps)
     world.prepare(config.launch, device)
-    comm.LEDGER.reset(full_steps=0)
+    LEDGER.reset(full_steps=0)
     workload = assemble.build_workload(config)
     gc.collect()  # a model and its hooks are a ring: the last one's may still be here
     before = 0

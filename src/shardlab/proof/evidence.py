@@ -23,11 +23,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardlab import axes, comm, pulse, wire
+from shardlab import axes, pulse, wire
 from shardlab import world as worlds
 from shardlab.config import Config
 from shardlab.errors import UsageError, unknown
 from shardlab.guard import sequence, watchdog
+from shardlab.ledger import LEDGER, members
 from shardlab.plan import claims
 from shardlab.proof import TIMEOUT_S, chance, locate, subjects, watch
 from shardlab.proof import reference as plain
@@ -43,6 +44,7 @@ from shardlab.strategies.local.workers import Workers
 from shardlab.strategies.pipeline import schedules
 from shardlab.strategies.pipeline.executor import Executor
 from shardlab.trace.intervals import union
+from shardlab.wire import wire_bytes
 from shardlab.workloads.base import Batch
 from shardlab.world import World
 
@@ -245,7 +247,7 @@ def _sent_of_stack(claim: claims.Claim | None, job: claims.Job, watched: Watched
 
 def _recorded(steps: range) -> list[Message]:
     """What the ledger has of some steps of a run."""
-    entries = [e for e in comm.LEDGER.entries if e.step in steps]
+    entries = [e for e in LEDGER.entries if e.step in steps]
     return [Message(e.op, e.bytes, e.enqueue_ns, e.ranks) for e in entries]
 
 
@@ -410,9 +412,9 @@ def _build(
         return model
 
     own = config.with_overrides({"training.seed": subject.seed})
-    comm.LEDGER.reset()
+    LEDGER.reset()
     if world.size > 1:  # ranks out of step get an error, rather than wrong numbers or a hang
-        comm.LEDGER.check = sequence.Sequence(world).check
+        LEDGER.check = sequence.Sequence(world).check
     strategy = assemble.build_strategy(own, replace(subject.workload, make_model=make_model), world)
     if probe is not None:  # after the strategy's own hooks: what a module returns in the end
         probe.attach(made[0])
@@ -451,18 +453,18 @@ def _run(
     shares_of_steps = subject.steps[:steps]
     last = len(shares_of_steps) - 1
     for step, shares in enumerate(shares_of_steps):
-        comm.LEDGER.step = step
+        LEDGER.step = step
         loss = around(partial(strategy.gradients, shares[rank]))
-        comm.LEDGER.step = None
+        LEDGER.step = None
         # Looking at gradients waits for them, so the last step is not looked at: step() must wait.
         looks_here = looks and (step == 0 or step < last)
         if looks_here:
             strategy.settle()
             after("gradients")
         trail.gradients(step, loss, strategy.full_grads() if looks_here else None)
-        comm.LEDGER.step = step
+        LEDGER.step = step
         around(strategy.step)
-        comm.LEDGER.step = None
+        LEDGER.step = None
         if strategy.rounds is None:  # what workers exchange may travel during their next step
             trail.unwaited += _unwaited(step)
         after("step")
@@ -479,7 +481,7 @@ def _unwaited(step: int) -> list[str]:
     """The sums of a step that nobody has waited for yet."""
     return [
         f"{entry.op} '{entry.label}'"
-        for entry in comm.LEDGER.entries
+        for entry in LEDGER.entries
         if entry.step == step and entry.op in GRADIENT_OPS and entry.ready_ns is None
     ]
 
@@ -587,31 +589,31 @@ class Watched:
 
 def _watch(strategy: Strategy, microbatches: Sequence[Batch]) -> Watched:
     among: dict[int, tuple[int, ...]] = {}  # the ranks that each call is made by
-    comm.LEDGER.check = lambda call, group: among.update({call.seq: tuple(comm.members(group))})
+    LEDGER.check = lambda call, group: among.update({call.seq: tuple(members(group))})
     rounds = strategy.rounds
     steps = 1 if rounds is None else rounds.every
     travelling: dict[int, int] = {}
 
     def step() -> None:
         for _ in range(steps):
-            comm.LEDGER.step = WATCHED
+            LEDGER.step = WATCHED
             strategy.gradients(microbatches)
             strategy.step()
-            comm.LEDGER.step = None
-            travelling.update({e.seq: e.bytes for e in comm.LEDGER.entries if e.ready_ns is None})
+            LEDGER.step = None
+            travelling.update({e.seq: e.bytes for e in LEDGER.entries if e.ready_ns is None})
 
     def settle() -> None:
         strategy.full_tensors()  # a strategy that has sent for parameters waits for them here
         limit = time.monotonic() + SETTLE_S  # a strategy that waits for nothing is not cut off
         while time.monotonic() < limit and any(
-            e.ready_ns is None and e.done_ns is None for e in comm.LEDGER.entries
+            e.ready_ns is None and e.done_ns is None for e in LEDGER.entries
         ):
             time.sleep(0.01)
         time.sleep(0.02)
 
     sent = watch.sent_by(step, settle)
-    comm.LEDGER.check = None
-    entries = [entry for entry in comm.LEDGER.entries if entry.step == WATCHED]
+    LEDGER.check = None
+    entries = [entry for entry in LEDGER.entries if entry.step == WATCHED]
     axis_of = {e.seq: _axis(strategy, e.op, among.get(e.seq, ())) for e in entries}
     on_axes: dict[str, tuple[int, int]] = {}
     for entry in entries:
@@ -637,7 +639,7 @@ def _axis(strategy: Strategy, op: str, among: tuple[int, ...]) -> str | None:
     groups = {"tensor": strategy.groups.tensor, "pipeline": strategy.groups.pipeline}
     if op in ("send", "recv"):  # ranks of the context axis sum gradients as the data axis does
         groups["context"] = strategy.groups.context
-    return next((a for a, group in groups.items() if among == tuple(comm.members(group))), None)
+    return next((a for a, group in groups.items() if among == tuple(members(group))), None)
 
 
 def sent_per_step(
@@ -668,7 +670,7 @@ def _sent_between(watched: Watched, world: World, groups: Mapping[str, int]) -> 
     neighbours gather and scatter, and ranks with the same place in each group sum.
     """
     if watched.source == "ledger":
-        sent = sum(e.sent_between for e in comm.LEDGER.entries if e.step == WATCHED)
+        sent = sum(e.sent_between for e in LEDGER.entries if e.step == WATCHED)
         return sent / watched.steps
     total = 0.0
     for op, size in ((m.op, m.bytes) for m in watched.messages):
@@ -694,7 +696,7 @@ def _by_op(
         op = "reduce_scatter" if message.op == "all_to_all" else message.op
         among = message.ranks or groups.get(op, ranks)
         kind = "small_" if message.bytes < small else ""
-        sent[message.op][f"{kind}bytes"] += comm.wire_bytes(op, message.bytes, among)
+        sent[message.op][f"{kind}bytes"] += wire_bytes(op, message.bytes, among)
         sent[message.op][f"{kind}messages"] += 1
     sent.pop("barrier", None)
     return {  # a whole number stays one, for people

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlab import axes, comm, naming
+from shardlab import axes, naming
 from shardlab import world as worlds
 from shardlab.axes import Axes
 from shardlab.config import LOSS_SCALE, Config, TrainingConfig, data_ranks
 from shardlab.data import loader
 from shardlab.errors import UsageError
 from shardlab.faults import inject
+from shardlab.ledger import LEDGER
 from shardlab.naming import CUTS, EVERY_STRATEGY, TWINS_CUTS, WORKLOADS
 from shardlab.optim import optimizers
 from shardlab.optim.schedule import learning_rate_factor
@@ -141,7 +142,7 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
         workload.splits_of(model),
         context=context_of(workload, model),
     )
-    comm.LEDGER.ranks_per_node = world.ranks_per_node
+    LEDGER.ranks_per_node = world.ranks_per_node
     strategy = on_axes(config, make, setup, world)
     worlds.seed_rank(config.training.seed, _chance(config, world))
     return strategy

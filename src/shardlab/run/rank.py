@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab import comm, pulse, stats
 from shardlab import config as configs
+from shardlab import pulse, stats
 from shardlab.checkpoint import course
 from shardlab.checkpoint import start as starts
 from shardlab.checkpoint.course import Saving, kept_rows
@@ -24,6 +24,7 @@ from shardlab.guard import stop as stopping
 from shardlab.guard import watchdog
 from shardlab.guard.guards import Guards, refuse_unequal_data
 from shardlab.guard.numbers import NumbersGuard
+from shardlab.ledger import LEDGER
 from shardlab.run import boards, equivalence_check, evaluate
 from shardlab.run.assemble import axes_of, build_strategy, build_workload, in_precision, notes
 from shardlab.run.folder import make_folder, refuse_apart
@@ -65,7 +66,7 @@ def _train_rank(
     # From here on it says what was chosen: in config.yaml, and in checkpoints.
     config = with_steps(config.with_overrides(workload.chosen), workload)
     order = data_order(workload, config)
-    comm.LEDGER.reset(full_steps=config.profile.ledger_steps)
+    LEDGER.reset(full_steps=config.profile.ledger_steps)
     guards = Guards(config, world)
     capture.check(config.profile, world.device)
     if config.training.evaluate_every is not None:
@@ -100,7 +101,7 @@ def _train_rank(
     recorder = Recorder(
         folder,
         world,
-        comm.LEDGER,
+        LEDGER,
         steps.stop,
         traces,
         shown_on,
@@ -221,9 +222,7 @@ def make_capture(
     """What records the windows that the config asks for, if it asks."""
     if not config.profile.enabled:
         return None
-    return capture.Capture(
-        config.profile, world, comm.LEDGER, strategy, folder, config.strategy.label
-    )
+    return capture.Capture(config.profile, world, LEDGER, strategy, folder, config.strategy.label)
 
 
 def summary(rows_of_ranks: list[list[dict[str, Any]]], workload: Workload) -> dict[str, Any]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardlab.batch import Batch
-    from shardlab.comm import Ledger
+    from shardlab.ledger import Ledger
     from shardlab.run.boards import Board
     from shardlab.trace.capture import Capture
     from shardlab.world import World

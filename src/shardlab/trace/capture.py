@@ -34,8 +34,8 @@ from shardlab.guard import nodes
 from shardlab.trace.clocks import Clocks
 
 if TYPE_CHECKING:
-    from shardlab.comm import Ledger
     from shardlab.config import ProfileConfig
+    from shardlab.ledger import Ledger
     from shardlab.world import World
 
 SCHEMA = 1

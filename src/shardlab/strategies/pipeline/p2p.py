@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardlab import comm
 from shardlab.errors import UsageError
+from shardlab.ledger import members
 from shardlab.strategies.pipeline.stages import Shape
 
 ACTIVATION, GRADIENT, SHARED = "activation", "gradient", "shared"
@@ -47,7 +48,7 @@ class Messages:
     def _make_lanes(self) -> None:
         """A group for each direction. Gloo tells messages apart by their tags and needs none; with
         NCCL a send that waits would hold up what comes behind it."""
-        ranks = comm.members(self.group)
+        ranks = members(self.group)
         for lane in LANES:
             for is_up in (True, False):
                 group = dist.new_group(ranks, use_local_synchronization=True)
