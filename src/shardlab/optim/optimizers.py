@@ -18,7 +18,7 @@ from shardlab.config import NO_DECAY, OPTIMIZERS, TrainingConfig
 from shardlab.errors import UsageError, unknown
 from shardlab.optim import muon, traits
 from shardlab.optim.after_step import After, moving_average
-from shardlab.optim.swap import Made, has_elements
+from shardlab.optim.swap import WholeModelOptimizer, has_elements
 from shardlab.workloads.base import AfterStep, MakeUsers
 from shardlab.workloads.blame import blame
 
@@ -28,7 +28,7 @@ NUMBERS = dict.fromkeys(("step", "eta", "mu", "mu_product"), torch.float32)
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of an optimizer of ours, beside its class."""
+    """What is known of an optimizer of ours, besides its class."""
 
     numbers: Mapping[str, Any]  # the types of its state that is one number
     lost: Sequence[str]  # attributes that change in a step, and that a checkpoint does not hold
@@ -54,7 +54,7 @@ def build(
     model: nn.Module,
     label: str,
     blocks: Sequence[str] = (),
-) -> Made:
+) -> WholeModelOptimizer:
     """The optimizer of a run. ``blocks``: the names of the model's, whose matrices are Muon's."""
     if make is not None:
         _refuse_both(training, label)
@@ -72,12 +72,11 @@ def build(
     if training.ema_decay is not None:
         functions += (moving_average(training.ema_decay),)
     params = dict(model.named_parameters())
-    made = Made(make, label, params, functions)
-    traits.refuse(made.optimizer)
+    made = WholeModelOptimizer(make, label, params, functions)
     numbers: Mapping[str, Any] = NUMBERS
     lost: list[str] = []
     if not traits.is_known(made.optimizer):
-        states, lost = first_step(Made(make, label, params, functions), params)
+        states, lost = first_step(WholeModelOptimizer(make, label, params, functions), params)
         numbers = {
             key: value.dtype if isinstance(value, Tensor) else type(value)
             for name, state in states.items()
@@ -95,7 +94,9 @@ def build(
 State = dict[str, dict[str, Any]]
 
 
-def first_step(made: Made, params: Mapping[str, nn.Parameter]) -> tuple[State, list[str]]:
+def first_step(
+    made: WholeModelOptimizer, params: Mapping[str, nn.Parameter]
+) -> tuple[State, list[str]]:
     """What the optimizer keeps of each parameter that trains, after one step on tiny ones; and in
     which attributes of its own it keeps what the step has changed. It is spent then."""
     small = {
@@ -103,7 +104,7 @@ def first_step(made: Made, params: Mapping[str, nn.Parameter]) -> tuple[State, l
         for name, p in params.items()
         if p.requires_grad
     }
-    optimizer = made.swapped(small)
+    optimizer = made.swapped(small, for_trial=True)
     for p in small.values():
         p.grad = torch.ones_like(p)
     before = _own_values(optimizer)
@@ -113,7 +114,9 @@ def first_step(made: Made, params: Mapping[str, nn.Parameter]) -> tuple[State, l
     return {name: dict(optimizer.state.get(p, {})) for name, p in small.items()}, lost
 
 
-def state_tensors(made: Made, params: Mapping[str, nn.Parameter]) -> dict[str, float]:
+def state_tensors(
+    made: WholeModelOptimizer, params: Mapping[str, nn.Parameter]
+) -> dict[str, float]:
     """Tensors of its size that the optimizer keeps for each parameter that it updates. The
     optimizer is spent then."""
     counts = {}

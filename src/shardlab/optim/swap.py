@@ -8,6 +8,7 @@ places of the whole parameters. Groups, rates and the class are thus the same on
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from shardlab.workloads.base import AfterStep, MakeUsers
 from shardlab.workloads.blame import blame
 
 
-class Made:
+class WholeModelOptimizer:
     """An optimizer made over the whole model. A strategy calls this with what its rank updates, by
     name: those tensors take the places of the whole parameters."""
 
@@ -37,7 +38,7 @@ class Made:
         after: Sequence[AfterStep] = (),  # called one after the other when a step was made
     ) -> None:
         self.label = label
-        self.optimizer = looked_over(make, label, params)
+        self.optimizer = checked(make, label, params)
         self.device = next(iter(params.values())).device
         self.shapes = {name: p.shape for name, p in params.items()}
         names = {p: name for name, p in params.items()}
@@ -67,13 +68,10 @@ class Made:
             )
         self._refuse_own_lists(params)
         self.first = {name: state for name, state in self.first.items() if name in params}
-        for name in self.first:
-            if not self._is_whole(name, params[name]):
-                self._refuse_uneven(name)
         return self.swapped(params)
 
-    def swapped(self, params: Mapping[str, nn.Parameter]) -> Optimizer:
-        """The same without refusals, for a trial on tiny parameters."""
+    def swapped(self, params: Mapping[str, nn.Parameter], for_trial: bool = False) -> Optimizer:
+        """``for_trial``: the parameters are tiny ones, with tiny state in place of the real."""
         optimizer = self.optimizer
         mine = [{n: params[n] for n in names if n in params} for names in self.groups]
         for group, held in zip(optimizer.param_groups, mine, strict=True):
@@ -83,13 +81,10 @@ class Made:
             nothing = nn.Parameter(torch.zeros(0, device=self.device))
             group["params"] = list(held.values()) or [nothing]
             for name in held.keys() & self.first.keys():
-                optimizer.state[held[name]] = self._first_of(name, held[name])
+                optimizer.state[held[name]] = self._first_of(name, held[name], for_trial)
         if self.after is not None:
             self.after.names = {p: name for held in mine for name, p in held.items()}
         return optimizer
-
-    def _is_whole(self, name: str, held: Tensor) -> bool:
-        return held.shape == self.shapes[name] and not isinstance(held, DTensor)
 
     def _refuse_own_lists(self, params: Mapping[str, nn.Parameter]) -> None:
         """A list of parameters of its own would still have the whole ones."""
@@ -103,39 +98,37 @@ class Made:
                     "groups: a strategy that shards cannot replace them there"
                 )
 
-    def _refuse_uneven(self, name: str) -> None:
-        """A piece does not say where it lies, so only equal elements can be those of a piece."""
+    def _first_of(self, name: str, held: Tensor, for_trial: bool) -> dict[str, Any]:
+        """The state that the optimizer began with for a parameter, for what takes its place. A
+        piece does not say where it lies, so only equal elements can be those of a piece."""
         shape = self.shapes[name]
-        for key, value in self.first[name].items():
+        if held.shape == shape and not isinstance(held, DTensor):
+            return self.first[name]
+        state = dict(self.first[name])
+        for key, value in state.items():
             if not has_elements(key, value, len(shape)):
                 continue
-            if value.shape != shape or not bool((value == value.reshape(-1)[:1]).all()):
+            first = value.reshape(-1)[:1]  # of no elements: none
+            is_even = value.shape == shape and bool((value == first).all())
+            if not is_even and not for_trial:
                 raise UsageError(
                     f"{self.label}: the optimizer begins with the state '{key}' of shape "
                     f"{tuple(value.shape)} for '{name}' of {tuple(shape)}: a strategy that shards "
                     "can only cut state of the same shape whose elements are equal"
                 )
-
-    def _first_of(self, name: str, held: Tensor) -> dict[str, Any]:
-        """The state that the optimizer began with for a parameter, for what takes its place."""
-        if self._is_whole(name, held):
-            return self.first[name]
-        state = dict(self.first[name])
-        for key, value in state.items():
-            if has_elements(key, value, len(self.shapes[name])):
-                first = value.reshape(-1)[:1].sum().item()  # 0, if there are no elements
-                state[key] = torch.full_like(held, first, dtype=value.dtype)
+            state[key] = torch.full_like(held, first.sum().item(), dtype=value.dtype)
         return state
 
 
-def looked_over(make: MakeUsers, label: str, params: Mapping[str, nn.Parameter]) -> Optimizer:
-    """What the function makes of these parameters, looked over."""
+def checked(make: MakeUsers, label: str, params: Mapping[str, nn.Parameter]) -> Optimizer:
+    """What the function makes of these parameters, if a strategy can work with it."""
     with blame(label, "the optimizer"):
         optimizer: Any = make(list(params.items()))
+    kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         hint = ": put several into one class, which treats its groups differently"
         raise UsageError(
-            f"the optimizer of {label} is a {type(optimizer).__name__}, not one "
+            f"the optimizer of {label} is a {kind}, not one "
             f"torch.optim.Optimizer{hint * isinstance(optimizer, list | tuple)}"
         )
     found = Counter(p for group in optimizer.param_groups for p in group["params"])
@@ -153,9 +146,20 @@ def looked_over(make: MakeUsers, label: str, params: Mapping[str, nn.Parameter])
         rate = group.get("lr")
         if isinstance(rate, bool) or not isinstance(rate, float | int | Tensor):
             raise UsageError(
-                f"group {i} of {type(optimizer).__name__} has no learning rate 'lr', which the "
-                f"schedule is multiplied with, but {rate!r}"
+                f"group {i} of {kind} has no learning rate 'lr', which the schedule is multiplied "
+                f"with, but {rate!r}"
             )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UsageError(f"{kind} needs sparse gradients, which no strategy makes; use adam")
+    required = [
+        p.name for p in inspect.signature(optimizer.step).parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]  # fmt: skip
+    if required:
+        raise UsageError(
+            f"{kind}.step() needs a {required[0]}: it computes the loss again itself, several "
+            "times; no strategy does that"
+        )
     return optimizer
 
 

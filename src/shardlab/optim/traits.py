@@ -10,7 +10,6 @@ all gradients, and every rank must update all parameters.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from torch import optim
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 
 from shardlab.errors import UsageError
 from shardlab.optim.muon import Muon
-from shardlab.optim.swap import Made
+from shardlab.optim.swap import WholeModelOptimizer
 
 ELEMENTWISE = frozenset({
     optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam,
@@ -35,14 +34,7 @@ def is_known(optimizer: Optimizer) -> bool:
     return type(optimizer) in KNOWN
 
 
-def by_parameter(optimizer: Optimizer) -> bool:
-    """Whether it updates each parameter by itself."""
-    kind = type(optimizer)
-    says_so = getattr(kind, "elementwise", False) or getattr(kind, "by_parameter", False)
-    return is_known(optimizer) or bool(says_so)
-
-
-def whole_names(made: Made) -> frozenset[str]:
+def whole_names(made: WholeModelOptimizer) -> frozenset[str]:
     """The parameters that the optimizer must be given whole."""
     kind = type(made.optimizer)
     if kind in ELEMENTWISE or getattr(kind, "elementwise", False):
@@ -53,22 +45,6 @@ def whole_names(made: Made) -> frozenset[str]:
     return frozenset(name for names in needed for name in names)
 
 
-def refuse(optimizer: Optimizer) -> None:
-    """Refuse what no strategy can work with."""
-    name = type(optimizer).__name__
-    if isinstance(optimizer, optim.SparseAdam):
-        raise UsageError(f"{name} needs sparse gradients, which no strategy makes; use adam")
-    required = [
-        p.name for p in inspect.signature(optimizer.step).parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]  # fmt: skip
-    if required:
-        raise UsageError(
-            f"{name}.step() needs a {required[0]}: it computes the loss again itself, several "
-            "times; no strategy does that"
-        )
-
-
 # ------------------------------------------------------------------ what a strategy refuses
 
 
@@ -77,46 +53,45 @@ def check(make_optimizer: Any, how: str, strategy: str) -> None:
 
     A factory of another kind passes.
     """
-    if not isinstance(make_optimizer, Made):
+    if not isinstance(make_optimizer, WholeModelOptimizer):
         return
     optimizer = make_optimizer.optimizer
+    name = type(optimizer).__name__
     if whole_names(make_optimizer):
-        reason = f"{type(optimizer).__name__} does not update each element by itself"
+        reason = f"{name} does not update each element by itself"
         if not is_known(optimizer):
             reason += ", or its class does not say so (elementwise = True)"
-        raise _refused(strategy, how, reason)
-    if how == ROWS and type(optimizer) is optim.Rprop:
-        raise _refused(strategy, how, "Rprop fails on them")
+    elif how == ROWS and type(optimizer) is optim.Rprop:
+        reason = f"{name} fails on them"
+    else:
+        return
+    raise UsageError(
+        f"{strategy} {how}, and {reason}; use a strategy with whole parameters, such as "
+        "bucket_ddp_async or pytorch_ddp"
+    )
 
 
 def check_some(make_optimizer: Any, strategy: str) -> None:
     """Refuse an optimizer that may look at all gradients, where a rank updates some parameters."""
-    if isinstance(make_optimizer, Made) and not by_parameter(make_optimizer.optimizer):
-        name = type(make_optimizer.optimizer).__name__
-        raise UsageError(
-            f"{strategy} gives each rank some of the parameters, and the class {name} "
-            "does not say that it updates each of them only from its own gradient and state: write "
-            "by_parameter = True in the class if it does (elementwise = True if that holds for "
-            "each element; `shardlab prove` checks it), or use a strategy whose ranks update all "
-            "parameters, such as bucket_ddp_async or pytorch_ddp"
-        )
+    if not isinstance(make_optimizer, WholeModelOptimizer):
+        return
+    kind = type(make_optimizer.optimizer)
+    if kind in KNOWN or any(getattr(kind, a, False) for a in ("elementwise", "by_parameter")):
+        return
+    raise UsageError(
+        f"{strategy} gives each rank some of the parameters, and the class {kind.__name__} "
+        "does not say that it updates each of them only from its own gradient and state: write "
+        "by_parameter = True in the class if it does (elementwise = True if that holds for "
+        "each element; `shardlab prove` checks it), or use a strategy whose ranks update all "
+        "parameters, such as bucket_ddp_async or pytorch_ddp"
+    )
 
 
 def kept_whole(make_optimizer: Any, strategy: str) -> frozenset[str]:
     """The parameters that the optimizer must be given whole, for a strategy that may cut them."""
-    if not isinstance(make_optimizer, Made):
+    if not isinstance(make_optimizer, WholeModelOptimizer):
         return frozenset()
     check_some(make_optimizer, strategy)
-    if type(make_optimizer.optimizer) is optim.Adafactor:
-        raise _refused(
-            strategy, FLAT, "Adafactor does not update each element by itself, and its state has "
-            "other shapes than the parameter",
-        )  # fmt: skip
+    if type(make_optimizer.optimizer) is optim.Adafactor:  # its state has other shapes
+        check(make_optimizer, FLAT, strategy)
     return whole_names(make_optimizer)
-
-
-def _refused(strategy: str, how: str, reason: str) -> UsageError:
-    return UsageError(
-        f"{strategy} {how}, and {reason}; use a strategy with whole parameters, such as "
-        "bucket_ddp_async or pytorch_ddp"
-    )

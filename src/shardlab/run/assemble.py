@@ -22,7 +22,7 @@ from shardlab.ledger import LEDGER
 from shardlab.naming import CUTS, EVERY_STRATEGY, TWINS_CUTS, WORKLOADS
 from shardlab.optim import optimizers
 from shardlab.optim.schedule import learning_rate_factor
-from shardlab.optim.swap import Made
+from shardlab.optim.swap import WholeModelOptimizer
 from shardlab.specs import BASELINE
 from shardlab.strategies.base import Infer, Setup, Strategy, T
 from shardlab.strategies.cut_model import CutAxis, CutModel
@@ -260,7 +260,7 @@ def make_optimizer(
     training: TrainingConfig,
     workload: Workload,
     model: nn.Module,
-) -> Made:
+) -> WholeModelOptimizer:
     """The optimizer over the whole model: a strategy then puts in its place what a rank updates."""
     make, after = workload.optimizer, workload.after_step
     blocks = workload.blocks_of(model)
