@@ -1,12 +1,13 @@
-"""The axes of the mesh: how many ranks cut the model, how many share the data, and cuts in parts.
+"""The axes of the mesh: how many ranks hold one model together, and how many share the data.
 
 A rank has a place on each axis. The data axis is outermost, then pipeline, context and tensor:
-ranks that cut one model between them are neighbours. ``zero3:tensor=2:pipeline=2`` on eight ranks
+the model-parallel ranks of one model are neighbours. ``zero3:tensor=2:pipeline=2`` on eight ranks
 is two copies of a model that four ranks hold together.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,14 +15,17 @@ from typing import Any
 from shardlab.errors import UsageError
 
 CUTS = ("pipeline", "context", "tensor")  # the axes that cut the model, outermost first
-# Every strategy takes these options beside its own, and what they are unless somebody says.
+# Options of every strategy, with their defaults.
 OPTIONS: dict[str, Any] = {
     "pipeline": 1, "context": 1, "tensor": 1,
     "sequence": False, "schedule": "1f1b", "chunks": 0, "balance": "parameters",
 }  # fmt: skip
-# How they share the data, if ranks are left for that.
-INNER = "bucket_ddp_async"
-INNER_OF = {"pytorch_tensor_parallel": "pytorch_zero3"}  # PyTorch's own combination
+# What a value of each type must be.
+KINDS = {int: "a number of ranks, 1 or more", bool: "true or false", str: "a name"}
+# These options do nothing without an axis.
+NEEDS = {
+    "sequence": "tensor", "schedule": "pipeline", "chunks": "pipeline", "balance": "pipeline",
+}  # fmt: skip
 # Strategies that are an axis themselves: all ranks are on it unless its option says otherwise.
 NAMED: dict[str, dict[str, Any]] = {
     "tensor_parallel": {"tensor": 0},
@@ -57,15 +61,14 @@ class Axes:
         return self.pipeline * self.context * self.tensor
 
     @property
-    def unlike(self) -> range:
-        """One rank of each place in a pipeline: all others act like one of them. The first of those
-        that share a stage has the longest part of each tensor, and of a sequence, but for a token.
-        """
+    def representatives(self) -> range:
+        """One representative rank of each place in a pipeline. The first of those that share a
+        stage has the longest part of each tensor, and of a sequence, but for a token."""
         return range(0, self.model_ranks, self.context * self.tensor)
 
     @property
-    def summing(self) -> int:
-        """The ranks whose gradients are summed: a part of a sequence is as another sample."""
+    def gradient_ranks(self) -> int:
+        """The ranks whose gradients are summed: a part of a sequence counts as another sample."""
         return self.data * self.context
 
     def place(self, rank: int) -> dict[str, int]:
@@ -103,10 +106,9 @@ def axes_of(
     for key, value in asked.items():
         wanted = type(OPTIONS[key])
         if type(value) is not wanted or (wanted is int and value < (key != "chunks")):
-            word = {int: "a number of ranks, 1 or more", bool: "true or false", str: "a name"}[
-                wanted
-            ]
-            raise UsageError(f"strategy {name}: its option {key} must be {word}, got {value!r}")
+            raise UsageError(
+                f"strategy {name}: its option {key} must be {KINDS[wanted]}, got {value!r}"
+            )
     for key, meant in NAMED.get(name, {}).items():
         if key in asked and meant not in (0, asked[key]):
             raise UsageError(
@@ -114,14 +116,19 @@ def axes_of(
                 f"{asked[key]}; leave one of them out"
             )
     sizes = {**OPTIONS, **NAMED.get(name, {}), **asked}
+    for own in CUTS:
+        if sizes[own] == 0:  # all ranks that the other axes leave
+            sizes[own] = max(1, ranks // math.prod(sizes[axis] for axis in CUTS if axis != own))
     axes = Axes(1, **sizes)
-    own = next((axis for axis in CUTS if sizes[axis] == 0), None)
-    if own is not None:
-        others = axes.pipeline or 1, axes.context or 1, axes.tensor or 1
-        sizes[own] = max(1, ranks // (others[0] * others[1] * others[2]))
-        axes = Axes(1, **sizes)
-    _refuse_idle(name, asked, axes)
-    _refuse_others(name, axes)
+    for key, axis in NEEDS.items():
+        if key in asked and getattr(axes, axis) == 1 and name not in NAMED:
+            raise UsageError(f"strategy {name}: its option {key} needs {axis}=2 or more")
+    others = [axis for axis in CUTS if getattr(axes, axis) > 1] + ["sequence"] * axes.sequence
+    if name in ALONE and (others := [axis for axis in others if axis != ALONE[name]]):
+        raise UsageError(
+            f"strategy {name} has no axes but {ALONE[name]} and data, and {others[0]} was asked "
+            "for; use tensor_parallel or pipeline_1f1b with several axes"
+        )
     if ranks % axes.model_ranks:
         cut = " x ".join(f"{a} {getattr(axes, a)}" for a in CUTS if getattr(axes, a) > 1)
         raise UsageError(
@@ -136,7 +143,8 @@ def axes_of(
 
 def inner_of(name: str) -> str:
     """The strategy that shares the data beneath a named axis, if ranks are left for that."""
-    return INNER_OF.get(name, INNER)
+    # PyTorch combines its tensor parallelism with FSDP.
+    return "pytorch_zero3" if name == "pytorch_tensor_parallel" else "bucket_ddp_async"
 
 
 def shares_data(name: str, options: Mapping[str, Any], ranks: int) -> str:
@@ -144,25 +152,7 @@ def shares_data(name: str, options: Mapping[str, Any], ranks: int) -> str:
     if name not in NAMED:
         return name
     axes, _ = axes_of(name, options, ranks)
-    return inner_of(name) if axes is not None and axes.summing > 1 else "single"
-
-
-def _refuse_others(name: str, axes: Axes) -> None:
-    others = [axis for axis in CUTS if getattr(axes, axis) > 1] + ["sequence"] * axes.sequence
-    if name in ALONE and (others := [axis for axis in others if axis != ALONE[name]]):
-        raise UsageError(
-            f"strategy {name} has no axes but {ALONE[name]} and data, and {others[0]} was asked "
-            "for; use tensor_parallel or pipeline_1f1b with several axes"
-        )
-
-
-def _refuse_idle(name: str, asked: Mapping[str, Any], axes: Axes) -> None:
-    """Refuse an option that would do nothing."""
-    needs = {"sequence": "tensor", "schedule": "pipeline", "chunks": "pipeline"}
-    needs["balance"] = "pipeline"
-    for key, axis in needs.items():
-        if key in asked and getattr(axes, axis) == 1 and name not in NAMED:
-            raise UsageError(f"strategy {name}: its option {key} needs {axis}=2 or more")
+    return inner_of(name) if axes is not None and axes.gradient_ranks > 1 else "single"
 
 
 def cut_evenly(sizes: Mapping[str, int], parts: int) -> list[list[str]]:

@@ -625,7 +625,7 @@ def _of_ranks(
     longest: bool,
 ) -> dict[str, Any]:
     """The fullest of those that differ, at each of the peaks: one of each place in a pipeline."""
-    ranks = [0] if axes is None else list(axes.unlike)
+    ranks = [0] if axes is None else list(axes.representatives)
     roles = ranks if len(ranks) > 1 else []
     found = [
         _simulate(config, rank, device, here, values, events, longest, roles) for rank in ranks

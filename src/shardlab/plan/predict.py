@@ -232,7 +232,7 @@ def side_by_side(
     """The own work of one rank of each stage, emulated by all of them at once: ranks that share a
     machine also share its caches and its memory."""
     axes = _axes(config)
-    ranks = [0] if axes is None else list(axes.unlike)
+    ranks = [0] if axes is None else list(axes.representatives)
     roles = ranks if len(ranks) > 1 else []
     asked = (simulators, EMULATE, LIMIT_S, config, seconds, link)
     return [mean_of(ask_all(*asked, rank, roles)) for rank in ranks]

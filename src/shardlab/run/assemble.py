@@ -174,9 +174,9 @@ def on_axes(config: Config, make: type[Strategy], setup: Setup, world: World) ->
         )
     if issubclass(make, CutModel):
         # Where an axis has a name of its own, the best replicas share the data.
-        shares = axes.inner_of(config.strategy.name) if found.summing > 1 else BASELINE
+        shares = axes.inner_of(config.strategy.name) if found.gradient_ranks > 1 else BASELINE
         inner = naming.resolve(shares, EVERY_STRATEGY, "strategy")
-        if found.summing == 1 and options:
+        if found.gradient_ranks == 1 and options:
             raise UsageError(
                 f"{config.strategy.name}: all ranks cut one model, so nothing is sent as "
                 f"{', '.join(options)} says; leave it out"
