@@ -1,4 +1,4 @@
-"""A micro-batch, and the data sets that make them: what both data and workloads are about."""
+"""A micro-batch, and the protocol of the data sets that make them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Dataset(Protocol):
 @dataclass(frozen=True, slots=True)
 class StandIn(Batch):
     """A row that counts nothing, for a model that cannot run without rows: ``count`` and
-    ``samples`` are 0. The loss is given the row with its own, and what it gives is dropped."""
+    ``samples`` are 0. The loss gets the row with its own numbers, and its result is dropped."""
 
     own_count: int
     own_samples: int

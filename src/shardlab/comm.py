@@ -126,10 +126,10 @@ def _begin(
 def _dense(
     tensor: Tensor, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Callable[[], None] | None]:
-    """What a backend can be given for a tensor, and what is left to do afterwards.
+    """A contiguous tensor for the backend, and how to copy the result back, if it is a copy.
 
-    Backends read and write numel() elements from the tensor's first on. Where it has gaps or
-    another order, that is the wrong memory; where it is expanded, it is beyond its storage.
+    Backends read and write numel() elements from the tensor's first on. With gaps or another order
+    that is the wrong memory; of an expanded tensor it lies beyond the storage.
     """
     dtype = dtype or tensor.dtype
     if tensor.is_contiguous() and not tensor.is_conj() and tensor.dtype == dtype:
@@ -220,8 +220,8 @@ def reduce_scatter(
 ) -> Pending:
     """``shard`` (n,) becomes this rank's part of the sum of all ranks' ``tensor`` (ranks * n,).
 
-    Gloo's own is an all-reduce in disguise: twice the bytes. There, each rank sends each
-    other the part that is theirs (all-to-all), and sums what it received. ``sizes`` are the
+    Gloo's own is an all-reduce in disguise: twice the bytes. There, each rank sends every
+    other rank its part (all-to-all), and sums the parts that it received. ``sizes`` are the
     elements of each rank's shard where they differ; such parts are sent so on every backend. With
     ``dtype`` the tensors are rounded to it before they are sent, and added up in it.
     """
@@ -290,7 +290,7 @@ def _sendable(tensor: Tensor, group: Group) -> Tensor:
 
 
 def _receivable(tensor: Tensor, group: Group) -> tuple[Tensor, Callable[[], None]]:
-    """Where a message for ``tensor`` may arrive, and what is left to do when it has."""
+    """A tensor that a message for ``tensor`` may be received in, and how to copy it over."""
     if group.name() != "gloo" or tensor.device.type == "cpu":
         return tensor, lambda: None
     place = torch.empty_like(tensor, device="cpu")
@@ -356,7 +356,7 @@ def send_object(
 def recv_object(
     group: Group, source: int, *, tag: int, lane: str, label: str, device: torch.device
 ) -> Any:
-    """Wait for an object. One that no rank of this run has sent is not read."""
+    """Wait for an object, and read it only if a rank of this run has signed it."""
     size = torch.zeros(1, dtype=torch.int64, device=device)
     recv(size, group, source, tag=tag, lane=lane, label=label)
     data = torch.empty(int(size), dtype=torch.uint8, device=device)
@@ -384,8 +384,8 @@ def exchange(
 ) -> Pending:
     """``sent`` goes to the group's rank ``to``, and ``received`` comes from its rank ``source``.
 
-    Both are started together: where each rank of a ring sent first and received afterwards, NCCL
-    would wait for ever.
+    Both are started together: if each rank of a ring sent first and received afterwards, NCCL
+    would deadlock.
     """
     entry = LEDGER.open("send", sent, group, label, link=(group.rank(), to))
     entry.launches = 2

@@ -1,4 +1,4 @@
-"""The ways in which a command ends badly, and how a wrong name is answered."""
+"""The errors of commands and ranks, and the refusal of an unknown name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Mistake(UsageError):
 
 
 def readable(text: str, lines: bool = False) -> str:
-    """A message may repeat what a file said: it must not fill the screen, nor speak to it."""
+    """Truncate a message, and escape control characters that it may repeat from a file."""
     if len(text) > LONGEST:
         text = f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
     if text.isprintable():

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and JSON that every reader takes. No torch."""
+"""Files that are whole or absent, and strict JSON. No torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def with_schema(value: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a script reads says by which rules it is written: 1, unless it says itself."""
+    """The same with the version of its format, which is 1 unless it has one."""
     return value if "schema" in value else {"schema": 1, **value}
 
 

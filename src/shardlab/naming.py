@@ -1,6 +1,6 @@
-"""From a name or an import path to the object, and to its docstring without importing it.
+"""The object behind a name or an import path, and its docstring without importing it.
 
-Also what a named option may be: a value is held against the type that its target declares.
+Options are checked against the types that the object's parameters declare.
 """
 
 from __future__ import annotations

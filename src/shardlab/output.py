@@ -1,4 +1,4 @@
-"""What a command says, and where: its result on stdout, everything else on stderr. No torch.
+"""A command prints its result on stdout and everything else on stderr. No torch.
 
 A user's model may print when it is imported, built or run, from Python or from C. A script that
 reads our stdout must not see that, so while a command works, stdout leads to stderr, for this

@@ -29,8 +29,7 @@ def number(value: float | None, like: float | None = None) -> str:
 
 
 def part_of_step(ms: float) -> str:
-    """As ``number``, with two decimals at most: 0.0588 would take a strategy's name its room in a
-    terminal, and nobody needs its last digits."""
+    """As ``number``, with two decimals at most: more digits would only make the table wider."""
     return number(ms, max(abs(ms), 1.0))
 
 
@@ -107,7 +106,7 @@ def at_least(amount: float | None, known: float) -> str:
 
 
 def gbps(value: float | None) -> str:
-    """A bandwidth. That of a few bytes that took milliseconds is not worth its digits."""
+    """A bandwidth. Below 0.001 its digits mean nothing."""
     return "<0.001" if value is not None and value < 0.001 else number(value)
 
 
@@ -129,7 +128,7 @@ def count(amount: int, noun: str, plural: str | None = None) -> str:
 
 
 def beside(batch: int, parts: int) -> str:
-    """How many other samples are with each in its part of a batch: ``7``, ``7 or 8``."""
+    """The number of other samples in the same part of a batch: ``7``, ``7 or 8``."""
     least, is_more = divmod(batch, parts)
     return f"{least - 1:,} or {least:,}" if is_more else f"{least - 1:,}"
 

@@ -83,7 +83,7 @@ def join(
     tell: Callable[[Mapping[str, Any]], None] = _silent,
     pulse: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> World:
-    """Take this process's place among the ranks. Without a store, the environment names it."""
+    """Make this process a rank. Without a store, environment variables name it (env://)."""
     # Torch 2.11 says so of every profile. (To keep them, as it advises, makes the profiler read all
     # events when it stops: a comparison of all strategies took 48 s longer.)
     warnings.filterwarnings("ignore", "Warning: Profiler clears events at the end of each cycle")
@@ -106,7 +106,7 @@ def join(
 
 
 def prepare(launch: LaunchConfig, device: torch.device) -> None:
-    """Make this process one that a rank may run in."""
+    """Set the device, or the number of threads, of this process."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
@@ -132,7 +132,7 @@ def _mesh(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
 
 
 def choose(launch: LaunchConfig, local_rank: int, local_size: int) -> tuple[torch.device, str]:
-    """Device and backend of a rank, or why what was asked for cannot be had here."""
+    """Device and backend of a rank. Refuses a choice that this machine cannot offer."""
     gpus = torch.cuda.device_count()
     kind = launch.device
     if kind == "auto":
@@ -155,7 +155,7 @@ def choose(launch: LaunchConfig, local_rank: int, local_size: int) -> tuple[torc
 
 
 def seed(value: int) -> None:
-    """The same on every rank: for the model's initialisation."""
+    """Use the same seed on every rank, for the model's initialisation."""
     random.seed(value)
     np.random.seed(value % 2**32)
     if torch.cuda.is_available():
@@ -165,11 +165,11 @@ def seed(value: int) -> None:
 
 
 def seed_rank(value: int, rank: int, step: int = 0) -> None:
-    """Random numbers of this rank's own, for what it draws while it trains: dropout, noise.
+    """Seed this rank unlike the others, for dropout and noise in training.
 
-    Ranks that drew alike would drop the same units for all their samples, and the gradient would
-    be noisier than one process's. Rank 0 continues with what ``seed`` began, so that one process
-    draws as if there were no ranks. ``step``: where a rank begins that was not there before.
+    Ranks with equal random numbers would drop the same units for all their samples, and the
+    gradient would be noisier than one process's. Rank 0 keeps the seed of ``seed``, so one process
+    draws as if there were no ranks. ``step``: the first step of a rank that joins later.
     """
     if rank:
         seed(int(np.random.SeedSequence([value, rank, step]).generate_state(1, np.uint64)[0] >> 1))

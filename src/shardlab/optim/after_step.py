@@ -1,4 +1,4 @@
-"""What runs after each update, on what a rank has of the parameters; the moving average is such."""
+"""Functions that run after each update on this rank's parameters, such as the moving average."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from shardlab.errors import UsageError
 from shardlab.workloads.base import AfterStep
 from shardlab.workloads.blame import blame
 
-KEPT = "after."  # what after_step keeps stands in the optimizer's state under such keys
+KEPT = "after."  # the optimizer's state has the tensors of after_step under such keys
 AVERAGE = f"{KEPT}ema"  # the key of the moving average that training.ema_decay asks for
 
 
 class After:
     """Calls ``after_step`` when the optimizer has stepped, and keeps its tensors in the state.
 
-    There they are checkpointed, and change hands with the parameter. During step() they are taken
-    out: most optimizers make their own state when they find none.
+    So checkpoints have them, and they move with their parameter. During step() they are taken out,
+    because most optimizers make their own state only if there is none.
     """
 
     def __init__(self, functions: Sequence[AfterStep]) -> None:
@@ -58,7 +58,7 @@ class After:
 
 
 def moving_average(decay: float) -> AfterStep:
-    """The first parameters, then ``decay`` of the average and the rest of the new ones."""
+    """``decay`` times the average plus the rest times the new parameters, from the first on."""
 
     def average(
         _step: int, parts: Mapping[str, Tensor], kept: Mapping[str, dict[str, Tensor]]
@@ -74,7 +74,7 @@ def moving_average(decay: float) -> AfterStep:
 
 @torch.no_grad()
 def exchange_averages(optimizer: Optimizer) -> None:
-    """This rank's parameters become their moving average, and that them; the same again undoes it.
+    """Swap this rank's parameters with their moving average; a second call swaps them back.
 
     Before the first update there is no average, and nothing changes.
     """

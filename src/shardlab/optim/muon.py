@@ -1,7 +1,7 @@
 """Muon for the matrices of a model's blocks and AdamW for the rest, as one optimizer.
 
-Muon makes an update orthogonal, which it can do for a whole matrix only. Embeddings, the head,
-norms and biases are no matrices of that kind: AdamW updates them, as in Muon's own experiments.
+Muon makes the update of a whole matrix orthogonal. AdamW updates embeddings, the head, norms and
+biases, as in Muon's own experiments.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Muon(torch.optim.Optimizer):
         eps: float = 1e-8,
     ) -> None:
         both: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
-        # What the two are given here is never updated: step() shows them our groups.
+        # These two parameters are never updated: step() gives both optimizers our groups.
         self._muon = torch.optim.Muon(
             [nn.Parameter(torch.zeros(1, 1))], momentum=momentum, nesterov=nesterov,
             ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, **both,

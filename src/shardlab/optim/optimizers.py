@@ -1,4 +1,4 @@
-"""The optimizer of a run: named by the config or made by the user, and what is known of it."""
+"""The optimizer of a run, by the config's name or the user's function, and facts about it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardlab.optim.swap import WholeModelOptimizer, has_elements
 from shardlab.workloads.base import AfterStep, MakeUsers
 from shardlab.workloads.blame import blame
 
-# What PyTorch's classes keep of a parameter as one number.
+# The state of a parameter that PyTorch's classes keep as one number.
 NUMBERS = dict.fromkeys(("step", "eta", "mu", "mu_product"), torch.float32)
 
 
@@ -145,7 +145,7 @@ def steps_by_parts(optimizer: Optimizer) -> bool:
 
 
 def refuse_lost(optimizer: Optimizer) -> None:
-    """Refuse checkpoints of an optimizer that would go on otherwise after a restart."""
+    """Refuse to checkpoint an optimizer whose attributes a checkpoint would lose."""
     facts = _FACTS.get(optimizer)
     if facts is not None and facts.lost:
         raise UsageError(
@@ -156,7 +156,7 @@ def refuse_lost(optimizer: Optimizer) -> None:
 
 
 def resumed(optimizer: Optimizer, steps: int) -> None:
-    """The optimizer's state has been loaded: mend what a checkpoint cannot tell apart.
+    """Restore the types of the loaded state, which a checkpoint cannot tell apart.
 
     A checkpoint knows tensors and numbers: a count may have been an int, and the state of a
     parameter with one element may have been one number.
@@ -185,7 +185,7 @@ ARGUMENTS = {
 
 
 def _refuse_both(training: TrainingConfig, label: str) -> None:
-    """A setting of the config that the user's own optimizer would not know of."""
+    """Refuse a setting of the config that the user's own optimizer would ignore."""
     standard = TrainingConfig()
     for key in ("optimizer", *ARGUMENTS.values(), "optimizer_options", "no_decay"):
         if getattr(training, key) != getattr(standard, key):
@@ -248,10 +248,9 @@ def named_by(training: TrainingConfig, matrices: frozenset[str] = frozenset()) -
 
 
 def _keep_fused_right(optimizer: Optimizer, _args: Any, _options: Any) -> None:
-    """A fused update takes what it is given for contiguous, without asking (torch 2.13 on a CPU):
-    a gradient in another order would update other elements than its own. This is looked at before
-    each step: a strategy that shards puts its shards in place of the whole parameters later, and
-    anybody may set p.data."""
+    """A fused update assumes contiguous tensors and does not check (torch 2.13 on a CPU): a
+    gradient in another order would update the wrong elements. We check before each step, because
+    strategies that shard replace the parameters later, and anybody may set p.data."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             if not p.is_contiguous():

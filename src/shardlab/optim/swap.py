@@ -27,13 +27,13 @@ from shardlab.workloads.blame import blame
 
 
 class WholeModelOptimizer:
-    """An optimizer made over the whole model. A strategy calls this with what its rank updates, by
-    name: those tensors take the places of the whole parameters."""
+    """An optimizer made over the whole model. A strategy calls this with the tensors that its rank
+    updates, by name: they take the places of the whole parameters."""
 
     def __init__(
         self,
         make: MakeUsers,
-        label: str,  # whose it is, for messages
+        label: str,  # whose optimizer it is, for messages
         params: Mapping[str, nn.Parameter],
         after: Sequence[AfterStep] = (),  # called one after the other when a step was made
     ) -> None:
@@ -87,7 +87,7 @@ class WholeModelOptimizer:
         return optimizer
 
     def _refuse_own_lists(self, params: Mapping[str, nn.Parameter]) -> None:
-        """A list of parameters of its own would still have the whole ones."""
+        """Refuse a class with lists of parameters, which would still hold the whole ones."""
         replaced = {self.whole.get(name) for name in params} - {*params.values(), None}
         own = vars(self.optimizer).keys() - {"param_groups", "state", "defaults"}
         for attribute in sorted(own):

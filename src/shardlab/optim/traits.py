@@ -1,11 +1,11 @@
-"""Which optimizers update each element of a parameter by itself, or at least each parameter.
+"""Which optimizers update each element by itself, or at least each parameter by itself.
 
 A rank may update flat pieces of parameters, or rows of them. The result is that of one process
 only if each element's update depends on nothing but its own gradient and state. A rank may also
-update some parameters, each of them whole: then it must depend on nothing but the parameter's.
-PyTorch's classes are known. A user's class, also a subclass of PyTorch's, says so itself, in its
-body: ``elementwise = True`` or ``by_parameter = True``. Without either it may take one rate from
-all gradients, and every rank must update all parameters.
+update some parameters, each of them whole: then each update may depend on that parameter alone.
+PyTorch's classes are known. A user's class, also a subclass of PyTorch's, declares it in its body:
+``elementwise = True`` or ``by_parameter = True``. A class with neither may take one rate from all
+gradients, so every rank must update all parameters.
 """
 
 from __future__ import annotations
