@@ -44,7 +44,7 @@ LOSS_SCALE = 65536.0  # fp16 begins with it by default, and halves it where it i
 CONTINUOUS = "continuous"
 EPOCHS = (CONTINUOUS, "padded", "exact")  # shardlab.data.sampler says what they are
 AUTO, STDLIB, SYNTHETIC = "auto", "stdlib", "synthetic"
-# Data sets that `shardlab data NAME` fetches, or, the digits, that scikit-learn brings along.
+# Data sets that `shardlab data fetch` knows, or, the digits, that scikit-learn brings along.
 DATA_SETS = ("fineweb", "yelp", "cifar10", "mnist", "fashion_mnist", "digits")
 DATA_WORDS = (AUTO, STDLIB, SYNTHETIC, *DATA_SETS)  # a data source that is no path
 

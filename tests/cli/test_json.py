@@ -15,8 +15,7 @@ import pytest
 
 import commands
 from conftest import deep_unless
-from shardlab.data import obtaining
-from shardlab.data.catalog import ENTRIES
+from shardlab.data import fetching
 from shardlab.learn.exercise import Exercise
 
 LOUD = f"--workload {Path(__file__).with_name('printing_workload.py')}:workload --device cpu"
@@ -39,7 +38,7 @@ OTHERS = {
     "runs": "--dir .", "runs show": "run",
     "learn": "", "learn check": "sampler.py",
     "data text": "notes.txt --out shards --tokenizer bytes", "data show": "shards",
-    **{f"data {name}": "" for name in ENTRIES},
+    "data fetch": "mnist",
 }  # fmt: skip
 STARTS_RANKS = ("network", "doctor")
 
@@ -143,11 +142,11 @@ def test_a_learners_code_that_prints(folder: Path) -> None:
 def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The data sets are not fetched; what puts one in place prints, as a library might."""
 
-    def obtain(wanted: Any, *_args: Any, **_options: Any) -> dict[str, Any]:
+    def fetch(wanted: Any, *_args: Any, **_options: Any) -> dict[str, Any]:
         print("unpacking …")
         return {"name": wanted.name, "kind": wanted.kind, "folder": "here", "new": True}
 
-    monkeypatch.setattr(obtaining, "obtain", obtain)
+    monkeypatch.setattr(fetching, "fetch", fetch)
     (tmp_path / "notes.txt").write_text("some words, and some more\n" * 100)
     for name in [name for name in OTHERS if name.startswith("data")]:
         done = commands.here(*name.split(), *OTHERS[name].split(), "--json", cwd=tmp_path)

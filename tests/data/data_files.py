@@ -8,7 +8,6 @@ import gzip
 import io
 import json
 import struct
-import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -64,35 +63,35 @@ def zipped(files: Files) -> Files:
     return {f"{name}.gz": gzip.compress(content, mtime=0) for name, content in files.items()}
 
 
-CIFAR10 = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
+def pixels(count: int, shape: tuple[int, int, int], seed: int) -> tuple[Array, list[int]]:
+    """Images and their labels, others for each seed."""
+    random = np.random.default_rng(seed)
+    return random.integers(0, 256, (count, *shape), np.uint8), [i % 10 for i in range(count)]
 
 
-def cifar10_rows(batch: int, count: int) -> Array:
-    """A label and 3072 pixels in each row, and others in each batch."""
-    labels = (np.arange(count) + batch) % 10
-    pixels = (np.arange(count * 3072) * (batch + 1) % 251).reshape(count, 3072)
-    return np.concatenate([labels[:, None], pixels], 1).astype(np.uint8)
+def png_rows(
+    count: int,
+    seed: int,
+    shape: tuple[int, int, int] = (1, 28, 28),
+    column: str = "image",
+    label: int | None = None,
+) -> bytes:
+    """As the hub has them: parquet, in each row a PNG and its label; ``label``: of the last."""
+    import pyarrow
+    from PIL import Image
+    from pyarrow import parquet
 
-
-def cifar10(folder: str = "", count: int = 1) -> Files:
-    return {
-        f"{folder}{name}.bin": cifar10_rows(i, count).tobytes() for i, name in enumerate(CIFAR10)
-    }
-
-
-def archive(files: Files, prefix: str = "", link: str | None = None) -> bytes:
-    """As tar.gz; ``link``: with a symbolic link of this name, to a file of the machine."""
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
-        for name, content in files.items():
-            info = tarfile.TarInfo(prefix + name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-        if link is not None:
-            away = tarfile.TarInfo(link)
-            away.type, away.linkname = tarfile.SYMTYPE, "/etc/passwd"
-            tar.addfile(away)
-    return packed.getvalue()
+    images, labels = pixels(count, shape, seed)
+    encoded = []
+    for image in images:
+        png = io.BytesIO()
+        rows = image[0] if shape[0] == 1 else image.transpose(1, 2, 0)
+        Image.fromarray(rows).save(png, "PNG")
+        encoded.append({"bytes": png.getvalue(), "path": None})
+    labels = labels if label is None else [*labels[:-1], label]
+    sink = io.BytesIO()
+    parquet.write_table(pyarrow.table({column: encoded, "label": labels}), sink)
+    return sink.getvalue()
 
 
 # ------------------------------------------------------------------ reviews
@@ -109,17 +108,11 @@ def json_lines(rows: Iterable[Any]) -> bytes:
 
 
 def reviews(texts: list[str], labels: list[int], split: str) -> dict[str, Files]:
-    """Yelp's formats. All but its dump have escaped texts; parquet, if it can be made."""
+    """Yelp's formats; parquet, if it can be made."""
     escaped = [text.replace("\n", "\\n").replace('"', '\\"') for text in texts]
     pairs = list(zip(escaped, labels, strict=True))
     found = {
         "csv": {f"yelp_review_full_csv/{split}.csv": table([n + 1, text] for text, n in pairs)},
-        "jsonl": {f"{split}.jsonl": json_lines({"label": n, "text": t} for t, n in pairs)},
-        "dump": {
-            f"{split}_dump.json": json_lines(
-                {"stars": n + 1.0, "text": text} for text, n in zip(texts, labels, strict=True)
-            )
-        },
     }
     with contextlib.suppress(ImportError):
         import pyarrow

@@ -32,7 +32,7 @@ from shardlab import config as configs
 from shardlab.checkpoint import convert, files, manifest
 from shardlab.checkpoint import start as starts
 from shardlab.cli.flags import Asked
-from shardlab.data import bpe, catalog, images, loader, obtaining, reviews
+from shardlab.data import bpe, catalog, fetching, images, loader, reviews
 from shardlab.data import text as texts
 from shardlab.errors import UsageError
 from shardlab.faults import inject
@@ -151,27 +151,25 @@ def _image_examples() -> tuple[Files, ...]:
     mnist = data_files.mnist(12, 4)
     lines = [",".join(map(str, [*range(16), *[0] * 48, i % 10])) for i in range(400)]
     digits = {"digits.csv.gz": gzip.compress("\n".join(lines).encode())}
-    return mnist, data_files.zipped(mnist), data_files.cifar10("cifar/", 4), digits
+    return mnist, data_files.zipped(mnist), digits
 
 
 def read_images(folder: Path, _out: Path) -> None:
-    name = "cifar10" if (folder / "cifar").is_dir() else "mnist"
-    name = "digits" if any(folder.glob("*.csv.gz")) else name
+    name = "digits" if any(folder.glob("*.csv.gz")) else "mnist"
     for split in images.SPLITS:
         loaded = images.load(name, str(folder), split)
         if len(loaded.labels):
             feed(dataclasses.replace(loaded, augment=True))
 
 
-def _archive_examples() -> tuple[Files, ...]:
-    """Archives of MNIST, with members that want to be written elsewhere."""
-    mnist, link = data_files.mnist(12, 4), "train-images-idx3-ubyte-link"
-    prefixes = ("mnist/", "../../", "/")
-    return tuple({"mnist.tar.gz": data_files.archive(mnist, p, link)} for p in prefixes)
+def _fetched_examples() -> tuple[Files, ...]:
+    """MNIST as the hub has it, and as its authors do."""
+    hubs = {f"mnist/{s}-00000.parquet": data_files.png_rows(4, 0) for s in images.SPLITS}
+    return hubs, data_files.mnist(12, 4)
 
 
-def read_archive(folder: Path, out: Path) -> None:
-    obtaining.obtain(catalog.entry("mnist", 1), out / "data", str(folder / "mnist.tar.gz"))
+def fetch_images(folder: Path, out: Path) -> None:
+    fetching.fetch(catalog.entry("mnist"), out / "data", str(folder))
 
 
 def _review_examples() -> tuple[Files, ...]:
@@ -349,7 +347,7 @@ SUBJECTS = (
     Subject("token shards", ({"a.bin": SHARD, "dataset.json": json.dumps(DESCRIBED).encode()},
                              {"a.bin": SHARD, "b_val_0.bin": SHARD}), read_tokens, 2),
     Subject("images", _image_examples(), read_images, 2),
-    Subject("archive", _archive_examples(), read_archive, is_named=True),
+    Subject("fetched images", _fetched_examples(), fetch_images),
     Subject("reviews", _review_examples(), read_reviews, 2),
     Subject("text", TEXT_EXAMPLES, read_text),
     Subject("vocabulary", _vocabulary_examples(), read_vocabulary),

@@ -1,4 +1,4 @@
-"""`shardlab data`: downloads against a server that misbehaves, local files, text."""
+"""`shardlab data`: downloads from a hub that misbehaves, local files, text."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import socket
 import socketserver
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,244 +28,248 @@ from hypothesis import strategies as st
 import commands
 import data_files
 from data_files import lay_out
-from shardlab.data import bpe, catalog, download, images, obtaining, sources, text, tokens
+from shardlab.data import bpe, catalog, fetching, hub, images, sources, text, tokens
 from shardlab.errors import UsageError
 
-# ------------------------------------------------------------------ a server
+huggingface_hub = pytest.importorskip("huggingface_hub")
+from huggingface_hub import constants, file_download  # noqa: E402
+
+# ------------------------------------------------------------------ a hub
 
 
-class Server(socketserver.ThreadingTCPServer):
+class Hub(socketserver.ThreadingTCPServer):
+    """Answers as the Hugging Face Hub does, and misbehaves if asked to."""
+
     daemon_threads = True
     allow_reuse_address = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.files: dict[str, bytes] = {}
+        self.files: dict[str, bytes] = {}  # by the path in the URL
+        self.sent: dict[str, bytes] = {}  # instead of what was announced
         self.asked: list[tuple[str, str | None]] = []  # path, range
         self.cut_after: int | None = None  # bytes after which a connection is closed
-        self.cuts = 0  # how many connections are still to be cut
-        self.with_range = True
+        self.cuts = 0  # the number of connections that are still to be cut
+        self.is_git = False  # publishes git's SHA-1, as of small files
         self.slow_s = 0.0
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
+    def put(self, name: str, contents: Sequence[bytes], shards: int = 1) -> None:
+        entry = catalog.entry(name, shards)
+        for file, content in zip(entry.files, contents, strict=True):
+            self.files[path_of(entry, file)] = content
+
+
+def path_of(entry: catalog.Entry, file: str) -> str:
+    kind = "/datasets" if entry.repo_type == "dataset" else ""
+    return f"{kind}/{entry.repo}/resolve/main/{file}"
+
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    server: Server
+    server: Hub
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self._head(self.server.files.get(self.path), 0)
 
     def do_GET(self) -> None:
         server, wanted = self.server, self.headers.get("Range")
-        server.asked.append((self.path, wanted))
-        body = server.files.get(self.path)
+        if "/resolve/" in self.path:  # the library also asks about itself
+            server.asked.append((self.path, wanted))
+        body = server.sent.get(self.path, server.files.get(self.path))
+        start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted else 0
+        self._head(body, start)
         if body is None:
-            self.send_error(404)
             return
-        tag = f'"{hashlib.md5(body).hexdigest()}"'
-        start = 0
-        fresh = self.headers.get("If-Range") in (None, tag)
-        if wanted and server.with_range and fresh:
-            start = int(wanted.removeprefix("bytes=").removesuffix("-"))
-            if start >= len(body):
-                self.send_error(416)
-                return
-            self.send_response(206)
-            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
-        else:
-            self.send_response(200)
-        self.send_header("ETag", tag)
-        self.send_header("Content-Length", str(len(body) - start))
-        self.end_headers()
         time.sleep(server.slow_s)
         part = body[start:]
         if server.cut_after is not None and server.cuts:
             server.cuts -= 1
             part = part[: server.cut_after]
+            self.close_connection = True
         self.wfile.write(part)
 
+    def _head(self, body: bytes | None, start: int) -> None:
+        if body is None:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        announced = self.server.files[self.path]
+        etag = hashlib.sha256(announced).hexdigest()
+        if self.server.is_git:
+            etag = hashlib.sha1(b"blob %d\0" % len(announced) + announced).hexdigest()
+        self.send_response(206 if start else 200)
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+        self.send_header("X-Repo-Commit", "c" * 40)
+        self.send_header("ETag", f'"{etag}"')
+        self.send_header("Content-Length", str(len(body) - start))
+        self.end_headers()
+
     def log_message(self, *_: Any) -> None: ...
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
-    """Everything is fetched from it, and cached under tmp_path."""
-    with Server() as running:
-        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
-        thread.start()
-        monkeypatch.setenv(download.MIRROR, running.url)
-        monkeypatch.setenv("SHARDLAB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(download.time, "sleep", lambda _s: None)
-        yield running
-        running.shutdown()
-        thread.join()
-
-
-URL = "https://example.org/some/file.bin"
-PATH = "/example.org/some/file.bin"
-BODY = bytes(range(256)) * 4000
-SHA = hashlib.sha256(BODY).hexdigest()
 
 
 def names(folder: Path) -> set[str]:
     return {p.name for p in folder.iterdir()}
 
 
-# ------------------------------------------------------------------ one file
+def forget_connections() -> None:
+    """The hub's library keeps its connections, and the proxies that it began with."""
+    huggingface_hub.close_session()
 
 
-def test_a_file_comes_whole_and_is_checked(server: Server, tmp_path: Path) -> None:
-    server.files[PATH] = BODY
-    told: list[tuple[str, int, int | None]] = []
-    target = tmp_path / "file.bin"
-    got = download.fetch(URL, target, sha256=SHA, on_progress=lambda *event: told.append(event))
-    assert got == SHA
-    assert target.read_bytes() == BODY
-    assert names(tmp_path) == {"file.bin"}
-    assert told[0] == ("file.bin", 0, len(BODY))
-    assert told[-1] == ("file.bin", len(BODY), len(BODY))
+@pytest.fixture(autouse=True)
+def _own_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("SHARDLAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("no_proxy", "http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    forget_connections()
+    yield
+    forget_connections()
 
 
-@pytest.mark.parametrize(
-    ("with_range", "cut_after", "asked"),
-    [
-        (True, 300_000, [None, "bytes=300000-", "bytes=600000-"]),
-        (False, 100_000, [None, "bytes=100000-"]),
-    ],
-)
-def test_a_cut_connection(
-    with_range: bool, cut_after: int, asked: list[str | None], server: Server, tmp_path: Path
-) -> None:
-    """It goes on where it was; a server without ranges sends it all again."""
-    server.files[PATH] = BODY
-    server.with_range, server.cut_after, server.cuts = with_range, cut_after, len(asked) - 1
-    download.fetch(URL, tmp_path / "file.bin", sha256=SHA)
-    assert server.asked == [(PATH, wanted) for wanted in asked]
-
-
-def test_what_has_come_is_kept_for_the_next_run(server: Server, tmp_path: Path) -> None:
-    server.files[PATH] = BODY
-    server.cut_after, server.cuts = 100_000, download.ATTEMPTS
-    target = tmp_path / "file.bin"
-    with pytest.raises(download.Unreachable, match="400,000 bytes are kept, run it again"):
-        download.fetch(URL, target, sha256=SHA)
-    assert not target.exists()
-    assert (tmp_path / "file.bin.part").stat().st_size == 400_000
-    server.asked.clear()
-    download.fetch(URL, target, sha256=SHA)
-    assert server.asked == [(PATH, "bytes=400000-")]
-    assert names(tmp_path) == {"file.bin"}
-
-
-def test_a_file_that_changed_meanwhile_is_fetched_anew(server: Server, tmp_path: Path) -> None:
-    server.files[PATH] = b"old" * 100_000
-    server.cut_after, server.cuts = 1000, download.ATTEMPTS
-    with pytest.raises(download.Unreachable):
-        download.fetch(URL, tmp_path / "file.bin")
-    server.files[PATH] = BODY
-    download.fetch(URL, tmp_path / "file.bin", sha256=SHA)
-
-
-def test_a_part_as_long_as_the_file_is_no_dead_end(server: Server, tmp_path: Path) -> None:
-    server.files[PATH] = BODY
-    (tmp_path / "file.bin.part").write_bytes(BODY + b"more")
-    (tmp_path / "file.bin.part.tag").write_text(f'"{hashlib.md5(BODY).hexdigest()}"')
-    download.fetch(URL, tmp_path / "file.bin", sha256=SHA)
-    assert [wanted for _, wanted in server.asked] == [f"bytes={len(BODY) + 4}-", None]
-
-
-def test_a_wrong_checksum_leaves_nothing(server: Server, tmp_path: Path) -> None:
-    server.files[PATH] = BODY[:-1] + b"x"
-    with pytest.raises(UsageError, match="is not what was expected: sha256"):
-        download.fetch(URL, tmp_path / "file.bin", sha256=SHA)
-    assert names(tmp_path) == set()
-
-
-def test_not_found_leaves_nothing(server: Server, tmp_path: Path) -> None:
-    with pytest.raises(download.Unreachable, match="answers 404"):
-        download.fetch(URL, tmp_path / "new" / "file.bin")
-    assert not (tmp_path / "new").exists()
-    assert len(server.asked) == 1  # it will not be there the next moment
-
-
-def test_mirrors(monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = "https://huggingface.co/datasets/a/b"
-    monkeypatch.delenv(download.MIRROR, raising=False)
-    monkeypatch.setenv(download.HUB, "https://mirror.example/")
-    assert download.resolve(hub) == "https://mirror.example/datasets/a/b"
-    assert download.resolve(URL) == URL
-    monkeypatch.setenv(download.MIRROR, "http://x/y/")
-    assert download.resolve(hub) == "http://x/y/huggingface.co/datasets/a/b"
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """Everything is fetched from it, and cached under tmp_path."""
+    with Hub() as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
+        thread.start()
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        monkeypatch.setattr(file_download.time, "sleep", lambda _s: None)
+        yield running
+        running.shutdown()
+        thread.join()
 
 
 # ------------------------------------------------------------------ a data set
 
 
-FASHION = "/fashion-mnist.s3-website.eu-central-1.amazonaws.com"
+def serve_fashion(server: Hub) -> tuple[str, str]:
+    """The paths of its two files."""
+    server.put("fashion_mnist", [data_files.png_rows(5, seed) for seed in (0, 1)])
+    first, second = server.files
+    return first, second
 
 
-def serve_fashion(server: Server) -> None:
-    for name, content in data_files.zipped(data_files.mnist()).items():
-        server.files[f"{FASHION}/{name}"] = content
-
-
-def test_a_data_set_is_there_when_it_is_complete(server: Server) -> None:
+def test_images_of_the_hub(server: Hub) -> None:
+    """PNG in parquet becomes idx, pixel by pixel, and is fetched once."""
     serve_fashion(server)
-    result = obtaining.obtain(catalog.entry("fashion_mnist"))
+    result = fetching.fetch(catalog.entry("fashion_mnist"))
     assert result["new"]
     assert result["samples"] == {"train": 5, "test": 5}
-    assert len(images.load("fashion_mnist", split="test").labels) == 5
+    loaded = images.load("fashion_mnist", split="test")
+    pixels, labels = data_files.pixels(5, (1, 28, 28), 1)
+    assert np.array_equal(loaded.images, pixels)
+    assert loaded.labels.tolist() == labels
+    assert names(Path(result["folder"])) == {*data_files.mnist(), "dataset.json"}
     server.asked.clear()
-    assert not obtaining.obtain(catalog.entry("fashion_mnist"))["new"]
+    assert not fetching.fetch(catalog.entry("fashion_mnist"))["new"]
     assert server.asked == []
 
 
-def test_files_that_had_come_are_not_fetched_again(server: Server) -> None:
-    serve_fashion(server)
-    last = f"{FASHION}/t10k-labels-idx1-ubyte.gz"
+def test_cifar10_of_the_hub(server: Hub) -> None:
+    """In colours; the column is called img."""
+    shape = (3, 32, 32)
+    server.put("cifar10", [data_files.png_rows(4, seed, shape, "img") for seed in (0, 1)])
+    assert fetching.fetch(catalog.entry("cifar10"))["samples"] == {"train": 4, "test": 4}
+    loaded = images.load("cifar10", split="train")
+    assert np.array_equal(loaded.images, data_files.pixels(4, shape, 0)[0])
+
+
+def test_files_that_had_come_are_not_fetched_again(server: Hub) -> None:
+    _, last = serve_fashion(server)
     kept = server.files.pop(last)
-    with pytest.raises(UsageError, match="answers 404"):
-        obtaining.obtain(catalog.entry("fashion_mnist"))
+    with pytest.raises(UsageError, match=r"the server answers 404 \(RemoteEntryNotFoundError\)"):
+        fetching.fetch(catalog.entry("fashion_mnist"))
     with pytest.raises(UsageError, match="has not been downloaded"):
         images.load("fashion_mnist")
+    assert not sources.cached("fashion_mnist").exists()
     server.files[last] = kept
     server.asked.clear()
-    obtaining.obtain(catalog.entry("fashion_mnist"))
+    fetching.fetch(catalog.entry("fashion_mnist"))
     assert [path for path, _ in server.asked] == [last]
 
 
-def test_the_first_downloads_checksum_holds(server: Server) -> None:
-    """Of a data set without a published one."""
+def test_what_is_in_the_hubs_cache_needs_no_network(
+    server: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     serve_fashion(server)
-    folder = Path(obtaining.obtain(catalog.entry("fashion_mnist"))["folder"])
-    name = "train-labels-idx1-ubyte.gz"
-    (folder / name).unlink()
-    server.files[f"{FASHION}/{name}"] = gzip.compress(data_files.idx(np.zeros(5)))
-    with pytest.raises(UsageError, match="is not what was expected"):
-        obtaining.obtain(catalog.entry("fashion_mnist"))
-    assert not (folder / name).exists()
+    fetching.fetch(catalog.entry("fashion_mnist"))
+    shutil.rmtree(sources.cached("fashion_mnist"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert fetching.fetch(catalog.entry("fashion_mnist"))["new"]
 
 
-def test_what_is_not_the_data_set_is_refused_and_removed(server: Server) -> None:
-    serve_fashion(server)
-    server.files[f"{FASHION}/train-images-idx3-ubyte.gz"] = b"<html>sign in</html>"
-    with pytest.raises(UsageError, match="is not an idx file of bytes: it begins with b'<htm'"):
-        obtaining.obtain(catalog.entry("fashion_mnist"))
+def test_a_cut_connection(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The download continues where it was cut."""
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100_000)  # instead of 10 MB
+    shards = [data_files.shard([*range(i, 50_000 + i)] * 10) for i in range(2)]
+    server.put("fineweb", shards)
+    server.cut_after, server.cuts = 300_000, 2
+    assert fetching.fetch(catalog.entry("fineweb"), tmp_path / "fw")["tokens"] == 1_000_000
+    assert [wanted for _, wanted in server.asked] == [
+        None, "bytes=300000-", "bytes=600000-", None
+    ]  # fmt: skip
+    assert [f.read_bytes() for f in sorted((tmp_path / "fw").glob("*.bin"))] == shards[::-1]
+
+
+@pytest.mark.parametrize("is_git", [False, True], ids=["sha256", "git's sha1"])
+def test_a_wrong_checksum_leaves_nothing(is_git: bool, server: Hub, tmp_path: Path) -> None:
+    server.is_git = is_git
+    entries = json.dumps(data_files.vocabulary()).encode()
+    server.put("gpt2_vocab", [entries])
+    (path,) = server.files
+    server.sent[path] = entries.replace(b"ab", b"ba")
+    with pytest.raises(UsageError, match="is not what the hub announced: checksum"):
+        fetching.fetch(catalog.entry("gpt2_vocab"), tmp_path / "vocab")
+    assert not (tmp_path / "vocab").exists()
+    server.sent.clear()
+    assert fetching.fetch(catalog.entry("gpt2_vocab"), tmp_path / "vocab")["vocab"] == 258
+
+
+def test_what_is_not_the_data_set_is_refused_and_removed(server: Hub) -> None:
+    first, _ = serve_fashion(server)
+    server.files[first] = b"<html>sign in</html>"
+    with pytest.raises(UsageError, match=r"train.* does not hold images of shape \(1, 28, 28\)"):
+        fetching.fetch(catalog.entry("fashion_mnist"))
     assert not sources.cached("fashion_mnist").exists()
 
 
-def test_more_shards_are_added(server: Server, tmp_path: Path) -> None:
-    base = "/huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main"
-    for i, name in enumerate(("val_000000", "train_000001", "train_000002")):
-        server.files[f"{base}/fineweb_{name}.bin"] = data_files.shard(range(i, i + 10))
-    result = obtaining.obtain(catalog.entry("fineweb", 1), tmp_path / "fw")
+def test_images_of_another_size_or_label_are_refused(server: Hub, tmp_path: Path) -> None:
+    for content, message in (
+        (data_files.png_rows(2, 0, (3, 28, 28)), "an image is RGB of 28 x 28"),
+        (data_files.png_rows(2, 0, (1, 32, 32)), "an image is L of 32 x 32"),
+        (data_files.png_rows(2, 0, label=300), "300 out of bounds"),
+        (data_files.png_rows(2, 0, label=11), "labels from 0 to 11"),
+        (data_files.png_rows(2, 0)[:-100], "does not hold images"),
+    ):
+        (tmp_path / "train.parquet").write_bytes(content)
+        with pytest.raises(UsageError, match=message):
+            fetching.fetch(catalog.entry("mnist"), tmp_path / "to", str(tmp_path / "train.parquet"))
+        assert not (tmp_path / "to").exists()
+    assert server.asked == []
+
+
+def test_more_shards_are_added(server: Hub, tmp_path: Path) -> None:
+    server.put("fineweb", [data_files.shard(range(i, i + 10)) for i in range(3)], shards=2)
+    result = fetching.fetch(catalog.entry("fineweb", 1), tmp_path / "fw")
     assert result["tokens"] == 20
     server.asked.clear()
-    result = obtaining.obtain(catalog.entry("fineweb", 2), tmp_path / "fw")
-    assert [path for path, _ in server.asked] == [f"{base}/fineweb_train_000002.bin"]
+    result = fetching.fetch(catalog.entry("fineweb", 2), tmp_path / "fw")
+    (last,) = server.asked
+    assert last[0].endswith("/fineweb_train_000002.bin")
     assert result["shards"] == {
         "fineweb_train_000001.bin": 10, "fineweb_train_000002.bin": 10, "fineweb_val_000000.bin": 10
     }  # fmt: skip
+    assert not fetching.fetch(catalog.entry("fineweb", 2), tmp_path / "fw")["new"]
     # Which cannot be read by a model with fewer tokens.
     shards = sources.find_shards(str(tmp_path / "fw"))
     with pytest.raises(UsageError, match="vocabulary of 50257 is larger than the model's of 256"):
@@ -273,63 +277,25 @@ def test_more_shards_are_added(server: Server, tmp_path: Path) -> None:
     assert len(tokens.TokenDataset(shards, 4, vocab=50257)) == 7
 
 
-def fetch_fashion(url: str, cache: str) -> bool:
-    os.environ |= {download.MIRROR: url, "SHARDLAB_CACHE": cache}
-    return bool(obtaining.obtain(catalog.entry("fashion_mnist"))["new"])
-
-
-CIFAR10 = "/www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
-
-
-def cifar10_archive(server: Server) -> catalog.Entry:
-    """CIFAR-10 with one image in each batch, as its authors' archive."""
-    body = data_files.archive(data_files.cifar10("cifar-10-batches-bin/"))
-    server.files[CIFAR10] = body
-    entry = catalog.entry("cifar10")
-    file = catalog.File(entry.files[0].url, hashlib.sha256(body).hexdigest())
-    return replace(entry, files=(file,))
-
-
-@pytest.mark.parametrize("has_come", [False, True], ids=["fetched", "of a run that broke off"])
-def test_an_archive_is_unpacked_and_removed(has_come: bool, server: Server) -> None:
-    entry = cifar10_archive(server)
-    if has_come:
-        download.fetch(entry.files[0].url, sources.cached("cifar10") / entry.files[0].name)
-        server.asked.clear()
-    result = obtaining.obtain(entry)
-    assert result["samples"] == {"train": 5, "test": 1}
-    assert bool(server.asked) != has_come
-    assert "cifar-10-binary.tar.gz" not in names(sources.cached("cifar10"))
-    assert len(result["files"]) == 6
-
-
-def test_a_damaged_archive_leaves_no_half(server: Server, tmp_path: Path) -> None:
-    cifar10_archive(server)
-    whole = server.files[CIFAR10]
-    (tmp_path / "cut.tar.gz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UsageError, match=r"cut.tar.gz cannot be read"):
-        obtaining.obtain(catalog.entry("cifar10"), None, str(tmp_path / "cut.tar.gz"))
-    assert not sources.cached("cifar10").exists()
-
-
-def test_parquet_is_not_fetched_where_it_cannot_be_read(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "package"), [("yelp", "pyarrow"), ("mnist", "PIL"), ("fineweb", "huggingface_hub")]
+)
+def test_nothing_is_fetched_that_cannot_be_read(
+    name: str, package: str, server: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(obtaining, "find_spec", lambda _name: None)
-    with pytest.raises(UsageError, match=r"needs pyarrow: pip install 'shardlab\[text\]'"):
-        obtaining.obtain(catalog.entry("yelp"))
+    monkeypatch.setattr(fetching, "find_spec", lambda wanted: None if wanted == package else wanted)
+    with pytest.raises(
+        UsageError, match=rf"fetching {name} needs {package}: pip install 'shardlab\[hub\]'"
+    ):
+        fetching.fetch(catalog.entry(name))
     assert server.asked == []
 
 
 @pytest.fixture
-def silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    """A server that takes connections, and never says a word. Nobody waits for it as long as a
-    user does, 5 and 10 seconds."""
-    monkeypatch.setattr(download, "CONNECT_S", 0.5)
-    monkeypatch.setattr(download, "TIMEOUT_S", 0.5)
-    for name in ("no_proxy", "NO_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("SHARDLAB_CACHE", str(tmp_path / "cache"))
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server that takes connections and never says a word. The test waits less than a user
+    does, who waits for 10 seconds."""
+    monkeypatch.setattr(hub, "TIMEOUT_S", 0.5)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen(100)  # the system takes them; we accept none
@@ -337,22 +303,32 @@ def silent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.long
-def test_a_proxy_or_hub_without_an_answer(silent: str, tmp_path: Path) -> None:
-    """It is said in a line, within seconds, whoever asks."""
+@pytest.mark.parametrize("variable", ["https_proxy", "HF_ENDPOINT"])
+def test_a_proxy_or_hub_without_an_answer(
+    variable: str, silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command says so in a line, within seconds."""
     began = time.monotonic()
-    done = commands.here("data", "mnist", cwd=tmp_path, https_proxy=silent, http_proxy=silent)
+    done = commands.here("data", "fetch", "mnist", cwd=tmp_path, **{variable: silent})
     assert done.returncode == 2, done.stdout
-    assert done.stderr.count("error: ") == 1
-    assert "Traceback" not in done.stderr
-    assert "no answer in time" in done.stderr.splitlines()[-1]
-    assert "shardlab data mnist --from PATH" in done.stderr.splitlines()[-1]
-    with pytest.raises(download.Unreachable, match="no answer in time"):
-        download.refuse_unreachable(silent)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: mnist cannot be had now (")
+    assert "no answer in time" in line
+    assert "shardlab data fetch mnist --from PATH" in line
+    monkeypatch.setenv(variable, silent)
+    with pytest.raises(hub.Unreachable, match="no answer in time"):
+        hub.refuse_unreachable("somebody/something")
     assert time.monotonic() - began < 20
 
 
+def fetch_fashion(url: str, cache: str) -> bool:
+    os.environ |= {"HF_ENDPOINT": url, "SHARDLAB_CACHE": cache}
+    constants.HF_HUB_CACHE = f"{cache}/hub"
+    return bool(fetching.fetch(catalog.entry("fashion_mnist"))["new"])
+
+
 @pytest.mark.long
-def test_two_processes_fetch_it_once(server: Server, tmp_path: Path) -> None:
+def test_two_processes_fetch_it_once(server: Hub, tmp_path: Path) -> None:
     serve_fashion(server)
     server.slow_s = 0.2
     context = multiprocessing.get_context("spawn")
@@ -361,45 +337,46 @@ def test_two_processes_fetch_it_once(server: Server, tmp_path: Path) -> None:
             pool.apply_async(fetch_fashion, (server.url, str(tmp_path / "cache"))) for _ in range(2)
         ]
         assert sorted(job.get(timeout=60) for job in jobs) == [False, True]
-    assert len(server.asked) == 4
-    assert names(tmp_path / "cache" / "data") == {"fashion_mnist"}  # no lock is left
+    assert len(server.asked) == 2
+    assert names(tmp_path / "cache" / "data") == {"fashion_mnist"}
 
 
 # ------------------------------------------------------------------ local files
 
 
-def test_from_a_file_or_folder_at_hand(server: Server, tmp_path: Path) -> None:
-    lay_out(data_files.mnist(7, 7), tmp_path / "mine" / "raw")
-    packed = data_files.archive(data_files.mnist(7, 7), "../../evil/")  # only the last name counts
-    (tmp_path / "mnist.tar.gz").write_bytes(packed)
-    for source in (tmp_path / "mine", tmp_path / "mnist.tar.gz"):
-        to = tmp_path / f"to-{source.name}"
-        result = obtaining.obtain(catalog.entry("mnist"), to, str(source))
+def test_from_a_file_or_folder_at_hand(server: Hub, tmp_path: Path) -> None:
+    lay_out(data_files.mnist(7, 7), tmp_path / "idx" / "raw")
+    for split in ("train", "test"):
+        data = {f"mnist/{split}-00000-of-00001.parquet": data_files.png_rows(7, 0)}
+        lay_out(data, tmp_path / "hubs")
+    for source in ("idx", "hubs"):
+        to = tmp_path / f"to-{source}"
+        result = fetching.fetch(catalog.entry("mnist"), to, str(tmp_path / source))
         assert result["samples"]["train"] == 7
         assert names(to) == {*data_files.mnist(), "dataset.json"}
-    assert not (tmp_path.parent / "evil").exists()
     assert server.asked == []
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="holds none of train-images"):
-        obtaining.obtain(catalog.entry("mnist"), tmp_path / "no", str(tmp_path / "empty"))
+    with pytest.raises(UsageError, match="holds none of train"):
+        fetching.fetch(catalog.entry("mnist"), tmp_path / "no", str(tmp_path / "empty"))
     with pytest.raises(UsageError, match="no such path"):
-        obtaining.obtain(catalog.entry("mnist"), tmp_path / "no", str(tmp_path / "nope"))
+        fetching.fetch(catalog.entry("mnist"), tmp_path / "no", str(tmp_path / "nope"))
     assert not (tmp_path / "no").exists()
 
 
-def test_the_commands(server: Server, tmp_path: Path) -> None:
+def test_the_commands(server: Hub, tmp_path: Path) -> None:
     serve_fashion(server)
-    done = commands.here("data", "fashion_mnist", "--out", "here", cwd=tmp_path)
+    done = commands.here("data", "fetch", "fashion_mnist", "--out", "here", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "fashion_mnist: 5 train and 5 test images, 10 classes" in done.stdout
-    assert "fetching t10k-images-idx3-ubyte.gz" in done.stderr
+    assert "fetching zalando-datasets/fashion_mnist/fashion_mnist/test-00000" in done.stderr
     done = commands.here("data", "show", "here", "--json", cwd=tmp_path)
     assert json.loads(done.stdout)["source"] == "hub"
 
-    done = commands.here("data", "fineweb", cwd=tmp_path, SHARDLAB_MIRROR="http://127.0.0.1:9")
+    nobody = "http://127.0.0.1:9"
+    done = commands.here("data", "fetch", "fineweb", cwd=tmp_path, HF_ENDPOINT=nobody)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: fineweb cannot be had now (http://127.0.0.1:9/")
+    assert line.startswith("error: fineweb cannot be had now (http://127.0.0.1:9: ")
     assert "Connection refused" in line
     assert "instead: make shards of text that you have: shardlab data text PATH" in line
     assert not (tmp_path / "cache" / "data").is_dir() or names(tmp_path / "cache/data") == set()
@@ -408,11 +385,13 @@ def test_the_commands(server: Server, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["fineweb", "--shards", "104"], "1 to 103 shards"),
+        (["fetch", "fineweb", "--shards", "104"], "1 to 103 shards"),
+        (["fetch", "mnist", "--shards", "2"], "--shards is for fineweb"),
+        (["fetch", "minst"], "did you mean 'mnist'"),
         (["show", "nowhere"], "no folder nowhere"),
         (["text", "nope.txt", "--out", "x"], "no such file or folder: nope.txt"),
         (["text", ".", "--out", "x", "--tokenizer", "gtp2"], "did you mean 'gpt2'"),
-        (["text", ".", "--out", "x", "--tokenizer", "gpt2"], "shardlab data gpt2_vocab"),
+        (["text", ".", "--out", "x", "--tokenizer", "gpt2"], "shardlab data fetch gpt2_vocab"),
         (["text", ".", "--out", "x", "--jobs", "0"], "--jobs must be at least 1"),
     ],
 )
@@ -563,7 +542,7 @@ def test_nothing_is_left_of_a_refusal(tmp_path: Path) -> None:
     (tmp_path / "full" / "x").touch()
     with pytest.raises(UsageError, match="exists and is not an empty folder"):
         text.make_shards([binary], tmp_path / "full")
-    assert names(tmp_path) == {"b.txt", "full"}
+    assert names(tmp_path) - {"cache"} == {"b.txt", "full"}
 
 
 def test_vocabularies(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from shardlab import config as configs
 from shardlab.checkpoint import start as starts
 from shardlab.checkpoint.manifest import Manifest
 from shardlab.config import DATA_SETS, Config
-from shardlab.data import catalog, images, obtaining, reviews
+from shardlab.data import catalog, fetching, images, reviews
 from shardlab.data.tokens import write_shard
 from shardlab.errors import UsageError
 from shardlab.guard.guards import refuse_unequal_data
@@ -41,19 +41,19 @@ def build(workload: str, **overrides: Any) -> Workload:
 
 
 def put_fineweb(folder: Path) -> None:
-    """Shards in FineWeb's format, fetched from a folder as `shardlab data fineweb --from` does."""
+    """Shards in FineWeb's format, taken as `shardlab data fetch fineweb --from` does."""
     folder.mkdir()
     write_shard(folder / "fineweb_val_000000.bin", np.full(300, 7))
     write_shard(folder / "fineweb_train_000001.bin", np.full(2000, 50256))
-    obtaining.obtain(catalog.entry("fineweb"), source=str(folder))
+    fetching.fetch(catalog.entry("fineweb"), source=str(folder))
 
 
 def put_yelp(folder: Path) -> None:
     folder.mkdir()
-    lines = [json.dumps({"text": f"review {i}", "label": i % 2}) for i in range(20)]
+    lines = [f'"{1 + i % 2}","review {i}"' for i in range(20)]
     for split in reviews.SPLITS:
-        (folder / f"{split}.jsonl").write_text("\n".join(lines))
-    obtaining.obtain(catalog.entry("yelp"), source=str(folder))
+        (folder / f"{split}.csv").write_text("\n".join(lines))
+    fetching.fetch(catalog.entry("yelp"), source=str(folder))
 
 
 # ------------------------------------------------------------------ data
@@ -68,7 +68,7 @@ def test_auto_takes_fineweb_once_it_is_there(tmp_path: Path) -> None:
     before = build("gpt2", **wide)
     assert before.chosen == {"data.source": "stdlib"}
     assert before.data.startswith("stdlib: the text of Python's library, a byte is a token")
-    assert "fineweb has not been downloaded: shardlab data fineweb" in before.data
+    assert "fineweb has not been downloaded: shardlab data fetch fineweb" in before.data
     put_fineweb(tmp_path / "shards")
     found = build("gpt2", **wide)
     assert found.chosen == {"data.source": "fineweb"}
@@ -90,7 +90,7 @@ def test_auto_takes_the_reviews_that_are_there(tmp_path: Path) -> None:
     nothing = build("causal_lm", **tiny)
     assert nothing.chosen == {"data.source": "synthetic"}
     assert nothing.data.startswith("synthetic reviews: 2,048 reviews of 5 ratings, 512 held out")
-    assert "yelp has not been downloaded: shardlab data yelp" in nothing.data
+    assert "yelp has not been downloaded: shardlab data fetch yelp" in nothing.data
     put_yelp(tmp_path / "yelps")
     yelp = build("causal_lm", **tiny)
     assert yelp.chosen == {"data.source": "yelp"}
@@ -112,7 +112,7 @@ def test_auto_takes_the_images_that_are_there(
         digits = build(workload)
         assert digits.chosen == {"data.source": "digits"}
         assert digits.data.startswith("digits: 1,437 images, 360 held out, of 8 x 8, enlarged")
-        assert f"({own} has not been downloaded: shardlab data {own})" in digits.data
+        assert f"({own} has not been downloaded: shardlab data fetch {own})" in digits.data
         assert digits.name.endswith("-digits")
         again = build(workload, data__source="digits")  # as config.yaml names it
         assert (again.name, again.chosen) == (digits.name, {})
@@ -121,7 +121,7 @@ def test_auto_takes_the_images_that_are_there(
     assert nothing.chosen == {"data.source": "synthetic"}
     assert nothing.data.startswith(f"synthetic images in the shape of {own}: 2,048 images")
     for refused in ({"data__source": own}, {"model__options": {"dataset": own}}):
-        with pytest.raises(UsageError, match=f"run `shardlab data {own}`"):
+        with pytest.raises(UsageError, match=f"run `shardlab data fetch {own}`"):
             build(workload, **refused)
     with pytest.raises(UsageError, match=r"scikit-learn: pip install 'shardlab\[images\]'"):
         build(workload, data__source="digits")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,55 +17,40 @@ app = App(
     help="Fetch data sets, make token shards of your own text, and see what is there.",
 )
 
-OUT = typer.Option("--out", "-o", help="Folder; by default where `--set data.source=auto` looks.",
-                  metavar="DIR", show_default=False)  # fmt: skip
-FROM = typer.Option(
-    "--from", help="hub (or the authors' site), or a file or folder that you have.",
-    metavar="SOURCE",
-)  # fmt: skip
 QUIET = typer.Option("--quiet", "-q", help="No progress: only where the data is.")
 JSON = typer.Option("--json", help="Print the description as JSON, and nothing else, on stdout.")
 
 
-def _obtain(
-    name: str, out: Path | None, source: str, quiet: bool, as_json: bool, shards: int = 1
-) -> None:
-    from shardlab.data import obtaining
-
-    with _progress(output.tells("info", quiet or as_json), in_bytes=True) as (draw, say):
-        wanted = catalog.entry(name, shards)
-        result = obtaining.obtain(wanted, out, source, on_progress=draw, on_message=say)
-    _tell(result, quiet, as_json)
-
-
 @app.command()
-def fineweb(
-    shards: Annotated[int, typer.Option(help="Training shards of 100 M tokens (200 MB).")] = 1,
-    out: Annotated[Path | None, OUT] = None,
-    source: Annotated[str, FROM] = "hub",
+def fetch(
+    name: Annotated[str, typer.Argument(help=f"{', '.join(catalog.ENTRIES)}.", metavar="NAME")],
+    shards: Annotated[
+        int, typer.Option(help="fineweb: training shards of 100 M tokens (200 MB).")
+    ] = 1,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Folder; by default where `--set data.source=auto` looks.",
+                     metavar="DIR", show_default=False),
+    ] = None,
+    source: Annotated[
+        str,
+        typer.Option("--from", help="hub, or a file or folder that you have.", metavar="SOURCE"),
+    ] = "hub",
     quiet: Annotated[bool, QUIET] = False,
     as_json: Annotated[bool, JSON] = False,
-) -> None:
-    """FineWeb as GPT-2 tokens: the first shards of 103, and the held-out one."""
-    _obtain("fineweb", out, source, quiet, as_json, shards)
+) -> None:  # fmt: skip
+    """Fetch a data set from the Hugging Face Hub, or take it from files that you have."""
+    from shardlab.data import fetching
 
+    wanted = catalog.entry(name, shards)
+    is_quiet = not output.tells("info", quiet or as_json)
 
-def _add(name: str) -> None:
-    """A command for a data set that has no options of its own."""
+    def say(message: str) -> None:
+        if not is_quiet:
+            output.note("info", message)
 
-    @app.command(name, help=f"{catalog.ENTRIES[name].about}.")
-    def command(
-        out: Annotated[Path | None, OUT] = None,
-        source: Annotated[str, FROM] = "hub",
-        quiet: Annotated[bool, QUIET] = False,
-        as_json: Annotated[bool, JSON] = False,
-    ) -> None:
-        _obtain(name, out, source, quiet, as_json)
-
-
-for _name in catalog.ENTRIES:
-    if _name != "fineweb":
-        _add(_name)
+    result = fetching.fetch(wanted, out, source, is_quiet=is_quiet, on_message=say)
+    _tell(result, quiet, as_json)
 
 
 @app.command()
@@ -90,9 +74,15 @@ def text(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Make token shards of local text: what --data of train, compare and prove reads."""
-    from shardlab.data import text as texts
+    from rich.progress import Progress
 
-    with _progress(output.tells("info", quiet or as_json)) as (on_progress, _):
+    from shardlab.data import text as texts
+    from shardlab.report.terminal import SafeConsole
+
+    console = SafeConsole(stderr=True, highlight=False)
+    draws = console.is_terminal and output.tells("info", quiet or as_json)
+    with Progress(console=console, transient=True, disable=not draws) as progress:
+        task = progress.add_task("files")
         result = texts.make_shards(
             paths,
             out,
@@ -100,7 +90,7 @@ def text(
             vocab=vocab,
             shard_tokens=shard_tokens,
             jobs=jobs,
-            on_progress=lambda done, total: on_progress("files", done, total),
+            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     _tell(result, quiet, as_json)
 
@@ -111,9 +101,9 @@ def show(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Say what a folder of data holds."""
-    from shardlab.data import obtaining
+    from shardlab.data import fetching
 
-    _tell(obtaining.show(folder), quiet=False, as_json=as_json)
+    _tell(fetching.show(folder), quiet=False, as_json=as_json)
 
 
 # ------------------------------------------------------------------ what a person sees
@@ -153,40 +143,3 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
     elif "source" in result and "new" in result:
         yield f"from: {result['source']}"
     yield f"files: {result['folder']}"
-
-
-Draw = Callable[[str, int, int | None], None]  # a name, how much is done, of how much
-
-
-@contextmanager
-def _progress(
-    enabled: bool, in_bytes: bool = False
-) -> Iterator[tuple[Draw, Callable[[str], None]]]:
-    """A bar for each name on a terminal; in a log, a line for each file that is fetched."""
-    from rich import progress as bars
-
-    from shardlab.report.terminal import SafeConsole
-
-    console = SafeConsole(stderr=True, highlight=False, quiet=not enabled)
-    draws = enabled and console.is_terminal
-    amount: list[bars.ProgressColumn] = [bars.MofNCompleteColumn()]
-    if in_bytes:
-        amount = [bars.DownloadColumn(), bars.TransferSpeedColumn()]
-    columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), *amount)
-    tasks: dict[str, bars.TaskID] = {}
-
-    def say(text: str) -> None:
-        console.print(text, soft_wrap=True, markup=False)
-
-    with bars.Progress(
-        *columns, bars.TimeRemainingColumn(), console=console, transient=True, disable=not draws
-    ) as progress:
-
-        def draw(name: str, done: int, total: int | None) -> None:
-            if name not in tasks:
-                tasks[name] = progress.add_task(name, total=total)
-                if in_bytes and not draws:
-                    say(f"fetching {name}" + ("" if total is None else f" ({total:,} bytes)"))
-            progress.update(tasks[name], completed=done, total=total)
-
-        yield draw, say

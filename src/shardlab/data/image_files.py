@@ -1,7 +1,12 @@
-"""The published formats of image data sets: idx, CIFAR-10's binary batches, digits."""
+"""The files of image data sets: idx, as MNIST is published, and scikit-learn's digits.
+
+The hub has images as PNG in parquet. ``unpack_parquet`` makes idx files of them once, so that a run
+opens its images at once and needs neither pyarrow nor Pillow.
+"""
 
 from __future__ import annotations
 
+import io
 import math
 import struct
 import zlib
@@ -12,31 +17,33 @@ import numpy.typing as npt
 
 from shardlab.data import sources
 from shardlab.errors import UsageError
+from shardlab.files import replacing
 
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]
 
 DIGITS_HELD_OUT = 360  # the last of 1,797, written by other people than the first
+STEMS = {"train": "train", "test": "t10k"}  # what the idx files of a split begin with
 
 
-# ------------------------------------------------------------------ MNIST
+# ------------------------------------------------------------------ idx
 
 
-def read_mnist(path: Path, split: str) -> tuple[Bytes, Ids]:
-    stem = "train" if split == "train" else "t10k"
-    images = read_idx(_find(path, f"{stem}-images", "idx3-ubyte"))
-    labels = read_idx(_find(path, f"{stem}-labels", "idx1-ubyte"))
-    return images[:, None], labels.astype(np.int64)
+def read_split(path: Path, split: str) -> tuple[Bytes, Ids]:
+    """The images (n, channels, height, width) and labels of a folder, at any depth."""
+    images = read_idx(_find(path, f"{STEMS[split]}-images"))
+    labels = read_idx(_find(path, f"{STEMS[split]}-labels"))
+    return images[:, None] if images.ndim == 3 else images, labels.astype(np.int64)
 
 
-def _find(folder: Path, stem: str, suffix: str) -> Path:
-    """``train-images-idx3-ubyte``, ``train-images.idx3-ubyte``, either with .gz, at any depth."""
+def _find(folder: Path, stem: str) -> Path:
+    """``train-images-idx3-ubyte`` or ``train-images.idx3-ubyte``, either with .gz."""
     if not folder.is_dir():
         folder = folder.parent  # one of the four files stands for all
-    names = [f"{stem}{joint}{suffix}{end}" for joint in "-." for end in ("", ".gz")]
-    found = (f for name in names for f in sorted(folder.rglob(name)) if f.is_file())
+    patterns = [f"{stem}[-.]idx?-ubyte{end}" for end in ("", ".gz")]
+    found = (f for pattern in patterns for f in sorted(folder.rglob(pattern)) if f.is_file())
     if (file := next(found, None)) is None:
-        raise UsageError(f"{folder} holds no {names[0]} (nor {names[1]})")
+        raise UsageError(f"{folder} holds no {stem}-idx3-ubyte (nor {stem}-idx3-ubyte.gz)")
     return file
 
 
@@ -48,7 +55,7 @@ def read_idx(path: Path) -> Bytes:
         content = sources.gunzip(path) if is_packed else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
-    if len(content) < 4 or content[:3] != b"\0\0\x08":
+    if len(content) < 4 or content[:3] != b"\0\0\x08" or not 1 <= content[3] <= 4:
         raise UsageError(f"{path} is not an idx file of bytes: it begins with {content[:4]!r}")
     start = 4 + 4 * content[3]
     if len(content) < start:
@@ -60,37 +67,46 @@ def read_idx(path: Path) -> Bytes:
     return data.reshape(shape)
 
 
-# ------------------------------------------------------------------ CIFAR-10
+def write_idx(path: Path, array: Bytes) -> None:
+    with replacing(path) as part:
+        head = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+        part.write_bytes(head + array.tobytes())
 
 
-CIFAR10_BATCHES = {
-    "train": [f"data_batch_{i}.bin" for i in range(1, 6)],
-    "test": ["test_batch.bin"],
-}
+# ------------------------------------------------------------------ the hub's parquet
 
 
-def read_cifar10(path: Path, split: str) -> tuple[Bytes, Ids]:
-    """The binary batches, in a folder at any depth."""
-    if not path.is_dir():
-        path = path.parent
-    names = CIFAR10_BATCHES[split]
-    first = next((f for f in sorted(path.rglob(names[0])) if f.is_file()), None)
-    if first is None:
-        raise UsageError(f"{path} holds no CIFAR-10 in binary batches: no {names[0]}")
-    files = [first.with_name(name) for name in names]
-    if missing := [f.name for f in files if not f.is_file()]:
-        raise UsageError(f"{first.parent} lacks {', '.join(missing)}")
-    images, labels = zip(*map(_read_binary, files), strict=True)
-    return np.concatenate(images), np.concatenate(labels)
-
-
-def _read_binary(path: Path) -> tuple[Bytes, Ids]:
-    """Rows of a label and 3 x 32 x 32 pixels."""
-    rows = np.fromfile(path, dtype=np.uint8)
-    if rows.size == 0 or rows.size % 3073:
-        raise UsageError(f"{path} is damaged: {rows.size} bytes are not rows of 3073")
-    rows = rows.reshape(-1, 3073)
-    return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].astype(np.int64)
+def unpack_parquet(path: Path, folder: Path, shape: tuple[int, int, int]) -> list[Path]:
+    """A split of the hub (rows of a PNG and its label) as two idx files; returns their paths."""
+    try:
+        from PIL import Image
+        from pyarrow import parquet
+    except ImportError:
+        raise UsageError(
+            f"{path} is parquet, which needs pyarrow and Pillow: pip install 'shardlab[hub]'"
+        ) from None
+    channels, height, width = shape
+    pixels, labels = [], []
+    try:
+        for part in parquet.ParquetFile(path).iter_batches():
+            for row in part.to_pylist():
+                labels.append(row.pop("label"))
+                (image,) = row.values()  # called image, or img
+                with Image.open(io.BytesIO(image["bytes"]), formats=("PNG",)) as png:
+                    if (len(png.getbands()), png.height, png.width) != shape:
+                        raise ValueError(f"an image is {png.mode} of {png.width} x {png.height}")
+                    pixels.append(np.asarray(png, dtype=np.uint8))
+        images = np.stack(pixels).reshape(-1, height, width, channels).transpose(0, 3, 1, 2)
+        numbers = np.array(labels, dtype=np.uint8)
+    except Exception as error:  # of many kinds, whichever library finds the damage
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"{path} does not hold images of shape {shape}: {reason}") from None
+    stem = STEMS["train" if path.name.startswith("train") else "test"]
+    axes = 3 if channels == 1 else 4
+    files = [folder / f"{stem}-images-idx{axes}-ubyte", folder / f"{stem}-labels-idx1-ubyte"]
+    write_idx(files[0], images[:, 0] if channels == 1 else images)
+    write_idx(files[1], numbers)
+    return files
 
 
 # ------------------------------------------------------------------ digits

@@ -1,7 +1,7 @@
-"""Labelled images: the real data sets in the formats in which they are published.
+"""Labelled images: the real data sets, and batches of them by number.
 
-``load`` reads MNIST and Fashion-MNIST (idx, plain or gzipped), CIFAR-10 (its binary batches) and
-scikit-learn's 8x8 digits into one uint8 array.
+``load`` reads idx files, as `shardlab data fetch` keeps MNIST, Fashion-MNIST and CIFAR-10, and
+scikit-learn's 8x8 digits.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def load(name: str, source: str = sources.AUTO, split: str = "train") -> ImageSe
         raise unknown("split", split, SPLITS)
     kind = KINDS[name]
     path = _locate(name, source)
-    readers = {"cifar10": image_files.read_cifar10, "digits": image_files.read_digits}
-    images, labels = readers.get(name, image_files.read_mnist)(path, split)
+    read = image_files.read_digits if name == "digits" else image_files.read_split
+    images, labels = read(path, split)
     if images.shape[1:] != kind.shape or len(images) != len(labels):
         raise UsageError(
             f"{path} is not {name}: {len(labels)} labels, images of shape {images.shape}, "

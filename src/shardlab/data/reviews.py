@@ -1,24 +1,22 @@
-"""Reviews with a rating: Yelp Review Full in its published formats, or a CSV of your own.
+"""Reviews with a rating: Yelp Review Full as it is published, or a CSV of your own.
 
-Yelp Review Full: parquet as on the hub, the original ``train.csv`` (rating 1 to 5 and text,
-no header), or JSON lines. Your own: a CSV whose header names text and label (from 0).
+Yelp Review Full: parquet as on the hub, or the original ``train.csv`` (rating 1 to 5 and text, no
+header). Your own: a CSV whose header names text and label (from 0).
 """
 
 from __future__ import annotations
 
 import csv
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardlab.data import sources
 from shardlab.errors import UsageError, unknown
 
 SPLITS = ("train", "test")
 YELP = "yelp"
-FORMATS = (".parquet", ".csv", ".jsonl", ".json")
+FORMATS = (".parquet", ".csv")
 HOLD_OUT = 10  # every tenth row is the test, in a file without a split of its own
 
 Row = tuple[str, int]  # text, label from 0
@@ -85,10 +83,9 @@ def _files(source: str, split: str) -> tuple[list[Path], bool]:
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    readers = {".parquet": _parquet, ".csv": _csv, ".jsonl": _json_lines, ".json": _json_lines}
-    if path.suffix not in readers:
+    if path.suffix not in FORMATS:
         raise UsageError(f"{path}: reviews are read from {', '.join(FORMATS)}")
-    return readers[path.suffix](path)
+    return _parquet(path) if path.suffix == ".parquet" else _csv(path)
 
 
 def _parquet(path: Path) -> Iterator[Row]:
@@ -96,32 +93,15 @@ def _parquet(path: Path) -> Iterator[Row]:
         from pyarrow import parquet
     except ImportError:
         raise UsageError(
-            f"{path} is parquet, which needs pyarrow: pip install 'shardlab[text]'"
+            f"{path} is parquet, which needs pyarrow: pip install 'shardlab[hub]'"
         ) from None
     try:
         file = parquet.ParquetFile(path)
         for part in file.iter_batches(columns=["text", "label"]):
-            yield from _labelled(part.to_pylist(), path)
-    except (OSError, ValueError, KeyError) as error:  # pyarrow's errors are of these kinds
+            for row in part.to_pylist():
+                yield unescape(row["text"]), int(row["label"])
+    except (OSError, ArithmeticError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UsageError(f"{path} is not Yelp Review Full in parquet: {error}") from None
-
-
-def _json_lines(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as file:
-        try:
-            yield from _labelled((json.loads(line) for line in file if line.strip()), path)
-        except (ValueError, RecursionError, OSError) as error:
-            raise UsageError(f"{path} is not JSON lines: {error}") from None
-
-
-def _labelled(rows: Iterable[Mapping[str, Any]], path: Path) -> Iterator[Row]:
-    """Rows with ``text`` and ``label`` (0 to 4), or ``stars`` (1 to 5) as in Yelp's own dump."""
-    for number, row in enumerate(rows):
-        try:
-            label = int(row["label"]) if "label" in row else int(row["stars"]) - 1
-            yield unescape(row["text"]), label
-        except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
-            raise UsageError(f"{path}: row {number + 1} has no text and label") from None
 
 
 def _csv(path: Path) -> Iterator[Row]:

@@ -61,7 +61,7 @@ def cache_folder() -> Path:
 
 
 def cached(name: str) -> Path:
-    """Where `shardlab data NAME` puts a data set, and "auto" looks for it."""
+    """Where `shardlab data fetch NAME` puts a data set, and "auto" looks for it."""
     return cache_folder() / "data" / name
 
 
@@ -80,14 +80,14 @@ def downloaded(name: str) -> Path:
         return cached(name)
     here = f" (for the {name} in this folder, write ./{name})" if Path(name).exists() else ""
     raise UsageError(
-        f"{name} has not been downloaded: run `shardlab data {name}`, or name a file or folder of "
-        f"it with data.source, or use data.source=synthetic{here}"
+        f"{name} has not been downloaded: run `shardlab data fetch {name}`, or name a file or "
+        f"folder of it with data.source, or use data.source=synthetic{here}"
     )
 
 
 def absent(name: str) -> str:
     """Why "auto" stands for something else than a data set."""
-    return f"{name} has not been downloaded: shardlab data {name}"
+    return f"{name} has not been downloaded: shardlab data fetch {name}"
 
 
 def refuse_other_words(source: str, known: tuple[str, ...], workload: str) -> None:

@@ -107,7 +107,7 @@ def choose_tokenizer(name: str, vocab: Path | None) -> Vocabulary | None:
         vocab = cached
     elif name == "gpt2":
         raise UsageError(
-            "GPT-2's vocabulary is not at hand: run `shardlab data gpt2_vocab`, or name "
+            "GPT-2's vocabulary is not at hand: run `shardlab data fetch gpt2_vocab`, or name "
             "encoder.json with --vocab"
         )
     else:

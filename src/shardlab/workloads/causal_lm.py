@@ -6,7 +6,6 @@ longest. transformers is imported when a model is asked for, not before.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from shardlab.config import SYNTHETIC, DataConfig
-from shardlab.data import download, reviews, sources
+from shardlab.data import hub, reviews, sources
 from shardlab.data.reviews import Reviews
 from shardlab.errors import UsageError, unknown
 from shardlab.workloads import synthetic
@@ -328,7 +327,7 @@ def _fetch(kind: Any, source: str, **options: Any) -> Any:
             raise UsageError(f"{source} is not a folder with a whole model of Hugging Face's: "
                              "config.json, tokenizer and *.safetensors") from None  # fmt: skip
     try:
-        _refuse_without_network()
+        hub.refuse_unreachable(source)  # soon: the hub's own client tries for half a minute
         return kind.from_pretrained(source, **options)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
@@ -337,14 +336,6 @@ def _fetch(kind: Any, source: str, **options: Any) -> Any:
             f"(`hf download {source} --local-dir DIR`) and name the folder with "
             "model.options.model, or use --size tiny"
         ) from None
-
-
-def _refuse_without_network() -> None:
-    """The hub's own client tries for half a minute before it says so."""
-    try:
-        download.refuse_unreachable(os.environ.get(download.HUB, "https://huggingface.co"))
-    except download.Unreachable as reason:
-        raise ConnectionError(str(reason)) from None
 
 
 def _trained_on(model: nn.Module) -> nn.Module:
