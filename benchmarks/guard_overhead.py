@@ -156,7 +156,7 @@ def measure(world: Any, values: dict[str, Any], blocks: int) -> dict[str, Any]:
     parts = {
         "ledger, a step": each_ms(book),
         "loss and gradients, a step": each_ms(
-            lambda: (float(loss), strategy.update._look(gradients, False))
+            lambda: (float(loss), strategy.update._norm(gradients, None).item())
         ),
         "watchdog's thread, each second": each_ms(lambda: reporter.report(reporter.message())),
         "fingerprint, every 10 steps": each_ms(guards.sequence.compare),  # type: ignore[union-attr]

@@ -21,6 +21,7 @@ from shardlab.strategies.data_parallel.simple_ddp import SimpleDDP, all_reduce_g
 from shardlab.strategies.data_parallel.simple_ddp_async import SimpleDDPAsync
 from shardlab.strategies.data_parallel.simple_ddp_ga import SimpleDDPGradientAccumulation as Right
 from shardlab.strategies.data_parallel.simple_ddp_hook import SimpleDDPHook
+from shardlab.strategies.flat import Unit
 from shardlab.strategies.local.diloco import DiLoCo
 from shardlab.strategies.local.local_sgd import LocalSGD
 from shardlab.strategies.local.streaming_diloco import StreamingDiLoCo
@@ -178,6 +179,7 @@ class ShardOffByOne(Zero1):
     """A rank updates its shard with the gradient of the elements next to it."""
 
     def step(self) -> None:
+        self.settle()
         for unit in self.units:
             if unit.grad is not None:
                 unit.grad = torch.roll(unit.grad, 1)
@@ -197,12 +199,8 @@ class LosesTheEdge(Zero2):
 class ForgetsToGather(Zero1):
     """Each rank updates its own shard and goes on with the others' old parameters."""
 
-    def step(self) -> None:
-        self.update_shards()
-        for unit in self.units:
-            unit.grad = unit.full_grad = None
-            for p in unit.params.values():
-                p.grad = None
+    def _gather(self, unit: Unit) -> None:
+        pass
 
 
 # ------------------------------------------------------------------ where nobody looks

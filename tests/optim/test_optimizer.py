@@ -649,7 +649,7 @@ OF_PYTORCH = [
 ]  # fmt: skip
 
 
-def after_steps(kind: Any, shapes: Mapping[str, tuple[int, ...]], cut: bool, by_parts: bool) -> Any:
+def after_steps(kind: Any, shapes: Mapping[str, tuple[int, ...]], cut: bool) -> Any:
     """Small tensors after a few steps: whole, or each as two flat pieces of different sizes."""
     generator = torch.Generator().manual_seed(0)
 
@@ -672,11 +672,10 @@ def after_steps(kind: Any, shapes: Mapping[str, tuple[int, ...]], cut: bool, by_
         held = {name: nn.Parameter(t) for name, t in mine.items()}
         optimizer = plan(held)
         for gradient in gradients:
-            for names in [[name] for name in held] if by_parts else [list(held)]:
-                for name in names:
-                    held[name].grad = gradient[rank][name]
-                optimizer.step()
-                optimizer.zero_grad()
+            for name, p in held.items():
+                p.grad = gradient[rank][name]
+            optimizer.step()
+            optimizer.zero_grad()
         ends.append(held)
     return {n: torch.cat([held[n].detach().flatten() for held in ends]) for n in shapes}
 
@@ -685,13 +684,12 @@ def after_steps(kind: Any, shapes: Mapping[str, tuple[int, ...]], cut: bool, by_
 def test_the_table_of_pytorchs_optimizers_is_right(kind: Any) -> None:
     shapes = SHAPES if kind is not torch.optim.Muon else {"matrix": (5, 4)}
     assert kind in traits.KNOWN
-    whole = after_steps(kind, shapes, cut=False, by_parts=False)
-    torch.testing.assert_close(after_steps(kind, shapes, cut=False, by_parts=True), whole)
+    whole = after_steps(kind, shapes, cut=False)
     if kind in traits.ELEMENTWISE:
-        torch.testing.assert_close(after_steps(kind, shapes, cut=True, by_parts=True), whole)
+        torch.testing.assert_close(after_steps(kind, shapes, cut=True), whole)
     else:
         with pytest.raises((AssertionError, ValueError, ZeroDivisionError)):
-            torch.testing.assert_close(after_steps(kind, shapes, cut=True, by_parts=False), whole)
+            torch.testing.assert_close(after_steps(kind, shapes, cut=True), whole)
 
 
 def foreign(_named: Named) -> torch.optim.Optimizer:

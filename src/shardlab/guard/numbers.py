@@ -129,7 +129,7 @@ class NumbersGuard:
             where = f"in the shard of rank {self.world.rank} "
         elif self.strategy.rounds is not None:
             where = f"on worker {self.world.rank}, whose gradient is its own, "
-        elif not found.was_updated:
+        else:
             alone = self.world.gather(self._is_bad_alone())
             ranks = [rank for rank, is_bad in enumerate(alone) if is_bad]
             where = f"it arose on {names(ranks)}, and " if ranks else ""
@@ -146,7 +146,7 @@ class NumbersGuard:
                 "number": "gradient",
                 "ranks": ranks,
                 "parameters": parameters,
-                "was_updated": found.was_updated,
+                "was_updated": False,
             },
         )
 

@@ -138,12 +138,6 @@ def _own_values(optimizer: Optimizer) -> dict[str, list[Any]]:
     return found
 
 
-def steps_by_parts(optimizer: Optimizer) -> bool:
-    """Whether step() may be called several times in an update, for some parameters each time."""
-    facts = _FACTS.get(optimizer)
-    return (facts is None or facts.after is None) and traits.is_known(optimizer)
-
-
 def refuse_lost(optimizer: Optimizer) -> None:
     """Refuse to checkpoint an optimizer whose attributes a checkpoint would lose."""
     facts = _FACTS.get(optimizer)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shardlab import comm
 from shardlab.errors import UsageError
-from shardlab.optim import optimizers
 from shardlab.phases import BACKWARD, FORWARD, phase
 from shardlab.strategies.steps import backward
-from shardlab.strategies.update import Update
 from shardlab.workloads.base import Batch, LossFn
 
 LARGEST_BUCKET_MB = 25.0  # DDP's size
@@ -136,40 +133,6 @@ class Buckets:
     def _launch_next(self) -> None:
         self.next += 1  # first: launching may run hooks
         self.launch(self.next - 1)
-
-
-class Turn(NamedTuple):
-    """A bucket's part of an update."""
-
-    wait: Callable[[], None]  # until its gradients are there
-    gradients: dict[nn.Parameter, Tensor]
-    then: Callable[[], None] = lambda: None
-
-
-def update_in_turns(
-    update: Update, turns: Sequence[Turn], sharded_over: comm.Group | None = None
-) -> None:
-    """Update bucket by bucket: the last gradients travel while the first are updated, and what
-    ``then`` sends while the next bucket is. An optimizer that must see all gradients in one
-    ``step()`` waits for all; so does an update that needs their norm."""
-    by_parts = optimizers.steps_by_parts(update.optimizer)
-
-    def apply() -> None:
-        for group in [[turn] for turn in turns] if by_parts else [turns]:
-            for turn in group:
-                turn.wait()
-                for p, gradient in turn.gradients.items():
-                    p.grad = gradient
-            update.optimizer.step()  # it passes over parameters that have no gradient
-            for turn in group:
-                for p in turn.gradients:
-                    p.grad = None
-                turn.then()
-
-    if update.needs_norm:
-        for turn in turns:
-            turn.wait()
-    update([g for turn in turns for g in turn.gradients.values()], sharded_over, apply)
 
 
 def last_of_step(

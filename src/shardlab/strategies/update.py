@@ -15,7 +15,6 @@ from shardlab.errors import UsageError
 from shardlab.optim import optimizers
 from shardlab.phases import OPTIMIZER, phase
 
-LOOKED_AT = 1 << 16  # elements of the gradient, at least: a small model's are all looked at
 SMALLEST_SCALE = 2.0**-8  # gradients that overflow below are wrong, not large
 
 
@@ -37,11 +36,10 @@ class Rule:
 class NotFinite(Exception):
     """A gradient is NaN or infinite: which of those given, by position."""
 
-    def __init__(self, positions: list[int], given: int, was_updated: bool) -> None:
+    def __init__(self, positions: list[int], given: int) -> None:
         super().__init__(f"{len(positions)} of {given} gradients are not finite")
         self.positions = positions
         self.given = given
-        self.was_updated = was_updated  # the parameters have been changed by it
 
 
 class Update:
@@ -66,7 +64,6 @@ class Update:
         self.scale = rule.loss_scale or 1.0
         self.good_steps = 0  # since the scale last changed
         self.skipped = 0  # steps, for gradients that were not finite
-        self.small: int | None = None  # gradients up to this size are checked in each step
         # Where ranks hold different parts of the model: their group, and the share of each
         # gradient's square that this rank adds to the norm of the whole.
         self._parts: comm.Group | None = None
@@ -80,17 +77,6 @@ class Update:
         self._parts, self._shares = group, shares
 
     @property
-    def needs_norm(self) -> bool:
-        """Whether an update looks at the whole gradient before it changes anything."""
-        return self._wants_norm or self.rule.clip_value is not None
-
-    @property
-    def _wants_norm(self) -> bool:
-        rule = self.rule
-        is_scaled = rule.clip_norm is not None or rule.loss_scale is not None
-        return is_scaled or rule.on_nonfinite == "skip"
-
-    @property
     def learning_rate(self) -> float:
         """The rate of the last update: that of the first group, if there are several."""
         return float(self.optimizer.param_groups[0]["lr"])
@@ -101,95 +87,91 @@ class Update:
         return self.last_divisor
 
     @torch.no_grad()
-    def __call__(
-        self,
-        gradients: Sequence[Tensor],
-        sharded_over: comm.Group | None = None,
-        apply: Callable[[], object] | None = None,
-    ) -> bool:
-        """Update from these gradients: all of them, or this rank's part. False: it was skipped.
-
-        ``apply``, if given, calls the optimizer's step() itself, for some parameters at a time. It
-        waits for gradients that are still on their way, unless the update must see all before.
-        """
+    def __call__(self, gradients: Sequence[Tensor], sharded_over: comm.Group | None = None) -> bool:
+        """Update from these gradients: all of them, or this rank's part. False: it was skipped."""
         self.calls += 1
-        rule, come_late = self.rule, apply is not None and not self.needs_norm
-        # Checking would synchronize a GPU; there the next loss reveals it.
-        on_cpu = self.device.type != "cuda"
-        looks = rule.on_nonfinite == "stop" and rule.loss_scale is None and on_cpu
         with phase(OPTIMIZER):
-            if self._wants_norm:
-                if not self._unscale_and_clip(gradients, sharded_over, looks):
+            if self._is_by_norm or self._stops:
+                norm = self._norm(gradients, sharded_over)  # ()
+                if not self._is_usable(norm, gradients):
                     return False
-            elif looks and not come_late:
-                self._look(gradients, was_updated=False)
-            if rule.clip_value is not None and gradients:
-                torch._foreach_clamp_min_(list(gradients), -rule.clip_value)
-                torch._foreach_clamp_max_(list(gradients), rule.clip_value)
+                self._unscale_and_clip(gradients, norm)
+            if self.rule.clip_value is not None and gradients:
+                torch._foreach_clamp_min_(list(gradients), -self.rule.clip_value)
+                torch._foreach_clamp_max_(list(gradients), self.rule.clip_value)
             for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-                group["lr"] = rate * rule.schedule(self.steps)
-            try:
-                (apply or self.optimizer.step)()
-            except (KeyError, TypeError) as error:
-                if not self.is_resumed:
-                    raise
-                raise UsageError(
-                    "the optimizer cannot continue with the state that the checkpoint holds: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-            if looks and come_late:
-                self._look(gradients, was_updated=True)
-        self.is_resumed = False
+                group["lr"] = rate * self.rule.schedule(self.steps)
+            self._step()
         self.steps += 1
         self.good_steps += 1
-        if rule.loss_scale is not None and self.good_steps >= self.GROW_AFTER:
+        if self.rule.loss_scale is not None and self.good_steps >= self.GROW_AFTER:
             self.scale, self.good_steps = self.scale * 2, 0
         return True
 
-    def _unscale_and_clip(
-        self, gradients: Sequence[Tensor], sharded_over: comm.Group | None, looks: bool
-    ) -> bool:
-        """Divide them by the loss scale, then clip them by the norm of the whole gradient. False:
-        that is not finite, and the update is skipped."""
+    @property
+    def _is_by_norm(self) -> bool:
+        """Whether the update depends on the norm of the whole gradient."""
         rule = self.rule
+        is_scaled = rule.clip_norm is not None or rule.loss_scale is not None
+        return is_scaled or rule.on_nonfinite == "skip"
+
+    @property
+    def _stops(self) -> bool:
+        """Whether a gradient that is not finite stops the run. To look at it would synchronize a
+        GPU; there the next loss reveals it."""
+        is_asked = self.rule.on_nonfinite == "stop" and self.rule.loss_scale is None
+        return is_asked and self.device.type != "cuda"
+
+    def _norm(self, gradients: Sequence[Tensor], sharded_over: comm.Group | None) -> Tensor:
+        """The norm of the whole gradient if the update depends on it, else of what is here: ()."""
+        if not self._is_by_norm:
+            return global_norm(gradients, self.device)
         shares = None if self._shares is None else self._shares()
-        among = [g for g in (sharded_over, self._parts) if g is not None]
-        norm = global_norm(gradients, self.device, among, shares) / self.scale  # ()
-        if rule.loss_scale is not None and not math.isfinite(float(norm)):
+        among = [group for group in (sharded_over, self._parts) if group is not None]
+        return global_norm(gradients, self.device, among, shares) / self.scale
+
+    def _is_usable(self, norm: Tensor, gradients: Sequence[Tensor]) -> bool:
+        """Whether the norm is finite; if not, the rule stops the run or skips the step. Where it
+        does neither, nothing is read: that would synchronize a GPU."""
+        rule = self.rule
+        reads = self._stops or rule.loss_scale is not None or rule.on_nonfinite == "skip"
+        if not reads or math.isfinite(float(norm)):
+            return True
+        if rule.loss_scale is not None:
             self.scale, self.good_steps = self.scale / 2, 0
             if self.scale < SMALLEST_SCALE:
                 raise FloatingPointError(
                     "fp16 gradients are not finite even with a loss scale of "
                     f"{self.scale * 2}: the loss itself overflows; try precision bf16"
                 )
-            return False
-        if rule.on_nonfinite == "skip" and not math.isfinite(float(norm)):
+        elif self._stops:
+            bad = [i for i, g in enumerate(gradients) if not g.isfinite().all()]
+            raise NotFinite(bad, len(gradients))
+        else:
             self.skipped += 1
-            return False
-        if looks and not math.isfinite(float(norm)):
-            self._refuse(gradients, was_updated=False)
+        return False
+
+    def _unscale_and_clip(self, gradients: Sequence[Tensor], norm: Tensor) -> None:
+        """Divide them by the loss scale, and clip them by the norm of the whole gradient."""
+        if not gradients:  # a rank may have none: all its parameters unused, or no shard
+            return
         factor = torch.ones_like(norm) / self.scale
-        if rule.clip_norm is not None:
-            factor *= (rule.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as in PyTorch
-        if gradients:  # a rank may have none: all its parameters unused, or no shard
+        if self.rule.clip_norm is not None:
+            factor *= (self.rule.clip_norm / (norm + 1e-6)).clamp(max=1.0)  # as in PyTorch
+        if self.rule.clip_norm is not None or self.scale != 1.0:
             torch._foreach_mul_(list(gradients), factor.to(gradients[0].dtype))
-        return True
 
-    def _look(self, gradients: Sequence[Tensor], was_updated: bool) -> None:
-        """Look at the smallest gradients, a hundredth of all: what goes wrong in backward goes on
-        to the layers before, and through their biases and norms. All would cost 2% of a step."""
-        if self.small is None:
-            sizes = sorted(g.numel() for g in gradients)
-            room = max(sum(sizes) // 100, LOOKED_AT)
-            within = [n for i, n in enumerate(sizes) if sum(sizes[: i + 1]) <= room]
-            self.small = max(within or sizes[:1] or [0])
-        small = [g for g in gradients if g.numel() <= self.small]
-        if small and not math.isfinite(float(torch.stack(torch._foreach_norm(small)).sum())):
-            self._refuse(gradients, was_updated)
-
-    def _refuse(self, gradients: Sequence[Tensor], was_updated: bool) -> None:
-        bad = [i for i, g in enumerate(gradients) if not g.isfinite().all()]
-        raise NotFinite(bad, len(gradients), was_updated)
+    def _step(self) -> None:
+        try:
+            self.optimizer.step()
+        except (KeyError, TypeError) as error:
+            if not self.is_resumed:
+                raise
+            raise UsageError(
+                "the optimizer cannot continue with the state that the checkpoint holds: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        self.is_resumed = False
 
     @property
     def inner(self) -> torch.optim.Optimizer:
@@ -231,7 +213,7 @@ def _numbers_of(group: Mapping[str, Any]) -> dict[str, int | float]:
 def global_norm(
     gradients: Sequence[Tensor],
     device: torch.device,
-    sharded_over: Sequence[comm.Group],
+    sharded_over: Sequence[comm.Group] = (),
     shares: Sequence[float] | None = None,
 ) -> Tensor:
     """The 2-norm of the whole gradient: (), float64 where the device has it.

@@ -9,14 +9,7 @@ from torch import Tensor
 
 from shardlab import comm
 from shardlab.strategies import base, refusals, steps
-from shardlab.strategies.buckets import (
-    Buckets,
-    Turn,
-    Used,
-    buckets_of,
-    last_of_step,
-    update_in_turns,
-)
+from shardlab.strategies.buckets import Buckets, Used, buckets_of, last_of_step
 from shardlab.strategies.data_parallel.bucket_size import AUTO, BucketSize
 from shardlab.strategies.flat import Layout
 from shardlab.workloads.base import Batch
@@ -38,10 +31,9 @@ class BucketDDPAsync(base.Strategy):
                             backward, and as soon as a bucket's last gradient is in,
                             all_reduce the bucket, asynchronously         Ψ
         after backward      all_reduce which parameters got a gradient, asynchronously
-        step                bucket by bucket: wait for it, update         nothing
+        step                wait for the buckets, update                  nothing
 
-    Cost: Ψ per step in a few messages, hidden behind backward and, for the last buckets, behind
-    the update of the first (which must wait for all if it needs the norm of the whole gradient).
+    Cost: Ψ per step in a few messages, hidden behind backward but for the last of them.
     Backward's results are written into the buckets once, where they are added up, sent and read by
     the optimizer: nothing is packed or unpacked. Ψ bytes stay allocated.
     Buckets filled in forward order would all be ready last, and nothing would overlap.
@@ -116,19 +108,9 @@ class BucketDDPAsync(base.Strategy):
             pending.wait()
 
     def step(self) -> None:
-        used = self.views.keys() - self.unused
-        # Not strict: without gradients before it, a step has nothing under way and changes nothing.
-        turns = [
-            Turn(pending.wait, {self.params[n]: self.views[n] for n in names if n in used})
-            for pending, names in zip(self.under_way, self.buckets.names, strict=False)
-        ]
-        steps.drop_gradients(self.params)
-        update_in_turns(self.update, turns)
         self.settle()
+        super().step()
         self.under_way.clear()
-
-    def updated_names(self) -> list[str]:
-        return [n for names in self.buckets.names for n in names if n not in self.unused]
 
     def chosen(self) -> dict[str, float]:
         return self.size.chosen

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardlab import comm
 from shardlab.optim import traits
 from shardlab.strategies import base, refusals, shards, steps
-from shardlab.strategies.buckets import Turn, update_in_turns
-from shardlab.strategies.flat import Piece, Unit
+from shardlab.strategies.flat import Unit
 from shardlab.strategies.shards import Shard
 from shardlab.workloads.base import Batch
 
@@ -51,35 +48,27 @@ class Sharded(base.Strategy):
         self.units = units
         for unit in units:
             unit.cut_shard()
-        mine = {piece.name: p for _, piece, p in self.trained_pieces()}
-        self.own(setup, mine)  # of none, if there are fewer elements than ranks
+        self.pieces = {  # that this rank updates: none, if there are fewer elements than ranks
+            s.name: s.key for unit in units for s in unit.held(()) if s.key is not None
+        }
+        self.own(setup, self.pieces)
 
     @property
     def rank(self) -> int:
         """Which shard is this rank's."""
         return self.group.rank()
 
-    def await_gradient(self, unit: Unit) -> None:
-        """Before the unit's shard is updated: wait until its gradient is there."""
-
-    def trained_pieces(self) -> Iterator[tuple[Unit, Piece, nn.Parameter]]:
+    def step(self) -> None:
+        """Update this rank's shards from its part of the gradient, and free that."""
         for unit in self.units:
-            for piece, parameter in unit.pieces.items():
-                if parameter.requires_grad:
-                    yield unit, piece, parameter
-
-    def update_shards(self, then: Callable[[Unit], None] = lambda _: None) -> None:
-        """Update this rank's shards from its part of the gradient, in the order in which gradients
-        come; ``then`` is called with each unit that is updated."""
-        turns = {
-            unit.label: Turn(partial(self.await_gradient, unit), {}, partial(then, unit))
-            for unit in self.units
-        }
-        for unit, piece, parameter in self.trained_pieces():
-            if unit.grad is not None and piece.name not in self.unused:
-                part = unit.grad[piece.offset : piece.offset + piece.length]
-                turns[unit.label].gradients[parameter] = part.view_as(parameter)
-        update_in_turns(self.update, list(turns.values()), self.group)
+            for s in unit.held(self.unused):
+                if s.key is not None and s.grad is not None:
+                    s.key.grad = s.grad.view_as(s.key)
+        self.update([p.grad for p in self.pieces.values() if p.grad is not None], self.group)
+        for unit in self.units:
+            unit.grad = unit.full_grad = None
+        steps.drop_gradients(self.pieces)
+        steps.drop_gradients(self.params)
 
     # ------------------------------------------------------------ gradients, freed as they go
 

@@ -28,8 +28,8 @@ class Zero1(Sharded):
                             backward, and as soon as a bucket's last gradient is in,
                             reduce_scatter the bucket, asynchronously     Ψ
         after backward      all_reduce which parameters got a gradient, asynchronously
-        step                bucket by bucket: wait for it, update this rank's shard of it,
-                            all_gather its parameters, asynchronously     Ψ
+        step                wait for the gradients, update this rank's shard of each bucket
+                            all_gather each bucket's parameters, asynchronously   Ψ
 
     Cost: Ψ(n-1)/n twice on the wire, together exactly an all-reduce, which is these two halves.
     (To all-reduce the gradients and gather the parameters besides would cost half as much again.)
@@ -84,10 +84,6 @@ class Zero1(Sharded):
             unit.grad, full, self.group, sizes=sizes, dtype=dtype, label=label, async_op=True
         )
 
-    def await_gradient(self, unit: Unit) -> None:
-        if unit.label in self.scatters:
-            self.scatters.pop(unit.label).wait()
-
     def settle(self) -> None:
         """Wait for what is under way."""
         for pending in (*self.scatters.values(), *self.used_pending, *self.gathers):
@@ -112,12 +108,10 @@ class Zero1(Sharded):
         return loss_sum / total
 
     def step(self) -> None:
-        self.update_shards(then=self._gather)
-        for pending in self.used_pending:
-            pending.wait()
+        self.settle()
+        super().step()
         for unit in self.units:
-            unit.grad = unit.full_grad = None
-        steps.drop_gradients(self.params)
+            self._gather(unit)
 
     def _gather(self, unit: Unit) -> None:
         sizes, label = unit.layout.uneven, f"params {unit.label}"

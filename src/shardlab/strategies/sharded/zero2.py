@@ -90,10 +90,9 @@ class Zero2(Sharded):
         return steps.global_mean(loss_sum, total, self.group)
 
     def step(self) -> None:
-        self.update_shards(then=self._gather)
+        super().step()
         for unit in self.units:
-            unit.grad = unit.full_grad = None
-        steps.drop_gradients(self.params)
+            self._gather(unit)
 
     def _gather(self, unit: Unit) -> None:
         sizes, label = unit.layout.uneven, f"params {unit.label}"

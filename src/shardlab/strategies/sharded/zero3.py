@@ -205,8 +205,3 @@ class Zero3(Sharded):
         result = function(self.model, batch)
         self._finish()
         return result
-
-    def step(self) -> None:
-        self.update_shards()
-        for unit in self.units:
-            unit.grad = None

@@ -1,4 +1,4 @@
-"""ZeRO-1. In the package: strategies/sharded/zero1.py (which does it bucket by bucket, and
+"""ZeRO-1. In the package: strategies/sharded/zero1.py (in buckets, and
 overlapped); the clipping by the norm of all shards is in update.py."""
 
 from collections.abc import Callable, Iterable
