@@ -313,6 +313,7 @@ def strategy(
     from shardlab.ledger import LEDGER
     from shardlab.optim import optimizers
     from shardlab.run import assemble
+    from shardlab.strategies import model_checks
     from shardlab.strategies.base import Setup
     from shardlab.strategies.update import Rule, constant
     from shardlab.workloads import batchnorm
@@ -348,7 +349,9 @@ def strategy(
     LEDGER.step = 0
     LEDGER.ranks_per_node = per_node
     setup = Setup(model, optimizer, loss_fn, mesh, rule, named, per_node)
+    model_checks.refuse_unsupported(model, mesh.size())
     made = make(setup, **given.strategy.options)
+    model_checks.refuse_sparse_gradients(made.params)
     atexit.register(_end, made)  # what is registered last is called first: worlds.leave comes after
     return made
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 LONGEST = 2000  # characters of a refusal
 # What PyTorch says, in lower case, when another rank has gone.
@@ -129,3 +131,10 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> UsageError:
     near = difflib.get_close_matches(given.lower(), lower, n=1, cutoff=0.5)
     hint = f"did you mean '{lower[near[0]]}'?" if near else f"known: {', '.join(names) or 'none'}"
     return UsageError(f"unknown {kind} '{given}'; {hint}")
+
+
+def option(name: str, value: str, known: Mapping[str, T]) -> T:
+    """What an option's word stands for, or its refusal with the nearest right word."""
+    if value not in known:
+        raise unknown(name, value, known)
+    return known[value]

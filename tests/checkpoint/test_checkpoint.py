@@ -28,7 +28,7 @@ from shardlab.checkpoint.start import Start
 from shardlab.config import CheckpointConfig
 from shardlab.errors import UsageError
 from shardlab.files import read_jsonl
-from shardlab.strategies.whole import Whole
+from shardlab.strategies.shards import Whole
 from shardlab.workloads import gpt2, huggingface
 from shardlab.world import World
 

@@ -16,7 +16,7 @@ from shardlab import naming
 from shardlab.errors import UsageError
 from shardlab.naming import STRATEGIES
 from shardlab.optim import optimizers
-from shardlab.strategies import refusals
+from shardlab.strategies import model_checks
 from shardlab.strategies.base import Setup
 from shardlab.strategies.sharded.zero3 import Zero3
 from shardlab.workloads import first_calls
@@ -143,9 +143,9 @@ def test_what_a_strategy_counts_is_not_the_models(ranks: GetRanks) -> None:
 def test_a_hook_after_accumulation_sees_a_part_only() -> None:
     model = nn.Linear(3, 1)
     model.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
-    refusals.refuse_unsupported(model, ranks=1)
+    model_checks.refuse_unsupported(model, ranks=1)
     with pytest.raises(UsageError, match="parameter 'weight' has a hook of the model's own"):
-        refusals.refuse_unsupported(model, ranks=2)
+        model_checks.refuse_unsupported(model, ranks=2)
 
 
 def scripted(world: World) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import GetRanks
-from shardlab.strategies import shards
+from shardlab.strategies import layout, shards
 from shardlab.strategies.shards import Runs, Shard
 from shardlab.world import World
 
@@ -34,7 +34,7 @@ def test_rows_are_what_indexing_gives(part: tuple[list[int], int, list[range]]) 
     shape, dim, ranges = part
     whole = torch.arange(math.prod(shape)).view(shape)
     wanted = whole.index_select(dim, torch.tensor([i for r in ranges for i in r], dtype=torch.long))
-    runs = shards.rows(shape, ranges, dim)
+    runs = layout.rows(shape, ranges, dim)
     assert shards.take(whole.reshape(-1), runs).tolist() == wanted.reshape(-1).tolist()
     back = torch.zeros(math.prod(shape), dtype=torch.long)
     shards.put(back, runs, wanted.reshape(-1) + 1)
@@ -46,20 +46,20 @@ def test_rows_are_what_indexing_gives(part: tuple[list[int], int, list[range]]) 
 def test_a_part_of_a_part(part: tuple[list[int], int, list[range]], data: st.DataObject) -> None:
     """A ZeRO shard of a layer's rows: the runs of the runs."""
     shape, dim, ranges = part
-    outer = shards.rows(shape, ranges, dim)
+    outer = layout.rows(shape, ranges, dim)
     size = sum(length for _, length in outer)
     start = data.draw(st.integers(0, size))
     length = data.draw(st.integers(0, size - start))
     whole = torch.arange(math.prod(shape))
     wanted = shards.take(whole, outer)[start : start + length]
-    inner = shards.inside(outer, ((start, length),))
+    inner = layout.inside(outer, ((start, length),))
     assert shards.take(whole, inner).tolist() == wanted.tolist()
     assert all(length for _, length in inner)
 
 
 def test_neighbouring_runs_are_one() -> None:
-    assert shards.rows([4, 3], [range(1, 2), range(2, 4)]) == ((3, 9),)
-    assert shards.rows([2, 4], [range(2)], dim=1) == ((0, 2), (4, 2))
+    assert layout.rows([4, 3], [range(1, 2), range(2, 4)]) == ((3, 9),)
+    assert layout.rows([2, 4], [range(2)], dim=1) == ((0, 2), (4, 2))
     assert shards.every(torch.Size([])) == ((0, 1),)
 
 

@@ -29,7 +29,7 @@ from shardlab.naming import EVERY_STRATEGY, STRATEGIES
 from shardlab.run import assemble
 from shardlab.strategies import base
 from shardlab.strategies.base import Setup, Strategy
-from shardlab.strategies.whole import Whole, as_state_dict
+from shardlab.strategies.shards import Whole, as_state_dict
 from shardlab.workloads.base import Workload
 from shardlab.world import World
 

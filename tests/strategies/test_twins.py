@@ -127,7 +127,7 @@ def test_ddp_refuses(ranks: GetRanks) -> None:
 
 def test_a_looked_at_gradient_is_not_looked_at_again() -> None:
     """The check of each parameter's first gradient costs the steps after nothing."""
-    from shardlab.strategies.refusals import refuse_sparse_gradients
+    from shardlab.strategies.model_checks import refuse_sparse_gradients
 
     layer = nn.Linear(2, 2)
     refuse_sparse_gradients(dict(layer.named_parameters()))

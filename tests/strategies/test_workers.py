@@ -27,6 +27,7 @@ from shardlab.errors import UsageError
 from shardlab.guard import drift
 from shardlab.strategies.base import Rounds
 from shardlab.strategies.local.diloco import DiLoCo
+from shardlab.strategies.local.rounds import checked, cut
 from shardlab.strategies.local.streaming_diloco import StreamingDiLoCo
 from shardlab.strategies.local.workers import Workers
 from shardlab.strategies.update import Rule
@@ -173,14 +174,14 @@ def test_workers_may_differ_between_exchanges_and_not_after_one(ranks: GetRanks)
 )
 def test_what_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        Rounds(**options)
+        checked(Rounds(**options))
 
 
 def test_a_parameter_is_in_one_fragment() -> None:
     model = toys.build("mlp", 0)
     params = dict(model.named_parameters())
     for fragments in (1, 2, 3, 9):
-        cut = Rounds(9, fragments=fragments).cut(params)
-        assert [name for names in cut for name in names] == list(params)
-        assert len(cut) == fragments
+        parts = cut(Rounds(9, fragments=fragments), params)
+        assert [name for names in parts for name in names] == list(params)
+        assert len(parts) == fragments
     assert set(AS_ONE).isdisjoint(WORKERS)

@@ -28,6 +28,7 @@ from shardlab.optim import optimizers
 from shardlab.run import assemble, loop
 from shardlab.run.ranks import Ranks
 from shardlab.strategies.base import Rounds, Setup
+from shardlab.strategies.local.rounds import cut, due
 from shardlab.strategies.update import Rule
 from shardlab.workloads.base import Batch, LossFn
 from shardlab.world import World
@@ -196,7 +197,7 @@ def played(case: Case, world: int, rounds: Rounds) -> Trajectory:
     inner = [make_optimizer(case.optimizer, m)(p) for m, p in zip(models, workers, strict=True)]
     anchor = {n: p.detach().clone() for n, p in workers[0].items()}
     momentum = {n: torch.zeros_like(p) for n, p in anchor.items()}
-    fragments = rounds.cut(anchor)
+    fragments = cut(rounds, anchor)
     sent: dict[int, dict[str, Any]] = {}
     seen = [[0] * world for _ in fragments]
     result = Trajectory(rounds=rounds)
@@ -223,7 +224,7 @@ def played(case: Case, world: int, rounds: Rounds) -> Trajectory:
         now = step + 1
         with torch.no_grad():
             for number, names in enumerate(fragments):
-                first = rounds.due(number)  # then after every round
+                first = due(rounds, number)  # then after every round
                 if now >= first and (now - first) % rounds.every == 0:
                     mean = mean_of(workers, names, seen[number])
                     sent[number] = {n: anchor[n] - mean[n] for n in names}

@@ -35,6 +35,7 @@ from shardlab.errors import LOST_PEER, RankFailure, UsageError
 from shardlab.naming import STRATEGIES
 from shardlab.optim import optimizers
 from shardlab.run.ranks import Ranks
+from shardlab.strategies import model_checks
 from shardlab.strategies.base import Setup
 from shardlab.strategies.sharded import pytorch_fsdp
 from shardlab.world import World
@@ -147,7 +148,10 @@ def _make(animal: Animal, strategy: str, model: nn.Module, world: World) -> Any:
     if strategy == "pytorch_hsdp":
         options["shards"] = world.size
     setup = Setup(model, optimizer_of(strategy), animal.loss, world.mesh, blocks=animal.blocks)
-    return make(setup, **options)
+    model_checks.refuse_unsupported(model, world.size)
+    made = make(setup, **options)
+    model_checks.refuse_sparse_gradients(made.params)
+    return made
 
 
 def run_cells(

@@ -17,7 +17,7 @@ from shardlab.checkpoint.save import write_manifest
 from shardlab.errors import UsageError, unknown
 from shardlab.files import replacing
 from shardlab.optim.after_step import AVERAGE
-from shardlab.strategies.whole import as_state_dict
+from shardlab.strategies.shards import as_state_dict
 from shardlab.workloads import gpt2, huggingface
 
 SAFETENSORS, HF_GPT2 = "safetensors", "hf-gpt2"

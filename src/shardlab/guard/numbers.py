@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 from shardlab.errors import Halt, UsageError
 from shardlab.guard.nodes import names
 from shardlab.strategies.base import Strategy
+from shardlab.strategies.shards import Whole
 from shardlab.strategies.update import NotFinite
-from shardlab.strategies.whole import Whole
 from shardlab.workloads.base import Batch
 from shardlab.world import World, sent_to_host
 

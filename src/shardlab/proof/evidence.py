@@ -40,6 +40,7 @@ from shardlab.run import assemble
 from shardlab.run.rankset import on_its_ranks
 from shardlab.strategies.base import Rounds, Strategy
 from shardlab.strategies.cut_model import CutModel
+from shardlab.strategies.local.rounds import shortest
 from shardlab.strategies.local.workers import Workers
 from shardlab.strategies.pipeline import schedules
 from shardlab.strategies.pipeline.executor import Executor
@@ -303,14 +304,14 @@ def _telling(config: Config, world: World) -> tuple[Config, Rounds | None]:
     if rounds is None:
         return config, None
     if "every" not in config.strategy.options:
-        rounds = replace(rounds, every=rounds.shortest)
+        rounds = replace(rounds, every=shortest(rounds))
         options = {**config.strategy.options, "every": rounds.every}
         config = config.with_overrides({"strategy.options": options})
     steps = max(config.training.steps, 2 * rounds.every + rounds.delay + 1)
     if steps > MOST_STEPS:
         raise UsageError(
             f"a proof is of two rounds and a step: with every={rounds.every} that takes {steps} "
-            f"steps; leave it out, and it is made with every={rounds.shortest}"
+            f"steps; leave it out, and it is made with every={shortest(rounds)}"
         )
     return config.with_overrides({"training.steps": steps}), rounds
 

@@ -30,6 +30,7 @@ from shardlab.proof.judge import DECIDES
 from shardlab.proof.subjects import Subject, sample
 from shardlab.run import assemble
 from shardlab.strategies.base import Rounds
+from shardlab.strategies.local.rounds import cut, due
 from shardlab.workloads.base import cast_model
 
 Gradients = dict[str, Tensor | None]
@@ -234,7 +235,7 @@ class Workers:
             return
         start = copies_of(self.updates[0].trained)
         self.anchor = {name: nn.Parameter(tensor) for name, tensor in start.items()}
-        self.fragments = rounds.cut(start)
+        self.fragments = cut(rounds, start)
         self.seen = [[0] * len(models) for _ in self.fragments]  # targets, since it was sent
         self.fresh = set(start)  # what all workers hold alike
         self.outer = {
@@ -257,14 +258,14 @@ class Workers:
     def _exchange(self, rounds: Rounds, done: int) -> None:
         """What is due after ``done`` steps: fragments are sent, or arrive."""
         for number, names in enumerate(self.fragments):
-            due = rounds.due(number)
+            due_at = due(rounds, number)
             sent_at = done - rounds.delay  # what was sent then arrives now
-            if (done - due) % rounds.every == 0:
+            if (done - due_at) % rounds.every == 0:
                 average = self.average()
                 for name in names:
                     self.anchor[name].grad = self.anchor[name] - average[name]
                 self.seen[number] = [0] * len(self.models)
-            if sent_at > 0 and (sent_at - due) % rounds.every == 0:
+            if sent_at > 0 and (sent_at - due_at) % rounds.every == 0:
                 for name in names:
                     self.outer[name].step()
                     for update in self.updates:

@@ -24,9 +24,9 @@ from shardlab.optim import optimizers
 from shardlab.optim.schedule import learning_rate_factor
 from shardlab.optim.swap import WholeModelOptimizer
 from shardlab.specs import BASELINE
+from shardlab.strategies import model_checks
 from shardlab.strategies.base import Infer, Setup, Strategy, T
 from shardlab.strategies.cut_model import CutAxis, CutModel
-from shardlab.strategies.refusals import refuse_unsupported
 from shardlab.strategies.update import Rule
 from shardlab.text import beside, count
 from shardlab.workloads import batchnorm, custom
@@ -117,7 +117,7 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
     dtype = torch.float64 if config.precision.compute == "fp64" else torch.float32
     # Initialised on the CPU, so that the same seed is the same model on every device.
     model = workload.make_model()
-    refuse_unsupported(model, world.size)
+    model_checks.refuse_unsupported(model, world.size)
     model = cast_model(model, world.device, dtype)
     batchnorm.join(model, world.group)
     prepare_blocks(model, workload, config.training)
@@ -144,6 +144,7 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
     )
     LEDGER.ranks_per_node = world.ranks_per_node
     strategy = on_axes(config, make, setup, world)
+    model_checks.refuse_sparse_gradients(strategy.params)
     worlds.seed_rank(config.training.seed, _chance(config, world))
     return strategy
 

@@ -35,8 +35,8 @@ from shardlab.optim import optimizers
 from shardlab.run import assemble
 from shardlab.strategies.base import Setup
 from shardlab.strategies.cut_model import CutModel
+from shardlab.strategies.model_checks import refuse_unsupported
 from shardlab.strategies.probing import probing
-from shardlab.strategies.refusals import refuse_unsupported
 from shardlab.workloads import adding
 from shardlab.workloads.base import Batch, Workload, cast_model, tensors_of
 from shardlab.workloads.context import context_of

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlab import axes
+from shardlab import comm
+from shardlab.errors import UsageError
 from shardlab.optim import after_step
-from shardlab.strategies import refusals, shards, steps
-from shardlab.strategies.shards import Shard
+from shardlab.strategies import shards, steps
+from shardlab.strategies.shards import Shard, Whole, as_state_dict
 from shardlab.strategies.update import Rule, Update
-from shardlab.strategies.whole import Whole, as_state_dict
 from shardlab.workloads.base import Batch, ContextSplit, LossFn
 
 T = TypeVar("T")
@@ -54,59 +54,31 @@ class Setup:
     splits: Mapping[str, str] | None = None  # how tensor parallelism may split it; None: not known
     context: ContextSplit | None = None  # how the workload's sequences are cut
 
+    @property
+    def group(self) -> comm.Group:
+        """The process group of the data-parallel ranks: the mesh's dimension "dp"."""
+        if "dp" not in (self.mesh.mesh_dim_names or ()):
+            names = ", ".join(self.mesh.mesh_dim_names or ()) or "none"
+            raise UsageError(
+                f"the device mesh needs a dimension named 'dp', and its names are: {names}; make "
+                "it with init_device_mesh(device, (ranks,), mesh_dim_names=('dp',))"
+            )
+        return self.mesh.get_group("dp")
+
 
 @dataclass(frozen=True)
 class Rounds:
     """When workers that take steps of their own exchange what they have learnt, and how.
 
-    After every ``every`` steps the difference between the anchor (what all workers had after the
-    last exchange) and each worker's parameters is averaged. A worker weighs as much as the targets
-    that it has seen since. The average is the gradient of an outer SGD with Nesterov momentum. It
-    moves the anchor, and all workers continue from there. With rate 1 and no momentum the anchor
-    becomes the average of the workers. Buffers follow worker 0's at the end of a round.
-
-    With several ``fragments`` the parameters are cut into so many parts of about the same size, in
-    the model's order. They are exchanged in turn during a round, each by itself. What is sent after
-    a step may arrive ``delay`` steps later. The anchor moves then, and a worker keeps ``mix`` of
-    its own parameters beside what the anchor has become.
+    ``local/rounds.py`` says what the numbers mean, and which are refused.
     """
 
-    every: int
+    every: int  # steps from one exchange to the next
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
     fragments: int = 1
     delay: int = 0
     mix: float = 0.0
-
-    def __post_init__(self) -> None:
-        refusals.refuse_number("every", self.every, self.every >= 1, "1 or more")
-        refusals.refuse_number("outer_lr", self.outer_lr, self.outer_lr > 0, "above 0")
-        is_right = 0 <= self.outer_momentum < 1
-        refusals.refuse_number("outer_momentum", self.outer_momentum, is_right, "from 0 to below 1")
-        is_right = 1 <= self.fragments <= self.every
-        within = f"from 1 to every, which is {self.every}"
-        refusals.refuse_number("fragments", self.fragments, is_right, within)
-        is_right = 0 <= self.delay < self.every
-        refusals.refuse_number(
-            "delay", self.delay, is_right, f"from 0 to below {self.every} (every)"
-        )
-        is_right = 0 <= self.mix < 1 if self.delay else self.mix == 0
-        wanted = "from 0 to below 1" if self.delay else "0 without a delay"
-        refusals.refuse_number("mix", self.mix, is_right, wanted)
-
-    @property
-    def shortest(self) -> int:
-        """The fewest steps of a round that shows everything which this one does."""
-        return max(2, self.fragments, self.delay + 1)
-
-    def due(self, fragment: int) -> int:
-        """After which step of a round a fragment is sent, from 1 to ``every``."""
-        return (fragment + 1) * self.every // self.fragments
-
-    def cut(self, params: Mapping[str, Tensor]) -> list[list[str]]:
-        """The names of the parameters in each fragment."""
-        sizes = {name: p.numel() * p.element_size() for name, p in params.items()}
-        return axes.cut_evenly(sizes, self.fragments)
 
 
 class Strategy(ABC):
@@ -140,16 +112,13 @@ class Strategy(ABC):
 
     def __init__(self, setup: Setup, builds_optimizer: bool = True) -> None:
         """``builds_optimizer=False`` is for a strategy whose optimizer updates parts."""
-        refusals.refuse_unsupported(setup.model, setup.mesh.size())
         self.model = setup.model
         self.loss_fn = setup.loss_fn
-        self.group = refusals.dp_group(setup.mesh)
-        # A tied parameter stands here once, under its first name.
-        self.params = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.group = setup.group
+        self.params = steps.trained_params(self.model)
         self.trained = tuple(self.params)
         self.device = next(iter(self.params.values())).device
         if builds_optimizer:
-            refusals.refuse_sparse_gradients(self.params)
             self.own(setup, self.params)
 
     def own(self, setup: Setup, params: Mapping[str, nn.Parameter]) -> None:

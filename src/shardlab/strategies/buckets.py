@@ -10,12 +10,25 @@ import torch
 from torch import Tensor, nn
 
 from shardlab import comm
-from shardlab.errors import UsageError
+from shardlab.errors import UsageError, option
 from shardlab.phases import BACKWARD, FORWARD, phase
 from shardlab.strategies.steps import backward
 from shardlab.workloads.base import Batch, LossFn
 
 LARGEST_BUCKET_MB = 25.0  # DDP's size
+DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+
+
+def comm_dtype(strategy: str, value: str, params: Mapping[str, Tensor]) -> torch.dtype | None:
+    """What gradients (ZeRO-3: parameters) travel in; None: their own type."""
+    dtype = option(f"{strategy}'s comm_dtype", value, DTYPES)
+    for name, p in params.items():
+        if dtype is not None and p.is_complex():
+            raise UsageError(
+                f"{strategy}'s comm_dtype {value}: '{name}' is complex, and its imaginary part "
+                "would be lost; leave comm_dtype out"
+            )
+    return dtype
 
 
 def default_mb(params: Mapping[str, nn.Parameter], parts: int = 2) -> float:

@@ -17,10 +17,9 @@ from shardlab import comm
 from shardlab.axes import Axes
 from shardlab.errors import UsageError
 from shardlab.optim import traits
-from shardlab.strategies import base, layout, refusals, steps
-from shardlab.strategies.layout import Layout
-from shardlab.strategies.shards import Shard, every, inside
-from shardlab.strategies.whole import Whole
+from shardlab.strategies import base, layout, steps
+from shardlab.strategies.layout import Layout, inside
+from shardlab.strategies.shards import Shard, Whole, every
 from shardlab.workloads import batchnorm
 from shardlab.workloads.base import Batch, LossFn
 
@@ -110,15 +109,14 @@ class CutModel(base.Strategy):
         inner: Callable[[base.Setup], base.Strategy],
         cuts: Sequence[CutAxis],
     ) -> None:
-        refusals.refuse_unsupported(setup.model, setup.mesh.size())
         self.axes = axes
         self.model = setup.model
         self.loss_fn = setup.loss_fn  # for infer(); the inner strategy has that of the part
-        self.group = refusals.dp_group(setup.mesh)
+        self.group = setup.group
         self.groups = groups_of(axes, self.group)
         steps.broadcast_model(self.model, self.group)
         self.whole_model = Whole.of(self.model)
-        self.trained = tuple(n for n, p in self.model.named_parameters() if p.requires_grad)
+        self.trained = tuple(steps.trained_params(self.model))
         self.layout: Layout = layout.whole_layout(self.model)
         self.take_part: Callable[[Batch], Batch] | None = None  # this rank's of a batch
         self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext

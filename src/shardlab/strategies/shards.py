@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -115,36 +115,6 @@ def every(shape: torch.Size) -> Runs:
     return ((0, shape.numel()),) if shape.numel() else ()
 
 
-def rows(shape: Sequence[int], ranges: Sequence[range], dim: int = 0) -> Runs:
-    """The part that keeps these ranges of indices along ``dim``, one after the other."""
-    inner = math.prod(shape[dim + 1 :])
-    size = shape[dim] * inner
-    runs: list[tuple[int, int]] = []
-    for outer in range(math.prod(shape[:dim])):
-        for kept in ranges:
-            start, length = outer * size + kept.start * inner, len(kept) * inner
-            if runs and sum(runs[-1]) == start:
-                runs[-1] = runs[-1][0], runs[-1][1] + length
-            elif length:
-                runs.append((start, length))
-    return tuple(runs)
-
-
-def inside(outer: Runs, inner: Runs) -> Runs:
-    """A part of a part: ``inner`` counts in the elements of ``outer``."""
-    return tuple(run for start, length in inner for run in _between(outer, start, start + length))
-
-
-def _between(runs: Runs, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """The runs of some elements of a part, by their places in the part."""
-    at = 0
-    for start, length in runs:
-        low, high = max(begin, at), min(end, at + length)
-        if low < high:
-            yield start + low - at, high - low
-        at += length
-
-
 def take(values: Tensor, runs: Runs) -> Tensor:
     """The elements of these runs of a flattened tensor: (length,)."""
     return torch.cat([values[start : start + length] for start, length in runs] or [values[:0]])
@@ -156,3 +126,45 @@ def put(values: Tensor, runs: Runs, part: Tensor) -> None:
     for start, length in runs:
         values[start : start + length] = part[at : at + length]
         at += length
+
+
+# ------------------------------------------------------------------ the whole model
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The tensors of a model as one process has it."""
+
+    tensors: dict[str, Tensor]  # parameters and buffers, on the meta device
+    # Other names in the model's state_dict, each with the first: ``head.weight: wte.weight``
+    tied: dict[str, str]
+    unsaved: tuple[str, ...]  # buffers that are no part of the model's state_dict
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Whole:
+        skipped = {
+            f"{path}.{name}" if path else name
+            for path, module in model.named_modules(remove_duplicate=False)
+            for name in module._non_persistent_buffers_set
+        }
+        first: dict[int, str] = {}
+        tied = {}
+        for named in (model.named_parameters, model.named_buffers):
+            for name, tensor in named(remove_duplicate=False):
+                if first.setdefault(id(tensor), name) != name and name not in skipped:
+                    tied[name] = first[id(tensor)]
+        tensors = dict((*model.named_parameters(), *model.named_buffers()))
+        return cls(
+            {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items()},
+            # A buffer that is a parameter as well has a tensor of its own here.
+            {name: first for name, first in tied.items() if name not in tensors},
+            tuple(name for name, _ in model.named_buffers() if name in skipped),
+        )
+
+
+def as_state_dict(
+    tensors: Mapping[str, Tensor], tied: Mapping[str, str], unsaved: Sequence[str]
+) -> dict[str, Tensor]:
+    """A whole model's tensors, each by its first name, under the names of its state_dict."""
+    named = {**tensors, **{name: tensors[first] for name, first in tied.items()}}
+    return {name: tensor for name, tensor in named.items() if name not in unsaved}

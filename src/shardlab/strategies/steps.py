@@ -13,6 +13,14 @@ from shardlab.phases import BACKWARD, FORWARD, phase
 from shardlab.workloads.base import Batch, LossFn
 
 
+def trained_params(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that train: a tied one once, under its first name."""
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not found:
+        raise UsageError(f"the model ({type(model).__name__}) has no parameter that trains")
+    return found
+
+
 def broadcast_model(model: nn.Module, group: comm.Group) -> None:
     """Every rank starts from rank 0's parameters and buffers, whatever it was initialised with."""
     make_whole_buffers(model)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardlab import comm
-from shardlab.strategies import base, refusals, steps
+from shardlab.strategies import base, buckets, steps
 from shardlab.strategies.buckets import Buckets, Used, buckets_of, last_of_step
 from shardlab.strategies.data_parallel.bucket_size import AUTO, BucketSize
 from shardlab.strategies.flat import Layout
@@ -52,7 +52,7 @@ class BucketDDPAsync(base.Strategy):
         """``bucket_mb``: ``auto`` takes what suits the link, or half of all gradients (at most 25
         MB) where the model is small, or buckets travel in 16 bits."""
         super().__init__(setup)
-        self.comm_dtype = refusals.comm_dtype("bucket_ddp_async", comm_dtype, self.params)
+        self.comm_dtype = buckets.comm_dtype("bucket_ddp_async", comm_dtype, self.params)
         steps.broadcast_model(self.model, self.group)
         measures = self.comm_dtype is None
         sizes = bucket_mb, first_bucket_mb

@@ -8,6 +8,7 @@ from torch import Tensor
 from shardlab import comm
 from shardlab.strategies import base, steps
 from shardlab.strategies.local.diloco import DiLoCo
+from shardlab.strategies.local.rounds import checked, cut, due
 
 
 class StreamingDiLoCo(DiLoCo):
@@ -43,8 +44,8 @@ class StreamingDiLoCo(DiLoCo):
     ) -> None:
         kept = (0.5 if delay else 0.0) if mix is None else mix
         super().__init__(setup, every=every, outer_lr=outer_lr, outer_momentum=outer_momentum)
-        self.rounds = base.Rounds(every, outer_lr, outer_momentum, fragments, delay, kept)
-        self.fragments = self.rounds.cut(self.params)
+        self.rounds = checked(base.Rounds(every, outer_lr, outer_momentum, fragments, delay, kept))
+        self.fragments = cut(self.rounds, self.params)
         self.number = {name: i for i, names in enumerate(self.fragments) for name in names}
         self.seen = self.seen.repeat(fragments, 1)  # since each fragment was sent: (fragments, 2)
         self.sent: dict[str, Tensor] = {}  # outer gradients that have not moved their anchor yet
@@ -53,7 +54,7 @@ class StreamingDiLoCo(DiLoCo):
     @torch.no_grad()
     def exchange_what_is_due(self) -> None:
         for number, names in enumerate(self.fragments):
-            age = (self.since - self.rounds.due(number)) % self.rounds.every
+            age = (self.since - due(self.rounds, number)) % self.rounds.every
             if age == 0:
                 self._send(number, names)
             is_sent = all(name in self.sent or name in self.under_way for name in names)

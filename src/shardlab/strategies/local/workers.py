@@ -18,6 +18,7 @@ from torch import Tensor
 from shardlab import comm
 from shardlab.phases import BACKWARD, FORWARD, phase
 from shardlab.strategies import base, steps
+from shardlab.strategies.local.rounds import checked
 from shardlab.workloads.base import Batch
 
 INNER = "inner/"  # in a checkpoint: the state of a worker's own optimizer
@@ -37,7 +38,7 @@ class Workers(base.Strategy):
 
     def __init__(self, setup: base.Setup, rounds: base.Rounds) -> None:
         super().__init__(setup)
-        self.rounds = rounds
+        self.rounds = checked(rounds)
         steps.broadcast_model(self.model, self.group)
         self.since = 0  # steps of the round under way
         # Targets of this worker and of all, in the last step and since the last exchange: (2,)

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from shardlab import comm
 from shardlab.axes import Axes
 from shardlab.batch import tensors_of
-from shardlab.errors import UsageError
+from shardlab.errors import UsageError, option
 from shardlab.phases import BACKWARD, phase
-from shardlab.strategies import base, refusals
+from shardlab.strategies import base
 from shardlab.strategies.layout import Layout
 from shardlab.strategies.pipeline import schedules, stages
 from shardlab.strategies.pipeline.p2p import ACTIVATION, GRADIENT, Key, Messages
@@ -65,7 +65,7 @@ def cut(
             "pipeline: a model that is compiled as one has no stages; use training.compile: blocks"
         )
     if executor is None:
-        refusals.option("schedule", axes.schedule, schedules.SCHEDULES)
+        option("schedule", axes.schedule, schedules.SCHEDULES)
     chunks = schedules.chunks_of(axes.schedule, axes.chunks or None)
     found = stages.probe(model, setup.blocks, loss, setup.sample)
     if chunks > 1 and found.counted:
@@ -76,7 +76,7 @@ def cut(
     ends = stages.ends_of(found, model, ranks * chunks, axes.balance)
     message = torch.tensor(ends, device=next(model.parameters()).device)
     # Times differ: the first rank of all decides, also for those of other pipelines.
-    comm.broadcast(message, refusals.dp_group(setup.mesh), label="stages")
+    comm.broadcast(message, setup.group, label="stages")
     ends = message.tolist()
     where = [schedules.rank_of(stage, ranks, axes.schedule) for stage in range(len(ends))]
     holders = stages.holders_of(found, model, ends)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from shardlab.errors import UsageError
-from shardlab.strategies import base, pytorch_errors, refusals
+from shardlab.errors import UsageError, option
+from shardlab.strategies import base, pytorch_errors
 from shardlab.strategies.cut_model import Cut, CutModel
 from shardlab.strategies.pipeline import pipeline
 from shardlab.strategies.pipeline.executor import Executor, Signature, span
@@ -59,7 +59,7 @@ class PyTorchPipeline(CutModel):
 
 def cut(strategy: CutModel, setup: base.Setup) -> Cut:
     """Keep this rank's stages, which PyTorch runs."""
-    refusals.option("schedule", strategy.axes.schedule, SCHEDULES)
+    option("schedule", strategy.axes.schedule, SCHEDULES)
     return pipeline.cut(strategy, setup, _PyTorchExecutor)
 
 

@@ -25,10 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardlab.errors import UsageError
+from shardlab.errors import UsageError, option
 from shardlab.strategies.cut_model import WHEN_SKIPPED
 from shardlab.strategies.probing import probing
-from shardlab.strategies.refusals import option
 from shardlab.strategies.steps import in_backward
 from shardlab.text import count, names
 from shardlab.workloads.base import Batch, LossFn

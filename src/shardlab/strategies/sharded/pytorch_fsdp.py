@@ -15,10 +15,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardlab import comm
-from shardlab.errors import UsageError
+from shardlab.errors import UsageError, option
 from shardlab.optim import traits
-from shardlab.strategies import base, pytorch_errors, refusals, shards, steps
-from shardlab.strategies.buckets import Used
+from shardlab.strategies import base, model_checks, pytorch_errors, shards, steps
+from shardlab.strategies.buckets import DTYPES, Used
 from shardlab.strategies.lockstep import Lockstep
 from shardlab.strategies.sharded import fsdp_calls
 from shardlab.workloads.base import Batch
@@ -50,7 +50,7 @@ class PyTorchFSDP(base.Strategy):
         units = fsdp_calls.units(model, setup.blocks)
         fsdp_calls.refuse(model, units)
         with pytorch_errors.refusals("FSDP"):
-            self.shard(units, refusals.option("comm_dtype", comm_dtype, refusals.DTYPES))
+            self.shard(units, option("comm_dtype", comm_dtype, DTYPES))
             fsdp_calls.as_one(model)
         fsdp_calls.hide(model)
         self.params = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -131,7 +131,7 @@ class PyTorchFSDP(base.Strategy):
         return self.loss_fn(model, batch)
 
     def _arrived(self, name: str, whole: Tensor) -> None:
-        refusals.refuse_sparse(name, whole.grad)
+        model_checks.refuse_sparse(name, whole.grad)
         self.arrived[name] = whole
         self.used.add(name)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardlab.errors import UsageError
 from shardlab.optim import traits
-from shardlab.strategies import base, pytorch_errors, refusals
+from shardlab.strategies import base, pytorch_errors
 from shardlab.strategies.data_parallel.pytorch_ddp import PyTorchDDP
 from shardlab.strategies.shards import Shard
 
@@ -48,7 +48,6 @@ class PyTorchZero1(PyTorchDDP):
         bucket_mb: float = 25.0,
         find_unused_parameters: bool = False,
     ) -> None:
-        refusals.refuse_unsupported(setup.model, setup.mesh.size())
         traits.check_some(setup.make_optimizer, self.NAME)
         for name, p in setup.model.named_parameters():
             span = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
@@ -57,7 +56,6 @@ class PyTorchZero1(PyTorchDDP):
                     f"pytorch_zero1: parameter '{name}' has gaps in memory (strides {p.stride()}), "
                     "and ZeroRedundancyOptimizer sends what lies in them; make it contiguous"
                 )
-        group = refusals.dp_group(setup.mesh)
 
         def make_sharded(params: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
             names = {p: name for name, p in params.items()}
@@ -68,7 +66,7 @@ class PyTorchZero1(PyTorchDDP):
 
             groups = [dict(group) for group in setup.make_optimizer(params).param_groups]
             with pytorch_errors.refusals(self.NAME):
-                return ZeroRedundancyOptimizer(groups, of_rank, group)  # type: ignore[arg-type]
+                return ZeroRedundancyOptimizer(groups, of_rank, setup.group)  # type: ignore[arg-type]
 
         super().__init__(
             replace(setup, make_optimizer=make_sharded),

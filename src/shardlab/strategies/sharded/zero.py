@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardlab import comm
 from shardlab.optim import traits
-from shardlab.strategies import base, refusals, shards, steps
+from shardlab.strategies import base, shards, steps
 from shardlab.strategies.flat import Unit
 from shardlab.strategies.shards import Shard
 from shardlab.workloads.base import Batch
@@ -36,7 +36,6 @@ class Sharded(base.Strategy):
 
     def __init__(self, setup: base.Setup) -> None:
         super().__init__(setup, builds_optimizer=False)
-        refusals.refuse_sparse_gradients(self.params)
         self.unused: list[str] = []  # what got one on no rank
         self.in_flight: deque[Sent] = deque()
         steps.broadcast_model(self.model, self.group)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardlab import comm
 from shardlab.optim import traits
-from shardlab.strategies import base, refusals, steps
+from shardlab.strategies import base, buckets, steps
 from shardlab.strategies.buckets import Buckets, Used, last_of_step
 from shardlab.strategies.flat import Unit, bucket_units
 from shardlab.strategies.sharded.zero import Sharded
@@ -56,7 +56,7 @@ class Zero1(Sharded):
         comm_dtype: str = "fp32",
     ) -> None:
         super().__init__(setup)
-        self.comm_dtype = refusals.comm_dtype("zero1", comm_dtype, self.params)
+        self.comm_dtype = buckets.comm_dtype("zero1", comm_dtype, self.params)
         sizes = bucket_mb, first_bucket_mb, self.BUCKETS
         whole = traits.kept_whole(setup.make_optimizer, "zero1")
         units = bucket_units(self.params, self.group, whole, sizes)

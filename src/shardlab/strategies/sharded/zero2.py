@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardlab import comm
 from shardlab.optim import traits
-from shardlab.strategies import base, refusals, steps
+from shardlab.strategies import base, buckets, steps
 from shardlab.strategies.buckets import Buckets
 from shardlab.strategies.flat import Unit, bucket_units
 from shardlab.strategies.sharded.zero import Sent, Sharded
@@ -51,7 +51,7 @@ class Zero2(Sharded):
         comm_dtype: str = "fp32",
     ) -> None:
         super().__init__(setup)
-        dtype = refusals.comm_dtype("zero2", comm_dtype, self.params)
+        dtype = buckets.comm_dtype("zero2", comm_dtype, self.params)
         sizes = bucket_mb, first_bucket_mb, self.BUCKETS
         whole = traits.kept_whole(setup.make_optimizer, "zero2")
         units = bucket_units(self.params, self.group, whole, sizes, dtype)

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardlab import comm
 from shardlab.phases import BACKWARD, FORWARD, phase
-from shardlab.strategies import base, refusals, steps
+from shardlab.strategies import base, buckets, steps
 from shardlab.strategies.buckets import on_gradient
 from shardlab.strategies.sharded.collective_order import GATHER, CollectiveOrder, Op
 from shardlab.strategies.sharded.gathered_unit import GATHERING, SHARDED, GatheredUnit, units_of
@@ -58,7 +58,7 @@ class Zero3(Sharded):
     def __init__(self, setup: base.Setup, *, comm_dtype: str = "fp32") -> None:
         refuse_compiled(setup.model)
         super().__init__(setup)
-        dtype = refusals.comm_dtype("zero3", comm_dtype, self.params)
+        dtype = buckets.comm_dtype("zero3", comm_dtype, self.params)
         self.units: list[GatheredUnit]  # type: ignore[assignment]
         parts = units_of(self.model, setup.blocks)
         self.own_units(setup, [GatheredUnit(part, self.group, dtype) for part in parts])

@@ -31,7 +31,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from shardlab import comm
 from shardlab.axes import cut_range
 from shardlab.errors import UsageError, unknown
-from shardlab.strategies.shards import Runs, every, rows
+from shardlab.strategies.layout import rows
+from shardlab.strategies.shards import Runs, every
 
 LAYERS = ("vocabulary", "heads", "columns", "rows")
 KINDS = (*LAYERS, "branch", "inside", "block", "norm", "whole", "number")

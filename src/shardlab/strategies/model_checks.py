@@ -1,58 +1,25 @@
-"""Models and options that strategies refuse, by name, before anything is done with them."""
+"""Models that no strategy can train: refused by name where a strategy is built.
+
+Before that, ``refuse_unsupported`` looks at the model; after it, ``refuse_sparse_gradients`` at the
+first gradients of its parameters.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
-from shardlab import comm
-from shardlab.errors import UsageError, unknown
-
-T = TypeVar("T")
+from shardlab.errors import UsageError
+from shardlab.strategies import steps
 
 
-DTYPES = {"fp32": None, "bf16": torch.bfloat16}
-
-
-def option(name: str, value: str, known: Mapping[str, T]) -> T:
-    """What a strategy's option stands for, or its refusal with the nearest right word."""
-    if value not in known:
-        raise unknown(name, value, known)
-    return known[value]
-
-
-def comm_dtype(strategy: str, value: str, params: Mapping[str, Tensor]) -> torch.dtype | None:
-    """What gradients (ZeRO-3: parameters) travel in; None: their own type."""
-    dtype = option(f"{strategy}'s comm_dtype", value, DTYPES)
-    for name, p in params.items():
-        if dtype is not None and p.is_complex():
-            raise UsageError(
-                f"{strategy}'s comm_dtype {value}: '{name}' is complex, and its imaginary part "
-                "would be lost; leave comm_dtype out"
-            )
-    return dtype
-
-
-def dp_group(mesh: DeviceMesh) -> comm.Group:
-    """The process group of the data-parallel ranks: the mesh's dimension "dp"."""
-    if "dp" not in (mesh.mesh_dim_names or ()):
-        names = ", ".join(mesh.mesh_dim_names or ()) or "none"
-        raise UsageError(
-            f"the device mesh needs a dimension named 'dp', and its names are: {names}; make it "
-            "with init_device_mesh(device, (ranks,), mesh_dim_names=('dp',))"
-        )
-    return mesh.get_group("dp")
-
-
-def refuse_unsupported(model: nn.Module, ranks: int | None = None) -> None:
+def refuse_unsupported(model: nn.Module, ranks: int) -> None:
     """Refuse, by name, a model that no strategy can train, before anything is done with it."""
-    if not any(p.requires_grad for p in model.parameters()):
-        raise UsageError(f"the model ({type(model).__name__}) has no parameter that trains")
+    steps.trained_params(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise UsageError(
@@ -98,8 +65,3 @@ def refuse_sparse_gradients(params: Mapping[str, nn.Parameter]) -> None:
             handles.pop(name).remove()
 
         handles[name] = p.register_hook(look)
-
-
-def refuse_number(name: str, value: float, is_right: bool, wanted: str) -> None:
-    if not is_right:
-        raise UsageError(f"{name} must be {wanted}, got {value}")
