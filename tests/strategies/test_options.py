@@ -28,6 +28,7 @@ from shardlab.optim import optimizers
 from shardlab.optim.schedule import SCHEDULES, learning_rate_factor
 from shardlab.run import assemble
 from shardlab.strategies.update import Rule, Update
+from shardlab.strategies.update_state import state_of
 from shardlab.workloads.base import Batch, Workload
 from shardlab.world import World
 
@@ -223,7 +224,7 @@ def overflow_on_rank_1(world: World, name: str) -> list[tuple[dict[str, Any], Ar
             x *= 1e9
         strategy.gradients([Batch(x, torch.arange(4) % 3, 4, 4)])
         strategy.step()
-        history.append((strategy.update.state_dict(), arrays(strategy.full_tensors())))
+        history.append((state_of(strategy.update), arrays(strategy.full_tensors())))
     return history
 
 
@@ -277,7 +278,7 @@ def hand_over(world: World, first: str, second: str) -> tuple[dict[str, Any], Ar
     after(part, world, range(2))
     resuming.hand_over(world, part, rest, config)
     ends = after(whole, world, range(STEPS)), after(rest, world, range(2, STEPS))
-    return rest.update.state_dict(), *ends
+    return state_of(rest.update), *ends
 
 
 # Each to its neighbour, both ways round: together every strategy's state has gone everywhere.

@@ -22,6 +22,7 @@ from shardlab.checkpoint.manifest import Tensor as Entry
 from shardlab.errors import UsageError
 from shardlab.strategies.base import Strategy
 from shardlab.strategies.shards import Shard, every, flat, local, whole
+from shardlab.strategies.update_state import put_back, state_of
 from shardlab.workloads import huggingface
 from shardlab.world import World
 
@@ -160,7 +161,7 @@ def held_by(strategy: Strategy) -> tuple[Parts, Numbers, dict[str, Any]]:
             else:  # a factor of it, for example, which is whole where the parameter is
                 _refuse_cut(shard, name)
                 parts[name] = part(name, value)
-    return parts, numbers, strategy.update.state_dict()
+    return parts, numbers, state_of(strategy.update)
 
 
 def as_runs(held: Parts, world: World) -> None:
@@ -250,7 +251,7 @@ class Places:
         with torch.no_grad():
             for name, place, flat in self._copies:
                 _spread(name, place, flat.view(place.shape))
-        self.strategy.update.load_state_dict(update)
+        put_back(self.strategy.update, update)
 
 
 def _spread(name: str, place: Tensor, values: Tensor) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardlab import comm
 from shardlab.errors import UsageError
-from shardlab.optim import optimizers
 from shardlab.phases import OPTIMIZER, phase
 
 SMALLEST_SCALE = 2.0**-8  # gradients that overflow below are wrong, not large
@@ -58,7 +56,9 @@ class Update:
         self.rule = rule
         self.device = optimizer.param_groups[0]["params"][0].device
         self.rates = [group["lr"] for group in optimizer.param_groups]
-        self.numbers = [_numbers_of(group) for group in self.inner.param_groups]
+        self.begun_with = [  # the optimizer's options, some of which its step() may count up
+            {k: v for k, v in group.items() if k != "params"} for group in self.inner.param_groups
+        ]
         self.calls = 0
         self.steps = 0  # taken; skipped ones do not count
         self.scale = rule.loss_scale or 1.0
@@ -177,37 +177,6 @@ class Update:
     def inner(self) -> torch.optim.Optimizer:
         inner: torch.optim.Optimizer = getattr(self.optimizer, "optim", self.optimizer)
         return inner  # PyTorch's ZeRO-1 wraps the real one
-
-    def state_dict(self) -> dict[str, Any]:
-        state = {"steps": self.steps, "scale": self.scale, "good_steps": self.good_steps}
-        counters = [  # that step() keeps in its groups
-            {key: value for key, value in _numbers_of(group).items() if value != before.get(key)}
-            for group, before in zip(self.inner.param_groups, self.numbers, strict=True)
-        ]
-        return {**state, "groups": counters} if any(counters) else state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Last, when the optimizer's own state is in place."""
-        self.is_resumed = True
-        self.steps, self.scale = state["steps"], state["scale"]
-        self.good_steps = state["good_steps"]
-        inner = self.inner
-        optimizers.resumed(inner, self.steps)
-        for optimizer in (inner, self.optimizer):  # ZeRO-1's outer one tells the inner
-            for group, values in zip(optimizer.param_groups, state.get("groups", ()), strict=False):
-                group.update(values)
-        for held in inner.state.values():
-            # A fused optimizer counts on the GPU, the others do on the CPU.
-            if isinstance(held.get("step"), Tensor):
-                where = self.device if inner.defaults.get("fused") else torch.device("cpu")
-                held["step"] = held["step"].to(where)
-
-
-def _numbers_of(group: Mapping[str, Any]) -> dict[str, int | float]:
-    """Its options that are numbers; the rate is the schedule's."""
-    return {
-        key: value for key, value in group.items() if type(value) in (int, float) and key != "lr"
-    }
 
 
 def global_norm(

@@ -11,7 +11,6 @@ from shardlab import comm
 from shardlab.strategies import base, buckets, steps
 from shardlab.strategies.buckets import Buckets, Used, buckets_of, last_of_step
 from shardlab.strategies.data_parallel.bucket_size import AUTO, BucketSize
-from shardlab.strategies.flat import Layout
 from shardlab.workloads.base import Batch
 
 
@@ -134,11 +133,11 @@ class BucketDDPAsync(base.Strategy):
         ordered = [names[i] for i in order.tolist()]
         buckets = buckets_of(self.params, ordered, *self.size.agreed(ordered))
         for params in buckets:
-            layout = Layout.of(params, ranks=1)
+            sizes = [p.numel() for p in params.values()]
             first = next(iter(params.values()))
-            flat = torch.zeros(layout.padded, dtype=first.dtype, device=first.device)
-            for name, p in params.items():
-                view = layout.view(flat, name)
+            flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+            for (name, p), part in zip(params.items(), flat.split(sizes), strict=True):
+                view = part.view(p.shape)
                 if p.grad is not None:
                     view.copy_(p.grad)
                 p.grad = self.views[name] = view

@@ -19,6 +19,7 @@ from shardlab import comm
 from shardlab.phases import BACKWARD, FORWARD, phase
 from shardlab.strategies import base, steps
 from shardlab.strategies.local.rounds import checked
+from shardlab.strategies.update_state import put_back, state_of
 from shardlab.workloads.base import Batch
 
 INNER = "inner/"  # in a checkpoint: the state of a worker's own optimizer
@@ -151,7 +152,7 @@ class Workers(base.Strategy):
             for key, value in self.optimizer.state.get(p, {}).items():
                 if value is not None:
                     own[f"{INNER}{name}/{key}"] = torch.as_tensor(value)
-        update = self.update.state_dict()
+        update = state_of(self.update)
         own_update = [update[key] for key in ("steps", "scale", "good_steps")]
         numbers = [*own_update, *self.seen.flatten().tolist()]
         own["numbers"] = torch.tensor(numbers, dtype=torch.float64)
@@ -176,5 +177,5 @@ class Workers(base.Strategy):
                 self.optimizer.state[p][key] = held.to(p.device) if value.dim() else held
         done, scale, good_steps, *seen = own["numbers"].tolist()
         numbers = {"steps": int(done), "scale": scale, "good_steps": int(good_steps)}
-        self.update.load_state_dict({**self.update.state_dict(), **numbers})
+        put_back(self.update, {**state_of(self.update), **numbers})
         self.seen.copy_(torch.tensor(seen).view_as(self.seen))
