@@ -98,7 +98,7 @@ class Strategy(ABC):
     # holds it to that (plan/claims.py). None: only that its result equals one process.
     claim: str | None = None
     WORKS_BY_BLOCK = False  # it uses Setup.blocks
-    KEEPS_PARTS = False  # a rank keeps a part of the parameters or gradients; nobody has the whole
+    KEEPS_PARTS = False  # a rank keeps a part of the parameters or gradients; no rank has the whole
     LEARNS_LAYOUT = False  # its first step lays out buckets, so a resumed run rehearses one step
 
     # None: N ranks act as one. Else they are workers, equal only right after an exchange; `shardlab

@@ -154,7 +154,7 @@ class Unit:
             self.pieces[piece] = nn.Parameter(part, whole.requires_grad)
 
     def held(self, unused: Collection[str]) -> Iterator[Shard]:
-        """The pieces, with values where nobody keeps the whole, and what came of gradients."""
+        """The pieces with their gradients, and with values where no rank keeps the whole."""
         for piece, p in self.pieces.items():
             grad = None
             if p.requires_grad and self.grad is not None and piece.name not in unused:

@@ -1,11 +1,11 @@
-"""Whether all ranks make the same collectives in the same order, before each is made.
+"""Checks before each collective that all ranks make the same ones in the same order.
 
 PyTorch's fully_shard makes a collective where a block runs, and the ring of context parallelism
 where attention does. Ranks pair their collectives by order alone: if one rank leaves a block out,
 the next collectives pair the wrong tensors, abort or hang.
 
 The guard of a run (``guard.sequence``) does not replace this: it compares calls beforehand in the
-first steps alone, and a loop of one's own has no guard. What the data decides may show in any step.
+first steps alone, and a user's own loop has no guard. What the data decides may show in any step.
 """
 
 from __future__ import annotations

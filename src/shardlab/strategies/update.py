@@ -82,7 +82,7 @@ class Update:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def divisor(self, total: Tensor) -> Tensor:
-        """What losses are divided by before backward: the global count over the loss scale."""
+        """Losses are divided by this before backward: the global count over the loss scale."""
         self.last_divisor = total / self.scale
         return self.last_divisor
 

@@ -93,7 +93,7 @@ class PyTorchDDP(base.Strategy):
         self.arrived[name] += 1
 
     def _refuse_unused(self) -> None:
-        """Unless told to look for unused parameters, DDP waits for ever for their gradients."""
+        """DDP waits without end for unused parameters' gradients, unless it looks for them."""
         missing = sorted(self.must_arrive - self.arrived.keys())
         if missing:
             raise UsageError(

@@ -6,10 +6,10 @@ that it has seen since. The average is the gradient of an outer SGD with Nestero
 moves the anchor, and all workers continue from there. With rate 1 and no momentum the anchor
 becomes the average of the workers. Buffers follow worker 0's at the end of a round.
 
-With several ``fragments`` the parameters are cut into so many parts of about the same size, in
-the model's order. They are exchanged in turn during a round, each by itself. What is sent after
-a step may arrive ``delay`` steps later. The anchor moves then, and a worker keeps ``mix`` of
-its own parameters beside what the anchor has become.
+With several ``fragments`` the parameters are cut into that number of parts of about the same
+size, in the model's order. They are exchanged in turn during a round, each by itself. What is
+sent after a step may arrive ``delay`` steps later. The anchor moves then, and a worker keeps
+``mix`` of its own parameters beside what the anchor has become.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class StreamingDiLoCo(DiLoCo):
     Cost: Ψ / every in a step on average, as ``diloco``. But no step sends more than one fragment or
     some, and it has ``delay`` steps of computing to travel (arXiv 2501.18512). Without a delay it
     is waited for at once. Memory: 2Ψ for anchor and outer momentum, and the fragments under way.
-    When a fragment has arrived, a worker keeps ``mix`` of its own parameters, which have gone on
+    When a fragment has arrived, a worker keeps ``mix`` of its own parameters, which it has updated
     meanwhile: half by default, and nothing without a delay.
     """
 

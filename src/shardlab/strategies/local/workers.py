@@ -31,8 +31,8 @@ class Workers(base.Strategy):
     Between two exchanges ``full_tensors()`` is the workers' average, weighed as the next exchange
     would weigh them, with worker 0's buffers. That is what is evaluated and what a checkpoint calls
     the model. The checkpoint also holds every worker's parameters, buffers and inner optimizer, so
-    that as many workers continue exactly. Another number of workers starts from the average, all
-    with worker 0's inner optimizer, in the same place of the same round.
+    that the same number of workers continues exactly. Another number of workers starts from the
+    average, all with worker 0's inner optimizer, in the same place of the same round.
     """
 
     rounds: base.Rounds
@@ -59,13 +59,15 @@ class Workers(base.Strategy):
         loss_sum = steps.accumulate(self.model, self.loss_fn, head, divisor)
         with phase(FORWARD):
             loss = self.loss_fn(self.model, last)  # ()
-        told = torch.stack([loss_sum + loss.detach(), mine])  # (2,)
-        pending = comm.all_reduce(told, self.group, label="loss and target count", async_op=True)
+        loss_and_count = torch.stack([loss_sum + loss.detach(), mine])  # (2,)
+        pending = comm.all_reduce(
+            loss_and_count, self.group, label="loss and target count", async_op=True
+        )
         with phase(BACKWARD):
             steps.backward(loss, divisor)
         pending.wait()
-        self.count = torch.stack([mine, told[1]])
-        return told[0] / told[1].clamp(min=1.0)
+        self.count = torch.stack([mine, loss_and_count[1]])
+        return loss_and_count[0] / loss_and_count[1].clamp(min=1.0)
 
     def step(self) -> None:
         super().step()

@@ -49,7 +49,7 @@ def own_modules(unit: nn.Module, units: Units) -> set[nn.Module]:
 
 
 def refuse(model: nn.Module, units: Units) -> None:
-    """What fully_shard, in this version or an older one, gets wrong without a word."""
+    """Refuse what fully_shard, in this version or an older one, gets wrong without an error."""
     named: dict[nn.Parameter, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         named.setdefault(p, []).append(name)

@@ -105,7 +105,7 @@ class GatheredUnit(Unit):
 
     def room(self) -> tuple[Tensor, Tensor]:
         """Where to gather to, (padded,), and this rank's part, (shard,). If the parameters are
-        here already, other ranks need them still: then it is a buffer that nobody reads."""
+        here already, other ranks still need them: then it is a buffer that no code reads."""
         if self.state is SHARDED:
             self.storage.resize_(self.bytes)
             into = self.full

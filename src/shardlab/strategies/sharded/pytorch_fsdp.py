@@ -31,9 +31,9 @@ _meshes: WeakKeyDictionary[comm.Group, dict[tuple[str, int], DeviceMesh]] = Weak
 class PyTorchFSDP(base.Strategy):
     """``fully_shard`` on every block and on the root, as PyTorch recommends.
 
-    It expects of all ranks the same blocks in the same order and a gradient for every parameter.
-    The first is checked (``Lockstep``); where a gradient is missing, zeros are sent, and a
-    parameter that got one on no rank has none.
+    FSDP2 expects the same blocks in the same order on all ranks (``Lockstep`` checks this), and a
+    gradient for every parameter. Where a gradient is missing, zeros are sent; a parameter that
+    got a gradient on no rank has none.
     """
 
     WORKS_BY_BLOCK = True
@@ -57,7 +57,7 @@ class PyTorchFSDP(base.Strategy):
         traits.check(setup.make_optimizer, traits.ROWS, "fully_shard")
         self.own(setup, self.params)
         self.used: set[str] = set()  # what got a gradient on this rank, in this step
-        self.news: list[comm.Pending] = []  # what got one on any rank
+        self.used_pending: list[comm.Pending] = []  # what got one on any rank
         self.names = fsdp_calls.names(model)
         self.unwatched = set(self.params)  # whose whole, which is made by a first gather, we await
         self.arrived: dict[str, Tensor] = {}  # the whole of what got a gradient in this micro-batch
@@ -89,7 +89,7 @@ class PyTorchFSDP(base.Strategy):
             loss_sum = steps.accumulate(self.model, self._loss, microbatches, divisor)
             self._refuse_unsent()
         used = Used(self.params, self.used, self.device, self.group)
-        self.news = [used.pending]
+        self.used_pending = [used.pending]
         for name in used.unused():
             self.params[name].grad = None
         return steps.global_mean(loss_sum, total, self.group)
@@ -98,7 +98,7 @@ class PyTorchFSDP(base.Strategy):
         grads = [p.grad for p in self.params.values() if p.grad is not None]
         self.update([shards.local(g) for g in grads], sharded_over=self.mesh.get_group(-1))
         steps.drop_gradients(self.params)
-        for pending in self.news:
+        for pending in self.used_pending:
             pending.wait()
 
     @torch.no_grad()
@@ -136,8 +136,8 @@ class PyTorchFSDP(base.Strategy):
         self.used.add(name)
 
     def _refuse_unsent(self) -> None:
-        """FSDP takes a gradient away from its parameter to send it. Without a word it leaves what
-        comes when it does not look."""
+        """FSDP takes a gradient away from its parameter to send it. It ignores a gradient that
+        comes later, without an error."""
         for name, whole in self.arrived.items():
             if whole.grad is not None:
                 raise UsageError(
@@ -154,7 +154,7 @@ class PyTorchFSDP(base.Strategy):
 class PyTorchZero2(PyTorchFSDP):
     """PyTorch's own (FSDP2, SHARD_GRAD_OP): gradients and optimizer state sharded for good.
 
-    Schedule, for n ranks, Ψ bytes of parameters and as many of gradients, each micro-batch:
+    Schedule, for n ranks, Ψ bytes of parameters and Ψ of gradients, each micro-batch:
 
         at construction     broadcast parameters and buffers from rank 0; shard each parameter
         before forward      broadcast buffers (if the model has any); all_reduce the target count
@@ -174,7 +174,7 @@ class PyTorchZero2(PyTorchFSDP):
 class PyTorchZero3(PyTorchFSDP):
     """PyTorch's own (FSDP2, FULL_SHARD): parameters, gradients and optimizer state sharded.
 
-    Schedule, for n ranks, Ψ bytes of parameters and as many of gradients, each micro-batch:
+    Schedule, for n ranks, Ψ bytes of parameters and Ψ of gradients, each micro-batch:
 
         at construction     broadcast parameters and buffers from rank 0; shard each parameter
         before forward      broadcast buffers (if the model has any); all_reduce the target count
@@ -195,7 +195,7 @@ class PyTorchZero3(PyTorchFSDP):
 class PyTorchHSDP(PyTorchFSDP):
     """PyTorch's own (FSDP2, HYBRID_SHARD): sharded over s ranks, replicated over n/s groups.
 
-    Schedule, for Ψ bytes of parameters and as many of gradients, each micro-batch
+    Schedule, for Ψ bytes of parameters and Ψ of gradients, each micro-batch
     (* called by FSDP itself, not in our ledger):
 
         at construction     broadcast parameters and buffers from rank 0; shard each parameter

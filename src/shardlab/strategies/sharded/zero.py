@@ -28,7 +28,7 @@ class Sent(NamedTuple):
 class Sharded(base.Strategy):
     """Owns the shards. The optimizer sees *pieces*: the part of one parameter in this rank's shard.
 
-    So a parameter that nobody used can be skipped, as one process would, and optimizer state has
+    So a parameter that no rank used can be skipped, as in one process, and optimizer state has
     names. Pieces are views: nothing is copied."""
 
     KEEPS_PARTS = True
