@@ -28,7 +28,7 @@ from shardlab.checkpoint.start import Start
 from shardlab.config import CheckpointConfig
 from shardlab.errors import UsageError
 from shardlab.files import read_jsonl
-from shardlab.strategies.shards import Whole
+from shardlab.strategies.shards import ModelSpec
 from shardlab.workloads import gpt2, huggingface
 from shardlab.world import World
 
@@ -320,8 +320,8 @@ def test_a_buffer_that_is_a_parameter_as_well_has_no_other_name() -> None:
     """A checkpoint has it as a tensor of its own."""
     model = torch.nn.Linear(2, 2)
     model.register_buffer("also", model.bias)
-    assert {"bias", "also"} <= Whole.of(model).tensors.keys()
-    assert Whole.of(model).tied == {}
+    assert {"bias", "also"} <= ModelSpec.of(model).tensors.keys()
+    assert ModelSpec.of(model).tied == {}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

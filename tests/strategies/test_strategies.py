@@ -29,7 +29,7 @@ from shardlab.naming import EVERY_STRATEGY, STRATEGIES
 from shardlab.run import assemble
 from shardlab.strategies import base
 from shardlab.strategies.base import Setup, Strategy
-from shardlab.strategies.shards import Whole, as_state_dict
+from shardlab.strategies.shards import ModelSpec, as_state_dict
 from shardlab.workloads.base import Workload
 from shardlab.world import World
 
@@ -397,6 +397,6 @@ def test_a_buffer_that_one_of_two_modules_keeps_has_the_name_that_is_kept() -> N
         buffer = torch.ones(1)
         for module, keeps in zip(model, (first_keeps, not first_keeps), strict=True):
             module.register_buffer(name, buffer, persistent=keeps)
-    whole = Whole.of(model)
+    whole = ModelSpec.of(model)
     found = as_state_dict(whole.tensors, whole.tied, whole.unsaved)
     assert found.keys() == model.state_dict().keys()

@@ -69,7 +69,7 @@ def refuse_other_model(start: Start, strategy: Strategy) -> None:
     manifest, folder = start.manifest, start.checkpoint
     assert manifest is not None
     assert folder is not None
-    whole, saved = strategy.whole(), manifest.model()
+    whole, saved = strategy.model_spec(), manifest.model()
     tied, here = whole.tied, dict(whole.tensors)
     for name in whole.unsaved:
         if name not in saved:  # an exported state_dict does not have it: it stays as it was made

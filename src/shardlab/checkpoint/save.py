@@ -118,7 +118,7 @@ class Checkpoints:
         parts.as_runs(held, self.world)
         held |= alone
         offered = self.world.gather((parts.offers_of(held), numbers))
-        whole = self.strategy.whole()
+        whole = self.strategy.model_spec()
         tensors, shares = parts.plan([offers for offers, _ in offered])
         make = partial(
             Manifest,

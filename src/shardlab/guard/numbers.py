@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from shardlab.errors import Halt, UsageError
 from shardlab.guard.nodes import names
 from shardlab.strategies.base import Strategy
-from shardlab.strategies.shards import Whole
+from shardlab.strategies.shards import ModelSpec
 from shardlab.strategies.update import NotFinite
 from shardlab.workloads.base import Batch
 from shardlab.world import World, sent_to_host
@@ -196,7 +196,7 @@ def _noting(strategy: Strategy, found: list[tuple[str, str]]) -> Iterator[None]:
     """
     model = strategy.model
     known = {module: name or type(model).__name__ for name, module in model.named_modules()}
-    if strategy.whole().tensors.keys() != Whole.of(model).tensors.keys():
+    if strategy.model_spec().tensors.keys() != ModelSpec.of(model).tensors.keys():
         known = {m: name for m, name in known.items() if m is not model and list(m.parameters())}
     call = nn.Module.__call__
 

@@ -27,7 +27,7 @@ from shardlab import comm
 from shardlab.errors import UsageError
 from shardlab.optim import after_step
 from shardlab.strategies import shards, steps
-from shardlab.strategies.shards import Shard, Whole, as_state_dict
+from shardlab.strategies.shards import ModelSpec, Shard, as_state_dict
 from shardlab.strategies.update import Rule, Update
 from shardlab.workloads.base import Batch, ContextSplit, LossFn
 
@@ -179,10 +179,10 @@ class Strategy(ABC):
         """Whether all ranks must hold the same values now. Override it where they are workers."""
         return True
 
-    def whole(self) -> Whole:
+    def model_spec(self) -> ModelSpec:
         """The names and shapes of the whole model's tensors. Override it where a rank's model has
         others."""
-        return Whole.of(self.model)
+        return ModelSpec.of(self.model)
 
     def extra_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """What a checkpoint must hold beside model and optimizer: what is the same on every rank,
@@ -201,7 +201,7 @@ class Strategy(ABC):
     def full_params(self) -> dict[str, Tensor]:
         """Copies of the whole model's tensors, for ``load_state_dict``: tied ones under every name,
         without buffers that are not persistent. A collective."""
-        whole = self.whole()
+        whole = self.model_spec()
         return as_state_dict(self.full_tensors(), whole.tied, whole.unsaved)
 
     def full_tensors(self) -> dict[str, Tensor]:
@@ -209,7 +209,7 @@ class Strategy(ABC):
         self.settle()
         with self.as_one():
             found = dict(shards.whole(self.shards(), lambda s: s.value, self.group, self.device))
-        return {name: found[name] for name in self.whole().tensors}
+        return {name: found[name] for name in self.model_spec().tensors}
 
     def full_grads(self) -> dict[str, Tensor | None]:
         """Copies of every gradient, whole, by name, before step() drops them: None, if no rank has

@@ -19,7 +19,7 @@ from shardlab.errors import UsageError
 from shardlab.optim import traits
 from shardlab.strategies import base, layout, steps
 from shardlab.strategies.layout import Layout, inside
-from shardlab.strategies.shards import Shard, Whole, every
+from shardlab.strategies.shards import ModelSpec, Shard, every
 from shardlab.workloads import batchnorm
 from shardlab.workloads.base import Batch, LossFn
 
@@ -115,7 +115,7 @@ class CutModel(base.Strategy):
         self.group = setup.group
         self.groups = groups_of(axes, self.group)
         steps.broadcast_model(self.model, self.group)
-        self.whole_model = Whole.of(self.model)
+        self.whole_model = ModelSpec.of(self.model)
         self.trained = tuple(steps.trained_params(self.model))
         self.layout: Layout = layout.whole_layout(self.model)
         self.take_part: Callable[[Batch], Batch] | None = None  # this rank's of a batch
@@ -228,7 +228,7 @@ class CutModel(base.Strategy):
             if s.name in self.layout
         ]
 
-    def whole(self) -> Whole:
+    def model_spec(self) -> ModelSpec:
         return self.whole_model
 
     def chosen(self) -> dict[str, float]:

@@ -132,7 +132,7 @@ def put(values: Tensor, runs: Runs, part: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Whole:
+class ModelSpec:
     """The tensors of a model as one process has it."""
 
     tensors: dict[str, Tensor]  # parameters and buffers, on the meta device
@@ -141,7 +141,7 @@ class Whole:
     unsaved: tuple[str, ...]  # buffers that are no part of the model's state_dict
 
     @classmethod
-    def of(cls, model: nn.Module) -> Whole:
+    def of(cls, model: nn.Module) -> ModelSpec:
         skipped = {
             f"{path}.{name}" if path else name
             for path, module in model.named_modules(remove_duplicate=False)
