@@ -11,6 +11,7 @@ from shardlab.errors import UsageError
 
 NOTHING = "–"
 BYTES = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 # As people may write them, in small letters.
 WRITTEN = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 WRITTEN |= {unit.lower(): size for unit, size in BYTES.items()}
@@ -51,10 +52,15 @@ def compact(value: float | None) -> str:
     return number(value) if value is None else number(value / one) + unit
 
 
+def in_unit(value: float, units: Mapping[str, float]) -> str:
+    """``3.42 ms``: in the first of some units, the largest first, that the value reaches."""
+    unit, one = unit_of(value, units)
+    return f"{number(value / one)} {unit}"
+
+
 def size(value: float | None) -> str:
     """Bytes, in powers of 1024."""
-    unit, one = unit_of(value or 0)
-    return NOTHING if value is None else f"{number(value / one)} {unit}"
+    return NOTHING if value is None else in_unit(value, BYTES)
 
 
 def parse_bytes(text: str, flag: str) -> int:
@@ -67,6 +73,11 @@ def parse_bytes(text: str, flag: str) -> int:
     if amount < 1:
         raise UsageError(f"{flag} {text}: not a size, as in 24GB or 500MiB")
     return amount
+
+
+def time(seconds: float) -> str:
+    """``21.0 µs``, ``5.12 ms``, ``1.20 s``."""
+    return in_unit(seconds, SECONDS)
 
 
 def duration(seconds: float) -> str:
@@ -112,6 +123,11 @@ def gbps(value: float | None) -> str:
 
 def percent(value: float | None, decimals: int = 0) -> str:
     return NOTHING if value is None else f"{value:.{decimals}f}%"
+
+
+def share(part: float | None, whole: float | None = 1.0, decimals: int = 0) -> str:
+    """A part of the whole, in percent."""
+    return percent(100 * part / whole + 0.0 if part is not None and whole else None, decimals)
 
 
 def loss(value: float | None) -> str:

@@ -556,12 +556,6 @@ def name_of(result: Mapping[str, Any], link: Mapping[str, Any]) -> str:
     return f"{ranks} (node {link['nodes'][0]})" if several else ranks
 
 
-def duration(seconds: float) -> str:
-    """In the unit that suits: 21.0 µs, 5.12 ms, 1.20 s."""
-    unit, one = fmt.unit_of(seconds, {"s": 1.0, "ms": 1e-3, "µs": 1e-6})
-    return f"{fmt.number(seconds / one)} {unit}"
-
-
 def rate(bytes_per_s: float) -> str:
     """In bits, as links are sold: 0.982 Gbit/s."""
     unit, one = fmt.unit_of(8 * bytes_per_s, {"Gbit/s": 1e8, "Mbit/s": 1e6})
@@ -584,11 +578,11 @@ def verdict(result: Mapping[str, Any]) -> Iterator[str]:
     what = "nodes" if between else "ranks"
     if len(alike) == 1:
         yield (
-            f"{name_of(result, worst)}: {rate(rates[0])}, and {duration(latencies[0])} one way for "
+            f"{name_of(result, worst)}: {rate(rates[0])}, and {fmt.time(latencies[0])} one way for "
             "a small message"
         )
     else:
-        yield f"between {what}: {_range(rates, rate)}, and {_range(latencies, duration)} one way"
+        yield f"between {what}: {_range(rates, rate)}, and {_range(latencies, fmt.time)} one way"
     if (slow := result["slow"]) is not None:
         yield _slow_words(result, slow, links)
     elif len(alike) > 1:
@@ -602,8 +596,8 @@ def verdict(result: Mapping[str, Any]) -> Iterator[str]:
         ):
             low, high = found["alpha_95"]
             yield (
-                f"an all-reduce takes {duration(found['alpha_s'])} even if it is empty "
-                f"({_range((low, high), duration)}); below {fmt.size(found['half_bytes'])} "
+                f"an all-reduce takes {fmt.time(found['alpha_s'])} even if it is empty "
+                f"({_range((low, high), fmt.time)}); below {fmt.size(found['half_bytes'])} "
                 "that is most of its time, so smaller tensors should go together"
             )
     if apart:
@@ -626,8 +620,8 @@ def _slow_words(
         found = f"{rate(link['bandwidth']['median'])}, the best {rate(best['bandwidth']['median'])}"
     else:
         found = (
-            f"{duration(link['latency']['median'])} one way, the best "
-            f"{duration(best['latency']['median'])}"
+            f"{fmt.time(link['latency']['median'])} one way, the best "
+            f"{fmt.time(best['latency']['median'])}"
         )
     for end in ("node", "rank"):
         if end in slow:

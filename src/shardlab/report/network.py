@@ -12,7 +12,7 @@ from rich.text import Text
 
 from shardlab import stats
 from shardlab import text as fmt
-from shardlab.measure.network import COLLECTIVES, Fit, duration, name_of, rate
+from shardlab.measure.network import COLLECTIVES, Fit, name_of, rate
 from shardlab.report import charts, page, terminal
 
 Result = Mapping[str, Any]  # the content of network.json
@@ -109,8 +109,8 @@ def links_table(result: Result) -> Table:
         latency, narrow = link["latency"], link["bandwidth"]
         shown.add_row(
             name_of(result, link),
-            duration(latency["median"]),
-            f"{duration(latency['p10'])}–{duration(latency['p90'])}",
+            fmt.time(latency["median"]),
+            f"{fmt.time(latency['p10'])}–{fmt.time(latency['p90'])}",
             *(fmt.number(8e-9 * link[way]["median"]) for way in ("there", "back")),
             fmt.p10_p90({key: 8e-9 * narrow[key] for key in ("p10", "p90")}),
         )
@@ -196,6 +196,5 @@ def html(result: Result) -> str:
         collectives=COLLECTIVES,
         fit_texts=fit_texts,
         name_of=name_of,
-        duration=duration,
         rate=rate,
     )  # fmt: skip

@@ -16,7 +16,6 @@ from shardlab.report import charts, page, terminal, timeline
 
 Result = Mapping[str, Any]  # the content of plan.json, or of plan-check.json
 Row = Mapping[str, Any]
-SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 HELD = {unit: fmt.BYTES[unit] for unit in ("GiB", "MiB", "KiB")}
 PARTS = {
     "k-compute": "work", "k-comm": "communication that nothing hides",
@@ -123,7 +122,7 @@ def source(rows: Sequence[Row]) -> str:
 
 def unit_for(rows: Sequence[Row]) -> tuple[str, float]:
     """The unit of the longest step."""
-    return fmt.unit_of(max((row["step_s"] or 0 for row in rows), default=0), SECONDS)
+    return fmt.unit_of(max((row["step_s"] or 0 for row in rows), default=0), fmt.SECONDS)
 
 
 def memory_unit(rows: Sequence[Row]) -> tuple[str, float]:
@@ -135,10 +134,6 @@ def spread(row: Row) -> str:
     """The two ends of the interval, as parts of the step: one number where they are as far."""
     low, high = (f"{100 * abs(row[end] / row['step_s'] - 1):.0f}" for end in ("low_s", "high_s"))
     return f"±{low}%" if low == high else f"-{low} +{high}%"
-
-
-def share(part: float | None, whole: float | None) -> str:
-    return fmt.percent(None if part is None or not whole else 100 * part / whole)
 
 
 def table(result: Result, place: str) -> Table:
@@ -168,9 +163,9 @@ def table(result: Result, place: str) -> Table:
             Text(spread(row), "dim"),
             Text(naive, "dim"),
             fmt.compact(row["tokens_per_s"] or row["samples_per_s"]),
-            share(row["mfu"], 1),
-            share(row["exposed_s"], row["step_s"]),
-            *([share(row["bubble_s"], row["step_s"])] * has_bubble),
+            fmt.share(row["mfu"]),
+            fmt.share(row["exposed_s"], row["step_s"]),
+            *([fmt.share(row["bubble_s"], row["step_s"])] * has_bubble),
             memory_cell(row, size),
         )
     return made
@@ -205,18 +200,18 @@ def ranks_table(row: Row) -> Table:
 def cut_sentences(result: Result) -> Iterator[str]:
     """Why a bubble is larger than the formula's, and what an axis costs."""
     for row in pipelines(result):
-        even, share_ = row["even_bubble"], row["bubble_s"] / row["step_s"]
+        even, share = row["even_bubble"], row["bubble_s"] / row["step_s"]
         mean = row["work_s"]
         most = max(row["ranks"], key=lambda rank: float(rank["work_s"]))
-        if even is None or share_ < even + 0.02 or most["work_s"] < 1.02 * mean:
+        if even is None or share < even + 0.02 or most["work_s"] < 1.02 * mean:
             continue
         last = max(stage for rank in row["ranks"] for stage in rank["stages"])
         has = ["the head and the loss"] * (last in most["stages"])
         has += ["the embedding"] * (0 in most["stages"])
         yield (
-            f"{row['label']} on {fmt.count(row['world'], 'rank')}: a bubble of {share(share_, 1)}; "
-            f"with stages of equal work it would be {share(even, 1)}. Rank {most['rank']} works "
-            f"{_precise(most['work_s'])}, the mean is {_precise(mean)}"
+            f"{row['label']} on {fmt.count(row['world'], 'rank')}: a bubble of "
+            f"{fmt.share(share)}; with stages of equal work it would be {fmt.share(even)}. "
+            f"Rank {most['rank']} works {fmt.time(most['work_s'])}, the mean is {fmt.time(mean)}"
             + (f": it has {' and '.join(has)}." if has else ".")
         )
     largest = max((row["world"] for row in result["rows"] if row["against"]), default=0)
@@ -229,14 +224,14 @@ def _cost_of_cut(row: Row, base: Row) -> str:
     parts = {"work_s": "work", "exposed_s": "communication that nothing hides",
              "bubble_s": "bubble"}  # fmt: skip
     text = ", ".join(
-        f"{name} {_precise(base[key])} → {_precise(row[key])}"
+        f"{name} {fmt.time(base[key])} → {fmt.time(row[key])}"
         for key, name in parts.items()
         if row[key] or base[key]
     )
     before, now = (max(rank["collectives"] for rank in r["ranks"]) for r in (base, row))
     text = (
         f"{row['label']} on {fmt.count(row['world'], 'rank')} of {row['place']}, beside "
-        f"{base['label']}: step {_precise(base['step_s'])} → {_precise(row['step_s'])}: {text}; "
+        f"{base['label']}: step {fmt.time(base['step_s'])} → {fmt.time(row['step_s'])}: {text}; "
         f"{before:,} → {fmt.count(now, 'collective')}."
     )
     less = row["against"]
@@ -326,7 +321,7 @@ def what_if_sentences(result: Result) -> Iterator[str]:
 def explained_table(result: Result, one: Mapping[str, Any]) -> Table:
     """Where the predicted step goes: by phase, then the longest collectives."""
     row = result["rows"][one["row"]]
-    unit, size = fmt.unit_of(row["step_s"], SECONDS)
+    unit, size = fmt.unit_of(row["step_s"], fmt.SECONDS)
     made = terminal.table(
         "<part", "times", unit, "share", f"exposed\n{unit}",
         title=f"{row['label']}, {fmt.count(row['world'], 'rank')} on {row['place']}: a step of "
@@ -336,14 +331,14 @@ def explained_table(result: Result, one: Mapping[str, Any]) -> Table:
     for part, name in PHASES.items():
         seconds = row["parts_s"][part]
         if seconds > 1e-9 * row["step_s"]:
-            of_step = share(seconds, row["step_s"])
+            of_step = fmt.share(seconds, row["step_s"])
             made.add_row(Text(name, "bold"), "", fmt.number(seconds / size), of_step)
     for found in one["collectives"][:MAX_COLLECTIVES]:
         made.add_row(
             Text(found["name"]),
             f"{found['count']:,}",
             fmt.number(found["comm_s"] / size),
-            share(found["comm_s"], row["step_s"]),
+            fmt.share(found["comm_s"], row["step_s"]),
             fmt.number(found["exposed_s"] / size),
         )
     left = one["collectives"][MAX_COLLECTIVES:]
@@ -354,7 +349,7 @@ def explained_table(result: Result, one: Mapping[str, Any]) -> Table:
             Text(f"{len(left)} more, shorter"),
             f"{count:,}",
             fmt.number(comm / size),
-            share(comm, row["step_s"]),
+            fmt.share(comm, row["step_s"]),
             fmt.number(exposed / size),
         )
     return made
@@ -365,7 +360,7 @@ def explained_table(result: Result, one: Mapping[str, Any]) -> Table:
 
 def check_table(result: Result) -> Table:
     longest = max((row["predicted_s"] or 0 for row in result["rows"]), default=0)
-    unit, one = fmt.unit_of(longest, SECONDS)
+    unit, one = fmt.unit_of(longest, fmt.SECONDS)
     made = terminal.table(
         "<strategy", "ranks", f"predicted\n{unit}", "90% interval", f"measured\n{unit}", "error",
         "inside", "naive\nerror",
@@ -453,7 +448,7 @@ def scaling(result: Result) -> list[Scaling]:
 
 
 def _time(seconds: float) -> str:
-    unit, one = fmt.unit_of(seconds, SECONDS)
+    unit, one = fmt.unit_of(seconds, fmt.SECONDS)
     return f"{seconds / one:.4g} {unit}"
 
 
@@ -482,7 +477,7 @@ def _plot(
         around = [*zip(at, low, strict=True), *reversed([*zip(at, top, strict=True)])]
         dots = [
             (x, 100 - high.at(row[key]), f"{label}, {fmt.count(row['world'], 'rank')}: "
-             f"{_precise(row[key]) if key == 'step_s' else fmt.compact(row[key])} {spread(row)}")
+             f"{fmt.time(row[key]) if key == 'step_s' else fmt.compact(row[key])} {spread(row)}")
             for x, row in zip(at, mine, strict=True)
         ]  # fmt: skip
         line = charts.line((x, y) for x, y, _ in dots)
@@ -508,13 +503,8 @@ def stacks(result: Result) -> list[tuple[str, charts.StackChart]]:
         ]
         name = f"{place}, {fmt.count(world, 'rank')}"
         unit = unit_for([bar.of for bar in bars])
-        found.append((name, charts.stacked(bars, PARTS, _precise, unit)))
+        found.append((name, charts.stacked(bars, PARTS, fmt.time, unit)))
     return found
-
-
-def _precise(seconds: float) -> str:
-    unit, one = fmt.unit_of(seconds, SECONDS)
-    return f"{fmt.number(seconds / one)} {unit}"
 
 
 def timelines(result: Result) -> list[tuple[str, dict[str, Any]]]:
@@ -579,7 +569,6 @@ def html(result: Result) -> str:
         what_if=list(changes(result)),
         money=money,
         spread=spread,
-        share=share,
         held=memory_unit(known),
     )  # fmt: skip
 

@@ -171,13 +171,13 @@ def numbers(row: Row) -> list[tuple[str, str]]:
     if claimed is None:
         formula += f", known for {row['formula_for']} alone"
     else:
-        formula += f" = {_ms(claimed * work)}, a bubble of {share(claimed)}"
+        formula += f" = {_ms(claimed * work)}, a bubble of {fmt.share(claimed, decimals=1)}"
     chunks = row["chunks"]
     size = "" if chunks == 1 else f", each of a stage, 1/{chunks} of a rank's layers"
     most = max(row["live"])
     return [
         ("step", f"{_ms(row['step_ms'])}: each rank works {_ms(work)} and is idle {_ms(idle)}"),
-        ("bubble", f"{share(row['bubble'])} of the work"),
+        ("bubble", f"{fmt.share(row['bubble'], decimals=1)} of the work"),
         ("formula", formula),
         ("", LETTERS),
         ("kept", f"at most {fmt.count(most, 'activation')}{size}; by rank {_list(row['live'])}"),
@@ -187,10 +187,6 @@ def numbers(row: Row) -> list[tuple[str, str]]:
 
 def _ms(value: float) -> str:
     return f"{float(f'{value:.4g}'):,g} ms"
-
-
-def share(bubble: float | None) -> str:
-    return fmt.percent(None if bubble is None else 100 * bubble + 0.0, 1)
 
 
 def _list(values: Sequence[int], most: int = 16) -> str:
@@ -211,8 +207,8 @@ def table(result: Result) -> Table:
             row["name"],
             str(row["chunks"]),
             fmt.number(row["step_ms"]),
-            share(row["bubble"]),
-            share(row["bubble_by_formula"]),
+            fmt.share(row["bubble"], decimals=1),
+            fmt.share(row["bubble_by_formula"], decimals=1),
             f"{most:,}",
             f"{most / row['chunks']:g}",
             f"{sum(row['messages']):,}",
