@@ -180,7 +180,7 @@ class Seen:
 
         ranks, rate, delay_s, _ = CONDITIONS[condition]
         cores = environment.usable_cores() / ranks
-        return predict.Here(self.prices(), cores, RATES[rate] if rate else None, delay_s)
+        return predict.MeasuredMachine(self.prices(), cores, RATES[rate] if rate else None, delay_s)
 
 
 def one_round(seen: Seen, conditions: Sequence[str], number: int) -> None:

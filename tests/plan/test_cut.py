@@ -19,7 +19,7 @@ from shardlab import config as configs
 from shardlab.axes import axes_of
 from shardlab.errors import UsageError
 from shardlab.measure.estimate import WEIGHED
-from shardlab.plan import calibrate, devices, gloo, larger, plan, predict
+from shardlab.plan import calibrate, devices, extrapolate, gloo, plan, predict
 from shardlab.plan.graph import Cost, Event, Group, Mark, Start, Step, Wait, Work
 from shardlab.plan.replay import Lanes, Played, Span, replay
 from shardlab.report import plan as report
@@ -133,7 +133,7 @@ def test_messages_of_one_kind_share_their_link() -> None:
 
 
 def test_where_two_ranks_are_decides_what_a_message_takes() -> None:
-    machine = predict.There(devices.machine("h100", "25gbe"), "bf16")
+    machine = predict.DatasheetMachine(devices.machine("h100", "25gbe"), "bf16")
 
     def step_s(other: int) -> float:
         start = Start(0, "send", 10**8, Group(2), "activation", among=(0, other))
@@ -157,8 +157,10 @@ def test_many_ranks_are_played_back_in_seconds(ranks: int, limit_s: float) -> No
         for copies in predict.SMALL_COPIES
     )  # fmt: skip
     begin = time.process_time()
-    steps = [larger.at_world(*pair, ranks) for pair in zip(small, large, strict=True)]
-    found = predict.There(devices.machine("h100"), "bf16").play([s for s in steps if s is not None])
+    steps = [extrapolate.at_world(*pair, ranks) for pair in zip(small, large, strict=True)]
+    found = predict.DatasheetMachine(devices.machine("h100"), "bf16").play(
+        [s for s in steps if s is not None]
+    )
     assert time.process_time() - begin < limit_s
     assert found.bubble_s > 0
 
@@ -239,10 +241,10 @@ def test_many_micro_batches_follow_from_few(
 ) -> None:
     config = tiny(options, 2 * options.get("tensor", 1), micro=7)
     axes, _ = axes_of("zero1", options, config.launch.world or 1)
-    assert larger.fewest_micro("zero1", axes, 7) < 7
+    assert extrapolate.fewest_micro("zero1", axes, 7) < 7
     direct = simulated(predictor, config)
     grown = predictor._simulated(config, "cuda")
-    machine = predict.There(devices.machine("h100"), "fp32")
+    machine = predict.DatasheetMachine(devices.machine("h100"), "fp32")
     assert machine.play(grown).step_s == pytest.approx(machine.play(direct).step_s, rel=1e-9)
     for one, other in zip(direct, grown, strict=True):
         works = [[(w.name, w.shapes) for w in step.works()] for step in (one, other)]

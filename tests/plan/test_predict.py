@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardlab import config as configs
-from shardlab.plan import gloo, larger, predict
+from shardlab.plan import extrapolate, gloo, predict
 from shardlab.plan.graph import Event, Group, Start, Step, Wait, Work
 from shardlab.strategies.data_parallel import bucket_size
 from test_gloo import NEAR
@@ -27,7 +27,7 @@ def in_world(ranks: int) -> Step:
 
 
 def test_a_world_follows_from_two_smaller_ones() -> None:
-    found = larger.at_world(in_world(8), in_world(16), 1024)
+    found = extrapolate.at_world(in_world(8), in_world(16), 1024)
     expected = in_world(1024)
     assert found is not None
     for event, other in zip(found.events, expected.events, strict=True):
@@ -45,14 +45,14 @@ def test_a_group_inside_a_node_stays_as_it_is() -> None:
         dataclasses.replace(in_world(n), events=[Start(0, "all_gather", 64, Group(4)), Wait(0)])
         for n in (8, 16)
     )
-    found = larger.at_world(small, large, 64)
+    found = extrapolate.at_world(small, large, 64)
     assert found is not None
     assert next(found.starts()).group == Group(4)
 
 
 def test_steps_that_do_different_things_have_nothing_in_between() -> None:
     other = dataclasses.replace(in_world(16), events=in_world(16).events[1:])
-    assert larger.at_world(in_world(8), other, 64) is None
+    assert extrapolate.at_world(in_world(8), other, 64) is None
 
 
 def tiny(**more: object) -> configs.Config:
@@ -83,7 +83,7 @@ def test_emulations_of_one_step_are_as_long_as_their_mean() -> None:
 
 
 def test_the_last_of_many_ranks_is_later_and_none_where_all_steps_take_the_same() -> None:
-    here = predict.Here(gloo.Gloo(NEAR, NEAR), cores=1.0)
+    here = predict.MeasuredMachine(gloo.Gloo(NEAR, NEAR), cores=1.0)
     alike = here.play([timed(1.0, 1.0, 1.0)])
     assert alike.wait_s == pytest.approx(1e-3 + predict.MEETING_S, rel=0.01)
     two = here.play([timed(0.9, 1.1, 0.9, 1.1, 1.0)])
@@ -103,7 +103,7 @@ def test_a_link_is_seen_as_ranks_would_measure_it() -> None:
     ]  # fmt: skip
     far = gloo.measured(rows, rate=125e6)
     for rate in (125e6, 500e6):
-        link = bucket_size.Link(*predict.Here(gloo.Gloo(far, far), 2.0, rate).link(2))
+        link = bucket_size.Link(*predict.MeasuredMachine(gloo.Gloo(far, far), 2.0, rate).link(2))
         assert link.latency_s == pytest.approx(1e-3, rel=0.02)
         assert link.s_per_byte == pytest.approx(1 / rate, rel=0.02)
         assert link.taken == 0.0  # there is a core for each rank's messages

@@ -15,9 +15,10 @@ import commands
 import shardlab
 from shardlab import config as configs
 from shardlab.measure import compare as comparison
-from shardlab.measure import readings
+from shardlab.measure import fields
 from shardlab.measure.cells import Cell, Plan
-from shardlab.proof import judge, kept
+from shardlab.proof import cache as proof_cache
+from shardlab.proof import judge
 from shardlab.report import compare as report
 from shardlab.report import compare_terminal
 
@@ -41,8 +42,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "proofs"
 
 
-def made(**env: Any) -> kept.Kept:
-    return kept.Kept({**ENV, **env}, kept.source_digest())
+def made(**env: Any) -> proof_cache.ProofCache:
+    return proof_cache.ProofCache({**ENV, **env}, proof_cache.source_digest())
 
 
 def config_of(**settings: Any) -> configs.Config:
@@ -92,7 +93,7 @@ def test_what_is_kept_is_of_its_versions_and_its_machine(other: dict[str, Any]) 
 
 def test_a_proof_is_of_its_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     made().keep(config_of(), STDLIB, PROOF)
-    monkeypatch.setattr(kept.importlib.metadata, "version", lambda _name: "0.1")
+    monkeypatch.setattr(proof_cache.importlib.metadata, "version", lambda _name: "0.1")
     assert made().find(config_of(), STDLIB) is None
 
 
@@ -159,11 +160,11 @@ def test_one_byte_of_the_source_is_another_source(package: Path, name: str, cach
     # What another source had proved goes when this one keeps something.
     made().keep(config_of(strategy__name="zero3"), STDLIB, PROOF)
     (left,) = cache.iterdir()
-    assert left.name.startswith(kept.source_digest())
+    assert left.name.startswith(proof_cache.source_digest())
 
 
 def test_the_cache_does_not_grow_for_ever(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "MOST", 3)
+    monkeypatch.setattr(proof_cache, "MOST", 3)
     for seed in range(5):
         made().keep(config_of(training__seed=seed), STDLIB, PROOF)
         for file in cache.iterdir():
@@ -286,7 +287,7 @@ def result_of(*times: str | None) -> dict[str, Any]:
 
 
 def test_the_report_says_which_proofs_are_kept_and_of_when_they_are() -> None:
-    assert readings.kept_proofs(result_of(None)) is None
+    assert fields.kept_proofs(result_of(None)) is None
     one = "2026-11-16T09:30:01+00:00"
     for result, said in (
         (result_of(one, None), "1 proof is kept from an earlier comparison (2026-11-16 09:30 UTC)"),

@@ -447,7 +447,7 @@ def test_the_same_micro_batch_has_the_same_seed() -> None:
     assert loss(model, steps[1][0][0]) == values[1][0]
     assert loss.current == chance.Place(1, 0, 0)
     draws = chance.nature(lambda: nn.Linear(1, 1), loss)
-    assert draws == chance.Nature(draws=True, remembers=False, repeats=True)
+    assert draws == chance.ForwardTraits(uses_rng=True, stateful=False, repeats=True)
 
 
 class _Turns(nn.Linear):
@@ -463,7 +463,7 @@ def test_what_trains_may_change_in_forward() -> None:
     batch = data.batch([0])
     loss = chance.Seeded(lambda model, _: model(torch.ones(1, 4)).sum(), 0, [[[batch]]])
     found = chance.nature(lambda: _Turns(4, 1), loss)
-    assert found == chance.Nature(draws=False, remembers=False, repeats=True)
+    assert found == chance.ForwardTraits(uses_rng=False, stateful=False, repeats=True)
 
 
 # ------------------------------------------------------------------ rounding, and what is not

@@ -9,7 +9,7 @@ import pytest
 import browser
 import chrome_trace
 from results import cell, explained, proof, result_of, without_numbers
-from shardlab.measure import choice, readings
+from shardlab.measure import choice, fields
 from shardlab.report import compare
 
 EVIL = "<img src=x onerror=alert(1)>"
@@ -26,7 +26,7 @@ def opened(
         own = folder / one["label"]
         profile = chrome_trace.a_run(own, ranks=one["world"]).mean_step()
         one |= {"traces": {"folder": str(own)}, "profile": profile, "proof": proof(True)}
-        one["peak_bytes"] = {"total": 60 * 2**20, **dict.fromkeys(readings.CAUSES, 10 * 2**20)}
+        one["peak_bytes"] = {"total": 60 * 2**20, **dict.fromkeys(fields.CAUSES, 10 * 2**20)}
     cells[1] |= {"proof": proof(False, EVIL)}
     cells.append(cell("pytorch_ddp", 90, world=4, label="pytorch_ddp (world=4)"))
     result = result_of(*cells, without_numbers("zero3", "failed", EVIL))

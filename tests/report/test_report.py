@@ -16,7 +16,7 @@ import pytest
 
 from results import PARTS, cell, drawn_table, explained, proof, result_of, without_numbers
 from shardlab import text as fmt
-from shardlab.measure import choice, readings
+from shardlab.measure import choice, fields
 from shardlab.report import compare, compare_terminal
 from shardlab.report import compare_charts as charts
 from shardlab.report.charts import ticks
@@ -481,7 +481,7 @@ def test_step_chart_keeps_the_others_apart_when_one_is_far_behind() -> None:
 
 
 def test_parts_of_a_bar_add_up() -> None:
-    causes = dict.fromkeys(readings.CAUSES, 2**20)
+    causes = dict.fromkeys(fields.CAUSES, 2**20)
     many = [
         cell("single", 200, peak_bytes={"total": 6 * 2**20, **causes}, profile=explained(200)),
         cell("a", 100, peak_bytes={"total": 3 * 2**20, **dict.fromkeys(causes, 2**19)},

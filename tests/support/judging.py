@@ -15,7 +15,7 @@ from shardlab.config import Config
 from shardlab.errors import UsageError
 from shardlab.guard import watchdog
 from shardlab.proof import evidence, judge, subjects, watch
-from shardlab.proof.difference import Trail
+from shardlab.proof.difference import ComparedRun
 from shardlab.proof.prove import cases_of, small
 from shardlab.run import assemble
 from shardlab.world import World
@@ -94,13 +94,13 @@ def examine(
         return {**found, "expected": expected}
 
 
-def _examine_users(prepared: evidence.Prepared, config: Config, world: World) -> dict[str, Any]:
+def _examine_users(prepared: evidence.ReferenceRun, config: Config, world: World) -> dict[str, Any]:
     claim, own = evidence.claim_of(config), evidence._in_dtype(config, prepared)
     found = evidence._examine_users(prepared, own, world, claim, watch.Alive())
     return {"ranks": world.size, **found, **NO_STACK, "models": [found["model"]]}
 
 
-def _examine_equal(prepared: evidence.Prepared, config: Config, world: World) -> dict[str, Any]:
+def _examine_equal(prepared: evidence.ReferenceRun, config: Config, world: World) -> dict[str, Any]:
     """The first of the five checks: a run that is looked at, and if that is right, one that is not
     looked at."""
     subject = prepared.subject
@@ -110,11 +110,13 @@ def _examine_equal(prepared: evidence.Prepared, config: Config, world: World) ->
         config = evidence._in_dtype(config, prepared)
     share, _ = assemble.data_share(config, world)
     strategy, _ = evidence._build(subject, config, world)
-    trail = again = evidence._run(strategy, subject, share, Trail(prepared.reference))
+    trail = again = evidence._run(strategy, subject, share, ComparedRun(prepared.reference))
     del strategy
     if not any(world.gather(trail.first is not None)):
         strategy, _ = evidence._build(subject, config, world)
-        again = evidence._run(strategy, subject, share, Trail(prepared.reference), looks=False)
+        again = evidence._run(
+            strategy, subject, share, ComparedRun(prepared.reference), looks=False
+        )
     return {"models": [evidence._model(prepared, trail, again, config, world)]}
 
 

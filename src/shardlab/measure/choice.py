@@ -14,7 +14,7 @@ from typing import Any
 
 from shardlab import stats
 from shardlab import text as fmt
-from shardlab.measure import readings
+from shardlab.measure import fields
 from shardlab.naming import EVERY_STRATEGY
 
 Row = Mapping[str, Any]
@@ -25,8 +25,8 @@ CLOSE = 0.10  # a step that is slower by more is not taken as equal, however noi
 
 def answer(result: Mapping[str, Any]) -> dict[str, Any]:
     """``choice`` (a label or None), ``why`` in a sentence, and ``otherwise``: what changes it."""
-    cells = readings.measured(result)
-    others = [cell for cell in cells if cell.get("changes") and readings.proved(cell) is not False]
+    cells = fields.measured(result)
+    others = [cell for cell in cells if cell.get("changes") and fields.proved(cell) is not False]
     judged = [cell for cell in cells if cell not in others]
     right = [cell for cell in judged if not _wrong(cell, result)]
     excluded = [f"{cell['label']} ({_wrong(cell, result)})" for cell in judged if cell not in right]
@@ -69,14 +69,14 @@ def _not_ranked(others: Sequence[Row]) -> str:
 
 def _wrong(cell: Row, result: Mapping[str, Any]) -> str:
     """Why it must not be chosen, if so."""
-    if readings.proved(cell) is False:
+    if fields.proved(cell) is False:
         return "its proof failed"
-    return "its loss is not single's" if readings.agrees(cell, result) is False else ""
+    return "its loss is not single's" if fields.agrees(cell, result) is False else ""
 
 
 def _lean(cells: Sequence[Row]) -> Sequence[Row]:
     """Those that need the least memory, or hardly more; all, if it is not known."""
-    peaks = [(peak, cell) for cell in cells if (peak := readings.peak(cell)) is not None]
+    peaks = [(peak, cell) for cell in cells if (peak := fields.peak(cell)) is not None]
     limit = min((peak for peak, _ in peaks), default=0) / (1 - NOTABLE)
     return [cell for peak, cell in peaks if peak <= limit] or cells
 
@@ -91,17 +91,17 @@ def _difficulty(cell: Row) -> tuple[int, float]:
 def _choose(cells: Sequence[Row]) -> tuple[Row, str]:
     """Which to choose, and why. A tie is said here, and nowhere else."""
     first = min(cells, key=_ms)
-    tied = [first, *readings.ties(cells, first)]
+    tied = [first, *fields.ties(cells, first)]
     equal = [cell for cell in tied if _ms(cell) <= (1 + CLOSE) * _ms(first)]
     lean = _lean(equal)
     choice = min(lean, key=_difficulty)
-    label, proved = choice["label"], readings.proved(choice)
+    label, proved = choice["label"], fields.proved(choice)
     if len(cells) == 1:
         return choice, f"{label}: the only one that was measured{' and proved' if proved else ''}."
     if len(tied) == 1:
         return choice, f"{label}: it is the fastest{' and proved' if proved else ''}."
     rivals = fmt.names([cell["label"] for cell in tied if cell is not choice])
-    memory = fmt.size(readings.peak(choice))
+    memory = fmt.size(fields.peak(choice))
     of = "of them" if len(equal) == len(tied) else f"of the {len(equal)} with about the least time"
     reason = f"is the simplest {of}"
     if len(equal) == 1:
@@ -122,7 +122,7 @@ def _otherwise(choice: Row, right: Sequence[Row], result: Mapping[str, Any]) -> 
     yield from _if_the_link_is_slower(choice, right)
     shared = [cell for cell in right if cell["world"] > 1]
     if choice["strategy"] == "single" and shared:
-        tied = readings.ties(right, choice)
+        tied = fields.ties(right, choice)
         yield (
             "No strategy on several ranks was faster than one process beyond the noise."
             if any(cell in tied for cell in shared)
@@ -140,8 +140,8 @@ def _otherwise(choice: Row, right: Sequence[Row], result: Mapping[str, Any]) -> 
 
 
 def _if_memory_is_short(choice: Row, right: Sequence[Row]) -> Iterator[str]:
-    peaks = [(peak, cell) for cell in right if (peak := readings.peak(cell)) is not None]
-    own = readings.peak(choice)
+    peaks = [(peak, cell) for cell in right if (peak := fields.peak(cell)) is not None]
+    own = fields.peak(choice)
     if not peaks or own is None:
         return
     least, lean = min(peaks, key=lambda item: (item[0], _ms(item[1])))
@@ -171,10 +171,10 @@ def _if_the_link_is_slower(choice: Row, right: Sequence[Row]) -> Iterator[str]:
         )
     else:
         yield "Hardly any of its communication is left to hide; a slower link would show."
-    crosses = readings.between_nodes(choice)
+    crosses = fields.between_nodes(choice)
     if crosses is not None:
         yield f"A node sends the others {fmt.size(crosses)} in a step of it."
-    read = readings.sent if crosses is None else readings.between_nodes
+    read = fields.sent if crosses is None else fields.between_nodes
     sent = [
         (size, cell)
         for cell in right

@@ -28,7 +28,8 @@ from shardlab.measure import choice, estimate
 from shardlab.measure.cells import Cell, Plan
 from shardlab.measure.estimate import WEIGHED, Simulator
 from shardlab.naming import EVERY_STRATEGY
-from shardlab.proof import judge, kept, prove
+from shardlab.proof import judge, prove
+from shardlab.proof.cache import ProofCache, source_digest
 from shardlab.run import forking
 from shardlab.run.rankset import RankSet, on_its_ranks
 
@@ -69,7 +70,7 @@ def compare(
     """
     size = max(cell.world for cell in cells)
     limit = plan.time_limit_s
-    source = kept.source_digest()
+    source = source_digest()
     names = dict.fromkeys(cell.config.strategy.name for cell in cells)
     ours = [EVERY_STRATEGY[name].partition(":")[0] for name in names if name in EVERY_STRATEGY]
     forking.fork_server(*FOR_RANKS, *ours)
@@ -83,7 +84,7 @@ def compare(
         if env["device"] == "cuda":
             env |= _calibrate(ranks, cells, command)
         traces_in = None if folder is None else folder()
-        cache = kept.Kept(env, source) if keeps_proofs else None
+        cache = ProofCache(env, source) if keeps_proofs else None
         estimates = closing.enter_context(_Estimates(env, plan, cells, cache))
         jobs = list(_jobs(ranks, cells, plan, traces_in, estimates, cache))
         try:
@@ -131,7 +132,7 @@ def _jobs(
     plan: Plan,
     traces_in: Path | None,
     estimates: _Estimates,
-    cache: kept.Kept | None,
+    cache: ProofCache | None,
 ) -> Iterator[Job]:
     """All there is to do, in order: nothing that slows a step comes before the last is timed."""
     time = functools.partial(_time, ranks, plan.warmup)
@@ -222,7 +223,7 @@ class _Estimates(ExitStack):
     """
 
     def __init__(
-        self, env: Mapping[str, Any], plan: Plan, cells: Sequence[Cell], cache: kept.Kept | None
+        self, env: Mapping[str, Any], plan: Plan, cells: Sequence[Cell], cache: ProofCache | None
     ) -> None:
         super().__init__()
         self.env, self.plan, self.cells, self.cache = env, plan, cells, cache
@@ -279,7 +280,7 @@ class _Estimates(ExitStack):
 
 
 def _prove(
-    ranks: RankSet, cells: Sequence[Cell], cell: Cell, cache: kept.Kept | None, fresh: bool
+    ranks: RankSet, cells: Sequence[Cell], cell: Cell, cache: ProofCache | None, fresh: bool
 ) -> None:
     """The five checks on a small model. Precision and accumulation are the proof's own: one
     proof serves all cells that differ in nothing else. One in the cache does, unless ``fresh``.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardlab.config import Config, data_ranks
 from shardlab.errors import Late, RankFailure, UsageError
-from shardlab.measure.readings import CAUSES
+from shardlab.measure.fields import CAUSES
 from shardlab.run.forking import fork_server
 from shardlab.run.rankset import RankSet, on_its_ranks
 from shardlab.specs import BASELINE, parse_spec

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from shardlab import stats
 from shardlab import text as fmt
 from shardlab.errors import UsageError, unknown
-from shardlab.measure import readings
+from shardlab.measure import fields
 from shardlab.measure.cells import Cell
 from shardlab.shapes import Meta, Mismatch, convert
 
@@ -140,7 +140,7 @@ def refuse_unsure(old: Mapping[str, Any], repeats: int, limits: Limits) -> None:
         return
     if repeats < 2:
         raise UsageError(f"--fail-if slower needs --repeats 2 or more, got {repeats}")
-    if not stats.can_tell(*(cell["step_ms_repeats"] for cell in readings.measured(old))):
+    if not stats.can_tell(*(cell["step_ms_repeats"] for cell in fields.measured(old))):
         raise UsageError("--fail-if slower: --against has one visit to each; measure it again with "
                          "--repeats 2 or more")  # fmt: skip
 
@@ -214,7 +214,7 @@ def _judge(
     row["time_ratio"] = stats.ratio(*times)
     if stats.can_tell(*times):
         row["time_interval"] = list(stats.ratio_interval(*times))
-    peaks = readings.peak(cell), readings.peak(then)
+    peaks = fields.peak(cell), fields.peak(then)
     if peaks[0] is not None and peaks[1]:
         row["memory_ratio"] = peaks[0] / peaks[1]
     reasons = []

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardlab.measure.readings import CAUSES
+from shardlab.measure.fields import CAUSES
 from shardlab.proof import watch
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from shardlab.measure import throughput
 from shardlab.measure.estimate import WEIGHED, Simulator, ask_all
 from shardlab.plan import calibrate, devices, gloo, nccl
 from shardlab.plan.buckets import MEASURES
+from shardlab.plan.extrapolate import at_micro, at_world, fewest_micro
 from shardlab.plan.graph import Cost, Event, Group, Start, Step, Wait, Work
-from shardlab.plan.larger import at_micro, at_world, fewest_micro
 from shardlab.plan.replay import Lanes, Played, Span, replay
 from shardlab.run import environment
 
@@ -98,7 +98,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Here:
+class MeasuredMachine:
     """This machine, or several like it: what one of its ranks has."""
 
     gloo: gloo.Gloo
@@ -135,7 +135,7 @@ class Here:
 
 
 @dataclass(frozen=True)
-class There:
+class DatasheetMachine:
     """A machine that is known from its datasheet."""
 
     machine: devices.Machine
@@ -200,7 +200,7 @@ def _waited_at_once(step: Step) -> Iterator[Event]:
 
 
 def on_this_machine(
-    machine: Here | There, steps: Sequence[Step], change: WhatIf = AS_IT_IS
+    machine: MeasuredMachine | DatasheetMachine, steps: Sequence[Step], change: WhatIf = AS_IT_IS
 ) -> Prediction:
     """From a step whose work was measured here, of one rank of each stage. Its memory is not looked
     at."""
@@ -306,11 +306,11 @@ class Predictor:
         if self._gloo is None:
             self._gloo = calibrate.this_machine()
         if link is None:
-            here = Here(self._gloo, cores / ranks)
+            here = MeasuredMachine(self._gloo, cores / ranks)
             sharing = ranks
         else:
             joined = devices.link(link)
-            here = Here(self._gloo, cores, joined.bytes_per_s, joined.latency_s)
+            here = MeasuredMachine(self._gloo, cores, joined.bytes_per_s, joined.latency_s)
             sharing = 1
         rate = None if here.rate is None else here.rate * change.bandwidth
         seen = dataclasses.replace(here, rate=rate).link(ranks) if ranks > 1 else None
@@ -346,7 +346,7 @@ class Predictor:
         if (config.launch.world or 1) > 1:
             notes += (f"work measured on {name}; links as {machine.device.name} usually has them",)
         return dataclasses.replace(
-            on_this_machine(There(machine, dtype), steps, change),
+            on_this_machine(DatasheetMachine(machine, dtype), steps, change),
             flops=flops,
             pointwise_bytes=pointwise,
             memory_bytes=peak_bytes,
@@ -377,7 +377,7 @@ class Predictor:
         peak_flops = machine.device.peak(dtype)
         steps = self._simulated(config, "cuda")
         step = steps[0]
-        played = There(machine, dtype).play(steps, change)
+        played = DatasheetMachine(machine, dtype).play(steps, change)
         is_fitted, axes = machine.device.family in devices.FITTED, _axes(config)
         low, high = UNFITTED if not is_fitted else FITTED if axes is None else CUT
         flops, pointwise, peak_bytes = _sizes(steps)

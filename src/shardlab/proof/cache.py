@@ -36,7 +36,7 @@ PLACE = ("python", "torch", "platform", "cpu", "device", "gpus", "cuda", "backen
 MOST = 500  # files: a proof is 2 KB
 
 
-class Kept:
+class ProofCache:
     """The folder ``proofs`` of the user's cache, for one comparison.
 
     The source is read when this is made, which must be before any rank is started, and again

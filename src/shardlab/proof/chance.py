@@ -70,15 +70,15 @@ class Seeded:
 
 
 @dataclass(frozen=True)
-class Nature:
+class ForwardTraits:
     """What a forward pass depends on besides parameters, buffers and data."""
 
-    draws: bool  # it uses random numbers
-    remembers: bool  # it depends on what it has seen, beyond its buffers: a counter, a generator
+    uses_rng: bool
+    stateful: bool  # it depends on what it has seen, beyond its buffers: a counter, a generator
     repeats: bool  # a new model, with the same seeds, computes the same again
 
 
-def nature(make_model: Callable[[], nn.Module], loss: Seeded) -> Nature:
+def nature(make_model: Callable[[], nn.Module], loss: Seeded) -> ForwardTraits:
     """Find out by running the first micro-batch that has samples, twice and with the same seed."""
     batch = next((b for b in loss.batches if b.samples), loss.batches[0])
     model = make_model()
@@ -90,13 +90,13 @@ def nature(make_model: Callable[[], nn.Module], loss: Seeded) -> Nature:
         value = loss.loss(model, batch).detach()
         return value, generators() != before
 
-    first, draws = run(model)
+    first, uses_rng = run(model)
     put_back(model, outside)
     second, _ = run(model)
     if _same(first, second):
-        return Nature(draws, remembers=False, repeats=True)
+        return ForwardTraits(uses_rng, stateful=False, repeats=True)
     third, _ = run(make_model())
-    return Nature(draws, remembers=True, repeats=_same(first, third))
+    return ForwardTraits(uses_rng, stateful=True, repeats=_same(first, third))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -18,7 +18,7 @@ Tensors = Mapping[str, Tensor | None]
 
 
 @dataclass
-class Trail:
+class ComparedRun:
     """A run as seen from outside."""
 
     reference: Reference | None

@@ -32,7 +32,7 @@ from shardlab.ledger import LEDGER, members
 from shardlab.plan import claims
 from shardlab.proof import TIMEOUT_S, chance, locate, subjects, watch
 from shardlab.proof import reference as plain
-from shardlab.proof.difference import Trail
+from shardlab.proof.difference import ComparedRun
 from shardlab.proof.reference import Reference
 from shardlab.proof.subjects import Subject
 from shardlab.proof.watch import Message
@@ -57,7 +57,7 @@ Work = Callable[[], Any]
 
 
 @dataclass
-class Prepared:
+class ReferenceRun:
     """A model of the proof with what one process made of it, the same for every strategy."""
 
     subject: Subject
@@ -67,7 +67,7 @@ class Prepared:
 
 
 # "stack", "even stack" and "users", by the rounds that were played: of which config, and it.
-_prepared: dict[tuple[str, Rounds | None], tuple[str, Prepared]] = {}
+_prepared: dict[tuple[str, Rounds | None], tuple[str, ReferenceRun]] = {}
 
 
 @on_its_ranks
@@ -115,7 +115,7 @@ def _watching(config: Config, world: World) -> Iterator[None]:
 
 
 def _examine_users(
-    prepared: Prepared,
+    prepared: ReferenceRun,
     config: Config,
     world: World,
     claim: claims.Claim | None,
@@ -123,7 +123,7 @@ def _examine_users(
 ) -> dict[str, Any]:
     """The user's model: against one process, what is alive, what is sent; then again, unwatched."""
     subject, reference = prepared.subject, prepared.reference
-    if subject.draws and assemble.axes_of(config, world)[0] is not None:
+    if subject.uses_rng and assemble.axes_of(config, world)[0] is not None:
         raise UsageError(
             f"the forward of {subject.workload.name} draws random numbers, and ranks that cut a "
             "model between them draw others than one process: leave its dropout out"
@@ -136,19 +136,19 @@ def _examine_users(
     def weigh(what: str, model: nn.Module = model) -> None:
         held[what] = alive.weigh(model)
 
-    trail = _run(strategy, subject, share, Trail(reference), after=weigh)
+    trail = _run(strategy, subject, share, ComparedRun(reference), after=weigh)
     is_cut = isinstance(strategy, CutModel)
     replica = _digest(model) if strategy.in_step() and not is_cut else None
     watched = _watch(strategy, subject.steps[0][share])
     groups = {} if claim is None else claim.groups(job)
-    used = reference.used(job, subject.remembers)
+    used = reference.used(job, subject.stateful)
     of_data = [m for m in watched.messages if m.axis is None]
     live = _live(strategy, subject, world)
     pipeline: Executor | None = strategy.pipeline if isinstance(strategy, CutModel) else None
     room = 0 if pipeline is None else pipeline.receive_buffers()
     del strategy, model, weigh
     strategy, _ = _build(subject, config, world)
-    again = _run(strategy, subject, share, Trail(reference), looks=False)
+    again = _run(strategy, subject, share, ComparedRun(reference), looks=False)
     del strategy
     return {
         "claimed": None if claim is None else claim.of(job),
@@ -178,7 +178,7 @@ def _examine_users(
 
 
 def _examine_stack(
-    prepared: Prepared, config: Config, world: World, claim: claims.Claim | None
+    prepared: ReferenceRun, config: Config, world: World, claim: claims.Claim | None
 ) -> dict[str, Any]:
     """The stack: against one process, when it sends; then again, and what is held meanwhile."""
     subject, reference = prepared.subject, prepared.reference
@@ -188,7 +188,7 @@ def _examine_stack(
     strategy, _ = _build(subject, config, world)
     cut = isinstance(strategy, CutModel)
     job = _job(subject, config, strategy)
-    trail = _run(strategy, subject, share, Trail(reference))
+    trail = _run(strategy, subject, share, ComparedRun(reference))
     # One micro-batch is enough to see when gradients are sent, but not for PyTorch's pipelines.
     shown = subject.steps[0][share][: None if cut else 1]
     watched = _watch(strategy, shown)
@@ -209,7 +209,7 @@ def _examine_stack(
         return result
 
     strategy, _ = weighed(lambda: _build(subject, config, world))
-    again = _run(strategy, subject, share, Trail(None), around=weighed, steps=2)
+    again = _run(strategy, subject, share, ComparedRun(None), around=weighed, steps=2)
     *_, gradients, step = phases
     # A pipeline's stage adds its gradients up until the step's last backward, and buckets of a size
     # that was asked for may be as large as the stack.
@@ -316,7 +316,9 @@ def _telling(config: Config, world: World) -> tuple[Config, Rounds | None]:
     return config.with_overrides({"training.steps": steps}), rounds
 
 
-def _prepare(which: str, world: World, config: Config, rounds: Rounds | None = None) -> Prepared:
+def _prepare(
+    which: str, world: World, config: Config, rounds: Rounds | None = None
+) -> ReferenceRun:
     """The stack or the user's model, once for all strategies of a config that obey one law."""
     shares = assemble.data_share(config, world)[1]
     key, place = json.dumps({**config.to_dict(), "strategy": shares}), (which, rounds)
@@ -333,7 +335,7 @@ def _prepare(which: str, world: World, config: Config, rounds: Rounds | None = N
     return _prepared[place][1]
 
 
-def _prepare_users(config: Config, world: World, rounds: Rounds | None) -> Prepared:
+def _prepare_users(config: Config, world: World, rounds: Rounds | None) -> ReferenceRun:
     """In float64, or in float32 if the plain model cannot be run in float64 here."""
     why = None
     for dtype in (torch.float64, torch.float32):
@@ -349,7 +351,9 @@ def _prepare_users(config: Config, world: World, rounds: Rounds | None) -> Prepa
     raise UsageError(f"one process by itself fails on {subject.workload.name}: {why}")
 
 
-def _run_plain(subject: Subject, config: Config, world: World, rounds: Rounds | None) -> Prepared:
+def _run_plain(
+    subject: Subject, config: Config, world: World, rounds: Rounds | None
+) -> ReferenceRun:
     """What a plain process does, and what its model keeps."""
     build = partial(plain.build, subject)
     assert isinstance(subject.workload.loss, chance.Seeded)
@@ -360,7 +364,7 @@ def _run_plain(subject: Subject, config: Config, world: World, rounds: Rounds | 
             "same parameters, data and seeds: a proof cannot tell that from a mistake (are there "
             "random numbers that torch.manual_seed, numpy and random.seed do not govern?)"
         )
-    subject.draws, subject.remembers = nature.draws, nature.remembers
+    subject.uses_rng, subject.stateful = nature.uses_rng, nature.stateful
     subject.ranks_per_node = world.ranks_per_node
     alive = watch.Alive()
     model = build()
@@ -371,10 +375,10 @@ def _run_plain(subject: Subject, config: Config, world: World, rounds: Rounds | 
     held = alive.weigh(model)
     held.params -= sum(p.numel() * p.element_size() for p in model.parameters())
     del model
-    return Prepared(subject, plain.refer(subject, config, rounds), held, rounds)
+    return ReferenceRun(subject, plain.refer(subject, config, rounds), held, rounds)
 
 
-def _in_dtype(config: Config, prepared: Prepared) -> Config:
+def _in_dtype(config: Config, prepared: ReferenceRun) -> Config:
     """The strategy computes in the precision that one process did."""
     compute = "fp64" if prepared.subject.dtype == torch.float64 else "fp32"
     return config.with_overrides({"precision.compute": compute})
@@ -438,12 +442,12 @@ def _run(
     strategy: Strategy,
     subject: Subject,
     rank: int,
-    trail: Trail,
+    trail: ComparedRun,
     steps: int | None = None,
     around: Callable[[Work], Any] = lambda work: work(),
     after: Callable[[str], None] = lambda _what: None,
     looks: bool = True,
-) -> Trail:
+) -> ComparedRun:
     """All steps, or the first ``steps``; ``around`` makes the calls, ``after`` hears of each.
 
     Without ``looks`` nothing is asked of the strategy before the last step is over: looking at
@@ -488,7 +492,7 @@ def _unwaited(step: int) -> list[str]:
 
 
 def _model(
-    prepared: Prepared, trail: Trail, again: Trail, config: Config, world: World
+    prepared: ReferenceRun, trail: ComparedRun, again: ComparedRun, config: Config, world: World
 ) -> dict[str, Any]:
     subject, reference = prepared.subject, prepared.reference
     first = trail.first or (again.first and {**again.first, "unwatched": True})
@@ -520,13 +524,13 @@ def _model(
         "why_precision": subject.why_dtype,
         "noise": reference.noise,
         "within": reference.within,
-        "random": "seeded alike" if subject.draws else "none",
+        "random": "seeded alike" if subject.uses_rng else "none",
         "every": None if prepared.rounds is None else prepared.rounds.every,
     }
 
 
 def _locate(
-    prepared: Prepared, config: Config, world: World, step: int, unwatched: bool
+    prepared: ReferenceRun, config: Config, world: World, step: int, unwatched: bool
 ) -> dict[str, Any] | None:
     """The first module whose output, or its gradient, is not what one process has. A third run."""
     subject = prepared.subject
@@ -540,7 +544,7 @@ def _locate(
     mine, theirs = locate.Probe(loss, share), locate.Probe(loss, share)
     plain.run(subject, config, steps=step + 1, attach=theirs.attach, rounds=prepared.rounds)
     strategy, _ = _build(subject, config, world, mine)
-    _run(strategy, subject, share, Trail(None), steps=step + 1, looks=not unwatched)
+    _run(strategy, subject, share, ComparedRun(None), steps=step + 1, looks=not unwatched)
     return locate.first_difference(mine, theirs, subject.dtype)
 
 

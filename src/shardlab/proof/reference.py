@@ -112,13 +112,13 @@ class Reference:
         names = set(self.gradients[0])
         return {n for part in self.parts[0] for n in names if n not in part}
 
-    def used(self, job: Job, remembers: bool) -> Job:
+    def used(self, job: Job, stateful: bool) -> Job:
         """What the formulas need to know of the first step, less what was not used in it: that need
-        not be sent, nor have optimizer state yet. A model that ``remembers`` may leave out other
+        not be sent, nor have optimizer state yet. A ``stateful`` model may leave out other
         parts later: of it, less what was not used in any of the steps."""
         ranks = len(self.counts[0])
         micro = len(self.parts[0]) // ranks
-        steps = range(len(self.parts) if remembers else 1)
+        steps = range(len(self.parts) if stateful else 1)
         places = [Place(*at) for at in product(steps, range(ranks), range(micro))]
         arrived: dict[str, set[Place]] = {}
         for place in places:
@@ -311,7 +311,7 @@ def run(
     # A model that remembers what it has seen has seen, on a rank, that rank's samples alone.
     ranks = len(subject.steps[0])
     model = build(subject)
-    is_apart = subject.remembers or rounds is not None
+    is_apart = subject.stateful or rounds is not None
     models = [build(subject) if is_apart and r else model for r in range(ranks)]
     for each in dict.fromkeys(models):
         attach(each)

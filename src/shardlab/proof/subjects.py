@@ -40,8 +40,8 @@ class Subject:
     dtype: torch.dtype = torch.float64
     device: torch.device = CPU
     why_dtype: str | None = None  # why it is not float64
-    draws: bool = False  # forward uses random numbers; they are seeded alike
-    remembers: bool = False  # forward depends on what it has seen, beyond its buffers
+    uses_rng: bool = False  # forward uses random numbers; they are seeded alike
+    stateful: bool = False  # forward depends on what it has seen, beyond its buffers
     ranks_per_node: int = 0  # 0: there is one node, or it is not known
 
     def job(self, config: Config) -> claims.Job:

@@ -14,8 +14,8 @@ from shardlab import text as fmt
 from shardlab import trace
 from shardlab.errors import UsageError
 from shardlab.files import write_json, write_text
-from shardlab.measure import readings
-from shardlab.measure.readings import Cell, Result
+from shardlab.measure import fields
+from shardlab.measure.fields import Cell, Result
 from shardlab.proof.judge import CHECKS
 from shardlab.report import compare_charts as charts
 from shardlab.report import page
@@ -29,7 +29,7 @@ CSV_COLUMNS = (
     "loss_difference", "precision", "baseline", "speed_low", "speed_high", "mfu", "proof",
     "exposed_comm_ms", "wait_ms", "bubble_ms", "overlap_pct", "sent_bytes",
     "estimated_bytes_total",
-    *(f"peak_bytes_{cause}" for cause in readings.CAUSES),
+    *(f"peak_bytes_{cause}" for cause in fields.CAUSES),
 )  # fmt: skip
 PAGE_BYTES = 1_900_000
 TIMELINE_SPANS = 60_000  # on all timelines together: 0.8 MB
@@ -57,7 +57,7 @@ def _csv_row(result: Result, cell: Cell) -> dict[str, Any]:
     for name in ("step_ms", "peak_bytes", "estimated_bytes"):
         row |= {f"{name}_{key}": value for key, value in (cell.get(name) or {}).items()}
     row["speed_low"], row["speed_high"] = cell.get("speed_interval") or (None, None)
-    row |= {"proof": readings.proved(cell), "sent_bytes": readings.sent(cell)}
+    row |= {"proof": fields.proved(cell), "sent_bytes": fields.sent(cell)}
     profile = cell.get("profile") or {}
     names = ("exposed_comm_ms", "wait_ms", "bubble_ms", "overlap_pct")
     return row | {name: profile.get(name) for name in names}
@@ -65,7 +65,7 @@ def _csv_row(result: Result, cell: Cell) -> dict[str, Any]:
 
 def markdown(result: Result) -> str:
     """A table for an issue, a pull request or a wiki; then the answer."""
-    rate, has_bubble = readings.rate_name(result), readings.has_bubble(result)
+    rate, has_bubble = fields.rate_name(result), fields.has_bubble(result)
     heads = ("strategy", "world", "step ms (p10–p90)", "speed (95%)", rate, "peak memory",
              "exposed comm ms", *(["bubble ms"] * has_bubble), "overlap", "sent per step",
              "loss Δ", "right")  # fmt: skip
@@ -80,19 +80,19 @@ def markdown(result: Result) -> str:
             values += [
                 f"{fmt.number(cell['step_ms']['median'])} ({fmt.p10_p90(cell['step_ms'])})",
                 fmt.speed(cell["speed_to_baseline"]) + (f" ({sure})" if sure else ""),
-                fmt.compact(cell[readings.rate_key(result)]),
-                fmt.size(readings.peak(cell)),
+                fmt.compact(cell[fields.rate_key(result)]),
+                fmt.size(fields.peak(cell)),
                 fmt.number(profile.get("exposed_comm_ms")),
                 *([fmt.number(profile.get("bubble_ms"))] * has_bubble),
                 fmt.percent(profile.get("overlap_pct")),
-                fmt.size(readings.sent(cell)),
+                fmt.size(fields.sent(cell)),
                 fmt.difference(cell["loss_difference"]),
-                fmt.mark(readings.proved(cell)),
+                fmt.mark(fields.proved(cell)),
             ]
         lines.append("| " + " | ".join(values) + " |")
     title = (
         f"**{result['workload']}**, {fmt.compact(result['parameters'])} parameters, global batch "
-        f"{result['global_batch']}, speed against {readings.baselines(result)}"
+        f"{result['global_batch']}, speed against {fields.baselines(result)}"
     )
     answer = [_pipeless(line.strip()) for line in verdict_lines(result)]
     paragraphs = [title, "\n".join(lines), *answer, f"`{_pipeless(result['command'])}`"]
@@ -118,18 +118,18 @@ def _page(result: Result, timelines: Sequence[Timeline]) -> str:
     noun = "rank" if ranks == "1" else "ranks"
     strategies = len({cell["strategy"] for cell in result["cells"]})
     side = fmt.count(strategies, "strategy", "strategies").replace(" ", "\u00a0")
-    has_numbers = bool(readings.measured(result))
+    has_numbers = bool(fields.measured(result))
     return page.render(
         "compare.html.j2",
         result=result,
-        read=readings,
+        read=fields,
         css=page.asset("timeline.css"),
         js=page.asset("tables.js") + (page.asset("timeline.js") if timelines else ""),
         title=f"{result['workload']} on {ranks} {noun}: {side} side by side",
         verdict=verdict(result),
         answer=result.get("answer"),
-        fastest=readings.fastest(result),
-        leanest=readings.leanest(result),
+        fastest=fields.fastest(result),
+        leanest=fields.leanest(result),
         step_chart=charts.step_chart(result) if has_numbers else None,
         bar_rows=charts.bar_rows(result) if has_numbers else None,
         memory=charts.memory_chart(result),

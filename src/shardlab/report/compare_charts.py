@@ -8,8 +8,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from shardlab import text as fmt
-from shardlab.measure import readings
-from shardlab.measure.readings import Cell, Result
+from shardlab.measure import fields
+from shardlab.measure.fields import Cell, Result
 from shardlab.report.charts import Amounts, StackChart, Tick, line, stacked, ticks
 from shardlab.trace.model import PARTS
 
@@ -43,7 +43,7 @@ DOTS_PER_REPEAT = 100
 
 def step_chart(result: Result) -> StepChart:
     """Median, spread and single steps, on an axis that shows the strategies near the fastest."""
-    cells = readings.measured(result)
+    cells = fields.measured(result)
     best = min(cell["step_ms"]["median"] for cell in cells)
     near = [cell for cell in cells if cell["step_ms"]["median"] <= FAR * best]
     times = [ms for cell in near for repeat in cell["step_ms_repeats"] for ms in repeat]
@@ -77,7 +77,7 @@ def step_chart(result: Result) -> StepChart:
         )
 
     rows = [row(cell) for cell in result["cells"]]
-    reference = readings.baseline(result)
+    reference = fields.baseline(result)
     return StepChart(
         ticks=ticks(low, high),
         baseline=percent(reference["step_ms"]["median"]) if reference in near else None,
@@ -95,12 +95,12 @@ class BarRow(NamedTuple):
 
 def bar_rows(result: Result) -> list[BarRow]:
     """Throughput and peak memory, each as a share of the largest."""
-    key = readings.rate_key(result)
+    key = fields.rate_key(result)
     most_rate = max(cell[key] or 0 for cell in result["cells"]) or 1
-    most_memory = max(readings.peak(cell) or 0 for cell in result["cells"]) or 1
+    most_memory = max(fields.peak(cell) or 0 for cell in result["cells"]) or 1
     return [
         BarRow(
-            cell, 100 * (cell[key] or 0) / most_rate, 100 * (readings.peak(cell) or 0) / most_memory
+            cell, 100 * (cell[key] or 0) / most_rate, 100 * (fields.peak(cell) or 0) / most_memory
         )
         for cell in result["cells"]
     ]
@@ -114,7 +114,7 @@ def stack_chart(result: Result) -> StackChart | None:
             {part: profile.get(f"{part.removesuffix('_us')}_ms", 0.0) for part in PARTS},
             profile["hidden_comm_ms"],
         )
-        for cell in readings.measured(result)
+        for cell in fields.measured(result)
         if (profile := cell.get("profile"))
     ]
     return stacked(bars, PARTS, lambda ms: f"{fmt.number(ms)} ms", ("ms", 1)) if bars else None
@@ -123,14 +123,14 @@ def stack_chart(result: Result) -> StackChart | None:
 def memory_chart(result: Result) -> StackChart | None:
     """What the fullest rank held at its peak, and what for."""
     bars = [
-        Amounts(cell, {cause: peak[cause] for cause in readings.CAUSES}, note=_estimated(cell))
-        for cell in readings.measured(result)
-        if readings.CAUSES.keys() <= (peak := cell["peak_bytes"] or {}).keys()
+        Amounts(cell, {cause: peak[cause] for cause in fields.CAUSES}, note=_estimated(cell))
+        for cell in fields.measured(result)
+        if fields.CAUSES.keys() <= (peak := cell["peak_bytes"] or {}).keys()
     ]
     if not bars:
         return None
     most = max(bar.of["peak_bytes"]["total"] for bar in bars)
-    return stacked(bars, readings.CAUSES, fmt.size, fmt.unit_of(most))
+    return stacked(bars, fields.CAUSES, fmt.size, fmt.unit_of(most))
 
 
 def _estimated(cell: Cell) -> str:
@@ -160,9 +160,9 @@ class ScalingChart(NamedTuple):
 
 def scaling(result: Result) -> ScalingChart | None:
     """Throughput by number of ranks, for what ran in several; ideal: from its smallest world."""
-    key = readings.rate_key(result)
+    key = fields.rate_key(result)
     groups: dict[str, dict[int, float]] = {}
-    cells = [cell for cell in readings.measured(result) if cell["strategy"] != "single"]
+    cells = [cell for cell in fields.measured(result) if cell["strategy"] != "single"]
     several = {
         name: len({cell[name] for cell in cells}) > 1 for name in ("precision", "accumulate")
     }
@@ -223,7 +223,7 @@ DASHES = ("none", "9 5", "3 4", "12 4 3 4", "6 3", "1.5 5")
 
 def loss_chart(result: Result) -> LossChart | None:
     """The curves over each other. They normally coincide, so the first is drawn broad and pale."""
-    cells = [cell for cell in readings.measured(result) if cell["losses"]]
+    cells = [cell for cell in fields.measured(result) if cell["losses"]]
     cells.sort(key=lambda cell: cell["label"] != result["baseline"])  # drawn first, below the rest
     finite = [loss for cell in cells for loss in cell["losses"] if math.isfinite(loss)]
     if not finite:
@@ -237,7 +237,7 @@ def loss_chart(result: Result) -> LossChart | None:
         return f"{100 * x:.2f} {100 * y:.2f}"
 
     def curve(index: int, cell: Cell) -> Curve:
-        apart = readings.agrees(cell, result) is False
+        apart = fields.agrees(cell, result) is False
         kind = "band" if index == 0 else "apart" if apart else "same"
         dashes = DASHES[(index - 1) % len(DASHES)] if index else "none"
         return Curve(cell, _path(cell["losses"], point), kind, dashes)
@@ -265,16 +265,16 @@ def _path(losses: Sequence[float], point: Callable[[int, float], str]) -> str:
 def _loss_note(cells: Sequence[Cell], result: Result) -> str:
     if result.get("loss_not_compared"):
         return f"They need not coincide: {result['loss_not_compared']}."
-    unknown = [cell["label"] for cell in cells if readings.agrees(cell, result) is None]
-    if unknown and (len(unknown) == len(cells) or readings.baseline(result)["label"] in unknown):
+    unknown = [cell["label"] for cell in cells if fields.agrees(cell, result) is None]
+    if unknown and (len(unknown) == len(cells) or fields.baseline(result)["label"] in unknown):
         return "There is no finite loss of single to compare with."
     if len(cells) == 1:
         return ""
     if unknown:
         cells = [cell for cell in cells if cell["label"] not in unknown]
-    loosest = max(readings.tolerance(result, cell) for cell in cells)
+    loosest = max(fields.tolerance(result, cell) for cell in cells)
     tolerance = f"{100 * loosest:g}% of the loss"
-    apart = [cell["label"] for cell in cells if not readings.agrees(cell, result)]
+    apart = [cell["label"] for cell in cells if not fields.agrees(cell, result)]
     if apart:
         verb = "is" if len(apart) == 1 else "are"
         return f"At the last step {fmt.names(apart)} {verb} further from single than {tolerance}."

@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from shardlab import text as fmt
-from shardlab.measure import readings
+from shardlab.measure import fields
+from shardlab.measure.fields import Cell, Result
 from shardlab.measure.gate import BAD
-from shardlab.measure.readings import Cell, Result
 from shardlab.report import terminal
 
 NOT_PROVED = {False: "is wrong", None: "was not proved"}
@@ -21,16 +21,16 @@ NOT_PROVED = {False: "is wrong", None: "was not proved"}
 def compare_table(result: Result) -> Table:
     """One row per strategy; below it, over the full width, why a row has no numbers."""
     table = terminal.table(
-        "<strategy", "world", ">step\nms p10–p90", "speed", readings.rate_name(result),
+        "<strategy", "world", ">step\nms p10–p90", "speed", fields.rate_name(result),
         "peak\nmemory", "loss to\nsingle", *(["|ok"] if _was_proved(result) else []),
         title=f"{result['workload']} · {fmt.compact(result['parameters'])} parameters · "
-        f"global batch {result['global_batch']} · speed against {readings.baselines(result)}",
+        f"global batch {result['global_batch']} · speed against {fields.baselines(result)}",
         caption=_reasons(result),
         least=12,
     )  # fmt: skip
-    fastest = readings.fastest(result)
+    fastest = fields.fastest(result)
     for cell in result["cells"]:
-        style = "bold" if readings.is_baseline(result, cell) else ""
+        style = "bold" if fields.is_baseline(result, cell) else ""
         table.add_row(*_row(cell, result, cell is fastest), style=style)
     return table
 
@@ -42,10 +42,10 @@ BUBBLE_AT = 3  # behind the waits, where a pipeline is compared
 
 def explained_table(result: Result) -> Table | None:
     """How sure a speed is, and where a profiled step went; None if there is nothing to say."""
-    cells = readings.measured(result)
+    cells = fields.measured(result)
     has_profile = any(cell.get("profile") for cell in cells)
     bubble = [*PROFILE_HEADS[:BUBBLE_AT], "bubble", *PROFILE_HEADS[BUBBLE_AT:]]
-    heads = bubble if readings.has_bubble(result) else PROFILE_HEADS
+    heads = bubble if fields.has_bubble(result) else PROFILE_HEADS
     has_mfu = any(cell.get("mfu") for cell in cells)
     is_sure = any(fmt.interval(cell["speed_interval"]) for cell in cells)
     if not (has_profile or has_mfu or (is_sure and len(cells) > 1)):
@@ -61,10 +61,10 @@ def explained_table(result: Result) -> Table | None:
     for cell in cells:
         table.add_row(
             Text(cell["label"]),
-            *(_profile(cell, readings.has_bubble(result)) * has_profile),
+            *(_profile(cell, fields.has_bubble(result)) * has_profile),
             f"{cell['skew_ms']:.1f}" if cell["skew_ms"] else "0",
             *([fmt.interval(cell["speed_interval"]) or fmt.NOTHING] * is_sure),
-            *([fmt.percent(readings.percent_of_peak(cell))] * has_mfu),
+            *([fmt.percent(fields.percent_of_peak(cell))] * has_mfu),
         )
     return table
 
@@ -75,11 +75,11 @@ def _profile(cell: Cell, has_bubble: bool) -> list[str]:
     if not profile:
         return [fmt.NOTHING] * (len(PROFILE_HEADS) + has_bubble)
     shown = [profile["compute_ms"], profile["exposed_comm_ms"], profile["wait_ms"]]
-    shown += [readings.bubble_ms(profile)] * has_bubble
+    shown += [fields.bubble_ms(profile)] * has_bubble
     return [
-        *(fmt.part_of_step(value) for value in (*shown, readings.idle_ms(profile))),
+        *(fmt.part_of_step(value) for value in (*shown, fields.idle_ms(profile))),
         fmt.percent(profile["overlap_pct"]),
-        fmt.size(readings.sent(cell)),
+        fmt.size(fields.sent(cell)),
     ]
 
 
@@ -124,14 +124,14 @@ def _row(cell: Cell, result: Result, is_fastest: bool) -> list[Text]:
     if step_ms is None:
         style = "red" if cell["status"] == "failed" else "yellow"
         return [label, world, Text(cell["status"], style)]
-    differs = readings.agrees(cell, result) is False
+    differs = fields.agrees(cell, result) is False
     return [
         label,
         world,
         Text.assemble(fmt.number(step_ms["median"]), " ", (fmt.p10_p90(step_ms), "dim not bold")),
         Text(fmt.speed(cell["speed_to_baseline"]), "green" if is_fastest else ""),
-        Text(fmt.compact(cell[readings.rate_key(result)])),
-        Text(fmt.size(readings.peak(cell))),
+        Text(fmt.compact(cell[fields.rate_key(result)])),
+        Text(fmt.size(fields.peak(cell))),
         Text(
             ("≠ " if differs else "") + fmt.difference(cell["loss_difference"]),
             "red" if differs else "",
@@ -141,7 +141,7 @@ def _row(cell: Cell, result: Result, is_fastest: bool) -> list[Text]:
 
 
 def _proof(cell: Cell) -> Text:
-    passed = readings.proved(cell)
+    passed = fields.proved(cell)
     return Text(fmt.mark(passed), {True: "green", False: "red", None: ""}[passed])
 
 
@@ -164,7 +164,7 @@ def _reasons(result: Result) -> Text | None:
 def verdict(result: Result) -> str:
     """The answer in a few plain sentences: speed, memory, agreement, and what has no numbers."""
     missing = _missing(result)
-    if not readings.measured(result):
+    if not fields.measured(result):
         return f"No strategy finished: {missing}."
     memory_and_loss = "; ".join(filter(None, (_memory(result), _agreement(result))))
     if memory_and_loss.startswith(("the ", "every ")):  # no name stands first
@@ -177,7 +177,7 @@ def verdict(result: Result) -> str:
 def verdict_lines(result: Result) -> list[str]:
     """The verdict, what to choose and why, what would change that, and which proofs are older; a
     line each."""
-    kept = [said] if (said := readings.kept_proofs(result)) else []
+    kept = [said] if (said := fields.kept_proofs(result)) else []
     answer = result.get("answer")
     if not answer:
         return [verdict(result), *kept]
@@ -186,16 +186,16 @@ def verdict_lines(result: Result) -> list[str]:
 
 
 def _speed(result: Result) -> str:
-    cells = readings.measured(result)
-    first = readings.shortest(cells)
+    cells = fields.measured(result)
+    first = fields.shortest(cells)
     assert first is not None
     time = f"{fmt.number(first['step_ms']['median'])} ms a step"
     if len(cells) == 1:
         return f"{first['label']} took {time}"
-    reference = readings.baseline(result, first)
+    reference = fields.baseline(result, first)
     name = f"{first['label']}, the baseline," if first is reference else first["label"]
     # A tie is told by the answer, in its reason.
-    is_tied = readings.fastest(result) is None
+    is_tied = fields.fastest(result) is None
     text = f"{name} took the least time, {time}" if is_tied else f"{name} was fastest at {time}"
     if first is not reference and first["speed_to_baseline"] is not None:
         text += f", {fmt.speed(first['speed_to_baseline'])} as fast as {reference['label']}"
@@ -203,18 +203,18 @@ def _speed(result: Result) -> str:
 
 
 def _memory(result: Result) -> str:
-    lean = readings.leanest(result)
+    lean = fields.leanest(result)
     if not lean:
         return ""
-    least = fmt.size(readings.peak(lean[0]))
-    if len(lean) == len(readings.measured(result)):
+    least = fmt.size(fields.peak(lean[0]))
+    if len(lean) == len(fields.measured(result)):
         return f"{'Each' if len(lean) > 1 else 'It'} held {least} of memory at its peak"
     labels = fmt.names([cell["label"] for cell in lean])
     return f"{labels} needed the least memory, {least} on the fullest rank"
 
 
 def _agreement(result: Result) -> str:
-    others = [cell for cell in readings.measured(result) if not readings.is_baseline(result, cell)]
+    others = [cell for cell in fields.measured(result) if not fields.is_baseline(result, cell)]
     workers = [cell["label"] for cell in others if cell.get("every")]
     rest = _agreement_of(result, [cell for cell in others if not cell.get("every")])
     if not workers:
@@ -226,19 +226,19 @@ def _agreement(result: Result) -> str:
 
 
 def _agreement_of(result: Result, others: Sequence[Cell]) -> str:
-    reference = readings.baseline(result)
+    reference = fields.baseline(result)
     if not others:
         return ""
     if reference["loss_difference"] is None:
         return "the losses were not checked, as single was not measured"
     if result.get("loss_not_compared"):
-        is_proved = all(readings.proved(cell) is not None for cell in others)
+        is_proved = all(fields.proved(cell) is not None for cell in others)
         decides = "the proof decides" if is_proved else "only a proof can decide"
         return f"the losses were not compared, as {result['loss_not_compared']}: {decides}"
     if not math.isfinite(reference["loss"]):
         return f"the losses were not checked, as that of single is {reference['loss']}"
     checked = [cell for cell in others if cell["loss_difference"] is not None]
-    apart = [cell for cell in checked if not readings.agrees(cell, result)]
+    apart = [cell for cell in checked if not fields.agrees(cell, result)]
     if not apart:
         if result.get("couples_samples"):
             return f"every final loss agrees with that of single{_beside(result, others)}"
@@ -255,7 +255,7 @@ def _agreement_of(result: Result, others: Sequence[Cell]) -> str:
 def _beside(result: Result, others: Sequence[Cell]) -> str:
     """That ``single`` had the ranks' micro-batches, where the loss looks at one as a whole."""
     batch = result["global_batch"]
-    here = fmt.beside(batch, readings.baseline(result)["accumulate"])
+    here = fmt.beside(batch, fields.baseline(result)["accumulate"])
     alone = fmt.beside(batch, min(cell["accumulate"] for cell in others))
     return (
         f" on the same micro-batches, in which the loss sees each sample beside {here} others "

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardlab import text as fmt
-from shardlab.measure.readings import CAUSES
+from shardlab.measure.fields import CAUSES
 from shardlab.report import terminal
 
 Result = Mapping[str, Any]  # the content of memory.json

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from shardlab import text as fmt
 from shardlab.files import write_json, write_text
-from shardlab.measure import readings
+from shardlab.measure import fields
 from shardlab.report import page, terminal
 
 Result = Mapping[str, Any]  # the content of throughput.json
@@ -49,9 +49,9 @@ def show(result: Result, files: Mapping[str, Path]) -> None:
 
 def table(result: Result) -> Table:
     """One row per size, in the order of size; below it, why one has no numbers."""
-    rate = readings.rate_key(result)
+    rate = fields.rate_key(result)
     shown = terminal.table(
-        "batch\nper rank", ">step\nms p10–p90", "steps/s", readings.rate_name(result), "MFU",
+        "batch\nper rank", ">step\nms p10–p90", "steps/s", fields.rate_name(result), "MFU",
         "peak\nmemory",
         title=f"{result['workload']} · {fmt.compact(result['parameters'])} parameters · "
         f"{result['strategy']} · {fmt.count(result['world'], 'rank')} · {result['precision']}",
@@ -128,8 +128,7 @@ def rate(tokens_per_s: float) -> str:
 
 
 def flops(rate: float) -> str:
-    unit, one = fmt.unit_of(rate, {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6})
-    return f"{fmt.number(rate / one)} {unit}FLOP/s"
+    return fmt.in_unit(rate, {"PFLOP/s": 1e15, "TFLOP/s": 1e12, "GFLOP/s": 1e9, "MFLOP/s": 1e6})
 
 
 def scale(value: float) -> str:
