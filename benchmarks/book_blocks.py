@@ -171,7 +171,7 @@ def trace(name: str, numbers: Numbers) -> str:
     shares = found["shares"]
     said = [
         f"{shares['compute']:.0%} of the ranks' time computes",
-        f"{shares['exposed_comm']:.0%} is communication that nothing hides",
+        f"{shares['exposed_comm']:.0%} is exposed communication",
         f"{shares['wait']:.0%} is waiting for the other rank",
         f"{shares['idle'] + shares['idle_host'] + shares['memory']:.0%} is idle",
     ]

@@ -1,4 +1,4 @@
-"""How far off `shardlab plan` is for ranks that cut one model: published runs of Megatron-LM.
+"""How far off `shardlab plan` is for model-parallel ranks: published runs of Megatron-LM.
 
     python benchmarks/plan_cut.py --runs runs.csv [--models megatron-22B,gpt3-175B] [--out FILE]
 

@@ -55,7 +55,7 @@ OTHERS = ("gpt-short", "resnet-24", "own-128")
 FEW = ["bucket_ddp_async", "zero2", "zero3", "pytorch_ddp", "pytorch_zero3"]
 SIMPLE = ["simple_ddp", "simple_ddp_ga", "simple_ddp_hook", "simple_ddp_async"]
 ALL_STRATEGIES = [*FEW, *SIMPLE, "zero1", "pytorch_zero1", "pytorch_zero2"]
-# Ranks that cut one model, with four micro-batches.
+# Model-parallel ranks, with four micro-batches.
 PIPELINES = [f"pipeline_{name}" for name in ("gpipe", "1f1b", "interleaved", "zero_bubble")]
 CUT = ["tensor_parallel", "sequence_parallel", "context_parallel", "pytorch_tensor_parallel",
        *PIPELINES, "pytorch_pipeline"]  # fmt: skip

@@ -57,7 +57,7 @@ class Axes:
 
     @property
     def model_ranks(self) -> int:
-        """The ranks that share one batch: those that cut one model between them."""
+        """The model-parallel ranks of one model, which share a batch."""
         return self.pipeline * self.context * self.tensor
 
     @property

@@ -42,8 +42,8 @@ STRATEGIES = {
     "diloco": "shardlab.strategies.local.diloco:DiLoCo",
     "streaming_diloco": "shardlab.strategies.local.streaming_diloco:StreamingDiLoCo",
 }
-# Those that cut one model between their ranks (axes.NAMED). A comparison of all strategies leaves
-# them out: not every model can be cut.
+# Model parallelism (axes.NAMED). A comparison of all strategies leaves these out, because not every
+# model can be cut.
 MESH_STRATEGIES: dict[str, str] = {
     "tensor_parallel": "shardlab.strategies.tensor.tensor_parallel:TensorParallel",
     "sequence_parallel": "shardlab.strategies.tensor.tensor_parallel:SequenceParallel",

@@ -1,4 +1,4 @@
-"""Plans of ranks that cut one model: their events, how stages are played back, and the rows."""
+"""Plans of model-parallel ranks: their events, how stages are played back, and the rows."""
 
 from __future__ import annotations
 

@@ -295,7 +295,7 @@ def test_what_would_change_the_answer() -> None:
         without_numbers("zero3", "failed", "gone"),
     )
     assert found["otherwise"] == [
-        "20% of its step is communication that nothing hides: a faster link would help it, a "
+        "20% of its step is exposed communication: a faster link would help it, a "
         "slower one would cost it most.",
         "On a slow link b sends 50% less.",
         "zero3 failed and could not be judged.",

@@ -166,7 +166,7 @@ def _if_the_link_is_slower(choice: Row, right: Sequence[Row]) -> Iterator[str]:
     share = profile["exposed_comm_ms"] / profile["wall_ms"]
     if share >= NOTABLE:
         yield (
-            f"{100 * share:.0f}% of its step is communication that nothing hides: a faster link "
+            f"{100 * share:.0f}% of its step is exposed communication: a faster link "
             "would help it, a slower one would cost it most."
         )
     else:

@@ -175,8 +175,7 @@ class Row:
 
     @property
     def samples(self) -> int:
-        """Samples of the micro-batch that a rank works on, alone or with those that cut one model
-        with it."""
+        """Samples of the micro-batch that a rank works on, alone or with model-parallel ranks."""
         return self._share(data_ranks(self.config.strategy, self.config.launch.world or 1))
 
     def _share(self, ranks: int) -> int:

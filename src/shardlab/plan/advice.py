@@ -40,7 +40,7 @@ def answered(rows: Sequence[Row]) -> dict[str, Any]:
                            f"{fmt.size(rows[least]['memory_bytes'])} per rank, of "
                            f"{fmt.size(rows[least]['memory_limit'])}.")  # fmt: skip
                 if not any(_cuts(rows[i]) for i in own):
-                    otherwise.append("Ranks that cut one model between them hold less each: try "
+                    otherwise.append("Model-parallel ranks hold less each: try "
                                      "zero1:tensor=8 or zero1:pipeline=8.")  # fmt: skip
             continue
         chosen, reason = _choose(rows, can)

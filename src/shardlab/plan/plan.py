@@ -485,7 +485,7 @@ def mfu(found: Prediction) -> float | None:
 
 
 def parts(found: Prediction) -> dict[str, float]:
-    """Where the step goes: the rank's work by phase, communication that nothing hides, and the
+    """Where the step goes: the rank's work by phase, exposed communication, and the
     bubble. In a pipeline it is the mean over the stages."""
     result = {"forward": 0.0, "backward": 0.0, "update": 0.0, "other": 0.0}
     stages = _stages(found)

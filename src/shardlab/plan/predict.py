@@ -3,9 +3,9 @@
 On this machine a rank's own work is measured: its real code runs alone, without peers
 (``emulate``), and its collectives have the prices that two ranks were seen to pay (``calibrate``).
 For another device the same code runs on tensors without content (``simulate``), its operators have
-the prices of a roofline (``devices``), and its collectives those of NCCL (``nccl``). Where ranks
-cut one model between them, one rank of each stage of a pipeline is simulated, and all are played
-back together; ranks that share a stage act alike.
+the prices of a roofline (``devices``), and its collectives those of NCCL (``nccl``). Of
+model-parallel ranks, one rank of each pipeline stage is simulated, and all are played back
+together; ranks that share a stage act alike.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MEETING_S = 0.2e-3  # what a collective that is waited for takes longer in a ste
 # part of that loss which was seen.
 UNEVEN = 0.25
 # Of a 90% interval, as factors of the step: on this machine, by its share of communication; and by
-# a datasheet, of a family whose runs were published and of any other. For ranks that cut one model
+# a datasheet, of a family whose runs were published and of any other. For model-parallel ranks
 # docs/plan_published.md says how far published runs were off.
 HERE_OWN, HERE_WAIT = 0.16, 0.20
 FITTED, UNFITTED = (0.7, 1.55), (0.5, 2.0)
@@ -80,7 +80,7 @@ class Prediction:
     low_s: float  # of a 90% interval
     high_s: float
     work_s: float
-    wait_s: float  # communication that nothing hides
+    wait_s: float  # exposed communication
     comm_s: float  # all communication
     naive_s: float | None  # no communication, constant MFU
     flops: float  # of a rank's step

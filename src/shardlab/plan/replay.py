@@ -55,7 +55,7 @@ class Played:
 
     step_s: float
     work_s: float  # the rank's thread was at work, or wanted to be
-    wait_s: float  # it stood still: communication that nothing hides
+    wait_s: float  # it stood still: exposed communication
     bubble_s: float  # it stood still: another stage was not there yet
     comm_s: float  # some collective was under way
     spans: tuple[Span, ...]

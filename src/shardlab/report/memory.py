@@ -90,7 +90,7 @@ def _unit(rows: Sequence[Row], key: str) -> tuple[str, float]:
 
 
 def _differ(row: Row) -> bool:
-    """Whether its ranks hold more and less, because they cut one model between them."""
+    """Whether its ranks hold more and less, because they are model-parallel."""
     return len({rank["step_bytes"]["total"] for rank in row["ranks"]}) > 1
 
 
@@ -196,7 +196,7 @@ def sentences(result: Result) -> Iterator[str]:
             together.setdefault(row["samples"], []).append(row["label"])
     for samples, labels in together.items():
         yield (
-            f"ranks that cut one model share a micro-batch, of {fmt.count(samples, 'sample')}: "
+            f"model-parallel ranks share a micro-batch, of {fmt.count(samples, 'sample')}: "
             f"{fmt.names(labels)}"
         )
     if lines := dict.fromkeys(line for row in rows for line in row.get("assumed", ())):

@@ -18,12 +18,12 @@ Result = Mapping[str, Any]  # the content of plan.json, or of plan-check.json
 Row = Mapping[str, Any]
 HELD = {unit: fmt.BYTES[unit] for unit in ("GiB", "MiB", "KiB")}
 PARTS = {
-    "k-compute": "work", "k-comm": "communication that nothing hides",
+    "k-compute": "work", "k-comm": "exposed communication",
     "k-wait": "bubble: other stages were not there yet",
 }  # fmt: skip
 PHASES = {
     "forward": "forward", "backward": "backward", "update": "update", "other": "other work",
-    "exposed": "communication that nothing hides", "bubble": "bubble",
+    "exposed": "exposed communication", "bubble": "bubble",
 }  # fmt: skip
 COLOURS = 8  # in the style sheet; a ninth curve has the first one again
 MAX_COLLECTIVES = 12
@@ -221,7 +221,7 @@ def cut_sentences(result: Result) -> Iterator[str]:
 
 
 def _cost_of_cut(row: Row, base: Row) -> str:
-    parts = {"work_s": "work", "exposed_s": "communication that nothing hides",
+    parts = {"work_s": "work", "exposed_s": "exposed communication",
              "bubble_s": "bubble"}  # fmt: skip
     text = ", ".join(
         f"{name} {fmt.time(base[key])} → {fmt.time(row[key])}"
