@@ -17,7 +17,7 @@ KEPT = "after."  # the optimizer's state has the tensors of after_step under suc
 AVERAGE = f"{KEPT}ema"  # the key of the moving average that training.ema_decay asks for
 
 
-class After:
+class AfterStepHooks:
     """Calls ``after_step`` when the optimizer has stepped, and keeps its tensors in the state.
 
     So checkpoints have them, and they move with their parameter. During step() they are taken out,
@@ -30,7 +30,7 @@ class After:
         self.steps = 0
         self.kept: dict[str, dict[str, Tensor]] = {}
 
-    def before(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def take_out(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self.kept = {name: {} for name in self.names.values()}
         for p, name in self.names.items():
             state = optimizer.state.get(p, {})
@@ -40,7 +40,7 @@ class After:
                 optimizer.state.pop(p, None)
 
     @torch.no_grad()
-    def then(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def call(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         parts = {name: p.detach() for p, name in self.names.items()}
         with blame("the workload", "after_step"):
             for function in self.functions:

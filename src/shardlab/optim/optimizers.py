@@ -17,7 +17,7 @@ from shardlab import naming
 from shardlab.config import NO_DECAY, OPTIMIZERS, TrainingConfig
 from shardlab.errors import UsageError, unknown
 from shardlab.optim import muon, traits
-from shardlab.optim.after_step import After, moving_average
+from shardlab.optim.after_step import AfterStepHooks, moving_average
 from shardlab.optim.swap import WholeModelOptimizer, has_elements
 from shardlab.workloads.base import AfterStep, MakeUsers
 from shardlab.workloads.blame import blame
@@ -32,7 +32,7 @@ class Facts:
 
     numbers: Mapping[str, Any]  # the types of its state that is one number
     lost: Sequence[str]  # attributes that change in a step, and that a checkpoint does not hold
-    after: After | None
+    after: AfterStepHooks | None
 
 
 _FACTS: WeakKeyDictionary[Optimizer, Facts] = WeakKeyDictionary()

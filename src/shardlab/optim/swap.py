@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from shardlab.errors import UsageError
-from shardlab.optim.after_step import After
+from shardlab.optim.after_step import AfterStepHooks
 from shardlab.workloads.base import AfterStep, MakeUsers
 from shardlab.workloads.blame import blame
 
@@ -55,10 +55,10 @@ class WholeModelOptimizer:
         self.first: dict[str, dict[str, Any]] = {
             name: state.pop(p) for p, name in names.items() if p in state
         }
-        self.after = After(after) if after else None
+        self.after = AfterStepHooks(after) if after else None
         if self.after is not None:
-            self.optimizer.register_step_pre_hook(self.after.before)
-            self.optimizer.register_step_post_hook(self.after.then)
+            self.optimizer.register_step_pre_hook(self.after.take_out)
+            self.optimizer.register_step_post_hook(self.after.call)
 
     def __call__(self, params: Mapping[str, nn.Parameter]) -> Optimizer:
         """The optimizer, which now updates these. A later call may leave some of them out."""
