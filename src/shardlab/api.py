@@ -22,7 +22,7 @@ from shardlab.config import CheckpointConfig, Config, LaunchConfig
 from shardlab.errors import UsageError
 from shardlab.files import write_json
 from shardlab.naming import EVERY_STRATEGY, STRATEGIES
-from shardlab.run import launch, meeting
+from shardlab.run import cluster, launch
 from shardlab.run import place as places
 
 if TYPE_CHECKING:
@@ -438,7 +438,7 @@ def _join() -> Any:
     if place is None:
         return worlds.join(LaunchConfig(), 0, 1, 0, 1, store=HashStore())
     config = LaunchConfig()
-    store = None if place.is_torchruns else meeting.store_of(place, config)
+    store = None if place.is_torchruns else cluster.store_of(place, config)
     numbers = place.rank, place.size, place.local_rank, place.local_size
     return worlds.join(config, *numbers, store=store)
 

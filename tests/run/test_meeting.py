@@ -28,11 +28,7 @@ TINY = ("train", "--size", "tiny", "--steps", "2")
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
-    """Host 1 has another network, as of a container, to which host 0 knows no way."""
     with hosts.made(2) as two, preloaded_hosts.on(two, tmp_path_factory.mktemp("hosts")) as both:
-        two.call(1, "ip", "link", "add", "br9", "type", "veth")
-        two.call(1, "ip", "address", "add", "10.99.0.1/24", "dev", "br9")
-        two.call(1, "ip", "link", "set", "br9", "up")
         yield both
 
 
@@ -84,13 +80,9 @@ def test_a_command_that_starts_ranks_on_both(both: Warm, tmp_path: Path) -> None
 # What host 1 is given, and what both say.
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "loopback": ({"GLOO_SOCKET_IFNAME": "lo"},
-        r"rank 0 on n1 does not reach rank 1 on n2 at 127\.0\.0\.1, port \d+, where Gloo would "
-        r"listen \(interface lo\): Connection refused; name the interface"),
+        r"rank 1 on n2 would listen at 127\.0\.0\.1, where no other node reaches it: name the"),
     "the first host": ({"GLOO_SOCKET_IFNAME": "lo", "at": 0},
-        r"rank 1 on n2 does not reach rank 0 on n1 at 127\.0\.0\.1, port \d+, where Gloo"),
-    "another network": ({"argv": ("--set", "launch.interface=br9")},
-        r"rank 0 on n1 does not reach rank 1 on n2 at 10\.99\.0\.1, port \d+, where Gloo would "
-        r"listen \(interface br9\): Network is unreachable"),
+        r"rank 0 on n1 would listen at 127\.0\.0\.1, where no other node"),
     "no such interface": ({"GLOO_SOCKET_IFNAME": "ib0"},
         "rank 1 on n2: GLOO_SOCKET_IFNAME is ib0, and this host has lo, eth0"),
     "world": ({"WORLD_SIZE": "3"},
@@ -222,7 +214,7 @@ def test_code_that_differs(both: Warm, tmp_path: Path) -> None:
     with (copy / "run" / "loop.py").open("a") as file:
         file.write("# changed\n")
     plant = f"import shardlab; shardlab.__file__ = '{copy / '__init__.py'}'"
-    words = r"the code of shardlab/run/loop.py is not the same for rank 0 on n1 and rank 1 on n2"
+    words = r"the code of shardlab is \w+ for rank 0 on n1, and \w+ for rank 1 on n2: install one"
     refused(both, start(both, plant=plant), words)
 
 
@@ -237,18 +229,6 @@ def test_own_code_that_differs(both: Warm, tmp_path: Path) -> None:
     refused(both, start(both, *own[0], argv=own[1]),
             r"model.workload is mine.py:workload \(content \w+\) for rank 0 on n1, "
             r"and mine.py:workload \(content \w+\) for rank 1 on n2")  # fmt: skip
-
-
-@pytest.mark.deep
-def test_clocks_apart(both: Warm, tmp_path: Path) -> None:
-    """A warning: nothing is computed from them."""
-    plant = "import time; right = time.time; time.time = lambda: right() + 3600"
-    started = start(both, "--out", str(tmp_path / "run"), plant=plant)
-    words = (
-        r"warning: the clock of rank 1 on n2 is 3600\.0 s ahead of that of rank 0 on n1: times in"
-    )
-    both.heard(started[:1], words, WITHIN_S)
-    assert [one.wait(60) for one in started] == [0, 0]
 
 
 # ------------------------------------------------------------------ the run folder

@@ -13,7 +13,7 @@ import commands
 from shardlab import config as configs
 from shardlab.config import LaunchConfig
 from shardlab.errors import UsageError
-from shardlab.run import doctor, joined, launch, meeting, place, ranks
+from shardlab.run import cluster, doctor, launch, place, ranks
 from shardlab.run.place import Place, expand, port_of, resolve, tasks_per_node
 
 TORCHRUN = {
@@ -198,7 +198,7 @@ def test_the_doctor_tells_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_restarts_are_the_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "came_together", True)
+    monkeypatch.setattr(cluster, "has_met", True)
     done = commands.here(
         "train", "--max-restarts", "1", "--checkpoint-every", "2", cwd=tmp_path, **SLURM
     )
@@ -220,9 +220,9 @@ FIRST = Place("mpirun", 0, 2, 0, 1, None, 2, "", 12345)
 def test_where_rank_0_cannot_be(
     where: Place, config: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "came_together", False)
+    monkeypatch.setattr(cluster, "has_met", False)
     with pytest.raises(UsageError, match=words):
-        meeting.store_of(where, LaunchConfig(**config))
+        cluster.store_of(where, LaunchConfig(**config))
 
 
 @pytest.mark.parametrize(("config", "words"), [
@@ -230,13 +230,13 @@ def test_where_rank_0_cannot_be(
     ({"world": 4}, "launch.world is 4, but mpirun has started 2 ranks"),
 ])  # fmt: skip
 def test_what_a_launchers_rank_cannot_run(config: dict[str, Any], words: str) -> None:
-    assert joined._unfit(FIRST, LaunchConfig(**config)).startswith(words)
+    assert cluster._unfit(FIRST, LaunchConfig(**config)).startswith(words)
 
 
 def test_what_rank_0_listens_on() -> None:
     """Where the host's name means loopback: the interface that is named, or all of them."""
     one_node = Place("mpirun", 0, 2, 0, 2, 0, 1, "127.0.0.1", 12345)
-    listens = meeting.own_address
+    listens = cluster.own_address
     assert listens("127.0.0.1", one_node, None) == (2, place.LOOPBACK)
     assert listens("127.0.0.1", FIRST, "lo") == (2, place.LOOPBACK)
     assert listens("127.0.0.1", FIRST, None) == (2, "")

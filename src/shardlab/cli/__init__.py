@@ -92,9 +92,9 @@ def main() -> None:
             raise KeyboardInterrupt from None
         raise
     except UsageError as error:
-        from shardlab.run import joined
+        from shardlab.run import cluster
 
-        _end(2, f"error: {joined.refused_together(str(error))}")
+        _end(2, f"error: {cluster.refused_together(str(error))}")
     except RankFailure as failure:
         if failure.traceback:
             print(failure.traceback, file=sys.stderr, end="")

@@ -5,17 +5,11 @@ On a single machine there is nothing to say, and messages stay as they are.
 
 from __future__ import annotations
 
-import json
 import re
-import socket
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from shardlab.errors import Halt, RankFailure
-
-if TYPE_CHECKING:
-    from shardlab.run.place import Place
 
 RANK = re.compile(r"\brank (\d+)\b")
 
@@ -76,16 +70,6 @@ def names(ranks: Sequence[int]) -> str:
 
 
 CURRENT = Nodes()  # those of this process's world
-
-
-def settle(store: Any, place: Place) -> None:
-    """Tell the other ranks of a launcher where this one is, and hear where they are."""
-    global CURRENT
-    CURRENT = Nodes()
-    if place.nodes > 1:
-        store.set(f"at {place.rank}", json.dumps([place.node, socket.gethostname()]))
-        told = store.multi_get([f"at {rank}" for rank in range(place.size)])
-        CURRENT = of([tuple(json.loads(text)) for text in told], place.rank)
 
 
 def of(places: Sequence[tuple[int | None, str]], rank: int) -> Nodes:

@@ -17,17 +17,11 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardlab.config import LaunchConfig
 from shardlab.errors import Halt, Mistake, UsageError
 from shardlab.run.forking import fork_server, listen_again
-from shardlab.run.place import LOOPBACK
-
-if TYPE_CHECKING:
-    from torch.distributed import Store, TCPStore
-
-CONNECT_S = 20.0  # how long a rank tries to reach the process that leads it
 
 # A function of a rank, named so that naming it imports nothing: "package.module:function".
 # It is called as function(world, *args) and returns something that can be pickled.
@@ -36,44 +30,11 @@ Target = str | Callable[..., Any]
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank sits: its number on its node, and where the ranks of its world meet."""
+    """Which rank a process is, and the file in which the ranks of its world meet."""
 
     rank: int
     size: int
-    local_rank: int
-    local_size: int
-    file: str = ""  # where ranks meet that were started here; a launcher's have an address
-    address: str = LOOPBACK  # by which the other ranks know rank 0
-    # What rank 0 listens on: a socket's family and an address of its own; "" stands for all.
-    listens: tuple[int, str] = (socket.AF_INET, LOOPBACK)
-
-
-@dataclass(frozen=True)
-class Line:
-    """How a rank on another node reaches the process that leads it, and how it greets it."""
-
-    address: str
-    port: int
-    key: bytes
-    greeting: tuple[Any, ...]
-
-    def open(self) -> connection.Connection:
-        joined = socket.create_connection((self.address, self.port), timeout=CONNECT_S)
-        joined.settimeout(None)
-        keep_alive(joined)
-        pipe = connection.Connection(joined.detach())
-        connection.answer_challenge(pipe, self.key)
-        connection.deliver_challenge(pipe, self.key)
-        pipe.send(self.greeting)
-        return pipe
-
-
-def keep_alive(line: socket.socket) -> None:
-    """Notice within some 20 s that the other end's machine is gone, and with it its answer."""
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):  # not every system has all of them
-            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    file: str
 
 
 class Process:
@@ -81,13 +42,13 @@ class Process:
 
     def __init__(
         self,
-        line: connection.Connection | Line,
+        pipe: connection.Connection,
         launch: LaunchConfig,
         seat: Seat,
-        prints_to: connection.Connection | None = None,
+        prints_to: connection.Connection,
     ) -> None:
         self._process = fork_server().Process(
-            target=_rank_main, args=(line, launch, seat, prints_to), name=f"rank {seat.rank}"
+            target=_rank_main, args=(pipe, launch, seat, prints_to), name=f"rank {seat.rank}"
         )
         self._process.start()
         assert self._process.pid is not None
@@ -116,24 +77,22 @@ class Process:
 
 
 def _rank_main(
-    line: connection.Connection | Line,
+    pipe: connection.Connection,
     launch: LaunchConfig,
     seat: Seat,
-    prints_to: connection.Connection | None,
+    prints_to: connection.Connection,
 ) -> None:
     """A rank: join the world, then run what the parent sends until it sends None."""
-    if prints_to is not None:
-        _print_to(prints_to)
+    _print_to(prints_to)
     # A session of its own: Ctrl-C on the terminal reaches the parent alone, which ends us, and
     # what we start (data loaders) ends with our process group.
     os.setsid()
     listen_again()
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    from torch.distributed import FileStore, TCPStore
+    from torch.distributed import FileStore
 
     from shardlab import world as worlds
 
-    pipe = line.open() if isinstance(line, Line) else line
     send_lock = threading.Lock()
 
     def send(kind: str, value: Any) -> None:
@@ -141,26 +100,16 @@ def _rank_main(
             pipe.send((kind, value))
 
     try:
-        store: Store
-        if seat.file:
-            store = FileStore(_opened(seat.file))
-        elif seat.rank == 0:
-            store = listening_store(*seat.listens, port=0)
-            send("result", store.port)
-        else:
-            store = TCPStore(seat.address, pipe.recv(), is_master=False)
-        if seat.address == LOOPBACK:
-            stay_on_loopback()
-        os.environ.update(
-            RANK=str(seat.rank), WORLD_SIZE=str(seat.size), LOCAL_RANK=str(seat.local_rank)
-        )
+        stay_on_loopback()
+        rank, size = seat.rank, seat.size
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
         world = worlds.join(
             launch,
-            seat.rank,
-            seat.size,
-            seat.local_rank,
-            seat.local_size,
-            store,
+            rank,
+            size,
+            rank,  # on this host, which has all of them
+            size,
+            FileStore(_opened(seat.file)),
             tell=lambda event: send("event", event),
             pulse=lambda message: send("pulse", message),
         )
@@ -237,27 +186,6 @@ def _opened(path: str) -> str:
     """
     number = os.open(path, os.O_RDWR)
     return f"/proc/{os.getpid()}/fd/{number}" if path.startswith("/proc/") else path
-
-
-def listening_store(family: int, address: str, port: int) -> TCPStore:
-    """A store that listens on one address alone; "" stands for every address of the machine.
-
-    A ``TCPStore`` that opens its own socket listens on every interface: anybody who reaches it can
-    read and write the keys by which the ranks find each other. So it is handed a bound socket.
-    """
-    from torch.distributed import TCPStore
-
-    with socket.socket(family) as listening:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((address, port))
-        listening.listen(128)
-        return TCPStore(
-            address or LOOPBACK,
-            listening.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),  # the store closes it
-        )
 
 
 def stay_on_loopback() -> None:

@@ -16,10 +16,9 @@ from typing import Any
 from shardlab import runfolder
 from shardlab.config import Config, LaunchConfig
 from shardlab.errors import Interrupted, RankFailure, UsageError
-from shardlab.guard import nodes, stop
-from shardlab.run import joined, meeting, slots
+from shardlab.guard import stop
+from shardlab.run import cluster, remote_ranks, same_setup
 from shardlab.run import place as places
-from shardlab.run.place import LOOPBACK
 from shardlab.run.ranks import Event, Ranks, unless_stopped
 
 DEFAULT_WORLD = 2  # the fewest that communicate
@@ -49,19 +48,16 @@ def default_world(config: Config) -> int:
 
 
 def lead(config: LaunchConfig) -> None:
-    """Prepare a command that starts ranks again and again. Under a launcher, the first process
-    leads the others, which start the ranks on their nodes; in the others this does not return."""
+    """Prepare a command that runs many short jobs on ranks. Under a launcher, the first process
+    leads the others, which run its jobs: in those this does not return."""
     place = places.joined()
     if place is None:
         return
-    # A measurement may use fewer ranks than there are.
-    store = joined.meet(place, replace(config, world=None))
-    nodes.settle(store, place)
+    config = replace(config, world=None)  # a measurement may use fewer ranks than there are
+    store = cluster.meet(place, config, same_setup.setup(config, ()))
     if place.rank > 0:
-        slots.serve(place, store)
-    address = LOOPBACK if place.nodes == 1 else config.address or place.address
-    listens = meeting.own_address(address, place, config.interface)
-    slots.LEADER = slots.Leader(place, store, address, listens, config.timeout_s)
+        remote_ranks.serve(place, store)
+    remote_ranks.LEADER = remote_ranks.Leader(place, store)
 
 
 def launch(
@@ -118,7 +114,7 @@ def launch(
     signals = _Signals(lambda: saves and folder is not None)
     try:
         if place is not None:
-            return joined.run(target, config, args, place, listen, mark_unless_told)
+            return cluster.run(target, config, args, place, listen, mark_unless_told)
         assert config.world is not None
         with signals, Ranks(config, config.world) as ranks:
             signals.ranks = ranks

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any, NoReturn
@@ -30,7 +30,6 @@ from shardlab.errors import (
     UsageError,
 )
 from shardlab.guard import nodes, watchdog
-from shardlab.run import slots
 from shardlab.run.child import Process, Seat, Target, private_file
 from shardlab.run.echo import Echo
 from shardlab.run.forking import fork_server
@@ -45,10 +44,7 @@ def _ignore(_event: Event) -> None: ...
 
 
 class Ranks:
-    """N ranks on this machine, or on the nodes of a launcher whose processes this one leads.
-
-    ``run`` calls a function on all of them and returns the results.
-    """
+    """N ranks on this machine. ``run`` calls a function on all of them and returns the results."""
 
     def __init__(self, launch: LaunchConfig, size: int) -> None:
         self.launch = launch
@@ -56,39 +52,26 @@ class Ranks:
         self._monitor: watchdog.Monitor | None = None  # of the ranks that say where they are
         self._on_event: Callable[[Event], None] = _ignore
         self._pipes: list[connection.Connection] = []
-        self._processes: list[Process | slots.Remote] = []
-        # What a launcher's ranks print is the launcher's to show.
-        self._echo = Echo(size) if slots.LEADER is None else None
+        self._processes: list[Process] = []
+        self._echo = Echo(size)
         self._files = contextlib.ExitStack()
-        if self._echo is not None:
-            _refuse_unfit(launch)
+        _refuse_unfit(launch)
         try:
-            file = "" if self._echo is None else self._files.enter_context(private_file())
+            file = self._files.enter_context(private_file())
             for rank in range(size):
-                pipe, process = self._start(rank, file)
-                self._pipes.append(pipe)
-                self._processes.append(process)
-            if not file:
-                # Rank 0 takes a free port and says which: no other can take it in between.
-                port = self._collect(only=0)[0]
-                for pipe in self._pipes[1:]:
-                    pipe.send(port)
+                self._start(Seat(rank, size, file))
             self._collect()
             output.debug(f"{size} ranks are ready: processes {', '.join(map(str, self.pids))}")
         except BaseException as error:
             self._end_with(error)
 
-    def _start(self, rank: int, file: str) -> tuple[connection.Connection, Process | slots.Remote]:
-        if self._echo is None:
-            assert slots.LEADER is not None
-            return slots.LEADER.start(self.launch, rank, self.size)
+    def _start(self, seat: Seat) -> None:
         ours, theirs = fork_server().Pipe()
-        prints_to = self._echo.pipe(rank)
-        seat = Seat(rank, self.size, rank, self.size, file)
-        process = Process(theirs, self.launch, seat, prints_to)
+        prints_to = self._echo.pipe(seat.rank)
+        self._pipes.append(ours)
+        self._processes.append(Process(theirs, self.launch, seat, prints_to))
         theirs.close()
         prints_to.close()
-        return ours, process
 
     def __enter__(self) -> Ranks:
         return self
@@ -158,20 +141,18 @@ class Ranks:
             pipe.close()
         self._processes, self._pipes = [], []
         self._files.close()
-        if self._echo is not None:
-            self._echo.close()
+        self._echo.close()
 
-    def _collect(self, only: int | None = None, deadline_s: float | None = None) -> list[Any]:
-        """Wait for the answer of every rank (or of one), listening to all."""
+    def _collect(self, deadline_s: float | None = None) -> list[Any]:
+        """Wait for the answer of every rank."""
         limit = None if deadline_s is None else time.monotonic() + deadline_s
         results: dict[int, Any] = {}
-        awaited = range(self.size) if only is None else [only]
         failures: list[Failure] = []
         self._monitor = None
-        while not failures and any(rank not in results for rank in awaited):
+        while not failures and len(results) < self.size:
             left = None if limit is None else limit - time.monotonic()
             if left is not None and left <= 0:
-                late = [str(r) for r in awaited if r not in results]
+                late = [str(r) for r in range(self.size) if r not in results]
                 raise Late(
                     int(late[0]),
                     f"no answer within {deadline_s:g} s (waiting for {', '.join(late)})",
@@ -185,14 +166,8 @@ class Ranks:
             limit = time.monotonic() + GRACE_S
             while (left := limit - time.monotonic()) > 0 and len(failures) < self.size:
                 failures += self._listen(left, results)
-            error = min(failures, key=lambda f: f.suspicion).error
-            if isinstance(error, Mistake):
-                alike = [f for f in failures if str(f.error) == str(error)]
-                error = error if len(alike) == self.size else error.named()
-            if isinstance(error, RankFailure):
-                nodes.CURRENT.locate(error)
-            raise error
-        return [results[rank] for rank in awaited]
+            raise first_cause(failures, self.size)
+        return [results[rank] for rank in range(self.size)]
 
     def _listen(self, left: float | None, results: dict[int, Any]) -> list[Failure]:
         """One round of messages and deaths."""
@@ -220,10 +195,7 @@ class Ranks:
                     else:
                         failures.append(Failure.of(rank, kind, value))
             except (EOFError, OSError):  # it closed its end: it is dead or dying
-                process = self._processes[rank]
-                code = process.join(STOP_S)
-                if isinstance(process, slots.Remote):
-                    process.refuse_lost()
+                code = self._processes[rank].join(STOP_S)
                 pipe.close()
                 failures.append(Failure.of(rank, "died", code))
         return failures
@@ -281,6 +253,17 @@ class Failure:
     @property
     def exit_code(self) -> int:
         return 2 if isinstance(self.error, UsageError) else 1
+
+
+def first_cause(failures: Sequence[Failure], size: int) -> UsageError | RankFailure:
+    """What is said of a job that failed on some of ``size`` ranks."""
+    error = min(failures, key=lambda f: f.suspicion).error
+    if isinstance(error, Mistake):
+        alike = [f for f in failures if str(f.error) == str(error)]
+        error = error if len(alike) == size else error.named()
+    if isinstance(error, RankFailure):
+        nodes.CURRENT.locate(error)
+    return error
 
 
 def _how_it_died(code: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Ranks for many short jobs, some of which may fail."""
+"""Ranks for many short jobs, some of which may fail: started here, or a launcher's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from shardlab import config as configs
 from shardlab.config import Config, LaunchConfig
+from shardlab.run import remote_ranks
 from shardlab.run.child import Target
 from shardlab.run.ranks import Ranks
 
@@ -31,12 +32,16 @@ class RankSet(ExitStack):
 
     def run(self, target: Target, *args: Any) -> list[Any]:
         """Every rank's result of ``target(world, *args)``, in rank order."""
+        if (leader := remote_ranks.LEADER) is not None:
+            return leader.run(self.launch, self.size, target, args, self.deadline_s)
         if self.ranks is None or not self.ranks.alive:
             self.ranks = self.enter_context(Ranks(self.launch, self.size))
         return self.ranks.run(target, *args, deadline_s=self.deadline_s)
 
     def renew(self) -> None:
-        """The next job gets new processes."""
+        """The next job gets new processes. A launcher's stay, and join a new world."""
+        if remote_ranks.LEADER is not None:
+            remote_ranks.LEADER.renew()
         self.close()
         self.ranks = None
 
