@@ -1,25 +1,19 @@
-"""What is said when a node or its link is gone, and which rank says it.
+"""What is said when a node or its link is gone.
 
-The ranks of a launcher's world watch each other through a store, which lies on the first node. A
-node that is cut off from the store cannot hear the others' verdict, and comes to its own.
+Rank 0 watches the ranks of a launcher's world through a store, which lies on the first node. A
+node that is cut off from the store cannot hear rank 0's verdict, and comes to its own.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import sys
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from shardlab.errors import LOST_PEER, Halt
 from shardlab.guard.nodes import Nodes
 from shardlab.guard.verdict import Seen
 
 SILENT_TICKS = 3  # reports in a row that a rank has not sent: then it is gone
-HOLD_S = 2.0  # how long the rank that spoke for its node stays, so that no other speaks too
 TELL_S = 2.0  # how long writing to the run folder may take: it may be on the other side too
 
 
@@ -53,36 +47,3 @@ def of_store(nodes: Nodes, endpoint: str, own: Seen, stood_s: float, why: str) -
 
 def _halt(text: str, ranks: Sequence[int], nodes: Sequence[int]) -> Halt:
     return Halt("lost", text, ranks[0], details={"ranks": list(ranks), "nodes": list(nodes)})
-
-
-# ------------------------------------------------------------------ who says it
-
-_held: socket.socket | None = None
-
-
-def is_first_here(run: str, local_rank: int) -> bool:
-    """Whether this process may speak for its node. It can be asked without the store: the first
-    process that binds a name in the kernel's own name space has it until it ends."""
-    global _held
-    if sys.platform != "linux":
-        return local_rank == 0
-    _held = socket.socket(socket.AF_UNIX)
-    try:
-        _held.bind(f"\0shardlab lost {run}")
-    except OSError:
-        return False
-    return True
-
-
-def end(
-    halt: Halt, run: str, local_rank: int, tell: Callable[[Mapping[str, object]], None]
-) -> None:
-    """Print the verdict once on this node, note it in the run folder, and leave."""
-    if is_first_here(run, local_rank):
-        print(f"{halt.traceback or ''}error: {halt}", file=sys.stderr, flush=True)
-        event = {"halted": halt, "unless_told": True}
-        telling = threading.Thread(target=tell, args=(event,), daemon=True)
-        telling.start()
-        telling.join(TELL_S)
-        time.sleep(HOLD_S)
-    os._exit(1)  # the main thread may be stuck in a collective: nothing else ends it

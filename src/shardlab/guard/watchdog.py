@@ -1,8 +1,8 @@
 """Ends a run in which nothing moves, and says which rank is missing.
 
 In each rank a thread looks, once a second, where the rank is (``pulse``, and the ledger), and
-reports that: through the pipe to the parent that started it; under torchrun, through the store to
-all ranks. Who hears all reports decides. When no rank has moved for the limit, that is a hang.
+reports that: through the pipe to the parent that started it; under a launcher, through the store to
+rank 0. Who hears all reports decides. When no rank has moved for the limit, that is a hang.
 
 A rank that is stuck in C with Python's lock held, or stopped, reports nothing: it is asked from
 outside (``stacks``). The thread costs a rank some 50 microseconds a second.
@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from shardlab.errors import Halt
@@ -104,10 +103,10 @@ class Monitor:
             return self.most_s  # a first step may compile, read or allocate for long
         return min(self.most_s, max(LEAST_S, TIMES_LONGEST * self.longest_s))
 
-    def hang(self, patience_s: float = 0.0) -> Halt | None:
+    def hang(self) -> Halt | None:
         """The verdict, if it is time for one."""
         stood_s = self.clock() - self.moved
-        if self.last.keys() <= self.ended or stood_s < self.limit + patience_s:
+        if self.last.keys() <= self.ended or stood_s < self.limit:
             return None
         looked_at = [self._looked_at(rank) for rank in sorted(self.last)]
         return verdict.judge(looked_at, stood_s, self.nodes)
@@ -234,7 +233,7 @@ class Reporter(threading.Thread):
 
 
 class StoreReporter(Reporter):
-    """Under torchrun every rank reports to all, and every rank decides, the first one for all.
+    """Under a launcher the ranks report to their store, and rank 0 judges.
 
     The store is on one of the nodes. A second thread notices when it does not answer.
     """
@@ -247,13 +246,9 @@ class StoreReporter(Reporter):
 
         # A store of its own: the main thread may be waiting in the other one, holding its lock.
         self.store = side_store("watchdog")
-        if limit_s is None or world.size > 64:
-            self.tick_s = max(self.tick_s, world.size / 64)  # the store answers size² questions
         self.nodes = nodes.CURRENT
         self.endpoint = endpoint(self.store)
-        self.monitor = Monitor(limit_s, timeout_s, nodes=self.nodes)
-        self.others = [rank for rank in range(world.size) if rank != world.rank]
-        self.present: set[int] = set()
+        self.monitor = Monitor(limit_s, timeout_s, nodes=self.nodes)  # rank 0's hears all ranks
         self.answered = time.monotonic()  # when the store last did
         self.closed = ""  # how the connection to it ended
         self.ending = threading.Lock()
@@ -275,50 +270,50 @@ class StoreReporter(Reporter):
         if seen is None:
             return
         self.monitor.see(seen)
-        for rank in self.others:
-            key = f"rank {rank}"
-            if rank not in self.present and not self.store.check([key]):
-                continue
-            self.present.add(rank)
-            if (other := convert(json.loads(self.store.get(key)), Seen | None)) is None:
-                self.monitor.end(rank)
-            else:
-                self.monitor.see(other)
-        # One after the other, so that one verdict is written; the next if the first cannot.
-        halt = self.monitor.hang(patience_s=0.5 * min(self.world.rank, 4))
-        if halt is not None or self.store.check(["hung"]):
-            self._end(halt)
+        if self.world.rank == 0:
+            self._hear_others()
+            if (halt := self.monitor.hang()) is not None:
+                self._end_all(halt)
+        elif self.store.check(["verdict"]):
+            self._end_as_told()
         self.answered = time.monotonic()
 
-    def _end(self, halt: Halt | None) -> None:
-        """See that the verdict is printed once on each node, and end this rank."""
-        here = self.nodes.here
-        if halt is not None and self.store.add("hung", 1) == 1:
-            self.nodes.locate(halt)
-            self.store.set("verdict", json.dumps([here, str(halt)]))
-            self.world.tell({"halted": halt})
-            print(f"{halt.traceback}error: {halt}", file=sys.stderr, flush=True)
-            for pid in self.monitor.silent():  # torchrun asks politely, for half a minute
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, 9)
-            self._wait_for_nodes()
-        elif self.nodes.are_several:
-            self.store.wait(["verdict"], timedelta(seconds=lost.TELL_S))
-            node, text = json.loads(self.store.get("verdict"))
-            if node != here and self.store.add(f"node {here} has heard", 1) == 1:
-                print(f"error: {text}", file=sys.stderr, flush=True)
-                self.store.add("nodes that have heard", 1)
-        os._exit(1)  # the main thread is stuck: nothing else ends it
+    def _hear_others(self) -> None:
+        keys = {f"rank {rank}": rank for rank in range(1, self.world.size)}
+        if keys and not self.store.check(list(keys)):
+            keys = {key: rank for key, rank in keys.items() if self.store.check([key])}
+        found = self.store.multi_get(list(keys)) if keys else []
+        for rank, text in zip(keys.values(), found, strict=True):
+            if (seen := convert(json.loads(text), Seen | None)) is None:
+                self.monitor.end(rank)
+            else:
+                self.monitor.see(seen)
 
-    def _wait_for_nodes(self) -> None:
-        """The store may end with this rank, or with its agent: not before all nodes have heard."""
+    def _end_all(self, halt: Halt) -> None:
+        """Tell the verdict, here and on the other nodes, and end this rank."""
+        self.nodes.locate(halt)
+        self.store.set("verdict", str(halt))
+        self.world.tell({"halted": halt})
+        print(f"{halt.traceback}error: {halt}", file=sys.stderr, flush=True)
+        for pid in self.monitor.silent():  # torchrun asks politely, for half a minute
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, 9)
+        # The store may end with this rank, or with its agent: not before all nodes have heard.
         gone = self.nodes.whole(self.monitor.gone())
         others = len(self.nodes.host_of) - len(gone) - 1
         limit = time.monotonic() + lost.SILENT_TICKS * self.tick_s
-        while others > 0 and time.monotonic() < limit:
-            if self.store.add("nodes that have heard", 0) >= others:
-                return
+        while time.monotonic() < limit and self.store.add("nodes that have heard", 0) < others:
             time.sleep(0.05)
+        os._exit(1)  # the main thread is stuck: nothing else ends it
+
+    def _end_as_told(self) -> None:
+        """End this rank; the first of another node than rank 0's prints the verdict there."""
+        here = self.nodes.here
+        is_other = self.nodes.are_several and here != self.nodes.node_of[0]
+        if is_other and self.store.add(f"node {here} has heard", 1) == 1:
+            print(f"error: {self.store.get('verdict').decode()}", file=sys.stderr, flush=True)
+            self.store.add("nodes that have heard", 1)
+        os._exit(1)
 
     # -------------------------------------------------------------- without the store
 
@@ -329,7 +324,7 @@ class StoreReporter(Reporter):
         time.sleep((lost.SILENT_TICKS + 1) * self.tick_s)
         if why := self._why_no_store():
             self._end_alone(why)
-        if gone := self.monitor.gone():
+        if gone := self.monitor.gone():  # rank 0 knows
             raise lost.of_ranks(gone, self.nodes, error) from error
 
     def _why_no_store(self) -> str:
@@ -355,13 +350,20 @@ class StoreReporter(Reporter):
                 self._end_alone(why)
 
     def _end_alone(self, why: str) -> None:
+        """The first rank of this node speaks for it, and notes it in the run folder."""
         self.ending.acquire()  # never released: one thread ends the process
-        seen = self.message()
-        stood_s = time.monotonic() - self._moved
-        halt = lost.of_store(self.nodes, self.endpoint, seen, stood_s, why)
-        self.nodes.locate(halt)
-        run = f"{self.endpoint} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        lost.end(halt, run, self.world.local_rank, self.world.tell)
+        if self.world.local_rank == 0:
+            stood_s = time.monotonic() - self._moved
+            halt = lost.of_store(self.nodes, self.endpoint, self.message(), stood_s, why)
+            self.nodes.locate(halt)
+            print(f"error: {halt}", file=sys.stderr, flush=True)
+            # The folder may be on the other side too.
+            event = ({"halted": halt, "unless_told": True},)
+            telling = threading.Thread(target=self.world.tell, args=event, daemon=True)
+            telling.start()
+            telling.join(lost.TELL_S)
+        time.sleep(lost.TELL_S)  # a launcher ends the others when the first has left
+        os._exit(1)  # the main thread may be stuck in a collective: nothing else ends it
 
 
 @contextmanager
