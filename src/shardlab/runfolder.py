@@ -18,34 +18,58 @@ from typing import Any
 from shardlab.errors import Halt, RankFailure, UsageError
 from shardlab.files import json_text, read_jsonl, write_json, write_text
 
-README = """\
-# {title}
+# What a training run writes: file, when, what it is. README.md of the folder says the same.
+FILES = (
+    ("README.md", "", "this table"),
+    ("config.yaml", "", "the resolved configuration; again: `shardlab train --config config.yaml`"),
+    ("env.json", "", "versions, CPU, GPU, git commit, command"),
+    ("status.json", "", "running, finished, crashed (which rank, where), hung, interrupted"),
+    ("run.lock", "", "held while the run is active, so that no second run writes into this folder"),
+    ("rank<r>.jsonl", "",
+     "a line per optimizer step of rank r: loss, times, samples, bytes, memory"),
+    ("ledger.rank<r>.jsonl", "",
+     "a line per collective that our code called: what, where, when"),
+    ("chosen.json", "if the strategy chose options by itself", "the options, as `bucket_mb`"),
+    ("traces/rank<r>/", "with `--profile`",
+     "PyTorch profiler traces; `shardlab trace analyze .`"),
+    ("clocks.json", "with traces of several nodes", "how far their clocks were apart"),
+    ("tensorboard/", "with `output.tensorboard`", "for `tensorboard --logdir .`"),
+    ("wandb/", "with `output.wandb`", "what Weights & Biases keeps of the run"),
+    ("evaluation.jsonl", "if the run evaluated", "a line per evaluation on the held-out samples"),
+    ("checkpoints/step-<n>/", "with `--checkpoint-every`", "what `--resume .` continues from"),
+    ("checkpoints.jsonl", "with `--checkpoint-every`",
+     "a line per checkpoint: how long it took, how large, what went wrong"),
+    ("resumes.jsonl", "if the run was resumed", "a line each time, from where and as what"),
+    ("faults.rank<r>.jsonl", "with `--inject`", "the faults that struck rank r"),
+    ("crash.txt", "after a crash", "the first failing rank and its traceback"),
+    ("hang.txt", "after a hang", "who was missing, and each rank's Python stack"),
+    ("hang.json", "after a hang", "the same, for programs"),
+    ("lost.*", "if ranks of another node were lost", "which"),
+    ("out-of-step.*", "if a guard ended the run", "what it found"),
+    ("drifted.*", "if a guard ended the run", "what it found"),
+    ("not-finite.*", "if a guard ended the run", "what it found"),
+    ("interrupted.*", "if a run that was asked to stop could not", "which rank did not answer"),
+)  # fmt: skip
 
-| file | what it is |
-|---|---|
-| `config.yaml` | the resolved configuration; again: `shardlab train --config config.yaml` |
-| `env.json` | versions, CPU, GPU, git commit, command |
-| `status.json` | running, finished, crashed (which rank, where), hung, interrupted |
-| `run.lock` | held while the run is active, so that no second run writes into this folder |
-| `rank<r>.jsonl` | a line per optimizer step of rank r: loss, times, samples, bytes, memory |
-| `ledger.rank<r>.jsonl` | a line per collective that our code called: what, where, when |
-| `traces/rank<r>/` | only with `--profile`: PyTorch profiler traces; `shardlab trace analyze .` |
-| `clocks.json` | only with traces of several nodes: how far their clocks were apart |
-| `tensorboard/` | only with `output.tensorboard`: for `tensorboard --logdir .` |
-| `wandb/` | only with `output.wandb`: what Weights & Biases keeps of the run |
-| `evaluation.jsonl` | only if the run evaluated: a line per evaluation on the held-out samples |
-| `checkpoints/step-<n>/` | only with `--checkpoint-every`: what `--resume .` continues from |
-| `checkpoints.jsonl` | a line per checkpoint: how long it took, how large, what went wrong |
-| `resumes.jsonl` | only if the run was resumed: a line each time, from where and as what |
-| `faults.rank<r>.jsonl` | only with `--inject`: the faults that struck rank r |
-| `crash.txt` | only after a crash: the first failing rank and its traceback |
-| `hang.txt`, `hang.json` | only after a hang: who was missing, and each rank's Python stack |
-| `lost.txt`, `lost.json` | only if ranks of another node were lost: which |
-| `out-of-step.*`, `drifted.*`, `not-finite.*` | only if a guard ended the run: what it found |
+# By which file a folder of another command is known; that of `train` is known by status.json.
+KINDS = {
+    "compare": "compare.json", "to-loss": "to_loss.json", "prove": "prove.json",
+    "throughput": "throughput.json", "memory": "memory.json", "network": "network.json",
+    "plan": "plan.json", "plan check": "plan-check.json",
+}  # fmt: skip
 
+END_OF_README = """
 Times ending in `_ns` are of the host's monotonic clock. `step_ms` covers forward, backward,
 communication and update; `data_ms` is the wait for the batch before it.
 """
+
+
+def readme(title: str) -> str:
+    """The table of a training run's files, for whoever opens its folder."""
+    rows = [
+        f"| `{name}` | {f'only {when}: ' if when else ''}{about} |" for name, when, about in FILES
+    ]
+    return "\n".join([f"# {title}\n", "| file | what it is |", "|---|---|", *rows, END_OF_README])
 
 
 OF_LOGGERS = ("tensorboard", "wandb")  # they write links

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import commands
+from shardlab import runfolder
 from shardlab.runlock import RunLock
 
 
@@ -59,6 +60,29 @@ def test_the_list(tmp_path: Path) -> None:
     shown = commands.here("runs", "show", "runs/new", cwd=tmp_path).stdout
     assert "reason: RuntimeError: planted" in shown
     assert "loss 2.5000 → 2.5000" in shown
+
+
+@pytest.mark.parametrize("kind", runfolder.KINDS)
+def test_folders_of_every_command_are_known(kind: str, tmp_path: Path) -> None:
+    """A plan has no workload of its own: its config names it."""
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    rows = [{"label": "zero1", "strategy": "zero1", "pass": True}]
+    record = {"schema": 1, "rows": rows, "config": {"model": {"workload": "gpt2"}}}
+    (folder / runfolder.KINDS[kind]).write_text(json.dumps(record))
+    (found,) = runs(cwd=tmp_path)["runs"]
+    assert (found["command"], found["strategy"], found["workload"]) == (kind, "zero1", "gpt2")
+
+
+def test_a_run_whose_strategy_has_chosen_is_known(tmp_path: Path) -> None:
+    folder = train_folder(tmp_path / "runs", "one")
+    (folder / "chosen.json").write_text('{"bucket_mb": 4.0}')
+    assert runs("show", "runs/one", cwd=tmp_path)["command"] == "train"
+
+
+def test_the_page_has_every_file_of_a_run() -> None:
+    page = (commands.ROOT / "docs" / "run-folder.md").read_text()
+    assert [name for name, _, _ in runfolder.FILES if f"`{name}`" not in page] == []
 
 
 def test_a_run_in_use(tmp_path: Path) -> None:

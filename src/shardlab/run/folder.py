@@ -17,7 +17,7 @@ from shardlab.errors import UsageError
 from shardlab.files import write_json
 from shardlab.run import environment
 from shardlab.run.assemble import notes
-from shardlab.runfolder import README, mark
+from shardlab.runfolder import mark, readme
 from shardlab.runlock import RunLock
 from shardlab.strategies.base import T
 from shardlab.workloads.base import Workload
@@ -94,8 +94,7 @@ def _fill_folder(
         described = environment.describe(world.device, command)
         about = {"data": workload.data, "notes": notes(config, workload)}
         write_json(folder / "env.json", {**described, **about})
-        readme = README.format(title=folder.name)
-        (folder / "README.md").write_text(readme, encoding="utf-8")
+        (folder / "README.md").write_text(readme(folder.name), encoding="utf-8")
     again = config.with_overrides({"output.dir": None, "checkpoint.resume": None})
     (folder / "config.yaml").write_text(again.to_yaml(), encoding="utf-8")
     if start.is_resumed:

@@ -19,6 +19,7 @@ from shardlab.data import sources
 from shardlab.data.catalog import ENTRIES
 from shardlab.errors import UsageError
 from shardlab.files import read_jsonl
+from shardlab.runfolder import KINDS
 from shardlab.runlock import table_in
 
 NOTHING = "–"
@@ -70,8 +71,8 @@ def read(folder: Path) -> Run | None:
     """What a folder says of its run; None if it is no run folder."""
     if (folder / "status.json").is_file() and (folder / "config.yaml").is_file():
         return _training(folder)
-    for command in ("compare", "prove", "throughput", "memory", "network"):
-        if found := table_in(folder / f"{command}.json"):
+    for command, name in KINDS.items():
+        if found := table_in(folder / name):
             return _measurement(folder, command, found)
     return None
 
@@ -111,13 +112,14 @@ def _measurement(folder: Path, command: str, found: Mapping[str, Any]) -> Run:
     rows = found.get("cells") or found.get("verdicts") or found.get("rows") or []
     labels = [str(r.get("label") or r.get("strategy")) for r in rows if isinstance(r, dict)]
     labels = [label for label in dict.fromkeys(labels) if label != "None"]
+    model = _part(_part(found, "config"), "model")
     state = "interrupted" if found.get("interrupted") else "finished"
     if command == "prove":
         state = "passed" if all(row.get("pass") for row in rows) else "failed"
     return Run(
-        folder, command, state, _when(folder / f"{command}.json"), size_of(folder),
+        folder, command, state, _when(folder / KINDS[command]), size_of(folder),
         strategy=(", ".join(labels) if len(labels) < 3 else f"{len(labels)} strategies") or NOTHING,
-        workload=str(found.get("workload") or NOTHING),
+        workload=str(found.get("workload") or model.get("workload") or NOTHING),
         details={"command": found.get("command"), "strategies": labels},
     )  # fmt: skip
 
