@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import config as configs
+from shardlab import runfolder
 from shardlab.checkpoint import files, manifest
 from shardlab.config import Config
 from shardlab.errors import RankFailure, UsageError
@@ -409,7 +410,7 @@ class _Disturber(threading.Thread):
             if self.words[1] == "parent":
                 pid = int(self.folder.with_suffix(".pid").read_text())
             else:
-                pid = files.state_of(self.folder)["pids"][int(self.words[2])]
+                pid = runfolder.state_of(self.folder)["pids"][int(self.words[2])]
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
             self.sent = pid
@@ -451,7 +452,7 @@ def judge(case: Case, folder: Path, reference: Path) -> None:
     case.wrong += leftovers(folder)
     if case.wrong:
         return
-    if (state := files.state_of(folder).get("state")) != "finished":
+    if (state := runfolder.state_of(folder).get("state")) != "finished":
         case.wrong.append(f"status.json says {state}")
     case.wrong += different(folder, reference, case.world)
 
@@ -486,7 +487,7 @@ def different(folder: Path, reference: Path, world: int) -> list[str]:
 def leftovers(folder: Path) -> list[str]:
     """Processes of the run that live, and files that are half-written."""
     found = []
-    pids = files.state_of(folder).get("pids", [])
+    pids = runfolder.state_of(folder).get("pids", [])
     limit = time.monotonic() + 5
     alive = pids
     while alive and time.monotonic() < limit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -21,7 +22,9 @@ LOST_PEER = (
 
 
 class UsageError(Exception):
-    """What the user asked for cannot be done; the message says why and what can. Exit code 2."""
+    """What the user asked for cannot be done; the message says why and what can."""
+
+    exit_code = 2
 
     def __init__(self, message: str = "", *, lines: bool = False) -> None:
         super().__init__(readable(message, lines))
@@ -51,11 +54,15 @@ def readable(text: str, lines: bool = False) -> str:
 
 
 class NodeLost(Exception):
-    """A launcher's process on a node is gone, and no rank can be started there. Exit code 1."""
+    """A launcher's process on a node is gone, and no rank can be started there."""
+
+    exit_code = 1
 
 
 class RankFailure(Exception):
-    """A rank died or raised. Exit code 1."""
+    """A rank died or raised."""
+
+    exit_code = 1
 
     def __init__(self, rank: int, message: str, traceback: str | None = None) -> None:
         super().__init__(f"rank {rank}: {message}")
@@ -66,6 +73,7 @@ class RankFailure(Exception):
         if traceback:  # for a caller who does not catch this: Python prints it below the message
             self.add_note(f"On rank {rank}:\n{traceback}")
         self.is_final = False  # the run was to end anyway, and is not started again
+        self.folder: Path | None = None  # of the run, if it had one
 
     @property
     def name(self) -> str:
@@ -81,7 +89,7 @@ class Late(RankFailure):
 
 
 class Halt(RankFailure):
-    """A guard ended the run for what it found: a hang, ranks out of step, a NaN. Exit code 1.
+    """A guard ended the run for what it found: a hang, ranks out of step, a NaN.
 
     The message speaks for all ranks; ``report`` is what stands above it. ``state`` and ``details``
     go to the run folder.
@@ -116,6 +124,7 @@ class Interrupted(Exception):
     def __init__(self, message: str = "every rank was ended", number: int = 2) -> None:
         super().__init__(message)
         self.number = number
+        self.folder: Path | None = None  # of the run, if it had one
 
     @property
     def exit_code(self) -> int:

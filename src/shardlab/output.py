@@ -127,6 +127,12 @@ def note(level: str, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def error(text: str, report: str | None = None) -> None:
+    """Why a command failed, in a line; ``report`` stands above it."""
+    with contextlib.suppress(OSError):  # stderr is on a full device: the exit code says it
+        print(f"{report or ''}error: {text}", file=sys.stderr, flush=True)
+
+
 def debug(text: str) -> None:
     """What is being done, with the seconds since the command began."""
     if tells("debug"):

@@ -6,6 +6,7 @@ read or mark a folder.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import stat
@@ -15,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from shardlab import runlock
 from shardlab.errors import Halt, RankFailure, UsageError
 from shardlab.files import json_text, read_jsonl, write_json, write_text
 
@@ -133,15 +135,32 @@ def _made(root: Path, name: str, chosen: Path | None) -> Path:
     raise FileExistsError(root / f"{stamp}-{name}")
 
 
+def state_of(folder: Path) -> dict[str, Any]:
+    """What ``status.json`` says; empty if it cannot be read."""
+    return runlock.table_in(folder / "status.json")
+
+
 def mark(folder: Path, state: str, **details: Any) -> None:
     write_json(folder / "status.json", {"state": state, **details})
 
 
-def mark_crashed(folder: Path, failure: RankFailure) -> None:
-    """Say in the folder that the run crashed: which rank, after which step, and why."""
-    if isinstance(failure, Halt):
-        _mark_halted(folder, failure)
+def mark_failed(folder: Path, how: RankFailure | str, unless_told: bool = False) -> None:
+    """Say in a run's folder why it did not finish: a failure, or the signal that ended it.
+
+    ``unless_told``: an earlier explanation is better, and stays.
+    """
+    if unless_told and state_of(folder).get("state") != "running":
         return
+    with contextlib.suppress(OSError):  # the disk is full; the failure is printed anyway
+        if isinstance(how, str):
+            mark(folder, "interrupted", reason=how)
+        elif isinstance(how, Halt):
+            _mark_halted(folder, how)
+        else:
+            _mark_crashed(folder, how)
+
+
+def _mark_crashed(folder: Path, failure: RankFailure) -> None:
     path = folder / f"rank{failure.rank}.jsonl"
     steps = read_jsonl(path) if path.exists() else []
     last = steps[-1]["step"] if steps else None

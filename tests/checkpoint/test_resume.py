@@ -19,6 +19,7 @@ from conformance import AS_ONE, REFUSED, arrays
 from conftest import GetRanks, deep_unless, long_unless
 from resuming import batches, build, losses_of, run, settings, state_at, train
 from shardlab import config as configs
+from shardlab import runfolder
 from shardlab.checkpoint import course, files, rng
 from shardlab.checkpoint import manifest as manifests
 from shardlab.checkpoint import start as starts
@@ -331,7 +332,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     for name in ("status.json", "config.yaml"):
         (run / name).unlink()
         os.mkfifo(run / name)
-    assert files.state_of(run) == {}
+    assert runfolder.state_of(run) == {}
     assert files.settings_in(run / "config.yaml") is None
     assert housekeeping.runs_in(tmp_path) == []
     with pytest.raises(UsageError, match="neither a file nor a folder"):
@@ -348,7 +349,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_deep_json_is_an_unreadable_file(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text("[" * 100_000)
-    assert files.state_of(tmp_path) == {}
+    assert runfolder.state_of(tmp_path) == {}
 
 
 def test_keys_of_an_older_version_are_passed_over_if_they_were_off(tmp_path: Path) -> None:

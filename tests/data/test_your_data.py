@@ -18,7 +18,7 @@ from torch import nn
 
 import commands
 from shardlab import config as configs
-from shardlab.checkpoint import files
+from shardlab import runfolder
 from shardlab.data.loader import cast
 from shardlab.errors import UsageError
 from shardlab.files import read_jsonl
@@ -907,7 +907,7 @@ def test_a_run_ends_when_its_held_out_loss_does_not_fall(
     result = run(ranks, 2, tmp_path, "unmoved", **changes)
     folder = Path(result["folder"])
     assert result["steps"] == result["checkpoint"]["step"] == 3
-    status = files.state_of(folder)
+    status = runfolder.state_of(folder)
     assert (status["state"], status["reason"]) == ("finished", result["ended_early"])
     assert status["reason"].startswith("2 evaluations in a row have not lowered the held-out loss")
     if name != "zero3":
@@ -920,7 +920,7 @@ def test_a_run_ends_when_its_held_out_loss_does_not_fall(
     changes |= {"checkpoint.resume": str(folder), "training.patience": 6, "training.steps": 7}
     last = run(ranks, 2, tmp_path, "unmoved", **changes)
     assert (last["steps"], last["ended_early"]) == (7, None)  # it had no step left to leave out
-    assert "reason" not in files.state_of(folder)
+    assert "reason" not in runfolder.state_of(folder)
 
 
 @pytest.mark.long

@@ -65,7 +65,7 @@ def test_a_rank_is_named_with_its_node(tmp_path: Path) -> None:
     failure = RankFailure(3, "ValueError: a tensor of rank 2")
     TWO.locate(failure)
     assert str(failure) == "rank 3 (node 1, b): ValueError: a tensor of rank 2"
-    runfolder.mark_crashed(tmp_path, failure)
+    runfolder.mark_failed(tmp_path, failure)
     assert read_json(tmp_path / "status.json")["where"] == "node 1, b"
     assert (tmp_path / "crash.txt").read_text().startswith("rank 3 (node 1, b) failed before")
     halt = Halt("drifted", "rank 3 differs from rank 0, and rank 3 alone", rank=3)

@@ -168,7 +168,7 @@ def test_two_folders_in_one_second(tmp_path: Path) -> None:
 
 def test_a_line_cut_off_by_a_crash_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "rank0.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"st')
-    runfolder.mark_crashed(tmp_path, RankFailure(0, "out of luck"))
+    runfolder.mark_failed(tmp_path, RankFailure(0, "out of luck"))
     status = json.loads((tmp_path / "status.json").read_text())
     assert status["last_finished_step"] == 1
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import config as configs
-from shardlab import runlock
+from shardlab import runfolder, runlock
 from shardlab.checkpoint import manifest as manifests
 from shardlab.errors import UsageError
 
@@ -90,14 +90,9 @@ def to_remove(steps: Iterable[int], keep_last: int, keep_every: int | None) -> l
 # ------------------------------------------------------------------ which run can be continued
 
 
-def state_of(run: Path) -> dict[str, Any]:
-    """What ``status.json`` says; empty if it cannot be read."""
-    return runlock.table_in(run / "status.json")
-
-
 def is_running(run: Path) -> bool:
     """Whether the run is still alive, as far as can be seen from this host."""
-    status = state_of(run)
+    status = runfolder.state_of(run)
     if status.get("state") != "running":
         return False
     if (is_held := runlock.is_held(run)) is not None:
@@ -124,7 +119,7 @@ def unfinished(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The run folders under ``root`` that did not finish, with their configs, the newest first."""
     marked = [(path.stat().st_mtime_ns, path.parent) for path in root.glob("*/status.json")]
     for _, run in sorted(marked, reverse=True):
-        if state_of(run).get("state") in (None, "finished") or is_running(run):
+        if runfolder.state_of(run).get("state") in (None, "finished") or is_running(run):
             continue
         if (values := settings_in(run / "config.yaml")) is not None:
             yield run, values

@@ -7,7 +7,7 @@ import io
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -84,36 +84,32 @@ def main() -> None:
     try:
         Path.cwd()
     except OSError:
-        _end(2, "error: the current folder is gone; change to another, and try again")
+        output.error("the current folder is gone; change to another, and try again")
+        raise SystemExit(2) from None
     try:
         app()
     except SystemExit as left:  # typer turns Ctrl-C into this, wherever it came, without a word
         if isinstance(getattr(left.__context__, "__cause__", None), KeyboardInterrupt):
             raise KeyboardInterrupt from None
         raise
-    except UsageError as error:
+    except (UsageError, RankFailure, NodeLost) as failure:
         from shardlab.run import cluster
 
-        _end(2, f"error: {cluster.refused_together(str(error))}")
-    except RankFailure as failure:
-        if failure.traceback:
-            print(failure.traceback, file=sys.stderr, end="")
-        _end(1, f"error: {failure}")
-    except NodeLost as lost:
-        _end(1, f"error: {lost}")
+        text = str(failure)
+        if isinstance(failure, UsageError):
+            text = cluster.refused_together(text)
+        output.error(text, getattr(failure, "traceback", None))
+        raise SystemExit(failure.exit_code) from None
     except Interrupted as stopped:
-        _end(stopped.exit_code, f"interrupted: {stopped}")
+        with contextlib.suppress(OSError):
+            print(f"interrupted: {stopped}", file=sys.stderr)
+        raise SystemExit(stopped.exit_code) from None
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
         output.give_up()
-        _end(2, f"error: cannot write {error.filename or 'to stdout'}: {error.strerror}")
-
-
-def _end(code: int, message: str) -> NoReturn:
-    with contextlib.suppress(OSError):  # stderr is on a full device: the exit code says it
-        print(message, file=sys.stderr)
-    raise SystemExit(code)
+        output.error(f"cannot write {error.filename or 'to stdout'}: {error.strerror}")
+        raise SystemExit(2) from None
 
 
 @app.command()

@@ -43,6 +43,7 @@ def config_of(asked: flags.Asked, keep_world: bool, is_restarted: bool) -> Confi
 )  # fmt: skip
 def train(asked: flags.Asked) -> None:
     """Train with one strategy; the run folder keeps every step and every collective."""
+    from shardlab.checkpoint import files
     from shardlab.checkpoint import start as starts
     from shardlab.plan import buckets
     from shardlab.report import console
@@ -62,7 +63,8 @@ def train(asked: flags.Asked) -> None:
         with console.training_progress(enabled=is_first and asked.tells) as on_event:
             result = restart.train(resolved, flags.command(), on_event)
     except (RankFailure, Interrupted) as failure:
-        if (folder := getattr(failure, "folder", None)) is not None and is_first:
+        folder = failure.folder
+        if is_first and folder is not None and files.steps_in(folder):
             again = f"shardlab train --resume {shlex.quote(str(folder))}"
             for key, flag in starts.CODE.items():  # a run folder alone runs no code of its user's
                 section, _, name = key.partition(".")

@@ -15,7 +15,6 @@ import json
 import math
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from shardlab import output
 from shardlab.errors import Halt
 from shardlab.guard import lost, nodes, stacks, verdict
 from shardlab.guard.nodes import Nodes
@@ -294,7 +294,7 @@ class StoreReporter(Reporter):
         self.nodes.locate(halt)
         self.store.set("verdict", str(halt))
         self.world.tell({"halted": halt})
-        print(f"{halt.traceback}error: {halt}", file=sys.stderr, flush=True)
+        output.error(str(halt), halt.traceback)
         for pid in self.monitor.silent():  # torchrun asks politely, for half a minute
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, 9)
@@ -311,7 +311,7 @@ class StoreReporter(Reporter):
         here = self.nodes.here
         is_other = self.nodes.are_several and here != self.nodes.node_of[0]
         if is_other and self.store.add(f"node {here} has heard", 1) == 1:
-            print(f"error: {self.store.get('verdict').decode()}", file=sys.stderr, flush=True)
+            output.error(self.store.get("verdict").decode())
             self.store.add("nodes that have heard", 1)
         os._exit(1)
 
@@ -356,7 +356,7 @@ class StoreReporter(Reporter):
             stood_s = time.monotonic() - self._moved
             halt = lost.of_store(self.nodes, self.endpoint, self.message(), stood_s, why)
             self.nodes.locate(halt)
-            print(f"error: {halt}", file=sys.stderr, flush=True)
+            output.error(str(halt))
             # The folder may be on the other side too.
             event = ({"halted": halt, "unless_told": True},)
             telling = threading.Thread(target=self.world.tell, args=event, daemon=True)

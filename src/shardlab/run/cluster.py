@@ -39,6 +39,9 @@ SIGNALLED_S = 3.0  # after which not all ranks have been signalled
 LIMIT = "launch.timeout_s"
 FINE = "fine"
 
+# Says in the run's folder how it ended; True: unless something better has been said.
+Mark = Callable[[RankFailure | str, bool], None]
+
 has_met = False  # the ranks have told each other whether they can begin
 _stays_s = STOP_S
 
@@ -49,7 +52,7 @@ def run(
     args: tuple[Any, ...],
     place: Place,
     listen: Callable[[Event], None],
-    mark_unless_told: Callable[[RankFailure | str], None],
+    mark: Mark,
 ) -> Any:
     """This process as one rank of a launcher's world."""
     from shardlab import world as worlds
@@ -57,7 +60,7 @@ def run(
     rank, size = place.rank, place.size
     store = meet(place, config, same_setup.setup(config, args))
     try:
-        with _signals(store, place, mark_unless_told):
+        with _signals(store, place, mark):
             numbers = rank, size, place.local_rank, place.local_size
             world = worlds.join(config, *numbers, store, tell=listen)
             result = child.resolve(target)(world, *args)
@@ -74,11 +77,11 @@ def run(
             nodes.CURRENT.locate(failure.error)
             if failure.is_victim:
                 # torchrun may end us while we wait for the cause to speak: say what we know now.
-                mark_unless_told(failure.error)
+                mark(failure.error, True)
                 time.sleep(GRACE_S)
         is_for_all_nodes = isinstance(failure.error, UsageError) or failure.is_lost_node
         if _has_been_said(store, place, is_for_all_nodes):
-            raise SystemExit(failure.exit_code) from None
+            raise SystemExit(failure.error.exit_code) from None
         if isinstance(failure.error, Mistake) and size > 1:
             raise failure.error.named() from None
         raise failure.error from None
@@ -382,7 +385,7 @@ def _leave_together(store: Any, place: Place) -> None:
 
 
 @contextlib.contextmanager
-def _signals(store: Any, place: Place, mark: Callable[[RankFailure | str], None]) -> Iterator[None]:
+def _signals(store: Any, place: Place, mark: Mark) -> Iterator[None]:
     """What SIGINT and SIGTERM do to a rank of a launcher's.
 
     torchrun's agent, srun and mpirun pass on to all ranks what they are sent: then a run that can
@@ -405,12 +408,12 @@ def _signals(store: Any, place: Place, mark: Callable[[RankFailure | str], None]
             run.ask(number)
             return
         if _all_are_signalled(store, place.size):
-            mark(signal.Signals(number).name)
+            mark(signal.Signals(number).name, True)
             if place.rank == 0:
                 print("interrupted: every rank was ended", file=sys.stderr, flush=True)
         else:
             ended = f"ended by {place.launcher}, because another rank had failed"
-            mark(RankFailure(place.rank, ended))
+            mark(RankFailure(place.rank, ended), True)
         os._exit(128 + number)
 
     with stop.heard(handle):

@@ -13,13 +13,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from shardlab import runlock
+from shardlab import runfolder, runlock
 from shardlab.checkpoint import files as checkpoints
 from shardlab.data import sources
 from shardlab.data.catalog import ENTRIES
 from shardlab.errors import UsageError
 from shardlab.files import read_jsonl
-from shardlab.runfolder import KINDS
 from shardlab.runlock import table_in
 
 NOTHING = "–"
@@ -71,14 +70,14 @@ def read(folder: Path) -> Run | None:
     """What a folder says of its run; None if it is no run folder."""
     if (folder / "status.json").is_file() and (folder / "config.yaml").is_file():
         return _training(folder)
-    for command, name in KINDS.items():
+    for command, name in runfolder.KINDS.items():
         if found := table_in(folder / name):
             return _measurement(folder, command, found)
     return None
 
 
 def _training(folder: Path) -> Run:
-    status, env = checkpoints.state_of(folder), table_in(folder / "env.json")
+    status, env = runfolder.state_of(folder), table_in(folder / "env.json")
     settings = checkpoints.settings_in(folder / "config.yaml") or {}
     state = str(status.get("state", "unknown"))
     # On another host, and without a lock that is seen from here, it may still be running.
@@ -117,7 +116,7 @@ def _measurement(folder: Path, command: str, found: Mapping[str, Any]) -> Run:
     if command == "prove":
         state = "passed" if all(row.get("pass") for row in rows) else "failed"
     return Run(
-        folder, command, state, _when(folder / KINDS[command]), size_of(folder),
+        folder, command, state, _when(folder / runfolder.KINDS[command]), size_of(folder),
         strategy=(", ".join(labels) if len(labels) < 3 else f"{len(labels)} strategies") or NOTHING,
         workload=str(found.get("workload") or model.get("workload") or NOTHING),
         details={"command": found.get("command"), "strategies": labels},

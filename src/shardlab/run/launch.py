@@ -3,7 +3,6 @@ process is one."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import runfolder
+from shardlab.checkpoint import files
 from shardlab.config import Config, LaunchConfig
 from shardlab.errors import Interrupted, RankFailure, UsageError
 from shardlab.guard import stop
@@ -82,39 +82,19 @@ def launch(
         nonlocal folder
         folder = Path(event["folder"]) if "folder" in event else folder
         if "halted" in event:
-            (mark_unless_told if event.get("unless_told") else mark)(event["halted"])
+            mark(event["halted"], event.get("unless_told", False))
         else:
             on_event(event)
 
-    def mark(failure: RankFailure) -> None:
+    def mark(how: RankFailure | str, unless_told: bool = False) -> None:
         if folder is not None:
-            with contextlib.suppress(OSError):  # the disk is full; the failure is printed anyway
-                runfolder.mark_crashed(folder, failure)
-
-    def mark_unless_told(how: RankFailure | str) -> None:
-        """Keep an earlier, better explanation if one was recorded."""
-        from shardlab.checkpoint import files
-
-        if folder is None or files.state_of(folder).get("state") != "running":
-            return
-        if isinstance(how, RankFailure):
-            mark(how)
-            return
-        with contextlib.suppress(OSError):
-            runfolder.mark(folder, "interrupted", reason=how)
-
-    def sweep() -> None:
-        """Every rank is gone: a checkpoint that is half written will not be finished."""
-        from shardlab.checkpoint import files
-
-        if folder is not None and place is None:
-            files.sweep(folder)
+            runfolder.mark_failed(folder, how, unless_told)
 
     place = places.joined()
     signals = _Signals(lambda: saves and folder is not None)
     try:
         if place is not None:
-            return cluster.run(target, config, args, place, listen, mark_unless_told)
+            return cluster.run(target, config, args, place, listen, mark)
         assert config.world is not None
         with signals, Ranks(config, config.world) as ranks:
             signals.ranks = ranks
@@ -122,19 +102,21 @@ def launch(
         return unless_stopped(result)
     except RankFailure as failure:
         failure.is_final = signals.number is not None  # it was to end: it is not started again
+        failure.folder = folder
         mark(failure)
-        sweep()
         raise
-    except (KeyboardInterrupt, Interrupted) as stopped:
-        if isinstance(stopped, KeyboardInterrupt):
-            stopped = Interrupted()
+    except (KeyboardInterrupt, Interrupted) as ended:
+        stopped = ended if isinstance(ended, Interrupted) else Interrupted()
         stopped.number = signals.number or stopped.number
-        mark_unless_told(signal.Signals(stopped.number).name)
-        sweep()
+        stopped.folder = folder
+        mark(signal.Signals(stopped.number).name, unless_told=True)
         raise stopped from None
-    except UsageError as error:
-        mark_unless_told(str(error))  # in mid-run: a strategy cannot do what the model needs
+    except UsageError as error:  # in mid-run: a strategy cannot do what the model needs
+        mark(str(error), unless_told=True)
         raise
+    finally:
+        if folder is not None and place is None:
+            files.sweep(folder)  # every rank is gone: none will finish a checkpoint
 
 
 class _Signals:

@@ -250,10 +250,6 @@ class Failure:
     def is_lost_node(self) -> bool:
         return isinstance(self.error, Halt) and self.error.state == "lost"
 
-    @property
-    def exit_code(self) -> int:
-        return 2 if isinstance(self.error, UsageError) else 1
-
 
 def first_cause(failures: Sequence[Failure], size: int) -> UsageError | RankFailure:
     """What is said of a job that failed on some of ``size`` ranks."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from shardlab.checkpoint import files
 from shardlab.config import Config, data_ranks, share_batch
-from shardlab.errors import Interrupted, RankFailure, UsageError
+from shardlab.errors import RankFailure, UsageError
 from shardlab.run import launch
 from shardlab.run.ranks import Event
 
@@ -24,13 +22,6 @@ def train(config: Config, command: str, on_event: Callable[[Event], None]) -> An
     compared what they hold and what they have called. Input that is refused, Ctrl-C and a loss that
     is not finite are not tried again: the run would end the same way.
     """
-    folder: Path | None = None
-
-    def listen(event: Event) -> None:
-        nonlocal folder
-        folder = Path(event["folder"]) if "folder" in event else folder
-        on_event(event)
-
     restarts = 0
     while True:
         try:
@@ -40,22 +31,18 @@ def train(config: Config, command: str, on_event: Callable[[Event], None]) -> An
                 config.to_dict(),
                 command,
                 saves=config.checkpoint.every is not None,
-                on_event=listen,
+                on_event=on_event,
             )
-        except Interrupted as stopped:
-            _say_where(stopped, folder)
-            raise
         except RankFailure as failure:
             # A loss that is not finite would be so again.
             is_final = failure.is_final or getattr(failure, "state", None) == "not finite"
-            if is_final or folder is None or restarts >= config.launch.max_restarts:
-                _say_where(failure, folder)
+            if is_final or failure.folder is None or restarts >= config.launch.max_restarts:
                 raise
             restarts += 1
             config = config.with_overrides(
                 {
                     "checkpoint.resume": "auto",
-                    "output.dir": str(folder),
+                    "output.dir": str(failure.folder),
                     "launch.world": next_world(config),
                 }
             )
@@ -67,12 +54,6 @@ def train(config: Config, command: str, on_event: Callable[[Event], None]) -> An
                     "reason": str(failure),
                 }
             )
-
-
-def _say_where(error: Exception, folder: Path | None) -> None:
-    """Let the command line print how to resume."""
-    if folder is not None and files.steps_in(folder):
-        error.folder = folder  # type: ignore[attr-defined]
 
 
 def next_world(config: Config) -> int:
