@@ -14,7 +14,7 @@ from shardlab import config as configs
 from shardlab.config import LaunchConfig
 from shardlab.errors import UsageError
 from shardlab.run import cluster, doctor, launch, place, ranks
-from shardlab.run.place import Place, expand, port_of, resolve, tasks_per_node
+from shardlab.run.place import Place, first_node, port_of, resolve, tasks_per_node
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
@@ -101,7 +101,6 @@ CONTRADICTIONS: list[tuple[dict[str, str], str]] = [
     (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(y3)"}, r"tasks per node '2\(y3\)' cannot be read"),
     ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "this MPI does not say which rank of its node this is"),
     ({"PMI_RANK": "0"}, "PMI_SIZE is not set"),
-    (SLURM | {"SLURM_STEP_NODELIST": "n[0-99999999999]"}, "too many nodes at '0-99999999999'"),
     (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x999999999999)"}, "too many nodes at '2"),
     ({k: v for k, v in SLURM.items() if "NODELIST" not in k}, "SLURM_STEP_NODELIST is not set"),
 ]  # fmt: skip
@@ -134,22 +133,22 @@ def test_an_elastic_torchrun_may_have_lost_its_other_nodes() -> None:
     assert found.nodes == 1
 
 
-@pytest.mark.parametrize(("text", "names"), [
-    ("n1", ["n1"]),
-    ("n[01-03,7],m2", ["n01", "n02", "n03", "n7", "m2"]),
-    ("n[9-11]", ["n9", "n10", "n11"]),
-    ("n[098-101,0-1],m[007]", ["n098", "n099", "n100", "n101", "n0", "n1", "m007"]),
-    ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
-    ("a-1.x,b[2]-ib", ["a-1.x", "b2-ib"]),
+@pytest.mark.parametrize(("text", "name"), [
+    ("n1", "n1"),
+    ("n[01-03,7],m2", "n01"),
+    ("n[098-101,0-1],m[007]", "n098"),
+    ("r[1-2]n[1-2]", "r1n1"),
+    ("a-1.x,b[2]-ib", "a-1.x"),
+    ("b[2]-ib,a-1.x", "b2-ib"),
 ])  # fmt: skip
-def test_node_lists(text: str, names: list[str]) -> None:
-    assert expand(text) == names
+def test_node_lists(text: str, name: str) -> None:
+    assert first_node(text) == name
 
 
 @pytest.mark.parametrize("text", ["", "n[1-2", "n[a]", "n1]", "n[]"])
 def test_node_lists_that_cannot_be_read(text: str) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
-        expand(text)
+        first_node(text)
 
 
 @given(st.lists(st.tuples(st.integers(1, 64), st.integers(1, 9)), min_size=1, max_size=5))

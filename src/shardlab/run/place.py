@@ -6,7 +6,6 @@ torch. Variables that contradict each other are refused here, before a rank wait
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import zlib
@@ -84,31 +83,12 @@ def tasks_without_srun(environ: Environment) -> int:
     return int(tasks) if tasks.isdecimal() else 1
 
 
-def expand(nodes: str) -> list[str]:
-    """The names in one of Slurm's node lists: ``n[01-03,7],m2`` is n01, n02, n03, n7 and m2."""
-    names: list[str] = []
-    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodes):
-        literals, brackets = re.split(r"\[[^\]]*\]", item), re.findall(r"\[([^\]]*)\]", item)
-        choices = [_numbers(bracket, nodes) for bracket in brackets]
-        for chosen in itertools.product(*choices):
-            names.append("".join(itertools.chain(*zip(literals, (*chosen, ""), strict=True))))
-    if not names or nodes.count("[") != nodes.count("]"):
+def first_node(nodes: str) -> str:
+    """The first name in one of Slurm's node lists: that of ``n[01-03,7],m2`` is n01."""
+    first = re.match(r"(?:[^,\[\]]|\[\d+[^\[\]]*\])+(?=,|$)", nodes)
+    if first is None:
         raise UsageError(f"Slurm's node list '{nodes}' cannot be read")
-    return names
-
-
-def _numbers(bracket: str, nodes: str) -> list[str]:
-    """``01-03,7`` as 01, 02, 03 and 7."""
-    found: list[str] = []
-    for part in bracket.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if match is None:
-            raise UsageError(f"Slurm's node list '{nodes}' cannot be read at '{part}'")
-        first, last = match[1], match[2] or match[1]
-        if int(last) - int(first) >= MOST_NODES:
-            raise UsageError(f"Slurm's node list '{nodes}' has too many nodes at '{part}'")
-        found += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
-    return found
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -245,14 +225,15 @@ def _of_slurm(environ: Environment) -> Place | None:
         return None  # a shell on a node: what is typed there starts its own ranks
     listed = _either(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     counted = _either(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    counts, names, node = tasks_per_node(counted), expand(listed), _number(environ, "SLURM_NODEID")
-    if sum(counts) != size or len(counts) != len(names) or node >= len(counts):
+    counts, node = tasks_per_node(counted), _number(environ, "SLURM_NODEID")
+    first, nodes = first_node(listed), len(counts)
+    if sum(counts) != size or node >= nodes:
         raise UsageError(
             f"Slurm contradicts itself: {size} tasks, {counted} per node, nodes {listed}, and this "
             f"is node {node}; were its variables set again in the script?"
         )
-    address = environ.get("MASTER_ADDR", LOOPBACK if len(names) == 1 else names[0])
-    refuse_loopback("srun", address, len(names), "MASTER_ADDR")
+    address = environ.get("MASTER_ADDR", LOOPBACK if nodes == 1 else first)
+    refuse_loopback("srun", address, nodes, "MASTER_ADDR")
     job = f"slurm {environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
     return Place(
         launcher="srun",
@@ -261,7 +242,7 @@ def _of_slurm(environ: Environment) -> Place | None:
         local_rank=_number(environ, "SLURM_LOCALID"),
         local_size=counts[node],
         node=node,
-        nodes=len(names),
+        nodes=nodes,
         address=address,
         port=_port(environ, job),
     )
