@@ -15,7 +15,7 @@ from shardlab import pulse, stats
 from shardlab.checkpoint import course
 from shardlab.checkpoint import start as starts
 from shardlab.checkpoint.course import Saving, kept_rows
-from shardlab.checkpoint.start import refuse_unfit
+from shardlab.checkpoint.start import Start, refuse_unfit
 from shardlab.config import Config
 from shardlab.errors import UsageError
 from shardlab.faults import inject
@@ -65,103 +65,58 @@ def _train_rank(
     refuse_unequal_data(workload, world)
     # From here on it says what was chosen: in config.yaml, and in checkpoints.
     config = with_steps(config.with_overrides(workload.chosen), workload)
-    order = data_order(workload, config)
     LEDGER.reset(full_steps=config.profile.ledger_steps)
     guards = Guards(config, world)
-    capture.check(config.profile, world.device)
-    if config.training.evaluate_every is not None:
-        evaluate.held_out_of(workload)
-    boards.check(config.output)
+    refuse_early(config, world, workload)
     start = starts.choose(config, world, lock, workload.chosen)
-    refuse_unfit(start, config, len(workload.dataset), workload.chosen)
-    before: list[dict[str, Any]] = []
-    if config.training.patience is not None:
-        before = starts.agree(world, start.evaluations)
-    ended = evaluate.why_ended(before, config.training)
-    if ended is not None and not start.keeps_rows(world.size):
-        raise UsageError(f"{start.checkpoint}: {ended}: to go on, raise training.patience")
-    equivalence_check.check(config, workload, world)
-    strategy = build_strategy(config, workload, world)
-    if start.manifest is not None:
-        first = prepared(workload, config, world, order, start.step, depth=0)
-        course.restore(start, strategy, world, config, lambda: next(first).microbatches)
+    before = evaluations_before(start, config, world, workload)
+    strategy = prepare_strategy(start, config, world, workload)
     folder = make_folder(config, workload, world, command, start, lock)
     inject.arm(config.faults, world, config.strategy.name, folder)
     stop.is_on = config.checkpoint.every is not None
-    world.tell({"folder": str(folder)})
-    if world.rank == 0 and workload.data:
-        world.tell({"data": workload.data})
-    if world.rank == 0 and not start.is_resumed:
-        for note in notes(config, workload):
-            world.tell({"note": note})
+    announce(folder, config, workload, world, start)
+
     traces = None if start.step else make_capture(config, world, strategy, folder)
-    shown_on = boards.of_run(config, folder, start.step) if world.rank == 0 else []
-    steps = range(start.step, config.training.steps)
     finite = NumbersGuard(strategy, world, config.training.on_nonfinite)
-    recorder = Recorder(
-        folder,
-        world,
-        LEDGER,
-        steps.stop,
-        traces,
-        shown_on,
-        start.step,
-        rate=lambda: strategy.update.learning_rate,
-        log_every=config.output.log_every,
-    )
-    with (
-        closing(Batches(workload, config, world, start.step)) as feed,
-        recorder,
-        finite.explaining(),
-    ):
+    recorder = make_recorder(config, world, strategy, folder, traces, start)
+    feed = closing(Batches(workload, config, world, start.step))
+    with feed as batches, recorder, finite.explaining():
         if start.keeps_rows(world.size):
             recorder.rows = kept_rows(folder, world)
         saving = Saving(config, workload, world, strategy, recorder, guards)
-        evaluating = make_evaluation_act(config, workload, world, strategy, recorder)
 
         def why_ended() -> str | None:
             return evaluate.why_ended([*before, *recorder.evaluations], config.training)
-
-        def keep_choice(step: int, _loss: Tensor) -> None:
-            if step != start.step or world.rank:
-                return
-            (folder / "chosen.json").unlink(missing_ok=True)  # of before a resume
-            if chosen := strategy.chosen():
-                write_json(folder / "chosen.json", chosen)
-                said = ", ".join(f"{name}={value:.4g}" for name, value in chosen.items())
-                world.tell({"note": f"{config.strategy.name} chose {said}"})
-
-        between: list[Act] = [
-            keep_choice,
-            finite.after_step,
-            lambda step, _loss: guards.after_step(step, strategy),
-            evaluating,
-            saving.after_step,
-        ]
 
         def may_begin() -> bool:
             # An evaluation is the same on every rank, and so is what follows from it.
             return why_ended() is None and stop.may_begin()
 
-        train(strategy, feed, recorder, steps, finite.check_loss, between, may_begin)
+        between: list[Act] = [
+            keep_choice(strategy, config, world, folder, start.step),
+            finite.after_step,
+            lambda step, _loss: guards.after_step(step, strategy),
+            make_evaluation_act(config, workload, world, strategy, recorder),
+            saving.after_step,
+        ]
+        steps = range(start.step, config.training.steps)
+        train(strategy, batches, recorder, steps, finite.check_loss, between, may_begin)
         guards.after_loop()
         saving.finish()
         ended = why_ended() if saving.finished < steps.stop else None
+
+    last = saving.last()
     if stop.is_stopped:
         made = start.step + stop.begun
         if world.rank == 0:
             mark(folder, "interrupted", reason=stop.reason, steps=made)
         return {
-            "folder": str(folder),
-            "stopped": made,
-            "signal": stop.signal,
-            "checkpoint": saving.last(),
-        }
+            "folder": str(folder), "stopped": made, "signal": stop.signal, "checkpoint": last,
+        }  # fmt: skip
     rows_of_ranks = world.gather(recorder.rows)
     if world.rank == 0:
-        unsaved = (saving.last() or {}).get("error")
-        reason = unsaved or ended
-        because = {} if reason is None else {"reason": reason}
+        unsaved = (last or {}).get("error")
+        because = {"reason": unsaved or ended} if unsaved or ended else {}
         mark(folder, "not saved" if unsaved else "finished", **because)
     return {
         "folder": str(folder),
@@ -172,9 +127,96 @@ def _train_rank(
         "first_step": start.step,
         "evaluations": recorder.evaluations,
         "ended_early": ended,
-        "checkpoint": saving.last(),
+        "checkpoint": last,
         "traces": None if traces is None else traces.summary(),
     }
+
+
+# ------------------------------------------------------------------ before the loop
+
+
+def refuse_early(config: Config, world: World, workload: Workload) -> None:
+    """What cannot be had here is refused before a model is built, which may take minutes."""
+    capture.check(config.profile, world.device)
+    if config.training.evaluate_every is not None:
+        evaluate.held_out_of(workload)
+    boards.check(config.output)
+
+
+def evaluations_before(
+    start: Start, config: Config, world: World, workload: Workload
+) -> list[dict[str, Any]]:
+    """Those that ``training.patience`` counts from before a resume, if the checkpoint fits."""
+    refuse_unfit(start, config, len(workload.dataset), workload.chosen)
+    before: list[dict[str, Any]] = []
+    if config.training.patience is not None:
+        before = starts.agree(world, start.evaluations)
+    ended = evaluate.why_ended(before, config.training)
+    if ended is not None and not start.keeps_rows(world.size):
+        raise UsageError(f"{start.checkpoint}: {ended}: to go on, raise training.patience")
+    return before
+
+
+def prepare_strategy(start: Start, config: Config, world: World, workload: Workload) -> Strategy:
+    """Model, optimizer and strategy, as the checkpoint has them if there is one."""
+    equivalence_check.check(config, workload, world)
+    strategy = build_strategy(config, workload, world)
+    if start.manifest is not None:
+        order = data_order(workload, config)
+        first = prepared(workload, config, world, order, start.step, depth=0)
+        course.restore(start, strategy, world, config, lambda: next(first).microbatches)
+    return strategy
+
+
+def announce(folder: Path, config: Config, workload: Workload, world: World, start: Start) -> None:
+    """Tell the command where the run is, and on what."""
+    world.tell({"folder": str(folder)})
+    if world.rank == 0 and workload.data:
+        world.tell({"data": workload.data})
+    if world.rank == 0 and not start.is_resumed:
+        for note in notes(config, workload):
+            world.tell({"note": note})
+
+
+def make_recorder(
+    config: Config,
+    world: World,
+    strategy: Strategy,
+    folder: Path,
+    traces: capture.Capture | None,
+    start: Start,
+) -> Recorder:
+    return Recorder(
+        folder,
+        world,
+        LEDGER,
+        config.training.steps,
+        traces,
+        boards.of_run(config, folder, start.step) if world.rank == 0 else [],
+        start.step,
+        rate=lambda: strategy.update.learning_rate,
+        log_every=config.output.log_every,
+    )
+
+
+# ------------------------------------------------------------------ between two steps
+
+
+def keep_choice(
+    strategy: Strategy, config: Config, world: World, folder: Path, first_step: int
+) -> Act:
+    """What notes, after the first step, which options the strategy has set by itself."""
+
+    def act(step: int, _loss: Tensor) -> None:
+        if step != first_step or world.rank:
+            return
+        (folder / "chosen.json").unlink(missing_ok=True)  # of before a resume
+        if chosen := strategy.chosen():
+            write_json(folder / "chosen.json", chosen)
+            said = ", ".join(f"{name}={value:.4g}" for name, value in chosen.items())
+            world.tell({"note": f"{config.strategy.name} chose {said}"})
+
+    return act
 
 
 def make_evaluation_act(
