@@ -151,8 +151,8 @@ def plain(tensors: int, width: int, microbatches: int) -> float:
 def checkpoints(world: Any, values: dict[str, Any], tensors: int, width: int, folder: str) -> Any:
     """Seconds to write a checkpoint and to read it again."""
     from shardlab.checkpoint.load import load
+    from shardlab.checkpoint.resume import newest_good
     from shardlab.checkpoint.save import About, Checkpoints
-    from shardlab.checkpoint.start import newest_good
     from shardlab.config import CheckpointConfig
 
     config, workload = configs.from_dict(values), many(tensors, width)

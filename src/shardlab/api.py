@@ -391,10 +391,10 @@ def load_checkpoint(strategy: Strategy, folder: str | Path) -> int:
     Returns how many steps the checkpoint has behind it; if there is no checkpoint, it returns 0 and
     changes nothing. Your data is your own: continue it from that step. All ranks call this.
     """
-    from shardlab.checkpoint import course, files, manifest, start
+    from shardlab.checkpoint import files, load, manifest, resume
 
     world = _world_of(strategy)
-    found = start.newest_good(Path(folder), world)
+    found = resume.newest_good(Path(folder), world)
     if world.rank == 0:
         files.sweep(Path(folder))  # what a killed run left half-written
     if found.manifest is None:
@@ -402,9 +402,9 @@ def load_checkpoint(strategy: Strategy, folder: str | Path) -> int:
             raise UsageError(f"no checkpoint of {folder} is whole: {'; '.join(found.notes)}")
         return 0
     assert found.checkpoint is not None
-    start.refuse_unseen(found.checkpoint / manifest.NAME, world)
+    resume.refuse_unseen(found.checkpoint / manifest.NAME, world)
     config = configs.load(None, {"strategy.name": _name_of(strategy)})
-    course.put_back(found, strategy, world, config)
+    load.put_back(found, strategy, world, config)
     return found.step
 
 

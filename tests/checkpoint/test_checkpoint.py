@@ -22,9 +22,8 @@ from resuming import build, run, settings, train
 from shardlab import config as configs
 from shardlab.checkpoint import convert, files, load, parts, rng, storage
 from shardlab.checkpoint import manifest as manifests
-from shardlab.checkpoint import show as showing
+from shardlab.checkpoint.resume import Start
 from shardlab.checkpoint.save import About, Checkpoints
-from shardlab.checkpoint.start import Start
 from shardlab.config import CheckpointConfig
 from shardlab.errors import UsageError
 from shardlab.files import read_jsonl
@@ -228,7 +227,7 @@ def test_damage_is_named_and_passed_over(
         file.unlink()
     with pytest.raises(UsageError, match=message):
         manifests.verify(newest, manifests.read(newest).files)
-    rows = showing.overview(run)
+    rows = files.overview(run)
     assert rows[0]["damage"] is not None
     assert rows[1]["damage"] is None
 

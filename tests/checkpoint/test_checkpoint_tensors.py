@@ -21,8 +21,8 @@ from shardlab import naming
 from shardlab.checkpoint import convert, files, storage
 from shardlab.checkpoint import load as loading
 from shardlab.checkpoint import manifest as manifests
+from shardlab.checkpoint.resume import Start
 from shardlab.checkpoint.save import About, Checkpoints
-from shardlab.checkpoint.start import Start
 from shardlab.config import CheckpointConfig
 from shardlab.errors import UsageError
 from shardlab.naming import STRATEGIES

@@ -20,12 +20,12 @@ from conftest import GetRanks, deep_unless, long_unless
 from resuming import batches, build, losses_of, run, settings, state_at, train
 from shardlab import config as configs
 from shardlab import runfolder
-from shardlab.checkpoint import course, files, rng
+from shardlab.checkpoint import files, load, rng
 from shardlab.checkpoint import manifest as manifests
-from shardlab.checkpoint import start as starts
+from shardlab.checkpoint import resume as resumes
 from shardlab.checkpoint.manifest import Manifest
+from shardlab.checkpoint.resume import Start
 from shardlab.checkpoint.save import About, Checkpoints
-from shardlab.checkpoint.start import Start
 from shardlab.config import CheckpointConfig, Config
 from shardlab.errors import UsageError
 from shardlab.files import append_jsonl, read_jsonl, write_text
@@ -66,7 +66,7 @@ def load_and_go_on(
         for parameter in instance.params.values():
             parameter.grad = None
     start = Start(None, path, manifests.read(path))
-    course.put_back(start, instance, world, configs.load(None, {"strategy.name": strategy}))
+    load.put_back(start, instance, world, configs.load(None, {"strategy.name": strategy}))
     losses = run(instance, world, range(SAVED, STEPS), of_world)
     return losses, arrays(instance.full_tensors())
 
@@ -250,7 +250,7 @@ def test_epochs_and_a_micro_batch_go_on(ranks: GetRanks, tmp_path: Path) -> None
     with pytest.raises(UsageError, match=r"training\.steps is 4; leave out one of them"):
         train(ranks, 2, saved.with_overrides({"training.steps": 4, **given}).to_dict())
 
-    again = starts.settings_of(str(folder))
+    again = resumes.settings_of(str(folder))
     more = {"checkpoint.resume": str(folder), "launch.world": 1, "training.epochs": 5 * 8 / samples}
     train(ranks, 1, configs.load(None, more, again).to_dict())
     assert [row["step"] for row in read_jsonl(folder / "rank0.jsonl")] == list(range(5))
@@ -275,7 +275,7 @@ def test_auto_takes_the_newest_that_did_not_finish(tmp_path: Path) -> None:
     config = Config().with_overrides(
         {"training.seed": 7, "output.root": str(tmp_path), "strategy.name": "zero3"}
     )
-    assert starts.find_run(config) is None
+    assert resumes.find_run(config) is None
     host = socket.gethostname()
     older = fake_run(tmp_path, "z-older", {"state": "crashed"}, 1000)
     newer = fake_run(tmp_path, "a-newer", {"state": "interrupted"}, 2000)
@@ -283,14 +283,14 @@ def test_auto_takes_the_newest_that_did_not_finish(tmp_path: Path) -> None:
     alive = {"state": "running", "host": host, "pids": [os.getppid()]}
     fake_run(tmp_path, "alive", alive, 4000)
     fake_run(tmp_path, "another", {"state": "crashed"}, 5000, **{"training.seed": 8})
-    assert starts.find_run(config) == newer
+    assert resumes.find_run(config) == newer
     shutil.rmtree(newer)
-    assert starts.find_run(config) == older
+    assert resumes.find_run(config) == older
     dead = {"state": "running", "host": host, "pids": [2**22 + 1]}
     killed = fake_run(tmp_path, "killed", dead, 6000)
-    assert starts.find_run(config) == killed
+    assert resumes.find_run(config) == killed
     with pytest.raises(UsageError, match="alive is running"):
-        starts.taken(tmp_path / "alive", RunLock())
+        resumes.taken(tmp_path / "alive", RunLock())
 
 
 @pytest.mark.parametrize("name", ["run.lock", "resumes.jsonl", "traces/rank0", "status.json.part"])
@@ -304,11 +304,11 @@ def test_a_run_folder_that_leads_elsewhere_is_refused(name: str, tmp_path: Path)
     (run / "wandb").mkdir()
     (run / "wandb" / "latest-run").symlink_to("run-1")  # its own business
     with pytest.raises(UsageError, match=rf"cannot continue in .*{name} is a link"):
-        starts.taken(run, RunLock())
+        resumes.taken(run, RunLock())
     assert (tmp_path / "precious").read_text() == "mine"
     (run / name).unlink()
     with RunLock() as lock:
-        assert starts.taken(run, lock) == run
+        assert resumes.taken(run, lock) == run
 
 
 def test_no_link_is_written_through(tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     assert files.settings_in(run / "config.yaml") is None
     assert housekeeping.runs_in(tmp_path) == []
     with pytest.raises(UsageError, match="neither a file nor a folder"):
-        starts.taken(run, RunLock())
+        resumes.taken(run, RunLock())
     saved = run / "checkpoints" / files.name_of(1)
     saved.mkdir(parents=True)
     os.mkfifo(saved / manifests.NAME)
@@ -358,7 +358,7 @@ def test_keys_of_an_older_version_are_passed_over_if_they_were_off(tmp_path: Pat
     config = (run / "config.yaml").read_text()
     for value, is_refused in (("false", False), ("true", True)):
         (run / "config.yaml").write_text(config.replace("data:\n", f"data:\n  audit: {value}\n"))
-        base = starts.settings_of(str(run))
+        base = resumes.settings_of(str(run))
         if is_refused:
             with pytest.raises(UsageError, match="unknown key in data 'audit'"):
                 configs.load(None, {}, base)
@@ -377,16 +377,16 @@ def test_code_is_run_only_if_it_is_named(key: str, tmp_path: Path) -> None:
     settings = {key: CODE, "output.root": "/elsewhere"}
     run = fake_run(tmp_path, "run", {"state": "crashed"}, 1, **settings)
     (run / "checkpoints" / files.name_of(1)).mkdir(parents=True)
-    with pytest.raises(UsageError, match=rf"only if you name it: {starts.CODE[key]}payload\.py"):
-        starts.settings_of(str(run))
-    base = starts.settings_of(str(run), {key: "mine"})
+    with pytest.raises(UsageError, match=rf"only if you name it: {resumes.CODE[key]}payload\.py"):
+        resumes.settings_of(str(run))
+    base = resumes.settings_of(str(run), {key: "mine"})
     assert "root" not in base["output"]
     section, _, name = key.partition(".")
     (tmp_path / "mine.yaml").write_text(f"{section}: {{{name}: '{CODE}'}}")
-    named = starts.named_by(tmp_path / "mine.yaml", {})
-    assert named == {**dict.fromkeys(starts.CODE), key: CODE}
-    assert named == starts.named_by(None, {key: CODE})
-    base = starts.settings_of(str(run), named)
+    named = resumes.named_by(tmp_path / "mine.yaml", {})
+    assert named == {**dict.fromkeys(resumes.CODE), key: CODE}
+    assert named == resumes.named_by(None, {key: CODE})
+    base = resumes.settings_of(str(run), named)
     assert base[section][name] == CODE
 
 
@@ -404,5 +404,5 @@ def test_the_command_refuses_before_it_imports(key: str, tmp_path: Path) -> None
     (checkpoint / manifests.NAME).write_text(sealed.to_json())
     said = commands.here("train", "--resume", "step-000001", "--world", "1", cwd=tmp_path)
     assert said.returncode == 2
-    assert f"only if you name it: {starts.CODE[key]}{CODE}" in said.stderr
+    assert f"only if you name it: {resumes.CODE[key]}{CODE}" in said.stderr
     assert not (tmp_path / "ran").exists()

@@ -30,7 +30,7 @@ from results import cell, explained, proof, result_of
 from shardlab import cli, runfolder
 from shardlab import config as configs
 from shardlab.checkpoint import convert, files, manifest
-from shardlab.checkpoint import start as starts
+from shardlab.checkpoint import resume as resumes
 from shardlab.cli.flags import Asked
 from shardlab.data import bpe, catalog, fetching, images, loader, reviews
 from shardlab.data import text as texts
@@ -301,7 +301,7 @@ def _checkpoints() -> tuple[Files, Files]:
 def read_checkpoint(folder: Path, out: Path) -> None:
     """As ``checkpoint show``, ``train --resume PATH`` before ranks, and ``checkpoint export``."""
     command("checkpoint", "show", folder)
-    base = starts.settings_of(str(folder))
+    base = resumes.settings_of(str(folder))
     with contextlib.suppress(UsageError):
         flags = {"checkpoint.resume": str(folder)}
         Asked(None, [], flags, quiet=True, as_json=False).config(base)
@@ -327,7 +327,7 @@ def go_on(folder: Path, _out: Path) -> None:
     config = configs.Config().with_overrides(
         {"output.dir": str(folder), "checkpoint.resume": "auto"}
     )
-    starts.find_run(config)
+    resumes.find_run(config)
     list(files.unfinished(folder.parent))
     for path in files.steps_in(folder).values():
         with contextlib.suppress(UsageError):

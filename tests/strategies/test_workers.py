@@ -18,10 +18,10 @@ from conformance import AS_ONE, WORKERS, Case, arrays, build, conform
 from conftest import GetRanks, long_unless
 from resuming import batches
 from shardlab import config as configs
-from shardlab.checkpoint import course, rng
 from shardlab.checkpoint import manifest as manifests
+from shardlab.checkpoint import rng
+from shardlab.checkpoint.resume import Start
 from shardlab.checkpoint.save import About, Checkpoints
-from shardlab.checkpoint.start import Start
 from shardlab.config import CheckpointConfig
 from shardlab.errors import UsageError
 from shardlab.guard import drift
@@ -95,7 +95,7 @@ def resume(world: World, kind: Any, folder: str, saved: int, lost: str = "-") ->
     path = Path(folder) / "checkpoints" / f"step-{saved:06d}"
     name = "streaming_diloco" if kind is StreamingDiLoCo else "diloco"
     start = Start(None, path, manifests.read(path))
-    course.put_back(start, strategy, world, configs.load(None, {"strategy.name": name}))
+    load.put_back(start, strategy, world, configs.load(None, {"strategy.name": name}))
     anchor = arrays(strategy.anchor), arrays(strategy.momentum)
     return train(strategy, world, range(saved, STEPS)), arrays(strategy.full_tensors()), anchor
 

@@ -18,8 +18,8 @@ from shardlab import naming
 from shardlab.checkpoint import load as loading
 from shardlab.checkpoint import manifest as manifests
 from shardlab.checkpoint import storage
+from shardlab.checkpoint.resume import Start
 from shardlab.checkpoint.save import About, Checkpoints
-from shardlab.checkpoint.start import Start
 from shardlab.config import CheckpointConfig, Config
 from shardlab.files import read_jsonl
 from shardlab.naming import STRATEGIES

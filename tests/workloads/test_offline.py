@@ -13,7 +13,7 @@ import torch
 import commands
 import language_models
 from shardlab import config as configs
-from shardlab.checkpoint import start as starts
+from shardlab.checkpoint import resume as resumes
 from shardlab.checkpoint.manifest import Manifest
 from shardlab.config import DATA_SETS, Config
 from shardlab.data import catalog, fetching, images, reviews
@@ -186,15 +186,15 @@ def test_a_resumed_run_keeps_its_data(tmp_path: Path) -> None:
     asked = Config()
     begun = asked.with_overrides({"data.source": "stdlib"})
     now = {"data.source": "fineweb"}
-    start = starts.Start(tmp_path, tmp_path, manifest_of(begun))
+    start = resumes.Start(tmp_path, tmp_path, manifest_of(begun))
     with pytest.raises(UsageError, match=r"data.source was 'stdlib', is 'fineweb'"):
-        starts.refuse_unfit(start, asked.with_overrides(now), 10, now)
-    starts.refuse_unfit(start, begun, 10, {"data.source": "stdlib"})
+        resumes.refuse_unfit(start, asked.with_overrides(now), 10, now)
+    resumes.refuse_unfit(start, begun, 10, {"data.source": "stdlib"})
     # A checkpoint of before this was recorded says "auto".
-    old = starts.Start(tmp_path, tmp_path, manifest_of(asked))
-    starts.refuse_unfit(old, begun, 10, {"data.source": "stdlib"})
+    old = resumes.Start(tmp_path, tmp_path, manifest_of(asked))
+    resumes.refuse_unfit(old, begun, 10, {"data.source": "stdlib"})
     with pytest.raises(UsageError, match=r"data.source was 'auto', is 'synthetic'"):
-        starts.refuse_unfit(old, asked.with_overrides({"data.source": "synthetic"}), 10, {})
+        resumes.refuse_unfit(old, asked.with_overrides({"data.source": "synthetic"}), 10, {})
 
 
 def test_resume_auto_finds_a_run_that_chose_otherwise(tmp_path: Path) -> None:
@@ -205,8 +205,8 @@ def test_resume_auto_finds_a_run_that_chose_otherwise(tmp_path: Path) -> None:
     (run / "config.yaml").write_text(config.with_overrides({"data.source": "stdlib"}).to_yaml())
     (run / "status.json").write_text(json.dumps({"state": "crashed"}))
     chosen = {"data.source": "fineweb"}
-    assert starts.find_run(config.with_overrides(chosen), chosen) == run
-    assert starts.find_run(config.with_overrides(chosen), {}) is None
+    assert resumes.find_run(config.with_overrides(chosen), chosen) == run
+    assert resumes.find_run(config.with_overrides(chosen), {}) is None
 
 
 def test_against_a_comparison_with_other_data() -> None:

@@ -1,4 +1,4 @@
-"""Where checkpoints lie, which are kept, and which run can be continued. No torch.
+"""Where checkpoints lie, which are kept, which run can be continued, what is inside. No torch.
 
 ``<run folder>/checkpoints/step-000042/``. While it is written its name is ``.step-000042.part``; it
 is renamed when every file is on the disk. So a folder with the final name is whole.
@@ -147,3 +147,54 @@ def find(text: str) -> Path:
     if (path / "config.yaml").is_file():
         raise UsageError(f"{path} is a run without a checkpoint")
     raise UsageError(f"{path} is neither a checkpoint nor the folder of a run that has some")
+
+
+# ------------------------------------------------------------------ what is inside them
+
+
+def overview(path: Path) -> list[dict[str, Any]]:
+    """A row for each checkpoint of a run folder, or for the one that ``path`` is."""
+    folders = [path] if is_checkpoint(path) else list(steps_in(path).values())
+    return [_row(folder) for folder in folders]
+
+
+def _row(folder: Path) -> dict[str, Any]:
+    """A damaged checkpoint is a row that says so: the others are still worth seeing."""
+    manifest, damage = None, None
+    try:
+        manifest = manifests.read(folder)
+        manifests.verify(folder, manifest.files)
+    except UsageError as error:
+        damage = str(error)
+    row: dict[str, Any] = {"path": str(folder), "damage": damage}
+    if manifest is None:
+        return row
+    of_model = manifest.model().values()
+    return row | {
+        "step": manifest.step,
+        "created": manifest.created,
+        "strategy": manifest.strategy,
+        "world": manifest.world,
+        "files": len(manifest.files),
+        "bytes": manifest.bytes,
+        "model_tensors": len(of_model),
+        "parameters": sum(t.size for t in of_model),
+        "optimizer_tensors": len(manifests.inside(manifest.tensors, manifests.OPTIMIZER)),
+    }
+
+
+def tensors(folder: Path) -> list[dict[str, Any]]:
+    """A row for each tensor of a checkpoint's model, with what the optimizer keeps for it."""
+    manifest = manifests.read(folder)
+    keys = manifest.optimizer_keys()
+    return [
+        {
+            "name": name,
+            "shape": list(tensor.shape),
+            "dtype": tensor.dtype,
+            "chunks": len(tensor.chunks),
+            "files": sorted({chunk.file for chunk in tensor.chunks}),
+            "optimizer": sorted(keys.get(name, {})),
+        }
+        for name, tensor in manifest.model().items()
+    ]

@@ -1,23 +1,64 @@
-"""A checkpoint into a strategy: every rank reads what it will hold."""
+"""A run as its checkpoint has it: every rank reads what it will hold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardlab import config as configs
-from shardlab.checkpoint import parts, storage
-from shardlab.checkpoint.manifest import EXTRA, MODEL, OWN, SHARED, Manifest, inside
-from shardlab.checkpoint.start import Start, together
+from shardlab import world as worlds
+from shardlab.checkpoint import parts, rng, storage
+from shardlab.checkpoint.manifest import EXTRA, MODEL, OWN, RANDOM, SHARED, Manifest, inside
+from shardlab.checkpoint.resume import Start, together
 from shardlab.config import Config
 from shardlab.errors import UsageError
+from shardlab.files import read_jsonl
+from shardlab.strategies import steps
 from shardlab.strategies.base import Strategy
 from shardlab.workloads import huggingface
+from shardlab.workloads.base import Batch
 from shardlab.world import World
+
+
+def kept_rows(folder: Path, world: World) -> list[dict[str, Any]]:
+    """This rank's rows from before the resume; empty if any rank's are incomplete."""
+    rows = read_jsonl(folder / f"rank{world.rank}.jsonl")
+    return rows if len(set(world.gather(len(rows)))) == 1 else []
+
+
+def restore(
+    start: Start,
+    strategy: Strategy,
+    world: World,
+    config: Config,
+    rehearse: Callable[[], Sequence[Batch]],
+) -> None:
+    """Model, optimizer, schedule, scaler and random states as they were. A collective."""
+    assert start.manifest is not None
+    is_over = start.step >= config.training.steps
+    if strategy.LEARNS_LAYOUT and world.size > 2 and not is_over:
+        # DDP lays its buckets out anew after its first step, and the order in which more than two
+        # ranks' gradients are added depends on that: so it makes its first step before the load.
+        strategy.gradients(rehearse())
+        steps.drop_gradients(strategy.params)
+    put_back(start, strategy, world, config)
+
+
+def put_back(start: Start, strategy: Strategy, world: World, config: Config) -> None:
+    """Model, optimizer, schedule and scaler as they were; random states, and what belongs to one
+    rank alone, as far as there are the same ranks. A collective."""
+    assert start.manifest is not None
+    own = load(start, strategy, world, config)
+    if world.rank < start.manifest.world:
+        with fits(start, "the random states", RuntimeError):
+            rng.put(inside(own, RANDOM), world.device)
+    else:  # this rank is new: it must not draw again what it drew before the first checkpoint
+        worlds.seed_rank(config.training.seed, world.rank, start.step)
 
 
 def load(start: Start, strategy: Strategy, world: World, config: Config) -> dict[str, Tensor]:

@@ -17,18 +17,21 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.distributed as dist
 from torch import Tensor
 
-from shardlab.checkpoint import files, parts, storage
+from shardlab import pulse
+from shardlab.checkpoint import files, parts, rng, storage
 from shardlab.checkpoint.manifest import EXTRA, NAME, OWN, RANDOM, SHARED, File, Manifest, Update
-from shardlab.checkpoint.start import together
-from shardlab.config import CheckpointConfig
+from shardlab.checkpoint.resume import together
+from shardlab.config import CheckpointConfig, Config
 from shardlab.faults import inject
 from shardlab.files import write_text
 from shardlab.optim import optimizers
 from shardlab.strategies.base import Strategy
+from shardlab.workloads.base import Workload
 from shardlab.world import World
 
 if TYPE_CHECKING:
     from shardlab.guard.guards import Guards
+    from shardlab.run.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -212,6 +215,70 @@ class Checkpoints:
         values: list[Any] = [None] * self.world.size
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+
+class Saving:
+    """What the loop calls after each step. Without ``config.checkpoint.every`` it saves nothing."""
+
+    def __init__(
+        self,
+        config: Config,
+        workload: Workload,
+        world: World,
+        strategy: Strategy,
+        recorder: Recorder,
+        guards: Guards,
+    ) -> None:
+        self.every = config.checkpoint.every
+        self.total = config.training.steps
+        self.recorder = recorder
+        self.finished = self.saved = recorder.first  # steps
+        self.checkpoints: Checkpoints | None = None
+        if self.every is not None:
+            assert recorder.folder is not None
+            again = config.with_overrides({"output.dir": None, "checkpoint.resume": None})
+            about = About(again.to_dict(), config.strategy.name, len(workload.dataset))
+            self.checkpoints = Checkpoints(
+                recorder.folder, config.checkpoint, world, strategy, about, self._done, guards
+            )
+
+    def after_step(self, step: int, _loss: Tensor) -> None:
+        """Save if a checkpoint is due."""
+        self.finished = step + 1
+        is_last = self.finished == self.total
+        if self.every is not None and (is_last or self.finished % self.every == 0):
+            self._save()
+
+    def finish(self) -> None:
+        """After the loop: a last checkpoint if the run was asked to stop between two; then wait
+        until all are written. It is not called after a crash, when other ranks may be gone."""
+        if self.checkpoints is None:
+            return
+        if self.saved < self.finished:
+            self._save()
+        with pulse.PULSE.at(pulse.CHECKPOINT):
+            self.checkpoints.wait()
+
+    def _save(self) -> None:
+        """The rows of its steps are in their files before the checkpoint."""
+        checkpoints = self.checkpoints
+        assert checkpoints is not None
+        self.recorder.flush()
+        with pulse.PULSE.at(pulse.CHECKPOINT):
+            checkpoints.save(self.finished, rng.get(checkpoints.world.device))
+        self.saved = self.finished
+
+    def _done(self, outcome: Outcome) -> None:
+        self.recorder.checkpointed(outcome.row())
+        if inject.ACTIVE is not None and outcome.error is None:
+            assert self.recorder.folder is not None
+            written = files.path_of(self.recorder.folder, outcome.step)
+            inject.ACTIVE.checkpoint_written(written, outcome.step)
+
+    def last(self) -> dict[str, Any] | None:
+        """How the last checkpoint went."""
+        outcome = None if self.checkpoints is None else self.checkpoints.last
+        return None if outcome is None else outcome.row()
 
 
 def _in_thread(act: Callable[[], Outcome], name: str) -> Future[Outcome]:

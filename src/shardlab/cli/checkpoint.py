@@ -26,13 +26,12 @@ FORMAT = typer.Option(
 def show(path: Annotated[Path, PATH], as_json: Annotated[bool, JSON] = False) -> None:
     """What is inside: steps, strategies, tensors, sizes; and whether every file is whole."""
     from shardlab.checkpoint import files
-    from shardlab.checkpoint import show as showing
     from shardlab.report import checkpoint as report
 
     found = files.find(str(path))
-    rows = showing.overview(found)
+    rows = files.overview(found)
     is_one = files.is_checkpoint(found) and "step" in rows[0]
-    tensors = showing.tensors(found) if is_one else []
+    tensors = files.tensors(found) if is_one else []
     if as_json:
         output.say_json({"schema": 1, "checkpoints": rows, "tensors": tensors})
     else:

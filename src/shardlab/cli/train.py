@@ -25,12 +25,12 @@ def config_of(asked: flags.Asked, keep_world: bool, is_restarted: bool) -> Confi
 
     Ranks that torchrun has started again resume the run that they began, asked or not.
     """
-    from shardlab.checkpoint import start as starts
+    from shardlab.checkpoint import resume as resumes
 
     given = asked.overrides()
-    named = starts.named_by(asked.file, given)
-    base = starts.settings_of(given.get("checkpoint.resume"), named, keep_world)
-    again = {"checkpoint.resume": starts.AUTO} if is_restarted else {}
+    named = resumes.named_by(asked.file, given)
+    base = resumes.settings_of(given.get("checkpoint.resume"), named, keep_world)
+    again = {"checkpoint.resume": resumes.AUTO} if is_restarted else {}
     return replace(asked, flags=asked.flags | again).config(base)
 
 
@@ -44,14 +44,14 @@ def config_of(asked: flags.Asked, keep_world: bool, is_restarted: bool) -> Confi
 def train(asked: flags.Asked) -> None:
     """Train with one strategy; the run folder keeps every step and every collective."""
     from shardlab.checkpoint import files
-    from shardlab.checkpoint import start as starts
+    from shardlab.checkpoint import resume as resumes
     from shardlab.plan import buckets
     from shardlab.report import console
     from shardlab.run import launch, restart
     from shardlab.run import place as places
 
     place = places.joined()
-    is_restarted = place is not None and place.is_torchruns and starts.is_restarted()
+    is_restarted = place is not None and place.is_torchruns and resumes.is_restarted()
     resolved = config_of(asked, keep_world=place is None, is_restarted=is_restarted)
     if place is not None and resolved.launch.max_restarts:
         raise UsageError(RESTARTED_BY[place.launcher])
@@ -66,7 +66,7 @@ def train(asked: flags.Asked) -> None:
         folder = failure.folder
         if is_first and folder is not None and files.steps_in(folder):
             again = f"shardlab train --resume {shlex.quote(str(folder))}"
-            for key, flag in starts.CODE.items():  # a run folder alone runs no code of its user's
+            for key, flag in resumes.CODE.items():  # a run folder alone runs no code of its user's
                 section, _, name = key.partition(".")
                 value = getattr(getattr(resolved, section), name)
                 again += f" {flag}{shlex.quote(value)}" if ":" in value else ""

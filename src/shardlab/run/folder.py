@@ -10,8 +10,8 @@ from pathlib import Path
 
 from shardlab import runlock
 from shardlab.checkpoint import files
-from shardlab.checkpoint import start as starts
-from shardlab.checkpoint.start import Start
+from shardlab.checkpoint import resume as resumes
+from shardlab.checkpoint.resume import Start
 from shardlab.config import Config
 from shardlab.errors import UsageError
 from shardlab.files import write_json
@@ -53,7 +53,7 @@ def _agreed(world: World, act: Callable[[], T]) -> T:
         except OSError as error:
             raise UsageError(f"cannot write the run folder: {error}") from None
 
-    found: T = starts.agree(world, writing)
+    found: T = resumes.agree(world, writing)
     return found
 
 
@@ -89,7 +89,7 @@ def _fill_folder(
 ) -> None:
     """Runs on rank 0: writes what is in the folder before the first step."""
     if start.run is not None:
-        starts.clear(start)
+        resumes.clear(start)
     else:
         described = environment.describe(world.device, command)
         about = {"data": workload.data, "notes": notes(config, workload)}
@@ -98,7 +98,7 @@ def _fill_folder(
     again = config.with_overrides({"output.dir": None, "checkpoint.resume": None})
     (folder / "config.yaml").write_text(again.to_yaml(), encoding="utf-8")
     if start.is_resumed:
-        world.tell({"resumed": starts.note(folder, start, config, command)})
+        world.tell({"resumed": resumes.note(folder, start, config, command)})
     mark(folder, "running", pids=pids, host=socket.gethostname())
 
 
@@ -113,7 +113,7 @@ def refuse_apart(config: Config, world: World) -> None:
     world.gather(None)  # every rank has checked that its output folder is empty
     probe: Path = _agreed(world, lambda: _write_probe(config))
     try:
-        missing = starts.unseen(probe, world)
+        missing = resumes.unseen(probe, world)
     finally:
         if world.rank == 0:
             probe.unlink(missing_ok=True)
@@ -129,7 +129,7 @@ def _write_probe(config: Config) -> Path:
     """Runs on rank 0: a file, with a name and a content of its own, where the run will be."""
     resume = config.checkpoint.resume
     folder = Path(config.output.dir or config.output.root)
-    if resume not in (None, starts.AUTO) and not files.is_checkpoint(found := files.find(resume)):
+    if resume not in (None, resumes.AUTO) and not files.is_checkpoint(found := files.find(resume)):
         folder = found  # the run continues there
     folder = next(path for path in (folder, *folder.parents) if path.is_dir() or path == Path())
     token = secrets.token_hex(8)

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from shardlab import config as configs
 from shardlab import pulse, stats
-from shardlab.checkpoint import course
-from shardlab.checkpoint import start as starts
-from shardlab.checkpoint.course import Saving, kept_rows
-from shardlab.checkpoint.start import Start, refuse_unfit
+from shardlab.checkpoint import load
+from shardlab.checkpoint import resume as resumes
+from shardlab.checkpoint.load import kept_rows
+from shardlab.checkpoint.resume import Start, refuse_unfit
+from shardlab.checkpoint.save import Saving
 from shardlab.config import Config
 from shardlab.errors import UsageError
 from shardlab.faults import inject
@@ -68,7 +69,7 @@ def _train_rank(
     LEDGER.reset(full_steps=config.profile.ledger_steps)
     guards = Guards(config, world)
     refuse_early(config, world, workload)
-    start = starts.choose(config, world, lock, workload.chosen)
+    start = resumes.choose(config, world, lock, workload.chosen)
     before = evaluations_before(start, config, world, workload)
     strategy = prepare_strategy(start, config, world, workload)
     folder = make_folder(config, workload, world, command, start, lock)
@@ -150,7 +151,7 @@ def evaluations_before(
     refuse_unfit(start, config, len(workload.dataset), workload.chosen)
     before: list[dict[str, Any]] = []
     if config.training.patience is not None:
-        before = starts.agree(world, start.evaluations)
+        before = resumes.agree(world, start.evaluations)
     ended = evaluate.why_ended(before, config.training)
     if ended is not None and not start.keeps_rows(world.size):
         raise UsageError(f"{start.checkpoint}: {ended}: to go on, raise training.patience")
@@ -164,7 +165,7 @@ def prepare_strategy(start: Start, config: Config, world: World, workload: Workl
     if start.manifest is not None:
         order = data_order(workload, config)
         first = prepared(workload, config, world, order, start.step, depth=0)
-        course.restore(start, strategy, world, config, lambda: next(first).microbatches)
+        load.restore(start, strategy, world, config, lambda: next(first).microbatches)
     return strategy
 
 
