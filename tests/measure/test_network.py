@@ -25,7 +25,7 @@ from shardlab.ledger import LEDGER
 from shardlab.measure import network
 from shardlab.measure.network import Place, Plan
 from shardlab.report import network as report
-from shardlab.run import alike, environment
+from shardlab.run import environment, same_setup
 from shardlab.world import World
 
 ON_RANK = f"{network.__name__}:on_rank"
@@ -293,10 +293,10 @@ def test_the_pages_commands_run(line: str, tmp_path: Path) -> None:
 
 def test_a_launchers_ranks_may_begin_apart() -> None:
     """Each makes the plan itself; nothing else of it may differ."""
-    begun = [alike.table(LaunchConfig(), [Plan(begun=seconds)]) for seconds in (1.0, 2.0)]
-    assert alike.difference("rank 0", "rank 1", *begun) == ""
-    other = alike.table(LaunchConfig(), [Plan(rounds=2)])
-    assert "rounds is 5 for rank 0" in alike.difference("rank 0", "rank 1", begun[0], other)
+    begun = [same_setup.setup(LaunchConfig(), [Plan(begun=seconds)]) for seconds in (1.0, 2.0)]
+    assert same_setup._difference("rank 0", "rank 1", *begun) == ""
+    other = same_setup.setup(LaunchConfig(), [Plan(rounds=2)])
+    assert "rounds is 5 for rank 0" in same_setup._difference("rank 0", "rank 1", begun[0], other)
 
 
 # ------------------------------------------------------------------ on hosts
