@@ -217,14 +217,17 @@ def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
 def test_a_rank_that_starts_after_its_parent_has_left_ends() -> None:
     """It looked for the file for five minutes, and whoever read the command's output waited."""
     ours, theirs = fork_server().Pipe()
-    gone = Seat(0, 1, 0, 1, f"/proc/{os.getpid()}/fd/987654")
-    process = Process(theirs, LAUNCH, gone)
+    gone = Seat(0, 1, f"/proc/{os.getpid()}/fd/987654")
+    said, prints_to = fork_server().Pipe(duplex=False)
+    process = Process(theirs, LAUNCH, gone, prints_to)
     theirs.close()
+    prints_to.close()
     ours.close()
     try:
         assert process.join(30) == 1
     finally:
         process.kill()
+        said.close()
 
 
 @pytest.mark.deep
