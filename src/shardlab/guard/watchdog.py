@@ -11,6 +11,7 @@ outside (``stacks``). The thread costs a rank some 50 microseconds a second.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -40,6 +41,7 @@ Message = Mapping[str, Any]
 LEAST_S = 60.0
 TIMES_LONGEST = 10.0  # the longest that nothing moved so far
 TICK_S = 1.0
+_watched = itertools.count()
 REMEMBERED = 256  # collectives that a rank which stands still reports
 
 
@@ -245,7 +247,8 @@ class StoreReporter(Reporter):
         from shardlab.guard.side import endpoint, side_store
 
         # A store of its own: the main thread may be waiting in the other one, holding its lock.
-        self.store = side_store("watchdog")
+        # And keys of its own: ranks may be watched in one job after the other.
+        self.store = side_store(f"watchdog {world.share(next(_watched))}")
         self.nodes = nodes.CURRENT
         self.endpoint = endpoint(self.store)
         self.monitor = Monitor(limit_s, timeout_s, nodes=self.nodes)  # rank 0's hears all ranks

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from shardlab import seal
 from shardlab.config import LaunchConfig
-from shardlab.errors import Late, NodeLost, UsageError
+from shardlab.errors import Interrupted, Late, NodeLost, UsageError
 from shardlab.guard import nodes
 from shardlab.run import child
 from shardlab.run.child import Target
@@ -84,7 +84,7 @@ class Leader:
             raise
         except KeyboardInterrupt:
             self._lost = "the job was interrupted"
-            raise
+            raise Interrupted from None
         failures = [
             Failure.of(r, *answer) for r, answer in answers.items() if answer[0] != "result"
         ]
