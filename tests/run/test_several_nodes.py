@@ -83,13 +83,14 @@ def test_what_is_refused_is_refused_on_both(two: Hosts, tmp_path: Path) -> None:
 
 SLOW = '''
 """A strategy of which rank 1 is stuck in its first step."""
+import os
 import time
 from shardlab.strategies.data_parallel.simple_ddp import SimpleDDP
 
 
 class Slow(SimpleDDP):
     def gradients(self, microbatches):
-        if self.world.rank == 1:
+        if os.environ["RANK"] == "1":
             time.sleep(600)
         return super().gradients(microbatches)
 '''
