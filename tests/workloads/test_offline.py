@@ -139,7 +139,7 @@ def test_auto_takes_the_images_that_are_there(
         (
             "cnn_mnist",
             {"data__source": "digits", "model__options": {"dataset": "mnist"}},
-            "data.source is digits and the option dataset mnist: which?",
+            "data.source is digits and model.options.dataset is mnist: set one of them",
         ),
     ],
 )

@@ -140,7 +140,7 @@ Batch(inputs=x, targets=x[:, :3].argmax(1), count=len(ids), samples=len(ids)) �
 samples=len(ids)) → samples=1)
     batch([0, 1]) has 1 samples, not 2
 count=len(ids) → count=torch.tensor(2)
-    has the count tensor(2): a whole number
+    has the count tensor(2): the number of targets must be an int
 [ids] / 100 → [ids + 50]
     TypeError: can only concatenate list (not "int") to list (in batch([0, 1]) of
 {"loss": loss(model, batch)} → {"loss": 3.0}

@@ -347,7 +347,8 @@ class Trial:
             raise at.mistake(f"batch({ids}) has {batch.samples!r} samples, not {len(ids)}")
         if type(batch.count) is not int or batch.count < 0:
             raise at.mistake(
-                f"batch({ids}) has the count {batch.count!r}: a whole number of targets belongs"
+                f"batch({ids}) has the count {batch.count!r}: the number of targets must be an int "
+                "of at least 0"
             )
         return batch
 

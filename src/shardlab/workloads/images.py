@@ -74,7 +74,9 @@ def _choose(default: str, dataset: str | None, source: str) -> tuple[str, str, s
     it is not the workload's own. "auto" prefers the real data set, then scikit-learn's digits."""
     if source in images.KINDS:
         if dataset not in (None, source):
-            raise UsageError(f"data.source is {source} and the option dataset {dataset}: which?")
+            raise UsageError(
+                f"data.source is {source} and model.options.dataset is {dataset}: set one of them"
+            )
         return source, source, ""
     if source != sources.AUTO:
         return dataset or default, source, ""
