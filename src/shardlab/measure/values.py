@@ -22,7 +22,7 @@ import torch
 from torch._subclasses import fake_tensor
 
 from shardlab.errors import UsageError
-from shardlab.workloads.blame import _is_users, _shown
+from shardlab.workloads.user_errors import _is_users, _shown
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from shardlab.errors import UsageError
 from shardlab.workloads.base import AfterStep
-from shardlab.workloads.blame import blame
+from shardlab.workloads.user_errors import blame
 
 KEPT = "after."  # the optimizer's state has the tensors of after_step under such keys
 AVERAGE = f"{KEPT}ema"  # the key of the moving average that training.ema_decay asks for

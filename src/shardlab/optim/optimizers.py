@@ -20,7 +20,7 @@ from shardlab.optim import muon, traits
 from shardlab.optim.after_step import AfterStepHooks, moving_average
 from shardlab.optim.swap import WholeModelOptimizer, has_elements
 from shardlab.workloads.base import AfterStep, MakeUsers
-from shardlab.workloads.blame import blame
+from shardlab.workloads.user_errors import blame
 
 # The state of a parameter that PyTorch's classes keep as one number.
 NUMBERS = dict.fromkeys(("step", "eta", "mu", "mu_product"), torch.float32)

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from shardlab.errors import UsageError
 from shardlab.optim.after_step import AfterStepHooks
 from shardlab.workloads.base import AfterStep, MakeUsers
-from shardlab.workloads.blame import blame
+from shardlab.workloads.user_errors import blame
 
 
 class WholeModelOptimizer:

@@ -31,9 +31,9 @@ from shardlab.strategies.update import Rule
 from shardlab.text import beside, count
 from shardlab.workloads import batchnorm, custom
 from shardlab.workloads.base import Batch, LossFn, Workload, cast_model
-from shardlab.workloads.blame import blame
 from shardlab.workloads.context import context_of
 from shardlab.workloads.first_calls import watch_first_calls
+from shardlab.workloads.user_errors import blame
 from shardlab.world import World
 
 

@@ -37,7 +37,7 @@ from shardlab.strategies.base import Setup
 from shardlab.strategies.cut_model import CutModel
 from shardlab.strategies.model_checks import refuse_unsupported
 from shardlab.strategies.probing import probing
-from shardlab.workloads import adding
+from shardlab.workloads import loss_additivity
 from shardlab.workloads.base import Batch, Workload, cast_model, tensors_of
 from shardlab.workloads.context import context_of
 from shardlab.workloads.custom import DEAR
@@ -140,7 +140,7 @@ def _expected(
     world: World,
 ) -> Expected | None:
     """None: it cannot be run like this, or draws random numbers in evaluation too."""
-    for quieten in (adding.still, nn.Module.eval):
+    for quieten in (loss_additivity.still, nn.Module.eval):
         quieten(model)
         expected = None
         try:

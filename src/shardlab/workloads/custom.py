@@ -22,14 +22,24 @@ from torch import Tensor, nn
 from shardlab import naming
 from shardlab.config import DataConfig
 from shardlab.errors import UsageError, unknown
-from shardlab.workloads import adding, inner_steps
-from shardlab.workloads.adding import MEAN, NEITHER, PENALTY, SUM, Bench, Finding
+from shardlab.workloads import inner_steps, loss_additivity
 from shardlab.workloads.base import Batch, Dataset, Workload, cast_model, tensors_of
-from shardlab.workloads.blame import Place, blame, short
 from shardlab.workloads.blocks import check_blocks, show_blocks
 from shardlab.workloads.first_calls import refuse_new_tensors, registered
+from shardlab.workloads.loss_additivity import (
+    MEAN,
+    NEITHER,
+    PENALTY,
+    SUM,
+    Bench,
+    Count,
+    Finding,
+    splits,
+    still,
+)
 from shardlab.workloads.no_rows import with_stand_ins
 from shardlab.workloads.samples import IGNORED, RULES, Samples, Stream, call, samples_of
+from shardlab.workloads.user_errors import Place, blame, short
 
 LARGE = 200_000_000  # parameters: such a model is not tried, only built
 # Parameters times elements of a sample: less is measured if a model needs more. (The clock does not
@@ -431,7 +441,7 @@ class Trial:
             return self.workload.loss(self.model, self.batch)
         except Exception:
             try:
-                return self.workload.loss(adding.still(self.model), self.batch)
+                return self.workload.loss(still(self.model), self.batch)
             except Exception:
                 self.model.eval()
             raise
@@ -487,19 +497,19 @@ class Trial:
         length = len(dataset)
         elements = sum(t.numel() for t in tensors_of(self.batch.inputs)) // self.batch.samples
         is_dear = elements * sum(p.numel() for p in model.parameters()) > DEAR
-        most = 2 if is_dear else max(2, min(adding.SAMPLES, length))
+        most = 2 if is_dear else max(2, min(loss_additivity.SAMPLES, length))
         last = min(most if isinstance(dataset, Stream) or is_dear else length, length) - 1
         ids = [i * last // (most - 1) for i in range(most)]
-        rules: dict[str, adding.Count] = {"count": lambda batch: batch.count}
+        rules: dict[str, Count] = {"count": lambda batch: batch.count}
         if self.short is not None:
             rules = {rule: partial(self.short.samples.count, rule) for rule in RULES}
-        adding.shake(model)
+        loss_additivity.shake(model)
         ways = [(torch.device("cpu"), torch.float64), (self.device, torch.float32)][is_dear:]
         for place, dtype in ways:
             bench = Bench(model.to(place, dtype), self.workload.loss, dataset.batch, place, dtype,
-                          most_draws=4 if is_dear else adding.DRAWS)  # fmt: skip
+                          most_draws=4 if is_dear else loss_additivity.DRAWS)  # fmt: skip
             try:
-                finding = adding.measure(bench, ids, rules)
+                finding = loss_additivity.measure(bench, ids, rules)
                 break
             except UsageError:
                 raise
@@ -517,22 +527,24 @@ class Trial:
         return finding
 
     def _planted(
-        self, bench: Bench, ids: Sequence[int], rules: Mapping[str, adding.Count], finding: Finding
+        self, bench: Bench, ids: Sequence[int], rules: Mapping[str, Count], finding: Finding
     ) -> str:
         """The rule, among several that count alike here, that still holds when some of the targets
         are to be ignored. (Tried on a CPU alone: a label out of range ends a GPU's process.)"""
         counts = finding.counts
         ignored = IGNORED if self.short is None else self.short.samples.ignored
-        if adding.plant(bench.make(ids), ids, ids[0], ignored) is None:
+        if loss_additivity.plant(bench.make(ids), ids, ids[0], ignored) is None:
             return counts[0]
 
         def make(numbers: Sequence[int], plain: Any = bench.make) -> Batch:
-            batch = adding.plant(plain(numbers), numbers, ids[0], ignored)
+            batch = loss_additivity.plant(plain(numbers), numbers, ids[0], ignored)
             assert batch is not None
             return batch
 
         try:
-            again = adding.measure(replace(bench, make=make), ids, {n: rules[n] for n in counts})
+            again = loss_additivity.measure(
+                replace(bench, make=make), ids, {n: rules[n] for n in counts}
+            )
         except Exception:  # the loss knows of no ignored targets
             counts = tuple(n for n in counts if n not in ("targets", "next tokens")) or counts
             return counts[0]
@@ -575,7 +587,7 @@ def _recurrent(model: nn.Module) -> list[nn.Module]:
 
 
 def _check_counts(dataset: Dataset, ids: Sequence[int]) -> None:
-    whole, parts = dataset.batch(ids).count, [dataset.batch(p).count for p in adding.splits(ids)[0]]
+    whole, parts = dataset.batch(ids).count, [dataset.batch(p).count for p in splits(ids)[0]]
     if whole != sum(parts):
         at = Place.of(dataset.batch) or Place.of(type(dataset))
         message = (

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardlab.errors import UsageError
-from shardlab.workloads import adding
+from shardlab.workloads import loss_additivity
 from shardlab.workloads.base import Batch, LossFn
-from shardlab.workloads.blame import Place
+from shardlab.workloads.user_errors import Place
 
 
 def refused(loss: LossFn) -> LossFn:
@@ -73,7 +73,7 @@ def after_calls(
     modes = [(module, module.training) for module in model.modules()]
     try:
         for batch in batches:
-            loss(adding.still(model), batch)
+            loss(loss_additivity.still(model), batch)
     except UsageError:
         raise
     except Exception:

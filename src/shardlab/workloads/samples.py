@@ -31,7 +31,7 @@ from torch.utils.data import (
 from shardlab.config import CONTINUOUS, DataConfig
 from shardlab.errors import UsageError
 from shardlab.workloads.base import Batch, map_tensors, tensors_of
-from shardlab.workloads.blame import blame, short
+from shardlab.workloads.user_errors import blame, short
 
 TARGETS = ("labels", "label", "targets", "target", "y")  # looked for in a dict, in this order
 IGNORED = -100  # a target that PyTorch's and Hugging Face's losses leave out
