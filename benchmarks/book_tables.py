@@ -9,7 +9,7 @@ from book_parts import Missing, Numbers, gpt2_small, part, record, table
 
 from shardlab import text as fmt
 from shardlab.plan import claims
-from shardlab.strategies.pipeline import schedules
+from shardlab.strategies.pipeline import schedule_analysis, schedules
 from shardlab.wire import wire_bytes
 
 LADDERS = {"loopback": "ladder-2ranks", "4 Gbit/s": "ladder-2ranks-4gbit"}  # link and record
@@ -288,9 +288,9 @@ def pipeline_schedules(_numbers: Numbers) -> str:
         bubbles, kept, messages = [], 0.0, 0
         for micro in (8, 32):
             lists = schedules.schedule(name, 4, micro)
-            bubbles.append(f"{schedules.bubble(lists, schedules.Times()):.3f}")
-            kept = max(schedules.live(lists)) / schedules.chunks_of(name)
-            messages = max(schedules.messages(lists))
+            bubbles.append(f"{schedule_analysis.bubble(lists, schedule_analysis.Times()):.3f}")
+            kept = max(schedule_analysis.live(lists)) / schedules.chunks_of(name)
+            messages = max(schedule_analysis.messages(lists))
         rows.append([f"`{name}`", *bubbles, f"{kept:g}", str(messages)])
     header = ["4 ranks", "bubble, 8 micro-batches", "bubble, 32", "most that a rank keeps of 32",
               "most that a rank sends"]  # fmt: skip

@@ -24,8 +24,8 @@ from shardlab.plan.graph import Cost, Event, Group, Mark, Start, Step, Wait, Wor
 from shardlab.plan.replay import Lanes, Played, Span, replay
 from shardlab.report import plan as report
 from shardlab.run import assemble, environment, loop
-from shardlab.strategies.pipeline import schedules
-from shardlab.strategies.pipeline.schedules import Times
+from shardlab.strategies.pipeline import schedule_analysis, schedules
+from shardlab.strategies.pipeline.schedule_analysis import Times
 from shardlab.world import World
 
 # ------------------------------------------------------------------ schedules, played back
@@ -85,12 +85,12 @@ def played(steps: list[Step], send: float = 0.0) -> Played:
 def test_the_bubble_is_that_of_the_formula(name: str, ranks: int, micro: int) -> None:
     """Exactly, where messages take no time; where the formula knows their time, with it too."""
     found = played(stages_of(name, ranks, micro, Times()))
-    claimed = schedules.claim(name, ranks, micro, Times()).bubble
+    claimed = schedule_analysis.claim(name, ranks, micro, Times()).bubble
     assert found.bubble_s / found.work_s == pytest.approx(claimed, abs=1e-12)
     assert found.wait_s == 0.0
     assert found.step_s == pytest.approx(found.work_s + found.bubble_s)
     times = Times(1.0, 1.0, 1.0, send=0.25)
-    claimed = schedules.claim(name, ranks, micro, times).bubble
+    claimed = schedule_analysis.claim(name, ranks, micro, times).bubble
     if claimed is not None:
         slower = played(stages_of(name, ranks, micro, times), send=0.25)
         assert slower.step_s / slower.work_s - 1 == pytest.approx(claimed, abs=1e-12)
@@ -110,7 +110,7 @@ def test_times_that_differ_by_stage_are_those_of_the_simulated_schedule() -> Non
             elif isinstance(event, Work):
                 events[i] = dataclasses.replace(event, seconds=own.of(kind))
         steps.append(dataclasses.replace(step, events=events))
-    expected = schedules.end(schedules.timeline(lists, times))
+    expected = schedule_analysis.end(schedule_analysis.timeline(lists, times))
     assert played(steps).step_s == pytest.approx(expected)
 
 

@@ -37,7 +37,7 @@ from shardlab.optim import optimizers
 from shardlab.run import assemble
 from shardlab.strategies.base import Setup
 from shardlab.strategies.cut_model import CutModel
-from shardlab.strategies.pipeline import executor, schedules, stages
+from shardlab.strategies.pipeline import executor, schedule_analysis, schedules, stages
 from shardlab.strategies.pipeline.p2p import ACTIVATION, GRADIENT
 from shardlab.strategies.update import Rule
 from shardlab.workloads import gpt2
@@ -357,7 +357,7 @@ def test_equals_one_process(
     world, micro = size
     axes = Axes(1, pipeline=world, schedule=schedule)
     by_rank = ranks(world).run(run, toy, axes, micro, deadline_s=60)
-    claim = schedules.live(schedules.schedule(schedule, world, micro))
+    claim = schedule_analysis.live(schedules.schedule(schedule, world, micro))
     for rank, (course, live) in enumerate(by_rank):
         assert first_difference(course, one_process(toy, 1, micro)) is None, rank
         assert live == claim[rank]
@@ -688,8 +688,10 @@ def test_a_step_is_as_long_as_the_simulation_says(schedule: str, ranks: GetRanks
     """Stages that sleep, so that four ranks fit on two cores: a rank that waited for a message that
     it needs later, or until its own is taken, would be late."""
     micro = 8
-    expected = schedules.end(
-        schedules.timeline(schedules.schedule(schedule, 4, micro), schedules.Times(1, 1, 1))
+    expected = schedule_analysis.end(
+        schedule_analysis.timeline(
+            schedules.schedule(schedule, 4, micro), schedule_analysis.Times(1, 1, 1)
+        )
     )
     found: list[float] = []
     while len(found) < 3 and not (found and min(found) < 1.1 * expected):

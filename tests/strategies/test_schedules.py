@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlab.errors import UsageError
-from shardlab.strategies.pipeline import schedules
-from shardlab.strategies.pipeline.schedules import SCHEDULES, Action, Times, schedule
+from shardlab.strategies.pipeline import schedule_analysis, schedules
+from shardlab.strategies.pipeline.schedule_analysis import Times
+from shardlab.strategies.pipeline.schedules import SCHEDULES, Action, schedule
 
 LENGTHS = st.integers(1, 400).map(lambda n: n / 16)  # sums of these are exact
 
@@ -36,7 +37,7 @@ def spelled(actions: list[Action]) -> str:
 def test_every_list_obeys_the_law(case: tuple[str, int, int, int]) -> None:
     name, ranks, micro, chunks = case
     lists = schedule(*case)
-    assert schedules.check(lists) == []
+    assert schedule_analysis.check(lists) == []
     placed = {action.stage: rank for rank, actions in enumerate(lists) for action in actions}
     assert placed == {
         stage: schedules.rank_of(stage, ranks, name) for stage in range(ranks * chunks)
@@ -52,22 +53,24 @@ def test_closed_forms_are_what_the_simulation_finds(
     name, ranks, micro, chunks = case
     for times in (Times(forward, inputs, weight, send), Times(forward, forward, forward, send)):
         lists = schedule(*case)
-        claim = schedules.claim(name, ranks, micro, times, chunks)
-        assert schedules.live(lists) == claim.live
-        assert schedules.messages(lists) == claim.messages
+        claim = schedule_analysis.claim(name, ranks, micro, times, chunks)
+        assert schedule_analysis.live(lists) == claim.live
+        assert schedule_analysis.messages(lists) == claim.messages
         if claim.bubble is None:
             assert send > 0
-            claim = schedules.claim(name, ranks, micro, Times(forward, inputs, weight), chunks)
+            claim = schedule_analysis.claim(
+                name, ranks, micro, Times(forward, inputs, weight), chunks
+            )
             assert claim.bubble is not None  # every schedule has a form, if sends take no time
         else:
-            assert schedules.bubble(lists, times) == pytest.approx(claim.bubble, abs=1e-12)
+            assert schedule_analysis.bubble(lists, times) == pytest.approx(claim.bubble, abs=1e-12)
 
 
 def test_the_formulas_of_the_papers() -> None:
     """P = 4, M = 8, two chunks, and F = I = W, of which a chunk has half."""
     one, half = Times(1, 1, 1), Times(0.5, 0.5, 0.5)
     found = {
-        name: schedules.bubble(schedule(name, 4, 8), half if kind.chunks[0] == 2 else one)
+        name: schedule_analysis.bubble(schedule(name, 4, 8), half if kind.chunks[0] == 2 else one)
         for name, kind in SCHEDULES.items()
     }
     assert found == {
@@ -76,7 +79,7 @@ def test_the_formulas_of_the_papers() -> None:
         "interleaved": 3 / 16,
         "zero_bubble": 3 / 24,  # (P-1)(F+I-W) of M(F+I+W)
     }
-    kept = {name: schedules.live(schedule(name, 4, 8)) for name in SCHEDULES}
+    kept = {name: schedule_analysis.live(schedule(name, 4, 8)) for name in SCHEDULES}
     assert kept == {
         "gpipe": [8, 8, 8, 8],
         "1f1b": [4, 3, 2, 1],
@@ -118,22 +121,22 @@ def test_the_law_notices_what_is_broken(case: tuple[str, int, int, int], data: A
         lists[rank].reverse()
     else:
         lists.append([lists[rank].pop(place)])
-    assert schedules.check(lists)
+    assert schedule_analysis.check(lists)
 
 
 def test_what_the_law_says() -> None:
     lists = schedule("1f1b", 2, 2)
     lists[0][0], lists[0][1] = lists[0][1], lists[0][0]
-    assert schedules.check(lists) == [
+    assert schedule_analysis.check(lists) == [
         "rank 1 takes rank 0's activations in another order than they are sent"
     ]
     lists = schedule("gpipe", 2, 1)
     lists[1].append(Action("W", 1, 0))
-    assert schedules.check(lists) == [
+    assert schedule_analysis.check(lists) == [
         "stage 1, micro-batch 0: B F W instead of F and B, or F, I and W"
     ]
-    assert schedules.check([[], []]) != []
-    assert schedules.check([[Action("F", 1, 0), Action("B", 1, 0)]]) == [
+    assert schedule_analysis.check([[], []]) != []
+    assert schedule_analysis.check([[Action("F", 1, 0), Action("B", 1, 0)]]) == [
         "stages and micro-batches are not numbered from 0 without a gap"
     ]
 
@@ -146,7 +149,7 @@ def test_a_timeline_is_possible(case: tuple[str, int, int, int], data: Any) -> N
     _, ranks, _, chunks = case
     lists = schedule(*case)
     times = [Times(*data.draw(st.tuples(*[LENGTHS] * 4))) for _ in range(ranks * chunks)]
-    played = schedules.timeline(lists, times)
+    played = schedule_analysis.timeline(lists, times)
     ended = {
         (action.kind.replace("I", "B"), *action[1:]): (rank, span.end)
         for rank, actions in enumerate(lists)
@@ -169,12 +172,12 @@ def test_a_timeline_is_possible(case: tuple[str, int, int, int], data: Any) -> N
             assert span.start == max(free, arrives)
             free = span.end
     if len(set(times)) == 1:
-        assert played == schedules.timeline(lists, times[0])
+        assert played == schedule_analysis.timeline(lists, times[0])
 
 
 def test_a_timeline_of_what_gets_stuck() -> None:
     with pytest.raises(ValueError, match="rank 0 waits for ever before B of stage 0, micro-batch"):
-        schedules.timeline([[Action("B", 0, 0), Action("F", 0, 0)]], Times())
+        schedule_analysis.timeline([[Action("B", 0, 0), Action("F", 0, 0)]], Times())
 
 
 # ------------------------------------------------------------------ refusals

@@ -19,7 +19,7 @@ from shardlab import config as configs
 from shardlab import trace as traces
 from shardlab.report import timeline, trace_terminal
 from shardlab.report import trace as report
-from shardlab.strategies.pipeline import schedules
+from shardlab.strategies.pipeline import schedule_analysis, schedules
 from shardlab.workloads.base import Workload, classification_loss
 
 # ------------------------------------------------------------------ known answers
@@ -241,7 +241,7 @@ def test_the_bubble_of_a_trace_is_the_schedules(
     }  # fmt: skip
     if strategy == "pytorch_pipeline":
         values["strategy.options"] = {"schedule": name}
-    promised = schedules.claim(name, 4, micro, schedules.Times(1, 1, 1)).bubble
+    promised = schedule_analysis.claim(name, 4, micro, schedule_analysis.Times(1, 1, 1)).bubble
     assert promised is not None
     errors = []
     for attempt in range(3):  # something else on the machine may hold up a rank

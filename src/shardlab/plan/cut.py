@@ -7,8 +7,8 @@ from typing import Any
 
 from shardlab.axes import Axes
 from shardlab.plan.predict import Prediction
-from shardlab.strategies.pipeline import schedules
-from shardlab.strategies.pipeline.schedules import Times
+from shardlab.strategies.pipeline import schedule_analysis, schedules
+from shardlab.strategies.pipeline.schedule_analysis import Times
 
 Row = Mapping[str, Any]
 # Backward takes twice a forward's time, and its halves take the same.
@@ -34,7 +34,7 @@ def even_bubble(axes: Axes | None, micro: int) -> float | None:
     """The bubble as a share of the step, if all stages took the same time and sent in none."""
     if axes is None or axes.pipeline == 1 or axes.schedule not in schedules.SCHEDULES:
         return None
-    claim = schedules.claim(axes.schedule, axes.pipeline, micro, EVEN, axes.chunks or None)
+    claim = schedule_analysis.claim(axes.schedule, axes.pipeline, micro, EVEN, axes.chunks or None)
     return None if claim.bubble is None else claim.bubble / (1 + claim.bubble)
 
 

@@ -7,7 +7,7 @@ import dataclasses
 
 from shardlab.axes import Axes
 from shardlab.plan.graph import Event, Mark, Start, Step, Wait, Work
-from shardlab.strategies.pipeline import schedules
+from shardlab.strategies.pipeline import schedule_analysis, schedules
 
 AHEAD = 2  # messages that a rank of a pipeline begins to receive before it needs them
 
@@ -63,7 +63,7 @@ def fewest_micro(name: str, axes: Axes | None, micro: int) -> int:
 
     def live(number: int) -> list[int]:
         lists = schedules.schedule(axes.schedule, axes.pipeline, number, axes.chunks or None)
-        return schedules.live(lists)
+        return schedule_analysis.live(lists)
 
     most = min(micro, 4 * axes.pipeline)
     wanted = live(micro)

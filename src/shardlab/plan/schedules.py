@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlab.errors import UsageError, unknown
-from shardlab.strategies.pipeline import schedules
-from shardlab.strategies.pipeline.schedules import SCHEDULES, Times
+from shardlab.strategies.pipeline import schedule_analysis, schedules
+from shardlab.strategies.pipeline.schedule_analysis import FORMULAS, Times
+from shardlab.strategies.pipeline.schedules import SCHEDULES
 
 MOST = 50_000  # stages times micro-batches: what is simulated and drawn in about a second
 
@@ -41,21 +42,21 @@ class Pipeline:
             self.times.weight / chunks,
             self.times.send,
         )
-        played = schedules.timeline(lists, times)
-        claim = schedules.claim(name, self.ranks, self.micro, times, chunks)
+        played = schedule_analysis.timeline(lists, times)
+        claim = schedule_analysis.claim(name, self.ranks, self.micro, times, chunks)
         work = self.micro * (self.times.forward + self.times.input + self.times.weight)
         return {
             "name": name,
             "chunks": chunks,
             "stages": stages,
-            "step_ms": schedules.end(played),
+            "step_ms": schedule_analysis.end(played),
             "work_ms": work,
-            "bubble": schedules.end(played) / work - 1,
-            "idle_formula": SCHEDULES[name].idle,
-            "formula_for": SCHEDULES[name].known_for,
+            "bubble": schedule_analysis.end(played) / work - 1,
+            "idle_formula": FORMULAS[name].text,
+            "formula_for": "c = 0" if FORMULAS[name].needs_free_sends else "all times",
             "bubble_by_formula": claim.bubble,
-            "live": schedules.live(lists),
-            "messages": schedules.messages(lists),
+            "live": schedule_analysis.live(lists),
+            "messages": schedule_analysis.messages(lists),
             "ranks": [
                 [
                     {**action._asdict(), "start_ms": span.start, "end_ms": span.end}

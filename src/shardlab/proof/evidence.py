@@ -42,7 +42,7 @@ from shardlab.strategies.base import Rounds, Strategy
 from shardlab.strategies.cut_model import CutModel
 from shardlab.strategies.local.rounds import shortest
 from shardlab.strategies.local.workers import Workers
-from shardlab.strategies.pipeline import schedules
+from shardlab.strategies.pipeline import schedule_analysis
 from shardlab.strategies.pipeline.executor import Executor
 from shardlab.trace.intervals import union
 from shardlab.wire import wire_bytes
@@ -285,7 +285,9 @@ def _live(strategy: Strategy, subject: Subject, world: World) -> dict[str, Any] 
     mesh, micro = strategy.axes, len(subject.steps[0][0])
     if not pipeline.peak_live:
         return None
-    said = schedules.claim(mesh.schedule, mesh.pipeline, micro, schedules.Times(), pipeline.chunks)
+    said = schedule_analysis.claim(
+        mesh.schedule, mesh.pipeline, micro, schedule_analysis.Times(), pipeline.chunks
+    )
     claimed = said.live[mesh.place(world.rank)["pipeline"]]
     return {"schedule": mesh.schedule, "claimed": claimed, "kept": pipeline.peak_live}
 

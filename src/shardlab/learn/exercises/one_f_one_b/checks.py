@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from shardlab.learn import mistakes, toys
 from shardlab.learn.exercise import Case, Finding, Rejected, Rows, Stage, each_step, judging, say
-from shardlab.strategies.pipeline import schedules
+from shardlab.strategies.pipeline import schedule_analysis, schedules
 
 CASES = (
     Case("the lists", 2, {"lists": True}),
@@ -246,17 +246,17 @@ def lists(ranks: Rows) -> Finding | None:
             return found
         those = [[schedules.Action(kind, rank, m) for kind, m in actions]
                  for rank, actions in enumerate(every)]  # fmt: skip
-        if problems := schedules.check(those):
+        if problems := schedule_analysis.check(those):
             return say("schedule-deadlock", problems="; ".join(problems), **facts)
-        for rank, kept in enumerate(schedules.live(those)):
+        for rank, kept in enumerate(schedule_analysis.live(those)):
             if kept > min(number - rank, micro):
                 should = min(number - rank, micro)
                 return say("too-many-live", rank=rank, kept=kept, should=should, **facts)
-        times = schedules.Times(1, 1, 1)
-        took = schedules.end(schedules.timeline(those, times))
+        times = schedule_analysis.Times(1, 1, 1)
+        took = schedule_analysis.end(schedule_analysis.timeline(those, times))
         should = 3 * (micro + number - 1)
         if took > should:
-            bubble, least = schedules.bubble(those, times), (number - 1) / micro
+            bubble, least = schedule_analysis.bubble(those, times), (number - 1) / micro
             return say("bubble", took=took, should=should, bubble=bubble, least=least, **facts)
     return None
 
