@@ -9,6 +9,7 @@ import pytest
 from rich.cells import cell_len
 
 import commands
+from shardlab.strategies.pipeline.schedule_analysis import FORMULAS
 from shardlab.strategies.pipeline.schedules import SCHEDULES
 
 DRAWN = """\
@@ -151,7 +152,7 @@ def test_refusals(args: str, message: str, tmp_path: Path) -> None:
 def test_the_page_has_the_drawing_and_the_formulas_of_the_code() -> None:
     page = (commands.ROOT / "docs" / "parallel.md").read_text()
     assert "".join(DRAWN.splitlines(keepends=True)[:4]) in page
-    for name, kind in SCHEDULES.items():
+    for name, formula in FORMULAS.items():
         (row,) = (line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
-        assert kind.idle in row
-        assert kind.known_for == "all times" or f", for {kind.known_for} |" in row
+        assert formula.text in row
+        assert formula.known_for == "all times" or f", for {formula.known_for} |" in row

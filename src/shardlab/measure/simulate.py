@@ -519,7 +519,7 @@ def told_shapes(
     seen: dict[Signature, list[list[Shape]]] = {}
     cut = pipeline.cut
 
-    def rehearse(strategy: CutModel, setup: Setup, kind: type[Executor] | None = None) -> Cut:
+    def rehearse(strategy: CutModel, setup: Setup, kind: type[Executor] = Executor) -> Cut:
         with unseen():
             for batch in batches():
                 part = batch if strategy.take_part is None else strategy.take_part(batch)

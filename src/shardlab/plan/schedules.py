@@ -53,7 +53,7 @@ class Pipeline:
             "work_ms": work,
             "bubble": schedule_analysis.end(played) / work - 1,
             "idle_formula": FORMULAS[name].text,
-            "formula_for": "c = 0" if FORMULAS[name].needs_free_sends else "all times",
+            "formula_for": FORMULAS[name].known_for,
             "bubble_by_formula": claim.bubble,
             "live": schedule_analysis.live(lists),
             "messages": schedule_analysis.messages(lists),

@@ -10,14 +10,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardlab import comm
 from shardlab.axes import Axes
 from shardlab.errors import UsageError
 from shardlab.optim import traits
-from shardlab.strategies import base, layout, steps
+from shardlab.strategies import base, shards, steps
 from shardlab.strategies.layout import Layout, inside
 from shardlab.strategies.shards import ModelSpec, Shard, every
 from shardlab.workloads import batchnorm
@@ -69,7 +69,8 @@ def groups_of(axes: Axes, world: comm.Group) -> Groups:
 class Cut:
     """What an axis has done to the model of this rank."""
 
-    layout: Layout  # every parameter and buffer that this rank holds now
+    # Every parameter and buffer that this rank holds now; None: the same as before.
+    layout: Layout | None
     loss: LossFn  # the loss to use from now on
     # Parameters whose gradient here is a part of a sum over a group. Their sum is made in backward.
     partial: dict[str, comm.Group] = field(default_factory=dict)
@@ -117,7 +118,7 @@ class CutModel(base.Strategy):
         steps.broadcast_model(self.model, self.group)
         self.whole_model = ModelSpec.of(self.model)
         self.trained = tuple(steps.trained_params(self.model))
-        self.layout: Layout = layout.whole_layout(self.model)
+        self.layout: Layout = {s.name: s.runs for s in shards.of_model(self.model)}
         self.take_part: Callable[[Batch], Batch] | None = None  # this rank's of a batch
         self.around_step: Callable[[], AbstractContextManager[None]] = nullcontext
         self.pipeline: Any = None
@@ -131,7 +132,7 @@ class CutModel(base.Strategy):
                 mesh=DeviceMesh.from_group(
                     self.groups.data, setup.mesh.device_type, mesh_dim_names=("dp",)
                 ),
-                blocks=[b for b in setup.blocks if _has_parameters(self.model, b)],
+                blocks=[b for b in setup.blocks if [*self.model.get_submodule(b).parameters()]],
             )
         )
         if self.inner.rounds is not None:
@@ -153,7 +154,8 @@ class CutModel(base.Strategy):
 
     def _after(self, cut: Cut, setup: base.Setup) -> base.Setup:
         """Note what an axis has done. Returns what the next one begins with."""
-        self.layout = {n: inside(self.layout[n], runs) for n, runs in cut.layout.items()}
+        if cut.layout is not None:
+            self.layout = {n: inside(self.layout[n], runs) for n, runs in cut.layout.items()}
         params = dict(self.model.named_parameters())
         for name, group in cut.partial.items():
             if params[name].requires_grad:
@@ -254,10 +256,6 @@ def joined(microbatches: Sequence[Batch]) -> Batch:
     count = sum(batch.count for batch in microbatches)
     samples = sum(batch.samples for batch in microbatches)
     return Batch(inputs=list(microbatches), targets=None, count=count, samples=samples)
-
-
-def _has_parameters(model: nn.Module, block: str) -> bool:
-    return any(True for _ in model.get_submodule(block).parameters())
 
 
 def _summed_over(group: comm.Group, name: str) -> Callable[[Tensor], Tensor]:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardlab import comm
 from shardlab.errors import UsageError
-from shardlab.strategies import base, layout
+from shardlab.strategies import base
 from shardlab.strategies.context.ring_attention import Zigzag, ring_attention
 from shardlab.strategies.cut_model import Cut, CutModel
 from shardlab.strategies.lockstep import Lockstep
@@ -215,8 +215,7 @@ def cut(strategy: CutModel, setup: base.Setup) -> Cut:
             return loss(model, replace(batch, inputs=batch.inputs.inputs))
 
     around_step = partial(ring.lockstep.on_course, "step")
-    whole = layout.whole_layout(model)
-    return Cut(whole, loss_of_part, take_part=take_part, around_step=around_step)
+    return Cut(None, loss_of_part, take_part=take_part, around_step=around_step)
 
 
 class ContextParallel(CutModel):

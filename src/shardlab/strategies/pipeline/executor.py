@@ -21,6 +21,7 @@ has not been tested: it needs two GPUs.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,93 +31,18 @@ import torch
 from torch import Tensor, nn
 
 from shardlab import comm
-from shardlab.axes import Axes
 from shardlab.batch import tensors_of
-from shardlab.errors import UsageError, option
+from shardlab.errors import UsageError
 from shardlab.phases import BACKWARD, phase
-from shardlab.strategies import base
-from shardlab.strategies.layout import Layout
 from shardlab.strategies.pipeline import schedules, stages
 from shardlab.strategies.pipeline.p2p import ACTIVATION, GRADIENT, Key, Messages
 from shardlab.strategies.pipeline.schedules import Action
 from shardlab.strategies.pipeline.stages import Shape, Track, shape_of
 from shardlab.strategies.pipeline.weight_gradients import Deferred, _of_weight
-from shardlab.strategies.shards import every
 from shardlab.workloads.base import Batch, LossFn
 
 AHEAD = 2  # messages whose receiving is begun before they are needed
 Signature = tuple[Any, ...]
-
-
-def cut(
-    setup: base.Setup,
-    axes: Axes,
-    group: comm.Group,
-    loss: LossFn,
-    executor: type[Executor] | None = None,
-) -> tuple[Layout, Executor]:
-    """Cut the model into stages: what this rank holds of it now, and what runs its stages, made by
-    ``executor``; None: by ours."""
-    model, ranks = setup.model, group.size()
-    if setup.sample is None:
-        raise UsageError("pipeline: stages are found by running the model: Setup.sample is missing")
-    if hasattr(model.forward, "_torchdynamo_orig_callable"):
-        raise UsageError(
-            "pipeline: a model that is compiled as one has no stages; use training.compile: blocks"
-        )
-    if executor is None:
-        option("schedule", axes.schedule, schedules.SCHEDULES)
-    chunks = schedules.chunks_of(axes.schedule, axes.chunks or None)
-    found = stages.probe(model, setup.blocks, loss, setup.sample)
-    if chunks > 1 and found.counted:
-        raise UsageError(
-            f"pipeline: the forward changes '{found.counted[0]}', and with {chunks} stages on a "
-            "rank it runs more often than in one process; use a schedule with one, such as 1f1b"
-        )
-    ends = stages.ends_of(found, model, ranks * chunks, axes.balance)
-    message = torch.tensor(ends, device=next(model.parameters()).device)
-    # Times differ: the first rank of all decides, also for those of other pipelines.
-    comm.broadcast(message, setup.group, label="stages")
-    ends = message.tolist()
-    where = [schedules.rank_of(stage, ranks, axes.schedule) for stage in range(len(ends))]
-    holders = stages.holders_of(found, model, ends)
-    _refuse_idle_ranks(model, holders, where, ranks)
-    held = {n for n, on in holders.items() if any(where[s] == group.rank() for s in on)}
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    kept = {name: every(t.shape) for name, t in tensors if name in held}
-    shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
-    for name, p in model.named_parameters():
-        among = tuple(sorted({where[s] for s in holders[name]}))
-        if group.rank() in among and len(among) > 1 and p.requires_grad:
-            shared.setdefault(among, []).append(p)
-    written: dict[int, list[tuple[nn.Module, str]]] = {}
-    for name in sorted(found.changed & held):
-        path, _, key = name.rpartition(".")
-        written.setdefault(holders[name][0], []).append((model.get_submodule(path), key))
-    stages.drop(model, held, found.changed)
-    made = (executor or Executor)(
-        model, loss, group, axes.schedule, chunks, where, Track(found, ends, message.device)
-    )
-    made.shared = sorted(shared.items(), key=lambda item: item[0])
-    made.written = written
-    return kept, made
-
-
-def _refuse_idle_ranks(
-    model: nn.Module, holders: dict[str, list[int]], where: Sequence[int], ranks: int
-) -> None:
-    trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    busy = {where[stage] for name in trained for stage in holders[name]}
-    for rank in range(ranks):
-        if rank not in busy:
-            mine = [str(stage) for stage, on in enumerate(where) if on == rank]
-            raise UsageError(
-                f"pipeline: no parameter of stage {' and '.join(mine)} trains, so its rank would "
-                "have nothing to update; use fewer ranks, or train more of the model"
-            )
-
-
-# ------------------------------------------------------------------ the executor
 
 
 @dataclass
@@ -157,11 +83,9 @@ class Executor(Messages):
         self.divisor: Callable[[], Tensor | None] = lambda: None  # what the loss is divided by
         self.is_running = False
         self.deferred = Deferred()
-        # The buffers that the blocks of a stage write.
-        self.written: dict[int, list[tuple[nn.Module, str]]] = {}
         # What trains and lies on several ranks, by the places of those in the group.
         self.shared: list[tuple[tuple[int, ...], list[nn.Parameter]]] = []
-        self.own_hooks: dict[nn.Parameter, dict[int, Any]] = {}
+        self.own_hooks: dict[nn.Parameter, Any] = {}
         # For each number of micro-batches: this rank's actions, and every message's turn.
         self.plans: dict[int, tuple[list[Action], dict[Key, int]]] = {}
         self.known: dict[tuple[int, Signature], list[list[Shape]]] = {}  # by the receiving stage
@@ -169,8 +93,7 @@ class Executor(Messages):
         self._clear()
         for p in model.parameters():
             if p._backward_hooks:  # the model's own: they see each micro-batch's gradient
-                self.own_hooks[p] = dict(p._backward_hooks)
-                p._backward_hooks.clear()
+                self.own_hooks[p], p._backward_hooks = p._backward_hooks, None
         track.attach(model)
         if self.PUTS_OFF and any(a.kind == "W" for a in self.lists(1)[self.rank]):
             self.deferred.attach(model)
@@ -329,45 +252,30 @@ class Executor(Messages):
         shapes: list[list[Shape]],
         received: list[Tensor],
     ) -> Any:
-        """Each forward writes to copies of the buffers: other micro-batches' forwards come before
-        its backward, which may need what it has seen."""
-        written = self.written.get(stage, ())
-        kept = [(module, key, getattr(module, key)) for module, key in written]
-        for module, key, buffer in kept:
-            setattr(module, key, buffer.clone())
         self.is_running = True
         try:
             return self.track.run(stage, forward, shapes, received)
         finally:
             self.is_running = False
-            for module, key, buffer in kept:
-                buffer.copy_(getattr(module, key).detach())
-                setattr(module, key, buffer)
 
     @contextmanager
     def _in_private(self) -> Iterator[None]:
         """Inside, gradients are added up where the strategy does not see it: its hooks are for what
         is handed out. Hooks of the model's own see each micro-batch, as in one process."""
-        params = [p for p in self.model.parameters() if p.requires_grad]
-        before: list[tuple[nn.Parameter, Tensor | None, list[tuple[Any, list[Any]]]]] = []
-        for p in params:
-            hooks: list[Any] = [
-                h for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h is not None
-            ]
-            before.append((p, p.grad, [(h, list(h.items())) for h in hooks]))
-            for h in hooks:
-                h.clear()
-            p.grad = None
-            if p in self.own_hooks and p._backward_hooks is not None:
-                p._backward_hooks.update(self.own_hooks[p])
+        before = [
+            (p, p.grad, p._backward_hooks, p._post_accumulate_grad_hooks)
+            for p in self.model.parameters()
+            if p.requires_grad
+        ]
+        for p, *_ in before:
+            p.grad, p._backward_hooks = None, self.own_hooks.get(p)
+            p._post_accumulate_grad_hooks = OrderedDict()
         try:
             yield
         finally:
-            for p, gradient, kept in before:
-                p.grad = gradient
-                for hook, items in kept:
-                    hook.clear()
-                    hook.update(items)
+            for p, gradient, hooks, after in before:
+                p.grad, p._backward_hooks = gradient, hooks
+                p._post_accumulate_grad_hooks = OrderedDict() if after is None else after
 
     @torch.no_grad()
     def _sum_shared(self) -> None:

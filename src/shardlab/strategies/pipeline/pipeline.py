@@ -2,17 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from shardlab import comm
+from shardlab.errors import UsageError, option
 from shardlab.strategies import base
 from shardlab.strategies.cut_model import Cut, CutModel
-from shardlab.strategies.pipeline import executor
+from shardlab.strategies.pipeline import schedules, stages
 from shardlab.strategies.pipeline.executor import Executor
+from shardlab.strategies.shards import every
 
 
-def cut(strategy: CutModel, setup: base.Setup, kind: type[Executor] | None = None) -> Cut:
-    """Keep this rank's stages, which an executor of this ``kind`` runs; None: ours."""
+def cut(strategy: CutModel, setup: base.Setup, kind: type[Executor] = Executor) -> Cut:
+    """Keep this rank's stages, which an executor of this ``kind`` runs."""
+    model, loss, axes = setup.model, setup.loss_fn, strategy.axes
     group = strategy.groups.pipeline
-    kept, stages = executor.cut(setup, strategy.axes, group, setup.loss_fn, kind)
-    return Cut(kept, stages.loss, pipeline=stages)
+    if setup.sample is None:
+        raise UsageError("pipeline: stages are found by running the model: Setup.sample is missing")
+    if hasattr(model.forward, "_torchdynamo_orig_callable"):
+        raise UsageError(
+            "pipeline: a model that is compiled as one has no stages; use training.compile: blocks"
+        )
+    if kind is Executor:
+        option("schedule", axes.schedule, schedules.SCHEDULES)
+    chunks = schedules.chunks_of(axes.schedule, axes.chunks or None)
+    found = stages.probe(model, setup.blocks, loss, setup.sample)
+    if chunks > 1 and found.counted:
+        raise UsageError(
+            f"pipeline: the forward changes '{found.counted[0]}', and with {chunks} stages on a "
+            "rank it runs more often than in one process; use a schedule with one, such as 1f1b"
+        )
+    ends = stages.ends_of(found, model, group.size() * chunks, axes.balance)
+    message = torch.tensor(ends, device=next(model.parameters()).device)
+    # Times differ: the first rank of all decides, also for those of other pipelines.
+    comm.broadcast(message, setup.group, label="stages")
+    ends = message.tolist()
+    where = [schedules.rank_of(stage, group.size(), axes.schedule) for stage in range(len(ends))]
+    holders = {  # the ranks of the group that hold each tensor
+        name: {where[stage] for stage in on}
+        for name, on in stages.holders_of(found, model, ends).items()
+    }
+    _refuse_idle_ranks(model, holders, where)
+    held = {name for name, ranks in holders.items() if group.rank() in ranks}
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    kept = {name: every(t.shape) for name, t in tensors if name in held}
+    shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
+    for name, p in model.named_parameters():
+        if name in held and len(holders[name]) > 1 and p.requires_grad:
+            shared.setdefault(tuple(sorted(holders[name])), []).append(p)
+    stages.drop(model, held, found.changed)
+    track = stages.Track(found, ends, message.device)
+    executor = kind(model, loss, group, axes.schedule, chunks, where, track)
+    executor.shared = sorted(shared.items(), key=lambda item: item[0])
+    return Cut(kept, executor.loss, pipeline=executor)
+
+
+def _refuse_idle_ranks(
+    model: nn.Module, holders: dict[str, set[int]], where: Sequence[int]
+) -> None:
+    trained = (holders[name] for name, p in model.named_parameters() if p.requires_grad)
+    if idle := set(where).difference(*trained):
+        mine = [str(stage) for stage, rank in enumerate(where) if rank == min(idle)]
+        raise UsageError(
+            f"pipeline: no parameter of stage {' and '.join(mine)} trains, so its rank would "
+            "have nothing to update; use fewer ranks, or train more of the model"
+        )
 
 
 class PipelineGPipe(CutModel):

@@ -229,6 +229,10 @@ class Formula(NamedTuple):
     needs_free_sends: bool  # whether it is known only for sends that take no time
     live: Callable[[Case, int], int]  # the activations that a rank keeps
 
+    @property
+    def known_for(self) -> str:
+        return "c = 0" if self.needs_free_sends else "all times"
+
 
 def _idle_1f1b(c: Case) -> float:
     """In the steady state a rank with k others behind it has k + 1 micro-batches on their way there

@@ -22,7 +22,6 @@ from torch.nn import functional as F
 from shardlab.errors import UsageError
 from shardlab.strategies import base, pytorch_errors
 from shardlab.strategies.cut_model import Cut, CutModel
-from shardlab.strategies.layout import whole_layout
 from shardlab.strategies.tensor import splits
 from shardlab.strategies.tensor.splits import Layer
 from shardlab.workloads.base import Batch
@@ -67,8 +66,7 @@ def cut(strategy: CutModel, setup: base.Setup) -> Cut:
     found = splits.layers_of(model, named, group)
     layers = {layer.module: _cut_evenly(layer, group.size(), group.rank()) for layer in found}
     divided = splits.divided_by(model, named, group.size())
-    held, partial = splits.agreed(model, named, list(layers.values()), sequence=False)
-    layout = whole_layout(model) | held
+    layout, partial = splits.agreed(model, named, list(layers.values()), sequence=False)
     parts: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter has one
     ranks = DeviceMesh.from_group(group, setup.mesh.device_type)
     for module, layer in layers.items():

@@ -215,8 +215,8 @@ def divided_by(
 def agreed(
     model: nn.Module, named: Mapping[str, str], layers: Sequence[Layer], sequence: bool
 ) -> tuple[dict[str, Runs], list[str]]:
-    """The part of each parameter that is kept, by its first name, and the names of those whose
-    gradients are summands.
+    """The part of each parameter and buffer that is kept, by its first name, and the names of the
+    parameters whose gradients are summands.
 
     A tied parameter must be used in the same way by all that share it.
     """
@@ -239,7 +239,8 @@ def agreed(
                 f"'{first}' and '{name}' are one parameter, and the workload's splits cut or use "
                 "it in two ways; a head that is tied to an embedding is split as 'vocabulary' too"
             )
-    held = {name: part for name, part, *_ in said.values()}
+    held = {name: every(buffer.shape) for name, buffer in model.named_buffers()}
+    held |= {name: part for name, part, *_ in said.values()}
     return held, [name for name, _, is_summand, _ in said.values() if is_summand]
 
 

@@ -13,7 +13,6 @@ from shardlab.batch import map_tensors, tensors_of
 from shardlab.errors import UsageError
 from shardlab.strategies import base
 from shardlab.strategies.cut_model import WHEN_SKIPPED, Cut, CutModel
-from shardlab.strategies.layout import whole_layout
 from shardlab.strategies.tensor import splits
 from shardlab.strategies.tensor.sequence_layers import Positions
 from shardlab.strategies.tensor.splits import Layer
@@ -92,8 +91,7 @@ def cut(strategy: CutModel, setup: base.Setup) -> Cut:
     if not layers:
         raise UsageError("tensor parallelism: the workload's splits cut no layer; see splits.py")
     divided = splits.divided_by(model, named, group.size())
-    held, partial = splits.agreed(model, named, layers, sequence)
-    layout = whole_layout(model) | held
+    layout, partial = splits.agreed(model, named, layers, sequence)
     made: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter is made once
     for layer in layers:
         for p, kept, axis in layer.cuts():
