@@ -250,7 +250,7 @@ def _loss_stays(tensor: Tensor, group: Any, **how: Any) -> Any:
 def _statistics_are_lost(self: Any, stage: int, *args: Any) -> Any:
     running = [b for name, b in self.model.named_buffers() if "running" in name]
     before = [buffer.clone() for buffer in running]
-    value = _run_stage(self, stage, *args)
+    value = _pass_on_stage(self, stage, *args)
     if stage == self.stages - 1:
         for buffer, kept in zip(running, before, strict=True):
             buffer.copy_(kept)
@@ -276,7 +276,7 @@ Executor = executor.Executor
 _run, _give, _received, _backward = (
     Executor.run, Executor._give, Executor._take, Executor._backward,
 )  # fmt: skip
-_weights, _sum_shared, _run_stage = Executor._weights, Executor._sum_shared, Executor._run_stage
+_weights, _sum_shared, _pass_on_stage = Executor._weights, Executor._sum_shared, Executor._pass_on
 _all_reduce = comm.all_reduce
 
 
@@ -476,7 +476,7 @@ BUGS |= {
     ),
     "the last stage loses its statistics": _pipeline(
         "buffer 'blocks.6.norm.running_mean': off by",
-        (Executor, "_run_stage", _statistics_are_lost),
+        (Executor, "_pass_on", _statistics_are_lost),
         schedule="interleaved",
         workload="tied",
     ),

@@ -81,7 +81,6 @@ class Executor(Messages):
         self.model, self.loss_fn, self.track = model, loss, track
         self.schedule, self.chunks = schedule, chunks
         self.divisor: Callable[[], Tensor | None] = lambda: None  # what the loss is divided by
-        self.is_running = False
         self.deferred = Deferred()
         # What trains and lies on several ranks, by the places of those in the group.
         self.shared: list[tuple[tuple[int, ...], list[nn.Parameter]]] = []
@@ -113,7 +112,7 @@ class Executor(Messages):
         return value
 
     def _call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.is_running:
+        if self.track.stage is not None:
             return original(*args, **kwargs)
         if args and isinstance(args[0], Job):
             return self._step(args[0].batches)
@@ -203,7 +202,7 @@ class Executor(Messages):
                     self._take((ACTIVATION, stage, micro), shapes[-1]), shapes[-1], strict=True
                 )
             ]
-        made = self._run_stage(stage, forward, shapes, received)
+        made = self.track.run(stage, forward, shapes, received)
         if stage < self.stages - 1:
             self._announce(stage, micro, signature)
             self._give((ACTIVATION, stage + 1, micro), made)
@@ -244,19 +243,6 @@ class Executor(Messages):
                 for p, g in zip((weight, bias), _of_weight(weight, bias, x, gradient), strict=True):
                     if p is not None and g is not None:
                         p.grad = g if p.grad is None else p.grad.add_(g)
-
-    def _run_stage(
-        self,
-        stage: int,
-        forward: Callable[[], Any],
-        shapes: list[list[Shape]],
-        received: list[Tensor],
-    ) -> Any:
-        self.is_running = True
-        try:
-            return self.track.run(stage, forward, shapes, received)
-        finally:
-            self.is_running = False
 
     @contextmanager
     def _in_private(self) -> Iterator[None]:

@@ -7,7 +7,6 @@ before they are needed.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from shardlab import comm
-from shardlab.errors import UsageError
 from shardlab.ledger import members
 from shardlab.strategies.pipeline.stages import Shape
 
@@ -58,26 +56,27 @@ class Messages:
         """The stage that makes a message."""
         return key[1] - 1 if key[0] == ACTIVATION else key[1] + 1
 
-    def _group(self, lane: str, sender: int, receiver: int) -> comm.Group:
-        return self.lanes.get((lane, sender < receiver), self.group)
-
-    def _mark(self, key: Key, part: int, what: str = "") -> dict[str, Any]:
-        """What both ends of a message say of it."""
+    def _channel(self, key: Key, part: int, is_up: bool, what: str = "") -> dict[str, Any]:
+        """What both ends of a message say of it. ``is_up``: to a rank with a higher number."""
         lane, stage, micro = key
         number = (micro * self.stages + stage) * len(LANES) + LANES.index(lane)
-        more = f" ({part})" if part else ""
-        of = f"{lane} of micro-batch {micro} from stage {self._sender(key)} for stage {stage}{more}"
-        return {"tag": number * PARTS + part, "lane": lane, "label": what or of}
+        of = f"{lane} of micro-batch {micro} from stage {self._sender(key)} for stage {stage}"
+        return {
+            "group": self.lanes.get((lane, is_up), self.group),
+            "tag": number * PARTS + part,
+            "lane": lane,
+            "label": what or (f"{of} ({part})" if part else of),
+        }
 
     def _send(self, key: Key, to: int, tensor: Tensor, part: int, what: str = "") -> comm.Pending:
-        group, mark = self._group(key[0], self.rank, to), self._mark(key, part, what)
-        return comm.send(tensor, group, to, **mark, async_op=True)
+        channel = self._channel(key, part, self.rank < to, what)
+        return comm.send(tensor, to=to, **channel, async_op=True)
 
     def _receive(
         self, key: Key, of: int, tensor: Tensor, part: int, what: str = ""
     ) -> tuple[Tensor, comm.Pending]:
-        group, mark = self._group(key[0], of, self.rank), self._mark(key, part, what)
-        return tensor, comm.recv(tensor, group, of, **mark, async_op=True)
+        channel = self._channel(key, part, of < self.rank, what)
+        return tensor, comm.recv(tensor, source=of, **channel, async_op=True)
 
     # ------------------------------------------------------------ activations and gradients
 
@@ -132,20 +131,17 @@ class Messages:
     def _send_shapes(self, key: Key, shapes: list[list[Shape]]) -> None:
         """Tell the stage that works on an activation how it and all before it are shaped."""
         if (to := self.where[key[1]]) != self.rank:
-            group = self._group(key[0], self.rank, to)
-            mark = self._mark_of_shapes(key)
-            self.going[key] = comm.send_object(shapes, group, to, device=self.device, **mark)
+            channel = self._channel(key, PARTS - 2, self.rank < to, self._shapes_label(key))
+            self.going[key] = comm.send_object(shapes, to=to, device=self.device, **channel)
 
     def _receive_shapes(self, key: Key) -> list[list[Shape]]:
         of = self.where[self._sender(key)]
-        group = self._group(key[0], of, self.rank)
-        mark = self._mark_of_shapes(key)
-        shapes: list[list[Shape]] = comm.recv_object(group, of, device=self.device, **mark)
+        channel = self._channel(key, PARTS - 2, of < self.rank, self._shapes_label(key))
+        shapes: list[list[Shape]] = comm.recv_object(source=of, device=self.device, **channel)
         return shapes
 
-    def _mark_of_shapes(self, key: Key) -> dict[str, Any]:
-        what = f"shapes of micro-batch {key[2]} from stage {self._sender(key)}"
-        return self._mark(key, PARTS - 2, what)
+    def _shapes_label(self, key: Key) -> str:
+        return f"shapes of micro-batch {key[2]} from stage {self._sender(key)}"
 
     def _summed(self, places: Sequence[int], mine: Tensor, number: int, what: str) -> Tensor:
         """The sum over some ranks, in their order, so that all get the same bits. They have no
@@ -166,13 +162,5 @@ class Messages:
         """The last stage tells all ranks what the model returned."""
         last = self.where[-1]
         mine = tree_map_only(Tensor, Tensor.cpu, value) if self.rank == last else None
-        try:
-            told = comm.broadcast_object(mine, self.group, last)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise UsageError(
-                f"pipeline: what the model returned, a {type(value).__name__}, cannot be sent to "
-                f"the other stages: {error}"
-            ) from None
-        if self.rank == last:
-            return value
+        told = comm.broadcast_object(mine, self.group, last)
         return tree_map_only(Tensor, lambda t: t.to(self.device), told)

@@ -197,7 +197,7 @@ class _Stage(nn.Module):
         micro = int(which)
         forward = partial(executor.loss_fn, executor.model, executor.batches[micro])
         shapes = executor.known[stage, self.signature] if stage else []
-        value = executor._run_stage(stage, forward, shapes, list(received))
+        value = executor.track.run(stage, forward, shapes, list(received))
         if stage == executor.stages - 1:
             executor.total += value.detach()
             return torch.stack([value])  # PyTorch joins what the last stage returns

@@ -14,12 +14,12 @@ loss, the parameters and the earlier outputs that it depends on.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ def intercepted(
     before = {name: getattr(model.get_submodule(name), _SLOT) for name in blocks}
     try:
         for name in blocks:
-            intercept(model.get_submodule(name), partial(call, name))
+            intercept(model.get_submodule(name), functools.partial(call, name))
         yield
     finally:
         for name, value in before.items():
@@ -116,7 +116,7 @@ _SLOT = "_compiled_call_impl"
 def intercept(module: nn.Module, call: Callable[..., Any]) -> None:
     """``call(original, *args, **kwargs)`` stands for a module's call from now on."""
     original = getattr(module, _SLOT) or module._call_impl
-    setattr(module, _SLOT, partial(call, original))
+    setattr(module, _SLOT, functools.partial(call, original))
 
 
 def probe(model: nn.Module, blocks: Sequence[str], loss: LossFn, sample: Batch) -> Probe:
@@ -225,33 +225,25 @@ def ends_of(found: Probe, model: nn.Module, stages: int, balance: str = "paramet
             f"into {most} ({count(blocks, 'block')}{why}); use fewer ranks or chunks"
         )
     costs = _costs(found, model, balance)
-    before = [0.0]
-    for cost in costs:
-        before.append(before[-1] + cost)
-    ends = [*allowed, blocks - 1]
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     trains = [bool(used & trained) for used in found.uses]
     trains[-2] |= trains.pop()  # what is behind the last block is on its stage
 
-    # best[e], if the stages so far end with block e: on how many of them nothing trains, the cost
-    # of the largest, and their ends.
-    best: dict[int, tuple[int, float, list[int]]] = {-1: (0, 0.0, [])}
-    for left in range(stages - 1, -1, -1):
-        reached: dict[int, tuple[int, float, list[int]]] = {}
-        for e in ends if left else ends[-1:]:
-            options = [
-                (
-                    idle + (not any(trains[s + 1 : e + 1])),
-                    max(worst, before[e + 1] - before[s + 1]),
-                    [*chosen, e],
-                )
-                for s, (idle, worst, chosen) in best.items()
-                if s < e
-            ]
-            if options:
-                reached[e] = min(options)
-        best = reached
-    return best[blocks - 1][2]
+    @functools.cache
+    def best(end: int, stages: int) -> tuple[float, float, list[int]]:
+        """The blocks up to ``end`` in so many stages: on how many of them nothing trains, the cost
+        of the largest, and their ends."""
+        if stages == 0:
+            return (0 if end < 0 else math.inf), 0.0, []
+        options = []
+        for start in (start for start in (-1, *allowed) if start < end):
+            idle, worst, ends = best(start, stages - 1)
+            stage = slice(start + 1, end + 1)
+            idle += not any(trains[stage])
+            options.append((idle, max(worst, sum(costs[stage])), [*ends, end]))
+        return min(options, default=(math.inf, 0.0, []))
+
+    return best(blocks - 1, stages)[2]
 
 
 def _skip(found: Probe, k: int) -> str | None:
@@ -380,7 +372,7 @@ class Track:
         inside = _inside(self.blocks, model)
         for i, name in enumerate(self.blocks):
             module = model.get_submodule(name)
-            intercept(module, partial(self._call, i))
+            intercept(module, functools.partial(self._call, i))
             if WHEN_SKIPPED in vars(module):
                 self.skipped[i] = vars(module)[WHEN_SKIPPED]
         for name, _ in model.named_buffers():
