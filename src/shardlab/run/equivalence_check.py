@@ -53,7 +53,8 @@ CHECKS = {
     "pipeline": "that the loss is made of what the last block returns",
     "context": (
         "that the workload's context cuts all that lies along the sequence, positions too, "
-        "and that only attention looks at several tokens"
+        "that only attention looks at several tokens, and that it calls "
+        "F.scaled_dot_product_attention (transformers: attn_implementation='sdpa')"
     ),
     "tensor": (
         "that the workload's splits fit its model, with each number of heads and channels as a "

@@ -153,21 +153,18 @@ def _layer(model: nn.Module, name: str, text: str, group: comm.Group) -> Layer:
         or getattr(module, "SUMS_LOSS", False)
         or (isinstance(module, nn.Linear | nn.Embedding) and type(module).forward in plain)
     )
-    counts_tokens = is_embedding and module.scale_grad_by_freq
-    if not is_known or counts_tokens or (is_embedding and kind != "vocabulary"):
-        wanted = "nn.Linear, or an nn.Embedding without scale_grad_by_freq"
-        wanted = wanted if kind == "vocabulary" else "nn.Linear"
-        raise UsageError(f"{what} cannot be split as {kind}: only an unmodified {wanted} can")
     weight = module._parameters.get("weight")
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-    if weight is None or weight._backward_hooks or any(hooks):
+    is_plain = is_known and weight is not None and not (weight._backward_hooks or any(hooks))
+    counts_tokens = is_embedding and module.scale_grad_by_freq
+    if not is_plain or counts_tokens or (is_embedding and kind != "vocabulary"):
+        wanted = "nn.Linear, or an nn.Embedding without scale_grad_by_freq"
+        wanted = wanted if kind == "vocabulary" else "nn.Linear"
         raise UsageError(
-            f"{what} cannot be split: it has hooks, or its weight is computed from others "
-            "(parametrizations, weight_norm), and would see a part where it expects the whole"
+            f"{what} cannot be split as {kind}: only an unmodified {wanted} can, without hooks, "
+            "and without a weight that is computed from others (parametrizations, weight_norm)"
         )
     size, ranks = weight.shape[(kind == "rows") != is_conv], group.size()
-    if size < ranks:
-        raise UsageError(f"{what} has {size} to split over {ranks} ranks: there are too few")
     kept = [cut_range(size, ranks)[group.rank()]]
     if heads:
         kept = _by_heads(what, size, [int(number) for number in heads], group)
@@ -183,8 +180,6 @@ def _layer(model: nn.Module, name: str, text: str, group: comm.Group) -> Layer:
 def _by_heads(what: str, size: int, heads: list[int], group: comm.Group) -> list[range]:
     """This rank's heads of the queries, of the keys and of the values."""
     ranks, each, kept, start = group.size(), size // sum(heads), [], 0
-    if size % sum(heads):
-        raise UsageError(f"{what} has {size} outputs: they are not {sum(heads)} heads of one size")
     for number in heads:
         if number % ranks:
             raise UsageError(
@@ -253,26 +248,11 @@ def dropouts(model: nn.Module) -> list[str]:
 
 
 def refuse_for_sequence(named: Mapping[str, str]) -> None:
-    """Inside of the blocks a rank sees some of the positions. What a rank computes there must treat
-    each by itself, or be in a branch, which is given all."""
-    blocks = [name for name, kind in named.items() if kind == "block"]
-    if not blocks:
+    """Inside of the blocks a rank sees some of the positions. The comparison before the first step
+    shows whether all that they hold treats each by itself, or is in a branch, which is given all.
+    """
+    if "block" not in named.values():
         raise UsageError(
             "sequence parallelism: the workload's splits name no 'block' through which the "
             "residual stream goes; name them, or leave out sequence"
         )
-    for name, text in named.items():
-        kind, outside = text.partition(" ")[0], list(around(name))
-        is_in_block = any(outer in blocks for outer in outside)
-        fits = {
-            "heads": any(named.get(outer) == "branch" for outer in outside),
-            "whole": not is_in_block,
-            "norm": is_in_block,
-            "branch": is_in_block,
-        }
-        if not fits.get(kind, True):
-            raise UsageError(
-                f"sequence parallelism: '{name}' cannot be '{kind}' where it is; in a block say "
-                "'norm' of what treats each position by itself, and 'branch' of the module around "
-                "'heads'; outside of the blocks say 'whole'"
-            )
