@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -99,44 +99,44 @@ def exchanged(x: Tensor, there: Move, back: Move, label: str) -> Tensor:
 # ------------------------------------------------------------------ layers
 
 
-class ColumnLinear(nn.Module):
+class LinearPart(NamedTuple):
+    """What this rank keeps of a linear layer."""
+
+    weight: nn.Parameter  # (out, in), of which one is cut; transposed: (in, out)
+    bias: nn.Parameter | None  # (out,)
+    is_transposed: bool
+    label: str
+
+
+class SplitLinear(nn.Module):
+    def __init__(self, part: LinearPart) -> None:
+        super().__init__()
+        self.weight, self.bias, self.is_transposed, self.label = part
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:  # (..., in) to (..., out)
+        return F.linear(x, self.weight.t() if self.is_transposed else self.weight, bias)
+
+
+class ColumnLinear(SplitLinear):
     """Some of a layer's outputs. ``stream`` is None in a branch whose layers share what entered."""
 
-    def __init__(
-        self,
-        weight: nn.Parameter,  # (columns, in); transposed: (in, columns)
-        bias: nn.Parameter | None,  # (columns,)
-        is_transposed: bool,
-        stream: Stream | None,
-        label: str,
-    ) -> None:
-        super().__init__()
-        self.weight, self.bias, self.is_transposed = weight, bias, is_transposed
-        self.stream, self.label = stream, label
+    def __init__(self, part: LinearPart, stream: Stream | None) -> None:
+        super().__init__(part)
+        self.stream = stream
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in) to (..., columns)
-        if self.stream is not None:
-            x = self.stream.enter(x, self.label)
-        return F.linear(x, self.weight.t() if self.is_transposed else self.weight, self.bias)
+        x = x if self.stream is None else self.stream.enter(x, self.label)
+        return self.product(x, self.bias)
 
 
-class RowLinear(nn.Module):
+class RowLinear(SplitLinear):
     """A layer with some of the inputs. Its outputs are summands, and the bias is added to their
     sum, once."""
 
-    def __init__(
-        self,
-        weight: nn.Parameter,  # (out, rows); transposed: (rows, out)
-        bias: nn.Parameter | None,  # (out,)
-        is_transposed: bool,
-        stream: Stream,
-        label: str,
-    ) -> None:
-        super().__init__()
-        self.weight, self.bias, self.is_transposed = weight, bias, is_transposed
-        self.stream, self.label = stream, label
+    def __init__(self, part: LinearPart, stream: Stream) -> None:
+        super().__init__(part)
+        self.stream = stream
 
     def forward(self, x: Tensor) -> Tensor:  # (..., rows) to (..., out)
-        y = F.linear(x, self.weight.t() if self.is_transposed else self.weight)
-        y = self.stream.leave(y, self.label)
+        y = self.stream.leave(self.product(x, None), self.label)
         return y if self.bias is None else y + self.bias

@@ -16,7 +16,13 @@ from shardlab.strategies.cut_model import WHEN_SKIPPED, Cut, CutModel
 from shardlab.strategies.tensor import splits
 from shardlab.strategies.tensor.sequence_layers import Positions
 from shardlab.strategies.tensor.splits import Layer
-from shardlab.strategies.tensor.tensor_layers import ColumnLinear, RowLinear, Stream, enter
+from shardlab.strategies.tensor.tensor_layers import (
+    ColumnLinear,
+    LinearPart,
+    RowLinear,
+    Stream,
+    enter,
+)
 from shardlab.strategies.tensor.vocabulary import Vocabulary, VocabularyEmbedding, VocabularyHead
 
 
@@ -132,13 +138,13 @@ def _made(
             return VocabularyEmbedding(weight, old.padding_idx, vocabulary, layer.name)
     bias = old._parameters.get("bias")
     bias = None if bias is None else made.get(bias, bias)
+    part = LinearPart(weight, bias, layer.is_transposed, layer.name)
     if layer.kind == "vocabulary":
-        return VocabularyHead(weight, bias, layer.is_transposed, vocabulary, layer.name)
+        return VocabularyHead(part, vocabulary)
     if layer.kind == "rows":
-        return RowLinear(weight, bias, layer.is_transposed, stream, layer.name)
+        return RowLinear(part, stream)
     is_shared = any(outer in branches for outer in splits.around(layer.name))
-    entered = None if is_shared else stream
-    return ColumnLinear(weight, bias, layer.is_transposed, entered, layer.name)
+    return ColumnLinear(part, None if is_shared else stream)
 
 
 def _share_input(module: nn.Module, stream: Stream, name: str) -> None:

@@ -10,7 +10,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from shardlab import comm
-from shardlab.strategies.tensor.tensor_layers import enter, exchanged, leave
+from shardlab.strategies.tensor.tensor_layers import (
+    LinearPart,
+    SplitLinear,
+    enter,
+    exchanged,
+    leave,
+)
 from shardlab.workloads.samples import IGNORED
 from shardlab.workloads.token_loss import takes_columns
 
@@ -69,28 +75,19 @@ class VocabularyEmbedding(nn.Module):
         return leave(found, self.vocabulary.group, self.label)
 
 
-class VocabularyHead(nn.Module):
+class VocabularyHead(SplitLinear):
     """Some of the logits' columns; or, given the targets, the sum of their losses.
 
     Whoever asks for logits gets all of them, gathered, unless a ``token_loss`` waits for them.
     """
 
-    def __init__(
-        self,
-        weight: nn.Parameter,  # (tokens, dim); transposed: (dim, tokens)
-        bias: nn.Parameter | None,  # (tokens,)
-        is_transposed: bool,
-        vocabulary: Vocabulary,
-        label: str,
-    ) -> None:
-        super().__init__()
-        self.weight, self.bias, self.is_transposed = weight, bias, is_transposed
-        self.vocabulary, self.label = vocabulary, label
+    def __init__(self, part: LinearPart, vocabulary: Vocabulary) -> None:
+        super().__init__(part)
+        self.vocabulary = vocabulary
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:  # (..., dim)
         x = enter(x, self.vocabulary.group, self.label)
-        weight = self.weight.t() if self.is_transposed else self.weight
-        logits = F.linear(x, weight, self.bias)  # (..., tokens)
+        logits = self.product(x, self.bias)  # (..., tokens)
         if targets is not None:
             return self.loss(logits.flatten(0, -2), targets.flatten(), IGNORED)
         if takes_columns(self.loss):
