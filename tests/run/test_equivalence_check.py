@@ -248,7 +248,7 @@ OF_SPLITS = [
     ("norms are whole", "sequence_parallel", "differs by"),
     ("scale is a norm", "sequence_parallel", "the gradient of 'scale' differs by"),
     ("no branch", "tensor_parallel", "nothing"),
-    ("no branch", "sequence_parallel", "?"),
+    ("no branch", "sequence_parallel", "nothing"),
 ]
 
 
