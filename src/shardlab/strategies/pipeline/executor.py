@@ -343,7 +343,7 @@ class Executor(Messages):
             if self.where[stage] == self.rank:
                 _, value = self._pass_on(stage, 0, signature, forward)
         self._finish_sending()
-        return self._tell(value)
+        return self._share(value)
 
 
 class _HandOut(torch.autograd.Function):

@@ -1,8 +1,8 @@
-"""Messages between the ranks of a pipeline: what is begun, what is waited for, and what may go.
+"""Messages between the ranks of a pipeline.
 
-Sends do not wait. A tensor that was sent is kept until its receiver has sent something that it made
-afterwards. Over Gloo a message travels as soon as both ends have begun it, so receives are begun
-before they are needed.
+Sends do not wait. A sent tensor is kept until its receiver sends something that it made afterwards.
+Over Gloo a message travels as soon as both ends have begun it, so receives begin before their
+tensors are needed.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Messages:
                 pending.wait()
         self.going.clear()
 
-    # ------------------------------------------------------------ all else
+    # ------------------------------------------------------------ shapes, shared gradients, results
 
     def _send_shapes(self, key: Key, shapes: list[list[Shape]]) -> None:
         """Tell the stage that works on an activation how it and all before it are shaped."""
@@ -158,9 +158,9 @@ class Messages:
             total += part
         return total
 
-    def _tell(self, value: Any) -> Any:
-        """The last stage tells all ranks what the model returned."""
+    def _share(self, value: Any) -> Any:
+        """Every rank gets what the model returned on the last stage."""
         last = self.where[-1]
         mine = tree_map_only(Tensor, Tensor.cpu, value) if self.rank == last else None
-        told = comm.broadcast_object(mine, self.group, last)
-        return tree_map_only(Tensor, lambda t: t.to(self.device), told)
+        everywhere = comm.broadcast_object(mine, self.group, last)
+        return tree_map_only(Tensor, lambda t: t.to(self.device), everywhere)

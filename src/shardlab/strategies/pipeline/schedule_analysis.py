@@ -44,9 +44,9 @@ def check(lists: Lists) -> list[str]:
     """What is wrong with a schedule; nothing, if it is right.
 
     Every stage is on one rank and does each micro-batch's forward once, and its backward once,
-    whole or in two parts. Nobody waits for ever, where sends are buffered and an action waits for
-    what it needs. Between two ranks, activations arrive in the order in which they are used, and
-    so do gradients: a channel for each of the two needs no labels.
+    whole or in two parts. No rank waits without end, where sends are buffered and an action waits
+    for what it needs. Between two ranks, activations arrive in the order in which they are used,
+    and so do gradients: a channel for each of the two needs no labels.
     """
     if problems := _wrong_counts(lists):
         return problems

@@ -1,15 +1,19 @@
-"""A model cut into the stages of a pipeline, without a word from its author.
+"""Cuts a model into the stages of a pipeline. The model's code does not change.
 
-The model's own forward runs on every stage. Blocks before the stage are not run: a stand-in is
-their output, and what was received stands for the output of the last of them. Behind the stage's
-last block the forward ends by an exception that carries the block's output. What lies between the
-blocks, and before the first one, runs on every stage that passes it; whatever it makes of a
-stand-in is NaN, as are the parameters that a rank does not hold. So a value that finds a way around
-the cut makes the loss NaN and is found out, instead of being silently wrong.
+Every stage runs the model's own forward:
 
-One probe says which part of the model needs which parameters: a forward of one sample in which
-every block's output is cut off from what made it. Autograd then names, for each block and for the
-loss, the parameters and the earlier outputs that it depends on.
+    blocks before the stage   are skipped: the received tensors are the output of the last one, and
+                              NaN without memory is that of the others
+    blocks of the stage       run
+    after its last block      an exception that carries the block's output ends the forward
+
+Code between the blocks, and before the first one, runs on every stage that reaches it. What it
+makes of a skipped block's output is NaN, as are the parameters that a rank does not hold. So a
+value that finds a way around the cut makes the loss NaN, instead of silently wrong.
+
+A probe finds out which part of the model needs which parameters. It is a forward of one sample in
+which every block's output is detached from what made it. Autograd then names, for each block and
+for the loss, the parameters and the earlier outputs that it depends on.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from shardlab.strategies.steps import in_backward
 from shardlab.text import count, names
 from shardlab.workloads.base import Batch, LossFn
 
-# By what the stages are made equal.
+# What the stages should have the same amount of.
 BALANCES = {"parameters": "parameters", "time": "time"}
 Shape = tuple[tuple[int, ...], torch.dtype, bool]  # of a tensor; and whether a gradient comes back
 
@@ -42,8 +46,8 @@ def shape_of(tensor: Tensor) -> Shape:
 
 
 class EndOfStage(BaseException):
-    """The stage's last block has run and returned these tensors: the rest of the forward belongs to
-    others. It is no ``Exception``, which a model might catch."""
+    """The stage's last block has returned these tensors: the rest of the forward belongs to later
+    stages. A model might catch an ``Exception``, so this is a ``BaseException``."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
@@ -201,9 +205,10 @@ def _probed(model: nn.Module, blocks: Sequence[str], loss: LossFn, sample: Batch
             retain_graph=True,
             allow_unused=True,
         )
-        ours, theirs = gradients[: len(params)], gradients[len(params) :]
-        found.uses.append({n for n, g in zip(params, ours, strict=True) if g is not None})
-        found.reads.append({j for (j, _), g in zip(before, theirs, strict=True) if g is not None})
+        of_params, of_outputs = gradients[: len(params)], gradients[len(params) :]
+        found.uses.append({n for n, g in zip(params, of_params, strict=True) if g is not None})
+        reads = zip(before, of_outputs, strict=True)
+        found.reads.append({j for (j, _), g in reads if g is not None})
     return found
 
 
@@ -290,8 +295,8 @@ def _stage_of(ends: Sequence[int]) -> list[int]:
 def holders_of(found: Probe, model: nn.Module, ends: Sequence[int]) -> dict[str, list[int]]:
     """The stages that hold each parameter and buffer, by its first name.
 
-    A buffer, or a parameter that the sample did not use, lies with its block. Outside the blocks
-    nobody knows where it may be used: every stage has it, as it has what is used in several.
+    The stage of its block holds a buffer, or a parameter that the sample did not use. If it lies
+    outside the blocks, any stage may use it, and all hold it.
     """
     stage_of = _stage_of(ends)
     tensors = (*model.named_parameters(), *model.named_buffers())
@@ -320,9 +325,9 @@ def _inside(blocks: Sequence[str], model: nn.Module) -> dict[str, int]:
 
 @torch.no_grad()
 def drop(model: nn.Module, kept: set[str], changed: set[str]) -> None:
-    """Let go of the parameters and buffers that are not in ``kept``, under all their names. A NaN
-    without memory is left of each, in the shape that it had. Integers know no NaN: of those in
-    ``changed``, such as counts, no element is left, so that whoever reads them fails."""
+    """Free the parameters and buffers that are not in ``kept``, under all their names. NaN without
+    memory stands for each, in its shape. Integers have no NaN: those in ``changed``, such as
+    counts, become empty, so that reading them fails."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     first = {id(tensor): name for name, tensor in tensors}
     gone: list[Tensor] = []
