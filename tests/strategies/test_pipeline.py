@@ -570,10 +570,12 @@ def test_statistics_belong_into_a_block() -> None:
 
 def test_a_buffer_that_changes_later_is_refused() -> None:
     model, sample = RememberingLater().double(), batch_of(TOYS["plain"], 0, 0, 0)
-    track = stages.Track(stages.probe(model, BLOCKS, loss, sample), [3, 7], torch.device("cpu"))
-    track.attach(model)
+    runner = stages.StageRunner(
+        stages.probe(model, BLOCKS, loss, sample), [3, 7], torch.device("cpu")
+    )
+    runner.attach(model)
     with pytest.raises(UsageError, match="changes the buffer 'seen' for this micro-batch"):
-        track.run(0, lambda: loss(model, sample), [], [])
+        runner.run(0, lambda: loss(model, sample), [], [])
 
 
 def refused(world: World, inner: str) -> str:

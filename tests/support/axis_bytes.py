@@ -73,14 +73,13 @@ def of_proof(world: World, config: Config) -> Sent | None:
     mesh, workload, pipeline = strategy.axes, users.subject.workload, strategy.pipeline
     place = Place(mesh, mesh.place(world.rank))
     if pipeline is not None:
-        shapes = strategy.part_shapes()
         names = {p: name for name, p in pipeline.model.named_parameters()}
         shared = [
-            (ranks, {names[p]: shapes[names[p]].numel() * p.itemsize for p in params})
+            (ranks, {names[p]: p.numel() * p.itemsize for p in params})
             for ranks, params in pipeline.shared
         ]
-        track = pipeline.track
-        place = Place(mesh, mesh.place(world.rank), track.blocks, track.ends, shared)
+        runner = pipeline.runner
+        place = Place(mesh, mesh.place(world.rank), runner.blocks, runner.ends, shared)
     model = reference.build(users.subject)
     assemble.prepare_blocks(model, workload, config.training)
     share = assemble.data_share(config, world)[0]

@@ -534,7 +534,7 @@ def told_shapes(
                 "the micro-batches differ in shape from one step to the next, and a plan of a "
                 "pipeline is made from one step that is like all others"
             )
-        found = seen[signature][: line.track.first(stage)]
+        found = seen[signature][: line.runner.first(stage)]
         return line.known.setdefault((stage, signature), found)
 
     with (

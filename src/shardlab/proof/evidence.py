@@ -270,8 +270,10 @@ def _job(subject: Subject, config: Config, strategy: Strategy) -> claims.Job:
     job = subject.job(config)
     if not isinstance(strategy, CutModel):
         return job
-    shapes = strategy.part_shapes()
-    params = tuple(replace(p, shape=tuple(shapes[p.name])) for p in job.params if p.name in shapes)
+    held = dict(strategy.model.named_parameters())
+    params = tuple(
+        replace(p, shape=tuple(held[p.name].shape)) for p in job.params if p.name in held
+    )
     micro = job.micro if strategy.pipeline is None else 1
     return replace(job, params=params, ranks=strategy.groups.data.size(), micro=micro)
 

@@ -242,11 +242,6 @@ class CutModel(base.Strategy):
     def load_extra_state(self, shared: dict[str, Tensor], own: dict[str, Tensor] | None) -> None:
         self.inner.load_extra_state(shared, own)
 
-    def part_shapes(self) -> dict[str, torch.Size]:
-        """The shapes of this rank's parts."""
-        tensors = (*self.model.named_parameters(), *self.model.named_buffers())
-        return {name: tensor.shape for name, tensor in tensors}
-
 
 CutAxis = Callable[[CutModel, base.Setup], Cut]
 

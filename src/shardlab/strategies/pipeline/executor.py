@@ -37,7 +37,7 @@ from shardlab.phases import BACKWARD, phase
 from shardlab.strategies.pipeline import schedules, stages
 from shardlab.strategies.pipeline.p2p import ACTIVATION, GRADIENT, Key, Messages
 from shardlab.strategies.pipeline.schedules import Action
-from shardlab.strategies.pipeline.stages import Shape, Track, shape_of
+from shardlab.strategies.pipeline.stages import Shape, StageRunner, shape_of
 from shardlab.strategies.pipeline.weight_gradients import Deferred, _of_weight
 from shardlab.workloads.base import Batch, LossFn
 
@@ -75,10 +75,10 @@ class Executor(Messages):
         schedule: str,
         chunks: int,
         where: Sequence[int],
-        track: Track,
+        runner: StageRunner,
     ) -> None:
-        super().__init__(group, where, track.device)
-        self.model, self.loss_fn, self.track = model, loss, track
+        super().__init__(group, where, runner.device)
+        self.model, self.loss_fn, self.runner = model, loss, runner
         self.schedule, self.chunks = schedule, chunks
         self.divisor: Callable[[], Tensor | None] = lambda: None  # what the loss is divided by
         self.deferred = Deferred()
@@ -93,7 +93,7 @@ class Executor(Messages):
         for p in model.parameters():
             if p._backward_hooks:  # the model's own: they see each micro-batch's gradient
                 self.own_hooks[p], p._backward_hooks = p._backward_hooks, None
-        track.attach(model)
+        runner.attach(model)
         if self.PUTS_OFF and any(a.kind == "W" for a in self.lists(1)[self.rank]):
             self.deferred.attach(model)
         stages.intercept(model, self._call)
@@ -112,7 +112,7 @@ class Executor(Messages):
         return value
 
     def _call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.track.stage is not None:
+        if self.runner.stage is not None:
             return original(*args, **kwargs)
         if args and isinstance(args[0], Job):
             return self._step(args[0].batches)
@@ -202,7 +202,7 @@ class Executor(Messages):
                     self._take((ACTIVATION, stage, micro), shapes[-1]), shapes[-1], strict=True
                 )
             ]
-        made = self.track.run(stage, forward, shapes, received)
+        made = self.runner.run(stage, forward, shapes, received)
         if stage < self.stages - 1:
             self._announce(stage, micro, signature)
             self._give((ACTIVATION, stage + 1, micro), made)
@@ -315,16 +315,16 @@ class Executor(Messages):
         """Tell the next stage the shapes of all blocks' outputs so far, the first time."""
         key = stage + 1, signature
         if key in self.known:
-            if self.known[key] != self.track.shapes:
-                block = self.track.blocks[self.track.ends[stage]]
+            if self.known[key] != self.runner.shapes:
+                block = self.runner.blocks[self.runner.ends[stage]]
                 raise UsageError(
                     f"pipeline: the output of '{block}' has another shape than it had for a "
                     "micro-batch of this one's shape, or needs a gradient where it did not; the "
                     "next stage could not know what it receives"
                 )
             return
-        self.known[key] = self.track.shapes
-        self._send_shapes((ACTIVATION, stage + 1, micro), self.track.shapes)
+        self.known[key] = self.runner.shapes
+        self._send_shapes((ACTIVATION, stage + 1, micro), self.runner.shapes)
 
     def _shapes(self, stage: int, micro: int, signature: Signature) -> list[list[Shape]]:
         key = stage, signature

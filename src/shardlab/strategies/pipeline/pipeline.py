@@ -54,8 +54,8 @@ def cut(strategy: CutModel, setup: base.Setup, kind: type[Executor] = Executor) 
         if name in held and len(holders[name]) > 1 and p.requires_grad:
             shared.setdefault(tuple(sorted(holders[name])), []).append(p)
     stages.drop(model, held, found.changed)
-    track = stages.Track(found, ends, message.device)
-    executor = kind(model, loss, group, axes.schedule, chunks, where, track)
+    runner = stages.StageRunner(found, ends, message.device)
+    executor = kind(model, loss, group, axes.schedule, chunks, where, runner)
     executor.shared = sorted(shared.items(), key=lambda item: item[0])
     return Cut(kept, executor.loss, pipeline=executor)
 

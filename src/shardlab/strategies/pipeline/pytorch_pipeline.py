@@ -113,7 +113,7 @@ class _PyTorchExecutor(Executor):
         for stage in self.own:
             for place, (_, _, has_gradient) in enumerate(self._between(stage, signature)):
                 if not has_gradient:
-                    before = self.track.blocks[self.track.ends[stage - 1]]
+                    before = self.runner.blocks[self.runner.ends[stage - 1]]
                     raise UsageError(
                         f"{NAME}: tensor {place} that the block '{before}' returns has no "
                         "gradient, and PyTorch's stages want one of each; use pipeline_1f1b"
@@ -197,7 +197,7 @@ class _Stage(nn.Module):
         micro = int(which)
         forward = partial(executor.loss_fn, executor.model, executor.batches[micro])
         shapes = executor.known[stage, self.signature] if stage else []
-        value = executor.track.run(stage, forward, shapes, list(received))
+        value = executor.runner.run(stage, forward, shapes, list(received))
         if stage == executor.stages - 1:
             executor.total += value.detach()
             return torch.stack([value])  # PyTorch joins what the last stage returns

@@ -359,7 +359,7 @@ def nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> T
 # ------------------------------------------------------------------ running one stage
 
 
-class Track:
+class StageRunner:
     """Stands for every block's call, and runs those of one stage."""
 
     def __init__(self, found: Probe, ends: Sequence[int], device: torch.device) -> None:
@@ -370,7 +370,7 @@ class Track:
         self.next = 0  # the block that is called next
         self.given: list[Any] = []  # the outputs of the blocks before the stage
         self.shapes: list[list[Shape]] = []  # of each block's output, as far as the stage's last
-        self.steady: dict[str, tuple[nn.Module, str]] = {}  # buffers that no block has
+        self.outside: dict[str, tuple[nn.Module, str]] = {}  # buffers that no block has
         self.skipped: dict[int, Callable[..., None]] = {}  # who hears of a block that is not run
 
     def attach(self, model: nn.Module) -> None:
@@ -383,7 +383,7 @@ class Track:
         for name, _ in model.named_buffers():
             if name not in inside:
                 path, _, key = name.rpartition(".")
-                self.steady[name] = model.get_submodule(path), key
+                self.outside[name] = model.get_submodule(path), key
 
     def first(self, stage: int) -> int:
         return 0 if stage == 0 else self.ends[stage - 1] + 1
@@ -409,7 +409,7 @@ class Track:
         ]
         self.shapes = list(shapes[:first])
         self.stage, self.next = stage, 0
-        before = self._steady_states()
+        before = self._outside_states()
         try:
             value = forward()
             if self.next < len(self.blocks):
@@ -425,11 +425,11 @@ class Track:
         self._refuse_written(before)
         return value
 
-    def _steady_states(self) -> dict[str, State]:
-        return _states({name: getattr(m, key) for name, (m, key) in self.steady.items()})
+    def _outside_states(self) -> dict[str, State]:
+        return _states({name: getattr(m, key) for name, (m, key) in self.outside.items()})
 
     def _refuse_written(self, before: dict[str, State]) -> None:
-        for name, state in self._steady_states().items():
+        for name, state in self._outside_states().items():
             if before[name] != state:
                 raise UsageError(
                     f"pipeline: code outside of the blocks changes the buffer '{name}' for this "
