@@ -35,7 +35,7 @@ WHO = "context_parallel"
 
 
 @dataclass(frozen=True)
-class Part:
+class SequencePart:
     """The inputs of a batch's part, and how long the sequences are that it was cut from."""
 
     inputs: Any
@@ -198,7 +198,7 @@ def cut(strategy: CutModel, setup: base.Setup) -> Cut:
         split = Zigzag(length, group.size())
         part = context.take(batch, split.positions(group.rank(), device))
         count = part.count if batch.count else 0  # nothing of a row that stands in for none
-        return replace(part, inputs=Part(part.inputs, split.length), count=count)
+        return replace(part, inputs=SequencePart(part.inputs, split.length), count=count)
 
     def loss_of_part(model: nn.Module, batch: Batch) -> Tensor:
         with ring.over(Zigzag(batch.inputs.length, group.size())):
