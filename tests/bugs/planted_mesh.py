@@ -248,12 +248,13 @@ def _loss_stays(tensor: Tensor, group: Any, **how: Any) -> Any:
 
 
 def _statistics_are_lost(self: Any, batches: Sequence[Batch]) -> Tensor:
-    running = [b for name, b in self.model.named_buffers() if "running" in name]
+    last = tuple(self.runner.blocks[self.runner.first(self.stages - 1) :])
+    named = self.model.named_buffers() if self.rank == self.where[-1] else ()
+    running = [buffer for name, buffer in named if name.startswith(last) and "running" in name]
     before = [buffer.clone() for buffer in running]
     total = _run(self, batches)
-    if self.rank == self.where[-1]:
-        for buffer, kept in zip(running, before, strict=True):
-            buffer.copy_(kept)
+    for buffer, kept in zip(running, before, strict=True):
+        buffer.copy_(kept)
     return total
 
 
