@@ -1,18 +1,18 @@
 """Before the first step: do ranks that cut one model between them get its loss and its gradients?
 
-What a workload says of its model may be wrong, such as a norm that mixes the positions of which a
-rank has some. And a model may add something to its loss that no rank can compute from its part, as
-does the router of a mixture of experts. The loss then hardly moves: the gradients show it.
+What a workload says of its model may be wrong, such as a norm that mixes positions of which a rank
+has some. And a model may add something to its loss that no rank can compute from its part, as does
+the router of a mixture of experts. The loss then hardly moves: the gradients show it.
 
-One sample goes through the whole model, on every rank, and then through the ranks' parts of it.
-Both are in float64, in which roundings hide nothing. What the last bit of the parameters moves is
-measured by itself: a difference counts if it is far above that.
+One sample goes through the whole model, on every rank, and then through the ranks' parts of it, in
+float64, in which roundings hide nothing. A second pass, with the last bit of each parameter moved,
+measures the roundings: a difference counts if it is far above them.
 
-It costs three steps of one sample, or of as many as there are micro-batches in a pipeline, and is
-gone before the run's own model is made. At its peak a rank has the whole model in float64 and its
-gradients, 16 bytes for each parameter, and their whole once more where ranks put it together. It is
-float32, for half of that, where a sample's elements times the parameters are more than ``DEAR``
-(float64 is slow on most GPUs), and where an operator has no float64; a note says what that hides.
+It costs three steps of one sample, or of one for each micro-batch in a pipeline. Its model is freed
+before the run's own is made. At the peak a rank has the whole model in float64 and its gradients,
+16 bytes for each parameter, and once more where ranks put the whole together. In float32, at half
+of that, are models whose sample has more than ``DEAR`` elements times parameters (float64 is slow
+on most GPUs), and those with an operator that has no float64. A note says what that hides.
 """
 
 from __future__ import annotations
@@ -113,19 +113,19 @@ def _complaint(config: Config, workload: Workload, world: World, found: Axes) ->
         if expected is not None:
             with _refused(found):
                 values = _of_ranks(model, config, workload, world, batches)
+            note = (
+                "the gradients of the ranks' parts were compared with the whole model's in "
+                f"float32: an error of {expected.hidden:.0e} of a gradient's largest element "
+                "could not be told from rounding"
+            )
             if dtype != torch.float64 and world.rank == 0:
-                note = (
-                    "the gradients of the ranks' parts were compared with the whole model's in "
-                    f"float32: an error of {expected.hidden:.0e} of a gradient's largest element "
-                    "could not be told from rounding"
-                )
                 world.tell({"note": note})
             return _worst(expected, values, found)
+    note = (
+        "whether the ranks' parts have the whole model's gradients was not checked: one "
+        "process could not compute those of a single sample, or two passes differed"
+    )
     if world.rank == 0:
-        note = (
-            "whether the ranks' parts have the whole model's gradients was not checked: one "
-            "process could not compute those of a single sample, or not twice alike"
-        )
         world.tell({"note": note})
     return ""
 
@@ -262,10 +262,8 @@ def _refused(cut: Axes) -> Iterator[None]:
         if any(words in str(error).lower() for words in LOST_PEER):
             raise
         said = str(error).partition("\n")[0] or type(error).__name__
-        raise UsageError(
-            f"{_named(cut)}: one sample fails in the ranks' parts of the model, and did not in the "
-            f"whole: {said}. {_advice(cut)}"
-        ) from error
+        problem = f"one sample fails in the ranks' parts of the model, and not in the whole: {said}"
+        raise UsageError(_refusal(cut, problem)) from error
 
 
 def _worst(expected: Expected, found: Values, cut: Axes) -> str:
@@ -283,21 +281,20 @@ def _worst(expected: Expected, found: Values, cut: Axes) -> str:
     largest = _largest(expected.values[name]) if name in expected.values else 0.0
     what = name if name == LOSS else f"the gradient of '{name}'"
     several = f"; {len(wrong) - 1} more differ" if len(wrong) > 1 else ""
-    return (
-        f"{_named(cut)}: {what} differs by {apart[name]:.2g} from that of one process, whose "
-        f"largest element is {largest:.2g}{several}, for one sample. {_advice(cut)}"
+    return _refusal(
+        cut,
+        f"{what} differs by {apart[name]:.2g} from that of one process, whose largest element is "
+        f"{largest:.2g}{several}, for one sample",
     )
 
 
-def _named(cut: Axes) -> str:
-    return " x ".join(f"{axis} {size}" for axis in axes.CUTS if (size := getattr(cut, axis)) > 1)
-
-
-def _advice(cut: Axes) -> str:
-    sizes = {**{axis: getattr(cut, axis) for axis in axes.CUTS}, "sequence": 1 + cut.sequence}
-    checks = [words for axis, words in CHECKS.items() if sizes[axis] > 1]
+def _refusal(cut: Axes, problem: str) -> str:
+    sizes = {axis: size for axis in axes.CUTS if (size := getattr(cut, axis)) > 1}
+    axes_cut = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    looked_at = [*sizes, "sequence"] if cut.sequence else [*sizes]
+    checks = "; ".join(words for axis, words in CHECKS.items() if axis in looked_at)
     return (
-        f"Check {'; '.join(checks)}. Leave out auxiliary losses, such as that of a mixture of "
-        "experts' router (output_router_logits=False), or use a strategy that keeps the model "
-        "whole, such as zero3"
+        f"{axes_cut}: {problem}. Check {checks}. Leave out auxiliary losses, such as that of a "
+        "mixture of experts' router (output_router_logits=False), or use a strategy that keeps the "
+        "model whole, such as zero3"
     )
