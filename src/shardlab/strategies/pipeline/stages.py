@@ -19,6 +19,7 @@ for the loss, the parameters and the earlier outputs that it depends on.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -229,26 +230,31 @@ def ends_of(found: Probe, model: nn.Module, stages: int, balance: str = "paramet
             f"pipeline: {count(stages, 'stage')} need as many blocks, and the model can be cut "
             f"into {most} ({count(blocks, 'block')}{why}); use fewer ranks or chunks"
         )
-    costs = _costs(found, model, balance)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     trains = [bool(used & trained) for used in found.uses]
     trains[-2] |= trains.pop()  # what is behind the last block is on its stage
+    starts = [0, *(k + 1 for k in allowed)]  # the first blocks that a stage may have
+    # Of the blocks before each: their cost, and how many of them train.
+    cost = [0.0, *itertools.accumulate(_costs(found, model, balance))]
+    training = [0, *itertools.accumulate(trains)]
 
     @functools.cache
-    def best(end: int, stages: int) -> tuple[float, float, list[int]]:
-        """The blocks up to ``end`` in so many stages: on how many of them nothing trains, the cost
-        of the largest, and their ends."""
+    def best(end: int, stages: int) -> tuple[float, float, tuple[int, ...]]:
+        """The blocks before ``end`` in so many stages: on how many of them nothing trains, the cost
+        of the largest, and the stages' last blocks."""
         if stages == 0:
-            return (0 if end < 0 else math.inf), 0.0, []
+            return (0 if end == 0 else math.inf), 0.0, ()
         options = []
-        for start in (start for start in (-1, *allowed) if start < end):
-            idle, worst, ends = best(start, stages - 1)
-            stage = slice(start + 1, end + 1)
-            idle += not any(trains[stage])
-            options.append((idle, max(worst, sum(costs[stage])), [*ends, end]))
-        return min(options, default=(math.inf, 0.0, []))
+        for start in (start for start in starts if stages - 1 <= start < end):
+            idle, worst, _ = best(start, stages - 1)
+            idle += training[start] == training[end]
+            options.append((idle, max(worst, cost[end] - cost[start]), start))
+        if not options:
+            return math.inf, 0.0, ()
+        idle, worst, start = min(options)
+        return idle, worst, (*best(start, stages - 1)[2], end - 1)
 
-    return best(blocks - 1, stages)[2]
+    return [*best(blocks, stages)[2]]
 
 
 def _skip(found: Probe, k: int) -> str | None:
