@@ -90,7 +90,7 @@ READ = {
 CLOSURES = {
     "simple_ddp": (6, 820), "simple_ddp_hook": (7, 1020), "bucket_ddp_async": (8, 1300),
     "zero1": (9, 1420), "zero2": (9, 1410), "zero3": (13, 2210), "local_sgd": (9, 1080),
-    "tensor_parallel": (13, 1930), "pipeline_1f1b": (15, 2900), "context_parallel": (10, 1710),
+    "tensor_parallel": (13, 1880), "pipeline_1f1b": (15, 2540), "context_parallel": (10, 1660),
 }  # fmt: skip
 
 
