@@ -135,7 +135,7 @@ def main() -> None:
 
     import torch
 
-    from shardlab.run import environment
+    from shardlab.launch import environment
 
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(Path(folder))

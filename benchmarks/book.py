@@ -36,7 +36,7 @@ def read() -> dict[str, Any]:
 def measure(names: list[str]) -> None:
     import torch
 
-    from shardlab.run.environment import describe
+    from shardlab.launch.environment import describe
 
     for name in names or PARTS:
         if name not in PARTS:

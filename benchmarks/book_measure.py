@@ -151,7 +151,7 @@ def precision(scratch: Path) -> Any:
 def all_reduce(_scratch: Path) -> Any:
     """How long messages of each size take, and one large message beside many small ones."""
     from shardlab.config import LaunchConfig
-    from shardlab.run.ranks import Ranks
+    from shardlab.launch.ranks import Ranks
 
     sizes: list[dict[str, Any]] = [{"bytes": size} for size in SIZES]
     split: list[dict[str, Any]] = []
@@ -216,7 +216,7 @@ def wire(_scratch: Path) -> Any:
 
 def count_wire() -> list[dict[str, Any]]:
     from shardlab.config import LaunchConfig
-    from shardlab.run.ranks import Ranks
+    from shardlab.launch.ranks import Ranks
     from shardlab.wire import wire_bytes
 
     names = {

@@ -20,22 +20,22 @@ from types import SimpleNamespace
 from typing import Any
 
 from shardlab import config as configs
-from shardlab.run.ranks import Ranks
+from shardlab.launch.ranks import Ranks
 
 OPTIONS = ("none", "shapes", "memory", "stacks")
 WINDOWS = 16
 
 
 def measure(world: Any, values: dict[str, Any]) -> dict[str, Any]:
-    from shardlab.run import rank
+    from shardlab.training import run as running
 
-    result = rank.train_rank(world, values, "benchmark")
+    result = running.train_rank(world, values, "benchmark")
     rows = Path(result["folder"]) / f"rank{world.rank}.jsonl"
     return {**result, "rows": [json.loads(line) for line in rows.read_text().splitlines()]}
 
 
 def describe(world: Any) -> dict[str, Any]:
-    from shardlab.run import environment
+    from shardlab.launch import environment
 
     return environment.describe(world.device, "python benchmarks/capture_cost.py")
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from shardlab import config as configs
 from shardlab import stats
-from shardlab.run.ranks import Ranks
+from shardlab.launch.ranks import Ranks
 
 
 def measure(world: Any, values: dict[str, Any], folder: str, rounds: int) -> dict[str, Any]:
@@ -33,11 +33,12 @@ def measure(world: Any, values: dict[str, Any], folder: str, rounds: int) -> dic
 
     from shardlab.checkpoint.save import About, Checkpoints
     from shardlab.config import CheckpointConfig
-    from shardlab.run import assemble, environment, loop
+    from shardlab.launch import environment
+    from shardlab.training import builders, loop
 
     config = configs.from_dict(values)
-    workload = assemble.build_workload(config)
-    strategy: Any = assemble.build_strategy(config, workload, world)
+    workload = builders.build_workload(config)
+    strategy: Any = builders.build_strategy(config, workload, world)
     (microbatches,) = loop.Batches(workload, config, world)
     strategy.gradients(microbatches)
     strategy.step()

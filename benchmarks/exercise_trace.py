@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import config as configs
-from shardlab.run.ranks import Ranks
+from shardlab.launch.ranks import Ranks
 
 STEPS, LATE_S = 4, 0.04
 CONFIG = {
@@ -47,14 +47,14 @@ class FromTheStart(configs.ProfileConfig):
 
 def record(world: Any, values: dict[str, Any], folder: str) -> None:
     from shardlab.ledger import LEDGER
-    from shardlab.run import assemble, loop
-    from shardlab.run.recorder import Recorder
     from shardlab.trace.capture import Capture
+    from shardlab.training import builders, loop
+    from shardlab.training.recorder import Recorder
 
     config = configs.from_dict(values)
-    workload = assemble.build_workload(config)
+    workload = builders.build_workload(config)
     LEDGER.reset(full_steps=STEPS)
-    strategy = assemble.build_strategy(config, workload, world)
+    strategy = builders.build_strategy(config, workload, world)
     own = Path(folder)
     capture = Capture(
         FromTheStart(enabled=True), world, LEDGER, strategy, own, config.strategy.name

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 
 from shardlab import config as configs
+from shardlab.launch import environment
+from shardlab.launch.ranks import Ranks
 from shardlab.report.charts import line, ticks
-from shardlab.run import assemble, environment, loop
-from shardlab.run.evaluate import Evaluation
-from shardlab.run.ranks import Ranks
+from shardlab.training import builders, loop
+from shardlab.training.evaluate import Evaluation
 
 RUNS = {"plain": "plain", "float8": "float8", "plain again": "plain"}  # the head of each
 COLOURS = {"plain": "#06a", "float8": "#c40", "plain again": "#6ad"}
@@ -37,15 +38,15 @@ def train(world: Any, values: dict[str, Any]) -> dict[str, Any]:
     """On a rank: means of the losses over equal stretches, the last tenth's, and the held-out."""
     config = configs.from_dict(values)
     torch._dynamo.reset()
-    workload = assemble.build_workload(config)
-    strategy = assemble.build_strategy(config, workload, world)
+    workload = builders.build_workload(config)
+    strategy = builders.build_strategy(config, workload, world)
     losses = []
     for microbatches in loop.Batches(workload, config, world):
         losses.append(strategy.gradients(microbatches).detach())
         strategy.step()
     found = torch.stack(losses).float()  # read from the GPU once, at the end
     assert workload.evaluate is not None
-    evaluate = assemble.in_precision(workload.evaluate, config.precision.compute)
+    evaluate = builders.in_precision(workload.evaluate, config.precision.compute)
     evaluation = Evaluation(strategy, workload, world, evaluate, config.training.global_batch)
     return {
         "curve": [round(float(part.mean()), 4) for part in found.chunk(POINTS)],

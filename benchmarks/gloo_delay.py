@@ -102,7 +102,7 @@ def main() -> None:
         return
     import torch
 
-    from shardlab.run import environment
+    from shardlab.launch import environment
 
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
     hosts: Any = importlib.import_module("hosts")

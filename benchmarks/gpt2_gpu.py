@@ -31,11 +31,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardlab import config as configs
+from shardlab.launch import environment
+from shardlab.launch.ranks import Ranks
 from shardlab.ledger import LEDGER
-from shardlab.run import assemble, environment, loop
-from shardlab.run.ranks import Ranks
-from shardlab.run.recorder import Recorder
 from shardlab.stats import spread
+from shardlab.training import builders, loop
+from shardlab.training.recorder import Recorder
 
 SEQ, DIM, HEADS, LAYERS, VOCAB = 1024, 768, 12, 12, 50304
 WARMUP, TURNS = 6, 10
@@ -108,8 +109,8 @@ def ours(world: Any, batch: int, compile_what: str, head: str) -> Callable[[int]
             "launch.world": 1,
         },
     )
-    workload = assemble.build_workload(config)
-    strategy = assemble.build_strategy(config, workload, world)
+    workload = builders.build_workload(config)
+    strategy = builders.build_strategy(config, workload, world)
     data = loop.Batches(workload, config, world)
     LEDGER.reset(full_steps=0)
 

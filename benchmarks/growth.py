@@ -30,10 +30,11 @@ from torch import Tensor, nn
 
 from shardlab import comm, naming
 from shardlab import config as configs
+from shardlab.launch import environment
+from shardlab.launch.ranks import Ranks
 from shardlab.ledger import LEDGER
 from shardlab.report.charts import Log, line
-from shardlab.run import assemble, environment, loop
-from shardlab.run.ranks import Ranks
+from shardlab.training import builders, loop
 from shardlab.workloads.base import Batch, Workload
 
 BLOCKS = 10
@@ -115,7 +116,7 @@ def timed(step: Callable[[], object], agree: Callable[[float], float]) -> list[f
 def steps(world: Any, values: dict[str, Any], tensors: int, width: int) -> dict[str, Any]:
     """The median step of a strategy, as long as the slowest rank took."""
     config, workload = configs.from_dict(values), many(tensors, width)
-    strategy = assemble.build_strategy(config, workload, world)
+    strategy = builders.build_strategy(config, workload, world)
     batches: Iterator[Any] = iter(loop.Batches(workload, config, world))
     LEDGER.reset(full_steps=0)
 
@@ -156,7 +157,7 @@ def checkpoints(world: Any, values: dict[str, Any], tensors: int, width: int, fo
     from shardlab.config import CheckpointConfig
 
     config, workload = configs.from_dict(values), many(tensors, width)
-    strategy = assemble.build_strategy(config, workload, world)
+    strategy = builders.build_strategy(config, workload, world)
     strategy.gradients(next(iter(loop.Batches(workload, config, world))))
     strategy.step()
     about = About({}, config.strategy.name, None)

@@ -25,7 +25,7 @@ from typing import Any
 
 from shardlab import config as configs
 from shardlab import stats
-from shardlab.run.ranks import Ranks
+from shardlab.launch.ranks import Ranks
 
 STEPS = 10  # of each kind in a block
 WARMUP = 5
@@ -42,17 +42,18 @@ def measure(world: Any, values: dict[str, Any], blocks: int) -> dict[str, Any]:
     from shardlab import comm
     from shardlab.guard import drift, watchdog
     from shardlab.guard.guards import Guards
-    from shardlab.guard.numbers import NumbersGuard
+    from shardlab.guard.nonfinite import NumbersGuard
+    from shardlab.launch import environment
     from shardlab.ledger import LEDGER
-    from shardlab.run import assemble, environment, loop
     from shardlab.strategies.update import Rule
+    from shardlab.training import builders, loop
 
     config = configs.from_dict(values)
-    workload = assemble.build_workload(config)
+    workload = builders.build_workload(config)
     LEDGER.reset(full_steps=1_000_000)  # as in a run's first steps: every row is written
     guards = Guards(config, world)
     LEDGER.check = None  # the first steps are measured apart, below
-    strategy: Any = assemble.build_strategy(config, workload, world)
+    strategy: Any = builders.build_strategy(config, workload, world)
     numbers = NumbersGuard(strategy, world, config.training.on_nonfinite)
     steps = loop.Batches(workload, config, world)
     counted = comm.all_reduce

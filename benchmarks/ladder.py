@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import config as configs
-from shardlab.run.ranks import Ranks
+from shardlab.launch.ranks import Ranks
 
 PAIRS = {
     "bucket_ddp_async": ("pytorch_ddp", 1.00),
@@ -38,10 +38,10 @@ class Alone:
     """A rank that computes its share and updates all parameters by that, and sends nothing."""
 
     def __init__(self, config: Any, workload: Any) -> None:
-        from shardlab.run import assemble
+        from shardlab.training import builders
 
         self.model, self.loss = workload.make_model(), workload.loss
-        made = assemble.make_optimizer(config.training, workload, self.model)
+        made = builders.make_optimizer(config.training, workload, self.model)
         self.optimizer = made(dict(self.model.named_parameters()))
 
     def gradients(self, microbatches: Any) -> Any:
@@ -64,14 +64,15 @@ class Alone:
 def take_turns(world: Any, ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     """Step times, as long as the slowest rank took: {"ours": [...], "theirs": …, "alone": …}."""
     from shardlab import comm
+    from shardlab.launch import environment
     from shardlab.ledger import LEDGER
-    from shardlab.run import assemble, environment, loop
+    from shardlab.training import builders, loop
 
     settings = {"ours": configs.from_dict(ours), "theirs": configs.from_dict(theirs)}
     config = settings["ours"]
-    workload = assemble.build_workload(config)
+    workload = builders.build_workload(config)
     turns: dict[str, Any] = {
-        kind: assemble.build_strategy(c, workload, world) for kind, c in settings.items()
+        kind: builders.build_strategy(c, workload, world) for kind, c in settings.items()
     }
     turns["alone"] = Alone(config, workload)
     times: dict[str, list[float]] = {kind: [] for kind in turns}

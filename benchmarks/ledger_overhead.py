@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import config as configs
-from shardlab.run.ranks import Ranks
+from shardlab.launch.ranks import Ranks
 
 ROUNDS = 150
 
@@ -31,12 +31,13 @@ def measure(world: Any, values: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
     from shardlab import comm
+    from shardlab.launch import environment
     from shardlab.ledger import LEDGER
-    from shardlab.run import assemble, environment, loop
+    from shardlab.training import builders, loop
 
     config = configs.from_dict(values)
-    workload = assemble.build_workload(config)
-    strategy = assemble.build_strategy(config, workload, world)
+    workload = builders.build_workload(config)
+    strategy = builders.build_strategy(config, workload, world)
     steps = loop.Batches(workload, config, world)
     counted = comm.all_reduce
     reductions = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}

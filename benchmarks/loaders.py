@@ -27,8 +27,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from shardlab import config as configs
 from shardlab import stats
-from shardlab.run import assemble, environment, loop
-from shardlab.run.ranks import Ranks
+from shardlab.launch import environment
+from shardlab.launch.ranks import Ranks
+from shardlab.training import builders, loop
 from shardlab.workloads.base import Batch
 
 CASES: dict[str, dict[str, Any]] = {
@@ -88,7 +89,7 @@ def theirs(data: Any, batch: int, workers: int, is_by_lists: bool) -> Iterator[B
 
 def measure(world: Any, values: dict[str, Any], batches: int) -> dict[str, Any]:
     config = configs.from_dict(values)
-    workload = assemble.build_workload(config)
+    workload = builders.build_workload(config)
     batch = config.training.global_batch
     ours = loop.Batches(workload, config, world)
     sources: dict[str, Any] = {OURS: (one for many in ours for one in many)}

@@ -37,9 +37,9 @@ from typing import Any
 import kernel_models
 
 from shardlab import config as configs
+from shardlab.launch.rank_set import RankSet
 from shardlab.measure import estimate
 from shardlab.naming import MESH_STRATEGIES, STRATEGIES
-from shardlab.run.rankset import RankSet
 
 WORKLOADS: dict[str, dict[str, Any]] = {
     "gpt2-mini": {"model.size": "mini", "training.global_batch": 8},
@@ -74,7 +74,7 @@ COMMAND = " ".join(["python benchmarks/memory_estimate.py", *sys.argv[1:]])
 
 
 def describe(world: Any) -> dict[str, Any]:
-    from shardlab.run import environment
+    from shardlab.launch import environment
 
     return environment.describe(world.device, COMMAND)
 

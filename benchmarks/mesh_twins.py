@@ -17,7 +17,7 @@ from typing import Any
 from ladder import WARMUP, summary, take_turns
 
 from shardlab import config as configs
-from shardlab.run.ranks import Ranks
+from shardlab.launch.ranks import Ranks
 from shardlab.specs import parse_spec
 
 PAIRS = {

@@ -175,8 +175,8 @@ class Seen:
         return gloo.Gloo(gloo.measured(self.near), far)
 
     def here(self, condition: str) -> Any:
+        from shardlab.launch import environment
         from shardlab.plan import predict
-        from shardlab.run import environment
 
         ranks, rate, delay_s, _ = CONDITIONS[condition]
         cores = environment.usable_cores() / ranks
@@ -184,9 +184,9 @@ class Seen:
 
 
 def one_round(seen: Seen, conditions: Sequence[str], number: int) -> None:
+    from shardlab.launch import environment
     from shardlab.measure.estimate import Simulator
     from shardlab.plan import predict
-    from shardlab.run import environment
 
     seen.near += run("calibrate", 2, None, 0.0)
     seen.far += run("calibrate", 2, "1gbit", 0.0)
@@ -209,8 +209,8 @@ def keys_of(seen: Seen, condition: str) -> dict[Cell, Any]:
     """What the emulated steps of a condition depend on: shape, strategy, ranks, and for a strategy
     that measures its link, what it finds. (A rank with a link thinks that it has a machine for
     itself.)"""
+    from shardlab.launch import environment
     from shardlab.plan import buckets
-    from shardlab.run import environment
 
     ranks, rate, _, _ = CONDITIONS[condition]
     cores = environment.usable_cores() / (1 if rate else ranks)
@@ -260,7 +260,7 @@ def main() -> None:
         return
     import torch
 
-    from shardlab.run import environment
+    from shardlab.launch import environment
 
     conditions = given.only.split(",")
     begin, seen, done = time.monotonic(), Seen(), 0

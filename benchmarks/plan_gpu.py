@@ -80,10 +80,10 @@ def step_of(size: str, precision: str, compiled: str, batch: int) -> Any:
     import torch
 
     from shardlab.plan import emulate
-    from shardlab.run import assemble
+    from shardlab.training import builders
 
     config = config_of(size, precision, compiled, batch)
-    build = assemble.build_workload
+    build = builders.build_workload
 
     def on_the_gpu(config: Any) -> Any:
         """The same workload, whose model is filled with numbers where that is fast."""
@@ -96,7 +96,7 @@ def step_of(size: str, precision: str, compiled: str, batch: int) -> Any:
         return replace(workload, make_model=make)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(assemble, "build_workload", on_the_gpu))
+        stack.enter_context(mock.patch.object(builders, "build_workload", on_the_gpu))
         step = emulate.emulate(config, 0.4)
     torch.cuda.empty_cache()
     torch._dynamo.reset()  # each batch is compiled for itself, as in a run of its own
@@ -136,7 +136,7 @@ def main() -> None:
         return
     import torch
 
-    from shardlab.run import environment
+    from shardlab.launch import environment
 
     begin = time.monotonic()
     rows: list[dict[str, Any]] = []

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import config as configs
-from shardlab.run.ranks import Ranks
+from shardlab.launch.ranks import Ranks
 
 WARMUP = 4
 
@@ -28,12 +28,13 @@ def take_turns(world: Any, values: dict[str, Any], depth: int) -> dict[str, Any]
     import torch
 
     from shardlab import comm
+    from shardlab.launch import environment
     from shardlab.ledger import LEDGER
-    from shardlab.run import assemble, environment, loop
+    from shardlab.training import builders, loop
 
     config = configs.from_dict(values)
-    workload = assemble.build_workload(config)
-    strategy = assemble.build_strategy(config, workload, world)
+    workload = builders.build_workload(config)
+    strategy = builders.build_strategy(config, workload, world)
     loaders = {
         kind: loop.Batches(workload, config.with_overrides({"data.prefetch": n}), world)
         for kind, n in (("plain", 0), ("ahead", depth))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab import config as configs
-from shardlab.run.ranks import Ranks
+from shardlab.launch.ranks import Ranks
 
 SHAPE = {"layers": 2, "heads": 4, "dim": 128, "vocab": 256}
 WARMUP = 1
@@ -32,9 +32,10 @@ def take_turns(world: Any, length: int, rounds: int) -> dict[str, Any]:
     import torch
 
     from shardlab import comm
+    from shardlab.launch import environment
     from shardlab.ledger import LEDGER
     from shardlab.measure import memory
-    from shardlab.run import assemble, environment, loop
+    from shardlab.training import builders, loop
 
     def built(strategy: str, of: Any) -> tuple[Any, Any]:
         config = configs.load(
@@ -49,8 +50,8 @@ def take_turns(world: Any, length: int, rounds: int) -> dict[str, Any]:
                 "launch.world": of.size,
             },
         )
-        workload = assemble.build_workload(config)
-        made = assemble.build_strategy(config, workload, of)
+        workload = builders.build_workload(config)
+        made = builders.build_strategy(config, workload, of)
         (microbatches,) = loop.Batches(workload, config, of)
         return made, microbatches
 

@@ -43,7 +43,7 @@ from shardlab.errors import RankFailure, UsageError
 from shardlab.faults import spec
 from shardlab.files import read_jsonl, write_json, write_text
 from shardlab.naming import STRATEGIES
-from shardlab.run import restart
+from shardlab.training import restart
 
 STEPS, EVERY = 8, 2
 # After which the watchdog ends a run that is made to hang, and the deadline of one start of a run;

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from shardlab import stats
-from shardlab.run import environment
+from shardlab.launch import environment
 
 # The command, and the lines that end its shares; the last one is the first result.
 COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {

@@ -17,7 +17,7 @@ import torch
 
 import browser
 from shardlab.config import LaunchConfig
-from shardlab.run.ranks import Ranks
+from shardlab.launch.ranks import Ranks
 
 # Commands that tests start must not inherit what a launcher around pytest may have set. A rank that
 # imports this file, because a test's function is sent to it, keeps what it was given.

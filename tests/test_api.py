@@ -40,7 +40,7 @@ def test_the_export_list_is_exact() -> None:
 def test_importing_costs_and_does_nothing() -> None:
     """Our name alone loads nothing of ours; what starts ranks and reads configs needs no torch."""
     script = "import sys, shardlab; print(sorted(m for m in sys.modules if 'shardlab' in m))\n"
-    script += "import shardlab.config, shardlab.run.launch; shardlab.compare\n"
+    script += "import shardlab.config, shardlab.launch.launch; shardlab.compare\n"
     script += "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.splitlines() == ["['shardlab']", "False"]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from shardlab import config as configs
 from shardlab.axes import CUTS, Axes, axes_of
 from shardlab.errors import UsageError
-from shardlab.run import assemble
 from shardlab.strategies.cut_model import CutModel
+from shardlab.training import builders
 
 AXES = ("data", *CUTS)
 sizes = st.integers(1, 4)
@@ -95,7 +95,7 @@ def test_ranks_that_meet_inside_of_blocks_do_not_compile_them(name: str) -> None
     config = configs.load(None, {"strategy.name": name, "training.compile": "blocks"})
     world, setup = SimpleNamespace(size=2), None
     with pytest.raises(UsageError, match="that cannot be compiled"):
-        assemble.on_axes(config, CutModel, setup, world)
+        builders.on_axes(config, CutModel, setup, world)
 
 
 def test_a_batch_is_shared_among_the_ranks_of_the_data_axis() -> None:
@@ -113,4 +113,4 @@ def test_a_batch_is_shared_among_the_ranks_of_the_data_axis() -> None:
 def test_a_misspelt_axis_is_guessed() -> None:
     config = configs.load(None, {"strategy.name": "zero1", "strategy.options": {"pipline": 2}})
     with pytest.raises(UsageError, match="did you mean 'pipeline'"):
-        assemble.resolve_strategy(config)
+        builders.resolve_strategy(config)

@@ -17,7 +17,7 @@ ORDER = (
     "faults.spec", "config", "specs", "world", "data", "workloads", "optim", "strategies",
     "strategies.data_parallel", "strategies.sharded", "strategies.local", "strategies.tensor",
     "strategies.context", "strategies.pipeline",
-    "guard", "faults", "checkpoint", "trace.clocks", "trace.capture", "run",
+    "guard", "faults", "checkpoint", "trace.clocks", "trace.capture", "launch", "training",
     "plan.claims", "plan.graph", "trace", "proof", "measure", "plan", "report", "api", "learn",
     "cli", "__init__", "__main__",
 )  # fmt: skip
@@ -92,4 +92,4 @@ def test_a_circle_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_test_sees_an_import_that_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("test_rooms.ORDER", ORDER[::-1])
-    assert "shardlab.run.loop imports shardlab.config.Config" in back_edges()
+    assert "shardlab.training.loop imports shardlab.config.Config" in back_edges()

@@ -16,7 +16,7 @@ def main() -> None:
         # `python -m` notes a Ctrl-C that came inside an exec, as of a dataclass, and would end
         # itself by the signal for it, although it was caught. The next exec clears the note.
         exec("")
-        if forking := sys.modules.get("shardlab.run.forking"):
+        if forking := sys.modules.get("shardlab.launch.forking"):
             forking.end_server()
 
 

@@ -21,9 +21,8 @@ from shardlab import specs
 from shardlab.config import CheckpointConfig, Config, LaunchConfig
 from shardlab.errors import UsageError
 from shardlab.files import write_json
+from shardlab.launch import cluster, launch, launcher_env
 from shardlab.naming import EVERY_STRATEGY, STRATEGIES
-from shardlab.run import cluster, launch
-from shardlab.run import place as places
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +94,7 @@ def train(
     """
     from shardlab.files import read_jsonl
     from shardlab.report import console, terminal
-    from shardlab.run import restart
+    from shardlab.training import restart
 
     named: dict[str, Any] = {"training.steps": steps}
     if strategy is not None:
@@ -312,16 +311,16 @@ def strategy(
     from shardlab import world as worlds
     from shardlab.ledger import LEDGER
     from shardlab.optim import optimizers
-    from shardlab.run import assemble
     from shardlab.strategies import model_checks
     from shardlab.strategies.base import Setup
     from shardlab.strategies.update import Rule, constant
+    from shardlab.training import builders
     from shardlab.workloads import batchnorm
     from shardlab.workloads.blocks import guess_blocks
 
     training = configs.TrainingConfig(ema_decay=ema_decay)
     given = configs.load(None, {"strategy.name": name, "strategy.options": options or None})
-    make = assemble.resolve_strategy(given)
+    make = builders.resolve_strategy(given)
     if name in axes.NAMED or axes.OPTIONS.keys() & options.keys():
         raise UsageError(
             "tensor, context and pipeline are not for a loop of your own: a workload says how its "
@@ -339,7 +338,7 @@ def strategy(
     optimizer = optimizers.build(training, make_optimizer, None, model, "make_optimizer")
     rule = Rule(clip_norm=clip_norm, schedule=schedule or constant)
     named = guess_blocks(model) if blocks is None else blocks
-    place, group = places.joined(), mesh.get_group("dp")
+    place, group = launcher_env.joined(), mesh.get_group("dp")
     per_node = 0
     if place is not None and place.size == mesh.size():
         per_node = worlds.ranks_per_node(group, place.local_rank, place.local_size)
@@ -433,7 +432,7 @@ def _join() -> Any:
 
     from shardlab import world as worlds
 
-    place = places.joined()
+    place = launcher_env.joined()
     atexit.register(worlds.leave)
     if place is None:
         return worlds.join(LaunchConfig(), 0, 1, 0, 1, store=HashStore())
@@ -451,7 +450,7 @@ def _config(
     named: Settings | None = None,
 ) -> Config:
     """Defaults < the file < settings < the arguments that were given."""
-    if (place := places.joined()) is not None:
+    if (place := launcher_env.joined()) is not None:
         raise UsageError(f"this starts its own ranks; run it without {place.launcher}")
     given = dict(named or {})
     if file is None or workload != "gpt2":

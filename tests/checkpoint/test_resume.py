@@ -30,8 +30,8 @@ from shardlab.config import CheckpointConfig, Config
 from shardlab.errors import UsageError
 from shardlab.files import append_jsonl, read_jsonl, write_text
 from shardlab.naming import STRATEGIES
-from shardlab.run import housekeeping
 from shardlab.runlock import RunLock
+from shardlab.training import housekeeping
 from shardlab.world import World
 
 DISTRIBUTED = [name for name in AS_ONE if name != "single"]

@@ -165,7 +165,7 @@ reads_traces = ("shardlab.trace.", "shardlab.report.trace", "shardlab.report.tim
 for found in pkgutil.walk_packages(shardlab.__path__, "shardlab."):
     name = found.name
     if name == "shardlab.trace.capture" or not name.startswith((*reads_traces, "shardlab.learn.e")):
-        if name not in ("shardlab.__main__", "shardlab.run._preload"):
+        if name not in ("shardlab.__main__", "shardlab.training._preload"):
             importlib.import_module(name)
 print("all")
 """

@@ -39,7 +39,7 @@ from shardlab.faults import inject
 from shardlab.measure import gate
 from shardlab.measure.cells import Cell
 from shardlab.report import console
-from shardlab.run import assemble, loop
+from shardlab.training import builders, loop
 from shardlab.workloads import gpt2, huggingface
 from shardlab.workloads.base import Dataset
 
@@ -103,12 +103,12 @@ def _config_examples() -> tuple[Files, ...]:
 
 def read_config(folder: Path, _out: Path) -> None:
     config = configs.load(folder / "config.yaml").with_overrides({"output.dir": None})
-    assemble.resolve_strategy(config)
+    builders.resolve_strategy(config)
     if ":" in config.model.workload:
         return  # the user's own code may do as it likes
-    workload = assemble.build_workload(config)
+    workload = builders.build_workload(config)
     loop.data_order(workload, config)
-    assemble.make_rule(config)
+    builders.make_rule(config)
 
 
 def read_settings(folder: Path, _out: Path) -> None:
@@ -144,7 +144,7 @@ def read_tokens(folder: Path, _out: Path) -> None:
     config = configs.from_dict(
         {"model": {"size": "tiny"}, "data": {"source": str(folder), "seq_len": 32}}
     )
-    feed(assemble.build_workload(config).dataset)
+    feed(builders.build_workload(config).dataset)
 
 
 def _image_examples() -> tuple[Files, ...]:

@@ -20,8 +20,8 @@ from conftest import GetRanks
 from shardlab.data import loader
 from shardlab.files import read_jsonl
 from shardlab.ledger import LEDGER
-from shardlab.run import loop
-from shardlab.run.recorder import Recorder
+from shardlab.training import loop
+from shardlab.training.recorder import Recorder
 from shardlab.workloads.base import Batch, Workload
 from shardlab.world import World
 

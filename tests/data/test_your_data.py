@@ -22,7 +22,7 @@ from shardlab import runfolder
 from shardlab.data.loader import cast
 from shardlab.errors import UsageError
 from shardlab.files import read_jsonl
-from shardlab.run import assemble
+from shardlab.training import builders
 from shardlab.workloads.base import Workload
 from shardlab.workloads.blocks import check_blocks, guess_blocks
 
@@ -122,7 +122,7 @@ def build(folder: Path, source: str, name: str = "workload", **overrides: Any) -
     path = folder / "own.py"
     path.write_text(HAVE + source)
     values = {"model.workload": f"{path}:{name}", **overrides}
-    return assemble.build_workload(configs.load(None, values))
+    return builders.build_workload(configs.load(None, values))
 
 
 def returns(three: str) -> str:
@@ -540,7 +540,7 @@ def test_wrong_losses_of_a_workload(tmp_path: Path) -> None:
     for world, batch, said in ((2, 32, "beside 7 others"), (2, 30, "beside 6 or 7"), (1, 32, "")):
         values = {"launch.world": world, "training.global_batch": batch, "training.accumulate": 2,
                   "training.batch_split": "uneven", "strategy.name": "simple_ddp"}  # fmt: skip
-        notes = assemble.notes(configs.load(None, values), workload)
+        notes = builders.notes(configs.load(None, values), workload)
         found = [n for n in notes if "the loss looks at the samples of a micro-batch" in n]
         assert len(found) == (world > 1), notes
         assert all(f"{said}" in n and f"would be {batch // 2 - 1}, " in n for n in found)
@@ -600,7 +600,7 @@ def test_a_loss_inside_a_model_of_hugging_faces(name: str, count: str, tmp_path:
 def test_the_example_of_hugging_faces() -> None:
     pytest.importorskip("transformers")
     path = ROOT / "examples" / "hugging_face.py"
-    workload = assemble.build_workload(configs.load(None, {"model.workload": f"{path}:workload"}))
+    workload = builders.build_workload(configs.load(None, {"model.workload": f"{path}:workload"}))
     assert workload.dataset.batch([0, 1]).count == 2 * 31  # the next tokens
     assert workload.blocks == ("transformer.h.0", "transformer.h.1")
 
@@ -799,7 +799,7 @@ def run(ranks: Any, size: int, folder: Path, name: str, **changes: Any) -> dict[
     }  # fmt: skip
     values = configs.load(None, overrides).to_dict()
     result: dict[str, Any] = ranks(size).run(
-        "shardlab.run.rank:train_rank", values, "a test", deadline_s=100
+        "shardlab.training.run:train_rank", values, "a test", deadline_s=100
     )[0]
     return result
 
@@ -834,7 +834,7 @@ def test_optimizer_schedule_and_held_out_samples_are_those_of_a_plain_loop(
         "strategy.name": "zero1",
         "checkpoint.resume": str(Path(found["zero3"]["folder"]) / "checkpoints" / "step-000002"),
     })  # fmt: skip
-    own = assemble.build_workload(
+    own = builders.build_workload(
         configs.load(None, {"model.workload": f"{tmp_path / 'own.py'}:complete"})
     )
     torch.manual_seed(0)
@@ -878,15 +878,15 @@ def test_an_optimizer_is_given_by_what_makes_it_and_not_twice(tmp_path: Path) ->
     parts = f"{DICT}, 'optimizer': torch.optim.AdamW, 'schedule': lambda step: 1.0"
     workload = build(tmp_path, f"def workload():\n    return {{{parts}}}\n")
     model = workload.make_model()
-    assemble.make_optimizer(configs.TrainingConfig(), workload, model)
+    builders.make_optimizer(configs.TrainingConfig(), workload, model)
     asked = configs.TrainingConfig(learning_rate=0.1, schedule="cosine")
     with pytest.raises(UsageError, match="learning_rate is for an optimizer of the config"):
-        assemble.make_optimizer(asked, workload, model)
+        builders.make_optimizer(asked, workload, model)
     with pytest.raises(UsageError, match=r"leave out training\.schedule"):
-        assemble.make_schedule(asked, workload)
+        builders.make_schedule(asked, workload)
     made: Any = torch.optim.AdamW(model.parameters())
     with pytest.raises(UsageError, match="the optimizer is a AdamW, not a function that makes one"):
-        assemble.make_optimizer(configs.TrainingConfig(), replace(workload, optimizer=made), model)
+        builders.make_optimizer(configs.TrainingConfig(), replace(workload, optimizer=made), model)
 
 
 PATIENT = {"training.steps": 9, "training.evaluate_every": 1, "training.patience": 2,

@@ -33,11 +33,11 @@ from shardlab.config import LaunchConfig
 from shardlab.data import image_files, text
 from shardlab.errors import RankFailure, UsageError
 from shardlab.files import read_jsonl
-from shardlab.run import restart
-from shardlab.run.forking import fork_server
-from shardlab.run.ranks import Ranks
+from shardlab.launch.forking import fork_server
+from shardlab.launch.ranks import Ranks
 from shardlab.strategies.base import Setup
 from shardlab.strategies.data_parallel.simple_ddp import SimpleDDP
+from shardlab.training import restart
 from shardlab.world import World
 
 WORKLOAD = f"{Path(dropout_workload.__file__)}:make"
@@ -64,8 +64,8 @@ def settings(root: Path, **changes: Any) -> dict[str, Any]:
 
 def masks_of_a_run(world: World, values: dict[str, Any]) -> tuple[list[Any], float, str]:
     """A run's masks on this rank, a weight that its model began with, and its folder."""
-    from shardlab.run.assemble import build_workload
-    from shardlab.run.rank import train_rank
+    from shardlab.training.builders import build_workload
+    from shardlab.training.run import train_rank
 
     build_workload(configs.from_dict(values))  # a process tries a workload once, with a forward
     before = len(dropout_workload.MASKS)

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from shardlab import comm
 from shardlab import config as configs
 from shardlab.config import DataConfig, LaunchConfig
+from shardlab.launch.ranks import Ranks
 from shardlab.ledger import LEDGER
-from shardlab.run.ranks import Ranks
 from shardlab.strategies import base, steps
 from shardlab.strategies.data_parallel.simple_ddp import SimpleDDP
 from shardlab.workloads.base import Batch, Workload
@@ -49,7 +49,7 @@ def config_of(root: Path, strategy: str, **more: Any) -> configs.Config:
 def run(config: configs.Config, size: int = 2) -> Any:
     """On ranks of its own, which may not survive it: what rank 0 returns."""
     with Ranks(LAUNCH, size) as ranks:
-        train = "shardlab.run.rank:train_rank"
+        train = "shardlab.training.run:train_rank"
         return ranks.run(train, config.to_dict(), "test", deadline_s=40)[0]
 
 

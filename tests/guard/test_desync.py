@@ -24,7 +24,7 @@ from shardlab.errors import Halt, RankFailure, UsageError
 from shardlab.guard import drift, sequence
 from shardlab.ledger import LEDGER
 from shardlab.naming import STRATEGIES
-from shardlab.run import restart
+from shardlab.training import restart
 from shardlab.world import World
 
 
@@ -153,7 +153,7 @@ def test_no_false_alarm(ranks: GetRanks, tmp_path: Path, name: str) -> None:
         },
     )  # fmt: skip
     size = 4 if name == "pytorch_hsdp" else 2
-    results = ranks(size).run("shardlab.run.rank:train_rank", config.to_dict(), "test")
+    results = ranks(size).run("shardlab.training.run:train_rank", config.to_dict(), "test")
     assert results[0]["steps"] == 4
 
 

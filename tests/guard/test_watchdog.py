@@ -26,9 +26,9 @@ from shardlab.errors import Halt, UsageError
 from shardlab.guard import stacks, verdict, watchdog
 from shardlab.guard.stacks import Frame
 from shardlab.guard.verdict import Seen
+from shardlab.launch.ranks import Ranks
 from shardlab.ledger import LEDGER
 from shardlab.pulse import Call
-from shardlab.run.ranks import Ranks
 from shardlab.world import World
 
 LIMIT_S = 3.0  # a busy machine must not look like a hung run
@@ -236,7 +236,7 @@ def trained(strategy: str, root: Path, world: int = 2, **options: Any) -> Halt:
     more = {"training.steps": 100_000, "guard.hang_s": LIMIT_S, "guard.check_steps": 1}
     config = config_of(root, strategy, **more, **{"model.options": options})
     with Ranks(LAUNCH, world) as ranks:
-        return caught(ranks, "shardlab.run.rank:train_rank", config.to_dict(), "test")
+        return caught(ranks, "shardlab.training.run:train_rank", config.to_dict(), "test")
 
 
 def loop(world: World, kind: str) -> None:

@@ -32,6 +32,7 @@ from shardlab import naming, stats
 from shardlab.cli import app
 from shardlab.cli import compare as cli_compare
 from shardlab.errors import Late, UsageError
+from shardlab.launch.rank_set import RankSet
 from shardlab.measure import cells as measured_cells
 from shardlab.measure import compare as comparison
 from shardlab.measure import gate
@@ -41,11 +42,10 @@ from shardlab.naming import STRATEGIES
 from shardlab.proof import chance, judge
 from shardlab.report import compare as report
 from shardlab.report import compare_charts, compare_terminal
-from shardlab.run import loop
-from shardlab.run.rankset import RankSet
 from shardlab.specs import parse_spec
 from shardlab.strategies.data_parallel.simple_ddp_ga import SimpleDDPGradientAccumulation
 from shardlab.trace.model import PARTS
+from shardlab.training import loop
 from shardlab.world import World
 
 SHORT = ["--size", "tiny", "--repeats", "2", "--warmup", "1", "--steps", "2"]

@@ -21,11 +21,11 @@ import hosts
 from conftest import GetRanks, deep_unless
 from shardlab import comm, wire
 from shardlab.config import LaunchConfig
+from shardlab.launch import environment, same_setup
 from shardlab.ledger import LEDGER
 from shardlab.measure import network
 from shardlab.measure.network import Place, Plan
 from shardlab.report import network as report
-from shardlab.run import environment, same_setup
 from shardlab.world import World
 
 ON_RANK = f"{network.__name__}:on_rank"

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 from conformance import STEPS, Trajectory, make_optimizer, one_process
 from shardlab import axes
 from shardlab.ledger import LEDGER
-from shardlab.run.assemble import cuts_of
 from shardlab.strategies.base import Setup
 from shardlab.strategies.cut_model import CutModel
 from shardlab.strategies.data_parallel.bucket_ddp_async import BucketDDPAsync
 from shardlab.strategies.data_parallel.single import Single
+from shardlab.training.builders import cuts_of
 from shardlab.workloads import gpt2
 from shardlab.workloads.architectures import LLAMA_LIKE, known_splits
 from shardlab.workloads.base import Batch

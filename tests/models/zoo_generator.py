@@ -33,7 +33,7 @@ import zoo
 import zookeeper
 from conformance import Arrays, arrays, set_state, state_of
 from shardlab.config import LaunchConfig
-from shardlab.run.ranks import Ranks
+from shardlab.launch.ranks import Ranks
 from zoo import CLASSES, GROUPS, Animal, Sample, W, says_so, score
 from zookeeper import Verdict
 

@@ -33,10 +33,10 @@ from shardlab.errors import UsageError
 from shardlab.naming import STRATEGIES
 from shardlab.optim import after_step, optimizers, traits
 from shardlab.optim.muon import Muon, matrices
-from shardlab.run import assemble
 from shardlab.strategies import flat
 from shardlab.strategies.base import Setup
 from shardlab.strategies.update import Rule
+from shardlab.training import builders
 from shardlab.workloads.base import AfterStep, MakeUsers, Workload
 from shardlab.world import World
 
@@ -629,9 +629,9 @@ def test_so_it_is_where_the_model_is_cut(strategy: str, ranks: GetRanks) -> None
 
 def refused_by(world: World, strategy: str) -> str:
     config = configs.load(None, {"model.size": "tiny", "strategy.name": strategy})
-    workload = replace(assemble.build_workload(config), optimizer=of(Undeclared, lr=0.1))
+    workload = replace(builders.build_workload(config), optimizer=of(Undeclared, lr=0.1))
     with pytest.raises(UsageError) as caught:
-        assemble.build_strategy(config, workload, world)
+        builders.build_strategy(config, workload, world)
     return str(caught.value)
 
 
@@ -760,7 +760,7 @@ def test_what_is_wrong_is_refused_in_a_line(
 def test_two_schedules_are_refused() -> None:
     workload = Workload("w", Net, toys.loss, toys, schedule=halves)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="has a schedule of its own"):
-        assemble.make_schedule(TrainingConfig(schedule="cosine"), workload)
+        builders.make_schedule(TrainingConfig(schedule="cosine"), workload)
 
 
 # ------------------------------------------------------------------ from the config

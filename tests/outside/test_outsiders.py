@@ -13,7 +13,7 @@ from judging import checks_of_case, failures
 from shardlab import config as configs
 from shardlab.errors import RankFailure, UsageError
 from shardlab.proof.prove import cases_of, small
-from shardlab.run import assemble, equivalence_check
+from shardlab.training import builders, equivalence_check
 from shardlab.world import World
 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(900)]
@@ -44,7 +44,7 @@ def outcome(ranks: GetRanks, name: str, strategy: str) -> str:
 
 def try_out(world: World, values: dict[str, Any]) -> None:
     config = configs.from_dict(values)
-    equivalence_check.check(config, assemble.build_workload(config), world)
+    equivalence_check.check(config, builders.build_workload(config), world)
 
 
 def complaints(

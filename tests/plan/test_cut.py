@@ -18,14 +18,15 @@ from fake_predictor import FakePredictor
 from shardlab import config as configs
 from shardlab.axes import axes_of
 from shardlab.errors import UsageError
+from shardlab.launch import environment
 from shardlab.measure.estimate import WEIGHED
 from shardlab.plan import calibrate, devices, extrapolate, gloo, plan, predict
 from shardlab.plan.graph import Cost, Event, Group, Mark, Start, Step, Wait, Work
 from shardlab.plan.replay import Lanes, Played, Span, replay
 from shardlab.report import plan as report
-from shardlab.run import assemble, environment, loop
 from shardlab.strategies.pipeline import schedule_analysis, schedules
 from shardlab.strategies.pipeline.schedule_analysis import Times
+from shardlab.training import builders, loop
 from shardlab.world import World
 
 # ------------------------------------------------------------------ schedules, played back
@@ -209,7 +210,7 @@ def test_the_events_have_the_bytes_that_one_process_claims(predictor: predict.Pr
     config = tiny({"tensor": 2, "pipeline": 2}, 4, micro=3, training__clip_norm=None)
     axes, _ = axes_of("zero1", config.strategy.options, 4)
     assert axes is not None
-    workload = assemble.build_workload(config)
+    workload = builders.build_workload(config)
     cpu: Any = World(0, 4, 0, torch.device("cpu"), "gloo", None)  # type: ignore[arg-type]
     (microbatches, *_) = loop.Batches(workload, config, cpu)
     for step in simulated(predictor, config):

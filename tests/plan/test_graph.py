@@ -24,9 +24,9 @@ from shardlab.plan.claims import CLAIMS, Job
 from shardlab.plan.emulate import fill, typical
 from shardlab.plan.graph import Event, Group, Start, Step, Wait, Work
 from shardlab.proof.subjects import Subject
-from shardlab.run import assemble
 from shardlab.specs import parse_spec
 from shardlab.strategies.pipeline.executor import Executor
+from shardlab.training import builders
 
 TINY = {"model.size": "tiny", "data.source": "synthetic", "training.accumulate": 2}
 WORKERS = ("local_sgd", "diloco", "streaming_diloco")  # they send in some steps only
@@ -76,7 +76,7 @@ def job_of(world: int) -> Job:
     """The claims' view of the tiny GPT-2 on so many ranks, with two micro-batches each."""
     config = config_of("single", 1)
     steps: Any = [[[None, None]] * world]
-    return Subject(assemble.build_workload(config), 0, steps, torch.float32).job(config)
+    return Subject(builders.build_workload(config), 0, steps, torch.float32).job(config)
 
 
 @pytest.mark.long

@@ -16,12 +16,12 @@ import commands
 from fake_predictor import FakePredictor
 from shardlab import config as configs
 from shardlab.errors import UsageError
+from shardlab.launch import launcher_env
 from shardlab.plan import advice, buckets, check, plan
 from shardlab.plan import predict as engine
 from shardlab.plan.plan import Question, change_of
 from shardlab.report import charts
 from shardlab.report import plan as report
-from shardlab.run import place
 
 THREE = ("pytorch_ddp", "zero1", "zero3")
 
@@ -300,7 +300,7 @@ def test_the_best_bucket_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert other is plain
     with pytest.raises(UsageError, match="zero3 has no buckets whose size could be chosen"):
         buckets.settled([configs.load(None, {"strategy.name": "zero3", **options})])
-    monkeypatch.setattr(place, "joined", lambda: SimpleNamespace(launcher="torchrun"))
+    monkeypatch.setattr(launcher_env, "joined", lambda: SimpleNamespace(launcher="torchrun"))
     with pytest.raises(UsageError, match="is settled before ranks are started, and torchrun has"):
         buckets.settled([auto])
 

@@ -147,7 +147,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("name", ["strategies/sharded/zero2.py", "config.py", "run/_preload.py"])
+FILES = ("strategies/sharded/zero2.py", "config.py", "training/_preload.py")
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_one_byte_of_the_source_is_another_source(package: Path, name: str, cache: Path) -> None:
     before = made()
     before.keep(config_of(), STDLIB, PROOF)

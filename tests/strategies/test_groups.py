@@ -25,7 +25,7 @@ from shardlab.guard import drift
 from shardlab.ledger import LEDGER
 from shardlab.proof import evidence
 from shardlab.proof.subjects import Subject
-from shardlab.run import assemble, loop
+from shardlab.training import builders, loop
 from shardlab.world import World
 
 
@@ -132,8 +132,8 @@ def told_by_compare(world: World, strategy: str) -> dict[str, Any]:
     )  # fmt: skip
     nodes = replace(world, ranks_per_node=2)
     LEDGER.reset()
-    workload = assemble.build_workload(config)
-    made = assemble.build_strategy(config, workload, nodes)
+    workload = builders.build_workload(config)
+    made = builders.build_strategy(config, workload, nodes)
     batches = loop.Batches(workload, config, world)
     for _ in range(2):
         made.gradients(next(batches))

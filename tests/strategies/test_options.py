@@ -26,9 +26,9 @@ from shardlab.errors import UsageError
 from shardlab.ledger import LEDGER
 from shardlab.optim import optimizers
 from shardlab.optim.schedule import SCHEDULES, learning_rate_factor
-from shardlab.run import assemble
 from shardlab.strategies.update import Rule, Update
 from shardlab.strategies.update_state import state_of
+from shardlab.training import builders
 from shardlab.workloads.base import Batch, Workload
 from shardlab.world import World
 
@@ -214,7 +214,7 @@ def test_complex_parameters_do_not_travel_in_16_bits(name: str, ranks: GetRanks)
 def overflow_on_rank_1(world: World, name: str) -> list[tuple[dict[str, Any], Arrays]]:
     """In step 1, rank 1's inputs are larger than any fp16. State and parameters of each step."""
     rule = Rule(loss_scale=2.0**16, clip_norm=1.0)
-    loss = assemble.in_precision(toys.loss, "fp16")
+    loss = builders.in_precision(toys.loss, "fp16")
     strategy = build(name, "mlp", world, rule, dtype=torch.float32, loss=loss)
     history = []
     for step in range(STEPS):
@@ -322,7 +322,7 @@ def test_mixed_precision_is_near_fp32_and_not_it(name: str, compute: str, ranks:
 
 def small_gradients(world: World, scale: float) -> float:
     """The share of gradients that are exactly zero, of a loss that is very small."""
-    loss = assemble.in_precision(lambda m, b: toys.loss(m, b) * 1e-7, "fp16")
+    loss = builders.in_precision(lambda m, b: toys.loss(m, b) * 1e-7, "fp16")
     rule = Rule(loss_scale=scale)
     strategy = build("simple_ddp", "mlp", world, rule, dtype=torch.float32, loss=loss)
     strategy.gradients([Batch(torch.ones(4, 6), torch.zeros(4, dtype=torch.long), 4, 4)])
@@ -444,9 +444,9 @@ def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) 
         raise exc.InvalidCxxCompiler
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
-    workload = assemble.build_workload(configs.load(None, {"model.size": "tiny"}))
+    workload = builders.build_workload(configs.load(None, {"model.size": "tiny"}))
     with pytest.raises(UsageError, match="needs a C\\+\\+ compiler on a CPU"):
-        assemble.prepare_blocks(
+        builders.prepare_blocks(
             workload.make_model(), workload, configs.TrainingConfig(compile="blocks")
         )
 
@@ -483,12 +483,12 @@ def test_refuses(overrides: dict[str, Any], message: str) -> None:
 
 
 def test_the_rule_of_a_config() -> None:
-    rule = assemble.make_rule(configs.load(None, {"training.clip_norm": 2}))
+    rule = builders.make_rule(configs.load(None, {"training.clip_norm": 2}))
     assert (rule.clip_norm, rule.loss_scale, rule.schedule(7)) == (2.0, None, 1.0)
     half = configs.load(None, {"precision.compute": "fp16"})
-    assert assemble.make_rule(half).loss_scale == 65536
+    assert builders.make_rule(half).loss_scale == 65536
     half = half.with_overrides({"precision.loss_scale": 8})
-    assert assemble.make_rule(half).loss_scale == 8
+    assert builders.make_rule(half).loss_scale == 8
 
 
 def test_a_loss_is_cast_only_where_asked() -> None:
@@ -496,11 +496,11 @@ def test_a_loss_is_cast_only_where_asked() -> None:
         return torch.nn.functional.linear(batch.inputs, next(model.parameters())).sum()
 
     model = torch.nn.Linear(2, 2, bias=False)
-    assert assemble.in_precision(loss, "fp32") is loss
-    assert assemble.in_precision(loss, "fp64") is loss
+    assert builders.in_precision(loss, "fp32") is loss
+    assert builders.in_precision(loss, "fp64") is loss
     for compute, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         batch = Batch(torch.ones(1, 2), None, 1, 1)
-        assert assemble.in_precision(loss, compute)(model, batch).dtype in (dtype, torch.float32)
+        assert builders.in_precision(loss, compute)(model, batch).dtype in (dtype, torch.float32)
 
 
 def test_fp16_that_never_becomes_finite_ends_the_run() -> None:

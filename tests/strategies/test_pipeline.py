@@ -34,12 +34,12 @@ from shardlab.axes import Axes
 from shardlab.errors import UsageError
 from shardlab.naming import STRATEGIES
 from shardlab.optim import optimizers
-from shardlab.run import assemble
 from shardlab.strategies.base import Setup
 from shardlab.strategies.cut_model import CutModel
 from shardlab.strategies.pipeline import executor, schedule_analysis, schedules, stages
 from shardlab.strategies.pipeline.p2p import ACTIVATION, GRADIENT
 from shardlab.strategies.update import Rule
+from shardlab.training import builders
 from shardlab.workloads import gpt2
 from shardlab.workloads.base import Batch
 from shardlab.world import World
@@ -305,7 +305,7 @@ def on_stages(
     rule = Rule(clip_norm=clip)
     setup = Setup(model, ADAMW, toy.loss, world.mesh, rule, blocks=toy.blocks, sample=sample)
     of_data = naming.resolve(inner, STRATEGIES, "strategy")
-    return CutModel(setup, axes, of_data, assemble.cuts_of("pipeline_1f1b", axes))
+    return CutModel(setup, axes, of_data, builders.cuts_of("pipeline_1f1b", axes))
 
 
 def run(
@@ -582,7 +582,7 @@ def refused(world: World, inner: str) -> str:
     asked = {"strategy.name": inner, "strategy.options": {"pipeline": 2}, "model.size": "tiny"}
     config = configs.load(None, {**asked, "launch.world": 2})
     with pytest.raises(UsageError) as caught:
-        assemble.build_strategy(config, assemble.build_workload(config), world)
+        builders.build_strategy(config, builders.build_workload(config), world)
     return str(caught.value)
 
 

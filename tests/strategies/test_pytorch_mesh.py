@@ -17,9 +17,9 @@ from conftest import GetRanks, deep_unless, long_unless
 from shardlab import axes, naming
 from shardlab.errors import UsageError
 from shardlab.naming import EVERY_STRATEGY
-from shardlab.run.assemble import cuts_of
 from shardlab.strategies.base import Setup
 from shardlab.strategies.cut_model import CutModel
+from shardlab.training.builders import cuts_of
 from shardlab.workloads import gpt2
 from shardlab.workloads.architectures import known_splits
 from shardlab.workloads.base import Batch

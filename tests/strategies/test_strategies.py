@@ -26,10 +26,10 @@ from shardlab import naming
 from shardlab.errors import RankFailure, UsageError
 from shardlab.ledger import LEDGER
 from shardlab.naming import EVERY_STRATEGY, STRATEGIES
-from shardlab.run import assemble
 from shardlab.strategies import base
 from shardlab.strategies.base import Setup, Strategy
 from shardlab.strategies.shards import ModelSpec, as_state_dict
+from shardlab.training import builders
 from shardlab.workloads.base import Workload
 from shardlab.world import World
 
@@ -369,8 +369,8 @@ def loaded_into_one_process(world: World, name: str) -> tuple[Any, Any]:
     values = {"strategy.name": name, "model.options": shape, "data.source": "synthetic"}
     run = {"training.global_batch": 4, "launch.world": world.size, "launch.device": "cpu"}
     config = configs.load(None, {**values, **run})
-    workload = with_tables(assemble.build_workload(config))
-    strategy = assemble.build_strategy(config, workload, world)
+    workload = with_tables(builders.build_workload(config))
+    strategy = builders.build_strategy(config, workload, world)
     torch.manual_seed(99)
     model = workload.make_model()
     model.load_state_dict(strategy.full_params(), strict=True)

@@ -27,13 +27,13 @@ from shardlab.config import Config
 from shardlab.errors import UsageError
 from shardlab.ledger import LEDGER
 from shardlab.naming import MESH_STRATEGIES, resolve
-from shardlab.run.assemble import build_strategy, build_workload
 from shardlab.strategies.base import Setup
 from shardlab.strategies.cut_model import CutModel
 from shardlab.strategies.data_parallel.single import Single
 from shardlab.strategies.sharded.zero3 import Zero3
 from shardlab.strategies.tensor import tensor_parallel
 from shardlab.strategies.tensor.vocabulary import Vocabulary, cross_entropy
+from shardlab.training.builders import build_strategy, build_workload
 from shardlab.workloads.base import Batch, LossFn
 from shardlab.workloads.token_loss import token_loss
 from shardlab.world import World

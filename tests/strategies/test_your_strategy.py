@@ -14,8 +14,8 @@ from commands import ROOT, bash_lines
 from shardlab import config as configs
 from shardlab.errors import UsageError
 from shardlab.files import read_jsonl
-from shardlab.run import assemble
 from shardlab.strategies.base import Setup, Strategy
+from shardlab.training import builders
 
 LINES = bash_lines("docs/your-strategy.md")
 
@@ -62,9 +62,9 @@ class Needy(Strategy):
 def test_an_option_without_a_default_is_asked_for() -> None:
     config = configs.load(None, {"strategy.name": f"{__file__}:Needy"})
     with pytest.raises(UsageError, match="needs its option 'at', which has no default"):
-        assemble.resolve_strategy(config)
+        builders.resolve_strategy(config)
     given = config.with_overrides({"strategy.options": {"at": 3}})
-    assert issubclass(assemble.resolve_strategy(given), Strategy)
+    assert issubclass(builders.resolve_strategy(given), Strategy)
 
 
 class Older(Strategy):
@@ -99,4 +99,4 @@ class Beside(Strategy):
 def test_what_nobody_asks_for_is_refused(name: str, old: str, new: str) -> None:
     config = configs.load(None, {"strategy.name": f"{__file__}:{name}"})
     with pytest.raises(UsageError, match=rf"has {old}\(\) of its own; write {new}\(\) in its"):
-        assemble.resolve_strategy(config)
+        builders.resolve_strategy(config)

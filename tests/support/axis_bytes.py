@@ -24,10 +24,10 @@ from shardlab.axes import Axes
 from shardlab.batch import tensors_of
 from shardlab.config import Config
 from shardlab.proof import evidence, reference
-from shardlab.run import assemble
 from shardlab.strategies.cut_model import CutModel
 from shardlab.strategies.steps import in_backward
 from shardlab.strategies.tensor import splits
+from shardlab.training import builders
 from shardlab.workloads import token_loss
 from shardlab.workloads.base import Batch, ContextSplit, LossFn
 from shardlab.workloads.context import context_of
@@ -81,8 +81,8 @@ def of_proof(world: World, config: Config) -> Sent | None:
         runner = pipeline.runner
         place = Place(mesh, mesh.place(world.rank), runner.blocks, runner.ends, shared)
     model = reference.build(users.subject)
-    assemble.prepare_blocks(model, workload, config.training)
-    share = assemble.data_share(config, world)[0]
+    builders.prepare_blocks(model, workload, config.training)
+    share = builders.data_share(config, world)[0]
     microbatches = users.subject.steps[0][share]
     words, context = workload.splits_of(model), context_of(workload, model)
     sent = of_step(model, place, workload.loss, microbatches, words, context)

@@ -22,14 +22,14 @@ import toys
 from shardlab import config as configs
 from shardlab import naming
 from shardlab.config import TrainingConfig
+from shardlab.launch.ranks import Ranks
 from shardlab.ledger import LEDGER
 from shardlab.naming import STRATEGIES
 from shardlab.optim import optimizers
-from shardlab.run import assemble, loop
-from shardlab.run.ranks import Ranks
 from shardlab.strategies.base import Rounds, Setup
 from shardlab.strategies.local.rounds import cut, due
 from shardlab.strategies.update import Rule
+from shardlab.training import builders, loop
 from shardlab.workloads.base import Batch, LossFn
 from shardlab.world import World
 
@@ -306,8 +306,8 @@ def run_cases(
 def by_config(world: World, settings: Mapping[str, Any]) -> Iterator[tuple[Any, float]]:
     """The strategy after each step of a run of a tiny model, and the step's loss."""
     config = configs.load(None, {"model.size": "tiny", "training.steps": 3, **settings})
-    workload = assemble.build_workload(config)
-    strategy: Any = assemble.build_strategy(config, workload, world)
+    workload = builders.build_workload(config)
+    strategy: Any = builders.build_strategy(config, workload, world)
     for microbatches in loop.Batches(workload, config, world):
         loss = float(strategy.gradients(microbatches))
         strategy.step()

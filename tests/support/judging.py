@@ -17,7 +17,7 @@ from shardlab.guard import watchdog
 from shardlab.proof import evidence, judge, subjects, watch
 from shardlab.proof.difference import ComparedRun
 from shardlab.proof.prove import cases_of, small
-from shardlab.run import assemble
+from shardlab.training import builders
 from shardlab.world import World
 
 Checks = dict[str, dict[str, Any]]
@@ -108,7 +108,7 @@ def _examine_equal(prepared: evidence.ReferenceRun, config: Config, world: World
         config = evidence._with_small_buckets(config, subject.job(config).held)
     else:
         config = evidence._in_dtype(config, prepared)
-    share, _ = assemble.data_share(config, world)
+    share, _ = builders.data_share(config, world)
     strategy, _ = evidence._build(subject, config, world)
     trail = again = evidence._run(strategy, subject, share, ComparedRun(prepared.reference))
     del strategy

@@ -135,8 +135,8 @@ def _serve(name: str) -> None:
     socket.sethostname(name)
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as main() does, before torch is imported
     import shardlab.cli
-    import shardlab.run.rank
-    import shardlab.run.restart
+    import shardlab.training.restart
+    import shardlab.training.run
     import shardlab.workloads.gpt2
 
     print("ready", flush=True)

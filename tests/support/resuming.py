@@ -27,7 +27,7 @@ from shardlab.strategies.base import Setup
 from shardlab.strategies.update import Rule
 from shardlab.world import World
 
-TRAIN_RANK = "shardlab.run.rank:train_rank"
+TRAIN_RANK = "shardlab.training.run:train_rank"
 
 
 def build(world: World, strategy: str, toy: str, seed: int, optimizer: str) -> Any:

@@ -32,9 +32,9 @@ from conformance import WORKERS, Trajectory, arrays, each_rank, one_process, set
 from shardlab import naming
 from shardlab import world as worlds
 from shardlab.errors import LOST_PEER, RankFailure, UsageError
+from shardlab.launch.ranks import Ranks
 from shardlab.naming import STRATEGIES
 from shardlab.optim import optimizers
-from shardlab.run.ranks import Ranks
 from shardlab.strategies import model_checks
 from shardlab.strategies.base import Setup
 from shardlab.strategies.sharded import pytorch_fsdp

@@ -247,7 +247,7 @@ def test_the_bubble_of_a_trace_is_the_schedules(
     for attempt in range(3):  # something else on the machine may hold up a rank
         values["output.dir"] = str(tmp_path / f"run{attempt}")
         ranks(4).run(
-            "shardlab.run.rank:train_rank",
+            "shardlab.training.run:train_rank",
             configs.load(None, values).to_dict(),
             "a test",
             deadline_s=60,

@@ -18,7 +18,7 @@ from shardlab.errors import UsageError
 from shardlab.files import read_jsonl
 from shardlab.strategies.data_parallel.simple_ddp import SimpleDDP
 
-TRAIN_RANK = "shardlab.run.rank:train_rank"
+TRAIN_RANK = "shardlab.training.run:train_rank"
 PROFILE = {
     "model.size": "tiny",
     "launch.world": 2,

@@ -19,7 +19,7 @@ from shardlab.axes import axes_of
 from shardlab.errors import UsageError
 from shardlab.naming import STRATEGIES
 from shardlab.proof import prove
-from shardlab.run import assemble
+from shardlab.training import builders
 from shardlab.workloads import kernels
 from shardlab.workloads.base import Batch
 from shardlab.workloads.gpt2 import GPT2, SIZES, next_token_loss
@@ -243,7 +243,7 @@ def test_where_a_head_of_float8_is_refused(
     monkeypatch.setattr(kernels, "HAS_TRITON", True)
     overrides = {"model.size": "tiny", "model.options.head": "float8", "launch.world": 2, **asked}
     config = configs.load(None, overrides)
-    refuse = assemble.build_workload(config).refuse
+    refuse = builders.build_workload(config).refuse
     assert refuse is not None
     axes = axes_of(config.strategy.name, config.strategy.options, 2)[0]
     if message is None:
@@ -323,7 +323,7 @@ def trained(world: World, name: str) -> tuple[Trajectory, int]:
     """Two steps of two micro-batches, with the fused operations; and how often they served."""
     named = {"model.size": "tiny", "strategy.name": name, "precision.compute": "fp64"}
     config = configs.load(None, {**named, **STANDING})
-    strategy = assemble.build_strategy(config, assemble.build_workload(config), world)
+    strategy = builders.build_strategy(config, builders.build_workload(config), world)
     found = Trajectory()
     with everywhere() as calls:
         for _ in range(2):  # the first step lays out buckets
@@ -343,7 +343,7 @@ def test_under_every_strategy(name: str, world: int, ranks: GetRanks) -> None:
     found, calls = ranks(world).run(trained, name)[0]
     config = configs.load(None, {"model.size": "tiny"})
     torch.manual_seed(config.training.seed)
-    model = assemble.build_workload(config).make_model().double()
+    model = builders.build_workload(config).make_model().double()
     batches = [[ragged(rank, micro) for micro in range(2)] for rank in range(world)]
     plain = one_process(model, standing, next_token_loss, lambda _step: batches, steps=2)
     assert calls == 2 * 2 * (SIZES["tiny"].layers + 1)
@@ -362,7 +362,7 @@ def test_compiled_as_one_graph(dtype: torch.dtype) -> None:
     model.to(torch.promote_types(dtype, torch.float32))
     torch._dynamo.reset()
     compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
-    loss = assemble.in_precision(next_token_loss, "bf16" if dtype == torch.bfloat16 else "")
+    loss = builders.in_precision(next_token_loss, "bf16" if dtype == torch.bfloat16 else "")
 
     def of(run: nn.Module) -> dict[str, Tensor]:
         model.zero_grad()
@@ -508,7 +508,7 @@ def test_a_compiled_model_on_a_gpu(compute: str) -> None:
     torch.manual_seed(0)
     model = GPT2(SIZES["tiny"]).cuda()
     batch = ragged(0, 1).to(torch.device("cuda"))
-    loss = assemble.in_precision(next_token_loss, compute)
+    loss = builders.in_precision(next_token_loss, compute)
 
     def of(run: nn.Module, loss: Any = next_token_loss) -> dict[str, Tensor]:
         run.zero_grad()
@@ -529,7 +529,7 @@ def test_a_compiled_model_with_a_head_of_float8() -> None:
     torch.manual_seed(0)
     model: Any = GPT2(SIZES["tiny"]).cuda()
     batch = ragged(0, 1).to(torch.device("cuda"))
-    loss = assemble.in_precision(next_token_loss, "bf16")
+    loss = builders.in_precision(next_token_loss, "bf16")
 
     def of(float8: bool) -> tuple[float, float, Tensor]:
         torch._dynamo.reset()

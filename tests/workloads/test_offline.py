@@ -21,7 +21,7 @@ from shardlab.data.tokens import write_shard
 from shardlab.errors import UsageError
 from shardlab.guard.guards import refuse_unequal_data
 from shardlab.measure import gate
-from shardlab.run import assemble
+from shardlab.training import builders
 from shardlab.workloads import causal_lm
 from shardlab.workloads.base import Workload
 
@@ -37,7 +37,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def build(workload: str, **overrides: Any) -> Workload:
     given = {key.replace("__", "."): value for key, value in overrides.items()}
-    return assemble.build_workload(configs.load(None, {"model.workload": workload, **given}))
+    return builders.build_workload(configs.load(None, {"model.workload": workload, **given}))
 
 
 def put_fineweb(folder: Path) -> None:
@@ -264,7 +264,7 @@ def test_smollm2_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     again = Config().with_overrides(
         {"model.workload": "causal_lm", "model.size": "smollm2-360m", **found.chosen}
     )
-    assert assemble.build_workload(configs.from_dict(again.to_dict())).chosen == {}
+    assert builders.build_workload(configs.from_dict(again.to_dict())).chosen == {}
     # With random weights the vocabulary's rows of no byte are there, and are trained as others are.
     with torch.device("meta"):
         assert found.make_model().get_input_embeddings().weight.shape == (49152, 960)

@@ -25,8 +25,9 @@ from shardlab.data.images import ImageSet
 from shardlab.errors import UsageError
 from shardlab.naming import STRATEGIES, WORKLOADS
 from shardlab.optim import optimizers
-from shardlab.run import assemble, rank
 from shardlab.strategies.base import Setup
+from shardlab.training import builders
+from shardlab.training import run as running
 from shardlab.workloads import batchnorm, causal_lm, images
 from shardlab.workloads.base import Batch, Part, cast_model, classification_loss, hold_out
 from shardlab.workloads.batchnorm import SyncBatchNorm2d
@@ -49,7 +50,7 @@ def count(model: nn.Module) -> int:
 def learn(world: World, overrides: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
     """On a rank: train, and evaluate under the strategy."""
     config, workload, strategy, losses = train(world, {"training.evaluate_every": 0, **overrides})
-    evaluated = rank.make_evaluation(config, workload, world, strategy)()
+    evaluated = running.make_evaluation(config, workload, world, strategy)()
     assert workload.held_out is not None
     assert evaluated["samples"] == (config.training.evaluate_samples or len(workload.held_out))
     return losses, evaluated
@@ -298,7 +299,7 @@ def test_refuses(workload: str, options: dict[str, Any], message: str) -> None:
     }
     named = {"model.workload": workload, "data.source": "synthetic"}
     with pytest.raises(UsageError) as caught:
-        assemble.build_workload(configs.load(None, {**named, **overrides}))
+        builders.build_workload(configs.load(None, {**named, **overrides}))
     assert message in str(caught.value)
 
 
@@ -403,7 +404,7 @@ def test_what_cannot_be_compared_or_proved_is_said(ranks: GetRanks) -> None:
     single = {"strategy.name": "single", "launch.world": 1, "precision.compute": "fp32"}
     values = configs.load(None, {**SYNCHRONISED, **single}).to_dict()
     with pytest.raises(UsageError, match="single would run each rank's samples by themselves"):
-        ranks(2).run("shardlab.run.preflight:check", values)
+        ranks(2).run("shardlab.training.preflight:check", values)
     with pytest.raises(UsageError, match="leave out sync_batchnorm"):
         ranks(2).run("shardlab.proof.subjects:check", values)
 
@@ -456,7 +457,7 @@ SMALL: dict[str, dict[str, Any]] = {
 def train_offline(world: World, values: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
     """As ``shardlab train`` runs on each rank, with an empty cache, where nobody can be reached."""
     with mock.patch.dict(os.environ, env):
-        return rank.train_rank(world, values, "a test")
+        return running.train_rank(world, values, "a test")
 
 
 # One of each workload is fast.

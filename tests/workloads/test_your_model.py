@@ -13,7 +13,7 @@ import commands
 from conftest import GetRanks
 from shardlab import config as configs
 from shardlab.errors import UsageError
-from shardlab.run import assemble, loop
+from shardlab.training import builders, loop
 from shardlab.world import World
 from training import train
 
@@ -62,7 +62,7 @@ def build(folder: Path, source: str, name: str = "workload", **options: Any) -> 
     path = folder / "own.py"
     path.write_text(source)
     overrides = {"model.workload": f"{path}:{name}", "model.options": options}
-    return assemble.build_workload(configs.load(None, overrides))
+    return builders.build_workload(configs.load(None, overrides))
 
 
 class Mistake(NamedTuple):
@@ -247,7 +247,7 @@ def test_right_forms(tmp_path: Path) -> None:
     short = build(tmp_path / "c", SHORT)
     assert short.name == "own"
     example = f"{ROOT / 'examples' / 'short_form.py'}:workload"
-    assert assemble.build_workload(configs.load(None, {"model.workload": example})).blocks
+    assert builders.build_workload(configs.load(None, {"model.workload": example})).blocks
     torch.manual_seed(0)
     first = short.make_model()
     torch.manual_seed(0)
@@ -278,7 +278,7 @@ def test_a_workload_that_is_not_there(
     (tmp_path / "own.py").write_text(GOOD)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=message):
-        assemble.build_workload(configs.load(None, {"model.workload": name, "model.size": "big"}))
+        builders.build_workload(configs.load(None, {"model.workload": name, "model.size": "big"}))
 
 
 RECURRENT = """\

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from shardlab import config as configs
 from shardlab.config import Config
 from shardlab.ledger import LEDGER
-from shardlab.run import assemble, loop
-from shardlab.run.recorder import Recorder
 from shardlab.strategies.base import Strategy
+from shardlab.training import builders, loop
+from shardlab.training.recorder import Recorder
 from shardlab.workloads.base import Workload
 from shardlab.world import World
 
@@ -24,8 +24,8 @@ class Trained(NamedTuple):
 def train(world: World, settings: dict[str, Any]) -> Trained:
     here = {"launch.device": "cpu", "launch.world": world.size}
     config = configs.load(None, {**here, **settings})
-    workload = assemble.build_workload(config)
-    strategy = assemble.build_strategy(config, workload, world)
+    workload = builders.build_workload(config)
+    strategy = builders.build_strategy(config, workload, world)
     steps = range(config.training.steps)
     with Recorder(None, world, LEDGER, len(steps)) as recorder:
         loop.train(strategy, loop.Batches(workload, config, world), recorder, steps)

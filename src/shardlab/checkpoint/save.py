@@ -31,7 +31,7 @@ from shardlab.world import World
 
 if TYPE_CHECKING:
     from shardlab.guard.guards import Guards
-    from shardlab.run.recorder import Recorder
+    from shardlab.training.recorder import Recorder
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def main() -> None:
             raise KeyboardInterrupt from None
         raise
     except (UsageError, RankFailure, NodeLost) as failure:
-        from shardlab.run import cluster
+        from shardlab.launch import cluster
 
         text = str(failure)
         if isinstance(failure, UsageError):
@@ -142,8 +142,8 @@ def _list_names(known: dict[str, str], kind: str, as_json: bool) -> None:
 @app.command()
 def doctor(as_json: Annotated[bool, JSON] = False) -> None:
     """Say what this machine can run, and why not the rest. Starts two ranks to see."""
+    from shardlab.launch import doctor
     from shardlab.report import console
-    from shardlab.run import doctor
 
     checks = doctor.examine()
     if as_json:

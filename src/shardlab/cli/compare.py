@@ -94,13 +94,13 @@ def compare(
     ),
 ) -> None:  # fmt: skip
     """Measure strategies side by side: same model, data, seed and global batch."""
+    from shardlab.launch import launch
     from shardlab.measure import compare as comparison
     from shardlab.measure import gate
     from shardlab.measure.cells import Plan, axes_of, cells_of
     from shardlab.plan import buckets
     from shardlab.report import compare as report
     from shardlab.report import console
-    from shardlab.run import launch
 
     if to_loss is not None or tokens is not None:
         _reach(asked, ctx, to_loss, tokens)
@@ -185,11 +185,11 @@ OF_STEPS = ("repeats", "prove", "fresh", "profile", "against", "fail_if")
 
 def _reach(asked: flags.Asked, ctx: typer.Context, loss: float | None, tokens: int | None) -> None:
     """Strategies by what they reach, and when: ``--to-loss`` and ``--tokens``."""
+    from shardlab.launch import launch
     from shardlab.measure import to_loss
     from shardlab.measure.cells import Plan, axes_of, cells_of
     from shardlab.report import console
     from shardlab.report import to_loss as report
-    from shardlab.run import launch
 
     given = ctx.params
     sources = {name: ctx.get_parameter_source(name) for name in given}

@@ -15,7 +15,7 @@ from shardlab.errors import UsageError
 
 if TYPE_CHECKING:
     from shardlab.config import Config
-    from shardlab.run.rankset import RankSet
+    from shardlab.launch.rank_set import RankSet
 
 SHARED = (
     "workload", "size", "data", "seq_len", "accumulate", "optimizer", "precision",
@@ -63,11 +63,10 @@ def throughput(
     ),
 ) -> None:  # fmt: skip
     """Measure tokens/s, MFU and peak memory for each batch size, until memory runs out."""
+    from shardlab.launch import launch, launcher_env
     from shardlab.measure import throughput as measuring
     from shardlab.report import console
     from shardlab.report import throughput as report
-    from shardlab.run import launch
-    from shardlab.run import place as places
     from shardlab.specs import parse_spec
     from shardlab.text import parse_bytes
 
@@ -90,7 +89,7 @@ def throughput(
     asked_for = {name: value for name, value in goals.items() if value is not None}
     goal = measuring.Goal(**asked_for) if asked_for else None
     resolved = asked.config()
-    place = places.joined()
+    place = launcher_env.joined()
     ranks = world or resolved.launch.world or (1 if place is None else place.size)
     if ranks < 1:
         raise UsageError(f"--world must be at least 1, got {ranks}")
@@ -144,11 +143,11 @@ def memory(
 ) -> None:  # fmt: skip
     """Tell what each rank will hold at the peak of a step, without running it."""
     from shardlab import files
+    from shardlab.launch import launch
+    from shardlab.launch.rank_set import RankSet
     from shardlab.measure import estimate
     from shardlab.report import console
     from shardlab.report import memory as report
-    from shardlab.run import launch
-    from shardlab.run.rankset import RankSet
     from shardlab.text import parse_bytes
 
     launch.lead(asked.config().launch)

@@ -26,11 +26,10 @@ def network(
     Starts ranks here; under torchrun, srun and mpirun, it runs on theirs.
     """
     begun = time.time()
+    from shardlab.launch import launch, launcher_env
     from shardlab.measure import network as measuring
     from shardlab.report import console
     from shardlab.report import network as report
-    from shardlab.run import launch
-    from shardlab.run import place as places
     from shardlab.text import parse_bytes
 
     largest = parse_bytes(max_size, "--max-size")
@@ -42,7 +41,7 @@ def network(
         raise UsageError(f"--time-limit {time_limit:g}: not a number of seconds above 0")
     plan = measuring.Plan(largest, rounds, time_limit, begun)
     config = asked.config()
-    place = places.joined()
+    place = launcher_env.joined()
     if place is None and config.launch.world is None:
         config = config.with_overrides({"launch.world": launch.DEFAULT_WORLD})
     world = config.launch.world if place is None else place.size

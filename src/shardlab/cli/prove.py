@@ -40,10 +40,10 @@ def prove(
     strategy on, the progress says how long the rest will take.
     """
     from shardlab import files
+    from shardlab.launch import launch
     from shardlab.proof import prove as proofs
     from shardlab.report import console
     from shardlab.report import proof as report
-    from shardlab.run import launch
 
     config = asked.config()
     launch.lead(config.launch)

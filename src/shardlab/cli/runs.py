@@ -32,7 +32,7 @@ def overview(
             raise UsageError(f"put the options after the command: runs {ctx.invoked_subcommand} …")
         return
     from shardlab.report import runs as report
-    from shardlab.run import housekeeping
+    from shardlab.training import housekeeping
 
     found, cache_bytes = housekeeping.runs_in(folder), housekeeping.cache_bytes()
     if as_json:
@@ -48,7 +48,7 @@ def show(
 ) -> None:
     """What one run was: command, state, steps, loss, checkpoints, and what to do with it next."""
     from shardlab.report import runs as report
-    from shardlab.run import housekeeping
+    from shardlab.training import housekeeping
 
     run = housekeeping.find(folder)
     if as_json:

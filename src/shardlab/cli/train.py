@@ -45,12 +45,12 @@ def train(asked: flags.Asked) -> None:
     """Train with one strategy; the run folder keeps every step and every collective."""
     from shardlab.checkpoint import files
     from shardlab.checkpoint import resume as resumes
+    from shardlab.launch import launch, launcher_env
     from shardlab.plan import buckets
     from shardlab.report import console
-    from shardlab.run import launch, restart
-    from shardlab.run import place as places
+    from shardlab.training import restart
 
-    place = places.joined()
+    place = launcher_env.joined()
     is_restarted = place is not None and place.is_torchruns and resumes.is_restarted()
     resolved = config_of(asked, keep_world=place is None, is_restarted=is_restarted)
     if place is not None and resolved.launch.max_restarts:

@@ -22,7 +22,7 @@ from typing import Any
 from shardlab import comm
 from shardlab.errors import Halt
 from shardlab.guard import verdict
-from shardlab.guard.side import await_all, side_store
+from shardlab.guard.side_store import await_all, side_store
 from shardlab.guard.verdict import Difference
 from shardlab.ledger import LEDGER, REMEMBERED, members
 from shardlab.pulse import Call

@@ -34,7 +34,7 @@ _LIBRARIES = tuple(
     for path in {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")}
 )
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-_LAUNCHERS = tuple(f"{_PACKAGE}/run/{name}.py" for name in ("ranks", "cluster", "remote_ranks"))
+_LAUNCHERS = tuple(f"{_PACKAGE}/launch/{name}.py" for name in ("ranks", "cluster", "remote_ranks"))
 # Our code that only calls what a rank is really doing.
 _PLUMBING = (
     *(f"{_PACKAGE}/{name}" for name in ("comm.py", "ledger.py", "guard", "pulse.py", "phases.py")),

@@ -244,7 +244,7 @@ class StoreReporter(Reporter):
         self, world: World, limit_s: float | None, timeout_s: float, fd: int | None
     ) -> None:
         super().__init__(world, limit_s, timeout_s, fd)
-        from shardlab.guard.side import endpoint, side_store
+        from shardlab.guard.side_store import endpoint, side_store
 
         # A store of its own: the main thread may be waiting in the other one, holding its lock.
         # And keys of its own: ranks may be watched in one job after the other.

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.errors import UsageError
+from shardlab.launch.forking import fork_server
 from shardlab.learn import guard
 from shardlab.learn.exercise import Exercise, Finding, say
 from shardlab.learn.reports import Job
-from shardlab.run.forking import fork_server
 
 DEADLINE_S = 30.0  # of a check, from the moment its ranks start; most take less than one
 START_S = 120.0  # for the fork server to import torch, on a slow and busy machine

@@ -92,7 +92,7 @@ class Watch:
 
     def watch(self) -> Finding | None:
         """Run every case; what stopped that, if something did."""
-        from shardlab.run.child import private_file, stay_on_loopback
+        from shardlab.launch.rank_process import private_file, stay_on_loopback
 
         stay_on_loopback()
         world = max(case.world for case in self.checks.CASES)

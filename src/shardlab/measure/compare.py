@@ -24,14 +24,14 @@ from shardlab import config as configs
 from shardlab import stats, trace
 from shardlab.config import Config, ProfileConfig
 from shardlab.errors import Interrupted, Late, NodeLost, RankFailure, UsageError
+from shardlab.launch import forking
+from shardlab.launch.rank_set import RankSet, on_its_ranks
 from shardlab.measure import choice, estimate
 from shardlab.measure.cells import Cell, Plan
 from shardlab.measure.estimate import WEIGHED, Simulator
 from shardlab.naming import EVERY_STRATEGY
 from shardlab.proof import judge, prove
 from shardlab.proof.cache import ProofCache, source_digest
-from shardlab.run import forking
-from shardlab.run.rankset import RankSet, on_its_ranks
 
 if TYPE_CHECKING:
     from shardlab.world import World
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 PROOF_STEPS = 2
 # Ranks need these sooner or later. They are renewed several times, and the fork server is not.
-FOR_RANKS = ("shardlab.measure.simulate", "shardlab.proof.evidence", "shardlab.run.preflight")
+FOR_RANKS = ("shardlab.measure.simulate", "shardlab.proof.evidence", "shardlab.training.preflight")
 # They describe the model, not where it ran.
 OF_LOSSES = ("normalizes_batches", "couples_samples", "loss_not_compared")
 
@@ -77,8 +77,8 @@ def compare(
     with RankSet(cells[0].config.launch, size, limit) as ranks, ExitStack() as closing:
         # What is wrong with any cell is wrong input, and refused before anything is measured.
         for cell in cells:
-            look(ranks, "shardlab.run.preflight:check", cell)
-        env = look(ranks, "shardlab.run.preflight:describe", cells[0], command)
+            look(ranks, "shardlab.training.preflight:check", cell)
+        env = look(ranks, "shardlab.training.preflight:describe", cells[0], command)
         losses = "shardlab.proof.chance:why_losses_differ"
         env["loss_not_compared"] = look(ranks, losses, cells[0])
         if env["device"] == "cuda":
@@ -469,9 +469,10 @@ def profile_cell(world: World, config: Config, folder: str, label: str) -> dict[
     from shardlab.ledger import LEDGER
     from shardlab.proof import evidence
     from shardlab.proof.subjects import Subject
-    from shardlab.run import assemble, loop, rank
-    from shardlab.run.recorder import Recorder
     from shardlab.trace import capture
+    from shardlab.training import builders, loop
+    from shardlab.training import run as running
+    from shardlab.training.recorder import Recorder
 
     where = f"rank {world.rank} on {socket.gethostname()}"
     unseen = world.gather(None if Path(folder).is_dir() else where)
@@ -481,16 +482,16 @@ def profile_cell(world: World, config: Config, folder: str, label: str) -> dict[
             "that all nodes share, as in --out /shared/compare"
         )
     LEDGER.reset()
-    workload = assemble.build_workload(config)
-    strategy = assemble.build_strategy(config, workload, world)
+    workload = builders.build_workload(config)
+    strategy = builders.build_strategy(config, workload, world)
     own = Path(folder) / capture.folder_name(label)
     own.mkdir(exist_ok=True)
-    traces = rank.make_capture(config, world, strategy, own)
+    traces = running.make_capture(config, world, strategy, own)
     assert traces is not None
     with Recorder(own, world, LEDGER, config.training.steps, traces) as recorder:
         steps = range(config.training.steps)
         loop.train(strategy, loop.Batches(workload, config, world), recorder, steps)
-    shares = assemble.data_share(config, world)[1]
+    shares = builders.data_share(config, world)[1]
     if strategy.rounds is not None:
         # A whole round is watched. What workers send does not depend on how many samples they saw.
         few = {"training.global_batch": shares, "training.accumulate": 1}
@@ -511,12 +512,12 @@ def time_cell(world: World, config: Config, warmup: int) -> dict[str, Any]:
     """
     from shardlab.guard import watchdog
     from shardlab.ledger import LEDGER
-    from shardlab.run import assemble, loop
-    from shardlab.run.recorder import Recorder
+    from shardlab.training import builders, loop
+    from shardlab.training.recorder import Recorder
 
     LEDGER.reset(full_steps=0)
-    workload = assemble.build_workload(config)
-    strategy = assemble.build_strategy(config, workload, world)
+    workload = builders.build_workload(config)
+    strategy = builders.build_strategy(config, workload, world)
     asked, every = config.training.steps, None
     if strategy.rounds is not None:
         every = strategy.rounds.every

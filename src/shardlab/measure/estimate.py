@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardlab.config import Config, data_ranks
 from shardlab.errors import Late, RankFailure, UsageError
+from shardlab.launch.forking import fork_server
+from shardlab.launch.rank_set import RankSet, on_its_ranks
 from shardlab.measure.fields import CAUSES
-from shardlab.run.forking import fork_server
-from shardlab.run.rankset import RankSet, on_its_ranks
 from shardlab.specs import BASELINE, parse_spec
 
 if TYPE_CHECKING:
@@ -409,13 +409,13 @@ def weigh(world: World, config: Config, longest: Sequence[int] = ()) -> dict[str
 
     from shardlab.measure import memory
     from shardlab.measure.longest import of_longest
-    from shardlab.run import assemble, loop
+    from shardlab.training import builders, loop
 
     causes = memory.Causes()
     if world.device.type == "cuda":  # what the allocator has reserved until now is not this run's
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
-    workload = of_longest(assemble.build_workload(config), longest)
+    workload = of_longest(builders.build_workload(config), longest)
     built, allocations = memory.trace(
         world.device, lambda: memory.run_steps(workload, config, world, causes, loop.Batches)
     )
@@ -452,13 +452,13 @@ def write_snapshot(world: World, config: Config, folder: str, longest: Sequence[
 
     from shardlab.measure import memory
     from shardlab.measure.longest import of_longest
-    from shardlab.run import assemble, loop
     from shardlab.trace import capture
+    from shardlab.training import builders, loop
 
     name = f"memory.{capture.folder_name(config.strategy.label)}.rank{world.rank}.pickle"
     torch.cuda.memory._record_memory_history(max_entries=10**6)
     try:
-        workload = of_longest(assemble.build_workload(config), longest)
+        workload = of_longest(builders.build_workload(config), longest)
         memory.run_steps(workload, config, world, memory.Causes(), loop.Batches)
         torch.cuda.memory._dump_snapshot(str(Path(folder) / name))
     finally:

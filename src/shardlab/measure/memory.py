@@ -273,10 +273,10 @@ def run_steps(
     on_built: Callable[[Strategy], None] = lambda _: None,
 ) -> int:
     """Build the config's strategy, run its steps, note what is held. Returns when it was built."""
-    from shardlab.run import assemble
+    from shardlab.training import builders
 
     watch.hide()  # a look passes over what is here already
-    strategy = assemble.build_strategy(config, workload, world)
+    strategy = builders.build_strategy(config, workload, world)
     on_built(strategy)
     built = time.time_ns()
     for microbatches in batches(workload, config, world):

@@ -87,8 +87,8 @@ class Fit(TypedDict):
 
 def on_rank(world: World, plan: Plan) -> dict[str, Any]:
     """Every point and link, measured by all ranks together. The same on every rank."""
+    from shardlab.launch import environment
     from shardlab.ledger import LEDGER
-    from shardlab.run import environment
 
     nodes = environment.nodes_of(world)
     places = [

@@ -42,6 +42,7 @@ from shardlab import comm
 from shardlab.axes import Axes, axes_of
 from shardlab.config import Config, LaunchConfig
 from shardlab.errors import UsageError
+from shardlab.launch import launcher_env
 from shardlab.ledger import LEDGER
 from shardlab.measure import events as noted
 from shardlab.measure import memory
@@ -51,8 +52,6 @@ from shardlab.measure.longest import Found, look, of_longest
 from shardlab.measure.memory import Allocation, Causes
 from shardlab.measure.values import GUESSES, NO_VALUES, Values, in_a_line
 from shardlab.plan.graph import Event, Step
-from shardlab.run import assemble, loop
-from shardlab.run import place as places
 from shardlab.strategies.base import Setup, Strategy
 from shardlab.strategies.cut_model import Cut, CutModel
 from shardlab.strategies.lockstep import Lockstep
@@ -61,6 +60,7 @@ from shardlab.strategies.pipeline.executor import Executor, Signature, signature
 from shardlab.strategies.pipeline.schedules import Action
 from shardlab.strategies.pipeline.stages import Shape
 from shardlab.strategies.probing import probing
+from shardlab.training import builders, loop
 from shardlab.workloads import context
 from shardlab.workloads.base import Batch, LossFn, Workload
 from shardlab.world import World, choose
@@ -349,7 +349,7 @@ def solo_world(
 
 def _per_node(size: int) -> int:
     """Ranks on a node, if it is the launcher's own world that is weighed; else nobody knows."""
-    place = places.joined()
+    place = launcher_env.joined()
     is_ours = place is not None and place.nodes > 1 and place.size == size
     return place.local_size if place is not None and is_ours else 0
 
@@ -674,8 +674,8 @@ def _simulate(
     block = CUDA_BLOCK if device == "cuda" else 1
     tracker = Tracker(where.type, block, values, log, kernels)
     causes = Causes(address=storage_number)
-    assemble.resolve_strategy(config)  # imported with PyTorch as it is
-    workload = assemble.build_workload(config)  # with real samples: a user's is tried out on some
+    builders.resolve_strategy(config)  # imported with PyTorch as it is
+    workload = builders.build_workload(config)  # with real samples: a user's is tried out on some
     samples = _looked_at(config, workload) if longest else Found()
     workload = replace(
         of_longest(workload, samples.ids),
@@ -683,7 +683,7 @@ def _simulate(
         loss=in_a_line("the loss", workload.loss, values),
     )
     LEDGER.reset(full_steps=0)
-    make_sample = assemble.sample
+    make_sample = builders.sample
 
     def steps(workload: Workload, config: Config, world: World) -> Iterator[list[Batch]]:
         """Real samples, made as usual; then only their shapes and types."""
@@ -728,7 +728,7 @@ def _simulate(
         stack.enter_context(told_shapes(all_batches, tracker.paused))
         stack.enter_context(log.following())
         stack.enter_context(marked_actions(log))
-        stack.enter_context(mock.patch.object(assemble, "sample", sample_there))
+        stack.enter_context(mock.patch.object(builders, "sample", sample_there))
         stack.enter_context(fake)
         stack.enter_context(tracker.tracking())
         on_built = refuse_rounds if events else _nothing

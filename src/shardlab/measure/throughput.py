@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from shardlab import stats
 from shardlab.config import Config
 from shardlab.errors import RankFailure, UsageError
+from shardlab.launch.rank_set import RankSet
 from shardlab.measure.estimate import with_batch
-from shardlab.run.rankset import RankSet
 
 if TYPE_CHECKING:
     from shardlab.world import World
@@ -311,12 +311,13 @@ def extrapolate(goal: Goal, flops_per_s: float, peak: Mapping[str, Any]) -> dict
 def describe(world: World, values: dict[str, Any], command: str) -> dict[str, Any]:
     """Where this runs, what, and how fast the device multiplies matrices."""
     from shardlab import config as configs
-    from shardlab.run import assemble, environment, preflight
+    from shardlab.launch import environment
+    from shardlab.training import builders, preflight
     from shardlab.workloads.base import count_flops
 
     config = configs.from_dict(values)
-    assemble.resolve_strategy(config)
-    workload = assemble.build_workload(config)
+    builders.resolve_strategy(config)
+    workload = builders.build_workload(config)
     flops = workload.flops_per_sample
     if flops is None:
         try:
@@ -420,16 +421,16 @@ def _time(world: World, config: Config, warmup: int, limit: int | None) -> dict[
 
     from shardlab.ledger import LEDGER
     from shardlab.measure import memory
-    from shardlab.run import assemble, loop
-    from shardlab.run.recorder import Recorder
+    from shardlab.training import builders, loop
+    from shardlab.training.recorder import Recorder
 
     LEDGER.reset(full_steps=0)
-    workload = assemble.build_workload(config)
+    workload = builders.build_workload(config)
     steps = loop.Batches(workload, config, world)
 
     def begin() -> Any:
         """Build the strategy and run the warm-up: the peak of memory is in here."""
-        strategy = assemble.build_strategy(config, workload, world)
+        strategy = builders.build_strategy(config, workload, world)
         for microbatches in islice(steps, warmup):
             strategy.gradients(microbatches)
             strategy.step()

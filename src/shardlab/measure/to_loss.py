@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from shardlab import stats, wire
 from shardlab.config import Config
 from shardlab.errors import RankFailure, UsageError
+from shardlab.launch.rank_set import RankSet, on_its_ranks
 from shardlab.measure import compare
 from shardlab.measure.cells import Cell
-from shardlab.run.rankset import RankSet, on_its_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,10 +87,10 @@ def run(
     with RankSet(cells[0].config.launch, size, goal.time_limit_s) as ranks:
         rows = []
         for cell in cells:
-            compare.look(ranks, "shardlab.run.preflight:check", cell)
+            compare.look(ranks, "shardlab.training.preflight:check", cell)
             found = compare.look(ranks, f"{__name__}:describe", cell, goal.loss)
             rows.append(Row(cell))
-        env = compare.look(ranks, "shardlab.run.preflight:describe", cells[0], command)
+        env = compare.look(ranks, "shardlab.training.preflight:describe", cells[0], command)
         per_step = cells[0].config.training.global_batch * (found["tokens_per_sample"] or 1)
         steps = goal.max_steps
         if goal.tokens is not None:
@@ -228,9 +228,9 @@ def _paired(row: Row, baseline: Row, name: str, goal: Goal) -> dict[str, Any] | 
 @on_its_ranks
 def describe(world: World, config: Config, loss: float | None) -> dict[str, Any]:  # noqa: ARG001
     """What the goal needs of the workload, or why it cannot be had."""
-    from shardlab.run import assemble
+    from shardlab.training import builders
 
-    workload = assemble.build_workload(config)
+    workload = builders.build_workload(config)
     if workload.held_out is None or not len(workload.held_out):
         raise UsageError(
             f"the workload {workload.name} holds no samples out, and --to-loss and --tokens look "
@@ -254,15 +254,15 @@ def train_cell(world: World, config: Config, goal: float | None, warmup: int) ->
     """
     from shardlab.guard import watchdog
     from shardlab.ledger import LEDGER
-    from shardlab.run import assemble, equivalence_check, loop
-    from shardlab.run.recorder import Recorder
+    from shardlab.training import builders, equivalence_check, loop
+    from shardlab.training.recorder import Recorder
 
-    workload = assemble.build_workload(config)
+    workload = builders.build_workload(config)
     steps = config.training.steps
     with watchdog.watching(world, config.guard.hang_s, config.launch.timeout_s):
         if warmup:
             equivalence_check.check(config, workload, world)
-            rehearsed = assemble.build_strategy(config, workload, world)
+            rehearsed = builders.build_strategy(config, workload, world)
             with (
                 closing(loop.Batches(workload, config, world)) as feed,
                 Recorder(None, world, LEDGER, warmup) as recorder,
@@ -271,7 +271,7 @@ def train_cell(world: World, config: Config, goal: float | None, warmup: int) ->
             rehearsed.settle()
             del rehearsed
         LEDGER.reset()
-        strategy = assemble.build_strategy(config, workload, world)
+        strategy = builders.build_strategy(config, workload, world)
         with (
             closing(loop.Batches(workload, config, world)) as feed,
             Recorder(None, world, LEDGER, steps) as recorder,
@@ -291,11 +291,11 @@ class _Course:
         self, world: World, config: Config, workload: Any, strategy: Any, recorder: Any,
         goal: float | None,
     ) -> None:  # fmt: skip
-        from shardlab.run import rank
+        from shardlab.training import run as running
 
         self.world, self.config, self.workload = world, config, workload
         self.strategy, self.recorder, self.goal = strategy, recorder, goal
-        self.evaluate = rank.make_evaluation(config, workload, world, strategy)
+        self.evaluate = running.make_evaluation(config, workload, world, strategy)
         self.points: list[dict[str, Any]] = []
         self.bytes = 0.0
         self.is_over = self.reached = False
@@ -308,7 +308,7 @@ class _Course:
 
     def after_step(self, step: int, _loss: Tensor) -> None:
         from shardlab.ledger import LEDGER
-        from shardlab.run import evaluate
+        from shardlab.training import evaluate
 
         training = self.config.training
         is_due = evaluate.is_due(step + 1, training.evaluate_every or 0, training.steps)
@@ -338,10 +338,10 @@ class _Course:
         watched, and each is taken to send as much."""
         from shardlab.proof import evidence, prove
         from shardlab.proof.subjects import Subject
-        from shardlab.run import assemble
+        from shardlab.training import builders
 
         world, last = self.world, self.points[-1]
-        shares = assemble.data_share(self.config, world)[1]
+        shares = builders.data_share(self.config, world)[1]
         subject = Subject(self.workload, self.config.training.seed, [[share] * shares])
         subject.ranks_per_node = world.ranks_per_node
         sent = evidence.sent_per_step(self.strategy, subject, self.config, world)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardlab.errors import UsageError
+from shardlab.launch import launcher_env
 from shardlab.measure.cells import has_buckets
-from shardlab.run import place as places
 
 if TYPE_CHECKING:
     from shardlab.config import Config
@@ -50,7 +50,7 @@ def settled(configs: Sequence[Config]) -> list[Config]:
         return list(configs)
     from shardlab.plan.predict import Predictor, WhatIf
 
-    place = places.joined()
+    place = launcher_env.joined()
     if place is not None:
         raise UsageError(
             f"bucket_mb=auto is settled before ranks are started, and {place.launcher} has started "

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from shardlab import files
 from shardlab.config import LaunchConfig
 from shardlab.data import sources
+from shardlab.launch.ranks import Ranks
 from shardlab.plan import gloo
 from shardlab.plan.gloo import OPS, Gloo
-from shardlab.run.ranks import Ranks
 
 if TYPE_CHECKING:
     from shardlab.world import World

@@ -9,8 +9,8 @@ from typing import Any
 
 from shardlab.config import Config
 from shardlab.errors import RankFailure, UsageError
+from shardlab.launch.rank_set import RankSet
 from shardlab.plan.plan import SCHEMA, Cell, OnProgress, Predicts, Question, cells_of, place_of
-from shardlab.run.rankset import RankSet
 
 MOST_RANKS_PER_CORE = 4
 REPEATS, WARMUP, STEPS = 4, 2, 4  # visits to each, and steps of a visit

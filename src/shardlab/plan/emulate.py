@@ -29,8 +29,8 @@ from shardlab.ledger import LEDGER
 from shardlab.measure import simulate
 from shardlab.measure.events import PHASES, Handle, Log
 from shardlab.plan.graph import Event, Step, Work
-from shardlab.run import assemble, loop
 from shardlab.strategies.data_parallel import bucket_size
+from shardlab.training import builders, loop
 from shardlab.workloads.base import Batch
 
 WARMUP, LEAST, MOST = 3, 5, 1000  # steps: before the timed ones, and of these
@@ -184,7 +184,7 @@ def emulate(
     config = config.with_overrides(steps)
     world.prepare(config.launch, device)
     LEDGER.reset(full_steps=0)
-    workload = assemble.build_workload(config)
+    workload = builders.build_workload(config)
     gc.collect()  # a model and its hooks are a ring: the last one's may still be here
     before = 0
     if device.type == "cuda":
@@ -210,7 +210,7 @@ def emulate(
         if link is not None:
             seen = bucket_size.Link(*link)
             stack.enter_context(mock.patch.object(bucket_size, "measure", return_value=seen))
-        strategy = assemble.build_strategy(config, workload, alone)
+        strategy = builders.build_strategy(config, workload, alone)
         simulate.refuse_rounds(strategy)
         batches = stack.enter_context(closing(loop.Batches(workload, config, alone)))
         ends: list[Stamp] = []

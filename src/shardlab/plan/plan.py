@@ -17,10 +17,10 @@ from shardlab import text as fmt
 from shardlab.axes import axes_of
 from shardlab.config import Config, StrategyConfig
 from shardlab.errors import RankFailure, UsageError, unknown
+from shardlab.launch.launch import DEFAULT_WORLD
 from shardlab.measure.cells import has_buckets
 from shardlab.plan import advice, buckets, cut, devices
 from shardlab.plan.predict import Prediction, WhatIf
-from shardlab.run.launch import DEFAULT_WORLD
 from shardlab.specs import BASELINE, parse_spec
 
 SCHEMA = 1

@@ -21,6 +21,7 @@ from typing import Any
 from shardlab.axes import Axes, axes_of
 from shardlab.config import Config
 from shardlab.errors import UsageError
+from shardlab.launch import environment
 from shardlab.measure import throughput
 from shardlab.measure.estimate import WEIGHED, Simulator, ask_all
 from shardlab.plan import calibrate, devices, gloo, nccl
@@ -28,7 +29,6 @@ from shardlab.plan.buckets import MEASURES
 from shardlab.plan.extrapolate import at_micro, at_world, fewest_micro
 from shardlab.plan.graph import Cost, Event, Group, Start, Step, Wait, Work
 from shardlab.plan.replay import Lanes, Played, Span, replay
-from shardlab.run import environment
 
 THIS = "this"
 EMULATE = "shardlab.plan.emulate:emulate"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardlab import config as configs
 from shardlab import world as worlds
-from shardlab.run import assemble
+from shardlab.training import builders
 from shardlab.workloads.base import Batch, LossFn
 from shardlab.world import World
 
@@ -136,14 +136,14 @@ def why_losses_differ(world: World, values: dict[str, Any]) -> str | None:
     """
     config = configs.from_dict(values)
     training, precision = config.training, config.precision.compute
-    workload = assemble.build_workload(config)
+    workload = builders.build_workload(config)
     parts = (config.launch.world or 1) * training.accumulate
     rows = min(len(workload.dataset), max(2, -(-training.global_batch // parts)))
     try:
         model = workload.make_model()
         model.to(world.device, torch.float64 if precision == "fp64" else torch.float32)
         batch = workload.dataset.batch(list(range(rows))).to(world.device)
-        loss = assemble.in_precision(workload.loss, precision)
+        loss = builders.in_precision(workload.loss, precision)
         losses = []
         for _ in range(2):
             worlds.seed(training.seed)

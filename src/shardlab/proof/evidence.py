@@ -28,6 +28,7 @@ from shardlab import world as worlds
 from shardlab.config import Config
 from shardlab.errors import UsageError, unknown
 from shardlab.guard import sequence, watchdog
+from shardlab.launch.rank_set import on_its_ranks
 from shardlab.ledger import LEDGER, members
 from shardlab.plan import claims
 from shardlab.proof import TIMEOUT_S, chance, locate, subjects, watch
@@ -36,8 +37,6 @@ from shardlab.proof.difference import ComparedRun
 from shardlab.proof.reference import Reference
 from shardlab.proof.subjects import Subject
 from shardlab.proof.watch import Message
-from shardlab.run import assemble
-from shardlab.run.rankset import on_its_ranks
 from shardlab.strategies.base import Rounds, Strategy
 from shardlab.strategies.cut_model import CutModel
 from shardlab.strategies.local.rounds import shortest
@@ -45,6 +44,7 @@ from shardlab.strategies.local.workers import Workers
 from shardlab.strategies.pipeline import schedule_analysis
 from shardlab.strategies.pipeline.executor import Executor
 from shardlab.trace.intervals import union
+from shardlab.training import builders
 from shardlab.wire import wire_bytes
 from shardlab.workloads.base import Batch
 from shardlab.world import World
@@ -80,11 +80,11 @@ def prepare(world: World, config: Config) -> None:
 def examine(world: World, config: Config) -> dict[str, Any]:
     """Everything that is measured of one strategy on this rank, as plain values."""
     config, rounds = _telling(config, world)
-    mesh, _ = assemble.axes_of(config, world)
+    mesh, _ = builders.axes_of(config, world)
     users = _prepare("users", world, config, rounds)
     # The stack has nothing that the tensor and context axes could cut.
     has_stack = mesh is None or mesh.tensor == mesh.context == 1
-    make = assemble.resolve_strategy(config)
+    make = builders.resolve_strategy(config)
     is_even = issubclass(make, CutModel) and make.ONE_SHAPE
     which = "even stack" if is_even else "stack"
     claim = claim_of(config)
@@ -123,12 +123,12 @@ def _examine_users(
 ) -> dict[str, Any]:
     """The user's model: against one process, what is alive, what is sent; then again, unwatched."""
     subject, reference = prepared.subject, prepared.reference
-    if subject.uses_rng and assemble.axes_of(config, world)[0] is not None:
+    if subject.uses_rng and builders.axes_of(config, world)[0] is not None:
         raise UsageError(
             f"the forward of {subject.workload.name} draws random numbers, and ranks that cut a "
             "model between them draw others than one process: leave its dropout out"
         )
-    share, _ = assemble.data_share(config, world)
+    share, _ = builders.data_share(config, world)
     held: dict[str, watch.Held] = {}
     strategy, model = _build(subject, config, world)
     job = _job(subject, config, strategy)
@@ -184,7 +184,7 @@ def _examine_stack(
     subject, reference = prepared.subject, prepared.reference
     asked = config.strategy.options.get("bucket_mb")
     config = _with_small_buckets(config, subject.job(config).held)
-    share, _ = assemble.data_share(config, world)
+    share, _ = builders.data_share(config, world)
     strategy, _ = _build(subject, config, world)
     cut = isinstance(strategy, CutModel)
     job = _job(subject, config, strategy)
@@ -259,7 +259,7 @@ def claim_of(config: Config) -> claims.Claim | None:
         config.strategy.name, config.strategy.options, config.launch.world or 1
     )
     if name not in claims.CLAIMS:
-        name = assemble.resolve_strategy(config).claim
+        name = builders.resolve_strategy(config).claim
     if name is not None and name not in claims.CLAIMS:
         raise unknown("claim", name, claims.CLAIMS)
     return None if name is None else claims.CLAIMS[name]
@@ -297,12 +297,12 @@ def _live(strategy: Strategy, subject: Subject, world: World) -> dict[str, Any] 
 def _telling(config: Config, world: World) -> tuple[Config, Rounds | None]:
     """For workers: short rounds, unless they were asked for, and steps for two rounds and the
     beginning of a third. In the first a momentum that is not kept would look right."""
-    if assemble.axes_of(config, world)[0] is not None:  # which refuses workers
+    if builders.axes_of(config, world)[0] is not None:  # which refuses workers
         return config, None
-    make = assemble.resolve_strategy(config)
+    make = builders.resolve_strategy(config)
     if make.__module__.startswith("shardlab.strategies.") and not issubclass(make, Workers):
         return config, None
-    shares = assemble.data_share(config, world)[1]
+    shares = builders.data_share(config, world)[1]
     strategy, _ = _build(subjects.stack(shares, 0, world.device, 1), config, world)
     rounds = strategy.rounds
     if rounds is None:
@@ -324,7 +324,7 @@ def _prepare(
     which: str, world: World, config: Config, rounds: Rounds | None = None
 ) -> ReferenceRun:
     """The stack or the user's model, once for all strategies of a config that obey one law."""
-    shares = assemble.data_share(config, world)[1]
+    shares = builders.data_share(config, world)[1]
     key, place = json.dumps({**config.to_dict(), "strategy": shares}), (which, rounds)
     if place not in _prepared or _prepared[place][0] != key:
         _prepared.pop(place, None)  # it was made for another world size
@@ -343,7 +343,7 @@ def _prepare_users(config: Config, world: World, rounds: Rounds | None) -> Refer
     """In float64, or in float32 if the plain model cannot be run in float64 here."""
     why = None
     for dtype in (torch.float64, torch.float32):
-        shares = assemble.data_share(config, world)[1]
+        shares = builders.data_share(config, world)[1]
         subject = subjects.users(config, shares, world.device, dtype)
         subject.why_dtype = why and f"it does not run in float64 ({why})"
         try:
@@ -401,7 +401,7 @@ def _eager_chance(config: Config) -> AbstractContextManager[Any]:
 def _with_small_buckets(config: Config, size: int) -> Config:
     """Where no size of buckets is asked for, one that holds one block of the stack: else all of
     it would fit into one, and nothing could be seen of when they are sent and freed."""
-    known = inspect.signature(assemble.resolve_strategy(config)).parameters
+    known = inspect.signature(builders.resolve_strategy(config)).parameters
     wanted = 0.5 * size / subjects.Stack.BLOCKS / 2**20
     options = dict.fromkeys({"bucket_mb", "first_bucket_mb"} & known.keys(), wanted)
     return config.with_overrides({"strategy.options": {**options, **config.strategy.options}})
@@ -424,7 +424,7 @@ def _build(
     LEDGER.reset()
     if world.size > 1:  # ranks out of step get an error, rather than wrong numbers or a hang
         LEDGER.check = sequence.Sequence(world).check
-    strategy = assemble.build_strategy(own, replace(subject.workload, make_model=make_model), world)
+    strategy = builders.build_strategy(own, replace(subject.workload, make_model=make_model), world)
     if probe is not None:  # after the strategy's own hooks: what a module returns in the end
         probe.attach(made[0])
     return strategy, made[0]
@@ -542,7 +542,7 @@ def _locate(
     assert isinstance(loss, chance.Seeded)
     if config.training.compile != "none":  # a compiled module's parts cannot be looked into
         return None
-    share, shares = assemble.data_share(config, world)
+    share, shares = builders.data_share(config, world)
     if shares != world.size:  # a module here may have a part of the output
         return None
     mine, theirs = locate.Probe(loss, share), locate.Probe(loss, share)
@@ -657,7 +657,7 @@ def sent_per_step(
     """What each rank sends in one more step of a strategy, in bytes: all of it, by collective. Of
     workers it is the average over a round."""
     job, claim = _job(subject, config, strategy), claim_of(config)
-    watched = _watch(strategy, subject.steps[0][assemble.data_share(config, world)[0]])
+    watched = _watch(strategy, subject.steps[0][builders.data_share(config, world)[0]])
     groups = {} if claim is None else claim.groups(job)
     by_op = _by_op(watched.messages, watched.steps, 0, world.size, groups)
     found = {

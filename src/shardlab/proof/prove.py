@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from shardlab.axes import axes_of
 from shardlab.config import NO_EVALUATION, Config
 from shardlab.errors import RankFailure, UsageError
+from shardlab.launch import launch as launching
+from shardlab.launch.rank_set import RankSet
 from shardlab.proof import TIMEOUT_S, judge
-from shardlab.run import launch as launching
-from shardlab.run.rankset import RankSet
 from shardlab.specs import BASELINE, parse_spec, whole_numbers
 from shardlab.strategies.pipeline.schedules import chunks_of
 from shardlab.text import count, duration
@@ -166,9 +166,9 @@ def prove(
             # So is what is wrong with the model, for which no strategy is to blame.
             for case in mine:
                 run("shardlab.proof.subjects:check", case.to_dict())
-                run("shardlab.run.preflight:check", case.to_dict())
+                run("shardlab.training.preflight:check", case.to_dict())
             if env is None:
-                env = run("shardlab.run.preflight:describe", mine[0].to_dict(), command)[0]
+                env = run("shardlab.training.preflight:describe", mine[0].to_dict(), command)[0]
             on_progress(f"one process · world {size}", done, len(cases))
             largest = max(mine, key=lambda case: case.launch.world or 1)
             run("shardlab.proof.evidence:prepare", largest.to_dict())

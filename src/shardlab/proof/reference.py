@@ -28,9 +28,9 @@ from shardlab.plan.claims import Job, Parameter
 from shardlab.proof.chance import Place, Seeded, put_back, untrained
 from shardlab.proof.judge import DECIDES
 from shardlab.proof.subjects import Subject, sample
-from shardlab.run import assemble
 from shardlab.strategies.base import Rounds
 from shardlab.strategies.local.rounds import cut, due
+from shardlab.training import builders
 from shardlab.workloads.base import cast_model
 
 Gradients = dict[str, Tensor | None]
@@ -202,9 +202,9 @@ class Update:
         self.training = config.training
         self.model = model
         self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        make = assemble.make_optimizer(self.training, subject.workload, model)
+        make = builders.make_optimizer(self.training, subject.workload, model)
         self.optimizer = make(self.trained)
-        self.factor = assemble.make_schedule(self.training, subject.workload)
+        self.factor = builders.make_schedule(self.training, subject.workload)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def __call__(self, step: int, gradients: Gradients) -> None:

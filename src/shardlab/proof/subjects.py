@@ -22,7 +22,7 @@ from shardlab.errors import UsageError
 from shardlab.optim import optimizers, traits
 from shardlab.plan import claims
 from shardlab.proof.chance import Seeded
-from shardlab.run import assemble
+from shardlab.training import builders
 from shardlab.workloads.base import Batch, Workload, cast_model
 from shardlab.world import World
 
@@ -52,7 +52,7 @@ class Subject:
         for name, p in model.named_parameters(remove_duplicate=False):
             block = next((b for b in blocks if name.startswith(f"{b}.")), "")
             inside.setdefault(p, set()).add(block)
-        made = assemble.make_optimizer(config.training, self.workload, model)
+        made = builders.make_optimizer(config.training, self.workload, model)
         whole = traits.whole_names(made)
         state = optimizers.state_tensors(made, dict(model.named_parameters()))
         params = []
@@ -66,7 +66,7 @@ class Subject:
             )  # fmt: skip
         buffers = sum(b.numel() * b.element_size() for b in model.buffers())
         ranks, micro = len(self.steps[0]), len(self.steps[0][0])
-        options, nodes = assemble.options_of(config), self.ranks_per_node
+        options, nodes = builders.options_of(config), self.ranks_per_node
         return claims.Job(tuple(params), buffers, ranks, micro, options, nodes)
 
 
@@ -160,7 +160,7 @@ def check(_world: World, values: dict[str, Any]) -> str:
     """Refuse a model for which one process at a time is no reference. Returns where its data comes
     from, also where the config says ``auto``."""
     config = configs.from_dict(values)
-    workload = assemble.build_workload(config)
+    workload = builders.build_workload(config)
     if workload.couples_ranks:
         raise UsageError(
             f"the reference of a proof runs each rank's samples by themselves, but {workload.name} "
@@ -173,7 +173,7 @@ def users(
     config: Config, ranks: int, device: torch.device, dtype: torch.dtype = torch.float64
 ) -> Subject:
     """The workload that the config names, with the micro-batches of every rank in every step."""
-    workload = assemble.build_workload(config)
+    workload = builders.build_workload(config)
     training, dataset = config.training, workload.dataset
     steps = []
     for step in range(training.steps):

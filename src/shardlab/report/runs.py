@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from shardlab import text as fmt
 from shardlab.report import terminal
-from shardlab.run.housekeeping import Run
+from shardlab.training.housekeeping import Run
 
 COLOURS = {"running": "cyan", "finished": "green", "passed": "green", "interrupted": "yellow"}
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from shardlab import wire
+from shardlab.launch.cluster import listening_store
 from shardlab.learn import mistakes, toys
 from shardlab.learn.exercise import Case, Finding, Rejected, Row, Rows, Stage, judging, say
-from shardlab.run.cluster import listening_store
 
 # samples, batch (of all ranks), micro: as in the contract. fails: the step in which loss_fn raises.
 EVEN = {"samples": 16, "batch": 8, "micro": 2, "max_norm": 1e9, "epochs": 2}

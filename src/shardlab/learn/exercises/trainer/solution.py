@@ -1,5 +1,5 @@
-"""The whole of it in one file. In the package the parts are apart: the loop, run/loop.py, cannot
-tell one strategy from another, and run/rank.py sets up."""
+"""The whole of it in one file. In the package the parts are apart: the loop, training/loop.py,
+cannot tell one strategy from another, and training/run.py sets up."""
 
 from collections.abc import Callable, Iterable, Iterator
 

@@ -1,1 +1,0 @@
-"""Training on ranks: how they start, the loop, what is recorded, how a run ends."""

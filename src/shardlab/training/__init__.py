@@ -1,0 +1,1 @@
+"""A training run: what its ranks build, the loop, what they leave."""
