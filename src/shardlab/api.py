@@ -305,7 +305,6 @@ def strategy(
     as well; ``exchange_averages()`` swaps the two.
     """
     import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
 
     from shardlab import axes
     from shardlab import world as worlds
@@ -333,7 +332,7 @@ def strategy(
             model.to(device)
         group = dist.group.WORLD
         assert group is not None
-        mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
+        mesh = worlds.data_mesh(group, device)
     batchnorm.join(model, mesh.get_group("dp"))
     optimizer = optimizers.build(training, make_optimizer, None, model, "make_optimizer")
     rule = Rule(clip_norm=clip_norm, schedule=schedule or constant)
@@ -410,14 +409,12 @@ def load_checkpoint(strategy: Strategy, folder: str | Path) -> int:
 def _world_of(strategy: Strategy) -> World:
     """The ranks of a strategy that is in a user's own loop."""
     import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
 
-    from shardlab.world import World
+    from shardlab.world import World, data_mesh
 
     group, device = strategy.group, strategy.device
-    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
-    rank = dist.get_rank(group)
-    return World(rank, group.size(), device.index or 0, device, dist.get_backend(group), mesh)
+    mesh, backend = data_mesh(group, device), dist.get_backend(group)
+    return World(group.rank(), group.size(), device.index or 0, device, backend, mesh)
 
 
 def _name_of(strategy: Strategy) -> str:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlab import seal, wire
+from shardlab import comm, seal, wire
 from shardlab.config import LaunchConfig
 from shardlab.errors import UsageError
 
@@ -49,9 +49,7 @@ class World:
 
     def share(self, value: Any) -> Any:
         """Rank 0's value, on every rank. For plain objects before and after the loop."""
-        box = [value]
-        dist.broadcast_object_list(box, group=self.group, group_src=0)
-        return box[0]
+        return comm.broadcast_object(value, self.group, 0)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
@@ -70,7 +68,7 @@ class World:
             return None
         fits = size > self.ranks_per_node > 0 and size % self.ranks_per_node == 0
         per_node = self.ranks_per_node if fits else 0
-        return replace(self, size=size, mesh=_mesh(group, self.device), ranks_per_node=per_node)
+        return replace(self, size=size, mesh=data_mesh(group, self.device), ranks_per_node=per_node)
 
 
 def join(
@@ -101,7 +99,7 @@ def join(
     assert group is not None
     seal.use(dist.distributed_c10d._get_default_store())
     per_node = ranks_per_node(group, local_rank, local_size)
-    mesh = _mesh(group, device)
+    mesh = data_mesh(group, device)
     return World(rank, size, local_rank, device, backend, mesh, tell, pulse, per_node)
 
 
@@ -127,7 +125,8 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def _mesh(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
+def data_mesh(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
+    """The mesh that a strategy gets: one axis, over the data-parallel ranks."""
     return DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
 
 

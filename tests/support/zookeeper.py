@@ -213,7 +213,7 @@ def _apart(world: World) -> World:
 
     pytorch_fsdp._meshes.clear()  # those that were made on connections which are cut now
     pytorch_fsdp.init_device_mesh = init_device_mesh  # type: ignore[assignment]
-    return replace(world, mesh=marked(worlds._mesh(group, world.device)))
+    return replace(world, mesh=marked(worlds.data_mesh(group, world.device)))
 
 
 def _failure(error: Exception, step: int) -> Outcome:

@@ -63,7 +63,7 @@ from shardlab.strategies.probing import probing
 from shardlab.training import builders, loop
 from shardlab.workloads import context
 from shardlab.workloads.base import Batch, LossFn, Workload
-from shardlab.world import World, choose
+from shardlab.world import World, choose, data_mesh
 
 BACKEND = "shardlab_solo"
 KERNEL = -1  # the number of no storage: what a kernel holds while it runs
@@ -341,7 +341,7 @@ def solo_world(
     try:
         group = dist.group.WORLD
         assert group is not None
-        mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp",))
+        mesh = data_mesh(group, device)
         yield World(rank, size, 0, device, backend, mesh, ranks_per_node=ranks_per_node)
     finally:
         dist.destroy_process_group()

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from shardlab.learn import mistakes, mistakes_sharded, toys
 from shardlab.learn.exercise import Case, Finding, Rejected, Row, Rows, Stage, judging, say
-from shardlab.world import _mesh
+from shardlab.world import data_mesh
 
 # micros: micro-batches of each step, one after the other.
 SGD = {"kind": "sgd", "strategy": "FULL_SHARD", "micros": [1]}
@@ -49,7 +49,7 @@ def run(at: Stage) -> dict[str, Any]:
     assert group is not None
     try:
         fsdp = at.submission.FSDP(
-            model, factory, _mesh(group, torch.device("cpu")), strategy=at.options["strategy"],
+            model, factory, data_mesh(group, torch.device("cpu")), strategy=at.options["strategy"],
             bf16=bf16, max_norm=max_norm,
         )  # fmt: skip
     except Exception:
