@@ -3,6 +3,7 @@
 To read a pickle is to run what is in it, and a port of Gloo's takes whoever comes first. So ranks
 sign what they pickle with a key that lies in their store, and read nothing else. That holds for
 PyTorch's object collectives too: its two names for reading and writing pickles are replaced.
+torch is imported where it is needed, because the launchers' leader imports this file.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ import hmac
 import io
 import pickle
 import secrets
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
-c10d: Any = dist.distributed_c10d
 KEY = "seal"
 SIZE = 32  # bytes of a proof
-PYTORCHS = c10d._pickler, c10d._unpickler
 
 _key = secrets.token_bytes(SIZE)  # until there is a store, this process reads only its own
 
@@ -65,10 +65,14 @@ class Unpickler:
 
 def use(store: dist.Store) -> None:
     """From now on the ranks of this store read only each other's pickles. All ranks call it."""
+    from torch.distributed import distributed_c10d as c10d
+
     global _key
     _key = bytes(store.compare_set(KEY, "", secrets.token_hex(SIZE)))
-    c10d._pickler, c10d._unpickler = Pickler, Unpickler
+    c10d._pickler, c10d._unpickler = Pickler, Unpickler  # type: ignore[assignment]
 
 
 def leave() -> None:
-    c10d._pickler, c10d._unpickler = PYTORCHS
+    from torch.distributed import distributed_c10d as c10d
+
+    c10d._pickler, c10d._unpickler = pickle.Pickler, pickle.Unpickler
