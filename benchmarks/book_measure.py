@@ -30,7 +30,7 @@ SABOTEURS = ("NoAveraging", "AveragesWeights", "ReducesOnlyTheLast", "NoBroadcas
 # Commands with what they print: the arguments, and the exit code that they should have.
 OUTPUTS = {
     "hang": (
-        "train --strategy bucket_ddp_async --size tiny --steps 8 --hang-after 4 "
+        "train --strategy bucket_ddp_async --size tiny --steps 8 --set guard.hang_s=4 "
         "--inject hang:rank=1,step=4,where=data",
         1,
     ),

@@ -26,10 +26,10 @@ OPTIONS = ("none", "shapes", "memory", "stacks")
 WINDOWS = 16
 
 
-def measure(world: Any, values: dict[str, Any]) -> dict[str, Any]:
+def measure(world: Any, config: configs.Config) -> dict[str, Any]:
     from shardlab.training import run as running
 
-    result = running.train_rank(world, values, "benchmark")
+    result = running.train_rank(world, config, "benchmark")
     rows = Path(result["folder"]) / f"rank{world.rank}.jsonl"
     return {**result, "rows": [json.loads(line) for line in rows.read_text().splitlines()]}
 
@@ -87,7 +87,7 @@ def main() -> None:
             if option != "none":
                 values[f"profile.{option}"] = True
             config = configs.load(None, values)
-            both = ranks.run(measure, config.to_dict())
+            both = ranks.run(measure, config)
             results["options"][option] = summary(both)
             print(option, json.dumps(results["options"][option]))
         results["outside_us_per_step"] = ranks.run(outside)[0]

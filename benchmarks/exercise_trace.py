@@ -38,7 +38,7 @@ CONFIG = {
 }
 
 
-class FromTheStart(configs.ProfileConfig):
+class FromTheStart(configs.ProfileConfig, frozen=True):
     """No warm-up is thrown away: it is in the trace, and to leave it out is the reader's task."""
 
     def part(self, step: int) -> str:

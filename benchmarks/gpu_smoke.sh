@@ -18,6 +18,6 @@ for model in frozen_first out_of_order pass_through in_other_orders; do
       --workload benchmarks/odd_models.py:$model --out "$out/$model-w$world"
   done
 done
-run python -m shardlab train --device cuda --world 2 --global-batch 5 --batch-split uneven \
+run python -m shardlab train --device cuda --world 2 --global-batch 5 \
   --size small --seq-len 64 --steps 3 --out "$out/uneven-w2"
-run python -m shardlab train --device cuda --world 2 --backend nccl --out "$out/refused"
+run python -m shardlab train --device cuda --world 2 --set launch.backend=nccl --out "$out/refused"

@@ -192,7 +192,7 @@ def settings(name: str, world: int, microbatches: int = 1) -> configs.Config:
         {
             "strategy.name": name,
             "training.global_batch": 2 * world * microbatches,
-            "training.accumulate": microbatches,
+            "training.micro_batch": 1,
             "training.steps": 1_000,
             "launch.world": world,
         },

@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         with Ranks(ours.launch, arguments.world) as ranks:
             result = ranks.run(take_turns, ours.to_dict(), theirs.to_dict())[0]
             weigh = "shardlab.measure.compare:weigh_cell"
-            peaks = [ranks.run(weigh, c.to_dict())[0]["total"] for c in (ours, theirs)]
+            peaks = [ranks.run(weigh, c)[0]["total"] for c in (ours, theirs)]
         env = env or result["env"]
         row = {"ours": name, "theirs": twin, "target": target, **summary(result)}
         row |= {"ours_peak_bytes": peaks[0], "theirs_peak_bytes": peaks[1]}

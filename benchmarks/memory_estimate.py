@@ -106,7 +106,7 @@ def main() -> None:
                 config: configs.Config, longest: Sequence[int], ranks: RankSet = ranks
             ) -> dict[str, Any]:
                 target = f"{estimate.__name__}:weigh"
-                weights: dict[str, Any] = ranks.run(target, config.to_dict(), longest)[0]
+                weights: dict[str, Any] = ranks.run(target, config, longest)[0]
                 return weights
 
             names = list(STRATEGIES)
@@ -141,7 +141,8 @@ def on_mesh(workload: str, world: int) -> dict[str, Any]:
     shape = {"model.options.layers": 2 * world}
     if world > 2:
         shape["model.options.heads"] = world
-    return {"training.accumulate": 4, **(shape if workload.startswith("gpt2") else {})}
+    parts = {"training.global_batch": 8, "training.micro_batch": 2}
+    return {**parts, **(shape if workload.startswith("gpt2") else {})}
 
 
 def cases(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
@@ -169,7 +170,8 @@ def of_record(path: Path) -> Iterator[dict[str, Any]]:
         },
     )
     for cell in result["cells"]:
-        config = config.with_overrides({"training.accumulate": cell["accumulate"]})
+        times = cell["accumulate"]
+        config = config.with_overrides({"training.global_batch": times}).in_parts(times)
         batch = result["global_batch"] // (cell["world"] * cell["accumulate"])
         rows = estimate.rows_of(config, [cell["strategy"]], cell["world"], batch)
         (row,) = estimate.estimate(rows, "cuda", None, COMMAND)["rows"]

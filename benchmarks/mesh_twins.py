@@ -39,14 +39,13 @@ def settings(spec: str, ranks: int, steps: int) -> configs.Config:
             "model.options": MODEL,
             "data.seq_len": MODEL["context"],
             "training.global_batch": MICRO,
-            "training.accumulate": 1 if "tensor" in name else MICRO,
             "training.steps": WARMUP + steps,
             "launch.world": ranks,
             "launch.device": "cpu",
             "strategy.name": name,
             "strategy.options": options,
         },
-    )
+    ).in_parts(1 if "tensor" in name else MICRO)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -59,7 +58,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 both = [settings(s, size, arguments.steps).to_dict() for s in (name, PAIRS[name])]
                 result = ranks.run(take_turns, *both)[0]
                 weigh = "shardlab.measure.compare:weigh_cell"
-                peaks = [ranks.run(weigh, values)[0]["total"] for values in both]
+                peaks = [ranks.run(weigh, configs.from_dict(values))[0]["total"] for values in both]
                 env = env or result["env"]
                 row = {"ranks": size, "ours": name, "theirs": PAIRS[name], **summary(result)}
                 row |= {"ours_peak_bytes": peaks[0], "theirs_peak_bytes": peaks[1]}

@@ -58,7 +58,7 @@ def config_of(row: dict[str, str]) -> configs.Config:
             "data.source": "synthetic",
             "precision.compute": "bf16",  # an A100 is as fast in fp16
             "training.global_batch": batch,
-            "training.accumulate": batch // micro // int(row["dp"]),
+            "training.micro_batch": micro,
             "training.activation_checkpointing": row["act_ckpt"] == "full",
             "training.steps": 3,
             "strategy.name": "zero1",

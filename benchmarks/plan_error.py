@@ -48,7 +48,7 @@ SHAPES: dict[str, tuple[dict[str, Any], int]] = {
     "resnet-24": (RESNET, 24),
     "own": ({"model.workload": OWN}, 256),
     "own-128": ({"model.workload": OWN}, 128),
-    "gpt-cut": ({**GPT, "data.seq_len": 128, "training.accumulate": 4}, 8),
+    "gpt-cut": ({**GPT, "data.seq_len": 128}, 8),
 }
 USUAL = ("gpt", "resnet", "own")
 OTHERS = ("gpt-short", "resnet-24", "own-128")
@@ -89,7 +89,8 @@ def config_of(shape: str, strategy: str, ranks: int) -> Any:
     name, options = specs.parse_spec(strategy)
     more = {"strategy.name": name, "strategy.options": options, "launch.world": ranks}
     more |= {"training.steps": WARMUP + STEPS}
-    return configs.load(None, {**settings, **more, "training.global_batch": samples * ranks})
+    config = configs.load(None, {**settings, **more, "training.global_batch": samples * ranks})
+    return config.in_parts(4 if shape == "gpt-cut" else 1)
 
 
 def cells(condition: str) -> list[Cell]:
@@ -120,8 +121,8 @@ def on_rank(task: str, out: Path) -> None:
     else:
         found = []
         for shape, strategy in cells(task):
-            values = config_of(shape, strategy, world.size).to_dict()
-            result = compare.time_cell(world, values, WARMUP)
+            config = config_of(shape, strategy, world.size)
+            result = compare.time_cell(world, config, WARMUP)
             assert result is not None
             found.append([shape, strategy, statistics.median(result["slowest_ms"][WARMUP:])])
     if world.rank == 0:

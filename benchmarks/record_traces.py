@@ -36,7 +36,7 @@ RUNS: dict[str, dict[str, tuple[str, ...]]] = {
     "cuda": {
         "h200_nccl": ("1", "pytorch_ddp", "--set", "profile.active=2", "--steps", "5"),
         "h200_gloo": (
-            "2", "pytorch_zero3", "--backend", "gloo", "--set", "profile.shapes=true",
+            "2", "pytorch_zero3", "--set", "launch.backend=gloo", "--set", "profile.shapes=true",
             "--set", "profile.active=1", "--steps", "4",
         ),
     },

@@ -59,7 +59,7 @@ BASE: dict[str, Any] = {
     },
     "data": {"source": "synthetic"},
     "training": {
-        "steps": STEPS, "global_batch": 12, "accumulate": 2, "learning_rate": 3e-3,
+        "steps": STEPS, "global_batch": 12, "micro_batch": 3, "learning_rate": 3e-3,
         "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 2, "clip_norm": 1.0,
     },
     "checkpoint": {"every": EVERY, "keep_last": 3},

@@ -99,12 +99,12 @@ def test_ranks_that_meet_inside_of_blocks_do_not_compile_them(name: str) -> None
 
 
 def test_a_batch_is_shared_among_the_ranks_of_the_data_axis() -> None:
-    """Four ranks that hold two models share a batch of six; four models could not."""
-    given = {"launch.world": 4, "training.global_batch": 6, "training.accumulate": 1}
-    with pytest.raises(UsageError, match="cannot be divided evenly over 4 ranks"):
+    """Four ranks that hold two models share a batch of three; four models could not."""
+    given = {"launch.world": 4, "training.global_batch": 3}
+    with pytest.raises(UsageError, match=r"training\.global_batch 3 is too small for 4 ranks"):
         configs.load(None, {**given, "strategy.name": "zero1"})
     asked = {**given, "strategy.name": "zero1", "strategy.options.tensor": 2}
-    assert configs.load(None, asked).training.global_batch == 6
+    assert configs.load(None, asked).data_ranks == 2
     micro = {"launch.world": 4, "training.micro_batch": 3}
     asked = {**micro, "strategy.name": "zero1", "strategy.options.tensor": 2}
     assert configs.load(None, asked).training.global_batch == 6

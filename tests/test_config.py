@@ -6,7 +6,9 @@ import os
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given
@@ -16,7 +18,8 @@ from commands import ROOT
 from shardlab import config as configs
 from shardlab import naming
 from shardlab.checkpoint import files
-from shardlab.config import Config, share_batch
+from shardlab.config import Config
+from shardlab.data import sampler
 from shardlab.errors import UsageError
 from shardlab.specs import parse_spec
 
@@ -52,13 +55,12 @@ def test_a_config_is_a_file_of_a_configs_size(tmp_path: Path) -> None:
 
 
 def test_a_shells_pipe_is_a_config() -> None:
-    """``--config <(…)``; a command reads its config more than once, and a pipe is empty then."""
+    """``--config <(…)``."""
     for steps in (7, 8):  # the second pipe may have the number of the first
         reading, writing = os.pipe()
         os.write(writing, f"training: {{steps: {steps}}}".encode())
         os.close(writing)
         path = Path(f"/dev/fd/{reading}")
-        assert files.settings_in(path) == {"training": {"steps": steps}}
         assert configs.load(path).training.steps == steps
         os.close(reading)
 
@@ -87,7 +89,7 @@ def test_the_resolved_config_can_be_run_again(tmp_path: Path) -> None:
 
 
 MICRO, BATCH = "training.micro_batch", "training.global_batch"
-TIMES, WORLD = "training.accumulate", "launch.world"
+WORLD = "launch.world"
 EVERY, PATIENCE = "training.evaluate_every", "training.patience"
 RESTARTS = {"launch.max_restarts": 1, "checkpoint.every": 2}
 
@@ -106,45 +108,33 @@ RESTARTS = {"launch.max_restarts": 1, "checkpoint.every": 2}
         ({"training.steps": True}, "training.steps must be a whole number, got true or false"),
         ({"training.learning_rate": "1e-4"}, "training.learning_rate must be a number, got text"),
         ({"training.steps": 0}, "training.steps must be at least 1, got 0"),
-        ({"training.learning_rate": -1}, "training.learning_rate must be 0 or more"),
-        ({"training.learning_rate": float("nan")}, "training.learning_rate must be 0 or more"),
+        ({"training.learning_rate": -1}, "training.learning_rate must be at least 0"),
+        ({"training.learning_rate": float("nan")}, "training.learning_rate must be at least 0"),
         ({"training.optimizer": "adaw"}, "did you mean 'ada"),
-        ({"training.momentum": 0.9}, "training.momentum is for sgd; adamw has no such setting"),
-        ({"data.shuffle": 1}, "data.shuffle must be a true or false, got whole number"),
+        ({"training.momentum": 0.9}, "did you mean 'training.optimizer_options.momentum'?"),
+        ({"training.betas": [0.9, 0.9]}, "did you mean 'training.optimizer_options.betas'?"),
+        (
+            {"training.accumulate": 2},
+            "'accumulate'; did you mean 'training.micro_batch'?",
+        ),
+        ({"data.shuffle": 1}, "data.shuffle must be a true or false, got whole number: 1"),
         ({"data.seq_len": 0}, "data.seq_len must be at least 1"),
         ({"data.epoch": "exakt"}, "did you mean 'exact'"),
-        ({"data.prefetch": -1}, "data.prefetch must be 0 or more"),
-        ({"data.source": "/nope/*.bin"}, "no such data: /nope/*.bin"),
+        ({"data.prefetch": -1}, "data.prefetch must be at least 0"),
         ({"precision.compute": "fp8"}, "unknown precision.compute 'fp8'; did you mean 'fp"),
         ({"launch.world": 0}, "launch.world must be at least 1"),
-        ({"launch.port": 70000}, "launch.port must be 0 to 65535"),
+        ({"launch.port": 70000}, "launch.port must be at most 65,535, got 70000"),
         ({"launch.backend": "nccl", "launch.device": "cpu"}, "the nccl backend needs GPUs"),
         ({"launch.world": 2, "strategy.name": "single"}, "strategy 'single' is one process"),
-        (
-            {"launch.world": 3},
-            "a global batch of 8 cannot be divided evenly over 3 ranks x 1 micro",
-        ),
-        ({"launch.world": 3}, "use 6 or 9, or training.batch_split: uneven"),
-        ({"launch.world": 16}, "use 16, or training.batch_split"),
-        ({"profile.ledger_steps": -1}, "profile.ledger_steps must be 0 or more"),
-        (
-            {MICRO: 4, BATCH: 32, TIMES: 2, WORLD: 2},
-            "training.global_batch 32 is not 2 ranks x training.micro_batch 4 x "
-            "training.accumulate 2; leave out training.accumulate: it would be 4",
-        ),
-        (
-            {MICRO: 3, BATCH: 32, WORLD: 2},
-            "training.global_batch 32 is no multiple of 2 ranks x training.micro_batch 3; use 30 "
-            "or 36, or training.batch_split: uneven",
-        ),
-        ({MICRO: 9, BATCH: 8, WORLD: 1}, "micro_batch 9; use 9, or"),
+        ({"launch.world": 16}, "training.global_batch 8 is too small for 16 ranks"),
+        ({"launch.world": 16}, "use 16 or more"),
+        ({"profile.ledger_steps": -1}, "profile.ledger_steps must be at least 0"),
         ({MICRO: 0}, "training.micro_batch must be at least 1, got 0"),
         ({MICRO: 2.5}, "training.micro_batch must be a whole number"),
         ({BATCH: 0}, "training.global_batch must be at least 1, got 0"),
-        ({TIMES: -1, MICRO: 2}, "training.accumulate must be at least 1, got -1"),
         ({"training.epochs": 0}, "training.epochs must be above 0, got 0"),
-        ({"training.epochs": float("nan")}, "training.epochs must be above 0"),
-        ({"training.epochs": float("inf")}, "training.epochs must be above 0"),
+        ({"training.epochs": float("nan")}, "training.epochs must be above 0, got nan"),
+        ({"training.epochs": float("inf")}, "training.epochs must be at most 1e+308, got inf"),
         ({"training.epochs": "ten"}, "training.epochs must be a number, got text"),
         ({"training.epochs": True}, "training.epochs must be a number, got true or false"),
         ({"launch.address": "host:29500"}, "launch.address must be a host's name or address, with"),
@@ -152,7 +142,7 @@ RESTARTS = {"launch.max_restarts": 1, "checkpoint.every": 2}
         ({"launch.max_restarts": 1}, "set checkpoint.every"),
         ({"launch.min_world": 1}, "set launch.max_restarts"),
         ({"launch.world": 2, "launch.min_world": 3, **RESTARTS}, "1 to launch.world"),
-        ({EVERY: -1}, "evaluate_every must be 0 or more"),
+        ({EVERY: -1}, "evaluate_every must be at least 0"),
         ({EVERY: 1, "training.evaluate_samples": 0}, "must be at least 1"),
         ({"training.evaluate_samples": 5}, "set training.evaluate_every"),
         ({PATIENCE: 2}, "patience counts evaluations between steps; set training.eval"),
@@ -183,7 +173,7 @@ def test_refuses(overrides: dict[str, Any], message: str) -> None:
         ("training:\n  steps: 1\n  steps: 2", "line 3: the key 'steps' is there twice"),
         ("training: {steps: 1}\ntraining: {}", "line 2: the key 'training' is there twice"),
         ("training: {seed: 9223372036854775808}", "training.seed must be at most 92233"),
-        ("launch: {timeout_s: 1e300}", "launch.timeout_s must be above 0 and at most 100,000,000"),
+        ("launch: {timeout_s: 1e300}", "launch.timeout_s must be at most 100,000,000, got 1e+300"),
         ("training: [", "line 1: "),
         ("- a\n- b", "a config is a mapping of sections, not a list"),
         ("training: 3", "training is a section, not a whole number"),
@@ -211,28 +201,33 @@ def test_an_empty_file_or_section_is_the_defaults(tmp_path: Path) -> None:
     assert configs.load(write(tmp_path, "training:\nmodel: {}")) == Config()
 
 
-def test_refuses_a_used_output_folder(tmp_path: Path) -> None:
+def test_paths_are_looked_at_once_and_not_while_building(tmp_path: Path) -> None:
     (tmp_path / "something").touch()
+    used = configs.load(None, {"output.dir": str(tmp_path)})
     with pytest.raises(UsageError, match="exists and is not empty"):
-        configs.load(None, {"output.dir": str(tmp_path)})
-
-
-def test_uneven_is_allowed_when_asked() -> None:
-    configs.load(None, {"launch.world": 3, "training.batch_split": "uneven"})
+        used.check_paths()
+    nowhere = configs.load(None, {"data.source": "/nope/*.bin", "output.root": str(tmp_path)})
+    with pytest.raises(UsageError, match=r"no such data: /nope/\*.bin; data.source is"):
+        nowhere.check_paths()
 
 
 @given(batch=st.integers(1, 200), world=st.integers(1, 16), micro=st.integers(1, 8))
-def test_the_batch_that_is_suggested_is_accepted(batch: int, world: int, micro: int) -> None:
-    training = configs.TrainingConfig(global_batch=batch, accumulate=micro)
-    try:
-        share_batch(training, world)
-    except UsageError as error:
-        assert batch % (world * micro)
-        suggested = str(error).partition("use ")[2].partition(",")[0].split(" or ")
-        for number in suggested:
-            share_batch(configs.TrainingConfig(global_batch=int(number), accumulate=micro), world)
-    else:
-        assert batch % (world * micro) == 0
+def test_accumulation_follows_from_the_batch_the_ranks_and_the_micro_batch(
+    batch: int, world: int, micro: int
+) -> None:
+    """No rank takes more than a micro-batch at a time, nor more micro-batches than it must."""
+    asked = {BATCH: batch, MICRO: micro, WORLD: world}
+    if batch < world:
+        with pytest.raises(UsageError, match=f"use {world} or more"):
+            configs.load(None, asked)
+        return
+    config = configs.load(None, asked)
+    largest = -(-batch // world)
+    assert config.accumulate == -(-largest // micro)
+    parts = sampler.rank_share(np.arange(batch), world, 0, config.accumulate)
+    assert max(map(len, parts)) <= micro
+    again = config.in_parts(config.accumulate)
+    assert again.accumulate == config.accumulate
 
 
 # ------------------------------------------------------------------ numbers that follow from others
@@ -243,37 +238,33 @@ def test_the_batch_that_is_suggested_is_accepted(batch: int, world: int, micro: 
     [
         ({MICRO: 4, BATCH: 32, WORLD: 2}, 32, 4),
         ({MICRO: 4, WORLD: 2}, 8, 1),  # a batch of each GPU: the global one follows
-        ({MICRO: 4, TIMES: 3, WORLD: 2}, 24, 3),
-        ({MICRO: 4, BATCH: 32, TIMES: 4, WORLD: 2}, 32, 4),
-        ({MICRO: 4, BATCH: 9, WORLD: 2, "training.batch_split": "uneven"}, 9, 2),  # at most 4
+        ({MICRO: 4, BATCH: 9, WORLD: 2}, 9, 2),  # at most 4
+        ({MICRO: 9, BATCH: 8, WORLD: 1}, 8, 1),
         ({WORLD: 2}, 8, 1),
+        ({WORLD: 3}, 8, 1),  # three, three and two
     ],
 )
 def test_what_follows_from_the_micro_batch(given: dict[str, Any], batch: int, times: int) -> None:
     for config in (
         configs.load(None, given),
-        configs.load(None, {k: v for k, v in given.items() if k != WORLD}).with_overrides(
-            {WORLD: given[WORLD]}  # under torchrun the number of ranks is known later
-        ),
+        configs.load(None, {k: v for k, v in given.items() if k != WORLD}).at_world(given[WORLD]),
     ):
-        assert (config.training.global_batch, config.training.accumulate) == (batch, times)
+        assert (config.training.global_batch, config.accumulate) == (batch, times)
         assert configs.from_dict(config.to_dict()) == config
 
 
 def test_a_later_word_replaces_what_follows_from_it(tmp_path: Path) -> None:
     """Flags stand above the file: --steps replaces its epochs, and the other way round."""
     path = write(tmp_path, "training: {epochs: 2, global_batch: 16, micro_batch: 4}")
-    of_file = configs.load(path, {WORLD: 2}).training
-    assert (of_file.epochs, of_file.steps, of_file.accumulate) == (2, 0, 2)
+    of_file = configs.load(path, {WORLD: 2})
+    assert (of_file.training.epochs, of_file.training.steps, of_file.accumulate) == (2, 0, 2)
     by_steps = configs.load(path, {"training.steps": 5, WORLD: 2}).training
     assert (by_steps.epochs, by_steps.steps) == (None, 5)
-    assert configs.load(path, {BATCH: 32, WORLD: 2}).training.accumulate == 4
-    by_times = configs.load(path, {TIMES: 4, WORLD: 2}).training
-    assert (by_times.micro_batch, by_times.global_batch, by_times.accumulate) == (None, 16, 4)
+    assert configs.load(path, {BATCH: 32, WORLD: 2}).accumulate == 4
     # A run that is resumed, with other ranks: the global batch stays, and accumulation follows.
     base = configs.load(path, {WORLD: 2}).to_dict()
     del base["faults"]  # no section
-    assert configs.load(None, {WORLD: 4}, base).training.accumulate == 1
+    assert configs.load(None, {WORLD: 4}, base).accumulate == 1
     assert configs.load(None, {"training.epochs": 3}, base).training.steps == 0
     path.write_text("training: {epochs: 3}")
     steps = {"training": {"steps": 7, "seed": 1}}
@@ -311,3 +302,21 @@ def test_the_page_has_every_name_that_is_understood() -> None:
     page = (ROOT / "docs" / "workloads.md").read_text()
     table = page.partition("## Names of strategies")[2].partition("\n## ")[0]
     assert set(naming.ALIASES) - set(re.findall(r"`([^`]+)`", table)) == set()
+
+
+# ------------------------------------------------------------------ built once
+
+
+@pytest.mark.long
+def test_a_run_builds_its_config_once(tmp_path: Path) -> None:
+    """It is passed on as an object: to the ranks, to checkpoints, and to a restarted world."""
+    from shardlab import api
+
+    build = configs.from_dict
+    with mock.patch.object(configs, "from_dict", side_effect=build) as built:
+        found = api.train(
+            "gpt2", "simple_ddp", world=1, steps=1, out=tmp_path / "run",
+            settings={"model.size": "tiny", "data.source": "synthetic", "launch.device": "cpu"},
+        )  # fmt: skip
+    assert found.passed
+    assert built.call_count == 1

@@ -12,7 +12,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "shardlab"
 # A single module stands before its room where the config or the loop needs it.
 ORDER = (
-    "errors", "text", "stats", "wire", "shapes", "files", "output", "runlock", "runfolder",
+    "errors", "text", "stats", "wire", "files", "output", "runlock", "runfolder",
     "naming", "axes", "batch", "pulse", "phases", "seal", "ledger", "comm", "optim.schedule",
     "faults.spec", "config", "specs", "world", "data", "workloads", "optim", "strategies",
     "strategies.data_parallel", "strategies.sharded", "strategies.local", "strategies.tensor",

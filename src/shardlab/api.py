@@ -102,7 +102,7 @@ def train(
         named["strategy.options"] = options or None
     resolved = _config(workload, config, settings, out, {**named, "launch.world": world})
     if resolved.launch.world is None:
-        resolved = resolved.with_overrides({"launch.world": launch.default_world(resolved)})
+        resolved = resolved.at_world(launch.default_world(resolved))
     with console.training_progress(enabled=progress) as on_event:
         summary = restart.train(resolved, "shardlab.train()", on_event)
     folder = Path(summary["folder"])
@@ -134,7 +134,7 @@ def compare(
 
     resolved = _config(workload, config, settings, out)
     plan = Plan(repeats=repeats, warmup=warmup, steps=steps, prove=prove, profile=None)
-    axes = axes_of(resolved, _worlds(world), None, None, None, launch.DEFAULT_WORLD)
+    axes = axes_of(resolved, _worlds(world), None, None, launch.DEFAULT_WORLD)
     cells = cells_of(resolved, _specs(strategies), axes, plan)
     with console.comparison_progress(enabled=progress) as on_progress:
         found = comparison.compare(cells, plan, "shardlab.compare()", on_progress)
@@ -207,7 +207,11 @@ def memory(
         raise UsageError(f"world must be at least 1, got {world}")
     limit = None if fits is None else parse_bytes(fits, "fits")
     resolved = _config(workload, config, settings, out)
-    size = micro_batch or (1 if config is None else None)
+    has_batch = config or (settings or {}).keys() & {
+        "training.global_batch",
+        "training.micro_batch",
+    }
+    size = micro_batch or (None if has_batch else 1)
     rows = estimate.rows_of(resolved, _specs(strategies), world, size)
     with console.comparison_progress(enabled=progress) as on_progress:
         found = estimate.estimate(
@@ -455,7 +459,7 @@ def _config(
     given["output.dir"] = None if out is None else str(out)
     overrides = {key: value for key, value in given.items() if value is not None}
     config = configs.load(None if file is None else Path(file), {**(settings or {}), **overrides})
-    config.refuse_unwritable()
+    config.check_paths()
     return config
 
 

@@ -1,91 +1,70 @@
-"""What a run is: frozen dataclasses, read from YAML and flags, refused here if wrong.
+"""What a run is: frozen structs, read from YAML and flags, refused here if wrong.
 
-Precedence: the defaults below < the YAML file < flags. A value is checked when its section
-is built (type, range, name) and combinations when the whole is, so a ``Config`` that
-exists can be run, as far as is known without a process group. torch is not imported here:
-``shardlab --help`` and every refusal would wait for it.
+Precedence: the defaults below < the YAML file < flags. A value's type and range are checked first,
+then combinations, so a ``Config`` that was loaded can be run, as far as is known without files and
+a process group (``Config.check_paths`` looks at files, once per command). torch is not imported
+here: ``shardlab --help`` and every refusal would wait for it.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import errno
-import functools
 import glob
 import math
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+import msgspec
 import yaml
+from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
 from shardlab import naming, runfolder
 from shardlab.axes import axes_of
 from shardlab.errors import UsageError, unknown
 from shardlab.faults import spec as injected
-from shardlab.naming import WORKLOADS, kind_of, typed
+from shardlab.naming import WORKLOADS, kind_of
 from shardlab.optim.schedule import SCHEDULES
-
-T = TypeVar("T")
 
 # The classes of torch.optim, in lower case. (Not all can be used: the refusal says why.)
 OPTIMIZERS = (
     "adamw", "adam", "sgd", "adadelta", "adafactor", "adagrad", "adamax", "asgd", "lbfgs", "muon",
     "nadam", "radam", "rmsprop", "rprop", "sparseadam",
 )  # fmt: skip
-MOMENTUM = ("sgd", "rmsprop", "muon")  # those with such a setting
-NO_DECAY = ("nothing", "norms_and_biases")
-PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+PRECISIONS: tuple[str, ...] = get_args(Precision)
 LOSS_SCALE = 65536.0  # fp16 begins with it by default, and halves it where it is too large
 CONTINUOUS = "continuous"
-EPOCHS = (CONTINUOUS, "padded", "exact")  # shardlab.data.sampler says what they are
+Epoch = Literal["continuous", "padded", "exact"]  # shardlab.data.sampler says what they are
+EPOCHS: tuple[str, ...] = get_args(Epoch)
 AUTO, STDLIB, SYNTHETIC = "auto", "stdlib", "synthetic"
 # Data sets that `shardlab data fetch` knows, or, the digits, that scikit-learn brings along.
 DATA_SETS = ("fineweb", "yelp", "cifar10", "mnist", "fashion_mnist", "digits")
 DATA_WORDS = (AUTO, STDLIB, SYNTHETIC, *DATA_SETS)  # a data source that is no path
-
+DEFAULT_BATCH = 8
 
 # For what evaluates nothing: a run's settings of its evaluations.
 NO_EVALUATION = dict.fromkeys(
     ("training.evaluate_every", "training.evaluate_samples", "training.patience")
 )
 
-
 # ------------------------------------------------------------------ what a value may be
 
-
-class Limit(NamedTuple):
-    words: str  # "must be ..."
-    holds: Callable[[Any], bool]
-
-
-AT_LEAST_0 = Limit("0 or more", lambda value: 0 <= value < math.inf)
-AT_LEAST_1 = Limit("at least 1", lambda value: value >= 1)
-COUNTED = Limit("at least 1 (it is counted, to say how large the trace will be)", AT_LEAST_1.holds)
-NEVER_OR = Limit("0 (never) or more seconds", AT_LEAST_0.holds)
-ABOVE_0 = Limit("above 0", lambda value: 0 < value < math.inf)
-INSIDE = Limit("above 0 and below 1", lambda value: 0 < value < 1)
-FRACTION = Limit("a fraction of the learning rate, 0 to 1", lambda value: 0 <= value <= 1)
-PORT = Limit("0 to 65535", lambda value: 0 <= value < 65536)
-MOST_S = 1e8  # three years; timers overflow beyond some thousand
-WAITED = Limit(f"above 0 and at most {MOST_S:,.0f} seconds", lambda value: 0 < value <= MOST_S)
 MOST = 2**63 - 1  # what a tensor's element and PyTorch's seed can hold
-# 0 stands for a number that follows from others, and is refused where nothing says it.
-COUNT = Limit("at least 1", lambda value: value >= 0)
-
-
-def limited(default: Any, limit: Limit) -> Any:
-    """A field whose values are within a limit. None, where it is the default, is allowed."""
-    return field(default=default, metadata={"limit": limit})
-
-
-def one_of(*known: str) -> Any:
-    """A field that is one of these words; the first is the default."""
-    return field(default=known[0], metadata={"known": known})
+LARGEST = 1e308
+MOST_S = 1e8  # three years; timers overflow beyond some thousand
+Whole = Annotated[int, Meta(ge=0, le=MOST)]
+Count = Annotated[int, Meta(ge=1, le=MOST)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+AtLeast0 = Annotated[float, Meta(ge=0, le=LARGEST)]
+Above0 = Annotated[float, Meta(gt=0, le=LARGEST)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Inside = Annotated[float, Meta(gt=0, lt=1)]
+Seconds = Annotated[float, Meta(gt=0, le=MOST_S)]
 
 
 def _refuse(reasons: Mapping[str, bool]) -> None:
@@ -93,25 +72,6 @@ def _refuse(reasons: Mapping[str, bool]) -> None:
     for message, is_true in reasons.items():
         if is_true:
             raise UsageError(message)
-
-
-class Section:
-    """A part of the config. Each field says which values it may have; they are checked here."""
-
-    def __post_init__(self) -> None:
-        section = type(self).__name__.removesuffix("Config").lower()
-        for spec in dataclasses.fields(cast(Any, self)):
-            value = getattr(self, spec.name)
-            known: Iterable[str] | None = spec.metadata.get("known")
-            if known is not None and value not in known:
-                if value.lower() not in known:
-                    raise unknown(f"{section}.{spec.name}", value, known)
-                object.__setattr__(self, spec.name, value.lower())  # FP16
-            if isinstance(value, int) and abs(value) > MOST:
-                raise UsageError(f"{section}.{spec.name} must be at most {MOST}, got {value}")
-            limit: Limit | None = spec.metadata.get("limit")
-            if limit is not None and value is not None and not limit.holds(value):
-                raise UsageError(f"{section}.{spec.name} must be {limit.words}, got {value}")
 
 
 def located(text: str) -> Path:
@@ -130,8 +90,7 @@ def located(text: str) -> Path:
 # ------------------------------------------------------------------ the sections
 
 
-@dataclass(frozen=True)
-class ModelConfig(Section):
+class ModelConfig(Struct, frozen=True):
     workload: str = "gpt2"  # a name of ours, or your own: path/to/file.py:attr, package.module:attr
     size: str | None = None  # a preset of the workload; None: the workload's own default
     options: dict[str, Any] = field(default_factory=dict)  # passed to the workload by name
@@ -141,132 +100,102 @@ class ModelConfig(Section):
             raise unknown("workload", self.workload, WORKLOADS)
 
 
-@dataclass(frozen=True)
-class DataConfig(Section):
+class DataConfig(Struct, frozen=True):
     # "auto": the workload's own data set if `shardlab data` has fetched it, else the nearest that
     # is on this machine; a run says which, and its config.yaml names it. "stdlib": the text of
     # Python's library; "synthetic": made up; the name of a data set that was fetched; else a file,
     # folder or glob
     source: str = AUTO
-    seq_len: int | None = limited(None, AT_LEAST_1)  # tokens per sample; None: the model's context
+    seq_len: Count | None = None  # tokens per sample; None: the model's context
     shuffle: bool = True  # a new order each epoch, from seed and epoch alone
     # What becomes of the samples that fill no whole batch at an epoch's end. "continuous": the next
     # epoch fills it up; "padded": samples of this one again; "exact": a short batch
-    epoch: str = one_of(*EPOCHS)
-    prefetch: int = limited(2, AT_LEAST_0)  # steps whose batches a thread prepares ahead; 0: no
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # A missing path is refused before anything starts; what is in it, the workload checks.
-        path = located(self.source)
-        if not (self.source in DATA_WORDS or path.exists() or glob.glob(str(path))):  # noqa: PTH207
-            raise UsageError(
-                f"no such data: {path}; data.source is a file, folder or glob, or "
-                f"one of {', '.join(DATA_WORDS)}"
-            )
+    epoch: Epoch = "continuous"
+    prefetch: Whole = 2  # steps whose batches a thread prepares ahead; 0: no
 
 
-@dataclass(frozen=True)
-class TrainingConfig(Section):
-    steps: int = limited(20, COUNT)
+class TrainingConfig(Struct, frozen=True):
+    steps: Whole = 20  # 0: not known yet, because epochs are given
     # Passes over the data: steps follow from its size, data.epoch and global_batch
-    epochs: float | None = limited(None, ABOVE_0)
-    global_batch: int = limited(8, COUNT)  # samples per step, over all ranks and micro-batches
-    accumulate: int = limited(1, COUNT)  # micro-batches per rank and step
-    # Samples of a rank in a micro-batch; accumulate follows from it and global_batch, or, where
-    # that is not given, global_batch from it and the number of ranks. (uneven: at most this many)
-    micro_batch: int | None = limited(None, AT_LEAST_1)
-    # uneven: the ranks' shares differ by one sample; the loss stays exact
-    batch_split: str = one_of("exact", "uneven")
+    epochs: Above0 | None = None
+    # Samples per step, over all ranks and micro-batches; 8, or with micro_batch what the ranks take
+    # at a time. 0: not known yet, because the number of ranks is not
+    global_batch: Whole = DEFAULT_BATCH
+    # The most samples that a rank takes at a time; it accumulates gradients over as many
+    # micro-batches as its share of global_batch needs. None: its share at once
+    micro_batch: Count | None = None
     optimizer: str = "adamw"  # a class of torch.optim, or your own: file.py:Class, module:Class
-    learning_rate: float = limited(1e-3, AT_LEAST_0)
-    weight_decay: float = limited(0.0, AT_LEAST_0)
-    no_decay: str = one_of(*NO_DECAY)  # norms_and_biases: parameters of fewer than two dimensions
-    momentum: float = limited(0.0, AT_LEAST_0)  # sgd, rmsprop, muon; 0: the class's own
-    betas: list[float] | None = None  # for Adam-like optimizers; None: the class's default
-    eps: float | None = limited(None, ABOVE_0)  # None: the class's default
-    optimizer_options: dict[str, Any] = field(default_factory=dict)  # other arguments of the class
+    learning_rate: AtLeast0 = 1e-3
+    weight_decay: AtLeast0 = 0.0
+    no_decay: Literal["nothing", "norms_and_biases"] = "nothing"  # fewer than two dimensions
+    # Other arguments of the class: {momentum: 0.9}, {betas: [0.9, 0.95], eps: 1e-8}
+    optimizer_options: dict[str, Any] = field(default_factory=dict)
     # "cosine": the rate falls to min_rate of itself over the run; or your own: file.py:function,
     # module:function, which gives the factor of a step, from 0
     schedule: str = "constant"
-    warmup_steps: int = limited(0, AT_LEAST_0)  # first steps, over which the rate rises in a line
-    min_rate: float = limited(0.0, FRACTION)  # cosine only
-    clip_norm: float | None = limited(None, ABOVE_0)  # largest norm of the gradient; None: any
-    clip_value: float | None = limited(None, ABOVE_0)  # largest element of the gradient; None: any
+    warmup_steps: Whole = 0  # first steps, over which the rate rises in a line
+    min_rate: Fraction = 0.0  # of the learning rate; cosine only
+    clip_norm: Above0 | None = None  # largest norm of the gradient; None: any
     # A moving average of the parameters, kept with the optimizer's state, and evaluated instead of
     # them: this much of it stays at each step. None: no average
-    ema_decay: float | None = limited(None, INSIDE)
+    ema_decay: Inside | None = None
     activation_checkpointing: bool = False  # blocks are computed again in backward, not kept
     # torch.compile. "blocks": each by itself, so that gradients still come one block at a time.
     # "model": as one, which is faster, but all gradients come at the end and nothing overlaps.
-    compile: str = one_of("none", "blocks", "model")
+    compile: Literal["none", "blocks", "model"] = "none"
     # What a NaN or infinite loss or gradient does: "stop"; "skip" the update, which costs the norm
     # of the gradient in each step; or "ignore". (fp16 skips by itself what its loss scale made
     # overflow.)
-    on_nonfinite: str = one_of("stop", "skip", "ignore")
-    evaluate_every: int | None = limited(None, AT_LEAST_0)  # steps; 0: at the end; None: never
-    evaluate_samples: int | None = limited(None, AT_LEAST_1)  # held-out ones; None: all
+    on_nonfinite: Literal["stop", "skip", "ignore"] = "stop"
+    evaluate_every: Whole | None = None  # steps; 0: at the end; None: never
+    evaluate_samples: Count | None = None  # held-out ones; None: all
     # The run ends when so many evaluations in a row have not lowered the held-out loss; None: no
-    patience: int | None = limited(None, AT_LEAST_1)
-    seed: int = limited(0, AT_LEAST_0)
+    patience: Count | None = None
+    seed: Whole = 0
 
     def __post_init__(self) -> None:
-        if ":" not in self.optimizer:
-            object.__setattr__(self, "optimizer", self.optimizer.lower())
-            if self.optimizer not in OPTIMIZERS:
-                raise unknown("training.optimizer", self.optimizer, OPTIMIZERS)
-        super().__post_init__()
-        is_own, has_own_schedule = ":" in self.optimizer, ":" in self.schedule
+        if ":" not in self.optimizer and self.optimizer not in OPTIMIZERS:
+            raise unknown("training.optimizer", self.optimizer, OPTIMIZERS)
+        has_own_schedule = ":" in self.schedule
         if not has_own_schedule and self.schedule not in SCHEDULES:
             raise unknown("training.schedule", self.schedule, SCHEDULES)
         _refuse({
-            **{f"training.{name} must be at least 1, got 0": getattr(self, name) == 0 and not said
-               for name, said in (("steps", self.epochs is not None),
-                                  ("global_batch", self.micro_batch is not None),
-                                  ("accumulate", self.micro_batch is not None))},
+            "training.steps must be at least 1, got 0": self.steps == 0 and self.epochs is None,
+            "training.global_batch must be at least 1, got 0":
+                self.global_batch == 0 and self.micro_batch is None,
             "training.evaluate_samples is for a run that evaluates; set training.evaluate_every":
                 self.evaluate_samples is not None and self.evaluate_every is None,
             "training.patience counts evaluations between steps; set training.evaluate_every to "
             "1 or more": self.patience is not None and not self.evaluate_every,
-            f"training.no_decay {self.no_decay} is for a run with decay; set training.weight_decay":
-                self.no_decay != NO_DECAY[0] and self.weight_decay == 0,
-            f"training.momentum is for sgd; {self.optimizer} has no such setting":
-                self.momentum > 0 and self.optimizer not in MOMENTUM and not is_own,
-            f"training.warmup_steps is for a schedule of ours; {self.schedule} says it all itself":
-                self.warmup_steps > 0 and has_own_schedule,
+            f"training.no_decay {self.no_decay} has no effect without training.weight_decay":
+                self.no_decay != "nothing" and self.weight_decay == 0,
+            "training.warmup_steps applies only to built-in schedules, and training.schedule is "
+            f"{self.schedule}": self.warmup_steps > 0 and has_own_schedule,
             f"training.warmup_steps {self.warmup_steps} is longer than the run of {self.steps} "
             "steps": self.warmup_steps > self.steps > 0,
             f"training.min_rate is for the cosine schedule; {self.schedule} does not fall":
                 self.min_rate > 0 and self.schedule != "cosine",
-            "training.clip_norm and training.clip_value: which comes first? Set one of them":
-                self.clip_norm is not None and self.clip_value is not None,
-            **{f"training.betas are 0 or more and below 1, got {value}": not 0 <= value < 1
-               for value in self.betas or ()},
         })  # fmt: skip
 
 
-@dataclass(frozen=True)
-class PrecisionConfig(Section):
+class PrecisionConfig(Struct, frozen=True):
     # bf16, fp16: autocast over fp32 weights; fp64: weights and compute, for proofs
-    compute: str = one_of(*PRECISIONS)
-    loss_scale: float | None = limited(None, ABOVE_0)  # fp16 begins with it; None: LOSS_SCALE
+    compute: Precision = "fp32"
+    loss_scale: Above0 | None = None  # fp16 begins with it; None: LOSS_SCALE
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _refuse({
             f"precision.loss_scale is for fp16; gradients in {self.compute} do not vanish":
                 self.loss_scale is not None and self.compute != "fp16",
         })  # fmt: skip
 
 
-@dataclass(frozen=True)
-class StrategyConfig(Section):
+class StrategyConfig(Struct, frozen=True):
     name: str = "simple_ddp"
     options: dict[str, Any] = field(default_factory=dict)  # passed to the strategy by name
 
     def __post_init__(self) -> None:
         known = naming.EVERY_STRATEGY
-        object.__setattr__(self, "name", naming.strategy_named(self.name))
         if ":" not in self.name and self.name not in known:
             raise unknown("strategy", self.name, [*known, *naming.ALIASES])
 
@@ -277,22 +206,20 @@ class StrategyConfig(Section):
         return f"{self.name} ({options})" if options else self.name
 
 
-@dataclass(frozen=True)
-class ProfileConfig(Section):
+class ProfileConfig(Struct, frozen=True):
     # Steps whose collectives are written out one by one; of later ones the totals are.
-    ledger_steps: int = limited(200, AT_LEAST_0)
+    ledger_steps: Whole = 200
     enabled: bool = False  # --profile: traces of some steps, by PyTorch's profiler
-    wait: int = limited(1, AT_LEAST_0)  # steps left alone before each window
-    warmup: int = limited(1, COUNTED)  # then recorded and thrown away
-    active: int = limited(3, AT_LEAST_1)  # then recorded and kept
-    repeat: int = limited(1, AT_LEAST_1)  # windows
+    wait: Whole = 1  # steps left alone before each window
+    warmup: Count = 1  # then recorded and thrown away; counted, to say how large the trace will be
+    active: Count = 3  # then recorded and kept
+    repeat: Count = 1  # windows
     shapes: bool = False  # record every operator's argument shapes; the costs: docs/capture.md
     stacks: bool = False  # the Python calls around every operator
     memory: bool = False  # every allocation and release
     memory_snapshot: bool = False  # GPU only: a file for PyTorch's memory viewer
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _refuse({
             f"profile.{key} is for a profiled run; add --profile, or profile.enabled: true":
                 getattr(self, key) and not self.enabled
@@ -314,29 +241,27 @@ class ProfileConfig(Section):
         return "warmup" if place < self.wait + self.warmup else "active"
 
 
-@dataclass(frozen=True)
-class LaunchConfig(Section):
-    world: int | None = limited(None, AT_LEAST_1)  # ranks; None: the launcher's, or 2 of our own
-    device: str = one_of("auto", "cpu", "cuda")
+class LaunchConfig(Struct, frozen=True):
+    world: Count | None = None  # ranks; None: the launcher's, or 2 of our own
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     # auto: gloo on CPU or on a shared GPU, nccl with a GPU for each rank
-    backend: str = one_of("auto", "gloo", "nccl")
-    port: int = limited(0, PORT)  # of rank 0, under srun and mpirun; 0: one that the job gives
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    port: Port = 0  # of rank 0, under srun and mpirun; 0: one that the job gives
     # Where rank 0 listens, under srun and mpirun. None: the first node, as far as they name it
     address: str | None = None
     # The network interface that ranks use, under torchrun, srun and mpirun. None: Gloo's or NCCL's
     interface: str | None = None
-    threads_per_rank: int = limited(1, AT_LEAST_1)  # on CPU; 2 ranks on 2 cores want 1
-    timeout_s: float = limited(300.0, WAITED)  # a collective that waits longer ends the run
+    threads_per_rank: Count = 1  # on CPU; 2 ranks on 2 cores want 1
+    timeout_s: Seconds = 300.0  # a collective that waits longer ends the run
     # When a rank dies, from the last checkpoint; torchrun has its own flag.
-    max_restarts: int = limited(0, AT_LEAST_0)
-    min_world: int | None = None  # a restart may have fewer ranks, down to this; None: as many
+    max_restarts: Whole = 0
+    min_world: Count | None = None  # a restart may have fewer ranks, down to this; None: the same
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         least = self.min_world
         _refuse({
             f"launch.min_world must be 1 to launch.world, got {least}":
-                least is not None and not 1 <= least <= (self.world or least),
+                least is not None and least > (self.world or least),
             "launch.min_world is for a run that is restarted; set launch.max_restarts":
                 least is not None and self.max_restarts == 0,
             "the nccl backend needs GPUs; use launch.backend gloo with launch.device cpu":
@@ -352,19 +277,17 @@ class LaunchConfig(Section):
         })  # fmt: skip
 
 
-@dataclass(frozen=True)
-class CheckpointConfig(Section):
+class CheckpointConfig(Struct, frozen=True):
     # Steps between checkpoints; the last step always has one. None: no checkpoints
-    every: int | None = limited(None, AT_LEAST_1)
-    keep_last: int = limited(2, AT_LEAST_1)  # this many of the newest stay
-    keep_every: int | None = limited(None, AT_LEAST_1)  # and those of steps that this divides
+    every: Count | None = None
+    keep_last: Count = 2  # this many of the newest stay
+    keep_every: Count | None = None  # and those of steps that this divides
     asynchronous: bool = False  # written by a thread while the run continues
     # "auto": the newest run of this config that did not finish, or a new one; a run folder:
     # continue there from its newest valid checkpoint; a checkpoint: begin with it in a new folder
     resume: str | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _refuse({
             f"checkpoint.{key} is for a run with checkpoints; set checkpoint.every":
                 bool(getattr(self, key)) and self.every is None
@@ -372,34 +295,31 @@ class CheckpointConfig(Section):
         })  # fmt: skip
 
 
-@dataclass(frozen=True)
-class GuardConfig(Section):
+class GuardConfig(Struct, frozen=True):
     # A run in which no rank moves for this long has hung, and is ended with a verdict. None: 60 s,
     # or ten times the longest pause until then; until the first step is made, nine tenths of
     # launch.timeout_s, as whenever model and data are built or a checkpoint is written. 0: never
-    hang_s: float | None = limited(None, NEVER_OR)
+    hang_s: AtLeast0 | None = None
     # First steps whose collectives are compared before they are launched.
-    check_steps: int = limited(3, AT_LEAST_0)
+    check_steps: Whole = 3
     # Steps; then all collectives that were launched are compared by a fingerprint.
-    check_every: int = limited(10, AT_LEAST_0)
+    check_every: Whole = 10
     # Steps after which replicas are compared, bit for bit; and before each checkpoint, with the
     # optimizer's state. 0: never
-    drift_every: int = limited(100, AT_LEAST_0)
+    drift_every: Whole = 100
 
 
-@dataclass(frozen=True)
-class OutputConfig(Section):
+class OutputConfig(Struct, frozen=True):
     dir: str | None = None  # this run's folder; None: runs/<time>-<workload>-<strategy>-w<world>
     root: str = "runs"
     # Steps between two lines of a log, where stderr is no terminal. None: a tenth of the run, at
     # most 100
-    log_every: int | None = limited(None, AT_LEAST_1)
+    log_every: Count | None = None
     tensorboard: bool = False  # train also writes its numbers to <dir>/tensorboard
     wandb: bool = False  # and to Weights & Biases, by its own settings (WANDB_MODE=offline …)
 
 
-@dataclass(frozen=True)
-class Config:
+class Config(Struct, frozen=True):
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -433,17 +353,69 @@ class Config:
             f"strategy 'single' is one process; launch.world is {world}: use --world 1, or another "
             "strategy": world not in (None, 1) and self.strategy.name == "single",
         })  # fmt: skip
-        if world is not None:
-            shares = data_ranks(self.strategy, world)
-            object.__setattr__(self, "training", share_batch(self.training, shares))
+        batch, shares = self.training.global_batch, self.data_ranks
+        if 0 < batch < shares:
+            raise UsageError(
+                f"training.global_batch {batch} is too small for {shares} ranks, which take one "
+                f"sample or more each; use {shares} or more"
+            )
 
-    def refuse_used_folder(self) -> None:
+    # -------------------------------------------------------------- the batch
+
+    @property
+    def data_ranks(self) -> int:
+        """Among how many a batch is shared out: ranks that cut one model between them count once.
+        1, if the number of ranks is not known yet."""
+        return 1 if self.launch.world is None else data_ranks(self.strategy, self.launch.world)
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of a rank in a step."""
+        micro_batch = self.training.micro_batch
+        return 1 if micro_batch is None else self._share_over(micro_batch)
+
+    def at_world(self, world: int) -> Config:
+        """The same run on this many ranks."""
+        return _with_batch(replace(self, launch=replace(self.launch, world=world)))
+
+    def in_parts(self, times: int) -> Config:
+        """The same batch, of which each rank takes its share in this many micro-batches."""
+        micro_batch = None if times == 1 else self._share_over(times)
+        return replace(self, training=replace(self.training, micro_batch=micro_batch))
+
+    def _share_over(self, number: int) -> int:
+        """A rank's share of the batch divided by a number, rounded up."""
+        return max(1, -(-self.training.global_batch // (self.data_ranks * number)))
+
+    def started_anew(self) -> Config:
+        """The same run in a folder of its own, from its first step."""
+        output, checkpoint = replace(self.output, dir=None), replace(self.checkpoint, resume=None)
+        return replace(self, output=output, checkpoint=checkpoint)
+
+    # -------------------------------------------------------------- files
+
+    def check_paths(self) -> None:
+        """Before any work: the data exists, and a folder for the files can be made."""
+        self._refuse_missing_data()
+        self._refuse_used_folder()
+        if self.checkpoint.resume in (None, AUTO):  # a run that resumes has a folder
+            runfolder.refuse_unwritable(located(self.output.dir or self.output.root))
+
+    def _refuse_missing_data(self) -> None:
+        path = located(self.data.source)  # what is in it, the workload checks
+        if not (self.data.source in DATA_WORDS or path.exists() or glob.glob(str(path))):  # noqa: PTH207
+            raise UsageError(
+                f"no such data: {path}; data.source is a file, folder or glob, or "
+                f"one of {', '.join(DATA_WORDS)}"
+            )
+
+    def _refuse_used_folder(self) -> None:
         """The output folder must be new or empty; with resume: auto it may be a run's."""
         if self.output.dir is None:
             return
         folder = located(self.output.dir)
         is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-        is_resumed = self.checkpoint.resume == "auto"
+        is_resumed = self.checkpoint.resume == AUTO
         _refuse({
             f"the output folder {folder} is not empty and not the folder of a run; choose another":
                 is_resumed and not is_new and not (folder / "config.yaml").is_file(),
@@ -456,20 +428,18 @@ class Config:
         chosen = Path(self.output.dir) if self.output.dir else None
         return runfolder.new_folder(Path(self.output.root), name, chosen)
 
-    def refuse_unwritable(self) -> None:
-        """Before the work: a folder for its files can be made. (A run that resumes has one.)"""
-        if self.checkpoint.resume in (None, "auto"):
-            runfolder.refuse_unwritable(located(self.output.dir or self.output.root))
+    # -------------------------------------------------------------- to and from plain values
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> Config:
-        """A copy with ``{"training.steps": 3}`` applied, checked anew."""
-        return _resolved(_merged(self.to_dict(), overrides))
+        """A copy with ``{"training.steps": 3}`` applied, checked again."""
+        return from_dict(_over(self.to_dict(), overrides)) if overrides else self
 
 
 def data_ranks(strategy: StrategyConfig, world: int) -> int:
@@ -478,30 +448,14 @@ def data_ranks(strategy: StrategyConfig, world: int) -> int:
     return world if axes is None else axes.data
 
 
-def share_batch(training: TrainingConfig, world: int) -> TrainingConfig:
-    """The same, with what follows from ``micro_batch``. A batch that ``world`` ranks cannot share
-    as asked is refused."""
-    micro, given = training.micro_batch, training.accumulate
-    part = world * (given if micro is None else micro)  # the batch must be a multiple of this
-    batch = training.global_batch or part * (given or 1)
-    if batch % part and training.batch_split == "exact":
-        lower = batch // part * part
-        what = f"training.global_batch {batch} is no multiple of {world} ranks x "
-        what += f"training.micro_batch {micro}"
-        if micro is None:
-            what = f"a global batch of {batch} cannot be divided evenly over {world} ranks x "
-            what += f"{given} micro-batches"
-        near = f"{lower} or {lower + part}" if lower else str(part)
-        raise UsageError(f"{what}; use {near}, or training.batch_split: uneven")
-    if micro is None:
-        return training
-    needed = -(-batch // part)
-    if given not in (0, needed):
-        raise UsageError(
-            f"training.global_batch {batch} is not {world} ranks x training.micro_batch {micro} x "
-            f"training.accumulate {given}; leave out training.accumulate: it would be {needed}"
-        )
-    return dataclasses.replace(training, global_batch=batch, accumulate=needed)
+def _with_batch(config: Config) -> Config:
+    """The config with the global batch that follows from the micro-batch and the ranks."""
+    training = config.training
+    if training.global_batch or config.launch.world is None:
+        return config
+    assert training.micro_batch is not None
+    batch = config.data_ranks * training.micro_batch
+    return replace(config, training=replace(training, global_batch=batch))
 
 
 # ------------------------------------------------------------------ from YAML and flags
@@ -607,20 +561,9 @@ def _text_of(path: Path) -> str:
     status = path.stat()
     # A shell's pipe has no name: it leads to /proc/7/fd/pipe:[99]. One with a name is a FIFO, and
     # opening it would wait for whoever writes into it.
-    if stat.S_ISFIFO(status.st_mode) and not path.resolve().exists():
-        return _piped(path, status.st_ino)
-    if not stat.S_ISREG(status.st_mode):
+    is_shells_pipe = stat.S_ISFIFO(status.st_mode) and not path.resolve().exists()
+    if not (is_shells_pipe or stat.S_ISREG(status.st_mode)):
         raise OSError(errno.EINVAL, "not a regular file")
-    return _limited(path)
-
-
-@functools.cache
-def _piped(path: Path, _inode: int) -> str:
-    """It can be read once, and a command asks for its config more than once."""
-    return _limited(path)
-
-
-def _limited(path: Path) -> str:
     with path.open("rb") as file:
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
@@ -629,73 +572,40 @@ def _limited(path: Path) -> str:
 
 
 def load(
-    path: str | Path | None = None,
+    source: str | Path | Mapping[str, Any] | None = None,
     overrides: Mapping[str, Any] | None = None,
     base: Mapping[str, Any] | None = None,
 ) -> Config:
-    """The file's config with the overrides on top; what it leaves out is ``base``'s, or default."""
-    values = {} if path is None else settings_in(Path(path))
-    sections = {key: dict(value) for key, value in (base or {}).items()}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and key in sections:
-            sections[key] = _over(sections[key], value)
-        else:
-            sections[key] = value
-    return from_dict(_merged(sections, overrides or {}))
+    """The config of a file, or of what it says, with the overrides on top; what it leaves out is
+    ``base``'s, or default."""
+    given = settings_in(Path(source)) if isinstance(source, str | Path) else source or {}
+    values = dict(base or {})
+    for name, inside in given.items():
+        is_section = isinstance(inside, Mapping) and isinstance(values.get(name), Mapping)
+        values[name] = _section_over(values[name], inside) if is_section else inside
+    return from_dict(_over(values, overrides or {}))
 
 
-def from_dict(values: Mapping[str, Any]) -> Config:
-    """What a user asks for, whose output folder must be free: it is not looked at again."""
-    config = _resolved(values)
-    config.refuse_used_folder()
-    return config
-
-
-def _resolved(values: Mapping[str, Any]) -> Config:
-    training = values.get("training")
-    if isinstance(training, Mapping):
-        follow = dict.fromkeys(("steps",) if training.get("epochs") is not None else (), 0)
-        if training.get("micro_batch") is not None:
-            follow |= {"global_batch": 0, "accumulate": 0}
-        values = {**values, "training": {**follow, **training}}
-    return _build(Config, values, "")
-
-
-def _over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """One section, in which ``upper`` has the last word: also on a number that would follow from
-    what only ``lower`` says. Within one of them, both are kept and compared."""
-    merged = {**lower, **upper}
-
-    def says(key: str) -> bool:
-        return bool(upper.get(key))
-
-    for key, rival in (("steps", "epochs"), ("epochs", "steps")):
-        if says(key) and not says(rival):
-            merged.pop(rival, None)
-    if merged.get("micro_batch") is not None:
-        if says("accumulate") and not says("micro_batch") and merged.get("global_batch"):
-            del merged["micro_batch"]
-        elif (says("micro_batch") or says("global_batch")) and not says("accumulate"):
-            merged.pop("accumulate", None)
-    return merged
-
-
-def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _over(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """``values`` with each ``section.key`` (or ``section.options.key``) set."""
-    result = dict(values)
-    training, launch = result.get("training"), result.get("launch")
-    if isinstance(training, Mapping):
-        prefix = "training."
-        above = {k.removeprefix(prefix): v for k, v in overrides.items() if k.startswith(prefix)}
-        result["training"] = training = _over(training, above)
-        was = launch.get("world") if isinstance(launch, Mapping) else None
-        is_other = was is not None and overrides.get("launch.world", was) != was
-        if is_other and training.get("micro_batch") is not None and "accumulate" not in above:
-            training.pop("accumulate", None)  # it followed from the number of ranks
     for dotted in overrides:
         if "." not in dotted and dotted != "faults":
             raise UsageError(f"'{dotted}' is not section.key, as in training.steps")
+    result = dict(values)
+    if isinstance(training := result.get("training"), Mapping):
+        prefix = "training."
+        above = {k.removeprefix(prefix): v for k, v in overrides.items() if k.startswith(prefix)}
+        result["training"] = _section_over(training, above)
     return with_settings(result, overrides)
+
+
+def _section_over(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """A section in which ``upper`` has the last word: its steps also replace ``lower``'s epochs."""
+    merged = {**lower, **upper}
+    for key, rival in (("steps", "epochs"), ("epochs", "steps")):
+        if upper.get(key) and not upper.get(rival):
+            merged.pop(rival, None)
+    return merged
 
 
 def with_settings(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -712,26 +622,59 @@ def with_settings(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dic
     return result
 
 
-def _build(cls: type[T], values: Mapping[str, Any], where: str) -> T:
-    """The dataclass ``cls`` from a mapping: unknown keys and wrong types are refused."""
-    assert dataclasses.is_dataclass(cls)
-    hints = get_type_hints(cls)
-    names = [f.name for f in dataclasses.fields(cls)]
-    arguments: dict[str, Any] = {}
-    for key, value in values.items():
-        if key not in names:
-            raise _unknown_key(key, where, names)
-        path = f"{where}.{key}" if where else str(key)
+def from_dict(values: Mapping[str, Any]) -> Config:
+    """The config of these sections. Each refusal names the key, the value, and what is right."""
+    ready = {name: _ready(name, inside) for name, inside in values.items()}
+    try:
+        return _with_batch(msgspec.convert(ready, Config))
+    except msgspec.ValidationError as error:
+        raise _in_our_words(str(error), ready) from None
+
+
+# The type of each key, by section.
+SECTIONS: dict[str, dict[str, Any]] = {
+    name: get_type_hints(kind) for name, kind in get_type_hints(Config).items() if name != "faults"
+}
+# Keys that are gone, and what does the same.
+GONE = {
+    "training.accumulate": "training.micro_batch",
+    "training.batch_split": "training.micro_batch",
+    "training.momentum": "training.optimizer_options.momentum",
+    "training.betas": "training.optimizer_options.betas",
+    "training.eps": "training.optimizer_options.eps",
+    "training.clip_value": "training.clip_norm",
+}
+
+
+def _ready(name: Any, inside: Any) -> Any:
+    """A section's values as msgspec takes them. A key that nobody knows is refused."""
+    if name == "faults":
+        return inside or []
+    if name not in SECTIONS:
+        raise _unknown_key(name, "", [*SECTIONS, "faults"])
+    hints = SECTIONS[name]
+    if not isinstance(inside, Mapping | None):
+        keys = ", ".join(hints)
+        raise UsageError(f"{name} is a section, not a {kind_of(inside)}; its keys: {keys}")
+    result = {}
+    for key, value in (inside or {}).items():
+        if key not in hints:
+            raise _unknown_key(key, name, hints)
         hint = hints[key]
-        if dataclasses.is_dataclass(hint):
-            value = {} if value is None else value
-            if not isinstance(value, Mapping):
-                keys = ", ".join(f.name for f in dataclasses.fields(cast(Any, hint)))
-                raise UsageError(f"{path} is a section, not a {kind_of(value)}; its keys: {keys}")
-            arguments[key] = _build(cast(type[Any], hint), value, path)
-        else:
-            arguments[key] = typed(value, hint, path)
-    return cast(T, cls(**arguments))
+        is_word = get_origin(hint) is Literal or (key == "optimizer" and ":" not in str(value))
+        if is_word and isinstance(value, str):
+            value = value.lower()  # FP16, AdamW
+        if value is None and get_origin(hint) is dict:
+            value = {}
+        result[key] = value
+    training = name == "training"
+    if training and result.get("epochs") is not None:
+        result.setdefault("steps", 0)
+    if training and result.get("micro_batch") is not None:
+        result.setdefault("global_batch", 0)
+    if name == "strategy" and isinstance(result.get("name"), str):
+        result["name"] = naming.strategy_named(result["name"])
+    return result
 
 
 # Sections with keys that no other section has, where a key in the wrong place is looked for.
@@ -739,10 +682,60 @@ _LOOKED_IN = ("data", "training", "precision", "launch")
 
 
 def _unknown_key(key: object, where: str, names: Iterable[str]) -> UsageError:
-    """A key that stands in the wrong section is answered with the right one; any other with the
-    nearest."""
+    """A key that is gone, or stands in the wrong section, is answered with the right one; any other
+    with the nearest."""
     kind, word = f"key in {where}" if where else "section", str(key)
-    sections = get_type_hints(Config)
-    if found := [f"{s}.{word}" for s in _LOOKED_IN if word in get_type_hints(sections[s])]:
-        return UsageError(f"unknown {kind} '{word}'; did you mean '{found[0]}'?")
+    right = GONE.get(f"{where}.{word}") or GONE.get(f"training.{word}")
+    found = [f"{s}.{word}" for s in _LOOKED_IN if word in SECTIONS[s]]
+    if right or found:
+        return UsageError(f"unknown {kind} '{word}'; did you mean '{right or found[0]}'?")
     return unknown(kind, key, names)
+
+
+# ------------------------------------------------------------------ msgspec's refusals in our words
+
+_KINDS = {
+    "int": "whole number", "float": "number", "str": "text", "bool": "true or false",
+    "object": "mapping", "array": "list",
+}  # fmt: skip
+_LIMITS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
+_REFUSAL = re.compile(r"(?P<what>.*?) - at `(?P<key>key` in `)?\$\.?(?P<path>.*)`", re.DOTALL)
+_EXPECTED = re.compile(r"Expected `(?P<kind>\w+)[^`]*`(?: (?P<limit>[<>]=?) (?P<number>\S+))?")
+
+
+def _in_our_words(text: str, values: Mapping[str, Any]) -> UsageError:
+    """``Expected `int` >= 1 - at `$.training.steps` `` with the value that was given."""
+    found = _REFUSAL.fullmatch(text)
+    if found is None:
+        return UsageError(f"the config: {text}")
+    path = found["path"]
+    value = _value_at(values, path)
+    if found["key"]:
+        return UsageError(f"the keys of {path} must be text: {value!r}")
+    words = _known_at(path)
+    if words and isinstance(value, str):
+        return unknown(path, value, words)
+    expected = _EXPECTED.match(found["what"])
+    if expected is None:
+        return UsageError(f"{path}: {found['what']}, got {value!r}")
+    if expected["limit"]:
+        number = float(expected["number"])
+        shown = f"{int(number):,}" if number.is_integer() and number < 1e15 else expected["number"]
+        limit = f"{_LIMITS[expected['limit']]} {shown}"
+        return UsageError(f"{path} must be {limit}, got {value}")
+    kind = "text" if words else _KINDS.get(expected["kind"], expected["kind"])
+    return UsageError(f"{path} must be a {kind}, got {kind_of(value)}: {value!r}")
+
+
+def _value_at(values: Any, path: str) -> Any:
+    """What stands at ``training.steps`` or ``faults[0]``."""
+    for part in re.findall(r"\w+", path):
+        values = values[int(part)] if isinstance(values, list) else values[part]
+    return values
+
+
+def _known_at(path: str) -> tuple[str, ...]:
+    """The words that a key may be, if it is one of a few."""
+    section, _, key = path.partition(".")
+    hint = SECTIONS.get(section, {}).get(key)
+    return get_args(hint) if get_origin(hint) is Literal else ()

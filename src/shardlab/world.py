@@ -148,7 +148,7 @@ def choose(launch: LaunchConfig, local_rank: int, local_size: int) -> tuple[torc
     if backend == "nccl" and local_size > gpus:
         raise UsageError(
             f"{local_size} ranks with nccl need {local_size} GPUs, this machine has {gpus}; "
-            f"use --world {gpus}, or --backend gloo to let ranks share a GPU"
+            f"use --world {gpus}, or --set launch.backend=gloo to let ranks share a GPU"
         )
     return torch.device("cuda", local_rank % gpus), backend
 

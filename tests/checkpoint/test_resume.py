@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import commands
 import toys
@@ -130,19 +131,18 @@ def assert_close(first: Any, second: Any, what: str) -> None:
 # ------------------------------------------------------------------ whole runs
 
 NOT_EVALUATED = {"training.evaluate_every": None, "training.evaluate_samples": None}
-UNEVEN = {"training.batch_split": "uneven"}
 # What a run may keep of its own, each under one strategy. The order of a sum matters, and with it
 # how buckets are laid out: that shows on three ranks.
 VARIED: list[tuple[str, int, dict[str, Any]]] = [
-    ("simple_ddp", 2, {"training.accumulate": 2, "data.prefetch": 0}),
+    ("simple_ddp", 2, {"training.micro_batch": 2, "training.global_batch": 8, "data.prefetch": 0}),
     ("zero3", 2, {"checkpoint.asynchronous": True}),
     ("zero3", 2, {"precision.compute": "fp16"}),
     ("pytorch_zero3", 2, {"precision.compute": "bf16"}),
     ("bucket_ddp_async", 2, {"strategy.options": {"comm_dtype": "bf16"}}),
     ("zero1", 2, {"model.workload": "cnn_mnist", "model.options": {"dropout": True},
                   **NOT_EVALUATED}),
-    ("bucket_ddp_async", 3, UNEVEN),
-    ("pytorch_ddp", 3, UNEVEN),
+    ("bucket_ddp_async", 3, {}),
+    ("pytorch_ddp", 3, {}),
 ]  # fmt: skip
 PLAIN = [(name, 2, {}) for name in STRATEGIES if name != "single"]
 
@@ -152,7 +152,7 @@ PLAIN = [(name, 2, {}) for name in STRATEGIES if name != "single"]
     [
         *long_unless(lambda strategy, *_: strategy == "simple_ddp", VARIED),
         *deep_unless(lambda *_: False, [("single", 1, {}), *PLAIN]),
-        *deep_unless(lambda *_: False, [(n, 3, UNEVEN) for n in ("zero3", "pytorch_zero3")]),
+        *deep_unless(lambda *_: False, [(n, 3, {}) for n in ("zero3", "pytorch_zero3")]),
     ],
 )
 def test_a_run_goes_on_exactly(
@@ -246,7 +246,7 @@ def test_epochs_and_a_micro_batch_go_on(ranks: GetRanks, tmp_path: Path) -> None
     result, folder = train(ranks, 2, values)
     assert result["steps"] == 3
     saved = configs.load(folder / "config.yaml")
-    assert (saved.training.steps, saved.training.accumulate) == (3, 2)
+    assert (saved.training.steps, saved.accumulate) == (3, 2)
     with pytest.raises(UsageError, match=r"training\.steps is 4; leave out one of them"):
         train(ranks, 2, saved.with_overrides({"training.steps": 4, **given}).to_dict())
 
@@ -255,7 +255,7 @@ def test_epochs_and_a_micro_batch_go_on(ranks: GetRanks, tmp_path: Path) -> None
     train(ranks, 1, configs.load(None, more, again).to_dict())
     assert [row["step"] for row in read_jsonl(folder / "rank0.jsonl")] == list(range(5))
     saved = configs.load(folder / "config.yaml")
-    assert (saved.training.steps, saved.training.accumulate) == (5, 4)
+    assert (saved.training.steps, saved.accumulate) == (5, 4)
 
 
 # ------------------------------------------------------------------ which run "auto" means
@@ -383,9 +383,9 @@ def test_code_is_run_only_if_it_is_named(key: str, tmp_path: Path) -> None:
     assert "root" not in base["output"]
     section, _, name = key.partition(".")
     (tmp_path / "mine.yaml").write_text(f"{section}: {{{name}: '{CODE}'}}")
-    named = resumes.named_by(tmp_path / "mine.yaml", {})
+    named = resumes.named_by(configs.settings_in(tmp_path / "mine.yaml"), {})
     assert named == {**dict.fromkeys(resumes.CODE), key: CODE}
-    assert named == resumes.named_by(None, {key: CODE})
+    assert named == resumes.named_by({}, {key: CODE})
     base = resumes.settings_of(str(run), named)
     assert base[section][name] == CODE
 
@@ -406,3 +406,27 @@ def test_the_command_refuses_before_it_imports(key: str, tmp_path: Path) -> None
     assert said.returncode == 2
     assert f"only if you name it: {resumes.CODE[key]}{CODE}" in said.stderr
     assert not (tmp_path / "ran").exists()
+
+
+# ------------------------------------------------------------------ what an older version wrote
+
+OLDER = {
+    "accumulate": 2, "batch_split": "exact", "global_batch": 8, "micro_batch": None,
+    "momentum": 0.9, "betas": None, "eps": 1e-6, "clip_value": None, "optimizer": "sgd",
+}  # fmt: skip
+
+
+def test_the_settings_of_an_older_run_are_read_in_todays_keys(tmp_path: Path) -> None:
+    def resumed(**changes: Any) -> Config:
+        (tmp_path / "run" / "checkpoints" / files.name_of(1)).mkdir(parents=True, exist_ok=True)
+        older = {"training": {**OLDER, **changes}, "launch": {"world": 2}}
+        (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(older))
+        return configs.load(None, {}, resumes.settings_of(str(tmp_path / "run")))
+
+    config = resumed()
+    assert (config.training.global_batch, config.accumulate) == (8, 2)
+    assert config.training.optimizer_options == {"momentum": 0.9, "eps": 1e-6}
+    assert resumed(accumulate=1).training.micro_batch is None
+    assert resumed(accumulate=4, micro_batch=1).accumulate == 4
+    with pytest.raises(UsageError, match=r"'clip_value'; did you mean 'training\.clip_norm'\?"):
+        resumed(clip_value=1.0)

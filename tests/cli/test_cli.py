@@ -13,10 +13,11 @@ from unittest import mock
 import pytest
 
 import commands
+from shardlab.cli import flags
 from shardlab.config import Config
 from shardlab.naming import EVERY_STRATEGY, WORKLOADS
 
-COMMANDS = ["train", "compare", "prove", "strategies", "workloads", "doctor", "version"]
+COMMANDS = ["train", "compare", "prove", "list", "doctor"]
 
 
 @pytest.mark.alone
@@ -54,16 +55,15 @@ REFUSED = {  # what this room says itself, and one word of a config by each way 
     "train --set training.steps": "--set training.steps: not KEY=VALUE",
     "train --set strategy.options.buckets=3": "unknown option of strategy simple_ddp",
     "train --micro_batch 0": "training.micro_batch must be at least 1",
-    "train --world 2 --backend nccl --device cuda": "GPU",
+    "train --world 2 --set launch.backend=nccl --device cuda": "GPU",
     "train --data words.bin": "words.bin is not a token shard",
     "train --out full": "the output folder full exists and is not empty",
-    "train --port 29500": "launch.port is for ranks that a launcher has started",
-    "train --strategy zero1:tensor=2 --tensor 4": "--strategy says tensor=2, and --tensor 4",
+    "train --set launch.port=29500": "launch.port is for ranks that a launcher has started",
     "train --epochs 0.01 --set training.steps=4 --data synthetic": (
         "training.epochs 0.01 are 3 steps (2,048 samples, global batch 8) and training.steps"
     ),
     "train --log-level loud": "unknown log level 'loud'; known: debug, info",
-    "--log-level infos strategies": "unknown log level 'infos'; did you mean 'info'?",
+    "--log-level infos list": "unknown log level 'infos'; did you mean 'info'?",
 }
 
 
@@ -119,9 +119,41 @@ def test_a_letter_is_one_flag_on_every_command() -> None:
     assert {short: names for short, names in by_short.items() if len(names) > 1} == {}
 
 
+# A new flag needs an old one to go: everything else is --set KEY=VALUE.
+FLAGS = {
+    "train": {
+        "--config", "--set", "--workload", "--size", "--data", "--seq-len", "--precision", "--seed",
+        "--steps", "--epochs", "--global-batch", "--micro-batch", "--optimizer", "--learning-rate",
+        "--strategy", "--world", "--device", "--checkpoint-every", "--resume", "--max-restarts",
+        "--inject", "--profile", "--out", "--quiet", "--json",
+    },
+    "compare": {
+        "--config", "--set", "--workload", "--size", "--precision", "--global-batch",
+        "--micro-batch", "--strategies", "--world", "--device", "--repeats", "--warmup", "--steps",
+        "--to-loss", "--tokens", "--seeds", "--prove", "--fresh", "--time-limit", "--profile",
+        "--against", "--fail-if", "--out", "--quiet", "--json",
+    },
+}  # fmt: skip
+EVERYWHERE = {"--help", "--log-level"}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_the_flags_are_frozen(name: str) -> None:
+    (command,) = (c for c in commands.tree() if c.name == name)
+    assert {option.opts[0] for option in command.options.values()} - EVERYWHERE == FLAGS[name]
+    assert len(FLAGS[name]) <= 25
+
+
+def test_the_defaults_that_help_states_are_the_configs() -> None:
+    standard = Config().to_dict()
+    for name, flag in flags.FLAGS.items():
+        section, _, key = flag.key.partition(".")
+        if flag.default is not None:
+            assert standard[section][key] == flag.default, name
+
+
 def test_the_version(tmp_path: Path) -> None:
-    for args in (["--version"], ["version"]):
-        assert commands.here(*args, cwd=tmp_path).stdout.strip() == version("shardlab")
+    assert commands.here("--version", cwd=tmp_path).stdout.strip() == version("shardlab")
 
 
 def test_a_shell_completes_commands_and_flags(tmp_path: Path) -> None:
@@ -138,11 +170,11 @@ def test_a_shell_completes_commands_and_flags(tmp_path: Path) -> None:
 
 
 def test_lists(tmp_path: Path) -> None:
-    for command, known in (("strategies", EVERY_STRATEGY), ("workloads", WORKLOADS)):
-        rows = json.loads(commands.here(command, "--json", cwd=tmp_path).stdout)[command]
-        assert list(rows) == list(known)
-        assert all(rows.values())
-        text = commands.here(command, cwd=tmp_path).stdout
+    listed = json.loads(commands.here("list", "--json", cwd=tmp_path).stdout)
+    text = commands.here("list", cwd=tmp_path).stdout
+    for kind, known in (("strategies", EVERY_STRATEGY), ("workloads", WORKLOADS)):
+        assert list(listed[kind]) == list(known)
+        assert all(listed[kind].values())
         assert all(name in text for name in known)
 
 

@@ -18,7 +18,7 @@ COMMANDS = {
     "train": (*TINY,),
     "compare": (*TINY, "--strategies", "simple_ddp,zero1"),
     "prove": (*TINY, "--strategies", "zero1"),
-    "plan": (*TINY, "--ranks", "2,8"),
+    "plan": (*TINY, "--world", "2,8"),
     "memory": (*TINY, "--strategies", "zero1"),
     "throughput": (*TINY,),
     "network": (),
@@ -67,5 +67,5 @@ MOMENTS = {
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_ctrl_c_says_a_line_at_any_moment(moment: str, tmp_path: Path) -> None:
     (tmp_path / "moment.py").write_text(INTERRUPTED.format(MOMENTS[moment]))
-    ended = commands.run(sys.executable, "-m", "moment", "version", cwd=tmp_path)
+    ended = commands.run(sys.executable, "-m", "moment", "--version", cwd=tmp_path)
     assert (ended.returncode, ended.stderr) == (130, "interrupted\n")

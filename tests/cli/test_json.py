@@ -23,17 +23,18 @@ FEW = "--warmup 2 --steps 1"
 
 # What runs a model that prints, in processes of its own.
 OF_A_MODEL = {
-    "train": f"{LOUD} --steps 5 --profile --checkpoint-every 5 --evaluate-every 0 --out run",
+    "train": f"{LOUD} --steps 5 --profile --checkpoint-every 5 "
+    "--set training.evaluate_every=0 --out run",
     "compare": f"{LOUD} --strategies simple_ddp --repeats 1 {FEW} --no-profile --fail-if wrong",
     "prove": f"{LOUD} --strategies zero1",
     "throughput": f"{LOUD} --micro-batch 2 --world 2 {FEW}",
     "memory": f"{LOUD} --strategies zero1 --measure",
-    "plan": f"{LOUD} --strategies zero1 --ranks 4 --device h100",
+    "plan": f"{LOUD} --strategies zero1 --world 4 --machine h100",
 }
 # What looks at files, or at the machine.
 OTHERS = {
-    "network": "--max-size 16KiB --rounds 2 --time-limit 20 --device cpu",
-    "strategies": "", "workloads": "", "doctor": "", "schedule": "all",
+    "network": "--max-size 16KiB --rounds 2 --total-time 20 --device cpu",
+    "list": "", "doctor": "", "schedule": "all",
     "trace analyze": "run", "trace diff": "run run", "checkpoint show": "run",
     "runs": "--dir .", "runs show": "run",
     "learn": "", "learn check": "sampler.py",
@@ -177,9 +178,9 @@ def test_the_page_for_scripts(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_leaves(tmp_path: Path) -> None:
-    """`shardlab strategies --json | true` ends without a traceback."""
+    """`shardlab list --json | true` ends without a traceback."""
     done = commands.run(
-        "bash", "-c", f"{sys.executable} -m shardlab strategies --json | true", cwd=tmp_path
+        "bash", "-c", f"{sys.executable} -m shardlab list --json | true", cwd=tmp_path
     )
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
@@ -189,8 +190,8 @@ def test_a_reader_that_leaves(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("strategies --json", "the result cannot be written to stdout"),
-        ("strategies", "cannot write to stdout"),
+        ("list --json", "the result cannot be written to stdout"),
+        ("list", "cannot write to stdout"),
         ("train --help", "cannot write to stdout"),
     ],
 )

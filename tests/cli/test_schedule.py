@@ -33,7 +33,7 @@ def ranks_of(text: str) -> list[str]:
 
 
 def test_a_schedule_is_drawn_with_its_numbers(tmp_path: Path) -> None:
-    text = said(tmp_path, "1f1b", "--stages", "4", "--microbatches", "8")
+    text = said(tmp_path, "1f1b", "--world", "4", "--microbatches", "8")
     assert DRAWN in text
     for words in (
         "33 ms: each rank works 24 ms and is idle 9 ms",
@@ -63,7 +63,7 @@ def test_a_schedule_is_drawn_with_its_numbers(tmp_path: Path) -> None:
 def test_lines_fit(
     name: str, stages: int, micro: int, times: str, width: int, tmp_path: Path
 ) -> None:
-    asked = [name, "--stages", f"{stages}", "--microbatches", f"{micro}", *times.split()]
+    asked = [name, "--world", f"{stages}", "--microbatches", f"{micro}", *times.split()]
     text = said(tmp_path, *asked, width=width)
     assert "nan" not in text
     # Headings of the table never fold: below 75 columns they are the terminal's to wrap.
@@ -77,7 +77,7 @@ def test_lines_fit(
 
 def test_too_wide_is_scaled_and_says_so(tmp_path: Path) -> None:
     """Of a rank that works without a pause, no character is idle."""
-    text = said(tmp_path, "gpipe", "--stages", "2", "--microbatches", "500")
+    text = said(tmp_path, "gpipe", "--world", "2", "--microbatches", "500")
     assert "a character is 20.6 ms, and shows what took most of it" in text
     first, second = ranks_of(text)
     assert set(first[1:]) == {"F", "B"}
@@ -86,7 +86,7 @@ def test_too_wide_is_scaled_and_says_so(tmp_path: Path) -> None:
 
 
 def test_a_second_stage_has_small_letters(tmp_path: Path) -> None:
-    text = said(tmp_path, "interleaved", "--stages", "2", "--microbatches", "4", width=120)
+    text = said(tmp_path, "interleaved", "--world", "2", "--microbatches", "4", width=120)
     assert ranks_of(text)[0].startswith("F0--F1--f0--f1--F2--")
     assert "small letters: a rank's second stage" in text
     assert "every second stage" in said(tmp_path, "interleaved", "--chunks", "3")
@@ -111,7 +111,7 @@ def test_json_says_all(tmp_path: Path) -> None:
     chunks = {row["name"]: row["chunks"] for row in json.loads(text)["schedules"]}
     # They go to those that can have them.
     assert chunks == {"gpipe": 1, "1f1b": 1, "interleaved": 3, "zero_bubble": 1}
-    asked = ("zero_bubble", "--stages", "2", "--microbatches", "2", "--json")
+    asked = ("zero_bubble", "--world", "2", "--microbatches", "2", "--json")
     found = json.loads(said(tmp_path, *asked))
     (row,) = found["schedules"]
     assert (found["ranks"], found["weight_ms"], row["stages"]) == (2, 1.0, 2)
@@ -135,7 +135,7 @@ def test_json_says_all(tmp_path: Path) -> None:
         ("zero_bubble --weight-ms 3", "so at most --backward-ms 2"),
         ("1f1b --weight-ms 1", "--weight-ms 1: 1f1b does not split the backward, as zero_bubble"),
         ("gpipe --microbatches 100000", "too much to draw; at most 12,500 of them"),
-        ("gpipe --stages 60000", "gpipe with 60,000 stages and 8 micro-batches is too much to"),
+        ("gpipe --world 60000", "gpipe with 60,000 stages and 8 micro-batches is too much to"),
         ("ALL", "unknown schedule 'ALL'; did you mean 'all'?"),
         ("gpipe,,", "unknown schedule ''; known: gpipe, 1f1b, interleaved, zero_bubble, all"),
     ],

@@ -160,11 +160,13 @@ def test_epochs_of_a_run(tmp_path: Path) -> None:
         rows = [read_jsonl(tmp_path / folder / f"rank{rank}.jsonl") for rank in range(2)]
         return [[row["samples"] for row in of_rank] for of_rank in rows]
 
-    done = commands.here(*command, "--epoch", "padded", "--out", "padded", cwd=tmp_path)
+    done = commands.here(*command, "--set", "data.epoch=padded", "--out", "padded", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "waiting for data" in done.stdout
     assert samples("padded") == [[2, 2, 2], [2, 2, 2]]
-    done = commands.here(*command, "--epoch", "exact", "--out", "exact", "--json", cwd=tmp_path)
+    done = commands.here(
+        *command, "--set", "data.epoch=exact", "--out", "exact", "--json", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["data_ms"]["median"] >= 0
     assert samples("exact") == [[2, 2, 1], [2, 2, 1]]  # 10 samples in batches of 4

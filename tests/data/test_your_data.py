@@ -538,9 +538,9 @@ def test_wrong_losses_of_a_workload(tmp_path: Path) -> None:
     workload = build(tmp_path / "meant", meant)
     assert workload.couples_samples
     for world, batch, said in ((2, 32, "beside 7 others"), (2, 30, "beside 6 or 7"), (1, 32, "")):
-        values = {"launch.world": world, "training.global_batch": batch, "training.accumulate": 2,
-                  "training.batch_split": "uneven", "strategy.name": "simple_ddp"}  # fmt: skip
-        notes = builders.notes(configs.load(None, values), workload)
+        values = {"launch.world": world, "training.global_batch": batch,
+                  "strategy.name": "simple_ddp"}  # fmt: skip
+        notes = builders.notes(configs.load(None, values).in_parts(2), workload)
         found = [n for n in notes if "the loss looks at the samples of a micro-batch" in n]
         assert len(found) == (world > 1), notes
         assert all(f"{said}" in n and f"would be {batch // 2 - 1}, " in n for n in found)
@@ -794,12 +794,12 @@ def run(ranks: Any, size: int, folder: Path, name: str, **changes: Any) -> dict[
     (folder / "own.py").write_text(HAVE + OWN)
     overrides = {
         "model.workload": f"{folder / 'own.py'}:{name}", "strategy.name": "zero3",
-        "training.steps": 4, "training.global_batch": 7, "training.batch_split": "uneven",
+        "training.steps": 4, "training.global_batch": 7,
         "precision.compute": "fp64", "output.root": str(folder / "runs"), **changes,
     }  # fmt: skip
-    values = configs.load(None, overrides).to_dict()
+    config = configs.load(None, overrides)
     result: dict[str, Any] = ranks(size).run(
-        "shardlab.training.run:train_rank", values, "a test", deadline_s=100
+        "shardlab.training.run:train_rank", config, "a test", deadline_s=100
     )[0]
     return result
 
@@ -808,7 +808,7 @@ def run(ranks: Any, size: int, folder: Path, name: str, **changes: Any) -> dict[
 def test_a_loader_on_ranks_is_one_process(ranks: Any, tmp_path: Path) -> None:
     """A mean, uneven shares, a helper module beside the file; and what is said about it."""
     three = run(ranks, 3, tmp_path, "loader", **{"training.global_batch": 4,
-                                                 "training.accumulate": 2})  # fmt: skip
+                                                 "training.micro_batch": 1})  # fmt: skip
     one = run(ranks, 1, tmp_path, "loader", **{"training.global_batch": 4})
     assert three["loss"] == pytest.approx(one["loss"], rel=1e-9)
     notes = json.loads((Path(three["folder"]) / "env.json").read_text())["notes"]
@@ -903,7 +903,7 @@ def test_a_run_ends_when_its_held_out_loss_does_not_fall(
     """Nothing moves, so it ends after three evaluations; and one that was cut counts on."""
     changes = {**PATIENT, "strategy.name": name, "strategy.options": options}
     if "pipeline" in options:
-        changes |= {"training.accumulate": 2, "training.global_batch": 8}
+        changes |= {"training.micro_batch": 4, "training.global_batch": 8}
     result = run(ranks, 2, tmp_path, "unmoved", **changes)
     folder = Path(result["folder"])
     assert result["steps"] == result["checkpoint"]["step"] == 3

@@ -176,7 +176,7 @@ def less_training(line: str) -> list[str]:
     if "examples/experiments" in line:
         flags += ["--global-batch", "8", "--world", "1" if "baseline" in line else "2"]
     if "yelp" in line or "cifar10" in line or "experiments/cnn" in line:
-        flags += ["--evaluate-every", "0", "--set", "training.evaluate_samples=8"]
+        flags += ["--set", "training.evaluate_every=0", "--set", "training.evaluate_samples=8"]
     return flags
 
 

@@ -109,7 +109,9 @@ def run_of(root: Path, *faults: str, **more: Any) -> dict[str, Any]:
 
 def trained(ranks: GetRanks, values: dict[str, Any]) -> list[dict[str, Any]]:
     """Rank 0's rows. (What the launcher does when a run has failed is not done here.)"""
-    ranks(2).run("shardlab.training.run:train_rank", values, "test", deadline_s=60)
+    ranks(2).run(
+        "shardlab.training.run:train_rank", configs.from_dict(values), "test", deadline_s=60
+    )
     return read_jsonl(Path(values["output"]["dir"]) / "rank0.jsonl")
 
 

@@ -165,7 +165,7 @@ def said(folder: Path, host: int) -> list[str]:
 @pytest.mark.timeout(120)
 def test_a_link_that_is_cut(tmp_path: Path) -> None:
     """Each side says once what it knows, in time, and ends."""
-    hang = ("--hang-after", f"{LIMIT_S:g}", "--strategy", "simple_ddp")
+    hang = ("--set", f"guard.hang_s={LIMIT_S:g}", "--strategy", "simple_ddp")
     train = ("-m", "shardlab", *TRAIN, "--steps", "100000", *hang)
     with hosts.made(2) as network:
         agents = [
@@ -201,9 +201,9 @@ def test_a_link_that_is_cut(tmp_path: Path) -> None:
 def test_a_node_that_is_killed_and_comes_back(tmp_path: Path) -> None:
     """The run continues without it and then with it, each time exactly from a checkpoint."""
     train = [
-        *TRAIN, "--steps", "1000", "--strategy", "zero1", "--precision", "fp64", "--hang-after",
-        f"{LIMIT_S:g}", "--checkpoint-every", "5", "--set", "checkpoint.keep_last=1000",
-        "--resume", "auto", "--inject", "slow:rank=0,ms=50",
+        *TRAIN, "--steps", "1000", "--strategy", "zero1", "--precision", "fp64", "--set",
+        f"guard.hang_s={LIMIT_S:g}", "--checkpoint-every", "5",
+        "--set", "checkpoint.keep_last=1000", "--resume", "auto", "--inject", "slow:rank=0,ms=50",
     ]  # fmt: skip
     run = tmp_path / "run"
     agents = []

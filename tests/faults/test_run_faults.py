@@ -69,7 +69,7 @@ def masks_of_a_run(world: World, values: dict[str, Any]) -> tuple[list[Any], flo
 
     build_workload(configs.from_dict(values))  # a process tries a workload once, with a forward
     before = len(dropout_workload.MASKS)
-    result = train_rank(world, values, "a test")
+    result = train_rank(world, configs.from_dict(values), "a test")
     return dropout_workload.MASKS[before:], dropout_workload.BEGINNINGS[-1], result["folder"]
 
 
@@ -114,7 +114,6 @@ def test_masks_go_on_after_a_resume(ranks: GetRanks, tmp_path: Path) -> None:
         assert after[0] == before[0][4:]
     want, got = (state_at(Path(run[0][2]), STEPS) for run in (whole, resumed))
     assert all(torch.equal(value, got[name]) for name, value in want.items())
-    values["training"]["batch_split"] = "uneven"
     more = ranks(3).run(masks_of_a_run, values, deadline_s=60)
     assert [masks for masks, _, _ in more[:2]] == [masks for masks, _, _ in resumed]
     drawn = [mask for masks, _, _ in (*whole, *more[:2]) for mask in masks]
@@ -163,7 +162,11 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
             commands.SHARDLAB, signal.SIGTERM, ["--max-restarts", "2"], id="to all", marks=DEEP
         ),
         pytest.param(
-            commands.SHARDLAB, signal.SIGINT, ["--checkpoint-async"], id="Ctrl-C", marks=DEEP
+            commands.SHARDLAB,
+            signal.SIGINT,
+            ["--set", "checkpoint.asynchronous=true"],
+            id="Ctrl-C",
+            marks=DEEP,
         ),
         pytest.param([*TORCHRUN, "-m", "shardlab"], signal.SIGTERM, [], id="torchrun", marks=DEEP),
     ],
@@ -233,7 +236,12 @@ def test_while_it_builds_there_is_nothing_to_wait_for(tmp_path: Path, started: A
     "more",
     [
         pytest.param(
-            ["--evaluate-every", "2", "--set", "model.options.slow_evaluation_ms=60000"],
+            [
+                "--set",
+                "training.evaluate_every=2",
+                "--set",
+                "model.options.slow_evaluation_ms=60000",
+            ],
             id="evaluation",
         ),
         pytest.param(

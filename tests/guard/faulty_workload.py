@@ -37,7 +37,6 @@ def config_of(root: Path, strategy: str, **more: Any) -> configs.Config:
             "strategy.name": strategy,
             "training.steps": 12,
             "training.global_batch": BATCH,
-            "training.batch_split": "uneven",
             "data.shuffle": False,
             "output.root": str(root),
             "launch.device": "cpu",
@@ -50,7 +49,7 @@ def run(config: configs.Config, size: int = 2) -> Any:
     """On ranks of its own, which may not survive it: what rank 0 returns."""
     with Ranks(LAUNCH, size) as ranks:
         train = "shardlab.training.run:train_rank"
-        return ranks.run(train, config.to_dict(), "test", deadline_s=40)[0]
+        return ranks.run(train, config, "test", deadline_s=40)[0]
 
 
 def line_of(text: str) -> str:

@@ -148,12 +148,12 @@ def test_no_false_alarm(ranks: GetRanks, tmp_path: Path, name: str) -> None:
     config = config_of(
         tmp_path, name,
         **{
-            "training.steps": 4, "training.accumulate": 2, "guard.check_steps": 2,
-            "guard.check_every": 1, "guard.drift_every": 1,
+            "training.steps": 4, "training.micro_batch": 2, "training.global_batch": 8,
+            "guard.check_steps": 2, "guard.check_every": 1, "guard.drift_every": 1,
         },
     )  # fmt: skip
     size = 4 if name == "pytorch_hsdp" else 2
-    results = ranks(size).run("shardlab.training.run:train_rank", config.to_dict(), "test")
+    results = ranks(size).run("shardlab.training.run:train_rank", config, "test")
     assert results[0]["steps"] == 4
 
 

@@ -236,7 +236,7 @@ def trained(strategy: str, root: Path, world: int = 2, **options: Any) -> Halt:
     more = {"training.steps": 100_000, "guard.hang_s": LIMIT_S, "guard.check_steps": 1}
     config = config_of(root, strategy, **more, **{"model.options": options})
     with Ranks(LAUNCH, world) as ranks:
-        return caught(ranks, "shardlab.training.run:train_rank", config.to_dict(), "test")
+        return caught(ranks, "shardlab.training.run:train_rank", config, "test")
 
 
 def loop(world: World, kind: str) -> None:
@@ -267,7 +267,7 @@ def looped(kind: str, _root: Path) -> Halt:
 
 
 TRAIN = [
-    "train", "--workload", f"{FILE}:make", "--steps", "1000", "-b", "4", "--hang-after", "3",
+    "train", "--workload", f"{FILE}:make", "--steps", "1000", "-b", "4", "--set", "guard.hang_s=3",
     "--set", "data.shuffle=false", "--device", "cpu",
 ]  # fmt: skip
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]

@@ -213,7 +213,8 @@ FIRST = Place("mpirun", 0, 2, 0, 1, None, 2, "", 12345)
                 "--set launch.address=HOST, or set MASTER_ADDR"),
     (FIRST, {"address": "127.0.0.1"}, "launch.address is 127.0.0.1, which every node takes"),
     (FIRST, {"address": "192.0.2.1"}, r"rank 0 on .* cannot listen on 192.0.2.1, port 12345: "
-                                      r"Cannot assign .*; --set launch.address=HOST and --port"),
+                                      r"Cannot assign .*; --set launch.address=HOST and "
+                                      "launch.port=PORT"),
     (FIRST, {"address": "no.such.host.invalid"}, "cannot listen on no.such.host.invalid"),
 ])  # fmt: skip
 def test_where_rank_0_cannot_be(

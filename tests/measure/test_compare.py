@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -102,7 +102,8 @@ def test_every_strategy_is_proved_and_explained(tmp_path: Path) -> None:
     """The model of a proof has a block for each stage, though the smallest has two."""
     wrong = f"{Path(__file__).parents[1] / 'bugs' / 'saboteurs.py'}:NoAveraging"
     done = commands.here(
-        "compare", *SHORT, "--world", "2", "--out", "out", "--accumulate", "4", "--strategies",
+        "compare", *SHORT, "--world", "2", "--out", "out", "--micro-batch", "1",
+        "--global-batch", "8", "--strategies",
         f"single,pipeline_interleaved,{wrong}",
         "--set", "profile.active=1", "--set", "model.options.layers=4", "--fresh", cwd=tmp_path,
         COLUMNS="80",
@@ -189,7 +190,7 @@ def of_people(name: str) -> configs.Config:
 @pytest.mark.long
 @pytest.mark.parametrize("name", people.EVERYONE)
 def test_what_is_random_is_seen(name: str, ranks: GetRanks) -> None:
-    found = ranks(1).run(chance.why_losses_differ, of_people(name).to_dict())[0]
+    found = ranks(1).run(chance.why_losses_differ, of_people(name))[0]
     assert found == SAID.get(name)
 
 
@@ -217,12 +218,11 @@ def cells(
     config: configs.Config,
     specs: str,
     plan: Plan | None = None,
-    takes_buckets: Callable[[str], bool] | None = None,
     **flags: str,
 ) -> list[Cell]:
-    names = ("world", "precision", "accumulate", "bucket_mb")
+    names = ("world", "precision", "micro_batch")
     axes = measured_cells.axes_of(config, *(flags.get(name) for name in names), default_world=2)
-    return measured_cells.cells_of(config, specs.split(","), axes, plan or Plan(), takes_buckets)
+    return measured_cells.cells_of(config, specs.split(","), axes, plan or Plan())
 
 
 def point(cell: Cell) -> tuple[str, int, str, int, Any]:
@@ -231,7 +231,7 @@ def point(cell: Cell) -> tuple[str, int, str, int, Any]:
         config.strategy.name,
         cell.world,
         config.precision.compute,
-        config.training.accumulate,
+        config.accumulate,
         config.strategy.options.get("bucket_mb"),
     )
 
@@ -239,25 +239,21 @@ def point(cell: Cell) -> tuple[str, int, str, int, Any]:
 def test_axes_are_multiplied_where_it_makes_sense() -> None:
     found = cells(
         configs.Config(),
-        "single,pytorch_ddp,simple_ddp",
-        takes_buckets=lambda name: name == "pytorch_ddp",
+        "single,pytorch_ddp:bucket_mb=1,simple_ddp",
         world="1,2",
         precision="fp32,bf16",
-        bucket_mb="1,4",
     )
     fp32 = [
         ("single", 1, "fp32", 1, None),  # one for all worlds
         ("pytorch_ddp", 1, "fp32", 1, 1),
-        ("pytorch_ddp", 1, "fp32", 1, 4),
-        ("simple_ddp", 1, "fp32", 1, None),  # it has no buckets
+        ("simple_ddp", 1, "fp32", 1, None),
         ("pytorch_ddp", 2, "fp32", 1, 1),
-        ("pytorch_ddp", 2, "fp32", 1, 4),
         ("simple_ddp", 2, "fp32", 1, None),
     ]
     bf16 = [(name, world, "bf16", a, mb) for name, world, _, a, mb in fp32]
     assert [point(cell) for cell in found] == fp32 + bf16
     assert len({cell.label for cell in found}) == len(found)
-    assert found[4].label == "pytorch_ddp (bucket_mb=1, world=2, fp32)"
+    assert found[3].label == "pytorch_ddp (bucket_mb=1, world=2, fp32)"
     assert all(cell.config.training.global_batch == 8 for cell in found)
 
 
@@ -265,25 +261,23 @@ def test_a_micro_batch_is_the_same_in_every_world() -> None:
     """The global batch is that of the first world; accumulation follows in each."""
     config = configs.load(None, {"training.micro_batch": 2, "training.epochs": 3})
     found = cells(config, "baseline,simple_ddp", world="4,1,2")
-    assert [(c.world, c.config.training.accumulate) for c in found] == [
+    assert [(c.world, c.config.accumulate) for c in found] == [
         (1, 4), (4, 1), (1, 4), (2, 2),
     ]  # fmt: skip
     assert {c.config.training.global_batch for c in found} == {8}
     assert {c.config.training.steps for c in found} == {3}  # and not what 3 epochs would take
-    with pytest.raises(UsageError, match=r"leave out training\.accumulate: it would be 1"):
-        cells(config, "simple_ddp", world="4", accumulate="2")
 
 
 def test_an_axis_of_one_value_is_in_no_label() -> None:
-    found = cells(configs.Config(), "single,zero1", world="4", accumulate="2")
+    found = cells(configs.Config(), "single,zero1", world="4", micro_batch="1")
     assert [cell.label for cell in found] == ["single", "zero1"]
     assert [cell.parts for cell in found] == [8, 8]
 
 
 def test_the_strategies_with_buckets_are_known() -> None:
-    specs = "single,simple_ddp,bucket_ddp_async,pytorch_zero3,zero2:bucket_mb=9"
-    found = cells(configs.Config(), specs, bucket_mb="1,4")
-    assert [point(cell)[-1] for cell in found] == [None, None, 1, 4, None, 9]
+    names = ("single", "simple_ddp", "bucket_ddp_async", "pytorch_zero3", "zero2")
+    found = {name for name in names if measured_cells.has_buckets(name)}
+    assert found == {"bucket_ddp_async", "zero2"}
 
 
 ENV = {"workload": "w", "parameters": 1, "device": "cpu"}
@@ -345,7 +339,7 @@ def test_a_proof_is_small_and_of_the_same_strategy() -> None:
     )  # fmt: skip
     proof = comparison.proof_config(config)
     assert (proof.model.size, proof.precision.compute) == ("tiny", "fp64")
-    assert (proof.training.global_batch, proof.training.accumulate) == (8, 2)
+    assert (proof.training.global_batch, proof.accumulate) == (8, 2)
     assert proof.strategy == config.strategy
 
 
@@ -420,17 +414,17 @@ def test_traces_are_short_unless_somebody_says_how_long(
 def test_of_workers_a_round_is_timed_after_the_warm_up(ranks: GetRanks) -> None:
     options = {"strategy.name": "local_sgd", "strategy.options": {"every": 5}}
     tiny = {"model.size": "tiny", "launch.world": 2, "launch.device": "cpu", "training.steps": 4}
-    values = configs.load(None, {**options, **tiny}).to_dict()
+    values = configs.load(None, {**options, **tiny})
     steps, found = ranks(2).run(timed, values, 2)[0]
     assert steps == range(7)  # and not 9
     assert (found["every"], len(found["losses"]), len(set(found["slowest_ms"]))) == (5, 4, 1)
     assert len(found["slowest_ms"]) == 4
 
 
-def timed(world: World, values: dict[str, Any], warmup: int) -> tuple[range, Any]:
+def timed(world: World, config: configs.Config, warmup: int) -> tuple[range, Any]:
     """On a rank: the steps that are made, and what is found."""
     with mock.patch.object(loop, "train", wraps=loop.train) as train:
-        found = comparison.time_cell(world, values, warmup)
+        found = comparison.time_cell(world, config, warmup)
     return train.call_args.args[3], found
 
 
@@ -517,10 +511,10 @@ def test_losses_of_a_random_forward_are_not_compared(proved: bool) -> None:
     assert chart.note.startswith("They need not coincide: forward draws random numbers")
 
 
-def profiled_apart(world: World, values: dict[str, Any], folder: str) -> Any:
+def profiled_apart(world: World, config: configs.Config, folder: str) -> Any:
     """As on two nodes, of which one has the folder."""
     here = folder if world.rank == 0 else f"{folder}/gone"
-    return comparison.profile_cell(world, values, here, "simple_ddp")
+    return comparison.profile_cell(world, config, here, "simple_ddp")
 
 
 def test_nodes_that_share_no_folder_are_told_so(ranks: GetRanks, tmp_path: Path) -> None:
@@ -529,7 +523,7 @@ def test_nodes_that_share_no_folder_are_told_so(ranks: GetRanks, tmp_path: Path)
         r"where the traces go, is not visible to rank 1 on .*: name a folder that all nodes share"
     )
     with pytest.raises(UsageError, match=said):
-        ranks(2).run(profiled_apart, config.to_dict(), str(tmp_path))
+        ranks(2).run(profiled_apart, config, str(tmp_path))
 
 
 # ------------------------------------------------------------------ what takes too long

@@ -256,7 +256,7 @@ def test_a_time_limit_that_is_over_leaves_two_rounds(ranks: GetRanks) -> None:
     assert [len(link["latency_s"]) for link in raw["links"]] == [2]
     found = network.result_of(raw, plan, "")
     assert (found["rounds"], found["rounds_asked"]) == (2, 5)
-    assert "2 of 5 rounds: no time for more within 5 s (--time-limit)" in found["verdict"]
+    assert "2 of 5 rounds: no time for more within 5 s (--total-time)" in found["verdict"]
 
 
 def test_bandwidth_is_counted_as_nccl_tests_count_it() -> None:
@@ -303,7 +303,7 @@ def test_a_launchers_ranks_may_begin_apart() -> None:
 
 
 def measured_on(these: hosts.Hosts, folder: Path) -> dict[str, Any]:
-    command = "-m shardlab network --max-size 4MiB --rounds 3 --time-limit 20 --out out --quiet"
+    command = "-m shardlab network --max-size 4MiB --rounds 3 --total-time 20 --out out --quiet"
     first, *others = these.torchrun(*command.split(), ranks=1, timeout=100, cwd=folder)
     assert first.returncode == 0, first.stderr
     assert first.stdout == "out\n"

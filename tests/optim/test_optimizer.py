@@ -272,7 +272,6 @@ CASES = {
     "by name": Case(by_name),
     "pairs": Case(named_pairs),
     "schedule": Case(no_decay, Rule(schedule=halves)),
-    "clip value": Case(by_name, Rule(clip_value=0.01)),
     "clip norm": Case(by_name, Rule(clip_norm=0.05)),
     "average": Case(no_decay, ema=0.7),
     "after step": Case(by_name, after=keeps_largest),
@@ -315,8 +314,6 @@ def reference(name: str, world: int) -> tuple[list[Arrays], Arrays]:
         batches = [toys.batch(step, rank, 0) for rank in range(world)]
         count = sum(b.count for b in batches)
         sum((toys.loss(model, b) for b in batches), torch.zeros(())).div(count).backward()
-        if case.rule.clip_value is not None:
-            nn.utils.clip_grad_value_(model.parameters(), case.rule.clip_value)
         if case.rule.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), case.rule.clip_norm)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -537,7 +534,9 @@ def test_whole_parameters_are_dealt_evenly(sizes: list[int], ranks: int) -> None
 
 
 def plan_of(make: MakeUsers | None = None, after: AfterStep | None = None, **settings: Any) -> Any:
-    return optimizers.build(TrainingConfig(**settings), make, after, build_net(0), "the workload")
+    named = {f"training.{key}": value for key, value in settings.items()}
+    training = configs.load(None, named).training
+    return optimizers.build(training, make, after, build_net(0), "the workload")
 
 
 def made(world: World, make: MakeUsers, strategy: str = "simple_ddp") -> Any:
@@ -730,18 +729,25 @@ WRONG: list[tuple[MakeUsers | None, dict[str, Any], str]] = [
     (of(torch.optim.LBFGS), {}, "LBFGS.step() needs a closure: it computes the loss again"),
     (of(torch.optim.SparseAdam), {}, "SparseAdam needs sparse gradients, which no strategy"),
     (None, {"optimizer": "rmspop"}, "did you mean 'rmsprop'"),
-    (None, {"betas": [0.9, 1.5]}, "training.betas are 0 or more and below 1, got 1.5"),
-    (None, {"optimizer": "sgd", "betas": [0.9, 0.9]}, "betas: SGD has no such setting"),
+    (None, {"optimizer_options": {"betas": [0.9, 1.5]}}, "Invalid beta parameter at index 1: 1.5"),
+    (
+        None,
+        {"optimizer": "sgd", "optimizer_options": {"betas": [0.9, 0.9]}},
+        "option of SGD 'betas'",
+    ),
     (None, {"optimizer": "rprop", "weight_decay": 0.1}, "decay: Rprop has no such setting"),
     (None, {"optimizer_options": {"amsgrab": True}}, "did you mean 'amsgrad'"),
     (None, {"optimizer_options": {"lr": 1.0}}, "has its own key: training.learning_rate"),
-    (None, {"no_decay": "norms_and_biases"}, "set training.weight_decay"),
+    (None, {"no_decay": "norms_and_biases"}, "has no effect without training.weight_decay"),
     (None, {"no_decay": "norms_and_bias"}, "did you mean 'norms_and_biases'"),
-    (None, {"clip_norm": 1.0, "clip_value": 1.0}, "which comes first? Set one of them"),
-    (None, {"clip_value": 0.0}, "training.clip_value must be above 0"),
-    (None, {"ema_decay": 1.0}, "training.ema_decay must be above 0 and below 1"),
+    (None, {"clip_value": 1.0}, "did you mean 'training.clip_norm'"),
+    (None, {"ema_decay": 1.0}, "training.ema_decay must be below 1, got 1.0"),
     (None, {"optimizer": "torch.nn:Linear"}, "is no class of torch.optim.Optimizer's kind"),
-    (None, {"schedule": "test_optimizer:halves", "warmup_steps": 2}, "says it all itself"),
+    (
+        None,
+        {"schedule": "test_optimizer:halves", "warmup_steps": 2},
+        "applies only to built-in schedules",
+    ),
     (no_decay, {"learning_rate": 0.5}, "training.learning_rate is for an optimizer of the conf"),
 ]
 
@@ -779,8 +785,8 @@ def options_of(plan: Any) -> list[dict[str, Any]]:
 
 def test_the_configs_keys_are_the_classes_arguments() -> None:
     (group,) = options_of(
-        plan_of(optimizer="AdamW", learning_rate=0.3, betas=[0.5, 0.6], eps=1e-3,
-                optimizer_options={"amsgrad": True})
+        plan_of(optimizer="AdamW", learning_rate=0.3,
+                optimizer_options={"betas": [0.5, 0.6], "eps": 1e-3, "amsgrad": True})
     )  # fmt: skip
     assert (group["lr"], group["betas"], group["eps"]) == (0.3, (0.5, 0.6), 1e-3)
     assert (group["amsgrad"], group["weight_decay"]) == (True, 0.0)
@@ -788,7 +794,7 @@ def test_the_configs_keys_are_the_classes_arguments() -> None:
         plan_of(optimizer="test_optimizer:Lion", optimizer_options={"decay": 0.5})
     )
     assert (group["decay"], group["lr"]) == (0.5, 1e-3)
-    (group,) = options_of(plan_of(optimizer="rmsprop", momentum=0.5))
+    (group,) = options_of(plan_of(optimizer="rmsprop", optimizer_options={"momentum": 0.5}))
     assert group["momentum"] == 0.5
     decayed, others = options_of(plan_of(weight_decay=0.2, no_decay="norms_and_biases"))
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.2, 0.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import pytest
 
@@ -33,7 +32,7 @@ def outcome(ranks: GetRanks, name: str, strategy: str) -> str:
     config = configs.load(None, {"model.workload": f"outsiders:{name}"})
     (case,) = cases_of(small(config), [strategy], [2])
     try:
-        ranks(2).run(try_out, case.to_dict(), deadline_s=100)
+        ranks(2).run(try_out, case, deadline_s=100)
         wrong = failures(checks_of_case(ranks, case))
     except UsageError as refusal:
         return f"refused: {refusal}"
@@ -42,8 +41,7 @@ def outcome(ranks: GetRanks, name: str, strategy: str) -> str:
     return f"WRONG: {wrong}" if wrong else RIGHT
 
 
-def try_out(world: World, values: dict[str, Any]) -> None:
-    config = configs.from_dict(values)
+def try_out(world: World, config: configs.Config) -> None:
     equivalence_check.check(config, builders.build_workload(config), world)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 import axis_bytes
 from conftest import deep_unless
@@ -181,10 +182,10 @@ def tiny(options: dict[str, Any], world: int, micro: int = 4, **more: Any) -> co
         {
             "model.size": "tiny", "model.options": {"layers": 4}, "data.source": "synthetic",
             "strategy.name": "zero1", "strategy.options": options, "launch.world": world,
-            "training.global_batch": world * micro, "training.accumulate": micro,
-            **WEIGHED, **{key.replace("__", "."): value for key, value in more.items()},
+            "training.global_batch": world * micro, **WEIGHED,
+            **{key.replace("__", "."): value for key, value in more.items()},
         },
-    )  # fmt: skip
+    ).in_parts(micro)  # fmt: skip
 
 
 def simulated(predictor: predict.Predictor, config: configs.Config) -> list[Step]:
@@ -390,7 +391,7 @@ class Line(FakePredictor):
     def predict(self, config: configs.Config, *args: Any, **more: Any) -> predict.Prediction:
         if config.strategy.name != "pipeline_1f1b":
             return super().predict(config, *args, **more)
-        alone = dataclasses.replace(config, strategy=configs.StrategyConfig("zero3"))
+        alone = structs.replace(config, strategy=configs.StrategyConfig("zero3"))
         found = super().predict(alone, *args, **more)
         step = found.work_s + found.wait_s
         both = [

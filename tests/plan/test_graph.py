@@ -28,7 +28,12 @@ from shardlab.specs import parse_spec
 from shardlab.strategies.pipeline.executor import Executor
 from shardlab.training import builders
 
-TINY = {"model.size": "tiny", "data.source": "synthetic", "training.accumulate": 2}
+TINY = {
+    "model.size": "tiny",
+    "data.source": "synthetic",
+    "training.global_batch": 8,
+    "training.micro_batch": 2,
+}
 WORKERS = ("local_sgd", "diloco", "streaming_diloco")  # they send in some steps only
 ALIKE = [strategy for strategy in STRATEGIES if strategy not in WORKERS]
 MECHANISMS = ("simple_ddp", "bucket_ddp_async", "zero1", "zero3", "pytorch_ddp", "pytorch_zero3")

@@ -51,12 +51,12 @@ def test_rows_keep_the_samples_of_a_rank_or_the_global_batch() -> None:
 
 def test_a_world_that_cannot_share_the_batch_is_a_row() -> None:
     settings = {"training.global_batch": 64}
-    found = planned(settings=settings, ranks=(8, 3), keeps_global_batch=True)
+    found = planned(settings=settings, ranks=(8, 80), keeps_global_batch=True)
     reasons = {row["world"]: row["reason"] for row in found["rows"]}
     assert reasons[8] is None
-    assert "64 is no multiple of 3 ranks x training.micro_batch 8; use 48 or 72" in reasons[3]
-    with pytest.raises(UsageError, match="is no multiple of 3 ranks"):
-        planned(settings=settings, ranks=(3,), keeps_global_batch=True)
+    assert "64 is too small for 80 ranks" in reasons[80]
+    with pytest.raises(UsageError, match="use 80 or more"):
+        planned(settings=settings, ranks=(80,), keeps_global_batch=True)
 
 
 def test_a_strategy_that_is_refused_is_a_row() -> None:
@@ -320,7 +320,7 @@ def test_budgets_and_prices_as_people_write_them() -> None:
     assert plan.prices_of("h100=2.5, a100=1.3", names) == {"h100": 2.5, "a100-80": 1.3}
     for text, message in (
         ("-1", "not a price of 0 or more"), ("nan", "not a price"), ("x", "not a price"),
-        ("2,3", "write h100=2.5,a100=1.3"), ("t4=1", "--device has only h100, a100-80"),
+        ("2,3", "write h100=2.5,a100=1.3"), ("t4=1", "--machine has only h100, a100-80"),
         ("h100=2,h100=3", "h100 is named twice"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=message):
@@ -443,7 +443,7 @@ def fortune(monkeypatch: pytest.MonkeyPatch) -> FakePredictor:
 
 def test_the_command(fortune: FakePredictor, tmp_path: Path) -> None:
     done = commands.here(
-        "plan", "--size", "small", "--ranks", "8,64,8", "--device", "h100,a100", "--link", "ndr",
+        "plan", "--size", "small", "--world", "8,64,8", "--machine", "h100,a100", "--link", "ndr",
         "--link", "25gbit,50us", "--strategies", "pytorch_ddp,zero1", "--tokens", "300B",
         "--price-per-hour", "h100=2.5", "--what-if", "bandwidth=2", "--explain", "--out", "out",
         cwd=tmp_path,
@@ -461,14 +461,14 @@ def test_the_command(fortune: FakePredictor, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--ranks 0", "--ranks must be at least 1, got 0"),
-        ("--ranks 1.5", "not whole numbers"),
-        ("--ranks ,", "--ranks"),
+        ("--world 0", "--world must be at least 1, got 0"),
+        ("--world 1.5", "not whole numbers"),
+        ("--world ,", "--world"),
         ("--link nonsense", "nonsense"),
         ("--price-per-hour 2", "--price-per-hour is the price of a budget; add --tokens"),
         ("--strategies zero9", "unknown strategy 'zero9'"),
         ("--strategies ,", "unknown strategy ''"),
-        ("--global-batch 10 --ranks 3 --strategies zero1", "10 cannot be divided evenly over 3"),
+        ("--global-batch 10 --world 30 --strategies zero1", "10 is too small for 30 ranks"),
         (
             "--what-if bandwith=2",
             "unknown change of --what-if 'bandwith'; did you mean 'bandwidth'",
@@ -480,9 +480,12 @@ def test_the_command(fortune: FakePredictor, tmp_path: Path) -> None:
         ("--what-if overlap", "write overlap=on or overlap=off"),
         ("--what-if=", "unknown change of --what-if ''"),
         ("--what-if bandwidth=2,bandwidth=3", "bandwidth is named twice"),
-        ("--check --device h100", "--check measures what runs here, as it is; leave out --device"),
+        (
+            "--check --machine h100",
+            "what runs here, as it is; leave out --machine",
+        ),
         ("--check --link ndr", "leave out --link"),
-        ("--check --ranks 4096", "4096 are too many"),
+        ("--check --world 4096", "4096 are too many"),
     ],
 )
 @pytest.mark.usefixtures("fortune")

@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -635,20 +634,20 @@ def test_a_proof_that_does_not_end_is_ended(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def prepared_when_the_users_model_fails(world: World, values: dict[str, Any]) -> list[str]:
+def prepared_when_the_users_model_fails(world: World, config: configs.Config) -> list[str]:
     evidence._prepared.clear()
     with (
         mock.patch.object(evidence, "_examine_users", side_effect=ArithmeticError),
         contextlib.suppress(ArithmeticError),
     ):
-        evidence.examine(world, values)
+        evidence.examine(world, config)
     return [name for name, _ in evidence._prepared]
 
 
 def test_the_users_model_is_proved_before_the_stack(ranks: GetRanks) -> None:
     config = small(configs.load(None, {"model.workload": "planted:layers"}))
     (case,) = cases_of(config, ["simple_ddp_ga"], [2])
-    found = ranks(2).run(prepared_when_the_users_model_fails, case.to_dict())
+    found = ranks(2).run(prepared_when_the_users_model_fails, case)
     assert found == [["users"]] * 2
 
 

@@ -440,8 +440,9 @@ def test_what_is_alive_is_weighed_by_what_it_is_for() -> None:
 
 def test_cases() -> None:
     config = small(configs.load())
-    assert (config.model.size, config.training.accumulate) == ("tiny", 2)
-    assert small(configs.load(), given={"training.accumulate"}).training.accumulate == 1
+    assert (config.model.size, config.training.micro_batch) == ("tiny", None)
+    three = configs.load(None, {"training.micro_batch": 3})
+    assert small(three, given={"training.micro_batch"}).training.micro_batch == 3
     long = {"training.steps": 99, "training.warmup_steps": 50, "training.global_batch": 512}
     large = configs.load(None, {"model.size": "small", "data.seq_len": 1024, **long})
     assert small(large, steps=2, worlds=[2, 4]) == configs.load(
@@ -451,8 +452,6 @@ def test_cases() -> None:
             "training.steps": 2,
             "training.warmup_steps": 1,
             "training.global_batch": 16,
-            "training.accumulate": 2,
-            "training.batch_split": "uneven",
         },
     )
     given = {"model.size", "data.seq_len", "training.global_batch"}
@@ -464,6 +463,7 @@ def test_cases() -> None:
         ("single", 1), ("zero1 (bucket_mb=1)", 2), ("zero1 (bucket_mb=1)", 4),
     ]  # fmt: skip
     assert {c.precision.compute for c in cases} == {"fp64"}
+    assert {c.accumulate for c in cases} == {2}
     for worlds in ([2, 4], [2, 1], [1, 2], [4]):
         cases = cases_of(config, ["single", "zero1"], worlds)
         run = [case for size in worlds for case in cases_in(size, cases, worlds)]
@@ -637,7 +637,7 @@ def test_the_table_reads_names_as_they_are() -> None:
     row = {"label": "mine (a=[1])", "world": 2, "pass": False, "checks": checks}
     result = {
         "env": {"workload": "w", "parameters": 5},
-        "config": {"training": {"steps": 3, "accumulate": 2}},
+        "config": {"training": {"steps": 3, "micro_batch": 4}},
         "verdicts": [row],
         "skipped": [],
     }
@@ -659,7 +659,7 @@ def test_what_was_not_checked_has_no_mark_and_its_reason() -> None:
     rows = [{"label": n, "world": 2, "pass": True, "checks": checks} for n in ("a", "b")]
     result = {
         "env": {"workload": "w", "parameters": 5},
-        "config": {"training": {"steps": 3, "accumulate": 2}},
+        "config": {"training": {"steps": 3, "micro_batch": 4}},
         "verdicts": rows,
         "skipped": [],
     }

@@ -163,7 +163,7 @@ def test_memory_is_weighed_whatever_the_warm_up(ranks: GetRanks) -> None:
     """Three steps are enough for that, and would be too few for this warm-up."""
     overrides = {"model.size": "tiny", "training.warmup_steps": 5, "launch.world": 1}
     config = configs.load(None, {**overrides, "strategy.name": "single"})
-    assert ranks(1).run("shardlab.measure.compare:weigh_cell", config.to_dict())[0]
+    assert ranks(1).run("shardlab.measure.compare:weigh_cell", config)[0]
 
 
 def rates_of_a_run(world: World, overrides: dict[str, Any]) -> list[float]:
@@ -348,7 +348,7 @@ def final_params(world: World, overrides: dict[str, Any]) -> Arrays:
 def test_checkpointing_changes_no_result(name: str, ranks: GetRanks) -> None:
     overrides = {
         "strategy.name": name, "precision.compute": "fp64", "training.optimizer": "sgd",
-        "training.accumulate": 2,
+        "training.global_batch": 8, "training.micro_batch": 2,
     }  # fmt: skip
     world = 1 if name == "single" else 2
     plain = ranks(world).run(final_params, overrides)[0]

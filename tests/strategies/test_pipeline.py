@@ -417,10 +417,11 @@ def test_a_state_moves_to_another_layout(schedule: str, ranks: GetRanks) -> None
 def test_a_run_resumes_under_another_layout(tmp_path: Path) -> None:
     """As if nothing had happened: the losses are those of a run that was not stopped."""
     base = (
-        "--size", "tiny", "--set", "model.options.layers=4", "--accumulate", "4",
+        "--size", "tiny", "--set", "model.options.layers=4", "--global-batch", "8",
+        "--micro-batch", "2",
         "--set", "precision.compute=fp64", "--device", "cpu", "--world", "2",
     )  # fmt: skip
-    run = ("train", "--strategy", "pipeline_1f1b", *base, "--evaluate-every", "4")
+    run = ("train", "--strategy", "pipeline_1f1b", *base, "--set", "training.evaluate_every=4")
     commands.here(*run, "--steps", "4", "--out", "whole", cwd=tmp_path)
     commands.here(*run, "--steps", "2", "--checkpoint-every", "2", "--out", "parts", cwd=tmp_path)
     commands.here("train", "--resume", "parts", "--steps", "4", "--strategy", "zero3", cwd=tmp_path)

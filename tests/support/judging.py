@@ -67,11 +67,10 @@ def _small_stack() -> Iterator[None]:
 
 
 def examine(
-    world: World, values: dict[str, Any], part: str, bug: str | None = None
+    world: World, config: Config, part: str, bug: str | None = None
 ) -> dict[str, Any] | None:
     """On a rank: what ``evidence.examine`` finds out. ``part`` is ``whole``, ``users`` (without the
     stack), ``equal`` or ``equal stack`` (of one of them, whether it equals one process alone)."""
-    config = configs.from_dict(values)
     member = world.first(config.launch.world or 1)
     if member is None:
         return None
@@ -83,7 +82,7 @@ def examine(
             evidence._prepare("stack", member, told, rounds)
         with _planted(bug):
             if part == "whole":
-                found: dict[str, Any] = evidence.examine(member, values)
+                found: dict[str, Any] = evidence.examine(member, config)
                 return found
             with watchdog.watching(member, None, 60):
                 pulse.PULSE.enter(pulse.PROOF)
@@ -137,7 +136,7 @@ def evidence_of(
     ranks: GetRanks, case: Config, part: str = "users", bug: str | None = None
 ) -> list[dict[str, Any]]:
     size = case.launch.world or 1
-    found = ranks(size).run("judging:examine", case.to_dict(), part, bug, deadline_s=100)
+    found = ranks(size).run("judging:examine", case, part, bug, deadline_s=100)
     return [e for e in found if e is not None]
 
 

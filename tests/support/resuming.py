@@ -14,6 +14,7 @@ import torch
 import toys
 from conformance import OPTIONS, WORKERS, make_optimizer
 from conftest import GetRanks
+from shardlab import config as configs
 from shardlab import naming
 from shardlab.checkpoint import load as loading
 from shardlab.checkpoint import manifest as manifests
@@ -92,7 +93,6 @@ def run(instance: Any, world: World, steps: range, of_world: int) -> list[float]
 
 def settings(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     """A small GPT whose vocabulary nothing divides."""
-    from shardlab import config as configs
 
     options = {"layers": 2, "heads": 2, "dim": 16, "context": 16, "vocab": 257}
     values: dict[str, Any] = {
@@ -115,7 +115,7 @@ def settings(tmp_path: Path, **changes: Any) -> dict[str, Any]:
 
 
 def train(ranks: GetRanks, size: int, values: dict[str, Any]) -> tuple[dict[str, Any], Path]:
-    result = ranks(size).run(TRAIN_RANK, values, "a test", deadline_s=60)[0]
+    result = ranks(size).run(TRAIN_RANK, configs.from_dict(values), "a test", deadline_s=60)[0]
     return result, Path(result["folder"])
 
 

@@ -236,7 +236,7 @@ def test_the_bubble_of_a_trace_is_the_schedules(
     values: dict[str, Any] = {
         "model.workload": f"{__file__}:sleepers", "strategy.name": strategy,
         "launch.world": 4, "launch.device": "cpu", "training.steps": 2,
-        "training.global_batch": micro, "training.accumulate": micro, "profile.enabled": True,
+        "training.global_batch": micro, "training.micro_batch": 1, "profile.enabled": True,
         "profile.wait": 0, "profile.active": 1,
     }  # fmt: skip
     if strategy == "pytorch_pipeline":
@@ -248,7 +248,7 @@ def test_the_bubble_of_a_trace_is_the_schedules(
         values["output.dir"] = str(tmp_path / f"run{attempt}")
         ranks(4).run(
             "shardlab.training.run:train_rank",
-            configs.load(None, values).to_dict(),
+            configs.load(None, values),
             "a test",
             deadline_s=60,
         )

@@ -42,7 +42,7 @@ def captured(ranks: GetRanks, folder: Path, **overrides: Any) -> dict[str, Any]:
     """A run of two ranks, its traces in ``folder``."""
     changes = {key.replace("__", "."): value for key, value in overrides.items()}
     config = configs.load(None, {**PROFILE, "output.dir": str(folder), **changes})
-    result: dict[str, Any] = ranks(2).run(TRAIN_RANK, config.to_dict(), "a test")[0]
+    result: dict[str, Any] = ranks(2).run(TRAIN_RANK, config, "a test")[0]
     return result
 
 
@@ -55,7 +55,9 @@ def test_a_window_is_of_optimizer_steps_and_says_what_it_is(
     ranks: GetRanks, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    result = captured(ranks, run, training__accumulate=2, profile__shapes=True)
+    result = captured(
+        ranks, run, training__global_batch=8, training__micro_batch=2, profile__shapes=True
+    )
     files = [run / f"traces/rank{r}/rank{r}.steps2-3.pt.trace.json.gz" for r in (0, 1)]
     assert result["traces"]["files"] == [str(f) for f in files]
     assert sorted((run / "traces").rglob("*.*")) == files  # and nothing half written

@@ -71,7 +71,7 @@ def test_our_launcher_starts_again(
     kill: tuple[str, ...], least: int, undisturbed: Path, tmp_path: Path
 ) -> None:
     """With as many ranks as before, or with one fewer if it may: then the numbers are close."""
-    more = ("--max-restarts", "2", "--min-world", str(least))
+    more = ("--max-restarts", "2", "--set", f"launch.min_world={least}")
     done = commands.here(*ZERO2, *kill, *more, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run, resumed = the_run_of(tmp_path)
@@ -123,6 +123,7 @@ def resolved(**changes: Any) -> configs.Config:
 def test_the_next_world() -> None:
     assert restart.next_world(resolved(**{"launch.world": 4})) == 4
     assert restart.next_world(resolved(**{"launch.world": 4, "launch.min_world": 2})) == 3
-    # 5 ranks cannot share a batch of 12
-    assert restart.next_world(resolved(**{"launch.world": 6, "launch.min_world": 2})) == 4
-    assert restart.next_world(resolved(**{"launch.world": 6, "launch.min_world": 5})) == 6
+    # Two ranks hold a model together: the number of ranks stays even.
+    cut = {"strategy.name": "zero1", "strategy.options.tensor": 2, "launch.world": 6}
+    assert restart.next_world(resolved(**cut, **{"launch.min_world": 2})) == 4
+    assert restart.next_world(resolved(**cut, **{"launch.min_world": 5})) == 6

@@ -187,7 +187,12 @@ def checked(
     world: World, kind: str, strategy: str, make: Callable[[str], Workload] = mixture
 ) -> tuple[str, list[Any]]:
     """What a run is refused for, and the notes that it is given."""
-    asked = {"strategy.name": strategy, "launch.device": "cpu", "training.accumulate": 2}
+    asked = {
+        "strategy.name": strategy,
+        "launch.device": "cpu",
+        "training.global_batch": 8,
+        "training.micro_batch": 2,
+    }
     told: list[Any] = []
     config = configs.load(None, asked)
     dear = 0 if kind.startswith("dear") else equivalence_check.DEAR
@@ -276,7 +281,6 @@ def test_train_is_refused_before_its_first_step(ranks: GetRanks, tmp_path: Path)
         "launch.device": "cpu",
         "output.dir": str(folder),
     }
-    values = configs.load(None, asked).to_dict()
     with pytest.raises(UsageError, match=r"context 2: the gradient of 'blocks\.\d\.gate"):
-        ranks(2).run("shardlab.training.run:train_rank", values, "a test")
+        ranks(2).run("shardlab.training.run:train_rank", configs.load(None, asked), "a test")
     assert not folder.exists()

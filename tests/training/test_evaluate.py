@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -101,8 +102,9 @@ def trained_and_evaluated(world: World, name: str, held_out: int) -> list[dict[s
         "strategy.name": name,
         "precision.compute": "fp64",
         "training.steps": 3,
-        "training.accumulate": 2,
+        "training.micro_batch": 3,
         "training.global_batch": 12,
+        "launch.world": world.size,
         "launch.device": "cpu",
     }
     config = configs.load(None, asked)
@@ -225,7 +227,7 @@ def test_when_patience_ends_a_run() -> None:
 
     def ended(*losses: float | None, patience: int = 2) -> str | None:
         rows = [{"steps": 5 * i, "loss": loss} for i, loss in enumerate(losses, 1)]
-        return evaluate.why_ended(rows, replace(training, patience=patience))
+        return evaluate.why_ended(rows, structs.replace(training, patience=patience))
 
     assert ended() is ended(1.0) is ended(3.0, 2.0, 1.0) is ended(1.0, 2.0, 0.5, 0.6) is None
     why = "2 evaluations in a row have not lowered the held-out loss of 1 after 5 steps"
@@ -246,7 +248,8 @@ def test_when_patience_ends_a_run() -> None:
 def test_a_run_that_evaluates(tmp_path: Path) -> None:
     """The file and the words; and no step's time has the evaluation in it."""
     done = commands.here(
-        "train", "--size", "tiny", "--steps", "4", "--evaluate-every", "2", "--out", "run",
+        "train", "--size", "tiny", "--steps", "4", "--set", "training.evaluate_every=2",
+        "--out", "run",
         "--data", "synthetic", "--set", "training.evaluate_samples=301", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -36,7 +36,7 @@ def train(tmp_path: Path, *args: str) -> tuple[dict[str, Any], Path]:
 @pytest.mark.long
 def test_a_run_leaves_a_folder_that_explains_itself(tmp_path: Path) -> None:
     """And from which it runs again."""
-    ga = ("--strategy", "simple_ddp_ga", "--accumulate", "2")
+    ga = ("--strategy", "simple_ddp_ga", "--global-batch", "8", "--micro-batch", "2")
     result, folder = train(tmp_path, "--size", "tiny", "--steps", "6", "--seed", "7", *ga)
     assert folder.parent == tmp_path / "runs"
     assert folder.name.endswith("-gpt2-tiny-simple_ddp_ga-w2")

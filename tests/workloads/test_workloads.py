@@ -20,7 +20,7 @@ from conformance import Trajectory, first_difference, one_process
 from conftest import GetRanks, deep_unless
 from shardlab import config as configs
 from shardlab import naming
-from shardlab.config import DataConfig
+from shardlab.config import Config, DataConfig
 from shardlab.data.images import ImageSet
 from shardlab.errors import UsageError
 from shardlab.naming import STRATEGIES, WORKLOADS
@@ -402,7 +402,7 @@ def test_a_resnet_with_it_trains_as_one_process(ranks: GetRanks) -> None:
 
 def test_what_cannot_be_compared_or_proved_is_said(ranks: GetRanks) -> None:
     single = {"strategy.name": "single", "launch.world": 1, "precision.compute": "fp32"}
-    values = configs.load(None, {**SYNCHRONISED, **single}).to_dict()
+    values = configs.load(None, {**SYNCHRONISED, **single})
     with pytest.raises(UsageError, match="single would run each rank's samples by themselves"):
         ranks(2).run("shardlab.training.preflight:check", values)
     with pytest.raises(UsageError, match="leave out sync_batchnorm"):
@@ -454,10 +454,10 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def train_offline(world: World, values: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
+def train_offline(world: World, config: Config, env: dict[str, str]) -> dict[str, Any]:
     """As ``shardlab train`` runs on each rank, with an empty cache, where nobody can be reached."""
     with mock.patch.dict(os.environ, env):
-        return running.train_rank(world, values, "a test")
+        return running.train_rank(world, config, "a test")
 
 
 # One of each workload is fast.
@@ -486,7 +486,7 @@ def test_the_experiments_run_in_small_and_offline(
         "launch.device": "cpu",
         "output.dir": str(tmp_path / "run"),
     }
-    values = configs.load(path, overrides).to_dict()
+    values = configs.load(path, overrides)
     nobody = "http://127.0.0.1:9"
     env = {"SHARDLAB_CACHE": str(tmp_path / "cache"), "HF_ENDPOINT": nobody, "HTTPS_PROXY": nobody}
     results = ranks(world).run(train_offline, values, env)

@@ -419,7 +419,7 @@ def workload():
 
 def turns(world: World, path: str, strategy: str) -> float:
     """How far the parameters are from those of a plain loop with two optimizers."""
-    five = {"training.accumulate": 2, "training.steps": 5}
+    five = {"training.global_batch": 8, "training.micro_batch": 2, "training.steps": 5}
     named = {"model.workload": path, "strategy.name": strategy}
     config, workload, built, _ = train(world, {**FP64, **five, **named})
     torch.manual_seed(config.training.seed)

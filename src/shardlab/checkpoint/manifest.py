@@ -14,16 +14,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar
 
+from msgspec import Meta, convert
+
 from shardlab.errors import UsageError
 from shardlab.files import text_of
-from shardlab.shapes import Meta, convert
 
 SCHEMA = 1
 NAME = "checkpoint.json"
 # The prefixes of tensor names. Own tensors belong to one rank: own/<rank>/rng/torch.
 MODEL, OPTIMIZER, SHARED, OWN = "model/", "optimizer/", "shared/", "own/"
 RANDOM, EXTRA = "rng/", "strategy/"  # among own tensors
-Count = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Finite = Annotated[float, Meta(ge=-1e308, le=1e308)]
 FileName = Annotated[str, Meta(pattern=r"^rank\d+\.safetensors\Z")]
 Dtype = Literal[
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
@@ -69,7 +71,7 @@ class Update(TypedDict, total=False):
     scale: Annotated[float, Meta(gt=0, le=1e38)]  # of the loss
     good_steps: Count
     # Numbers that the optimizer keeps in each of its groups; a count stays a whole number.
-    groups: list[dict[str, bool | int | float]]
+    groups: list[dict[str, bool | int | Finite]]
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Manifest:
     config: dict[str, Any]
     samples: Count | None  # of the data set; None: not known (imported)
     update: Update
-    numbers: dict[str, float]  # of the optimizer: optimizer/<parameter>/<key>
+    numbers: dict[str, Finite]  # of the optimizer: optimizer/<parameter>/<key>
     tensors: dict[str, Tensor]
     files: dict[FileName, File]
     created: str = ""

@@ -34,11 +34,11 @@ MUST_MATCH = (
 )  # fmt: skip
 # What may change, and is reported, because the losses will differ from the uninterrupted run's.
 TOLD = (
-    "strategy.name", "strategy.options", "launch.world", "training.steps", "training.accumulate",
-    "training.learning_rate", "training.weight_decay", "training.momentum", "training.schedule",
+    "strategy.name", "strategy.options", "launch.world", "training.steps",
+    "training.learning_rate", "training.weight_decay", "training.schedule",
     "training.warmup_steps", "training.min_rate", "training.clip_norm", "training.compile",
-    "training.activation_checkpointing", "precision.compute", "training.betas", "training.eps",
-    "training.optimizer_options", "training.no_decay", "training.clip_value", "training.ema_decay",
+    "training.activation_checkpointing", "precision.compute",
+    "training.optimizer_options", "training.no_decay", "training.ema_decay",
     "training.epochs", "training.micro_batch", "training.patience",
 )  # fmt: skip
 # The settings that can name code to import, and how a command names it.
@@ -105,6 +105,7 @@ def settings_of(
         values = files.settings_in(path / "config.yaml") or {}
         world = setting(values, "launch", "world", None)
     base = {key: dict(value) for key, value in values.items() if isinstance(value, Mapping)}
+    _translate(base.setdefault("training", {}), base.get("strategy", {}), world)
     standard = Config().to_dict()
     for section, inside in base.items():  # keys that an older version had, and that were off
         gone = [key for key in inside if key not in standard.get(section, inside)]
@@ -114,8 +115,6 @@ def settings_of(
         base["launch"].pop(key, None)
     for key in ("root", "dir"):
         base.get("output", {}).pop(key, None)
-    if setting(base, "training", "micro_batch", None) is not None:
-        base["training"].pop("accumulate", None)  # it follows from the number of ranks
     for dotted, flag in CODE.items():
         section, _, key = dotted.partition(".")
         given, saved = (named or {}).get(dotted), base.get(section, {}).get(key)
@@ -129,14 +128,28 @@ def settings_of(
     return base
 
 
-def named_by(config: Path | None, given: Mapping[str, Any]) -> dict[str, str | None]:
+def _translate(training: dict[str, Any], strategy: Mapping[str, Any], world: Any) -> None:
+    """The batch and the optimizer of a config that an older version wrote, in today's keys."""
+    times, batch = training.pop("accumulate", 1), training.get("global_batch")
+    if type(times) is type(batch) is int and times > 1 and training.get("micro_batch") is None:
+        named = configs.StrategyConfig(
+            **{k: strategy[k] for k in strategy.keys() & {"name", "options"}}
+        )
+        shares = configs.data_ranks(named, world or 1)
+        training["micro_batch"] = max(1, -(-batch // (shares * times)))
+    training.pop("batch_split", None)  # ranks whose shares differ are no other run
+    for key in ("momentum", "betas", "eps"):
+        if (value := training.pop(key, None)) not in OFF:
+            training["optimizer_options"] = {**training.get("optimizer_options", {}), key: value}
+
+
+def named_by(of_file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, str | None]:
     """The values of ``CODE`` that the user gave: by a flag or setting, or in a config file."""
-    inside = {} if config is None else files.settings_in(config) or {}
     named = dict(given)
     for dotted in CODE:
         section, _, key = dotted.partition(".")
         if named.get(dotted) is None:
-            named[dotted] = setting(inside, section, key, None)
+            named[dotted] = setting(of_file, section, key, None)
     return {dotted: named[dotted] for dotted in CODE}
 
 

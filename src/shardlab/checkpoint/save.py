@@ -236,8 +236,9 @@ class Saving:
         self.checkpoints: Checkpoints | None = None
         if self.every is not None:
             assert recorder.folder is not None
-            again = config.with_overrides({"output.dir": None, "checkpoint.resume": None})
-            about = About(again.to_dict(), config.strategy.name, len(workload.dataset))
+            about = About(
+                config.started_anew().to_dict(), config.strategy.name, len(workload.dataset)
+            )
             self.checkpoints = Checkpoints(
                 recorder.folder, config.checkpoint, world, strategy, about, self._done, guards
             )

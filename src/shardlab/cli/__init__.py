@@ -112,31 +112,21 @@ def main() -> None:
         raise SystemExit(2) from None
 
 
-@app.command()
-def strategies(as_json: Annotated[bool, JSON] = False) -> None:
-    """List the strategies, in the order of the ladder."""
-    from shardlab.naming import EVERY_STRATEGY
-
-    _list_names(EVERY_STRATEGY, "strategies", as_json)
-
-
-@app.command()
-def workloads(as_json: Annotated[bool, JSON] = False) -> None:
-    """List what can be trained."""
-    from shardlab.naming import WORKLOADS
-
-    _list_names(WORKLOADS, "workloads", as_json)
-
-
-def _list_names(known: dict[str, str], kind: str, as_json: bool) -> None:
+@app.command("list")
+def list_names(as_json: Annotated[bool, JSON] = False) -> None:
+    """List the strategies, in the order of the ladder, and the workloads."""
     from shardlab import naming
     from shardlab.report import console
 
-    rows = {name: naming.summary(path) for name, path in known.items()}
+    found = {
+        kind: {name: naming.summary(path) for name, path in known.items()}
+        for kind, known in (("strategies", naming.EVERY_STRATEGY), ("workloads", naming.WORKLOADS))
+    }
     if as_json:
-        output.say_json({kind: rows})
-    else:
-        console.print_names(rows, {"strategies": "strategy"}.get(kind, "workload"))
+        output.say_json(found)
+        return
+    console.print_names(found["strategies"], "strategy")
+    console.print_names(found["workloads"], "workload")
 
 
 @app.command()
@@ -152,9 +142,3 @@ def doctor(as_json: Annotated[bool, JSON] = False) -> None:
         console.print_diagnosis(checks)
     if any(check["status"] == "failed" for check in checks):
         raise SystemExit(1)
-
-
-@app.command()
-def version() -> None:
-    """Print the version."""
-    output.say(shardlab.__version__)

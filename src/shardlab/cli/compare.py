@@ -7,11 +7,11 @@ import functools
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
+from msgspec import structs
 
 from shardlab import output
 from shardlab.cli import flags
@@ -23,24 +23,23 @@ WINDOW = {"profile": {"wait": 0, "active": 2}}
 
 
 @flags.configured(
-    "workload", "size", "data", "seq_len", "global_batch", "micro_batch", "batch_split",
-    "optimizer", "activation_checkpointing", "compile", "seed", "device", "backend", "port",
+    "workload", "size", "global_batch", "device",
 )  # fmt: skip
 def compare(
     asked: flags.Asked,
     ctx: typer.Context,
     strategies: str | None = flags.STRATEGIES,
     world: str | None = typer.Option(
-        None, "--world", "-w", help="Numbers of ranks: 2, or 1,2,4.  (default: 2)"
+        None, "--world", "-w", help="Numbers of ranks: 2, or 1,2,4.  (default: 2)",
+        rich_help_panel=flags.PARALLELISM,
     ),
-    accumulate: str | None = typer.Option(
-        None, help="Micro-batches per rank and step: 1, or 1,4."
+    micro_batch: str | None = typer.Option(
+        None, help="Most samples that a rank takes at a time: 4, or 1,4.  (default: its share)",
+        rich_help_panel=flags.BATCH,
     ),
     precision: str | None = typer.Option(
-        None, help="fp32, bf16, fp16 or fp64; or several: fp32,bf16."
-    ),
-    bucket_mb: str | None = typer.Option(
-        None, help="Bucket sizes, for the strategies that have buckets: 4, or 1,4,25."
+        None, help="fp32, bf16, fp16 or fp64; or several: fp32,bf16.  (default: fp32)",
+        rich_help_panel=flags.MODEL,
     ),
     repeats: int = typer.Option(4, help="Interleaved visits to each strategy."),
     warmup: int = typer.Option(1, help="Steps before the clock counts, per visit."),
@@ -93,7 +92,13 @@ def compare(
         metavar="LIMIT",
     ),
 ) -> None:  # fmt: skip
-    """Measure strategies side by side: same model, data, seed and global batch."""
+    """Measure strategies side by side: same model, data, seed and global batch.
+
+    \b
+    Examples:
+      shardlab compare --size tiny --strategies single,simple_ddp,pytorch_ddp
+      shardlab compare --strategies diloco,zero2 --to-loss 4.5 --seeds 3
+    """
     from shardlab.launch import launch
     from shardlab.measure import compare as comparison
     from shardlab.measure import gate
@@ -107,7 +112,10 @@ def compare(
         return
     if seeds is not None:
         raise UsageError("--seeds is for --to-loss and --tokens; --repeats sets visits to time")
-    launch.lead(asked.config().launch)
+    if profile:
+        asked.flags["profile.enabled"] = True
+    first = asked.config(WINDOW)
+    launch.lead(first.launch)
     if fresh and not prove:
         raise UsageError("--fresh makes proofs anew, and --no-prove makes none; leave out one")
     limits = gate.limits_of(fail_if or [])
@@ -117,9 +125,6 @@ def compare(
             f"--fail-if {min(limits)} is for a comparison with an earlier one; add --against FILE"
         )
     earlier = None if against is None else gate.read(against)
-    if profile:
-        asked.flags["profile.enabled"] = True
-    first = asked.config(WINDOW)
     plan = Plan(
         repeats=repeats,
         warmup=warmup,
@@ -127,9 +132,9 @@ def compare(
         prove=prove,
         fresh=fresh,
         time_limit_s=time_limit,
-        profile=None if profile is False else replace(first.profile, enabled=True),
+        profile=None if profile is False else structs.replace(first.profile, enabled=True),
     )
-    axes = axes_of(first, world, precision, accumulate, bucket_mb, launch.default_ranks())
+    axes = axes_of(first, world, precision, micro_batch, launch.default_ranks())
     cells = cells_of(first, flags.specs_of(strategies), axes, plan)
     for cell, config in zip(cells, buckets.settled([c.config for c in cells]), strict=True):
         cell.config = config
@@ -218,7 +223,7 @@ def _reach(asked: flags.Asked, ctx: typer.Context, loss: float | None, tokens: i
     )
     launch.lead(base.launch)
     axes = axes_of(
-        base, given["world"], given["precision"], given["accumulate"], given["bucket_mb"],
+        base, given["world"], given["precision"], given["micro_batch"],
         launch.default_ranks(),
     )  # fmt: skip
     plan = Plan(repeats=1, warmup=0, steps=goal.max_steps)

@@ -24,19 +24,32 @@ from shardlab.errors import UsageError
 if TYPE_CHECKING:
     from shardlab.config import Config
 
-CONFIG = typer.Option("--config", "-c", help="YAML file; flags override it.", metavar="FILE")
-SET = typer.Option(
-    "--set", "-s", help="Any setting: training.momentum=0.9, model.options.layers=6 (repeatable).",
-    metavar="KEY=VALUE",
+MODEL, BATCH, PARALLELISM, CHECKPOINTS, OUTPUT = (
+    "Model", "Batch", "Parallelism", "Checkpoints", "Output",
 )  # fmt: skip
-QUIET = typer.Option("--quiet", "-q", help="No progress, no table: only where the files are.")
-JSON = typer.Option("--json", help="Print the result as JSON, and nothing else, on stdout.")
+CONFIG = typer.Option(
+    "--config", "-c", help="YAML file with any settings; flags override it.", metavar="FILE",
+    rich_help_panel=MODEL,
+)  # fmt: skip
+SET = typer.Option(
+    "--set", "-s", help="Any setting, repeatable: training.schedule=cosine, guard.hang_s=30, "
+    "model.options.layers=6. docs/workloads.md lists them.", metavar="KEY=VALUE",
+    rich_help_panel=MODEL,
+)  # fmt: skip
+QUIET = typer.Option(
+    "--quiet", "-q", help="No progress, no table: only where the files are.",
+    rich_help_panel=OUTPUT,
+)  # fmt: skip
+JSON = typer.Option(
+    "--json", help="Print the result as JSON, and nothing else, on stdout.", rich_help_panel=OUTPUT
+)
 
 
 STRATEGIES = typer.Option(
     None,
     "--strategies",
     help="Comma-separated; an option follows a colon: pytorch_ddp:bucket_mb=4.  (default: all)",
+    rich_help_panel=PARALLELISM,
 )
 
 
@@ -44,107 +57,99 @@ STRATEGIES = typer.Option(
 class Flag:
     key: str  # what it sets in the config
     kind: Any
-    help: str | None = None
+    panel: str
+    help: str  # without the default, which `default` says
+    default: Any = None  # the config's own; None: the help says what is done
     also: str | None = None  # a second name
     metavar: str | None = None
 
 
 FLAGS = {
-    "strategy": Flag(
-        "strategy.name", str,
-        "A name from `shardlab strategies`; options follow colons: zero1:tensor=2.",
-    ),
-    "world": Flag("launch.world", int, "Number of ranks.  (default: 2)", "-w"),
-    "tensor": Flag("strategy.options.tensor", int, "Ranks that share each layer of one model."),
-    "pipeline": Flag("strategy.options.pipeline", int, "Ranks that share one model, by its depth."),
-    "context": Flag("strategy.options.context", int, "Ranks that share each sequence."),
     "workload": Flag(
-        "model.workload", str,
-        "A name from `shardlab workloads`, or your own: path/to/file.py:attr.",
+        "model.workload", str, MODEL,
+        "A name from `shardlab list`, or your own: path/to/file.py:attr.", "gpt2",
     ),
-    "size": Flag("model.size", str, "The workload's size, e.g. gpt2's tiny, mini, small, xl."),
+    "size": Flag(
+        "model.size", str, MODEL,
+        "The workload's size: gpt2 has tiny, mini, small … xl.  (default: the workload's own)",
+    ),
     "data": Flag(
-        "data.source", str,
-        "Token shards, images or reviews: a file, a folder, a glob; or synthetic.", metavar="PATH",
+        "data.source", str, MODEL,
+        "Token shards, images or reviews: a file, a folder, a glob; or synthetic.", "auto",
+        metavar="PATH",
     ),
-    "seq_len": Flag("data.seq_len", int, "Tokens per sample."),
-    "steps": Flag("training.steps", int, "Optimizer steps."),
-    "epochs": Flag(
-        "training.epochs", float, "Passes over the data, instead of steps."
+    "seq_len": Flag(
+        "data.seq_len", int, MODEL, "Tokens per sample.  (default: the model's context)"
     ),
-    "global_batch": Flag("training.global_batch", int, "Samples per step, over all ranks.", "-b"),
-    "micro_batch": Flag(
-        "training.micro_batch", int,
-        "Samples per rank and micro-batch: accumulation follows from the global batch, or that "
-        "from the ranks.",
+    "precision": Flag(
+        "precision.compute", str, MODEL, "fp32, bf16, fp16 (autocast) or fp64.", "fp32"
     ),
-    "accumulate": Flag("training.accumulate", int, "Micro-batches per rank and step."),
-    "batch_split": Flag(
-        "training.batch_split", str,
-        "exact: refuse a batch the ranks cannot share evenly; or uneven.",
-    ),
-    "epoch": Flag("data.epoch", str, "How an epoch ends: continuous, padded or exact."),
-    "optimizer": Flag(
-        "training.optimizer", str, "adamw, sgd, any class of torch.optim, or module:Class."
-    ),
-    "learning_rate": Flag("training.learning_rate", float, also="--lr"),
-    "precision": Flag("precision.compute", str, "fp32, bf16, fp16 (autocast) or fp64."),
     "activation_checkpointing": Flag(
-        "training.activation_checkpointing", bool,
-        "Blocks are computed again in backward, not kept.",
+        "training.activation_checkpointing", bool, MODEL,
+        "Recompute activations in backward (activation checkpointing).",
     ),
     "compile": Flag(
-        "training.compile", str, "torch.compile: none, blocks (each by itself) or model (as one)."
+        "training.compile", str, MODEL,
+        "torch.compile: none, blocks (each by itself) or model (as one).", "none",
     ),
-    "evaluate_every": Flag(
-        "training.evaluate_every", int,
-        "Steps between evaluations on the held-out samples; 0: at the end.",
+    "seed": Flag("training.seed", int, MODEL, "Of the model and of the data's order.", 0),
+    "steps": Flag("training.steps", int, BATCH, "Optimizer steps.", 20),
+    "epochs": Flag(
+        "training.epochs", float, BATCH, "Passes over the data, instead of --steps: 0.5, 3."
     ),
-    "seed": Flag("training.seed", int),
-    "device": Flag("launch.device", str, "auto, cpu or cuda."),
-    "backend": Flag("launch.backend", str, "auto, gloo or nccl."),
-    "port": Flag("launch.port", int, "Of rank 0, under srun and mpirun; 0: the job gives it."),
-    "profile": Flag(
-        "profile.enabled", bool,
-        "Traces of some steps of each rank, in traces/rank<r>/: 1 step left alone, 1 warm-up, "
-        "3 kept (--set profile.active=5). A recorded step takes about 2 µs more per operator. "
-        "--set profile.shapes=true or profile.memory=true: files 1.4 times as large; "
-        "profile.stacks=true: 2 times or more.",
+    "global_batch": Flag(
+        "training.global_batch", int, BATCH, "Samples per step, over all ranks.", 8, "-b"
     ),
+    "micro_batch": Flag(
+        "training.micro_batch", int, BATCH,
+        "Most samples that a rank takes at a time. With --global-batch, sets accumulation; "
+        "otherwise sets the global batch.  (default: a rank's share at once)",
+    ),
+    "optimizer": Flag(
+        "training.optimizer", str, BATCH, "adamw, sgd, any class of torch.optim, or module:Class.",
+        "adamw",
+    ),
+    "learning_rate": Flag(
+        "training.learning_rate", float, BATCH, "Learning rate.", 1e-3, also="--lr"
+    ),
+    "strategy": Flag(
+        "strategy.name", str, PARALLELISM,
+        "A name from `shardlab list`; options follow colons: zero1:tensor=2.", "simple_ddp",
+    ),
+    "world": Flag(
+        "launch.world", int, PARALLELISM, "Number of ranks.  (default: 2)", also="-w"
+    ),
+    "device": Flag("launch.device", str, PARALLELISM, "auto, cpu or cuda.", "auto"),
     "checkpoint_every": Flag(
-        "checkpoint.every", int,
+        "checkpoint.every", int, CHECKPOINTS,
         "Steps between checkpoints, in checkpoints/step-<n>/; the last step has one too. The "
-        "newest 2 stay (--set checkpoint.keep_last=5, checkpoint.keep_every=1000).",
-    ),
-    "checkpoint_async": Flag(
-        "checkpoint.asynchronous", bool,
-        "Checkpoints are written by a thread while the run continues.",
+        "newest 2 stay (--set checkpoint.keep_last=5).  (default: no checkpoints)",
     ),
     "resume": Flag(
-        "checkpoint.resume", str,
+        "checkpoint.resume", str, CHECKPOINTS,
         "Run folder: continue there from its newest valid checkpoint. Checkpoint: begin with it in "
         "a new folder. Settings are its own unless given. auto: the newest run of this config that "
         "did not finish (or the one in --out), else a new one.", metavar="auto|PATH",
     ),
     "max_restarts": Flag(
-        "launch.max_restarts", int,
-        "Start the ranks again when one dies, from the last checkpoint.",
-    ),
-    "min_world": Flag(
-        "launch.min_world", int,
-        "A restart may have fewer ranks, one less each time, down to this.",
-    ),
-    "hang_after": Flag(
-        "guard.hang_s", float,
-        "End a run in which no rank has moved for this many seconds, and say who is missing; 0: "
-        "never.  (default: 60, or ten times the longest pause)", metavar="SECONDS",
+        "launch.max_restarts", int, CHECKPOINTS,
+        "Start the ranks again when one dies, from the last checkpoint.", 0,
     ),
     "inject": Flag(
-        "faults", list[str],
+        "faults", list[str], CHECKPOINTS,
         "Break it on purpose: kill:rank=1,step=5; hang, slow:rank=1,ms=50, drop-collective, nan, "
         "corrupt-checkpoint, disk-full (repeatable; docs/reliability.md).", metavar="FAULT",
     ),
-    "out": Flag("output.dir", str, "Folder for the files; new or empty.", "-o", "DIR"),
+    "profile": Flag(
+        "profile.enabled", bool, OUTPUT,
+        "Record traces of 3 steps of each rank, in traces/rank<r>/ (--set profile.active=5; "
+        "docs/capture.md has what it costs).",
+    ),
+    "out": Flag(
+        "output.dir", str, OUTPUT,
+        "Folder for the files; new or empty.  (default: runs/<time>-<what it is>)", None, "-o",
+        "DIR",
+    ),
 }  # fmt: skip
 
 
@@ -178,6 +183,13 @@ class Asked:
         """The config keys that the command line sets."""
         return self.flags.keys() | {setting.partition("=")[0] for setting in self.settings}
 
+    @functools.cached_property
+    def of_file(self) -> dict[str, Any]:
+        """What the file says. It is read once: it may be a pipe."""
+        from shardlab import config as configs
+
+        return {} if self.file is None else configs.settings_in(self.file)
+
     def overrides(self) -> dict[str, Any]:
         """What --set and the flags say, by config key; flags come last."""
         from shardlab import config as configs
@@ -194,8 +206,8 @@ class Asked:
         """Defaults < those of the run that is resumed < file < --set < the flags."""
         from shardlab import config as configs
 
-        config = configs.load(self.file, self.overrides(), base)
-        config.refuse_unwritable()
+        config = configs.load(self.of_file, self.overrides(), base)
+        config.check_paths()
         return config
 
     def print(self, result: Any, folder: Any, show: Callable[[], None]) -> None:
@@ -215,11 +227,7 @@ def asked_in(values: Mapping[str, Any], names: Iterable[str]) -> Asked:
         from shardlab.specs import parse_spec
 
         given["strategy.name"], options = parse_spec(given["strategy.name"])
-        for key, value in options.items():
-            before = given.setdefault(f"strategy.options.{key}", value)
-            if before not in (None, value):
-                raise UsageError(f"--strategy says {key}={value}, and --{key} {before}")
-            given[f"strategy.options.{key}"] = value
+        given |= {f"strategy.options.{key}": value for key, value in options.items()}
     return Asked(
         file=values["config"],
         settings=values["settings"] or [],
@@ -264,9 +272,11 @@ def configured(*names: str, **instead: str) -> Callable[[Command], Command]:
     return decorate
 
 
-def _option(name: str, flag: Flag, text: str | None) -> Any:
+def _option(name: str, flag: Flag, text: str) -> Any:
     names = [f"--{name.replace('_', '-')}", *([flag.also] if flag.also else [])]
-    return typer.Option(*names, help=text, metavar=flag.metavar)
+    if flag.default is not None and "(default:" not in text:
+        text += f"  (default: {flag.default})"
+    return typer.Option(*names, help=text, metavar=flag.metavar, rich_help_panel=flag.panel)
 
 
 def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from shardlab.launch.rank_set import RankSet
 
 SHARED = (
-    "workload", "size", "data", "seq_len", "accumulate", "optimizer", "precision",
-    "activation_checkpointing", "device", "backend",
+    "workload", "size", "data", "seq_len", "optimizer", "precision",
+    "activation_checkpointing", "device",
 )  # fmt: skip
 MOST_RANKS_PER_CORE = 4  # with more, measuring takes so long that it was hardly meant
 
@@ -47,7 +47,7 @@ def throughput(
         "machine's free memory, shared by the ranks)",
     ),
     max_micro_batch: int = typer.Option(65536, help="Where a sweep ends."),
-    time_limit: float = typer.Option(
+    sweep_time: float = typer.Option(
         120.0, help="Seconds after which a sweep tries no further size."
     ),
     warmup: int = typer.Option(2, help="Steps before the clock counts, per size."),
@@ -62,7 +62,13 @@ def throughput(
         "unless one of these four is given.",
     ),
 ) -> None:  # fmt: skip
-    """Measure tokens/s, MFU and peak memory for each batch size, until memory runs out."""
+    """Measure tokens/s, MFU and peak memory for each batch size, until memory runs out.
+
+    \b
+    Examples:
+      shardlab throughput --size tiny --micro-batch 1,2,4
+      shardlab throughput --world 2 --strategy zero2 --sweep
+    """
     from shardlab.launch import launch, launcher_env
     from shardlab.measure import throughput as measuring
     from shardlab.report import console
@@ -70,7 +76,8 @@ def throughput(
     from shardlab.specs import parse_spec
     from shardlab.text import parse_bytes
 
-    launch.lead(asked.config().launch)
+    resolved = asked.config()
+    launch.lead(resolved.launch)
     plan = measuring.Plan(
         batches=_numbers(micro_batch, "--micro-batch")
         if micro_batch
@@ -80,7 +87,7 @@ def throughput(
         steps=steps,
         memory_limit=None if memory_limit is None else parse_bytes(memory_limit, "--memory-limit"),
         most=max_micro_batch,
-        time_limit_s=time_limit,
+        time_limit_s=sweep_time,
     )
     goals = {
         "params": model_params, "tokens": tokens, "days": target_days,
@@ -88,16 +95,14 @@ def throughput(
     }  # fmt: skip
     asked_for = {name: value for name, value in goals.items() if value is not None}
     goal = measuring.Goal(**asked_for) if asked_for else None
-    resolved = asked.config()
     place = launcher_env.joined()
     ranks = world or resolved.launch.world or (1 if place is None else place.size)
     if ranks < 1:
         raise UsageError(f"--world must be at least 1, got {ranks}")
-    times = resolved.training.accumulate or 1
+    times = resolved.accumulate
     overrides: dict[str, Any] = {
         "launch.world": ranks,
         "training.global_batch": plan.batches[0] * ranks * times,
-        "training.accumulate": times,
         "training.micro_batch": None,
     }
     if strategy is not None:
@@ -105,7 +110,7 @@ def throughput(
         overrides |= {"strategy.name": name, "strategy.options": options}
     elif ranks == 1 and asked.file is None:
         overrides["strategy.name"] = "single"
-    resolved = resolved.with_overrides(overrides)
+    resolved = resolved.with_overrides(overrides).in_parts(times)
     with console.comparison_progress(enabled=asked.tells) as on_progress:
         result = measuring.measure(resolved, plan, goal, flags.command(), on_progress)
     folder = resolved.new_folder("throughput")
@@ -141,7 +146,13 @@ def memory(
         "PyTorch's viewer.",
     ),
 ) -> None:  # fmt: skip
-    """Tell what each rank will hold at the peak of a step, without running it."""
+    """Tell what each rank will hold at the peak of a step, without running it.
+
+    \b
+    Examples:
+      shardlab memory --size xl --world 64 --strategies pytorch_ddp,zero3
+      shardlab memory --size small --fits 24GB --strategies zero1,zero2
+    """
     from shardlab import files
     from shardlab.launch import launch
     from shardlab.launch.rank_set import RankSet
@@ -150,17 +161,17 @@ def memory(
     from shardlab.report import memory as report
     from shardlab.text import parse_bytes
 
-    launch.lead(asked.config().launch)
+    resolved = asked.config()
+    launch.lead(resolved.launch)
     limit = None if fits is None else parse_bytes(fits, "--fits")
     if micro_batch is not None and micro_batch < 1:
         raise UsageError(f"--micro-batch {micro_batch}: a batch has at least one sample")
-    resolved = asked.config()
     ranks = resolved.launch.world or launch.default_ranks() if world is None else world
     if ranks < 1:
         raise UsageError(f"--world must be at least 1, got {ranks}")
-    rows = estimate.rows_of(
-        resolved, flags.specs_of(strategies), ranks, micro_batch or (None if asked.file else 1)
-    )
+    has_batch = asked.file or asked.keys & {"training.global_batch", "training.micro_batch"}
+    size = micro_batch or (None if has_batch else 1)
+    rows = estimate.rows_of(resolved, flags.specs_of(strategies), ranks, size)
 
     @functools.cache
     def folder() -> Path:
@@ -172,7 +183,7 @@ def memory(
         console.comparison_progress(enabled=asked.tells) as on_progress,
     ):
         if snapshot:
-            rankset.run(f"{estimate.__name__}:refuse_snapshot", rows[0].config.to_dict())
+            rankset.run(f"{estimate.__name__}:refuse_snapshot", rows[0].config)
         weigh = _weigher(rankset) if measure else None
         kind = resolved.launch.device
         result = estimate.estimate(rows, kind, limit, flags.command(), weigh, on_progress)
@@ -193,9 +204,9 @@ def _weigher(ranks: RankSet) -> Callable[[Config, Sequence[int]], dict[str, Any]
         asked, cores = config.launch.world or 1, os.cpu_count() or 1
         if config.launch.device != "cuda" and asked > MOST_RANKS_PER_CORE * cores:
             raise UsageError(f"{asked} ranks are too many to run on {cores} cores")
-        here, values = estimate.__name__, config.to_dict()
-        found: dict[str, Any] = ranks.run(f"{here}:weigh", values, longest)[0]
-        return {**found, "reserved": ranks.run(f"{here}:reserved", values)[0]}
+        here = estimate.__name__
+        found: dict[str, Any] = ranks.run(f"{here}:weigh", config, longest)[0]
+        return {**found, "reserved": ranks.run(f"{here}:reserved", config)[0]}
 
     return weigh
 

@@ -10,20 +10,25 @@ from shardlab.cli import flags
 from shardlab.errors import UsageError
 
 
-@flags.configured("world", "device", "backend", "port")
+@flags.configured("world", "device")
 def network(
     asked: flags.Asked,
     max_size: str = typer.Option(
         "256MiB", help="The largest tensor; each is four times the one before, from 1 KiB on."
     ),
     rounds: int = typer.Option(5, help="How often everything is measured, in turns."),
-    time_limit: float = typer.Option(
+    total_time: float = typer.Option(
         60.0, help="Seconds for the whole command; sizes that take longer are left out.",
     ),
 ) -> None:  # fmt: skip
     """Measure the network: each collective from 1 KiB to 256 MiB, each link, and what is slow.
 
     Starts ranks here; under torchrun, srun and mpirun, it runs on theirs.
+
+    \b
+    Examples:
+      shardlab network --world 2
+      shardlab network --max-size 1MiB --rounds 3
     """
     begun = time.time()
     from shardlab.launch import launch, launcher_env
@@ -37,13 +42,13 @@ def network(
         raise UsageError(f"--max-size {max_size}: at least 16KiB, so that there are three sizes")
     if rounds < 2:
         raise UsageError(f"--rounds {rounds}: at least 2, to see how far they differ")
-    if not 0 < time_limit < float("inf"):
-        raise UsageError(f"--time-limit {time_limit:g}: not a number of seconds above 0")
-    plan = measuring.Plan(largest, rounds, time_limit, begun)
+    if not 0 < total_time < float("inf"):
+        raise UsageError(f"--total-time {total_time:g}: not a number of seconds above 0")
+    plan = measuring.Plan(largest, rounds, total_time, begun)
     config = asked.config()
     place = launcher_env.joined()
     if place is None and config.launch.world is None:
-        config = config.with_overrides({"launch.world": launch.DEFAULT_WORLD})
+        config = config.at_world(launch.DEFAULT_WORLD)
     world = config.launch.world if place is None else place.size
     if world == 1:
         raise UsageError("one rank has no network; use --world 2, or more ranks of a launcher")

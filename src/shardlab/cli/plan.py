@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @flags.configured(
-    "workload", "size", "data", "seq_len", "global_batch", "micro_batch", "accumulate", "optimizer",
+    "workload", "size", "data", "seq_len", "global_batch", "micro_batch", "optimizer",
     "precision", "activation_checkpointing", "compile",
     global_batch="Samples per step, over all ranks: they stay the same when there are more ranks.  "
     "(default: the samples of a rank stay the same)",
@@ -26,11 +26,11 @@ def plan(
         help="Comma-separated; an option follows a colon: pytorch_ddp:bucket_mb=4.  (default: "
         "those that overlap or shard)",
     ),
-    ranks: str | None = typer.Option(
-        None, help="Numbers of ranks: 8,64,512. They are not started.  (default: those of the "
-        "config, else 2)",
+    world: str | None = typer.Option(
+        None, "--world", "-w", help="Numbers of ranks: 8,64,512. They are not started.  "
+        "(default: those of the config, else 2)",
     ),
-    device: str | None = typer.Option(
+    machine: str | None = typer.Option(
         None, help="What the ranks have: this (as here, measured), or h100, a100, h200, b200, "
         "mi300x …; several with commas.  (default: this)",
     ),
@@ -46,7 +46,7 @@ def plan(
         "h100=2.5,a100=1.3.",
     ),
     fits: bool = typer.Option(
-        False, "--fits", help="Only what fits the memory of the device."
+        False, "--only-fitting", help="Only what fits the memory of the device."
     ),
     what_if: list[str] | None = typer.Option(
         None, help="The same after a change: bandwidth=2, slow-rank=1.3, overlap=off, "
@@ -63,6 +63,11 @@ def plan(
     """Predict the step on machines that you do not have: time, memory, days and cost.
 
     Each number comes with its 90% interval and with a naive guess, in which nothing is sent.
+
+    \b
+    Examples:
+      shardlab plan --size xl --world 8,64 --machine h100 --strategies zero1,zero3
+      shardlab plan --size small --world 2 --what-if bandwidth=2 --explain
     """
     from shardlab.plan import check as checking
     from shardlab.plan import plan as planning
@@ -72,10 +77,10 @@ def plan(
     from shardlab.specs import whole_numbers
 
     config = asked.config()
-    names = planning.devices_of(device)
-    numbers = whole_numbers("--ranks", ranks)
-    if ranks is not None and not numbers:
-        raise UsageError("--ranks names no number of ranks; write 8, or 8,64,512")
+    names = planning.devices_of(machine)
+    numbers = whole_numbers("--world", world)
+    if world is not None and not numbers:
+        raise UsageError("--world names no number of ranks; write 8, or 8,64,512")
     question = planning.Question(
         config,
         tuple(flags.specs_of(strategies)) if strategies else planning.DEFAULT,
@@ -105,11 +110,11 @@ def plan(
 
 def _refuse_beside_check(question: Question, explain: bool) -> None:
     given: dict[str, Any] = {
-        "--device": question.devices != ("this",),
+        "--machine": question.devices != ("this",),
         "--link": question.links != (None,),
         "--tokens": question.tokens is not None,
         "--what-if": bool(question.changes),
-        "--fits": question.fits_only,
+        "--only-fitting": question.fits_only,
         "--explain": explain,
     }
     wrong = next((flag for flag, is_given in given.items() if is_given), None)

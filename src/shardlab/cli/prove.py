@@ -8,9 +8,9 @@ from shardlab.cli import flags
 
 
 @flags.configured(
-    "workload", "size", "data", "seq_len", "global_batch", "micro_batch", "accumulate", "optimizer",
-    "activation_checkpointing", "compile", "seed", "device", "backend", "port",
-    accumulate="Micro-batches per rank and step.  (default: 2)",
+    "workload", "size", "data", "seq_len", "global_batch", "micro_batch", "optimizer",
+    "activation_checkpointing", "compile", "seed", "device",
+    micro_batch="Most samples that a rank takes at a time.  (default: half of its share)",
 )  # fmt: skip
 def prove(
     asked: flags.Asked,
@@ -38,6 +38,11 @@ def prove(
     It takes a few seconds for each strategy, and with a large model as long as ten optimizer steps
     in float64; before the first strategy, as long as ten steps in one process. From the second
     strategy on, the progress says how long the rest will take.
+
+    \b
+    Examples:
+      shardlab prove --strategies zero1,zero2 --world 2,4
+      shardlab prove --workload my_model.py:workload --strategies simple_ddp
     """
     from shardlab import files
     from shardlab.launch import launch

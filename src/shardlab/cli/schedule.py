@@ -18,8 +18,9 @@ def schedule(
             metavar="NAME...", show_default=False,
         ),
     ],
-    stages: int = typer.Option(
-        4, help="Ranks in the pipeline, each with one stage of the model, or with --chunks stages."
+    world: int = typer.Option(
+        4, "--world", "-w", help="Ranks in the pipeline, each with one stage of the model, or with "
+        "--chunks stages.",
     ),
     microbatches: int = typer.Option(8, help="Micro-batches of a step."),
     chunks: int | None = typer.Option(
@@ -40,13 +41,18 @@ def schedule(
     """Draw pipeline schedules: who works on what when, the bubble, what is kept and sent.
 
     Nothing is run: this is a simulation.
+
+    \b
+    Examples:
+      shardlab schedule 1f1b --world 4 --microbatches 8
+      shardlab schedule all --json
     """
     from shardlab.plan import schedules as planning
     from shardlab.report import schedule as report
 
     chosen = planning.names_of(names)
     times = planning.times_of(chosen, forward_ms, backward_ms, weight_ms, send_ms)
-    pipeline = planning.Pipeline(stages, microbatches, times)
+    pipeline = planning.Pipeline(world, microbatches, times)
     result = planning.compare(chosen, pipeline, chunks, flags.command())
     if as_json:
         output.say_json(result)

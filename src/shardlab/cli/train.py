@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardlab.cli import flags
@@ -28,21 +27,27 @@ def config_of(asked: flags.Asked, keep_world: bool, is_restarted: bool) -> Confi
     from shardlab.checkpoint import resume as resumes
 
     given = asked.overrides()
-    named = resumes.named_by(asked.file, given)
+    named = resumes.named_by(asked.of_file, given)
     base = resumes.settings_of(given.get("checkpoint.resume"), named, keep_world)
-    again = {"checkpoint.resume": resumes.AUTO} if is_restarted else {}
-    return replace(asked, flags=asked.flags | again).config(base)
+    if is_restarted:
+        asked.flags["checkpoint.resume"] = resumes.AUTO
+    return asked.config(base)
 
 
 @flags.configured(
-    "strategy", "world", "tensor", "pipeline", "context", "workload", "size", "data", "seq_len",
-    "steps", "epochs", "global_batch", "micro_batch", "accumulate", "batch_split", "epoch",
-    "optimizer", "learning_rate", "precision", "activation_checkpointing",
-    "compile", "evaluate_every", "seed", "device", "backend", "port", "profile", "checkpoint_every",
-    "checkpoint_async", "resume", "max_restarts", "min_world", "hang_after", "inject",
+    "workload", "size", "data", "seq_len", "precision", "seed",
+    "steps", "epochs", "global_batch", "micro_batch", "optimizer", "learning_rate",
+    "strategy", "world", "device",
+    "checkpoint_every", "resume", "max_restarts", "inject", "profile",
 )  # fmt: skip
 def train(asked: flags.Asked) -> None:
-    """Train with one strategy; the run folder keeps every step and every collective."""
+    """Train with one strategy; the run folder keeps every step and every collective.
+
+    \b
+    Examples:
+      shardlab train --size tiny --steps 10
+      shardlab train --strategy zero2 --world 4 --set training.schedule=cosine
+    """
     from shardlab.checkpoint import files
     from shardlab.checkpoint import resume as resumes
     from shardlab.launch import launch, launcher_env
@@ -56,7 +61,7 @@ def train(asked: flags.Asked) -> None:
     if place is not None and resolved.launch.max_restarts:
         raise UsageError(RESTARTED_BY[place.launcher])
     if place is None and resolved.launch.world is None:
-        resolved = resolved.with_overrides({"launch.world": launch.default_world(resolved)})
+        resolved = resolved.at_world(launch.default_world(resolved))
     (resolved,) = buckets.settled([resolved])
     is_first = place is None or place.rank == 0
     try:

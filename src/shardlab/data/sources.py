@@ -12,9 +12,10 @@ import tempfile
 from pathlib import Path
 from typing import Any, TypedDict
 
+from msgspec import convert
+
 from shardlab.config import AUTO, DATA_WORDS, STDLIB, SYNTHETIC, located
 from shardlab.errors import UsageError
-from shardlab.shapes import convert
 
 __all__ = ["AUTO", "STDLIB", "SYNTHETIC", "located"]
 DESCRIPTION = "dataset.json"

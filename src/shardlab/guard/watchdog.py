@@ -23,13 +23,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from msgspec import convert
+
 from shardlab import output
 from shardlab.errors import Halt
 from shardlab.guard import lost, nodes, stacks, verdict
 from shardlab.guard.nodes import Nodes
 from shardlab.guard.verdict import Seen
 from shardlab.pulse import BUILDING, CHECKPOINT, LEFT, PROOF, PULSE
-from shardlab.shapes import convert
 
 if TYPE_CHECKING:
     from shardlab.world import World

@@ -255,7 +255,7 @@ def store_of(place: Place, config: LaunchConfig) -> Any:
     change = (
         "MASTER_ADDR and MASTER_PORT say where"
         if place.is_torchruns
-        else "--set launch.address=HOST and --port choose others"
+        else "--set launch.address=HOST and launch.port=PORT choose others"
     )
     here, is_holder = f"rank {place.rank} on {socket.gethostname()}", False
     try:

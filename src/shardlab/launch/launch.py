@@ -8,9 +8,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from shardlab import runfolder
 from shardlab.checkpoint import files
@@ -52,7 +53,7 @@ def lead(config: LaunchConfig) -> None:
     place = launcher_env.joined()
     if place is None:
         return
-    config = replace(config, world=None)  # a measurement may use fewer ranks than there are
+    config = structs.replace(config, world=None)  # a measurement may use fewer ranks than there are
     store = cluster.meet(place, config, same_setup.setup(config, ()))
     if place.rank > 0:
         remote_ranks.serve(place, store)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from shardlab import config as configs
 from shardlab.config import Config, LaunchConfig
 from shardlab.launch import remote_ranks
 from shardlab.launch.rank_process import Target
@@ -48,13 +47,11 @@ class RankSet(ExitStack):
 
 def on_its_ranks(
     job: Callable[Concatenate[World, Config, P], T],
-) -> Callable[Concatenate[World, dict[str, Any], P], T | None]:
-    """Turn a job that takes a config into one that takes its plain values. It runs on as many ranks
-    as the config asks for; the ranks beyond them return None."""
+) -> Callable[Concatenate[World, Config, P], T | None]:
+    """Run a job on as many ranks as its config asks for; the ranks beyond them return None."""
 
     @functools.wraps(job)
-    def run(world: World, values: dict[str, Any], /, *args: P.args, **kwargs: P.kwargs) -> T | None:
-        config = configs.from_dict(values)
+    def run(world: World, config: Config, /, *args: P.args, **kwargs: P.kwargs) -> T | None:
         member = world.first(config.launch.world or 1)
         return None if member is None else job(member, config, *args, **kwargs)
 

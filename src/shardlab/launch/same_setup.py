@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 import shardlab
 from shardlab.config import LaunchConfig
 from shardlab.launch.launcher_env import LOOPBACK, Place, is_loopback
@@ -57,7 +59,9 @@ def setup(config: LaunchConfig, args: Sequence[Any]) -> dict[str, str]:
         "shardlab": shardlab.__version__,
         "the code of shardlab": _digest(b"".join(path.read_bytes() for path in files)),
     }
-    for given in ({"launch": dataclasses.asdict(config)}, *args):
+    for given in ({"launch": msgspec.to_builtins(config)}, *args):
+        if isinstance(given, msgspec.Struct):
+            given = msgspec.to_builtins(given)
         if dataclasses.is_dataclass(given) and not isinstance(given, type):
             given = dataclasses.asdict(given)
         if isinstance(given, Mapping):

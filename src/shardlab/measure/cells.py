@@ -1,26 +1,24 @@
 """What is compared: a cell for each strategy and each point of the axes. No torch is needed.
 
-Every cell takes the same samples in the same global batch. An axis that does not concern a strategy
-is not multiplied: ``single`` is one process in every world, and only strategies with buckets take
-``--bucket-mb``.
+Every cell takes the same samples in the same global batch. ``single`` is one process, and so one
+cell for all worlds.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
+
+from msgspec import structs
 
 from shardlab.config import (
     NO_EVALUATION,
     PRECISIONS,
     Config,
     ProfileConfig,
-    data_ranks,
-    parse_value,
-    share_batch,
 )
 from shardlab.errors import UsageError, unknown
 from shardlab.specs import BASELINE, parse_list, parse_spec, whole_numbers
@@ -52,16 +50,14 @@ class Axes:
 
     worlds: tuple[int, ...]
     precisions: tuple[str, ...]
-    accumulates: tuple[int, ...]
-    bucket_mbs: tuple[float, ...] = ()  # empty: each strategy's default
+    micro_batches: tuple[int | None, ...]  # None: a rank's share at once
 
 
 def axes_of(
     config: Config,
     world: str | None,
     precision: str | None,
-    accumulate: str | None,
-    bucket_mb: str | None,
+    micro_batch: str | None,
     default_world: int,
 ) -> Axes:
     """The axes from the flags' texts (``1,2,4``); what no flag names is the config's."""
@@ -69,19 +65,10 @@ def axes_of(
     for word in precisions:
         if word not in PRECISIONS:
             raise unknown("value of --precision", word, PRECISIONS)
-    sizes = [parse_value(part) for part in parse_list(bucket_mb)]
-    for size in sizes:
-        if type(size) not in (int, float) or not 0 < size < float("inf"):
-            raise UsageError(
-                f"--bucket-mb {bucket_mb}: not sizes in MB above 0, as in 25 or 1,4,25"
-            )
-    # 0: what follows from the micro-batch and each world.
-    times = 0 if config.training.micro_batch is not None else config.training.accumulate
     return Axes(
         worlds=whole_numbers("--world", world) or (config.launch.world or default_world,),
         precisions=tuple(precisions) or (config.precision.compute,),
-        accumulates=whole_numbers("--accumulate", accumulate) or (times,),
-        bucket_mbs=tuple(sizes),
+        micro_batches=whole_numbers("--micro-batch", micro_batch) or (config.training.micro_batch,),
     )
 
 
@@ -115,7 +102,7 @@ class Cell:
     @property
     def parts(self) -> int:
         """Micro-batches of a step over all ranks, which BatchNorm sees one at a time."""
-        return self.world * self.config.training.accumulate
+        return self.world * self.config.accumulate
 
     @property
     def is_reference(self) -> bool:
@@ -128,7 +115,7 @@ class Cell:
             "strategy": self.config.strategy.name,
             "options": dict(self.config.strategy.options),
             "world": self.world,
-            "accumulate": self.config.training.accumulate,
+            "accumulate": self.config.accumulate,
             "precision": self.config.precision.compute,
         }
 
@@ -138,7 +125,6 @@ def cells_of(
     specs: Sequence[str],
     axes: Axes,
     plan: Plan,
-    takes_buckets: Callable[[str], bool] | None = None,
 ) -> list[Cell]:
     """A cell for each ``name`` or ``name:option=value:…`` and point of the axes.
 
@@ -146,26 +132,17 @@ def cells_of(
     arithmetic, so that its loss is the others', with BatchNorm too. Of several worlds it takes the
     fewest parts, in which it is fastest: a slowed reference would flatter the others.
     """
-    if config.training.micro_batch is not None:
-        # The first world decides the global batch, where nobody says it, for all of them.
-        config = config.with_overrides({"launch.world": axes.worlds[0]})
-    for world, accumulate in product(axes.worlds, axes.accumulates):
-        shares = data_ranks(config.strategy, world)
-        share_batch(replace(config.training, accumulate=accumulate), shares)
-    takes = takes_buckets or has_buckets
+    # The first world decides the global batch, where nobody says it, for all of them.
+    if not config.training.global_batch:
+        config = config.at_world(axes.worlds[0])
     cells = []
-    first = axes.worlds[0], axes.accumulates[0]
-    points = product(axes.precisions, axes.worlds, axes.accumulates, specs)
-    for precision, world, accumulate, spec in points:
+    first = axes.worlds[0], axes.micro_batches[0]
+    points = product(axes.precisions, axes.worlds, axes.micro_batches, specs)
+    for precision, world, micro_batch, spec in points:
         name, options = parse_spec(spec)
-        if name == BASELINE and (world, accumulate) != first:
+        if name == BASELINE and (world, micro_batch) != first:
             continue  # one for all worlds
-        sizes: list[dict[str, Any]] = [{}]
-        if axes.bucket_mbs and "bucket_mb" not in options and takes(name):
-            sizes = [{"bucket_mb": size} for size in axes.bucket_mbs]
-        for more in sizes:
-            point = world, precision, accumulate
-            cells.append(_cell(config, name, options | more, axes, point, plan))
+        cells.append(_cell(config, name, options, axes, (world, precision, micro_batch), plan))
     labels = [cell.label for cell in cells]
     for label in labels:
         if labels.count(label) > 1:
@@ -186,26 +163,26 @@ def _cell(
     name: str,
     options: dict[str, Any],
     axes: Axes,
-    point: tuple[int, str, int],
+    point: tuple[int, str, int | None],
     plan: Plan,
 ) -> Cell:
-    world, precision, accumulate = point
+    world, precision, micro_batch = point
     parts = [f"{key}={value}" for key, value in options.items()]
     if name == BASELINE:
-        world, accumulate = 1, min(axes.worlds) * min(axes.accumulates)
+        world, micro_batch = 1, _largest_part(config.training.global_batch, axes)
     elif len(axes.worlds) > 1:
         parts.append(f"world={world}")
     if len(axes.precisions) > 1:
         parts.append(precision)
-    if name != BASELINE and len(axes.accumulates) > 1:
-        parts.append(f"accumulate={accumulate}")
-    values = replace(config, profile=ProfileConfig()).with_overrides(  # never while timing
+    if name != BASELINE and len(axes.micro_batches) > 1:
+        parts.append(f"micro_batch={micro_batch}")
+    values = structs.replace(config, profile=ProfileConfig()).with_overrides(  # never while timing
         {
             "strategy.name": name,
             "strategy.options": options,
             "launch.world": world,
             "precision.compute": precision,
-            "training.accumulate": accumulate,
+            "training.micro_batch": micro_batch,
             "training.steps": plan.warmup + plan.steps,
             # These settings are for a run with a folder, which a cell has not.
             **NO_EVALUATION,
@@ -219,3 +196,11 @@ def _cell(
         }
     )
     return Cell(values, f"{name} ({', '.join(parts)})" if parts else name)
+
+
+def _largest_part(global_batch: int, axes: Axes) -> int:
+    """The samples of the largest micro-batch that any rank of these axes takes."""
+    return max(
+        micro_batch or -(-global_batch // world)
+        for world, micro_batch in product(axes.worlds, axes.micro_batches)
+    )

@@ -16,11 +16,12 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardlab import config as configs
+from msgspec import structs
+
 from shardlab import stats, trace
 from shardlab.config import Config, ProfileConfig
 from shardlab.errors import Interrupted, Late, NodeLost, RankFailure, UsageError
@@ -109,7 +110,7 @@ def _calibrate(ranks: RankSet, cells: Sequence[Cell], command: str) -> dict[str,
     peaks, flops = {}, None
     for precision in dict.fromkeys(cell.config.precision.compute for cell in cells):
         cell = next(c for c in cells if c.config.precision.compute == precision)
-        found = ranks.run("shardlab.measure.throughput:describe", cell.config.to_dict(), command)[0]
+        found = ranks.run("shardlab.measure.throughput:describe", cell.config, command)[0]
         peak, flops = found["peak"], found["flops_per_sample"]
         of_device = peak["flops_per_s"] * ranks.size / peak["devices"]  # which ranks may share
         peaks[precision] = {**peak, "flops_per_s": of_device}
@@ -178,7 +179,7 @@ def schedule(cells: int, repeats: int) -> Iterator[list[int]]:
 def look(ranks: RankSet, function: str, cell: Cell, *args: Any) -> Any:
     """Rank 0's result of a function, before anything is measured: a failure ends the comparison."""
     try:
-        return ranks.run(function, cell.config.to_dict(), *args)[0]
+        return ranks.run(function, cell.config, *args)[0]
     except Late as late:
         what = "building and trying the model took too long (--time-limit)"
         raise Late(late.rank, f"{what}: {late.message}") from None
@@ -187,7 +188,7 @@ def look(ranks: RankSet, function: str, cell: Cell, *args: Any) -> Any:
 def _try_on_ranks(ranks: RankSet, function: str, cell: Cell, *args: Any) -> Any:
     """Rank 0's result of a function of this module; a failure is noted in the cell."""
     try:
-        return ranks.run(f"{__name__}:{function}", cell.config.to_dict(), *args)[0]
+        return ranks.run(f"{__name__}:{function}", cell.config, *args)[0]
     except (RankFailure, UsageError) as error:
         cell.status = "failed" if isinstance(error, RankFailure) else "skipped"
         cell.reason = reason_of(error, "a visit" if function == "time_cell" else "weighing it")
@@ -292,11 +293,11 @@ def _prove(
             return
     try:
         prove.refuse_rounding(config.strategy.options)
-        data = ranks.run("shardlab.proof.subjects:check", config.to_dict())[0]
+        data = ranks.run("shardlab.proof.subjects:check", config)[0]
         if cache is not None and not fresh and (found := cache.find(config, data)) is not None:
             cell.proof = found
             return
-        evidence = ranks.run("shardlab.proof.evidence:examine", config.to_dict())
+        evidence = ranks.run("shardlab.proof.evidence:examine", config)
         checks = judge.judge([e for e in evidence if e is not None])
     except (UsageError, Late) as refusal:  # neither says that anything is wrong
         cell.proof = {"pass": None, "message": reason_of(refusal, "the proof"), "checks": {}}
@@ -328,24 +329,23 @@ def proof_config(config: Config) -> Config:
     overrides: dict[str, Any] = {
         "precision.compute": "fp64",
         "precision.loss_scale": None,
-        "training.accumulate": 2,
+        "training.micro_batch": None,
         "training.warmup_steps": 0,
         "training.compile": "none",
-        "training.batch_split": "uneven",
     }
     if config.model.workload in prove.SMALLEST:
         overrides |= {"model.options": {}, "data.seq_len": None}
-    return prove.deep_enough(prove.small(config.with_overrides(overrides), PROOF_STEPS))
+    small = prove.small(config.with_overrides(overrides), PROOF_STEPS)
+    return prove.deep_enough(prove.in_parts(small))
 
 
 def _profile(ranks: RankSet, profile: ProfileConfig, folder: Path, cell: Cell) -> None:
     """The cell's traces, and where their steps went. What was measured stays if this fails."""
     steps = profile.repeat * profile.window
-    training = replace(cell.config.training, steps=steps, warmup_steps=0)
-    config = replace(cell.config, profile=profile, training=training)
+    training = structs.replace(cell.config.training, steps=steps, warmup_steps=0)
+    config = structs.replace(cell.config, profile=profile, training=training)
     try:
-        values = config.to_dict()
-        found = ranks.run(f"{__name__}:profile_cell", values, str(folder), cell.label)[0]
+        found = ranks.run(f"{__name__}:profile_cell", config, str(folder), cell.label)[0]
         cell.sent = found.pop("sent")
         cell.traces = found
         cell.profile = trace.load_once(Path(found["folder"])).mean_step()
@@ -456,10 +456,9 @@ def _row(cell: Cell, baseline: Cell, env: Mapping[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------ in the ranks
 
 
-def weigh_cell(world: World, values: dict[str, Any]) -> dict[str, int] | None:
+def weigh_cell(world: World, config: Config) -> dict[str, int] | None:
     """What the fullest rank holds at its peak, over building and two steps."""
-    config = configs.from_dict(values).with_overrides(WEIGHED)
-    weights = estimate.weigh(world, config.to_dict())
+    weights = estimate.weigh(world, config.with_overrides(WEIGHED))
     return None if weights is None else estimate.fullest(weights[p] for p in estimate.PEAKS)
 
 
@@ -494,8 +493,8 @@ def profile_cell(world: World, config: Config, folder: str, label: str) -> dict[
     shares = builders.data_share(config, world)[1]
     if strategy.rounds is not None:
         # A whole round is watched. What workers send does not depend on how many samples they saw.
-        few = {"training.global_batch": shares, "training.accumulate": 1}
-        config = config.with_overrides({**few, "training.micro_batch": None})
+        few = {"training.global_batch": shares, "training.micro_batch": None}
+        config = config.with_overrides(few)
     share = next(loop.Batches(workload, config, world))
     subject = Subject(workload, config.training.seed, [[share] * shares])  # its own is ours
     subject.ranks_per_node = world.ranks_per_node

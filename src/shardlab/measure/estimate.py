@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardlab.config import Config, data_ranks
+from shardlab.config import Config
 from shardlab.errors import Late, RankFailure, UsageError
 from shardlab.launch.forking import fork_server
 from shardlab.launch.rank_set import RankSet, on_its_ranks
@@ -104,7 +104,7 @@ class Simulator:
             if self._process is None:
                 self._start()
                 self._stacks = self._receive(limit_s)
-            self._pipe.send((function, config.to_dict(), args))
+            self._pipe.send((function, config, args))
 
     def _answer(self, limit_s: float) -> Any:
         with self._ended_on_failure():
@@ -176,23 +176,22 @@ class Row:
     @property
     def samples(self) -> int:
         """Samples of the micro-batch that a rank works on, alone or with model-parallel ranks."""
-        return self._share(data_ranks(self.config.strategy, self.config.launch.world or 1))
+        return self._share(self.config.data_ranks)
 
     def _share(self, ranks: int) -> int:
-        return -(-self.config.training.global_batch // (ranks * self.config.training.accumulate))
+        return -(-self.config.training.global_batch // (ranks * self.config.accumulate))
 
 
 def with_batch(config: Config, batch: int) -> Config:
     """``batch`` samples in each micro-batch of each rank, and as many micro-batches as before."""
-    parts = (config.launch.world or 1) * config.training.accumulate
-    return config.with_overrides(
-        {"training.global_batch": batch * parts, "training.micro_batch": None}
-    )
+    parts = (config.launch.world or 1) * config.accumulate
+    batches = {"training.global_batch": batch * parts, "training.micro_batch": None}
+    return config.with_overrides(batches).in_parts(config.accumulate)
 
 
 def rows_of(config: Config, specs: Sequence[str], world: int, batch: int | None) -> list[Row]:
     """A row for each ``name`` or ``name:option=value``. ``single`` is one process, in any world."""
-    rows = []
+    rows, times = [], config.accumulate
     for spec in specs:
         name, options = parse_spec(spec)
         ranks = 1 if name == BASELINE else world
@@ -201,10 +200,10 @@ def rows_of(config: Config, specs: Sequence[str], world: int, batch: int | None)
         }  # fmt: skip
         if batch is not None:
             # Before the ranks are counted: the config's own batch may not be theirs to share.
-            times = config.training.accumulate or 1
             overrides["training.global_batch"] = batch * ranks * times
-            overrides |= {"training.accumulate": times, "training.micro_batch": None}
-        rows.append(Row(config.with_overrides({**overrides, **WEIGHED})))
+            overrides["training.micro_batch"] = None
+        made = config.with_overrides({**overrides, **WEIGHED})
+        rows.append(Row(made if batch is None else made.in_parts(times)))
     return rows
 
 
@@ -321,7 +320,7 @@ def _row(row: Row, limit: int | None) -> dict[str, Any]:
         "world": config.launch.world,
         "batch": row.batch,
         "samples": row.samples,
-        "accumulate": config.training.accumulate,
+        "accumulate": config.accumulate,
         "status": row.status,
         "reason": row.reason,
         "step_bytes": step,
@@ -361,7 +360,7 @@ def fullest(weights: Iterable[dict[str, int]]) -> dict[str, int]:
 
 def snapshots(ranks: RankSet, row: Row, folder: Path) -> list[str]:
     """The files that PyTorch's memory viewer reads, one of each rank."""
-    args = row.config.to_dict(), str(folder), row.longest
+    args = row.config, str(folder), row.longest
     found = ranks.run(f"{__name__}:write_snapshot", *args)
     return [path for path in found if path is not None]
 
@@ -373,20 +372,19 @@ def _answer(pipe: Any) -> None:
     """Estimate what the parent asks for, until it is gone."""
     import torch
 
-    from shardlab import config as configs
     from shardlab.guard import stacks
 
     torch.set_num_threads(1)  # as a rank has: hardly anything is computed, and more would only spin
     with contextlib.suppress(EOFError, BrokenPipeError), stacks.Answering() as answering:
         pipe.send(answering.fd)  # the file that the stack is written to, if asked for
         while True:
-            name, values, args = pipe.recv()
+            name, config, args = pipe.recv()
             answer: tuple[str, Any]
             try:
                 module, _, function = name.partition(":")
                 answer = (
                     "result",
-                    getattr(import_module(module), function)(configs.from_dict(values), *args),
+                    getattr(import_module(module), function)(config, *args),
                 )
             except UsageError as error:
                 answer = "usage", str(error)

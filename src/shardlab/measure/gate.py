@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from msgspec import Meta, ValidationError, convert
+
 from shardlab import stats
 from shardlab import text as fmt
 from shardlab.errors import UsageError, unknown
 from shardlab.measure import fields
 from shardlab.measure.cells import Cell
-from shardlab.shapes import Meta, Mismatch, convert
 
-Positive = Annotated[float, Meta(gt=0)]
+Positive = Annotated[float, Meta(gt=0, le=1e308)]
 Visits = list[Annotated[list[Positive], Meta(min_length=1)]]  # milliseconds: (repeats, steps)
 Limits = Mapping[str, float]  # by what is watched: the share by which it may grow
 WATCHED = ("slower", "memory")
@@ -107,7 +108,7 @@ def read(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not a compare.json of schema 1")
     try:
         convert(found, _Record)
-    except Mismatch as error:
+    except ValidationError as error:
         raise UsageError(f"{path} is damaged: {error}") from None
     return found
 

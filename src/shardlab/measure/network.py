@@ -605,7 +605,7 @@ def verdict(result: Mapping[str, Any]) -> Iterator[str]:
             f"{fmt.names(apart)}: the times do not lie on a line (one is more than half off "
             "it); read the table rather than the fit"
         )
-    limit = f"within {result['time_limit_s']:g} s (--time-limit)"
+    limit = f"within {result['time_limit_s']:g} s (--total-time)"
     if result["skipped"]:
         yield f"{fmt.count(len(result['skipped']), 'point')} left out: no time for more {limit}"
     if result["rounds"] < result["rounds_asked"]:

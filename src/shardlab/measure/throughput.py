@@ -113,7 +113,7 @@ def measure(
     )
     on_progress("the machine's peak", 0, 1 if plan.sweep else len(plan.batches))
     with RankSet(config.launch, world, ATTEMPT_S) as ranks:
-        env = ranks.run(f"{__name__}:describe", config.to_dict(), command)[0]
+        env = ranks.run(f"{__name__}:describe", config, command)[0]
         limit = limit_of(plan.memory_limit, env["device"], world)
         rows: list[dict[str, Any]] = []
 
@@ -124,10 +124,10 @@ def measure(
             row = rows[-1]
             if limit["bytes"] is not None:
                 ranks.renew()  # a CPU process never returns the memory it was once given
-            values = with_batch(config, batch).to_dict()
+            sized = with_batch(config, batch)
             limits = limit["bytes"], limit["refused_beyond"]
             try:
-                measured = ranks.run(f"{__name__}:time_batch", values, plan.warmup, *limits)[0]
+                measured = ranks.run(f"{__name__}:time_batch", sized, plan.warmup, *limits)[0]
             except RankFailure as failure:
                 status = "oom" if is_out_of_memory(str(failure)) else "failed"
                 row |= {"status": status, "reason": str(failure)}
@@ -240,7 +240,7 @@ def summarize(
         "parameters": env["parameters"],
         "strategy": config.strategy.label,
         "world": world,
-        "accumulate": config.training.accumulate,
+        "accumulate": config.accumulate,
         "precision": config.precision.compute,
         "warmup_steps": plan.warmup,
         "timed_steps": plan.steps,
@@ -263,7 +263,7 @@ def _row(
 ) -> dict[str, Any]:
     result: dict[str, Any] = {
         "batch": row["batch"],
-        "global_batch": row["batch"] * world * config.training.accumulate,
+        "global_batch": row["batch"] * world * config.accumulate,
         "status": row["status"],
         "reason": row["reason"],
         **dict.fromkeys(NUMBERS),
@@ -308,14 +308,12 @@ def extrapolate(goal: Goal, flops_per_s: float, peak: Mapping[str, Any]) -> dict
 # ------------------------------------------------------------------ in the ranks
 
 
-def describe(world: World, values: dict[str, Any], command: str) -> dict[str, Any]:
+def describe(world: World, config: Config, command: str) -> dict[str, Any]:
     """Where this runs, what, and how fast the device multiplies matrices."""
-    from shardlab import config as configs
     from shardlab.launch import environment
     from shardlab.training import builders, preflight
     from shardlab.workloads.base import count_flops
 
-    config = configs.from_dict(values)
     builders.resolve_strategy(config)
     workload = builders.build_workload(config)
     flops = workload.flops_per_sample
@@ -329,7 +327,7 @@ def describe(world: World, values: dict[str, Any], command: str) -> dict[str, An
     gpus = set(world.gather((environment.node_name(), str(world.device))))
     devices = len(gpus) if world.device.type == "cuda" else None
     return {
-        **preflight.describe(world, values, command),
+        **preflight.describe(world, config, command),
         "flops_per_sample": flops,
         "peak": {**rates[0], "flops_per_s": rate, "devices": devices},
     }
@@ -374,16 +372,14 @@ def matmul_rate(world: World, compute: str, seconds: float = 0.4) -> dict[str, A
 
 
 def time_batch(
-    world: World, values: dict[str, Any], warmup: int, limit: int | None, refused: int | None
+    world: World, config: Config, warmup: int, limit: int | None, refused: int | None
 ) -> dict[str, Any]:
     """Warm-up, in which memory is weighed, then timed steps; or that it did not fit."""
     import torch
 
-    from shardlab import config as configs
-
     try:
         with refused_beyond(refused):
-            return _time(world, configs.from_dict(values), warmup, limit)
+            return _time(world, config, warmup, limit)
     except (RuntimeError, MemoryError) as error:  # PyTorch's own is a RuntimeError
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         if world.size > 1 or not is_out_of_memory(reason):

@@ -123,7 +123,7 @@ def run(
 def _run(ranks: RankSet, row: Row, config: Config, goal: Goal) -> None:
     function = f"{__name__}:train_cell"
     try:
-        row.runs.append(ranks.run(function, config.to_dict(), goal.loss, goal.warmup)[0])
+        row.runs.append(ranks.run(function, config, goal.loss, goal.warmup)[0])
     except (RankFailure, UsageError) as error:
         if isinstance(error, UsageError) and not row.runs and "--to-loss" in str(error):
             raise  # the goal itself is wrong, for every strategy

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from shardlab import naming
-from shardlab.config import NO_DECAY, OPTIMIZERS, TrainingConfig
+from shardlab.config import OPTIMIZERS, TrainingConfig
 from shardlab.errors import UsageError, unknown
 from shardlab.optim import muon, traits
 from shardlab.optim.after_step import AfterStepHooks, moving_average
@@ -172,10 +172,7 @@ def resumed(optimizer: Optimizer, steps: int) -> None:
 
 
 # The settings of the config that are arguments of an optimizer's class, under its names.
-ARGUMENTS = {
-    "lr": "learning_rate", "weight_decay": "weight_decay", "momentum": "momentum",
-    "betas": "betas", "eps": "eps",
-}  # fmt: skip
+ARGUMENTS = {"lr": "learning_rate", "weight_decay": "weight_decay"}
 
 
 def _refuse_both(training: TrainingConfig, label: str) -> None:
@@ -222,7 +219,7 @@ def named_by(training: TrainingConfig, matrices: frozenset[str] = frozenset()) -
         groups: list[dict[str, Any]] = []
         by_kind: dict[tuple[bool, bool], list[nn.Parameter]] = {}
         for name, p in named:
-            decays = training.no_decay == NO_DECAY[0] or p.dim() > 1
+            decays = training.no_decay == "nothing" or p.dim() > 1
             by_kind.setdefault((name not in matrices, not decays), []).append(p)
         for (is_others, no_decay), params in sorted(by_kind.items(), key=lambda item: item[0]):
             group: dict[str, Any] = {"params": params}

@@ -8,9 +8,10 @@ Large buckets are few messages, but the last of them is sent when nothing is lef
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from shardlab.errors import UsageError
 from shardlab.launch import launcher_env
@@ -39,8 +40,8 @@ def best(
 
 def with_size(config: Config, size: float) -> Config:
     options = {**config.strategy.options, "bucket_mb": size}
-    strategy = dataclasses.replace(config.strategy, options=options)
-    return dataclasses.replace(config, strategy=strategy)
+    strategy = structs.replace(config.strategy, options=options)
+    return structs.replace(config, strategy=strategy)
 
 
 def settled(configs: Sequence[Config]) -> list[Config]:

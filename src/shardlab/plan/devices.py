@@ -160,7 +160,7 @@ def called(name: str) -> str:
             if known == "h100" and "pcie" in words:
                 return "h100-pcie"
             return known
-    raise UsageError(f"no datasheet of {name} is here; name a device like it with --device")
+    raise UsageError(f"no datasheet of {name} is here; name a device like it with --machine")
 
 
 def link(text: str) -> Link:

@@ -107,7 +107,7 @@ def devices_of(text: str | None) -> tuple[str, ...]:
     """``h100,a100,this`` by the names that the datasheets have."""
     names = [part.strip() for part in (HERE if text is None else text).split(",")]
     if not any(names):
-        raise UsageError("--device names no device; write h100, or h100,a100,this")
+        raise UsageError("--machine names no device; write h100, or h100,a100,this")
     found = (name.lower() if name.lower() == HERE else devices.device(name).name for name in names)
     return tuple(dict.fromkeys(found))
 
@@ -142,7 +142,7 @@ def prices_of(text: str | None, names: Sequence[str]) -> dict[str, float]:
         if equals:
             (own,) = devices_of(name)
             if own not in names:
-                raise UsageError(f"--price-per-hour {own}: --device has only {', '.join(names)}")
+                raise UsageError(f"--price-per-hour {own}: --machine has only {', '.join(names)}")
             if own in prices:
                 raise UsageError(f"--price-per-hour {text}: {own} is named twice")
         elif "," in text:
@@ -195,28 +195,22 @@ def change_of(text: str) -> Change:
 def config_at(question: Question, spec: str, world: int) -> Config:
     """The run that a row is about. Refused if so many ranks cannot share the batch."""
     name, options = parse_spec(spec)
-    training = question.config.training
     overrides: dict[str, Any] = {
         "strategy.name": name, "strategy.options": options, "launch.world": world, **STEADY,
     }  # fmt: skip
     if question.keeps_global_batch:
-        if training.micro_batch is not None and not training.accumulate:
-            overrides["training.accumulate"] = 0  # it follows from the ranks
-    else:
-        times, batch = training.accumulate or 1, per_rank(question.config)
-        overrides |= {
-            "training.global_batch": batch * world * times,
-            "training.accumulate": times,
-            "training.micro_batch": None,
-        }
-    return question.config.with_overrides(overrides)
+        return question.config.with_overrides(overrides)
+    times = question.config.accumulate
+    overrides["training.global_batch"] = per_rank(question.config) * world * times
+    overrides["training.micro_batch"] = None
+    return question.config.with_overrides(overrides).in_parts(times)
 
 
 def keeps_global_batch(config: Config, is_asked: bool) -> bool:
     """Whether it is the global batch that stays when there are more ranks: if it is asked for, or
     if the config says both it and what a rank takes at a time."""
     training = config.training
-    both = training.micro_batch is not None and training.global_batch and not training.accumulate
+    both = training.micro_batch is not None and training.global_batch
     return is_asked or bool(both)
 
 
@@ -225,7 +219,7 @@ def per_rank(config: Config) -> int:
     training = config.training
     if training.micro_batch is not None:
         return training.micro_batch
-    parts = (config.launch.world or DEFAULT_WORLD) * (training.accumulate or 1)
+    parts = (config.launch.world or DEFAULT_WORLD) * config.accumulate
     return max(1, -(-training.global_batch // parts))
 
 
@@ -321,8 +315,9 @@ def plan(
         if not any(cell.found for cell in cells):
             least = min(known, key=lambda found: found.memory_bytes)
             raise UsageError(
-                f"--fits: nothing fits; the least is {fmt.size(least.memory_bytes)} per rank, "
-                f"of {fmt.size(least.memory_limit)}: more ranks with zero3, or a smaller batch"
+                f"--only-fitting: nothing fits; the least is {fmt.size(least.memory_bytes)} per "
+                f"rank, of {fmt.size(least.memory_limit)}: more ranks with zero3, or a smaller "
+                "batch"
             )
     rows = [_row(cell, question) for cell in cells]
     for i, row in enumerate(rows):
@@ -338,8 +333,7 @@ def plan(
         config = cells[i].config
         assert config is not None
         batch = 2 * config.training.global_batch
-        follows = {} if config.training.micro_batch is None else {"training.accumulate": 0}
-        larger = config.with_overrides({"training.global_batch": batch, **follows})
+        larger = config.with_overrides({"training.global_batch": batch})
         cell = dataclasses.replace(cells[i], config=larger)
         cell.found = _predicted(predictor, cell, Change(""), is_first=True)
         return None if cell.found is None else _row(cell, question)
@@ -396,7 +390,7 @@ def _batch_words(question: Question) -> str:
     training = question.config.training
     if question.keeps_global_batch:
         return f"global batch {training.global_batch:,} on any number of ranks"
-    times = training.accumulate or 1
+    times = question.config.accumulate
     own = fmt.count(per_rank(question.config), "sample") + " per rank"
     return own if times == 1 else f"{times} x {own}"
 
@@ -415,7 +409,7 @@ def _row(cell: Cell, question: Question) -> dict[str, Any]:
         "place": place_of(cell),
         "world": cell.world,
         "global_batch": None if config is None else config.training.global_batch,
-        "accumulate": None if config is None else config.training.accumulate,
+        "accumulate": None if config is None else config.accumulate,
         "precision": question.config.precision.compute,
         "status": cell.status,
         "reason": None if cell.error is None else str(cell.error),

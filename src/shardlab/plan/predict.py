@@ -407,7 +407,7 @@ class Predictor:
         """The step with all its operators and its peak of memory: of one rank, or of one of each
         stage of a pipeline."""
         world, axes = config.launch.world or 1, _axes(config)
-        micro = config.training.accumulate
+        micro = config.accumulate
         fewer = fewest_micro(config.strategy.name, axes, micro)
         if fewer < micro and axes is not None:
             steps = self._simulated(_with_micro(config, fewer), device)
@@ -473,9 +473,8 @@ def _in_world(config: Config, ranks: int) -> Config:
 
 def _with_micro(config: Config, micro: int) -> Config:
     """The config with this many micro-batches in a step, each as large as before."""
-    batch = config.training.global_batch // config.training.accumulate * micro
-    more = {"training.global_batch": batch, "training.accumulate": micro}
-    return config.with_overrides(more)
+    batch = config.training.global_batch // config.accumulate * micro
+    return config.with_overrides({"training.global_batch": batch}).in_parts(micro)
 
 
 def _times(played: Played, low: float, high: float) -> dict[str, Any]:

@@ -13,14 +13,14 @@ import pickle
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardlab import config as configs
 from shardlab import world as worlds
+from shardlab.config import Config
 from shardlab.training import builders
 from shardlab.workloads.base import Batch, LossFn
 from shardlab.world import World
@@ -128,16 +128,15 @@ def generators() -> bytes:
     return pickle.dumps(states)
 
 
-def why_losses_differ(world: World, values: dict[str, Any]) -> str | None:
+def why_losses_differ(world: World, config: Config) -> str | None:
     """Why the losses of two worlds cannot agree, whatever the strategy; None if they should.
 
     The loss of one micro-batch is run twice from the same random state: does it move that state,
     and is it the same again? A model that cannot run like this will fail when it is timed.
     """
-    config = configs.from_dict(values)
     training, precision = config.training, config.precision.compute
     workload = builders.build_workload(config)
-    parts = (config.launch.world or 1) * training.accumulate
+    parts = (config.launch.world or 1) * config.accumulate
     rows = min(len(workload.dataset), max(2, -(-training.global_batch // parts)))
     try:
         model = workload.make_model()

@@ -332,7 +332,7 @@ def _prepare(
             made = _prepare_users(config, world, rounds)
         else:
             steps = 3 if rounds is None else config.training.steps
-            even = config.training.accumulate if which == "even stack" else 0
+            even = config.accumulate if which == "even stack" else 0
             stack = subjects.stack(shares, config.training.seed, world.device, steps, even)
             made = _run_plain(stack, config, world, rounds)
         _prepared[place] = (key, made)

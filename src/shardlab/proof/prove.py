@@ -7,11 +7,12 @@ no torch; ``proof.evidence`` runs in the ranks.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
 
 from shardlab.axes import axes_of
 from shardlab.config import NO_EVALUATION, Config
@@ -38,18 +39,14 @@ def small(
     """The config of a proof: small and telling, in whatever was not ``given`` by name.
 
     A file describes a run, which may be large; its proof is of the same workload in its smallest
-    size, with few samples and steps. With one micro-batch a strategy that communicates in each
-    looks right, so there are two.
+    size, with few samples and steps.
     """
     training, workload = config.training, config.model.workload
     worlds = worlds or [config.launch.world or launching.default_ranks()]
     wanted: dict[str, Any] = {
         "training.global_batch": min(training.global_batch or 4 * max(worlds), 4 * max(worlds)),
-        "training.accumulate": max(training.accumulate, 2),
         "training.micro_batch": None,
     }
-    if "training.micro_batch" in given:
-        del wanted["training.accumulate"]  # it follows
     if workload in SMALLEST and "model.size" not in given:
         wanted["model.size"] = SMALLEST[workload]
         if config.model.size not in (None, SMALLEST[workload]):
@@ -58,13 +55,17 @@ def small(
     return config.with_overrides(
         {
             **overrides,
-            "training.batch_split": "uneven",
             "training.steps": steps,
             "training.warmup_steps": min(training.warmup_steps, steps - 1),
             **NO_EVALUATION,
             "profile.enabled": False,
         }
     )
+
+
+def in_parts(config: Config) -> Config:
+    """With one micro-batch a strategy that communicates in each looks right: so there are two."""
+    return config if config.training.micro_batch is not None else config.in_parts(2)
 
 
 def deep_enough(config: Config) -> Config:
@@ -108,7 +109,7 @@ def cases_of(config: Config, specs: Sequence[str], worlds: Sequence[int]) -> lis
                 "output.dir": None,
             }
         )
-        case = deep_enough(case)
+        case = deep_enough(in_parts(case))
         if case in cases:
             raise UsageError(f"strategy {case.strategy.label} is named twice")
         cases.append(case)
@@ -155,7 +156,7 @@ def prove(
     skipped: list[dict[str, Any]] = []
     env: dict[str, Any] | None = None
     launch = cases[0].launch
-    launch = dataclasses.replace(launch, timeout_s=min(launch.timeout_s, TIMEOUT_S))
+    launch = structs.replace(launch, timeout_s=min(launch.timeout_s, TIMEOUT_S))
     done, done_ranks, spent_s = 0, 0, 0.0
     all_ranks = sum(case.launch.world or 1 for case in cases)
     for size in worlds:
@@ -165,13 +166,13 @@ def prove(
             # What is wrong with any case is wrong input, and refused before anything is measured.
             # So is what is wrong with the model, for which no strategy is to blame.
             for case in mine:
-                run("shardlab.proof.subjects:check", case.to_dict())
-                run("shardlab.training.preflight:check", case.to_dict())
+                run("shardlab.proof.subjects:check", case)
+                run("shardlab.training.preflight:check", case)
             if env is None:
-                env = run("shardlab.training.preflight:describe", mine[0].to_dict(), command)[0]
+                env = run("shardlab.training.preflight:describe", mine[0], command)[0]
             on_progress(f"one process · world {size}", done, len(cases))
             largest = max(mine, key=lambda case: case.launch.world or 1)
-            run("shardlab.proof.evidence:prepare", largest.to_dict())
+            run("shardlab.proof.evidence:prepare", largest)
             for case in mine:
                 about = {
                     "strategy": case.strategy.name,
@@ -187,7 +188,7 @@ def prove(
                 done, done_ranks = done + 1, done_ranks + (case.launch.world or 1)
                 begun = time.monotonic()
                 try:
-                    evidence = run("shardlab.proof.evidence:examine", case.to_dict())
+                    evidence = run("shardlab.proof.evidence:examine", case)
                     checks = judge.judge([e for e in evidence if e is not None])
                 except RankFailure as failure:
                     checks = judge.failed(f"it did not get through: {failure}")

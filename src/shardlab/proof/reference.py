@@ -214,8 +214,6 @@ class Update:
         training = self.training
         if training.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.trained.values(), training.clip_norm)
-        if training.clip_value is not None:
-            nn.utils.clip_grad_value_(self.trained.values(), training.clip_value)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * self.factor(step)
         self.optimizer.step()

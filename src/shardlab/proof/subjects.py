@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardlab import config as configs
 from shardlab import world as worlds
 from shardlab.config import Config
 from shardlab.data import sampler
@@ -156,10 +154,9 @@ def stack(ranks: int, seed: int, device: torch.device, steps: int = 3, even: int
 # ------------------------------------------------------------------ the user's
 
 
-def check(_world: World, values: dict[str, Any]) -> str:
+def check(_world: World, config: Config) -> str:
     """Refuse a model for which one process at a time is no reference. Returns where its data comes
     from, also where the config says ``auto``."""
-    config = configs.from_dict(values)
     workload = builders.build_workload(config)
     if workload.couples_ranks:
         raise UsageError(
@@ -182,7 +179,7 @@ def users(
             config.data.epoch,
         )  # fmt: skip
         worlds.seed(training.seed + step)  # a data set that draws, draws the same on every rank
-        shares = [sampler.rank_share(ids, ranks, r, training.accumulate) for r in range(ranks)]
+        shares = [sampler.rank_share(ids, ranks, r, config.accumulate) for r in range(ranks)]
         batches = [[dataset.batch(i.tolist()) for i in share] for share in shares]
         steps.append([[_cast(b, dtype).to(device) for b in share] for share in batches])
     return Subject(_seeded(workload, training.seed, steps), training.seed, steps, dtype, device)

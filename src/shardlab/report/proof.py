@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from shardlab import config as configs
 from shardlab import text as fmt
 from shardlab.proof.judge import ONE_SHAPE, decided, how, is_wide
 from shardlab.proof.judge import reasons as reasons_of
@@ -33,13 +34,13 @@ def show(result: Result, path: Path) -> None:
 
 def table(result: Result) -> Table:
     """One row per strategy and world, for 80 columns."""
-    env, training = result["env"], result["config"]["training"]
+    env, config = result["env"], configs.from_dict(result["config"])
     proof = terminal.table(
         "<strategy", "world", "|equal to\none process", "|state\nper rank",
         "|bytes sent\nper step", "|overlap", "|repro-\nducible",
         title=f"{env['workload']} · {fmt.compact(env['parameters'])} parameters in "
         f"{_equal(result).get('precision', 'float64')} · "
-        f"{fmt.count(training['steps'], 'step')} of {training['accumulate']} micro-batches",
+        f"{fmt.count(config.training.steps, 'step')} of {config.accumulate} micro-batches",
         least=16,
     )  # fmt: skip
     for verdict in result["verdicts"]:

@@ -105,7 +105,7 @@ def _sweep(result: Result) -> Iterator[str]:
     elif result["largest_is_exact"]:
         yield f"the largest batch that fits: {largest:,} per rank"
     else:
-        why = {"time": "the time was up (--time-limit)", "most": "--max-micro-batch was reached"}
+        why = {"time": "the time was up (--sweep-time)", "most": "--max-micro-batch was reached"}
         reason = why.get(result["stopped"], "a larger one failed for another reason")
         yield f"batch {largest:,} per rank fits; whether more does is open: {reason}"
 

@@ -25,7 +25,6 @@ class Rule:
     """What an update does besides the optimizer's step."""
 
     clip_norm: float | None = None  # the largest norm of the whole gradient, over all shards
-    clip_value: float | None = None  # the largest element of the gradient
     loss_scale: float | None = None  # fp16: the factor to start with; None disables it
     schedule: Callable[[int], float] = constant  # learning-rate factor of a step, from 0
     on_nonfinite: str = "ignore"  # of a NaN or infinite gradient: "stop", "skip" the update
@@ -96,9 +95,6 @@ class Update:
                 if not self._is_usable(norm, gradients):
                     return False
                 self._unscale_and_clip(gradients, norm)
-            if self.rule.clip_value is not None and gradients:
-                torch._foreach_clamp_min_(list(gradients), -self.rule.clip_value)
-                torch._foreach_clamp_max_(list(gradients), self.rule.clip_value)
             for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
                 group["lr"] = rate * self.rule.schedule(self.steps)
             self._step()

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import numpy as np
+from msgspec import Meta, convert
 
-from shardlab import shapes
 from shardlab.errors import UsageError
 from shardlab.files import write_json
 
@@ -69,7 +69,7 @@ class Reading:
     when: str  # "start", "after step 3", "end"
     unix_ns: int  # on the node's own clock
     ahead_ns: int
-    error_ns: Annotated[int, shapes.Meta(ge=0)]
+    error_ns: Annotated[int, Meta(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Node:
     node: int
     host: str
     ranks: tuple[int, ...]
-    readings: Annotated[tuple[Reading, ...], shapes.Meta(min_length=1)]
+    readings: Annotated[tuple[Reading, ...], Meta(min_length=1)]
 
     def ahead(self, unix_ns: Ints) -> Ints:
         """By how much to correct times of this clock: linear between two readings."""
@@ -216,7 +216,7 @@ def load(run: Path) -> dict[int, Node]:
     """Each rank's node, as the run folder's ``clocks.json`` says; empty if there is none."""
     path = run / FILE
     try:
-        found = shapes.convert(json.loads(path.read_text(encoding="utf-8")), _File)
+        found = convert(json.loads(path.read_text(encoding="utf-8")), _File)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

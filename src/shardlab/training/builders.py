@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from shardlab import axes, naming
 from shardlab import world as worlds
 from shardlab.axes import Axes
-from shardlab.config import LOSS_SCALE, Config, TrainingConfig, data_ranks
+from shardlab.config import LOSS_SCALE, Config, TrainingConfig
 from shardlab.data import loader
 from shardlab.errors import UsageError
 from shardlab.faults import inject
@@ -129,8 +129,6 @@ def build_strategy(config: Config, workload: Workload, world: World) -> Strategy
             "has none: use training.compile: blocks"
         )
     optimizer = make_optimizer(config.training, workload, model)
-    if config.training.clip_value is not None:
-        refuse_complex(model)
     setup = Setup(
         model,
         optimizer,
@@ -207,12 +205,6 @@ def sample(config: Config, workload: Workload, world: World, dtype: torch.dtype)
     return loader.cast(sample, dtype).to(world.device)
 
 
-def refuse_complex(model: nn.Module) -> None:
-    for name, p in model.named_parameters():
-        if p.is_complex():
-            raise UsageError(f"training.clip_value: '{name}' is complex, and has no largest value")
-
-
 def notes(config: Config, workload: Workload) -> list[str]:
     """Notes on a workload and its strategy that are printed once. None of them is an error."""
     found = list(workload.notes)
@@ -222,12 +214,18 @@ def notes(config: Config, workload: Workload) -> list[str]:
     if training.micro_batch is not None and world is not None:
         found.append(
             f"a step takes {training.global_batch:,} samples: {count(world, 'rank')} x "
-            f"{count(training.accumulate, 'micro-batch', 'micro-batches')} of "
+            f"{count(config.accumulate, 'micro-batch', 'micro-batches')} of "
             f"{training.micro_batch:,}"
         )
-    shares = 1 if world is None else data_ranks(config.strategy, world)
+    shares = config.data_ranks
+    if training.global_batch % (shares * config.accumulate):
+        found.append(
+            f"{training.global_batch:,} samples are no multiple of {shares:,} x "
+            f"{config.accumulate:,} micro-batches: their sizes differ by one sample; the loss "
+            "stays exact"
+        )
     if workload.couples_samples and not workload.couples_ranks and shares > 1:
-        batch, parts = training.global_batch, training.accumulate
+        batch, parts = training.global_batch, config.accumulate
         found.append(
             f"the loss looks at the samples of a micro-batch together, each beside "
             f"{beside(batch, shares * parts)} others (negatives); in one process it would be "
@@ -274,7 +272,6 @@ def make_rule(config: Config, workload: Workload | None = None) -> Rule:
     training, precision = config.training, config.precision
     return Rule(
         clip_norm=training.clip_norm,
-        clip_value=training.clip_value,
         loss_scale=(precision.loss_scale or LOSS_SCALE) if precision.compute == "fp16" else None,
         schedule=make_schedule(training, workload),
         on_nonfinite=training.on_nonfinite,

@@ -21,9 +21,10 @@ import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from shardlab import axes
@@ -105,10 +106,10 @@ def _complaint(config: Config, workload: Workload, world: World, found: Axes) ->
         if is_dear and dtype == torch.float64:
             continue
         model = cast_model(model, world.device, dtype)
-        training = replace(config.training, compile="none")
+        training = structs.replace(config.training, compile="none")
         builders.prepare_blocks(model, workload, training)
         # Some schedules of pipelines need several micro-batches.
-        batches = [sample] * (config.training.accumulate if found.pipeline > 1 else 1)
+        batches = [sample] * (config.accumulate if found.pipeline > 1 else 1)
         expected = _expected(model, workload, batches, dtype, world)
         if expected is not None:
             with _refused(found):
@@ -230,7 +231,8 @@ def _of_ranks(
     """By the run's axes; replicas share their gradients in the plainest way."""
     make = builders.resolve_strategy(config)
     options = {k: v for k, v in config.strategy.options.items() if k in axes.OPTIONS}
-    plain = replace(config, strategy=replace(config.strategy, options=options))
+    undivided = structs.replace(config.strategy, options=options)
+    plain = structs.replace(config, strategy=undivided)
     setup = Setup(
         model,
         optimizers.of_class(torch.optim.SGD, lr=0.0),

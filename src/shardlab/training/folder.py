@@ -95,8 +95,7 @@ def _fill_folder(
         about = {"data": workload.data, "notes": notes(config, workload)}
         write_json(folder / "env.json", {**described, **about})
         (folder / "README.md").write_text(readme(folder.name), encoding="utf-8")
-    again = config.with_overrides({"output.dir": None, "checkpoint.resume": None})
-    (folder / "config.yaml").write_text(again.to_yaml(), encoding="utf-8")
+    (folder / "config.yaml").write_text(config.started_anew().to_yaml(), encoding="utf-8")
     if start.is_resumed:
         world.tell({"resumed": resumes.note(folder, start, config, command)})
     mark(folder, "running", pids=pids, host=socket.gethostname())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from shardlab.config import Config
@@ -92,7 +93,7 @@ def with_steps(config: Config, workload: Workload) -> Config:
             f"batch {training.global_batch:,}) and training.steps is {training.steps:,}; leave out "
             "one of them"
         )
-    return config.with_overrides({"training.steps": steps, "training.epochs": training.epochs})
+    return replace(config, training=replace(training, steps=steps))
 
 
 def data_order(workload: Workload, config: Config) -> loader.Order:
@@ -100,7 +101,7 @@ def data_order(workload: Workload, config: Config) -> loader.Order:
     return loader.Order(
         length=len(workload.dataset),
         global_batch=training.global_batch,
-        accumulate=training.accumulate,
+        accumulate=config.accumulate,
         seed=training.seed,
         shuffle=config.data.shuffle,
         mode=config.data.epoch,

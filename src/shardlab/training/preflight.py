@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from shardlab import config as configs
+from shardlab.config import Config
 from shardlab.errors import UsageError
 from shardlab.guard.guards import refuse_unequal_data
 from shardlab.launch import environment
@@ -15,9 +15,9 @@ from shardlab.training import builders
 from shardlab.world import World
 
 
-def describe(world: World, values: dict[str, Any], command: str) -> dict[str, Any]:
+def describe(world: World, config: Config, command: str) -> dict[str, Any]:
     """The machine, the workload and its parameters."""
-    workload = builders.build_workload(configs.from_dict(values))
+    workload = builders.build_workload(config)
     model = workload.make_model()
     no_blocks = [builders.nothing_to_shard_by("zero3")] if workload.blocks == () else []
     return {
@@ -37,9 +37,8 @@ def describe(world: World, values: dict[str, Any], command: str) -> dict[str, An
     }
 
 
-def check(world: World, values: dict[str, Any]) -> None:
+def check(world: World, config: Config) -> None:
     """Refuse unknown options, sizes and data."""
-    config = configs.from_dict(values)
     builders.resolve_strategy(config)
     workload = builders.build_workload(config)
     refuse_unequal_data(workload, world)

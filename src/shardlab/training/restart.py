@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-from shardlab.config import Config, data_ranks, share_batch
+from msgspec.structs import replace
+
+from shardlab.config import Config, data_ranks
 from shardlab.errors import RankFailure, UsageError
 from shardlab.launch import launch
 from shardlab.launch.ranks import Event
@@ -28,7 +29,7 @@ def train(config: Config, command: str, on_event: Callable[[Event], None]) -> An
             return launch.launch(
                 TARGET,
                 config.launch,
-                config.to_dict(),
+                config,
                 command,
                 saves=config.checkpoint.every is not None,
                 on_event=on_event,
@@ -39,12 +40,10 @@ def train(config: Config, command: str, on_event: Callable[[Event], None]) -> An
             if is_final or failure.folder is None or restarts >= config.launch.max_restarts:
                 raise
             restarts += 1
-            config = config.with_overrides(
-                {
-                    "checkpoint.resume": "auto",
-                    "output.dir": str(failure.folder),
-                    "launch.world": next_world(config),
-                }
+            config = replace(
+                config.at_world(next_world(config)),
+                checkpoint=replace(config.checkpoint, resume="auto"),
+                output=replace(config.output, dir=str(failure.folder)),
             )
             on_event(
                 {
@@ -60,13 +59,10 @@ def next_world(config: Config) -> int:
     """The same number of ranks, or with ``min_world`` the next smaller that can share the batch."""
     world, least = config.launch.world, config.launch.min_world
     assert world is not None
-    training = config.training
-    if training.micro_batch is not None:  # then accumulate follows from the number of ranks
-        training = replace(training, accumulate=0)
     for fewer in range(world - 1, (least or world) - 1, -1):
         try:
-            share_batch(training, data_ranks(config.strategy, fewer))
-        except UsageError:
+            if config.training.global_batch >= data_ranks(config.strategy, fewer):
+                return fewer
+        except UsageError:  # the axes of the model need a multiple of other numbers
             continue
-        return fewer
     return world

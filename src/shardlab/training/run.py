@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab import config as configs
 from shardlab import pulse, stats
 from shardlab.checkpoint import load
 from shardlab.checkpoint import resume as resumes
@@ -38,13 +37,13 @@ from shardlab.workloads.base import Workload
 from shardlab.world import World
 
 
-def train_rank(world: World, values: dict[str, Any], command: str) -> dict[str, Any]:
+def train_rank(world: World, config: Config, command: str) -> dict[str, Any]:
     """What ``shardlab train`` runs on every rank; returns the summary that it prints.
 
     The folder is made only when model, data and strategy have been built: a run that is
     refused leaves nothing behind.
     """
-    config = configs.from_dict(values).with_overrides({"launch.world": world.size})
+    config = config.at_world(world.size)
     hang_s, timeout_s = config.guard.hang_s, config.launch.timeout_s
     with (
         watchdog.watching(world, hang_s, timeout_s),
@@ -250,7 +249,7 @@ def make_evaluation(
         workload,
         world,
         in_precision(evaluate.sums_of(workload), compute),
-        chunk=-(-training.global_batch // training.accumulate),
+        chunk=-(-training.global_batch // config.accumulate),
         samples=training.evaluate_samples,
         dtype=torch.float64 if compute == "fp64" else torch.float32,
         of_average=training.ema_decay is not None,

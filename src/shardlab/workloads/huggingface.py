@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from msgspec import Meta, convert
 from torch import Tensor
 
 from shardlab.errors import UsageError
-from shardlab.shapes import Meta, convert
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

@@ -75,7 +75,7 @@ def _refuse_idle_ranks(
 class PipelineGPipe(CutModel):
     """All forwards, then all backwards.
 
-    Schedule of a step, for P ranks and M micro-batches (``training.accumulate``):
+    Schedule of a step, for P ranks and M micro-batches (``Config.accumulate``):
 
         at construction     broadcast the model from rank 0; find the stages; keep one
         each micro-batch    forward; send the activations to the next rank, asynchronously
