@@ -166,7 +166,7 @@ def test_a_crash_in_a_window_is_the_error_that_is_told_and_leaves_no_trace(tmp_p
         ({"profile.enabled": True, "training.steps": 4}, "the profile needs 5 steps"),
         ({"profile.enabled": True, "profile.warmup": 0}, "profile.warmup must be at least 1"),
         ({"profile.active": 0}, "profile.active must be at least 1, got 0"),
-        ({"profile.wait": -1}, "profile.wait must be 0 or more, got -1"),
+        ({"profile.wait": -1}, "profile.wait must be at least 0, got -1"),
         ({"profile.actve": 3}, "did you mean 'active'"),
     ],
 )
