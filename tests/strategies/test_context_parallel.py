@@ -387,6 +387,17 @@ class Attends(nn.Module):
         return F.scaled_dot_product_attention(q, k, k, **how).squeeze(1)
 
 
+class ByHand(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return (y @ y.transpose(-1, -2)).softmax(-1) @ y
+
+
+class Torchs(nn.MultiheadAttention):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
 class Outside(Encoder):
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         x = super().forward(tokens, positions)
@@ -435,6 +446,8 @@ ODD = {  # in the place of the encoder's attention
     "module 'mix' gives an attn_mask (4, 4)": Attends(masks=True),
     "module 'mix' drops out 0.1 of its attention weights": Attends(dropout_p=0.1),
     "this rank has 4 of 8 tokens": Attends(crosses=True),
+    "module 'mix' computes its attention without F.scaled": ByHand(8, 8),
+    "call that (in place of nn.MultiheadAttention": Torchs(8, 2, batch_first=True),
     "module 'mix' (BatchNorm1d) looks at several tokens": nn.BatchNorm1d(8),
 }
 REFUSED: dict[str, tuple[Any, Kind, Batch]] = {
@@ -446,6 +459,8 @@ REFUSED: dict[str, tuple[Any, Kind, Batch]] = {
     "came to 'attention mix.": (
         LeavesOut, ENCODER._replace(context=replace(ENCODER.context, attention=("mix.?",))), TOKENS
     ),
+    "'model.layers.0.self_attn' computes its attention without": (
+        partial(llama_tiny, attn_implementation="eager"), LLAMA, padded_batch(2, 8, 0)),
     "drops out 0.1": (partial(llama_tiny, attention_dropout=0.1), LLAMA, padded_batch(2, 8, 0)),
     "hides tokens before others": (llama_tiny, LLAMA, LATE),
     "how to cut the input 'weights'": (

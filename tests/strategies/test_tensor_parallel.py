@@ -296,6 +296,8 @@ REFUSALS: list[tuple[dict[str, str | None], str, str]] = [
 ]
 OF_SEQUENCES: list[tuple[dict[str, str | None], str, str]] = [
     ({"blocks.*": None}, "", "name no 'block'"),
+    ({"blocks.*.norm_*": "whole"}, "", "'blocks.0.norm_1' cannot be 'whole' .* say 'norm'"),
+    ({"sometimes": "norm"}, "", "'sometimes' cannot be 'norm' .* say 'whole'"),
 ]
 
 

@@ -57,6 +57,7 @@ class Ring(TorchFunctionMode):
         self.split: Zigzag | None = None  # of the part that was computed last
         self.is_open = False  # the forward of a part is running
         self.module: tuple[str, nn.Module] | None = None  # the attention that is running
+        self.calls = 0
 
     @contextmanager
     def over(self, split: Zigzag) -> Iterator[None]:
@@ -74,12 +75,20 @@ class Ring(TorchFunctionMode):
         """The forward of an attention module."""
         if not (self.is_open or in_backward()):
             return forward(*args, **kwargs)
-        outer, self.module = self.module, (name, module)
+        before, self.module = (self.module, self.calls), (name, module)
         try:
             with self:
-                return forward(*args, **kwargs)
+                result = forward(*args, **kwargs)
+            if self.calls == before[1]:
+                raise UsageError(
+                    f"{WHO}: {self._named} computes its attention without "
+                    "F.scaled_dot_product_attention, which is what the ring stands in for; call "
+                    "that (in place of nn.MultiheadAttention, too; for a model of transformers': "
+                    "attn_implementation='sdpa')"
+                )
         finally:
-            self.module = outer
+            self.module = before[0]
+        return result
 
     def __torch_function__(
         self,
@@ -126,6 +135,7 @@ class Ring(TorchFunctionMode):
                 "two ranks would draw alike: set the model's attention dropout to 0"
             )
         self._check_shapes(query, key, value)
+        self.calls += 1
         self.lockstep.before("attention", self.module[0])
         # transformers says so of a single query, which sees all keys when they are its own past.
         # Here they are other ranks', too.

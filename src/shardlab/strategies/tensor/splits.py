@@ -250,9 +250,19 @@ def dropouts(model: nn.Module) -> list[str]:
 def refuse_for_sequence(named: Mapping[str, str]) -> None:
     """Inside of the blocks a rank sees some of the positions. The comparison before the first step
     shows whether all that they hold treats each by itself, or is in a branch, which is given all.
+    It does not see a module that its sample does not use, so each must stand where its split fits.
     """
-    if "block" not in named.values():
+    blocks = {name for name, kind in named.items() if kind == "block"}
+    if not blocks:
         raise UsageError(
             "sequence parallelism: the workload's splits name no 'block' through which the "
             "residual stream goes; name them, or leave out sequence"
         )
+    for name, kind in named.items():
+        is_in_block = not blocks.isdisjoint(around(name))
+        if (kind == "whole" and is_in_block) or (kind in ("norm", "branch") and not is_in_block):
+            raise UsageError(
+                f"sequence parallelism: '{name}' cannot be '{kind}' where it is; in a block say "
+                "'norm' of what treats each position by itself, and 'branch' of the module around "
+                "'heads'; outside of the blocks say 'whole'"
+            )
