@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardlab.axes import Axes
 from shardlab.errors import UsageError
 from shardlab.strategies.pipeline import schedule_analysis, schedules
 from shardlab.strategies.pipeline.schedule_analysis import Times
@@ -31,6 +32,19 @@ def spelled(actions: list[Action]) -> str:
 
 
 # ------------------------------------------------------------------ the lists
+
+
+@given(cases(), st.integers(1, 3))
+def test_a_rank_has_the_stages_that_its_list_names(
+    case: tuple[str, int, int, int], tensor: int
+) -> None:
+    name, ranks, micro, chunks = case
+    axes = Axes(data=2, pipeline=ranks, tensor=tensor, schedule=name, chunks=chunks)
+    for place, actions in enumerate(schedule(name, ranks, micro, chunks)):
+        named = sorted({stage for _, stage, _ in actions}) if ranks > 1 else []
+        for copy in range(tensor):  # tensor-parallel ranks are neighbours
+            assert schedules.stages_of(axes, place * tensor + copy) == named
+            assert schedules.stages_of(axes, (ranks + place) * tensor + copy) == named
 
 
 @given(cases())
