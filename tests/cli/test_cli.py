@@ -187,10 +187,10 @@ def test_quiet_prints_the_folder_alone(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_only_reading_traces_needs_more_than_the_core() -> None:
-    """Training, proofs and comparisons run where only torch and five small packages are."""
+    """Training, proofs and comparisons run where only torch and six small packages are."""
     script = """
 import importlib, pkgutil, sys
-for name in ("msgspec", "sklearn", "transformers", "tiktoken", "pyarrow", "pandas", "isal"):
+for name in ("sklearn", "transformers", "tiktoken", "pyarrow", "pandas", "isal"):
     sys.modules[name] = None
 import shardlab
 reads_traces = ("shardlab.trace.", "shardlab.report.trace", "shardlab.report.timeline")

@@ -16,7 +16,7 @@ from conftest import deep_unless
 TINY = ("--size", "tiny", "--data", "synthetic")
 COMMANDS = {
     "train": (*TINY,),
-    "compare": (*TINY, "--strategies", "simple_ddp,zero1"),
+    "compare": ("--size", "tiny", "--set", "data.source=synthetic"),
     "prove": (*TINY, "--strategies", "zero1"),
     "plan": (*TINY, "--world", "2,8"),
     "memory": (*TINY, "--strategies", "zero1"),

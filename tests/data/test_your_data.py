@@ -817,6 +817,8 @@ def test_a_loader_on_ranks_is_one_process(ranks: Any, tmp_path: Path) -> None:
         "order and workers are not",
         "the blocks are guessed from the model",
         "the loss is a mean over targets, and is taken times their number",
+        "a step takes 4 samples",
+        "4 samples are no multiple of 3 x 2 micro-batches",
     ]
 
 
@@ -944,7 +946,7 @@ def test_a_stream_that_shards_itself_is_refused(ranks: Any, tmp_path: Path) -> N
 def test_without_blocks_zero3_says_so(ranks: Any, tmp_path: Path) -> None:
     result = run(ranks, 2, tmp_path, "whole")
     notes = json.loads((Path(result["folder"]) / "env.json").read_text())["notes"]
-    assert notes[-1].startswith("zero3 has nothing to shard by")
+    assert any(note.startswith("zero3 has nothing to shard by") for note in notes)
 
 
 PROGRAM = "import sys; sys.path.remove(''); from shardlab.cli import main; main()"  # as installed

@@ -457,22 +457,25 @@ def test_compile_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"training.clip_norm": 0}, "training.clip_norm must be above 0, got 0.0"),
+        ({"training.clip_norm": 0}, "training.clip_norm must be above 0, got 0"),
         ({"training.clip_norm": float("nan")}, "training.clip_norm must be above 0"),
         (
             {"training.schedule": "cosin"},
             "unknown training.schedule 'cosin'; did you mean 'cosine'",
         ),
-        ({"training.warmup_steps": -1}, "training.warmup_steps must be 0 or more"),
+        ({"training.warmup_steps": -1}, "training.warmup_steps must be at least 0, got -1"),
         (
             {"training.warmup_steps": 9, "training.steps": 8},
             "training.warmup_steps 9 is longer than the run of 8 steps",
         ),
         ({"training.min_rate": 0.1}, "training.min_rate is for the cosine schedule"),
-        ({"training.schedule": "cosine", "training.min_rate": 2}, "0 to 1, got 2.0"),
+        (
+            {"training.schedule": "cosine", "training.min_rate": 2},
+            "training.min_rate must be at most 1, got 2",
+        ),
         ({"training.compile": "block"}, "unknown training.compile 'block'; did you mean 'blocks'"),
         ({"precision.loss_scale": 8}, "precision.loss_scale is for fp16; gradients in fp32"),
-        ({"precision.compute": "fp16", "precision.loss_scale": 0}, "must be above 0, got 0.0"),
+        ({"precision.compute": "fp16", "precision.loss_scale": 0}, "must be above 0, got 0"),
     ],
 )
 def test_refuses(overrides: dict[str, Any], message: str) -> None:

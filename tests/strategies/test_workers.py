@@ -20,6 +20,7 @@ from resuming import batches
 from shardlab import config as configs
 from shardlab.checkpoint import manifest as manifests
 from shardlab.checkpoint import rng
+from shardlab.checkpoint.load import put_back
 from shardlab.checkpoint.resume import Start
 from shardlab.checkpoint.save import About, Checkpoints
 from shardlab.config import CheckpointConfig
@@ -95,7 +96,7 @@ def resume(world: World, kind: Any, folder: str, saved: int, lost: str = "-") ->
     path = Path(folder) / "checkpoints" / f"step-{saved:06d}"
     name = "streaming_diloco" if kind is StreamingDiLoCo else "diloco"
     start = Start(None, path, manifests.read(path))
-    load.put_back(start, strategy, world, configs.load(None, {"strategy.name": name}))
+    put_back(start, strategy, world, configs.load(None, {"strategy.name": name}))
     anchor = arrays(strategy.anchor), arrays(strategy.momentum)
     return train(strategy, world, range(saved, STEPS)), arrays(strategy.full_tensors()), anchor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 from collections.abc import Callable
@@ -138,8 +139,8 @@ REVIEWS = [
 def reviews_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reviews")
     for split, rows in (("train", REVIEWS * 2), ("test", REVIEWS[1::2])):
-        lines = [json.dumps({"text": text, "label": label}) for text, label in rows]
-        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+        with (folder / f"{split}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([("text", "label"), *rows])
     return folder
 
 

@@ -66,7 +66,7 @@ def measure(
                     continue
                 run = config.with_overrides({"training.steps": WARMUP + STEPS})
                 try:
-                    took = ranks.run(TIME, run.to_dict(), WARMUP)[0]["slowest_ms"][WARMUP:]
+                    took = ranks.run(TIME, run, WARMUP)[0]["slowest_ms"][WARMUP:]
                     times += [ms / 1e3 for ms in took]
                 except (RankFailure, UsageError) as error:
                     found[place] = str(error)
