@@ -7,7 +7,7 @@ run() { echo "+ $*"; "$@" || echo "FAILED with $?: $*"; }
 run python -m shardlab doctor
 for world in 1 2; do
   run python -m shardlab prove --device cuda --world $world --out "$out/prove-w$world"
-  run python -m shardlab compare --device cuda --world $world --size small --seq-len 256 \
+  run python -m shardlab compare --device cuda --world $world --size small --set data.seq_len=256 \
     --global-batch 8 --repeats 2 --warmup 3 --steps 5 --out "$out/fp32-w$world"
 done
 run python -m shardlab compare --device cuda --world 1 --size small --precision bf16 \

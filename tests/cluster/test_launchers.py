@@ -271,7 +271,7 @@ def test_what_the_ranks_refuse_is_not_tried_again(ray: rays.Ray, tmp_path: Path)
 
 def test_a_comparison_on_ray(ray: rays.Ray, tmp_path: Path) -> None:
     """Only training can resume. A comparison writes one report, of two nodes."""
-    compare = "compare --strategies pytorch_ddp,zero2 --size tiny --data synthetic --no-prove"
+    compare = "compare --strategies pytorch_ddp,zero2 --size tiny --no-prove"
     job = written(tmp_path, *compare.split(), *FEW, changes={'"--resume", "auto", ': ""})
     done = ray.run(sys.executable, job.name, cwd=tmp_path, timeout=150)
     assert done.returncode == 0, done.stdout

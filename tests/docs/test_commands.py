@@ -135,12 +135,13 @@ def test_what_the_book_says_to_measure_was_measured() -> None:
 # ------------------------------------------------------------------ run
 
 FEW = ["--repeats", "1", "--warmup", "1", "--steps", "2", "--set", "profile.active=1"]
+SYNTHETIC = ["--set", "data.source=synthetic"]
 SMALL = {
-    "gpt2": ["--size", "tiny", "--seq-len", "32"],
-    "yelp": ["--size", "tiny", "--data", "synthetic"],
-    "causal": ["--size", "tiny", "--data", "synthetic"],
-    "resnet": ["--size", "tiny", "--data", "synthetic"],
-    "cnn": ["--data", "synthetic"],
+    "gpt2": ["--size", "tiny", "--set", "data.seq_len=32"],
+    "yelp": ["--size", "tiny", *SYNTHETIC],
+    "causal": ["--size", "tiny", *SYNTHETIC],
+    "resnet": ["--size", "tiny", *SYNTHETIC],
+    "cnn": SYNTHETIC,
     "--workload": [],
     "--resume": [],
 }

@@ -211,7 +211,7 @@ def test_code_that_differs(both: Warm, tmp_path: Path) -> None:
     """Another checkout of the same version on one node, with one line more."""
     copy = tmp_path / "shardlab"
     shutil.copytree(commands.ROOT / "src" / "shardlab", copy)
-    with (copy / "run" / "loop.py").open("a") as file:
+    with (copy / "training" / "loop.py").open("a") as file:
         file.write("# changed\n")
     plant = f"import shardlab; shardlab.__file__ = '{copy / '__init__.py'}'"
     words = r"the code of shardlab is \w+ for rank 0 on n1, and \w+ for rank 1 on n2: install one"
