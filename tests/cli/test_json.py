@@ -18,7 +18,8 @@ from conftest import deep_unless
 from shardlab.data import fetching
 from shardlab.learn.exercise import Exercise
 
-LOUD = f"--workload {Path(__file__).with_name('printing_workload.py')}:workload --device cpu"
+MODEL = f"--workload {Path(__file__).with_name('printing_workload.py')}:workload"
+LOUD = f"{MODEL} --device cpu"
 FEW = "--warmup 2 --steps 1"
 
 # What runs a model that prints, in processes of its own.
@@ -29,7 +30,7 @@ OF_A_MODEL = {
     "prove": f"{LOUD} --strategies zero1",
     "throughput": f"{LOUD} --micro-batch 2 --world 2 {FEW}",
     "memory": f"{LOUD} --strategies zero1 --measure",
-    "plan": f"{LOUD} --strategies zero1 --world 4 --machine h100",
+    "plan": f"{MODEL} --strategies zero1 --world 4 --machine h100",
 }
 # What looks at files, or at the machine.
 OTHERS = {
